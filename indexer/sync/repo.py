@@ -7,6 +7,7 @@ times are fields, not states.
 
 from dataclasses import dataclass
 from enum import StrEnum
+from math import inf
 
 from indexer.reasons import Desync
 
@@ -98,6 +99,9 @@ class Head:
     commit: bytes
 
 
+PARKED = inf
+
+
 @dataclass(frozen=True, slots=True)
 class Repo:
     """One repo's row, as far as planning needs it.
@@ -106,6 +110,7 @@ class Repo:
     row yet. `seen_rev` is the newest revision of an *authentic* message, ignored ones too: an export older
     than it is not the end of a resync. `hosting_seq` orders #account messages of `hosting_relay`.
     `lease` numbers the claims of this repo, so that a worker can tell whether its claim still stands.
+    Times are Unix seconds; `next_attempt_at` is None for "at once" and `PARKED` for "not until something wakes it".
     """
 
     did: str
@@ -125,6 +130,7 @@ class Repo:
     attempts: int = 0
     next_attempt_at: float | None = None
     last_error: str | None = None
+    synchronized_at: float | None = None
 
     @property
     def known(self) -> bool:
