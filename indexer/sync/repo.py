@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
 
+from indexer.errors import BrokenInvariantError
 from indexer.reasons import Desync
 
 
@@ -36,7 +37,7 @@ class Finding(StrEnum):
 
     EXTENDS = "a commit that extends the chain"
     BREAKS = "a valid commit that breaks the chain, or can't be applied"
-    WHOLE = "a first commit that carries its whole tree"
+    WHOLE = "a first commit that carries its whole tree, or a #sync to the empty tree"
     NOT_NEWER = "a commit or #sync not newer than ours"
     AT_FAULT = "a message that fails verification by its own fault"
     UNCHECKED = "a message that could not be checked"
@@ -46,11 +47,12 @@ class Finding(StrEnum):
     CLAIMED = "claimed by a worker"
     COMPLETED = "export applied, buffer drained without a break"
     FAILED = "fetch failed, buffer overflowed, drain broke, lease expired"
+    REQUESTED = "a resync asked for, or the account active again"
 
 
 _D, _P, _S = SyncStatus.DESYNCHRONIZED, SyncStatus.IN_PROGRESS, SyncStatus.SYNCHRONIZED
 
-TRANSITIONS: dict[SyncStatus, dict[Finding, tuple[Outcome | None, SyncStatus]]] = {
+TRANSITIONS: dict[SyncStatus, dict[Finding, tuple[Outcome, SyncStatus]]] = {
     _D: {
         Finding.EXTENDS: (Outcome.IGNORED, _D),
         Finding.BREAKS: (Outcome.IGNORED, _D),
@@ -61,7 +63,7 @@ TRANSITIONS: dict[SyncStatus, dict[Finding, tuple[Outcome | None, SyncStatus]]] 
         Finding.SYNC_EQUAL: (Outcome.IGNORED, _D),
         Finding.SYNC_ADVANCES: (Outcome.IGNORED, _D),
         Finding.SYNC_OTHER: (Outcome.IGNORED, _D),
-        Finding.CLAIMED: (None, _P),
+        Finding.CLAIMED: (Outcome.APPLIED, _P),
     },
     _P: {
         Finding.EXTENDS: (Outcome.BUFFERED, _P),
@@ -73,30 +75,29 @@ TRANSITIONS: dict[SyncStatus, dict[Finding, tuple[Outcome | None, SyncStatus]]] 
         Finding.SYNC_EQUAL: (Outcome.BUFFERED, _P),
         Finding.SYNC_ADVANCES: (Outcome.BUFFERED, _P),
         Finding.SYNC_OTHER: (Outcome.BUFFERED, _P),
-        Finding.COMPLETED: (None, _S),
+        Finding.COMPLETED: (Outcome.APPLIED, _S),
         Finding.FAILED: (Outcome.DESYNCHRONIZED, _D),
     },
     _S: {
         Finding.EXTENDS: (Outcome.APPLIED, _S),
         Finding.BREAKS: (Outcome.DESYNCHRONIZED, _D),
-        Finding.WHOLE: (Outcome.DESYNCHRONIZED, _D),
         Finding.NOT_NEWER: (Outcome.REPLAYED, _S),
         Finding.AT_FAULT: (Outcome.REJECTED, _S),
         Finding.UNCHECKED: (Outcome.DESYNCHRONIZED, _D),
         Finding.SYNC_EQUAL: (Outcome.IGNORED, _S),
         Finding.SYNC_ADVANCES: (Outcome.APPLIED, _S),
         Finding.SYNC_OTHER: (Outcome.DESYNCHRONIZED, _D),
+        Finding.REQUESTED: (Outcome.DESYNCHRONIZED, _D),
     },
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
-    """The commit that our records stand at: revision, CID of the tree's root, CID of the commit block."""
-
-    rev: str
-    data: bytes
-    commit: bytes
+def transition(status: SyncStatus, finding: Finding) -> tuple[Outcome, SyncStatus]:
+    """What becomes of an event and of the repo; raises `BrokenInvariantError` for what can't happen."""
+    try:
+        return TRANSITIONS[status][finding]
+    except KeyError:
+        raise BrokenInvariantError(f"a {status} repo met {finding}") from None
 
 
 PARKED = inf

@@ -1,0 +1,299 @@
+"""From one event and the repo's row to a `Plan`: the protocol's rules of acceptance (spec §4.2, §4.3, §4.9).
+
+The order of the checks is cheap first, and nothing that causes work elsewhere comes before authentication.
+What a repo's status makes of a finding stands in `repo.TRANSITIONS` and nowhere else.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from indexer.atproto.crypto import PublicKey
+from indexer.atproto.limits import Limits
+from indexer.atproto.mst import EMPTY_TREE
+from indexer.atproto.record import decode_record
+from indexer.atproto.syntax import CollectionFilter, split_path, tid_micros
+from indexer.errors import UpstreamError
+from indexer.reasons import Desync, Rejection
+from indexer.sync.backoff import backoff_seconds
+from indexer.sync.events import AccountEvent, CommitEvent, IdentityEvent, RepoEvent, SyncEvent
+from indexer.sync.plan import NeedsKey, Plan, RecordChange
+from indexer.sync.repo import PARKED, Finding, Head, Outcome, Repo, SyncStatus, transition
+from indexer.sync.verify import VerifiedChange, VerifiedCommit, verify_commit, verify_sync
+
+SETTLED_SECONDS = 3_600.0  # a repo that stayed synchronized this long starts its back-off afresh
+FIRST_COMMIT_SECONDS = 3.0  # a new account's first commit, which may be its whole repo, follows this soon
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What the operator chose, as far as planning asks for it."""
+
+    collections: CollectionFilter
+    limits: Limits
+    store_values: bool = True
+    lenient: bool = False
+    track_all: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """What all plans of a batch stand on: the policy, the relay that the events came from, Unix seconds."""
+
+    policy: Policy
+    relay: str
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class Signer:
+    """What is known of a repo's signing key.
+
+    `key` is None if the identity definitely has none, or, with `available` false, if it could not be had.
+    `final` says that no fresher look-up is to be had for this event.
+    """
+
+    key: PublicKey | None
+    available: bool = True
+    final: bool = False
+
+
+UNAVAILABLE = Signer(None, available=False, final=True)
+
+
+def plan_event(repo: Repo, event: RepoEvent, size: int, signer: Signer | None, ground: Ground) -> Plan | NeedsKey:
+    """The plan for one event whose frame has `size` bytes, or the need for a key first.
+
+    `repo` is the row as it stands (`Repo(did)` where there is none); `signer` is None as long as nobody has
+    looked the key up.
+    """
+    if not (repo.known or ground.policy.track_all):
+        return Plan(repo, Outcome.IGNORED)
+    match event:
+        case AccountEvent():
+            return _plan_account(repo, event, ground)
+        case IdentityEvent():
+            return _plan_identity(repo, ground)
+        case _:
+            return _plan_signed(repo, event, size, signer, ground)
+
+
+def _plan_signed(
+    repo: Repo, event: CommitEvent | SyncEvent, size: int, signer: Signer | None, ground: Ground
+) -> Plan | NeedsKey:
+    limits = ground.policy.limits
+    if tid_micros(event.rev) > (ground.now + limits.clock_drift_seconds) * 1_000_000:
+        return _settle(repo, Finding.AT_FAULT, size, ground, why=Rejection.FUTURE_REV, detail=event.rev)
+    if _replayed(repo, event):
+        return _settle(repo, Finding.NOT_NEWER, size, ground)
+    if not repo.active:
+        return Plan(repo, Outcome.IGNORED)
+    if signer is None and _worth_a_look_up(repo, event):
+        return NeedsKey(repo.did, refresh=False)
+    if signer is None or not signer.available:
+        return _plan_unchecked(repo, size, ground)
+    if signer.key is None:
+        return _settle(repo, Finding.AT_FAULT, size, ground, why=Rejection.NO_SIGNING_KEY)
+    try:
+        if isinstance(event, SyncEvent):
+            return _plan_sync(repo, verify_sync(event, signer.key, limits).head, size, ground)
+        return _plan_commit(repo, verify_commit(event, signer.key, limits), size, ground)
+    except UpstreamError as error:
+        if error.reason is Rejection.SIGNATURE_INVALID and not signer.final:
+            return NeedsKey(repo.did, refresh=True)
+        return _settle(repo, Finding.AT_FAULT, size, ground, why=error.reason, detail=error.detail)
+
+
+def _replayed(repo: Repo, event: CommitEvent | SyncEvent) -> bool:
+    """A #sync at our own rev goes on, so that a second signed state at one rev is seen."""
+    if repo.head is None:
+        return False
+    return event.rev <= repo.head.rev if isinstance(event, CommitEvent) else event.rev < repo.head.rev
+
+
+def _worth_a_look_up(repo: Repo, event: CommitEvent | SyncEvent) -> bool:
+    """A repo that waits for its resync gets its key then, unless this commit may make it whole."""
+    if not repo.known or repo.status is not SyncStatus.DESYNCHRONIZED:
+        return True
+    return isinstance(event, CommitEvent) and event.since is None and repo.head is None
+
+
+def _plan_commit(repo: Repo, commit: VerifiedCommit, size: int, ground: Ground) -> Plan:
+    rev = commit.head.rev
+    if commit.whole and _fillable(repo, rev):
+        return _apply(repo, Finding.WHOLE, commit, ground)
+    flaw = commit.flaw
+    if repo.head is None:
+        return _settle(repo, Finding.BREAKS, size, ground, rev=rev, why=flaw or Desync.CHAIN_BREAK)
+    if repo.head.data != commit.prev_data:
+        flaw = flaw or Desync.CHAIN_BREAK
+    elif flaw is Desync.UNDECIDABLE and ground.policy.lenient:
+        flaw = None  # prevData is our head, and the operations hold against the new tree
+    if flaw:
+        return _settle(repo, Finding.BREAKS, size, ground, rev=rev, why=flaw, detail=commit.detail)
+    if repo.status is SyncStatus.SYNCHRONIZED:
+        return _apply(repo, Finding.EXTENDS, commit, ground)
+    return _settle(repo, Finding.EXTENDS, size, ground, rev=rev)
+
+
+def _plan_sync(repo: Repo, head: Head, size: int, ground: Ground) -> Plan:
+    if head.data == EMPTY_TREE and _fillable(repo, head.rev):
+        return _complete(repo, Finding.WHOLE, head, (), ground)
+    if repo.head is None or repo.head.data != head.data:
+        why = Desync.EQUIVOCATION if repo.head and repo.head.rev == head.rev else Desync.SYNC_EVENT
+        return _settle(repo, Finding.SYNC_OTHER, size, ground, rev=head.rev, why=why)
+    if repo.head.rev == head.rev:
+        return _settle(repo, Finding.SYNC_EQUAL, size, ground)
+    if repo.status is SyncStatus.SYNCHRONIZED:
+        return _complete(repo, Finding.SYNC_ADVANCES, head, (), ground)
+    return _settle(repo, Finding.SYNC_ADVANCES, size, ground, rev=head.rev)
+
+
+def _plan_account(repo: Repo, event: AccountEvent, ground: Ground) -> Plan:
+    """Hosting status: the relay's word, the latest by its sequence (spec §4.9)."""
+    if repo.hosting_relay == ground.relay and event.seq <= repo.hosting_seq:
+        return Plan(repo, Outcome.REPLAYED)
+    after = _changed(
+        repo,
+        active=event.active,
+        hosting_status=event.status,
+        hosting_relay=ground.relay,
+        hosting_seq=event.seq,
+        next_attempt_at=repo.next_attempt_at if repo.known else ground.now + FIRST_COMMIT_SECONDS,
+    )
+    if event.active and not repo.active:
+        after = _woken(after, ground.now)
+        if repo.status is SyncStatus.SYNCHRONIZED:  # commits were ignored meanwhile: have the head compared
+            _, status = transition(repo.status, Finding.REQUESTED)
+            after = _changed(after, status=status, reason=Desync.REACTIVATED)
+    return Plan(after, Outcome.APPLIED)
+
+
+def _plan_identity(repo: Repo, ground: Ground) -> Plan:
+    if repo.known:
+        return Plan(_woken(repo, ground.now), Outcome.APPLIED)
+    return Plan(_changed(repo, next_attempt_at=ground.now + FIRST_COMMIT_SECONDS), Outcome.APPLIED)
+
+
+def _plan_unchecked(repo: Repo, size: int, ground: Ground) -> Plan:
+    """The key could not be had: nothing is lost, nothing is believed (spec §9-36)."""
+    if not repo.known:
+        return Plan(_changed(repo, reason=Desync.IDENTITY), Outcome.DESYNCHRONIZED, why=Desync.IDENTITY)
+    return _settle(repo, Finding.UNCHECKED, size, ground, why=Desync.IDENTITY)
+
+
+def _settle(
+    repo: Repo,
+    finding: Finding,
+    size: int,
+    ground: Ground,
+    *,
+    rev: str | None = None,
+    why: Rejection | Desync | None = None,
+    detail: str = "",
+) -> Plan:
+    """The plan for a finding that writes no records. `rev` is the event's, once it is proven authentic."""
+    outcome, _ = transition(repo.status, finding)
+    if outcome is Outcome.BUFFERED:
+        return _keep(repo, size, rev, ground)
+    seen = rev if rev is not None and (repo.seen_rev is None or rev > repo.seen_rev) else repo.seen_rev
+    if outcome is Outcome.DESYNCHRONIZED and isinstance(why, Desync):
+        return Plan(desynchronize(repo, why, ground.now, seen_rev=seen), outcome, why=why, detail=detail)
+    if seen == repo.seen_rev:
+        return Plan(repo, outcome, why=why, detail=detail)
+    if not repo.known:
+        return Plan(_changed(repo, seen_rev=seen), Outcome.DESYNCHRONIZED, why=Desync.NEW)
+    return Plan(_changed(repo, seen_rev=seen), outcome, why=why, detail=detail)
+
+
+def _keep(repo: Repo, size: int, rev: str | None, ground: Ground) -> Plan:
+    events, total = repo.buffered_events + 1, repo.buffered_bytes + size
+    seen = max(rev or "", repo.seen_rev or "") or None
+    if events > ground.policy.limits.kept_events or total > ground.policy.limits.kept_bytes:
+        outcome, _ = transition(repo.status, Finding.FAILED)
+        after = desynchronize(repo, Desync.BUFFER_OVERFLOW, ground.now, seen_rev=seen)
+        return Plan(after, outcome, why=Desync.BUFFER_OVERFLOW)
+    after = _changed(repo, buffered_events=events, buffered_bytes=total, seen_rev=seen)
+    return Plan(after, Outcome.BUFFERED, keep=True)
+
+
+def _apply(repo: Repo, finding: Finding, commit: VerifiedCommit, ground: Ground) -> Plan:
+    changes = [record_change(change, commit.head.rev, ground.policy) for change in commit.changes]
+    return _complete(repo, finding, commit.head, tuple([change for change in changes if change]), ground)
+
+
+def _complete(
+    repo: Repo, finding: Finding, head: Head, changes: tuple[RecordChange, ...], ground: Ground
+) -> Plan:
+    outcome, _ = transition(repo.status, finding)
+    if repo.status is SyncStatus.SYNCHRONIZED:
+        return Plan(_changed(repo, head=head), outcome, changes)
+    return Plan(synchronize(repo, head, ground.now), outcome, changes)
+
+
+def _fillable(repo: Repo, rev: str) -> bool:
+    """Whether a message that shows the whole tree at `rev` may fill the repo: it is empty, and nothing newer was seen."""
+    if repo.status is not SyncStatus.DESYNCHRONIZED or repo.head is not None:
+        return False
+    return repo.seen_rev is None or repo.seen_rev <= rev
+
+
+def record_change(change: VerifiedChange, rev: str, policy: Policy) -> RecordChange | None:
+    """A verified change as it is written; None for a path outside the chosen collections or the syntax.
+
+    A path of bad syntax in a signed tree still takes part in every proof; it only names no record (spec §3.2).
+    """
+    try:
+        collection, rkey = split_path(change.path.decode())
+    except (UpstreamError, UnicodeDecodeError):
+        return None
+    if not policy.collections.matches(collection):
+        return None
+    if change.new is None:
+        return RecordChange("delete", collection, rkey, rev)
+    action = "create" if change.old is None else "update"
+    if not policy.store_values:
+        return RecordChange(action, collection, rkey, rev, change.new)
+    if change.block is None:
+        return RecordChange(action, collection, rkey, rev, change.new, problem="missing")
+    value = decode_record(change.block, policy.limits)
+    return RecordChange(action, collection, rkey, rev, change.new, value.json, value.problem, value.original)
+
+
+def desynchronize(repo: Repo, reason: Desync, now: float, *, seen_rev: str | None) -> Repo:
+    """The row of a repo that has to be fetched again: at once, or later if it broke not long ago as well."""
+    settled = repo.synchronized_at is not None and now - repo.synchronized_at > SETTLED_SECONDS
+    breaks = 0 if settled else repo.attempts
+    return _changed(
+        repo,
+        status=SyncStatus.DESYNCHRONIZED,
+        reason=reason,
+        seen_rev=seen_rev,
+        attempts=breaks + 1,
+        next_attempt_at=now + backoff_seconds(breaks, repo.did) if breaks else None,
+        buffered_events=0,
+        buffered_bytes=0,
+    )
+
+
+def synchronize(repo: Repo, head: Head, now: float) -> Repo:
+    """The row of a repo whose records stand at `head`. Attempts stay until the repo has settled."""
+    return _changed(
+        repo,
+        status=SyncStatus.SYNCHRONIZED,
+        reason=None,
+        head=head,
+        synchronized_at=now,
+        next_attempt_at=None,
+        last_error=None,
+        buffered_events=0,
+        buffered_bytes=0,
+    )
+
+
+def _woken(repo: Repo, now: float) -> Repo:
+    """Something changed at a repo that was given up on: try again."""
+    return _changed(repo, next_attempt_at=now) if repo.next_attempt_at == PARKED else repo
+
+
+def _changed(repo: Repo, **fields: Any) -> Repo:
+    return replace(repo, version=repo.version + 1, **fields)
