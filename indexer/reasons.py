@@ -59,7 +59,6 @@ class Desync(_Reason):
     BUFFER_OVERFLOW = "buffer-overflow", "More events arrived during the resync than may be kept."
     DRAIN_BREAK = "drain-break", "The events kept during the resync don't follow the export that was fetched."
     STALE_EXPORT = "stale-export", "Every export to be had is older than a state that we have seen or hold."
-    FETCH_FAILED = "fetch-failed", "The export could not be fetched or proven; last_error says why."
     LEASE_EXPIRED = "lease-expired", "The worker that held the repo stopped without finishing."
 
 

@@ -1,0 +1,80 @@
+"""The two ends of a resync, as plans: the export applied and the kept events drained, or a failure.
+
+Same rules as for live events: once the export stands in the tables, each kept event is planned on it as if it
+had just arrived.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from indexer.errors import UnavailableError
+from indexer.reasons import Desync, FetchFailure
+from indexer.sync.backoff import backoff_seconds
+from indexer.sync.events import CommitEvent, SyncEvent
+from indexer.sync.frames import decode_frame
+from indexer.sync.plan import KeptEvent, NeedsKey, RecordChange, RepoWrite
+from indexer.sync.planning import Ground, Signer, desynchronize, plan_event, synchronize
+from indexer.sync.repo import PARKED, Finding, Head, Outcome, Repo, SyncStatus, transition
+
+
+def plan_completion(
+    claimed: Repo, head: Head, kept: Iterable[KeptEvent], signer: Signer, ground: Ground
+) -> RepoWrite:
+    """The last write of a resync whose records stand at `head`: `claimed` is the locked row.
+
+    The repo ends synchronized, unless a kept event breaks the chain, or a state newer than all of this has
+    been seen: then it waits for its next resync, at the head that was reached.
+    """
+    _, status = transition(claimed.status, Finding.COMPLETED)
+    repo = synchronize(claimed, head, ground.now)
+    changes: list[RecordChange] = []
+    for event in kept:
+        repo, more = _drain(repo, event, replace(signer, final=True), ground)
+        changes += more
+        if repo.status is not status:
+            break
+    else:
+        if repo.seen_rev is not None and repo.head is not None and repo.head.rev < repo.seen_rev:
+            repo = desynchronize(repo, Desync.STALE_EXPORT, ground.now, seen_rev=repo.seen_rev)
+    return RepoWrite(claimed.version, repo, tuple(changes))
+
+
+def _drain(repo: Repo, kept: KeptEvent, signer: Signer, ground: Ground) -> tuple[Repo, tuple[RecordChange, ...]]:
+    event = decode_frame(kept.frame, ground.policy.limits)
+    if not isinstance(event, CommitEvent | SyncEvent):
+        return repo, ()
+    plan = plan_event(repo, event, 0, signer, ground)
+    if isinstance(plan, NeedsKey):  # not for a final signer
+        return desynchronize(repo, Desync.IDENTITY, ground.now, seen_rev=repo.seen_rev), ()
+    if plan.outcome is Outcome.DESYNCHRONIZED and plan.why is Desync.CHAIN_BREAK:
+        return replace(plan.repo, reason=Desync.DRAIN_BREAK), ()
+    return plan.repo, plan.changes
+
+
+def plan_failure(claimed: Repo, failure: UnavailableError, now: float) -> Repo:
+    """The row of a repo whose resync came to nothing: parked, or tried again later (spec §4.8).
+
+    Being throttled is the host's affair and costs the repo no attempt.
+    """
+    _, status = transition(claimed.status, Finding.FAILED)
+    throttled = failure.reason is FetchFailure.THROTTLED
+    attempts = claimed.attempts if throttled else claimed.attempts + 1
+    wait = failure.retry_after or 0.0 if throttled else backoff_seconds(attempts, claimed.did)
+    return replace(
+        claimed,
+        version=claimed.version + 1,
+        status=status,
+        reason=claimed.reason or Desync.REQUESTED,
+        attempts=attempts,
+        next_attempt_at=PARKED if failure.reason.parks else now + max(wait, failure.retry_after or 0.0),
+        last_error=str(failure)[:500],
+        buffered_events=0,
+        buffered_bytes=0,
+    )
+
+
+def needs_fetch(repo: Repo, latest: Head | None) -> bool:
+    """Whether a download is needed, given what the host says its latest commit is (`getLatestCommit`)."""
+    if repo.head is None or latest is None or repo.status is not SyncStatus.IN_PROGRESS:
+        return True
+    return (repo.head.rev, repo.head.commit) != (latest.rev, latest.commit)
