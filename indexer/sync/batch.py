@@ -14,7 +14,7 @@ from indexer.sync.repo import Outcome, Repo
 class Received:
     """A message with its place in the stream, its bytes, and when it came (monotonic seconds)."""
 
-    seq: int
+    seq: int | None
     frame: bytes
     event: RepoEvent | UnknownEvent | MalformedEvent
     at: float = 0.0
@@ -112,15 +112,15 @@ def _plan_one(
     if plan.outcome is Outcome.REJECTED and isinstance(plan.why, Rejection):
         _refuse(result, received, event.kind, plan.why, plan.detail, ground)
         return
-    _draw(draft, received, plan)
+    _draw(draft, received.frame, event, plan)
     result.settled.append(Settled(received, plan.outcome, plan.why))
 
 
-def _draw(draft: _Draft, received: Received, plan: Plan) -> None:
+def _draw(draft: _Draft, frame: bytes, event: RepoEvent, plan: Plan) -> None:
     draft.after = plan.repo
     draft.changes.extend(plan.changes)
     if plan.keep:
-        draft.kept.append(KeptEvent(plan.repo.did, received.seq, received.frame))
+        draft.kept.append(KeptEvent(plan.repo.did, event.seq, frame))
     elif plan.outcome is Outcome.DESYNCHRONIZED:
         draft.kept.clear()
 

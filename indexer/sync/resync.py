@@ -59,22 +59,15 @@ def plan_failure(claimed: Repo, failure: UnavailableError, now: float) -> Repo:
     _, status = transition(claimed.status, Finding.FAILED)
     throttled = failure.reason is FetchFailure.THROTTLED
     attempts = claimed.attempts if throttled else claimed.attempts + 1
-    wait = failure.retry_after or 0.0 if throttled else backoff_seconds(attempts, claimed.did)
+    wait = max(backoff_seconds(attempts, claimed.did), failure.retry_after or 0.0)
     return replace(
         claimed,
         version=claimed.version + 1,
         status=status,
         reason=claimed.reason or Desync.REQUESTED,
         attempts=attempts,
-        next_attempt_at=PARKED if failure.reason.parks else now + max(wait, failure.retry_after or 0.0),
+        next_attempt_at=PARKED if failure.reason.parks else now + wait,
         last_error=str(failure)[:500],
         buffered_events=0,
         buffered_bytes=0,
     )
-
-
-def needs_fetch(repo: Repo, latest: Head | None) -> bool:
-    """Whether a download is needed, given what the host says its latest commit is (`getLatestCommit`)."""
-    if repo.head is None or latest is None or repo.status is not SyncStatus.IN_PROGRESS:
-        return True
-    return (repo.head.rev, repo.head.commit) != (latest.rev, latest.commit)

@@ -1,0 +1,136 @@
+"""Frames from the relay into the inbox, in order, each with its place on the watermark."""
+
+import asyncio
+from time import monotonic
+from typing import Literal
+
+import structlog
+
+from indexer.atproto.limits import Limits
+from indexer.errors import UnavailableError
+from indexer.metrics import Metrics
+from indexer.reasons import Rejection
+from indexer.relay.subscription import Subscription
+from indexer.service.inbox import Inbox
+from indexer.store import Store
+from indexer.sync.batch import Received
+from indexer.sync.events import InfoEvent, MalformedEvent, StreamError, UnknownEvent
+from indexer.sync.frames import decode_frame
+from indexer.sync.repo import Outcome
+from indexer.sync.shard import Shard
+from indexer.sync.watermark import Watermark
+
+Start = Literal["live", "oldest"] | int
+DATABASE_PAUSE = 1.0  # seconds
+
+log = structlog.get_logger(__name__)
+
+
+class Place:
+    """Where in which relay's stream we are. Replaced as a whole when a connection begins."""
+
+    def __init__(self) -> None:
+        self.relay = ""
+        self.watermark = Watermark()
+
+    def begin(self, relay: str, cursor: int | None) -> None:
+        """From here on, messages are `relay`'s behind `cursor`; nothing of the former stream is open any more."""
+        self.relay = relay
+        self.watermark = Watermark(cursor)
+
+
+class Reader:
+    """Reads the stream for one shard. `run` ends only with an error that is ours."""
+
+    def __init__(
+        self,
+        store: Store,
+        subscription: Subscription,
+        inbox: Inbox,
+        place: Place,
+        shard: Shard,
+        start: Start,
+        limits: Limits,
+        metrics: Metrics,
+    ) -> None:
+        self._store = store
+        self._start = start
+        self._subscription = subscription
+        self._inbox = inbox
+        self._place = place
+        self._shard = shard
+        self._limits = limits
+        self._metrics = metrics
+        self._newest = 0
+        self.trouble: str | None = None
+        self.gaps = 0
+
+    async def run(self) -> None:
+        async for frame in self._subscription.frames(self._begin):
+            event = decode_frame(frame, self._limits)
+            self._metrics.received(event.kind)
+            if isinstance(event, InfoEvent):
+                self._info(event)
+            elif isinstance(event, StreamError):
+                self._error(event)
+            else:
+                await self._accept(Received(event.seq, frame, event, monotonic()))
+
+    async def _begin(self, relay: str) -> int | None:
+        """Where to begin at `relay`, once everything received before is durable."""
+        await self._inbox.empty()
+        saved = await self._saved(relay)
+        if saved is None:
+            saved = {"live": None, "oldest": 0}.get(str(self._start), self._start)  # type: ignore[arg-type]
+        self._place.begin(relay, saved)
+        self._newest = saved or 0
+        return saved
+
+    async def _saved(self, relay: str) -> int | None:
+        while True:
+            try:
+                return await self._store.cursor(relay, str(self._shard))
+            except UnavailableError as error:
+                log.warning("database.unavailable", error=str(error))
+                await asyncio.sleep(DATABASE_PAUSE)
+
+    async def _accept(self, received: Received) -> None:
+        seq, did = received.seq, received.did
+        if seq is None:
+            await self._inbox.put(received)
+        elif seq == self._newest:  # the usual repetition: many relays send the cursor's own message again
+            self._metrics.outcome(received.event.kind, Outcome.REPLAYED)
+        elif seq < self._newest:
+            await self._inbox.put(self._out_of_order(received))
+        else:
+            self._newest = seq
+            self.trouble = None
+            self._place.watermark.add(seq)
+            if did is None or self._shard.owns(did):
+                await self._inbox.put(received)
+            else:
+                self._place.watermark.done((seq,))
+                self._metrics.outcome(received.event.kind, Outcome.IGNORED)
+
+    def _out_of_order(self, received: Received) -> Received:
+        """Refused. If it goes on, the relay has lost its sequence, and only an operator can say what to do."""
+        detail = f"{received.seq} after {self._newest}"
+        self.trouble = f"the relay sends sequence numbers behind ours: {detail}"
+        event = MalformedEvent(
+            Rejection.SEQ_NOT_INCREASING, detail, received.event.kind, None, received.did
+        )
+        return Received(None, received.frame, event, received.at)
+
+    def _info(self, event: InfoEvent) -> None:
+        self._metrics.outcome(event.kind, Outcome.IGNORED)
+        if event.name == "OutdatedCursor":
+            self.gaps += 1
+            log.error("relay.gap", relay=self._place.relay, cursor=self._newest, message=event.message[:300])
+        else:
+            log.info("relay.info", relay=self._place.relay, name=event.name[:64])
+
+    def _error(self, event: StreamError) -> None:
+        """The relay closes the stream behind it. A cursor from the future is never reset by us (spec ES-11)."""
+        self._metrics.outcome(event.kind, Outcome.IGNORED)
+        self.trouble = f"{event.error[:64]}: {event.message[:200]}"
+        log.error("relay.error", relay=self._place.relay, error=self.trouble)

@@ -1,0 +1,128 @@
+"""From the inbox to committed rows: rows and keys, plans, one transaction, cursor included."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import monotonic, time
+
+import structlog
+
+from indexer.errors import UnavailableError
+from indexer.identity import Identities
+from indexer.metrics import Metrics
+from indexer.reasons import Desync, Rejection
+from indexer.service.inbox import Inbox
+from indexer.service.keys import KeyDesk
+from indexer.service.reader import Place
+from indexer.store import Store
+from indexer.sync.batch import BatchPlan, Received, Settled, plan_batch
+from indexer.sync.plan import Batch, Cursor
+from indexer.sync.planning import Ground, Policy
+from indexer.sync.shard import Shard
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How batches are cut: by count, or by seconds since the first message; and the pause while Postgres is away."""
+
+    events: int = 500
+    linger: float = 0.05
+    pause: float = 1.0
+
+
+class Writer:
+    """The live path's only writer. `run` ends only with an error that is ours."""
+
+    def __init__(
+        self,
+        store: Store,
+        identities: Identities,
+        keys: KeyDesk,
+        inbox: Inbox,
+        place: Place,
+        policy: Policy,
+        shard: Shard,
+        metrics: Metrics,
+        pace: Pace | None = None,
+    ) -> None:
+        self._store = store
+        self._identities = identities
+        self._keys = keys
+        self._inbox = inbox
+        self._place = place
+        self._policy = policy
+        self._shard = shard
+        self._metrics = metrics
+        self._pace = pace or Pace()
+        self.trouble: str | None = None
+        self.event_time: str | None = None
+        self.progress = monotonic()
+
+    async def run(self) -> None:
+        while True:
+            messages = self._keys.hold_back(await self._inbox.take(self._pace.events, self._pace.linger))
+            if not messages:
+                continue
+            try:
+                await self._write(messages)
+                self.trouble = None
+                self.progress = monotonic()
+            except UnavailableError as error:  # nothing is settled, or was and will be seen as replayed
+                self.trouble = str(error)
+                log.warning("database.unavailable", error=self.trouble)
+                await self._inbox.put_back(messages)
+                await asyncio.sleep(self._pace.pause)
+
+    async def _write(self, messages: Sequence[Received]) -> None:
+        dids = list({message.did for message in messages if message.did})
+        with self._metrics.stage("load"):
+            repos = await self._store.repos(dids)
+            await self._identities.warm(dids)
+        with self._metrics.stage("plan"):
+            ground = Ground(self._policy, self._place.relay, time())
+            plan = await asyncio.to_thread(plan_batch, messages, repos, self._keys.signer, ground)
+        with self._metrics.stage("apply"):
+            moved = await self._store.apply(
+                Batch(plan.writes, tuple(plan.dead_letters), frozenset(plan.stale_identities), self._cursor(plan))
+            )
+        await self._settle(messages, plan, moved)
+
+    def _cursor(self, plan: BatchPlan) -> Cursor | None:
+        seqs = [settled.received.seq for settled in plan.settled if settled.received.seq is not None]
+        position = self._place.watermark.if_done(seqs)
+        if position is None:
+            return None
+        times = [getattr(settled.received.event, "time", "") for settled in plan.settled]
+        self.event_time = max(times, default="") or self.event_time
+        return Cursor(self._place.relay, str(self._shard), position, self.event_time)
+
+    async def _settle(self, messages: Sequence[Received], plan: BatchPlan, moved: frozenset[str]) -> None:
+        """Repos in `moved` changed under us: all their messages are planned again, in their order."""
+        self._identities.mark_stale(plan.stale_identities)
+        settled = [item for item in plan.settled if item.received.did not in moved]
+        done = [item.received for item in settled]
+        self._place.watermark.done(message.seq for message in done if message.seq is not None)
+        self._keys.answered(did for did in (message.did for message in done) if did)
+        self._count(settled, plan, moved)
+        for did, need in plan.needs.items():
+            if did not in moved:
+                self._keys.wait(need, [message for message in plan.waiting if message.did == did])
+        if moved:
+            await self._inbox.put_back([message for message in messages if message.did in moved])
+        await self._inbox.finished(done)
+
+    def _count(self, settled: Sequence[Settled], plan: BatchPlan, moved: frozenset[str]) -> None:
+        for item in settled:
+            self._metrics.outcome(item.received.event.kind, item.outcome)
+            if isinstance(item.why, Rejection):
+                self._metrics.rejected(item.why)
+            elif isinstance(item.why, Desync):
+                self._metrics.desynchronized(item.why)
+        for write in plan.writes:
+            if write.repo.did not in moved:
+                for change in write.changes:
+                    self._metrics.record_changes(change.action, live=True)
+        if self._place.watermark.position is not None:
+            self._metrics.cursor(self._place.relay, self._place.watermark.position)
