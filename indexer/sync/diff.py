@@ -7,6 +7,8 @@ Path order is the tree's order: bytewise over `collection/rkey`, which is not th
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from indexer.errors import BrokenInvariantError
+
 Entry = tuple[bytes, bytes]
 
 
@@ -22,7 +24,7 @@ class Diff:
     """Merges a snapshot's (path, CID) entries with ours, which come in chunks; holds one entry at a time.
 
     Call `against` for each chunk of ours in order, then `rest` once; exhaust each iterator before the next.
-    Raises ValueError if ours come out of order, since a merge would then plan deletes of living records.
+    Raises `BrokenInvariantError` if ours come out of order: a merge would then plan deletes of living records.
     """
 
     def __init__(self, snapshot: Iterator[Entry]) -> None:
@@ -35,7 +37,7 @@ class Diff:
         theirs = self._theirs
         for path, cid in stored:
             if path <= self._last:
-                raise ValueError(f"stored paths out of order: {path!r} after {self._last!r}")
+                raise BrokenInvariantError(f"stored paths out of order: {path!r} after {self._last!r}")
             self._last = path
             while theirs is not None and theirs[0] < path:
                 yield Difference(theirs[0], None, theirs[1])

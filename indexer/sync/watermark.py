@@ -3,6 +3,8 @@
 from collections import deque
 from collections.abc import Iterable
 
+from indexer.errors import BrokenInvariantError
+
 
 class Watermark:
     """Tracks sequence numbers from `start` on, finished in any order, and knows the contiguous low mark.
@@ -20,10 +22,10 @@ class Watermark:
         return len(self._open)
 
     def add(self, seq: int) -> None:
-        """A message has arrived; raises ValueError if it doesn't come behind all others."""
+        """A message has arrived; raises `BrokenInvariantError` if it doesn't come behind all others."""
         last = self._open[-1] if self._open else self.position
         if last is not None and seq <= last:
-            raise ValueError(f"seq {seq} after {last}")
+            raise BrokenInvariantError(f"seq {seq} after {last}")
         self._open.append(seq)
 
     def if_done(self, seqs: Iterable[int]) -> int | None:
