@@ -100,6 +100,15 @@ def transition(status: SyncStatus, finding: Finding) -> tuple[Outcome, SyncStatu
         raise BrokenInvariantError(f"a {status} repo met {finding}") from None
 
 
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The commit that our records stand at: revision, CID of the tree's root, CID of the commit block."""
+
+    rev: str
+    data: bytes
+    commit: bytes
+
+
 PARKED = inf
 
 
