@@ -1,10 +1,10 @@
 """The error tree, by whose fault it is.
 
-    IndexerError
-    ├── UpstreamError      somebody else broke a rule: count it, refuse it, go on
-    ├── UnavailableError   it could not be checked or fetched just now: try again later
-    ├── BrokenInvariantError   we broke a rule of our own: crash loudly
-    └── SettingsError      the operator gave a bad setting: one line, exit code 2
+IndexerError
+├── UpstreamError      somebody else broke a rule: count it, refuse it, go on
+├── UnavailableError   it could not be checked or fetched just now: try again later
+├── BrokenInvariantError   we broke a rule of our own: crash loudly
+└── SettingsError      the operator gave a bad setting: one line, exit code 2
 """
 
 from indexer.reasons import FetchFailure, Rejection

@@ -88,10 +88,12 @@ class FetchFailure(_Reason):
         return self in _PARKING
 
 
-_PARKING = frozenset({
-    FetchFailure.REPO_NOT_FOUND,
-    FetchFailure.REPO_TAKENDOWN,
-    FetchFailure.REPO_SUSPENDED,
-    FetchFailure.REPO_DEACTIVATED,
-    FetchFailure.IDENTITY_MISSING,
-})
+_PARKING = frozenset(
+    {
+        FetchFailure.REPO_NOT_FOUND,
+        FetchFailure.REPO_TAKENDOWN,
+        FetchFailure.REPO_SUSPENDED,
+        FetchFailure.REPO_DEACTIVATED,
+        FetchFailure.IDENTITY_MISSING,
+    }
+)

@@ -14,7 +14,7 @@ from indexer.relay.subscription import Subscription
 from indexer.service.inbox import Inbox
 from indexer.store import Store
 from indexer.sync.batch import Received
-from indexer.sync.events import InfoEvent, MalformedEvent, StreamError, UnknownEvent
+from indexer.sync.events import InfoEvent, MalformedEvent, StreamError
 from indexer.sync.frames import decode_frame
 from indexer.sync.repo import Outcome
 from indexer.sync.shard import Shard
@@ -116,9 +116,7 @@ class Reader:
         """Refused. If it goes on, the relay has lost its sequence, and only an operator can say what to do."""
         detail = f"{received.seq} after {self._newest}"
         self.trouble = f"the relay sends sequence numbers behind ours: {detail}"
-        event = MalformedEvent(
-            Rejection.SEQ_NOT_INCREASING, detail, received.event.kind, None, received.did
-        )
+        event = MalformedEvent(Rejection.SEQ_NOT_INCREASING, detail, received.event.kind, None, received.did)
         return Received(None, received.frame, event, received.at)
 
     def _info(self, event: InfoEvent) -> None:

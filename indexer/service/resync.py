@@ -22,7 +22,7 @@ from indexer.store import DatabaseError, ResyncTransaction, Store
 from indexer.sync.diff import Diff, Difference
 from indexer.sync.plan import Batch, RecordChange, RepoWrite
 from indexer.sync.planning import Ground, Policy, Signer, record_change
-from indexer.sync.repo import Head, Repo, SyncStatus
+from indexer.sync.repo import Repo, SyncStatus
 from indexer.sync.resync import plan_completion, plan_failure
 from indexer.sync.shard import Shard
 from indexer.sync.verify import Snapshot, VerifiedChange, verify_snapshot
@@ -240,9 +240,7 @@ class Resyncs:
             if exhausted:
                 return
 
-    def _changes(
-        self, differences: Iterator[Difference], snapshot: Snapshot
-    ) -> tuple[bool, list[RecordChange]]:
+    def _changes(self, differences: Iterator[Difference], snapshot: Snapshot) -> tuple[bool, list[RecordChange]]:
         """The next chunk of differences as changes, and whether it is the last."""
         chunk = list(islice(differences, self._pace.chunk))
         changes = [

@@ -60,11 +60,13 @@ class BatchPlan:
     @property
     def writes(self) -> tuple[RepoWrite, ...]:
         """One write for each repo whose row changes."""
-        return tuple([
-            RepoWrite(draft.before.version, draft.after, tuple(draft.changes), tuple(draft.kept))
-            for draft in self.drafts.values()
-            if draft.after is not draft.before
-        ])
+        return tuple(
+            [
+                RepoWrite(draft.before.version, draft.after, tuple(draft.changes), tuple(draft.kept))
+                for draft in self.drafts.values()
+                if draft.after is not draft.before
+            ]
+        )
 
 
 def plan_batch(
@@ -125,9 +127,7 @@ def _draw(draft: _Draft, frame: bytes, event: RepoEvent, plan: Plan) -> None:
         draft.kept.clear()
 
 
-def _refuse(
-    result: BatchPlan, received: Received, kind: str, reason: Rejection, detail: str, ground: Ground
-) -> None:
+def _refuse(result: BatchPlan, received: Received, kind: str, reason: Rejection, detail: str, ground: Ground) -> None:
     result.dead_letters.append(
         DeadLetter(ground.relay, received.seq, received.did, kind, reason, detail, received.frame)
     )

@@ -29,20 +29,26 @@ _NAMESPACE = "com.atproto.sync.subscribeRepos"
 
 def decode_frame(frame: bytes, limits: Limits) -> Event:
     """One websocket message as an event; a `MalformedEvent` if it breaks a rule. Never raises."""
-    header: Any = None
-    payload: Any = None
     try:
-        if len(frame) > limits.frame_bytes:
-            raise UpstreamError(Rejection.FRAME_TOO_LARGE, f"{len(frame)} bytes")
-        try:
-            header, payload = decode_pair(frame)
-        except CborError as error:
-            raise UpstreamError(Rejection.FRAME_MALFORMED, str(error)) from None
-        if not isinstance(header, dict) or not isinstance(payload, dict):
-            raise UpstreamError(Rejection.FRAME_MALFORMED, "header or payload is not a map")
+        header, payload = _parts(frame, limits)
+    except UpstreamError as error:
+        return _malformed({}, {}, error)
+    try:
         return _decode_payload(header, payload, limits)
     except UpstreamError as error:
         return _malformed(header, payload, error)
+
+
+def _parts(frame: bytes, limits: Limits) -> tuple[dict[str, Any], dict[str, Any]]:
+    if len(frame) > limits.frame_bytes:
+        raise UpstreamError(Rejection.FRAME_TOO_LARGE, f"{len(frame)} bytes")
+    try:
+        header, payload = decode_pair(frame)
+    except CborError as error:
+        raise UpstreamError(Rejection.FRAME_MALFORMED, str(error)) from None
+    if not isinstance(header, dict) or not isinstance(payload, dict):
+        raise UpstreamError(Rejection.FRAME_MALFORMED, "header or payload is not a map")
+    return header, payload
 
 
 def _decode_payload(header: dict[str, Any], payload: dict[str, Any], limits: Limits) -> Event:
@@ -189,15 +195,14 @@ def _text_or(payload: dict[str, Any], name: str, default: str) -> str:
     return text if isinstance(text, str) else default
 
 
-def _malformed(header: Any, payload: Any, error: UpstreamError) -> MalformedEvent:
+def _malformed(header: dict[str, Any], payload: dict[str, Any], error: UpstreamError) -> MalformedEvent:
     """Keeps what can be read of a broken frame: enough to count it, find it again and pass its place."""
-    kind = header.get("t") if isinstance(header, dict) else None
-    fields = payload if isinstance(payload, dict) else {}
-    did = fields.get("repo", fields.get("did"))
+    kind = header.get("t")
+    did = payload.get("repo", payload.get("did"))
     return MalformedEvent(
         reason=error.reason,
         detail=error.detail,
         type=kind[:64] if isinstance(kind, str) else "",
-        seq=_seq_or_none(fields),
+        seq=_seq_or_none(payload),
         did=did if isinstance(did, str) and is_did(did) else None,
     )

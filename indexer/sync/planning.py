@@ -221,9 +221,7 @@ def _apply(repo: Repo, finding: Finding, commit: VerifiedCommit, ground: Ground)
     return _complete(repo, finding, commit.head, tuple([change for change in changes if change]), ground)
 
 
-def _complete(
-    repo: Repo, finding: Finding, head: Head, changes: tuple[RecordChange, ...], ground: Ground
-) -> Plan:
+def _complete(repo: Repo, finding: Finding, head: Head, changes: tuple[RecordChange, ...], ground: Ground) -> Plan:
     outcome, _ = transition(repo.status, finding)
     if repo.status is SyncStatus.SYNCHRONIZED:
         return Plan(_changed(repo, head=head), outcome, changes)
@@ -231,7 +229,7 @@ def _complete(
 
 
 def _fillable(repo: Repo, rev: str) -> bool:
-    """Whether a message that shows the whole tree at `rev` may fill the repo: it is empty, and nothing newer was seen."""
+    """Whether a message that shows the whole tree at `rev` may fill the repo: it is empty, nothing newer was seen."""
     if repo.status is not SyncStatus.DESYNCHRONIZED or repo.head is not None:
         return False
     return repo.seen_rev is None or repo.seen_rev <= rev

@@ -14,12 +14,10 @@ from indexer.sync.events import CommitEvent, SyncEvent
 from indexer.sync.frames import decode_frame
 from indexer.sync.plan import KeptEvent, NeedsKey, RecordChange, RepoWrite
 from indexer.sync.planning import Ground, Signer, desynchronize, plan_event, synchronize
-from indexer.sync.repo import PARKED, Finding, Head, Outcome, Repo, SyncStatus, transition
+from indexer.sync.repo import PARKED, Finding, Head, Outcome, Repo, transition
 
 
-def plan_completion(
-    claimed: Repo, head: Head, kept: Iterable[KeptEvent], signer: Signer, ground: Ground
-) -> RepoWrite:
+def plan_completion(claimed: Repo, head: Head, kept: Iterable[KeptEvent], signer: Signer, ground: Ground) -> RepoWrite:
     """The last write of a resync whose records stand at `head`: `claimed` is the locked row.
 
     The repo ends synchronized, unless a kept event breaks the chain, or a state newer than all of this has

@@ -26,7 +26,9 @@ def merged(chunks: Sequence[Sequence[Entry]], snapshot: dict[bytes, bytes]) -> l
 
 
 @given(REPOS, REPOS, st.integers(1, 5))
-def test_merge_finds_what_dictionaries_find(stored: dict[bytes, bytes], snapshot: dict[bytes, bytes], size: int) -> None:
+def test_merge_finds_what_dictionaries_find(
+    stored: dict[bytes, bytes], snapshot: dict[bytes, bytes], size: int
+) -> None:
     entries = sorted(stored.items())
     chunks = [entries[i : i + size] for i in range(0, len(entries), size)]
     assert merged(chunks, snapshot) == oracle(stored, snapshot)
@@ -34,7 +36,7 @@ def test_merge_finds_what_dictionaries_find(stored: dict[bytes, bytes], snapshot
 
 def test_path_order_is_not_the_order_of_collection_and_rkey() -> None:
     paths = [b"foo/1", b"foo-x/1", b"foo.bar/1"]
-    stored = {path: b"1" for path in paths}
+    stored = dict.fromkeys(paths, b"1")
     assert sorted(paths) != paths
     assert merged([sorted(stored.items())], stored) == []
     with pytest.raises(BrokenInvariantError, match="out of order"):

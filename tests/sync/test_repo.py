@@ -17,7 +17,7 @@ def drawn() -> str:
         cells = []
         for status in SyncStatus:
             outcome, after = TRANSITIONS[status].get(finding, (None, status))
-            cells.append("–" if outcome is None else f"{outcome}" if after is status else f"{outcome} → **{after}**")
+            cells.append("-" if outcome is None else f"{outcome}" if after is status else f"{outcome} → **{after}**")
         rows.append(f"| {finding} | " + " | ".join(cells) + " |")
     return "\n".join(rows) + "\n"
 
