@@ -1,0 +1,19 @@
+"""The Merkle search tree: nodes, whole walks, and the inversion of a commit's operations."""
+
+from indexer.atproto.mst.inversion import Inversion, NetOp, Verdict, invert
+from indexer.atproto.mst.node import EMPTY_TREE, Node, decode_node, encode_node, key_height
+from indexer.atproto.mst.walk import MissingNodeError, walk
+
+__all__ = [
+    "EMPTY_TREE",
+    "Inversion",
+    "MissingNodeError",
+    "NetOp",
+    "Node",
+    "Verdict",
+    "decode_node",
+    "encode_node",
+    "invert",
+    "key_height",
+    "walk",
+]
