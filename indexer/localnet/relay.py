@@ -97,7 +97,7 @@ class Relay(Server):
         self._plc = plc
         self._to_drop: Counter[str] = Counter()
         self._listed: dict[str, Listed] = {}
-        self._subscribers: set[web.Request] = set()
+        self._streams: set[asyncio.Transport] = set()
         self._grown = asyncio.Event()
         self.route(GET_REPO, self._get_repo)
         self.route(GET_LATEST_COMMIT, self._get_latest_commit)
@@ -106,7 +106,7 @@ class Relay(Server):
 
     @property
     def subscribers(self) -> int:
-        return len(self._subscribers)
+        return len(self._streams)
 
     def receive(self, pds: Pds, did: str, kind: str, payload: dict[str, Any]) -> None:
         """Takes an event of a host. Only the host that the account's identity names is heard."""
@@ -138,10 +138,9 @@ class Relay(Server):
 
     def cut(self) -> int:
         """Breaks every stream without a word, and says how many."""
-        for request in self._subscribers:
-            if request.transport is not None:
-                request.transport.abort()
-        return len(self._subscribers)
+        for transport in self._streams:
+            transport.abort()
+        return len(self._streams)
 
     def application(self) -> web.Application:
         application = super().application()
@@ -170,13 +169,16 @@ class Relay(Server):
     async def _subscribe(self, request: web.Request) -> web.StreamResponse:
         socket = web.WebSocketResponse(compress=False)
         await socket.prepare(request)
-        self._subscribers.add(request)
+        transport = request.transport
+        if transport is None:  # already gone
+            return socket
+        self._streams.add(transport)
         sending = asyncio.create_task(self._stream(socket, request.query.get("cursor")))
         try:
             async for _ in socket:  # answers pings and sees the close; whatever else a client says is ignored
                 pass
         finally:
-            self._subscribers.discard(request)
+            self._streams.discard(transport)
             sending.cancel()
             with suppress(asyncio.CancelledError, ClientConnectionResetError):
                 await sending

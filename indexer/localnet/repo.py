@@ -70,15 +70,15 @@ class Repo:
     def write(self, writes: Sequence[Write], key: PrivateKey, rev: str) -> Change:
         """Applies `writes` in order as one commit; they may name a path more than once, or be none at all.
 
-        As at a reference host, every op's `prev` is from before the batch. The slice holds the new nodes, the
-        records written, and for each op the proof that undoing it needs.
+        As at a reference host, every op's `prev` is from before the batch. The slice holds the
+        records written, and the new nodes and those that undoing the ops needs.
         Raises KeyError for a write that its path's state doesn't allow.
         """
-        before, old, old_cids = self.head, self.tree, dict(self._cids)
-        ops = [self._apply(write, old_cids) for write in writes]
+        before, old = self.head, dict(self._cids)
+        ops = [self._apply(write, old) for write in writes]
         self.tree = Tree(self._cids)
         self.head = _sign(self.did, rev, self.tree.data, key)
-        blocks = {self.head.cid: self.head.block, **self.tree.new_since(old)}
+        blocks = {self.head.cid: self.head.block}
         for write in writes:
             blocks |= self.tree.proof(write.path)
         blocks |= {cid.cid_of(write.block): write.block for write in writes if write.block is not None}

@@ -84,6 +84,8 @@ class Server:
 
     @property
     def url(self) -> str:
+        if not self.port:
+            raise RuntimeError("the server has no address before its first start")
         return f"http://127.0.0.1:{self.port}"
 
     def route(self, path: str, handler: Handler) -> None:

@@ -42,7 +42,7 @@ class Tree:
 
     def __init__(self, records: Mapping[str, bytes]) -> None:
         self._items: Items = tuple(sorted(records.items()))
-        self.root = _build(self._items, max((height(path) for path, _ in self._items), default=0))
+        self.root = _build(self._items, max(map(height, records), default=0))
 
     @property
     def data(self) -> bytes:
@@ -55,20 +55,13 @@ class Tree:
 
     def blocks(self) -> dict[bytes, bytes]:
         """All nodes: CID to block."""
-        nodes, waiting = {}, [self.root]
-        while waiting:
-            node = waiting.pop()
-            nodes[node.cid] = node.block
-            waiting.extend(child for child in node.children if child is not None)
-        return nodes
-
-    def new_since(self, old: "Tree") -> dict[bytes, bytes]:
-        """The nodes that `old` doesn't have: CID to block."""
-        known = old.blocks()
-        return {node_cid: block for node_cid, block in self.blocks().items() if node_cid not in known}
+        return {item.cid: item.block for item in self.walk() if isinstance(item, Node)}
 
     def proof(self, path: str) -> dict[bytes, bytes]:
-        """What undoing a write needs: the nodes that lead to `path`, present or not, and to its neighbours."""
+        """What undoing a write of `path` needs: the nodes that lead to it, present or not, and to its neighbours.
+
+        They hold every node that the write made as well: a node changes with what is in it or at its edges.
+        """
         place = bisect_left(self._items, (path,))
         before = [key for key, _ in self._items[max(place - 1, 0) : place]]
         after = [key for key, _ in self._items[place : place + 2] if key != path]
