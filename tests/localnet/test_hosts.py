@@ -114,6 +114,8 @@ async def test_a_host_answers_for_its_handles(account: Account, client: httpx.As
     account.set_handle("countess.test")
     assert (await client.get(url, headers={"host": "countess.test"})).text == account.did
     assert (await client.get(url, headers={"host": "ada.test"})).status_code == 404
+    account.deactivate()
+    assert (await client.get(url, headers={"host": "countess.test"})).status_code == 404
 
 
 async def test_the_directory_has_a_document_for_every_did(
