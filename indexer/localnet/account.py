@@ -11,16 +11,16 @@ from indexer.localnet.repo import Change, Record, Repo, Write
 
 
 class Account:
-    """An account at `pds`, listed in `plc`. `curve` is `k256` or `p256`; `key` signs its commits."""
+    """An account at `pds`, listed in `plc`. `key` signs its commits; all its keys follow from its DID."""
 
     def __init__(self, did: str, handle: str, *, curve: Curve, pds: Pds, plc: Plc, clock: Clock) -> None:
         self.did = did
         self.handle = handle
-        self.curve = curve
-        self.key = PrivateKey.generate(curve)
         self.pds = pds
         self._plc = plc
         self._clock = clock
+        self._keys = 0
+        self.key = self._next_key(curve)
         self.repo = Repo(did, self.key, clock.tid())
         self._publish_identity()
         pds.hosted[did] = Hosted(self.repo, handle)
@@ -69,8 +69,7 @@ class Account:
 
     def swap_key(self, curve: Curve | None = None) -> None:
         """Signs with a new key from now on. The directory doesn't know: the first half of a rotation."""
-        self.curve = curve or self.curve
-        self.key = PrivateKey.generate(self.curve)
+        self.key = self._next_key(curve or self.key.curve)
 
     def publish_key(self) -> None:
         """Puts the present key into the directory and says so: the other half."""
@@ -127,6 +126,10 @@ class Account:
     def announce(self) -> None:
         """Emits a `#sync` of the present commit."""
         self._emit_sync()
+
+    def _next_key(self, curve: Curve) -> PrivateKey:
+        self._keys += 1
+        return PrivateKey.from_seed(curve, f"{self.did} key {self._keys}".encode())
 
     def _set_status(self, status: str | None) -> None:
         self.pds.hosted[self.did].status = status

@@ -18,7 +18,6 @@ from indexer.localnet.repo import Write
 
 _BEGINNING = datetime(2026, 1, 1, tzinfo=UTC)
 _WORDS = ("sky", "ferry", "quiet", "lantern", "orbit", "maple", "signal", "été", "雨", "🦋", "harbour", "a\0b")
-_RAW = bytes.fromhex("01551220")  # a CID of raw bytes: version 1, codec, SHA-256, 32 bytes
 _SIZES = ("empty", "one-op", "multi-op")
 _JOINING, _EDITING, _REPLYING, _PICTURING = 0.03, 0.6, 0.3, 0.2
 
@@ -52,7 +51,7 @@ class Report:
 
 
 class Scenario:
-    """Activity on `net` that `seed` determines down to every record; only keys, and so signatures, never recur.
+    """Activity on `net` that `seed` determines down to every key and record; revisions are of their time.
 
     It begins with `accounts` accounts, on both curves, and grows to twice as many. On the way come one key
     rotation, one lost commit, one deactivation and one deletion, each at an account of its own.
@@ -214,7 +213,7 @@ class Scenario:
         return {"uri": f"at://{account.did}/{path}", "cid": cid.cid_text(cid.cid_of(account.records[path]))}
 
     def _blob(self) -> dict[str, Any]:
-        link, size = _RAW + sha256(self._random.randbytes(8)).digest(), self._random.randrange(1 << 20)
+        link, size = cid.RAW + sha256(self._random.randbytes(8)).digest(), self._random.randrange(1 << 20)
         return {"$type": "blob", "ref": link, "mimeType": "image/jpeg", "size": size}
 
     def _text(self, words: int) -> str:

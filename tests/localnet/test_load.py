@@ -65,7 +65,7 @@ async def test_it_does_all_that_it_reports(net: LocalNetwork) -> None:
     assert report.ops == ops + Counter(create=2)
     assert {*report.commits} == {"empty", "one-op", "multi-op", "twice-a-path"}
     assert report.accounts == len(net.accounts) > 8
-    assert {account.curve for account in net.accounts.values()} == {"k256", "p256"}
+    assert {account.key.curve for account in net.accounts.values()} == {"k256", "p256"}
     assert {account.pds for account in net.accounts.values()} == set(net.pdses)
     collections = {path.partition("/")[0] for account in net.accounts.values() for path in account.records}
     assert {NOTE, DRAFT} < collections

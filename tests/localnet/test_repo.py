@@ -7,10 +7,10 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec, utils
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from indexer.atproto.crypto import Curve, PrivateKey
 from multiformats import multibase
 
 from indexer.atproto import cbor, cid
+from indexer.atproto.crypto import Curve, PrivateKey
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.mst.inversion import NetOp, Verdict, invert
 from indexer.atproto.mst.node import EMPTY_TREE
@@ -26,7 +26,7 @@ class Host:
     """A repo with what signing it needs."""
 
     def __init__(self, curve: Curve = "k256") -> None:
-        self.key = PrivateKey.generate(curve)
+        self.key = PrivateKey.from_seed(curve, b"host")
         self.clock = Clock()
         self.repo = Repo(DID, self.key, self.clock.tid())
 
