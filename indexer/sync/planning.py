@@ -10,7 +10,7 @@ from typing import Any
 from indexer.atproto.crypto import PublicKey
 from indexer.atproto.limits import Limits
 from indexer.atproto.mst import EMPTY_TREE
-from indexer.atproto.record import decode_record
+from indexer.atproto.record import Problem, decode_record
 from indexer.atproto.syntax import CollectionFilter, split_path, tid_micros
 from indexer.errors import UpstreamError
 from indexer.reasons import Desync, Rejection
@@ -252,8 +252,8 @@ def record_change(change: VerifiedChange, rev: str, policy: Policy) -> RecordCha
     if not policy.store_values:
         return RecordChange(action, collection, rkey, rev, change.new)
     if change.block is None:
-        return RecordChange(action, collection, rkey, rev, change.new, problem="missing")
-    value = decode_record(change.block, policy.limits)
+        return RecordChange(action, collection, rkey, rev, change.new, problem=Problem.MISSING)
+    value = decode_record(change.block, collection, policy.limits)
     return RecordChange(action, collection, rkey, rev, change.new, value.json, value.problem, value.original)
 
 

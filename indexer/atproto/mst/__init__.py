@@ -2,7 +2,7 @@
 
 from indexer.atproto.mst.inversion import Inversion, NetOp, Verdict, invert
 from indexer.atproto.mst.node import EMPTY_TREE, Node, decode_node, encode_node, key_height
-from indexer.atproto.mst.walk import MissingNodeError, walk
+from indexer.atproto.mst.walk import MissingNodeError, leaves, walk
 
 __all__ = [
     "EMPTY_TREE",
@@ -15,5 +15,6 @@ __all__ = [
     "encode_node",
     "invert",
     "key_height",
+    "leaves",
     "walk",
 ]

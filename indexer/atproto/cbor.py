@@ -1,0 +1,101 @@
+"""DAG-CBOR, by the library that serves each use; nothing else in this program imports them (spec §6.1).
+
+- `decode`, `decode_pair`: libipld, the fastest; it takes integers and floats that are not in canonical form, and gives
+  links as their 36 binary bytes, which nothing then tells from byte strings.
+- `decode_canonical`, `decode_json`: cbrrr, strict; links are `Link`s, or in their JSON form.
+- `explain`: cbor2, to tell a person what is wrong.
+"""
+
+from typing import Any
+
+import cbor2
+import cbrrr
+import libipld
+
+
+class CborError(ValueError):
+    """Bytes that are not one DAG-CBOR object, or not as many as asked for."""
+
+
+class Link(bytes):
+    """A CID link, told apart from a byte string: the CID's binary bytes."""
+
+    __slots__ = ()
+
+
+def decode(data: bytes) -> Any:
+    """One object and nothing behind it; not necessarily canonical. Raises `CborError`."""
+    try:
+        return libipld.decode_dag_cbor(data)
+    except (ValueError, RecursionError) as error:
+        raise CborError(_message(error)) from None
+
+
+def decode_pair(data: bytes) -> tuple[Any, Any]:
+    """Exactly two objects, one behind the other: a frame's header and payload. Raises `CborError`."""
+    try:
+        objects = libipld.decode_dag_cbor_multi(data)
+    except (ValueError, RecursionError) as error:
+        raise CborError(_message(error)) from None
+    if len(objects) != 2:  # noqa: PLR2004
+        raise CborError(f"{len(objects)} objects instead of a header and a payload")
+    return objects[0], objects[1]
+
+
+def decode_canonical(data: bytes) -> Any:
+    """One object in the only form that strict DAG-CBOR allows. Raises `CborError`."""
+    try:
+        return cbrrr.decode_dag_cbor(data, cid_ctor=_link)
+    except (ValueError, cbrrr.CbrrrDecodeError, RecursionError, OverflowError) as error:
+        raise CborError(_message(error)) from None
+
+
+def decode_json(data: bytes) -> Any:
+    """One canonical object with links and bytes in AT Protocol JSON's form (`$link`, `$bytes`). Raises `CborError`.
+
+    Also for what that form can't hold: floats, and maps that have such a key themselves.
+    """
+    try:
+        return cbrrr.decode_dag_cbor(data, atjson_mode=True)
+    except (ValueError, cbrrr.CbrrrDecodeError, RecursionError, OverflowError) as error:
+        raise CborError(_message(error)) from None
+
+
+def encode(value: Any) -> bytes:
+    """Canonical DAG-CBOR of plain values; `bytes` in the form of a CID become links."""
+    return bytes(libipld.encode_dag_cbor(value))
+
+
+def explain(data: bytes) -> str:
+    """What strict DAG-CBOR refuses in these bytes, in a sentence; "" if nothing. Off the hot path."""
+    try:
+        decode_canonical(data)
+    except CborError as error:
+        strict = str(error)
+    else:
+        return ""
+    try:
+        value = cbor2.loads(data)
+    except (ValueError, EOFError, RecursionError) as error:
+        return f"not CBOR at all: {_message(error)}"
+    return f"CBOR ({_summary(value)}), but not strict DAG-CBOR: {strict}"
+
+
+def _link(data: bytes) -> Link:
+    """cbrrr's CID constructor: bytes behind the leading zero. Any well-formed version 1 CID is a link."""
+    if len(data) < 4 or data[0] != 1 or len(data) > _CID_BYTES:  # noqa: PLR2004
+        raise ValueError("tag 42 doesn't hold a version 1 CID")
+    return Link(data)
+
+
+_CID_BYTES = 100
+
+
+def _message(error: BaseException) -> str:
+    return str(error).removeprefix("Failed to decode DAG-CBOR. ").strip()[:200] or type(error).__name__
+
+
+def _summary(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"a map with the keys {', '.join(map(repr, list(value)[:8]))}"[:200]
+    return f"a {type(value).__name__}"

@@ -1,0 +1,106 @@
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from indexer.atproto.syntax import (
+    AtUri,
+    CollectionFilter,
+    is_did,
+    is_handle,
+    is_nsid,
+    is_record_key,
+    is_tid,
+    split_path,
+    tid_micros,
+    tid_of,
+)
+from indexer.errors import UpstreamError
+from tests.vectors import vectors
+
+
+def is_at_uri(text: str) -> bool:
+    try:
+        AtUri.parse(text)
+    except ValueError:
+        return False
+    return True
+
+
+CHECKS: dict[str, Callable[[str], bool]] = {
+    "did": is_did,
+    "handle": is_handle,
+    "nsid": is_nsid,
+    "recordkey": is_record_key,
+    "tid": is_tid,
+    "aturi": is_at_uri,
+}
+
+
+@pytest.mark.parametrize("valid", [True, False])
+@pytest.mark.parametrize("kind", CHECKS)
+def test_every_published_line(kind: str, valid: bool) -> None:
+    name = f"atproto-interop-tests/syntax/{kind}_syntax_{'valid' if valid else 'invalid'}.txt"
+    lines = vectors(name).read_text().split("\n")
+    cases = [line for line in lines if line and not line.startswith("#")]
+    assert len(cases) > 3
+    wrong = [case for case in cases if CHECKS[kind](case) is not valid]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("kind", CHECKS)
+def test_a_newline_behind_the_end_is_no_part_of_it(kind: str) -> None:
+    good = {
+        "did": "did:plc:ewvi7nxzyoun6zhxrhs64oiz",
+        "handle": "alice.test",
+        "nsid": "com.example.thing",
+        "recordkey": "self",
+        "tid": "3jzfcijpj2z2a",
+        "aturi": "at://alice.test/com.example.thing/self",
+    }[kind]
+    assert CHECKS[kind](good)
+    assert not CHECKS[kind](good + "\n")
+
+
+@given(st.integers(0, 2**53 - 1), st.integers(0, 1023))
+def test_tids_sort_and_read_as_their_time(micros: int, clock: int) -> None:
+    tid = tid_of(micros, clock)
+    assert is_tid(tid)
+    assert tid_micros(tid) == micros
+    assert tid_of(micros + 1) > tid
+
+
+def test_a_published_tid() -> None:
+    assert tid_micros("3jzfcijpj2z2a") == 1688137381887007
+    assert tid_of(1688137381887007, 6) == "3jzfcijpj2z2a"
+
+
+def test_uris_print_as_they_parse_and_normalize() -> None:
+    for text in ("at://alice.test", "at://did:web:a.b/com.Example.fooBar", "at://Alice.Test/Com.Example.fooBar/Self"):
+        assert str(AtUri.parse(text)) == text
+    assert str(AtUri.parse("at://Alice.Test/Com.Example.fooBar/Self").normalized()) == (
+        "at://alice.test/com.example.fooBar/Self"
+    )
+
+
+def test_paths() -> None:
+    assert split_path("com.example.thing/pre:fix") == ("com.example.thing", "pre:fix")
+    for bad in ("com.example.thing", "com.example.thing/", "/self", "com.example.thing/a/b", "Com.example.thing/a", ""):
+        with pytest.raises(UpstreamError):
+            split_path(bad)
+
+
+def test_filters_match_whole_segments() -> None:
+    chosen = CollectionFilter(["app.bsky.*", "com.example.thing"])
+    assert chosen.matches("app.bsky.feed.post")
+    assert chosen.matches("com.example.thing")
+    assert not chosen.matches("app.bskyx.feed.post")
+    assert not chosen.matches("com.example.things")
+    assert CollectionFilter().matches("anything.at.all")
+
+
+@pytest.mark.parametrize("pattern", ["", "app.bsky*", "*.bsky", "app.*.post", ".*", "app..b.*", "app bsky"])
+def test_a_bad_pattern_is_named(pattern: str) -> None:
+    with pytest.raises(ValueError, match="neither an NSID"):
+        CollectionFilter([pattern])
