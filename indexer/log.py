@@ -1,0 +1,81 @@
+"""Log lines: structured, to stderr, ours and the libraries' in one form, with one vocabulary of actions."""
+
+import logging
+import sys
+from collections.abc import MutableMapping
+from typing import Any, Literal
+
+import orjson
+import structlog
+from structlog.typing import Processor
+
+ACTIONS = {
+    "database.unavailable": "Postgres could not be asked; the work is tried again.",
+    "key.unavailable": "A signing key could not be had; the event's repo is resynchronized.",
+    "relay.connected": "The stream is open.",
+    "relay.connecting": "A connection to a relay begins, behind this cursor.",
+    "relay.error": "The relay ended the stream with an error.",
+    "relay.gap": "The relay no longer has everything behind our cursor.",
+    "relay.info": "The relay said something about the stream.",
+    "relay.lost": "The connection to the relay ended; another follows after a pause.",
+    "resync.done": "A resync ended, with this result.",
+    "resync.failed": "A resync came to nothing; it is tried again later.",
+    "resync.lost": "A resync was taken over by another worker, or the database went away under it.",
+    "resync.source": "One source of an export failed; the next is asked.",
+}
+"""The name of every log line that this program writes, and what it says. A test holds the code to it."""
+
+Format = Literal["auto", "json", "console"]
+
+
+def configure_logging(form: Format = "auto", level: str = "info") -> None:
+    """Sends all log lines of the process, from `level` on, to stderr."""
+    as_json = form == "json" or (form == "auto" and not sys.stderr.isatty())
+    threshold = logging.getLevelNamesMapping()[level.upper()]
+    shared: list[Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_logger_name,
+        structlog.stdlib.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.StackInfoRenderer(),
+    ]
+    structlog.configure(
+        processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        wrapper_class=structlog.make_filtering_bound_logger(threshold),
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        cache_logger_on_first_use=True,
+    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=[*shared, structlog.stdlib.ExtraAdder()],
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *_rendering(as_json=as_json)],
+        )
+    )
+    logging.captureWarnings(capture=True)
+    logging.basicConfig(handlers=[handler], level=threshold, force=True)
+    for library in ("httpx", "httpcore", "websockets", "aiohttp.access", "asyncio"):
+        # They tell every request at info; what matters of it, we say ourselves.
+        logging.getLogger(library).setLevel(max(threshold, logging.WARNING))
+
+
+def printable(text: str) -> str:
+    """`text` as it is, or quoted with escapes if it holds anything that could steer a terminal."""
+    return text if text.isprintable() else repr(text)
+
+
+def _rendering(*, as_json: bool) -> list[Processor]:
+    if as_json:
+        return [
+            structlog.processors.dict_tracebacks,
+            structlog.processors.JSONRenderer(serializer=lambda line, **_: orjson.dumps(line, default=str).decode()),
+        ]
+    return [_make_printable, structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
+
+
+def _make_printable(_: Any, __: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Messages of relays and hosts are in the values."""
+    for key, value in line.items():
+        if isinstance(value, str):
+            line[key] = printable(value)
+    return line
