@@ -136,8 +136,9 @@ def _shard(value: Any) -> Any:
 
 
 def _collections(value: Any) -> Any:
-    text = ",".join(value) if isinstance(value, list) else value
-    return CollectionFilter.parse(text) if isinstance(text, str) else value
+    patterns = _listed(value)
+    strings = isinstance(patterns, list) and all(isinstance(pattern, str) for pattern in patterns)
+    return CollectionFilter(patterns) if strings else value
 
 
 def _once(items: tuple[str, ...]) -> tuple[str, ...]:
@@ -216,7 +217,7 @@ class Settings(BaseSettings):
         BeforeValidator(_collections),
         Allowed("a comma list of NSIDs, each whole or ending in `.*`, or `*`"),
     ] = Field(
-        CollectionFilter.parse("*"),
+        CollectionFilter(),
         description="Collections to keep; a trailing `.*` matches on whole segments.",
     )
     store_values: Switch = Field(True, description="Keep record values (JSON) beside their CIDs.")
