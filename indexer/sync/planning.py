@@ -16,7 +16,7 @@ from indexer.errors import UpstreamError
 from indexer.reasons import Desync, Rejection
 from indexer.sync.backoff import backoff_seconds
 from indexer.sync.events import AccountEvent, CommitEvent, IdentityEvent, RepoEvent, SyncEvent
-from indexer.sync.plan import NeedsKey, Plan, RecordChange
+from indexer.sync.plan import Action, NeedsKey, Plan, RecordChange
 from indexer.sync.repo import PARKED, Finding, Head, Outcome, Repo, SyncStatus, transition
 from indexer.sync.verify import VerifiedChange, VerifiedCommit, verify_commit, verify_sync
 
@@ -126,7 +126,7 @@ def _plan_commit(repo: Repo, commit: VerifiedCommit, size: int, ground: Ground) 
         return _settle(repo, Finding.BREAKS, size, ground, rev=rev, why=flaw or Desync.CHAIN_BREAK)
     if repo.head.data != commit.prev_data:
         flaw = flaw or Desync.CHAIN_BREAK
-    elif flaw is Desync.UNDECIDABLE and ground.policy.lenient:
+    elif flaw is Desync.UNDECIDABLE and ground.policy.lenient and commit.ops_hold:
         flaw = None  # prevData is our head, and the operations hold against the new tree
     if flaw:
         return _settle(repo, Finding.BREAKS, size, ground, rev=rev, why=flaw, detail=commit.detail)
@@ -248,7 +248,7 @@ def record_change(change: VerifiedChange, rev: str, policy: Policy) -> RecordCha
         return None
     if change.new is None:
         return RecordChange("delete", collection, rkey, rev)
-    action = "create" if change.old is None else "update"
+    action: Action = "create" if change.old is None else "update"
     if not policy.store_values:
         return RecordChange(action, collection, rkey, rev, change.new)
     if change.block is None:

@@ -13,9 +13,7 @@ from indexer.atproto.car import split_car
 from indexer.atproto.commit import Commit, decode_commit
 from indexer.atproto.crypto import PublicKey
 from indexer.atproto.limits import Limits
-from indexer.atproto.mst import EMPTY_TREE
-from indexer.atproto.mst.inversion import NetOp, Verdict, invert
-from indexer.atproto.mst.walk import leaves, walk
+from indexer.atproto.mst import EMPTY_TREE, Verdict, invert, leaves, walk
 from indexer.errors import UpstreamError
 from indexer.reasons import Desync, Rejection
 from indexer.sync.events import CommitEvent, SyncEvent
@@ -39,8 +37,8 @@ class VerifiedChange:
 class VerifiedCommit:
     """A commit whose signature holds. If `flaw` is None, its operations lead from `prev_data` to `head.data`.
 
-    `flaw` says why the commit can't be applied; `proven_forward` that its operations at least hold against
-    the new tree. `prev_data` is the empty tree for a first commit.
+    `flaw` says why the commit can't be applied; with `UNDECIDABLE`, `ops_hold` says whether the new tree at least
+    shows the effect of every operation. `prev_data` is the empty tree for a first commit.
     """
 
     did: str
@@ -50,6 +48,7 @@ class VerifiedCommit:
     changes: tuple[VerifiedChange, ...]
     flaw: Desync | None
     detail: str = ""
+    ops_hold: bool = True
 
     @property
     def whole(self) -> bool:
@@ -77,10 +76,9 @@ class Snapshot:
     head: Head
     count: int
     block_of: BlockOf
-    limits: Limits
 
     def records(self) -> Iterator[tuple[bytes, bytes]]:
-        return leaves(self.block_of, self.head.data, self.limits)
+        return leaves(self.block_of, self.head.data)
 
 
 def verify_commit(event: CommitEvent, key: PublicKey, limits: Limits) -> VerifiedCommit:
@@ -91,20 +89,21 @@ def verify_commit(event: CommitEvent, key: PublicKey, limits: Limits) -> Verifie
     prev_data = event.prev_data or (EMPTY_TREE if first else None)
     if prev_data is None:
         return VerifiedCommit(commit.did, head, b"", first, (), Desync.LEGACY, "no prevData")
-    changes: tuple[VerifiedChange, ...] = ()
     try:
         ops = fold(event.ops)
-        changes = tuple([VerifiedChange(op.key, op.old, op.new, _block(op, blocks)) for op in ops])
-        flaw, detail = _invert(blocks, commit.data, ops, prev_data, limits)
+        inversion = invert(blocks, commit.data, ops, prev_data, limits)
     except LegacyOps as error:
-        flaw, detail = Desync.LEGACY, str(error)
+        return VerifiedCommit(commit.did, head, prev_data, first, (), Desync.LEGACY, str(error))
     except UpstreamError as error:
-        flaw, detail = _FLAWS[error.reason], error.detail
-    if flaw is None:
-        missing = next((change for change in changes if change.new and change.block is None), None)
-        if missing:
-            flaw, detail = Desync.RECORD_MISSING, missing.path.decode(errors="replace")
-    return VerifiedCommit(commit.did, head, prev_data, first, changes, flaw, detail)
+        return VerifiedCommit(commit.did, head, prev_data, first, (), _FLAWS[error.reason], error.detail)
+    changes = tuple([
+        VerifiedChange(op.key, op.old, op.new, None if op.new is None else blocks.get(op.new)) for op in ops
+    ])
+    flaw, detail = _VERDICTS[inversion.verdict], inversion.detail
+    missing = next((change for change in changes if change.new and change.block is None), None)
+    if missing and flaw in {None, Desync.UNDECIDABLE}:
+        flaw, detail = Desync.RECORD_MISSING, missing.path.decode(errors="replace")
+    return VerifiedCommit(commit.did, head, prev_data, first, changes, flaw, detail, inversion.ops_hold)
 
 
 def verify_sync(event: SyncEvent, key: PublicKey, limits: Limits) -> VerifiedSync:
@@ -128,7 +127,7 @@ def verify_snapshot(did: str, root: bytes, block_of: BlockOf, key: PublicKey, li
     if not key.verify(commit.sig, commit.unsigned):
         raise UpstreamError(Rejection.SIGNATURE_INVALID)
     count = sum(1 for _ in walk(block_of, commit.data, limits))
-    return Snapshot(did, Head(commit.rev, commit.data, root), count, block_of, limits)
+    return Snapshot(did, Head(commit.rev, commit.data, root), count, block_of)
 
 
 def _signed_commit(
@@ -149,20 +148,10 @@ def _signed_commit(
     return commit, blocks
 
 
-def _invert(
-    blocks: dict[bytes, bytes], root: bytes, ops: list[NetOp], prev_data: bytes, limits: Limits
-) -> tuple[Desync | None, str]:
-    inversion = invert(blocks, root, ops, limits)
-    match inversion.verdict:
-        case Verdict.UNDECIDABLE:
-            return Desync.UNDECIDABLE, inversion.detail
-        case Verdict.OPS_MISMATCH:
-            return Desync.OPS, inversion.detail
-    return (None, "") if inversion.root == prev_data else (Desync.INVERSION, "")
-
-
-def _block(op: NetOp, blocks: dict[bytes, bytes]) -> bytes | None:
-    return None if op.new is None else blocks.get(op.new)
-
-
 _FLAWS = {Rejection.NODE_MALFORMED: Desync.STRUCTURE, Rejection.OPS_MISMATCH: Desync.OPS}
+_VERDICTS = {
+    Verdict.OK: None,
+    Verdict.MISMATCH: Desync.INVERSION,
+    Verdict.OPS_MISMATCH: Desync.OPS,
+    Verdict.UNDECIDABLE: Desync.UNDECIDABLE,
+}
