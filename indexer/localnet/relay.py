@@ -9,7 +9,8 @@ from typing import Any
 
 from aiohttp import ClientConnectionResetError, WSCloseCode, hdrs, web
 
-from indexer.atproto import cbor, cid
+from indexer.atproto import cid
+from indexer.localnet import dag_cbor
 from indexer.localnet.pds import (
     GET_LATEST_COMMIT,
     GET_REPO,
@@ -34,11 +35,11 @@ SUBSCRIBE_REPOS = "/xrpc/com.atproto.sync.subscribeRepos"
 
 def message_frame(kind: str, payload: dict[str, Any]) -> bytes:
     """A message of type `kind` (`#commit` …)."""
-    return cbor.encode({"op": 1, "t": kind}) + cbor.encode(payload)
+    return dag_cbor.encode({"op": 1, "t": kind}) + dag_cbor.encode(payload)
 
 
 def error_frame(error: str, message: str) -> bytes:
-    return cbor.encode({"op": -1}) + cbor.encode({"error": error, "message": message})
+    return dag_cbor.encode({"op": -1}) + dag_cbor.encode({"error": error, "message": message})
 
 
 class StreamEnd(Exception):  # noqa: N818  a message to the subscriber, not a failure of the relay

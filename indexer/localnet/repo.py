@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from itertools import starmap
 from typing import Any, Literal, Self
 
-from indexer.atproto import cbor, cid
+from indexer.atproto import cid
 from indexer.atproto.crypto import PrivateKey
+from indexer.localnet import dag_cbor
 from indexer.localnet.tree import Node, Tree
 
 Record = Mapping[str, Any] | bytes
@@ -112,12 +113,12 @@ class Repo:
 
 
 def _encode(record: Record) -> bytes:
-    return record if isinstance(record, bytes) else cbor.encode(dict(record))
+    return record if isinstance(record, bytes) else dag_cbor.encode(dict(record))
 
 
 def _sign(did: str, rev: str, data: bytes, key: PrivateKey) -> Commit:
     fields: dict[str, Any] = {"did": did, "rev": rev, "data": data, "prev": None, "version": 3}
-    block = cbor.encode(fields | {"sig": key.sign(cbor.encode(fields))})
+    block = dag_cbor.encode(fields | {"sig": key.sign(dag_cbor.encode(fields))})
     return Commit(rev, data, cid.cid_of(block), block)
 
 
@@ -127,7 +128,7 @@ def car(blocks: Mapping[bytes, bytes]) -> bytes:
 
 
 def car_header(root: bytes) -> bytes:
-    header = cbor.encode({"roots": [root], "version": 1})
+    header = dag_cbor.encode({"roots": [root], "version": 1})
     return _varint(len(header)) + header
 
 

@@ -13,7 +13,8 @@ from hashlib import sha256
 from itertools import pairwise
 from os.path import commonprefix
 
-from indexer.atproto import cbor, cid
+from indexer.atproto import cid
+from indexer.localnet import dag_cbor
 
 Items = tuple[tuple[str, bytes], ...]
 """Pairs of path and record CID, by ascending path."""
@@ -103,5 +104,5 @@ def _node(items: list[tuple[str, bytes]], children: tuple[Node | None, ...]) -> 
         shared = len(commonprefix([previous, key]))  # noqa: RUF071  of bytes, not of file names
         entries.append({"k": key[shared:], "p": shared, "t": right, "v": record})
         previous = key
-    block = cbor.encode({"e": entries, "l": links[0]})
+    block = dag_cbor.encode({"e": entries, "l": links[0]})
     return Node(cid.cid_of(block), block, tuple(path for path, _ in items), children)

@@ -9,12 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from multiformats import multibase
 
-from indexer.atproto import cbor, cid
+from indexer.atproto import cid
 from indexer.atproto.crypto import Curve, PrivateKey
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.mst.inversion import NetOp, Verdict, invert
 from indexer.atproto.mst.node import EMPTY_TREE
 from indexer.localnet.clock import Clock
+from indexer.localnet.dag_cbor import encode
 from indexer.localnet.repo import Change, Record, Repo, Write
 from tests.localnet.decoding import decode_all, decode_car, decode_records
 
@@ -67,7 +68,7 @@ def test_commits_are_signed_with_low_s_over_their_bytes(curve: Curve, kind: ec.E
         r, s = int.from_bytes(signature[:32]), int.from_bytes(signature[32:])
         assert len(signature) == 64
         assert s <= kind.group_order // 2
-        public.verify(utils.encode_dss_signature(r, s), cbor.encode(signed), ec.ECDSA(hashes.SHA256()))
+        public.verify(utils.encode_dss_signature(r, s), encode(signed), ec.ECDSA(hashes.SHA256()))
         assert signed == {"did": DID, "rev": change.commit.rev, "data": change.commit.data, "prev": None, "version": 3}
 
 
@@ -99,7 +100,7 @@ def test_an_empty_commit_is_its_block_alone() -> None:
 
 PATH = "com.example.rec/a"
 ONE, TWO = record(1), record(2)
-A, B = cid.cid_of(cbor.encode(ONE)), cid.cid_of(cbor.encode(TWO))
+A, B = cid.cid_of(encode(ONE)), cid.cid_of(encode(TWO))
 
 
 @pytest.mark.parametrize(
@@ -142,7 +143,7 @@ def test_undoing_any_commit_gives_the_tree_before(batches: list[list[tuple[str, 
         for path, number in batch:
             if number:
                 writes.append((Write.update if path in expected else Write.create)(path, record(number)))
-                expected[path] = cid.cid_of(cbor.encode(record(number)))
+                expected[path] = cid.cid_of(encode(record(number)))
             elif expected.pop(path, None):
                 writes.append(Write.delete(path))
         change = host.write(*writes)
