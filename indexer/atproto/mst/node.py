@@ -204,7 +204,7 @@ def root_layer(node: Node, limits: Limits) -> int | None:
     if node.height is None and node.left is not None:
         malformed("a root without keys")
     if node.height is not None and node.height > limits.tree_depth:
-        malformed(f"a tree of {node.height} layers")
+        malformed(f"a tree of height {node.height}")
     return node.height
 
 

@@ -7,7 +7,7 @@ import base64
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
-from itertools import count
+from itertools import count, pairwise
 from typing import Any
 
 import cbor2
@@ -92,7 +92,7 @@ def _subtree(records: list[tuple[bytes, bytes]], layer: int, blocks: Blocks) -> 
         return None
     own = [at for at, (key, _) in enumerate(records) if height(key) == layer]
     bounds = [-1, *own, len(records)]
-    gaps = [records[start + 1 : stop] for start, stop in zip(bounds, bounds[1:], strict=False)]
+    gaps = [records[start + 1 : stop] for start, stop in pairwise(bounds)]
     left, *trees = [_subtree(gap, layer - 1, blocks) for gap in gaps]
     keys, values = [records[at][0] for at in own], [records[at][1] for at in own]
     return _put(encode(keys, values, left, trees), blocks)

@@ -22,7 +22,9 @@ A, B, C = (oracle.cid(name) for name in (b"a", b"b", b"c"))
 POOL = {height: list(islice(oracle.keys_of_height(height), 12)) for height in range(5)}
 SOME = {key: A for height, size in enumerate([9, 5, 3, 1]) for key in POOL[height][:size]}
 
-records_strategy = st.dictionaries(st.sampled_from([key for keys in POOL.values() for key in keys]), st.sampled_from([A, B, C]))
+records_strategy = st.dictionaries(
+    st.sampled_from([key for keys in POOL.values() for key in keys]), st.sampled_from([A, B, C])
+)
 
 
 def walked(blocks: Blocks, root: bytes) -> dict[bytes, bytes]:
@@ -101,7 +103,7 @@ def above(key: bytes, height: int) -> bytes:
 
 
 def test_a_link_takes_every_layer(forge: Forge) -> None:
-    top = sorted(POOL[2])[-1]
+    top = max(POOL[2])
     leaf = forge.node([below(top, 0)])
     assert "on layer 1" in refused(forge.blocks, forge.node([top], left=leaf))
     root = forge.node([top], left=forge.node([], left=leaf))
@@ -114,7 +116,7 @@ def test_a_root_has_keys(forge: Forge) -> None:
 
 
 def test_a_leaf_has_keys(forge: Forge) -> None:
-    top, higher = sorted(POOL[1])[-1], sorted(POOL[2])[-1]
+    top, higher = max(POOL[1]), max(POOL[2])
     empty = forge.node([])
     assert "leaf without keys" in refused(forge.blocks, forge.node([top], left=empty))
     assert "leaf without keys" in refused(forge.blocks, forge.node([higher], left=empty))
@@ -125,14 +127,14 @@ def test_a_chain_of_nodes_without_keys_ends_at_the_bottom(forge: Forge) -> None:
     chain = forge.node([POOL[0][0]])
     for _ in range(40):
         chain = forge.node([], left=chain)
-    root = forge.node([sorted(POOL[4])[-1]], left=chain)
+    root = forge.node([max(POOL[4])], left=chain)
     assert "leaf without keys" in refused(forge.blocks, root)
 
 
 def test_a_node_that_is_its_own_child_ends() -> None:
     """No hash allows it; but the walk's end doesn't hang on that."""
     way, looping = b"\x01\x71\x12\x20" + bytes(32), b"\x01\x71\x12\x20" + bytes(31) + b"\x01"
-    top = sorted(POOL[4])[-1]
+    top = max(POOL[4])
     blocks = {way: oracle.encode([], [], way, []), looping: oracle.encode([top], [A], way, [looping])}
     refused(blocks, looping)
     blocks[looping] = oracle.encode([top], [A], None, [looping])
@@ -185,7 +187,7 @@ def test_keys_two_layers_down_stay_in_their_gap(forge: Forge) -> None:
 def test_a_tree_deeper_than_the_limit_is_refused() -> None:
     root, blocks = oracle.build(SOME)
     assert len(list(walk(blocks.get, root, replace(DEFAULT_LIMITS, tree_depth=3)))) == len(SOME)
-    with pytest.raises(UpstreamError, match="4 layers|3 layers"):
+    with pytest.raises(UpstreamError, match="height 3"):
         list(walk(blocks.get, root, replace(DEFAULT_LIMITS, tree_depth=2)))
 
 
