@@ -18,6 +18,7 @@ from indexer.localnet.repo import Write
 
 _BEGINNING = datetime(2026, 1, 1, tzinfo=UTC)
 _WORDS = ("sky", "ferry", "quiet", "lantern", "orbit", "maple", "signal", "été", "雨", "🦋", "harbour", "a\0b")
+_FEWEST_ACCOUNTS = 4
 _SIZES = ("empty", "one-op", "multi-op")
 _JOINING, _EDITING, _REPLYING, _PICTURING = 0.03, 0.6, 0.3, 0.2
 
@@ -58,6 +59,8 @@ class Scenario:
     """
 
     def __init__(self, net: LocalNetwork, seed: int = 0, accounts: int = 8) -> None:
+        if accounts < _FEWEST_ACCOUNTS:
+            raise ValueError(f"a scenario needs {_FEWEST_ACCOUNTS} accounts")
         self.report = Report()
         self._net = net
         self._random = Random(seed)

@@ -10,6 +10,8 @@ from typing import Any
 from aiohttp import ClientConnectionResetError, WSCloseCode, hdrs, web
 
 from indexer.atproto import cid
+from indexer.atproto.car import split_car
+from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.localnet import dag_cbor
 from indexer.localnet.pds import (
     GET_LATEST_COMMIT,
@@ -163,6 +165,7 @@ class Relay(Server):
             case "#commit":
                 listed.head, listed.rev = payload["commit"], payload["rev"]
             case "#sync":
+                (listed.head, *_), _ = split_car(payload["blocks"], DEFAULT_LIMITS, max_bytes=len(payload["blocks"]))
                 listed.rev = payload["rev"]
             case "#account":
                 listed.status = None if payload["active"] else payload["status"]

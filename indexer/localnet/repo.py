@@ -57,7 +57,10 @@ class Change:
 
 
 class Repo:
-    """The repository of `did`. `first` is the change that made it: a commit of the empty tree."""
+    """The repository of `did`. `first` is the change that made it: a commit of the empty tree.
+
+    A commit replaces `records` (path to DAG-CBOR) and everything else, so an export goes on with what it began.
+    """
 
     def __init__(self, did: str, key: PrivateKey, rev: str) -> None:
         self.did = did
@@ -71,13 +74,17 @@ class Repo:
     def write(self, writes: Sequence[Write], key: PrivateKey, rev: str) -> Change:
         """Applies `writes` in order as one commit; they may name a path more than once, or be none at all.
 
-        As at a reference host, every op's `prev` is from before the batch. The slice holds the
-        records written, and the new nodes and those that undoing the ops needs.
-        Raises KeyError for a write that its path's state doesn't allow.
+        As at a reference host, every op's `prev` is from before the batch. The slice holds the records written,
+        the new nodes, and those that undoing the ops needs.
+        Raises KeyError for a write that its path's state doesn't allow, and changes nothing.
         """
-        before, old = self.head, dict(self._cids)
-        ops = [self._apply(write, old) for write in writes]
-        self.tree = Tree(self._cids)
+        before, old, records, cids = self.head, self._cids, dict(self.records), dict(self._cids)
+        ops = []
+        for write in writes:
+            _apply(write, records, cids)
+            op: dict[str, Any] = {"action": write.action, "path": write.path, "cid": cids.get(write.path)}
+            ops.append(op | {"prev": old[write.path]} if write.path in old else op)
+        self.records, self._cids, self.tree = records, cids, Tree(cids)
         self.head = _sign(self.did, rev, self.tree.data, key)
         blocks = {self.head.cid: self.head.block}
         for write in writes:
@@ -85,31 +92,29 @@ class Repo:
         blocks |= {cid.cid_of(write.block): write.block for write in writes if write.block is not None}
         return Change(self.head, before.rev, before.data, ops, car(blocks))
 
-    def _apply(self, write: Write, old: Mapping[str, bytes]) -> dict[str, Any]:
-        if (write.path in self.records) == (write.action == "create"):
-            raise KeyError(f"{write.action} of {write.path}")
-        link = None
-        if write.block is None:
-            del self.records[write.path], self._cids[write.path]
-        else:
-            link = cid.cid_of(write.block)
-            self.records[write.path], self._cids[write.path] = write.block, link
-        op: dict[str, Any] = {"action": write.action, "path": write.path, "cid": link}
-        return op | {"prev": old[write.path]} if write.path in old else op
-
     def sync(self) -> bytes:
         """The CAR of a `#sync` message: the present commit alone."""
         return car({self.head.cid: self.head.block})
 
     def export(self) -> Iterator[bytes]:
         """The whole repository as a CAR, one section at a time, in streamable order."""
-        yield car_header(self.head.cid)
-        yield car_section(self.head.cid, self.head.block)
-        for item in self.tree.walk():
+        head, tree, records, cids = self.head, self.tree, self.records, self._cids
+        yield car_header(head.cid)
+        yield car_section(head.cid, head.block)
+        for item in tree.walk():
             if isinstance(item, Node):
                 yield car_section(item.cid, item.block)
             else:
-                yield car_section(self._cids[item], self.records[item])
+                yield car_section(cids[item], records[item])
+
+
+def _apply(write: Write, records: dict[str, bytes], cids: dict[str, bytes]) -> None:
+    if (write.path in records) == (write.action == "create"):
+        raise KeyError(f"{write.action} of {write.path}")
+    if write.block is None:
+        del records[write.path], cids[write.path]
+    else:
+        records[write.path], cids[write.path] = write.block, cid.cid_of(write.block)
 
 
 def _encode(record: Record) -> bytes:

@@ -80,6 +80,11 @@ async def test_a_seed_makes_one_world(net: LocalNetwork) -> None:
     assert net.truth() != other.truth()
 
 
+def test_it_needs_an_account_for_each_accident() -> None:
+    with pytest.raises(ValueError, match="4 accounts"):
+        Scenario(LocalNetwork(), accounts=3)
+
+
 @pytest.mark.parametrize("accounts", [4, 8])
 async def test_it_runs_for_its_time(net: LocalNetwork, accounts: int) -> None:
     report = await Scenario(net, accounts=accounts).run(seconds=0.3, rate=200)

@@ -123,14 +123,21 @@ def test_a_path_named_twice_has_the_prev_of_before_the_batch(
     assert verdict_of(change) is Verdict.OK
 
 
-@pytest.mark.parametrize("write", [Write.update("com.example.rec/b", record(1)), Write.delete("com.example.rec/b")])
-def test_a_write_needs_the_state_that_it_is_for(write: Write) -> None:
+@pytest.mark.parametrize(
+    "write",
+    [
+        Write.update("com.example.rec/b", record(1)),
+        Write.delete("com.example.rec/b"),
+        Write.create("com.example.rec/a", record(2)),
+    ],
+)
+def test_a_batch_with_a_write_out_of_place_changes_nothing(write: Write) -> None:
     host = Host()
-    host.write(Write.create("com.example.rec/a", record(1)))
+    head = host.write(Write.create("com.example.rec/a", record(1))).commit
     with pytest.raises(KeyError):
-        host.write(write)
-    with pytest.raises(KeyError):
-        host.write(Write.create("com.example.rec/a", record(2)))
+        host.write(Write.create("com.example.rec/c", record(1)), write)
+    assert (host.repo.head, list(host.repo.records)) == (head, ["com.example.rec/a"])
+    assert host.write(Write.delete("com.example.rec/a")).prev_data == head.data
 
 
 @settings(max_examples=60)
@@ -171,3 +178,13 @@ def test_an_export_is_streamable_and_whole() -> None:
     found = decode_records(blocks, host.repo.head.data)
     assert found == {path: cid.cid_of(block) for path, block in host.repo.records.items()}
     assert all(blocks[found[path]] == block for path, block in host.repo.records.items())
+
+
+def test_an_export_goes_on_with_the_revision_that_it_began() -> None:
+    host = Host()
+    host.write(*(Write.create(f"com.example.rec/{number}", record(number)) for number in range(20)))
+    export = host.repo.export()
+    begun = next(export)
+    whole = b"".join(host.repo.export())
+    host.write(*(Write.delete(f"com.example.rec/{number}") for number in range(20)))
+    assert begun + b"".join(export) == whole
