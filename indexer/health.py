@@ -30,7 +30,7 @@ class Probe(Protocol):
 
 
 @asynccontextmanager
-async def serve(bind: Address, probe: Probe, registry: CollectorRegistry) -> AsyncIterator[Address]:
+async def serve_health(bind: Address, probe: Probe, registry: CollectorRegistry) -> AsyncIterator[Address]:
     """Serves until the block ends; gives the address in use, which has the system's choice for port 0.
 
     Raises OSError if the address can't be bound.

@@ -1,4 +1,4 @@
-"""What is counted, under the names of docs/metrics.md. Label sets are closed and made at the start."""
+"""What is counted. Names are an interface, label sets are closed and made at the start."""
 
 import platform
 from collections.abc import Callable, Mapping
