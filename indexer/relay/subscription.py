@@ -45,14 +45,14 @@ class Connection:
 class Subscription:
     """Frames of the first of `relays` that works.
 
-    `skipped(relay, cursor)` hears of a message over `max_bytes` somewhere behind `cursor`: its bytes were never
-    received, and the next connection steps over it.
+    A message over `max_bytes` is never received: it ends the connection, and the next one steps over it, which
+    `skipped` counts.
     """
 
     relays: Sequence[str]
     max_bytes: int
     user_agent: str
-    skipped: Callable[[str, int | None], None]
+    skipped: int = 0
     pace: Pace = field(default_factory=Pace)
     connection: Connection | None = None
     last_error: str | None = None
@@ -75,7 +75,7 @@ class Subscription:
                 self._lost(relay, error)
                 if error.sent is not None and error.sent.code == TOO_BIG:
                     too_big[relay] = too_big.get(relay, 0) + 1
-                    self.skipped(relay, self.connection.cursor if self.connection else None)
+                    self.skipped += 1
                 else:
                     too_big.pop(relay, None)
             except (OSError, TimeoutError, InvalidHandshake, InvalidURI, EOFError) as error:

@@ -5,7 +5,7 @@ meanwhile, and the repo's new state. Readers see the old state until it commits.
 """
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -23,7 +23,7 @@ from indexer.sync.diff import Diff, Difference
 from indexer.sync.plan import Batch, RecordChange, RepoWrite
 from indexer.sync.planning import Ground, Policy, Signer, record_change
 from indexer.sync.repo import Repo, SyncStatus
-from indexer.sync.resync import plan_completion, plan_failure
+from indexer.sync.resync import plan_completion, plan_failure, plan_release
 from indexer.sync.shard import Shard
 from indexer.sync.verify import Snapshot, VerifiedChange, verify_snapshot
 
@@ -71,6 +71,7 @@ class Resyncs:
         self._workers = workers
         self._sources = sources
         self._pace = pace or Pace()
+        self.claimed: dict[str, Repo] = {}
         self.running: dict[str, float] = {}
         self.trouble: str | None = None
         self.progress = monotonic()
@@ -103,6 +104,7 @@ class Resyncs:
     async def _resync(self, claimed: Repo) -> None:
         started = monotonic()
         self.running[claimed.did] = time()
+        self.claimed[claimed.did] = claimed
         try:
             result = await self._held(claimed)
         except (ClaimLostError, DatabaseError) as error:
@@ -110,6 +112,7 @@ class Resyncs:
             log.warning("resync.lost", did=claimed.did, error=str(error))
         finally:
             del self.running[claimed.did]
+        del self.claimed[claimed.did]
         self._metrics.resync(result, monotonic() - started)
         log.debug("resync.done", did=claimed.did, result=result)
 
@@ -253,11 +256,25 @@ class Resyncs:
         ]
         return len(chunk) < self._pace.chunk, [change for change in changes if change]
 
+    async def give_back(self) -> None:
+        """Ends the claims of resyncs that were cancelled, so that nobody has to wait for their leases."""
+        for claimed in list(self.claimed.values()):
+            try:
+                await self._end(claimed, plan_release)
+            except DatabaseError as error:
+                log.warning("database.unavailable", error=str(error))
+                return
+            del self.claimed[claimed.did]
+
     async def _fail(self, claimed: Repo, failure: UnavailableError) -> None:
+        await self._end(claimed, lambda repo: plan_failure(repo, failure, time()))
+
+    async def _end(self, claimed: Repo, plan: Callable[[Repo], Repo]) -> None:
+        """Writes the row that `plan` makes of the present one, as long as the claim stands."""
         while True:
             repo = (await self._store.repos([claimed.did])).get(claimed.did)
             if repo is None or repo.lease != claimed.lease or repo.status is not SyncStatus.IN_PROGRESS:
                 return
-            write = RepoWrite(repo.version, plan_failure(repo, failure, time()))
+            write = RepoWrite(repo.version, plan(repo))
             if not await self._store.apply(Batch((write,))):
                 return

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from time import monotonic, time
 
 import structlog
@@ -57,7 +58,7 @@ class Writer:
         self._metrics = metrics
         self._pace = pace or Pace()
         self.trouble: str | None = None
-        self.event_time: str | None = None
+        self.lag: float | None = None
         self.progress = monotonic()
 
     async def run(self) -> None:
@@ -94,9 +95,10 @@ class Writer:
         position = self._place.watermark.if_done(seqs)
         if position is None:
             return None
-        times = [getattr(settled.received.event, "time", "") for settled in plan.settled]
-        self.event_time = max(times, default="") or self.event_time
-        return Cursor(self._place.relay, str(self._shard), position, self.event_time)
+        newest = next((item.received for item in reversed(plan.settled) if item.received.seq == position), None)
+        event_time = getattr(newest.event, "time", None) if newest else None
+        self.lag = _age(event_time) if event_time else self.lag
+        return Cursor(self._place.relay, str(self._shard), position, event_time)
 
     async def _settle(self, messages: Sequence[Received], plan: BatchPlan, moved: frozenset[str]) -> None:
         """Repos in `moved` changed under us: all their messages are planned again, in their order."""
@@ -126,3 +128,11 @@ class Writer:
                     self._metrics.record_changes(change.action, live=True)
         if self._place.watermark.position is not None:
             self._metrics.cursor(self._place.relay, self._place.watermark.position)
+
+
+def _age(event_time: str) -> float | None:
+    """Seconds since then. The time is the relay's word and of any form, so for people only."""
+    try:
+        return max(0.0, time() - datetime.fromisoformat(event_time).timestamp())
+    except ValueError:
+        return None

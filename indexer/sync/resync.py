@@ -69,3 +69,17 @@ def plan_failure(claimed: Repo, failure: UnavailableError, now: float) -> Repo:
         buffered_events=0,
         buffered_bytes=0,
     )
+
+
+def plan_release(claimed: Repo) -> Repo:
+    """The row of a repo whose resync was called off: to be claimed again at once, at no cost."""
+    _, status = transition(claimed.status, Finding.FAILED)
+    return replace(
+        claimed,
+        version=claimed.version + 1,
+        status=status,
+        reason=claimed.reason or Desync.REQUESTED,
+        next_attempt_at=None,
+        buffered_events=0,
+        buffered_bytes=0,
+    )

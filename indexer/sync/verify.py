@@ -96,9 +96,9 @@ def verify_commit(event: CommitEvent, key: PublicKey, limits: Limits) -> Verifie
         return VerifiedCommit(commit.did, head, prev_data, first, (), Desync.LEGACY, str(error))
     except UpstreamError as error:
         return VerifiedCommit(commit.did, head, prev_data, first, (), _FLAWS[error.reason], error.detail)
-    changes = tuple([
-        VerifiedChange(op.key, op.old, op.new, None if op.new is None else blocks.get(op.new)) for op in ops
-    ])
+    changes = tuple(
+        [VerifiedChange(op.key, op.old, op.new, None if op.new is None else blocks.get(op.new)) for op in ops]
+    )
     flaw, detail = _VERDICTS[inversion.verdict], inversion.detail
     missing = next((change for change in changes if change.new and change.block is None), None)
     if missing and flaw in {None, Desync.UNDECIDABLE}:

@@ -1,0 +1,231 @@
+"""The composition root: settings to a running daemon.
+
+The stages are tasks; an error that is ours in any of them ends all, loudly. The first SIGTERM or SIGINT drains:
+the stream is closed, what was received is written with its cursor, running resyncs are given back. The second one
+stops at once; what is lost then comes again after the next start.
+"""
+
+import asyncio
+import math
+import signal
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from time import monotonic, time
+from typing import Any
+
+import structlog
+
+from indexer import __version__
+from indexer.config import Settings
+from indexer.errors import SettingsError, UnavailableError
+from indexer.health import serve_health
+from indexer.identity import Identities, Resolver
+from indexer.metrics import Metrics
+from indexer.outbound import Outbound
+from indexer.pds import PdsClient
+from indexer.relay.subscription import Subscription
+from indexer.service.inbox import Inbox
+from indexer.service.keys import KeyDesk
+from indexer.service.reader import Place, Reader
+from indexer.service.resync import Resyncs
+from indexer.service.writer import Writer
+from indexer.store import Store
+from indexer.store.embedded import database
+from indexer.store.migrate import migrate, schema_is_current
+from indexer.sync.planning import Policy
+
+DRAIN_SECONDS = 20.0
+STALL_SECONDS = 120.0
+READY_LAG_SECONDS = 60.0
+OBSERVE_SECONDS = 10.0
+INBOX_BYTES = 64 * 1024 * 1024
+KEY_PATIENCE_SECONDS = 15.0
+KEYS_AT_ONCE = 64
+USER_AGENT = f"indexer/{__version__} (AT Protocol record-level sync)"
+
+log = structlog.get_logger(__name__)
+
+
+async def run(settings: Settings, *, migrate_first: bool = True) -> int:
+    """The command `indexer run`: serves until a signal comes; gives the exit code."""
+    stop = asyncio.Event()
+    with _signals(stop):
+        async with database(_url(settings), settings.data_dir) as dsn:
+            if migrate_first:
+                await migrate(dsn)
+            elif not await schema_is_current(dsn):
+                raise SettingsError("the database's schema is not this program's: run `indexer migrate`")
+            async with (
+                daemon(settings, dsn) as running,
+                serve_health(settings.http_bind, running, running.metrics.registry) as address,
+            ):
+                log.info("daemon.started", health=f"http://{address}", version=__version__)
+                await running.run(stop)
+    log.info("daemon.stopped")
+    return 0
+
+
+@asynccontextmanager
+async def daemon(settings: Settings, dsn: str) -> AsyncIterator["Daemon"]:
+    """A daemon over a migrated database, not yet running; closes what it opened."""
+    async with AsyncExitStack() as stack:
+        metrics = Metrics()
+        store = await Store.open(dsn)
+        stack.push_async_callback(store.close)
+        outbound = Outbound(
+            user_agent=USER_AGENT,
+            allow_private_hosts=settings.allow_private_hosts,
+            host_rate=settings.host_rate,
+            host_concurrency=settings.host_concurrency,
+        )
+        stack.push_async_callback(outbound.close)
+        resolver = Resolver(
+            outbound, settings.plc_url, plc_rate=settings.plc_rate, allow_private_hosts=settings.allow_private_hosts
+        )
+        identities = Identities(resolver, store, on_lookup=metrics.identity_lookup)
+        pds = PdsClient(outbound, settings.limits, settings.data_dir / "spool")
+        yield Daemon(settings, store, identities, pds, metrics)
+
+
+class Daemon:
+    """The stages of one process, and what they tell of themselves (`health.Probe`)."""
+
+    def __init__(
+        self, settings: Settings, store: Store, identities: Identities, pds: PdsClient, metrics: Metrics
+    ) -> None:
+        self.metrics = metrics
+        self.store = store
+        self._settings = settings
+        policy = Policy(
+            collections=settings.collections,
+            limits=settings.limits,
+            store_values=settings.store_values,
+            lenient=settings.inversion == "lenient",
+            track_all=settings.track == "all",
+        )
+        self.inbox = Inbox(INBOX_BYTES)
+        self.keys = KeyDesk(identities, self.inbox, patience=KEY_PATIENCE_SECONDS, at_once=KEYS_AT_ONCE)
+        self.place = Place()
+        self.subscription = Subscription(settings.relays, settings.frame_bytes, USER_AGENT)
+        self.reader = Reader(
+            store, self.subscription, self.inbox, self.place, settings.shard, settings.start, settings.limits, metrics
+        )
+        self.writer = Writer(store, identities, self.keys, self.inbox, self.place, policy, settings.shard, metrics)
+        self.resyncs = Resyncs(
+            store,
+            identities,
+            pds,
+            policy,
+            settings.shard,
+            metrics,
+            workers=settings.resync_workers,
+            sources=_sources(settings),
+        )
+        metrics.watch(
+            lag_seconds=lambda: math.nan if self.writer.lag is None else self.writer.lag,
+            queue_bytes=lambda: self.inbox.held_bytes,
+        )
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Until `stop` is set, then drains; raises what ended a stage."""
+        stages = {"observe": self._observe()}
+        if "live" in self._settings.roles:
+            stages |= {"reader": self.reader.run(), "writer": self.writer.run()}
+        if "resync" in self._settings.roles:
+            stages |= {"resyncs": self.resyncs.run()}
+        tasks = {name: asyncio.create_task(stage, name=name) for name, stage in stages.items()}
+        stopped = asyncio.create_task(stop.wait())
+        try:
+            await asyncio.wait([*tasks.values(), stopped], return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks.values():
+                if task.done():
+                    task.result()  # a stage never ends but with an error
+            await self._drain(tasks)
+        finally:
+            for task in (*tasks.values(), stopped):
+                task.cancel()
+            await asyncio.gather(*tasks.values(), stopped, return_exceptions=True)
+            await self.keys.close()
+
+    async def _drain(self, tasks: Mapping[str, asyncio.Task[None]]) -> None:
+        log.info("daemon.draining", messages=self.inbox.held, resyncs=len(self.resyncs.claimed))
+        for name in ("reader", "resyncs"):
+            if name in tasks:
+                tasks[name].cancel()
+        if "writer" in tasks:
+            await asyncio.wait(
+                [tasks["writer"], empty := asyncio.create_task(self.inbox.empty())],
+                timeout=DRAIN_SECONDS,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            empty.cancel()
+        await asyncio.wait([tasks[name] for name in ("reader", "resyncs") if name in tasks] or [empty])
+        await self.resyncs.give_back()
+
+    async def _observe(self) -> None:
+        while True:
+            try:
+                counts = await self.store.counts()
+                self.metrics.repos(counts.statuses, counts.queued)
+            except UnavailableError as error:
+                log.warning("database.unavailable", error=str(error))
+            await asyncio.sleep(OBSERVE_SECONDS)
+
+    def alive(self) -> str | None:
+        idle = self.inbox.held == len(self.keys)
+        if not idle and monotonic() - self.writer.progress > STALL_SECONDS and self.writer.trouble is None:
+            return f"the writer has written nothing for {monotonic() - self.writer.progress:.0f} s"
+        return None
+
+    def ready(self) -> str | None:
+        if trouble := self.writer.trouble or self.resyncs.trouble or self.reader.trouble:
+            return trouble
+        if "live" not in self._settings.roles:
+            return None
+        if self.subscription.connection is None:
+            return f"no relay is connected: {self.subscription.last_error or 'connecting'}"
+        if self.writer.lag is not None and self.writer.lag > READY_LAG_SECONDS:
+            return f"{self.writer.lag:.0f} s behind the relay"
+        return None
+
+    def status(self) -> Mapping[str, Any]:
+        now = time()
+        return {
+            "relay": self.subscription.connection.relay if self.subscription.connection else None,
+            "cursor": self.place.watermark.position,
+            "lag seconds": self.writer.lag,
+            "gaps": self.reader.gaps,
+            "messages in hand": self.inbox.held,
+            "bytes in hand": self.inbox.held_bytes,
+            "waiting for keys": len(self.keys),
+            "resyncs running": {did: f"{now - since:.0f} s" for did, since in self.resyncs.running.items()},
+        }
+
+
+def _url(settings: Settings) -> str | None:
+    return settings.database_url.get_secret_value() if settings.database_url else None
+
+
+def _sources(settings: Settings) -> list[str | None]:
+    relay = settings.relays[0].replace("ws", "http", 1)
+    return [relay if source == "relay" else None for source in settings.resync_source]
+
+
+@contextmanager
+def _signals(stop: asyncio.Event) -> Iterator[None]:
+    """SIGTERM and SIGINT set `stop`; a second one cancels the running task."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+
+    def received() -> None:
+        if stop.is_set() and task is not None:
+            log.warning("daemon.stopped-at-once")
+            task.cancel()
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, received)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
