@@ -1,0 +1,116 @@
+import math
+from collections.abc import Mapping
+from typing import get_args
+
+import pytest
+
+from indexer.metrics import ACTIONS, KINDS, Metrics
+from indexer.reasons import Desync, FetchFailure, Rejection
+from indexer.sync.events import Event
+from indexer.sync.plan import Action
+from indexer.sync.repo import Outcome, SyncStatus
+
+# The names that dashboards hold on to, with their labels.
+NAMES = {
+    "indexer_events_received_total": {"kind"},
+    "indexer_events_total": {"kind", "outcome"},
+    "indexer_rejected_total": {"reason"},
+    "indexer_desynchronized_total": {"reason"},
+    "indexer_record_changes_total": {"action", "live"},
+    "indexer_firehose_lag_seconds": set(),
+    "indexer_repos": {"sync_status"},
+    "indexer_resync_total": {"result"},
+    "indexer_resync_seconds_count": set(),
+    "indexer_resync_queue": set(),
+    "indexer_identity_lookups_total": {"method", "result"},
+    "indexer_batch_seconds_count": {"stage"},
+    "indexer_queue_bytes": set(),
+    "indexer_build_info": {"version", "python"},
+}
+
+
+def value(metrics: Metrics, name: str, labels: Mapping[str, str] | None = None) -> float | None:
+    return metrics.registry.get_sample_value(name, dict(labels or {}))
+
+
+def test_every_name_is_there_from_the_start_with_its_labels() -> None:
+    samples = [sample for family in Metrics().registry.collect() for sample in family.samples]
+    there = {sample.name: set(sample.labels) for sample in samples}
+    assert {name: there.get(name) for name in NAMES} == NAMES
+
+
+def test_kinds_and_actions_are_those_of_the_events() -> None:
+    kinds = [get_args(event.__annotations__["kind"])[0] for event in get_args(Event)]
+    assert sorted(KINDS) == sorted(kinds)
+    assert get_args(Action) == ACTIONS
+
+
+def test_each_message_is_received_and_has_one_outcome() -> None:
+    metrics = Metrics()
+    for kind in KINDS:
+        for outcome in Outcome:
+            metrics.received(kind)
+            metrics.outcome(kind, outcome)
+    for kind in KINDS:
+        outcomes = [value(metrics, "indexer_events_total", {"kind": kind, "outcome": outcome}) for outcome in Outcome]
+        assert outcomes == [1] * len(Outcome)
+        assert value(metrics, "indexer_events_received_total", {"kind": kind}) == len(Outcome)
+
+
+def test_every_reason_can_be_counted() -> None:
+    metrics = Metrics()
+    for rejection in Rejection:
+        metrics.rejected(rejection)
+        assert value(metrics, "indexer_rejected_total", {"reason": rejection.value}) == 1
+    for desync in Desync:
+        metrics.desynchronized(desync)
+        metrics.resync(desync, 0.2)
+        assert value(metrics, "indexer_desynchronized_total", {"reason": desync.value}) == 1
+    for failure in FetchFailure:
+        metrics.resync(failure, 0.2)
+        metrics.identity_lookup("plc", failure)
+        assert value(metrics, "indexer_resync_total", {"result": failure.value}) == 1
+    assert value(metrics, "indexer_resync_seconds_count") == len(Desync) + len(FetchFailure)
+
+
+def test_changes_tell_live_ones_from_those_of_a_resync() -> None:
+    metrics = Metrics()
+    metrics.record_changes("create", live=True)
+    metrics.record_changes("create", live=False, count=40)
+    assert value(metrics, "indexer_record_changes_total", {"action": "create", "live": "true"}) == 1
+    assert value(metrics, "indexer_record_changes_total", {"action": "create", "live": "false"}) == 40
+
+
+def test_gauges() -> None:
+    metrics = Metrics()
+    assert math.isnan(value(metrics, "indexer_firehose_lag_seconds") or 0)
+    metrics.watch(lag_seconds=lambda: 1.5, queue_bytes=lambda: 77)
+    metrics.cursor("wss://one.example", 9)
+    metrics.repos({SyncStatus.SYNCHRONIZED: 3}, resync_queue=2)
+    assert value(metrics, "indexer_firehose_lag_seconds") == 1.5
+    assert value(metrics, "indexer_queue_bytes") == 77
+    assert value(metrics, "indexer_cursor_seq", {"relay": "wss://one.example"}) == 9
+    assert value(metrics, "indexer_repos", {"sync_status": "synchronized"}) == 3
+    assert value(metrics, "indexer_repos", {"sync_status": "in-progress"}) == 0
+    assert value(metrics, "indexer_resync_queue") == 2
+
+
+def test_a_stage_is_timed_even_if_it_fails() -> None:
+    metrics = Metrics()
+    with pytest.raises(ZeroDivisionError), metrics.stage("apply"):
+        _ = 1 / 0
+    assert value(metrics, "indexer_batch_seconds_count", {"stage": "apply"}) == 1
+
+
+def test_what_is_outside_the_closed_sets_is_our_bug() -> None:
+    metrics = Metrics()
+    with pytest.raises(KeyError):
+        metrics.received("telegram")
+    with pytest.raises(KeyError):
+        metrics.stage("lunch")
+
+
+def test_two_processes_worth_of_metrics_do_not_mix() -> None:
+    one, other = Metrics(), Metrics()
+    one.received("commit")
+    assert value(other, "indexer_events_received_total", {"kind": "commit"}) == 0
