@@ -10,6 +10,10 @@ import structlog
 from structlog.typing import Processor
 
 ACTIONS = {
+    "daemon.draining": "A signal came: what was received is written, nothing more is read.",
+    "daemon.started": "The daemon serves; its health is to be had at this address.",
+    "daemon.stopped": "Everything received is saved.",
+    "daemon.stopped-at-once": "A second signal came: what was not saved comes again after the next start.",
     "database.unavailable": "Postgres could not be asked; the work is tried again.",
     "key.unavailable": "A signing key could not be had; the event's repo is resynchronized.",
     "relay.connected": "The stream is open.",
