@@ -62,6 +62,7 @@ class Reader:
         self._limits = limits
         self._metrics = metrics
         self._newest = 0
+        self._skipped = 0
         self.trouble: str | None = None
         self.gaps = 0
 
@@ -78,6 +79,7 @@ class Reader:
 
     async def _begin(self, relay: str) -> int | None:
         """Where to begin at `relay`, once everything received before is durable."""
+        await self._report_skipped()
         await self._inbox.empty()
         saved = await self._saved(relay)
         if saved is None:
@@ -85,6 +87,14 @@ class Reader:
         self._place.begin(relay, saved)
         self._newest = saved or 0
         return saved
+
+    async def _report_skipped(self) -> None:
+        """A message over the limit was never received, but it was sent, and is refused like any other."""
+        for _ in range(self._subscription.skipped - self._skipped):
+            event = MalformedEvent(Rejection.FRAME_TOO_LARGE, f"behind {self._newest}", "", None, None)
+            self._metrics.received(event.kind)
+            await self._inbox.put(Received(None, b"", event, monotonic()))
+        self._skipped = self._subscription.skipped
 
     async def _saved(self, relay: str) -> int | None:
         while True:
