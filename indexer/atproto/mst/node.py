@@ -37,8 +37,7 @@ _TAG = b"\xd8\x2a"
 _LINK = _TAG + b"\x58\x25\x00"  # a CID of the usual size behind the multibase prefix of binary
 _NODE_LINK = _LINK + DAG_CBOR  # the only form of a link to a node
 
-# What nearly every entry has behind `p`: no subtree, and a value of the usual form.
-_PLAIN_TAIL = _TREE + _NULL + _VALUE + _NODE_LINK
+_NO_TREE = _TREE + _NULL
 _TREE_LINK = _TREE + _NODE_LINK
 _VALUE_LINK = _VALUE + _NODE_LINK
 
@@ -147,28 +146,24 @@ def _decode_entry(block: bytes, at: int, previous: bytes, node: Node) -> tuple[b
     node.keys.append(key)
     node.heads.append(block[at:tail])
 
-    if block[tail : tail + 14] == _PLAIN_TAIL:
+    if block[tail : tail + 3] == _NO_TREE:
         node.trees.append(None)
-        node.values.append(block[tail + 10 : tail + 46])
-        return key, tail + 46
-    tree, tail = _decode_tree(block, tail)
-    value, tail = _decode_value(block, tail)
-    node.trees.append(tree)
+        tail += 3
+    elif block[tail : tail + 11] == _TREE_LINK:
+        node.trees.append(block[tail + 7 : tail + 43])
+        tail += 43
+    else:
+        malformed("bad field t")
+    if block[tail : tail + 11] == _VALUE_LINK:
+        node.values.append(block[tail + 7 : tail + 43])
+        return key, tail + 43
+    value, tail = _decode_foreign_value(block, tail)
     node.values.append(value)
     return key, tail
 
 
-def _decode_tree(block: bytes, at: int) -> tuple[bytes | None, int]:
-    if block[at : at + 11] == _TREE_LINK:
-        return block[at + 7 : at + 43], at + 43
-    if block[at : at + 3] == _TREE + _NULL:
-        return None, at + 3
-    malformed("bad field t")
-
-
-def _decode_value(block: bytes, at: int) -> tuple[bytes, int]:
-    if block[at : at + 11] == _VALUE_LINK:
-        return block[at + 7 : at + 43], at + 43
+def _decode_foreign_value(block: bytes, at: int) -> tuple[bytes, int]:
+    """A value whose CID is well-formed, but not of the usual form."""
     if block[at : at + 4] != _VALUE + _TAG:
         malformed("bad field v")
     size, start = _argument(block, at + 4, _BYTES)

@@ -190,6 +190,18 @@ def test_a_lone_subtree_is_the_tree_before_only_if_it_is_known_to_be_its_root() 
     assert undo(blocks, root, ops, EMPTY_TREE) == Inversion(Verdict.MISMATCH, prev_data, ops_hold=True)
 
 
+def test_a_subtree_that_moves_up_beside_a_key_need_not_be_there() -> None:
+    """Without the key on layer 2, the leaf to its right hangs directly behind the key on layer 1 to its left."""
+    top = sorted(POOL[2])[5]
+    left = max(key for key in POOL[1] if key < top)
+    right = min(key for key in POOL[0] if key > top)
+    prev_data, before = oracle.build({left: A, right: A})
+    root, blocks = oracle.build({left: A, top: A, right: A})
+    (leaf,) = before.keys() & blocks.keys()
+    del blocks[leaf]
+    assert undo(blocks, root, [NetOp(top, None, A)], prev_data) == Inversion(Verdict.OK, prev_data, ops_hold=True)
+
+
 @pytest.mark.parametrize(
     "spoil",
     [

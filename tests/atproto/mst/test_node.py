@@ -214,6 +214,12 @@ def test_keys_in_order_and_prefixes_longest() -> None:
     for change in (shorter_prefix, same_key_twice, descending):
         assert "out of order" in refused(rewritten(change))
 
+    def same_key_without_suffix(_: Fields, entries: list[Fields]) -> None:
+        entries[1].update(p=len(first), k=b"")
+
+    assert refused(rewritten(same_key_without_suffix)) == f"a key of {len(first)} bytes"
+    assert refused(oracle.encode([b""], [CID_A], None, [None])) == "a key of 0 bytes"
+
 
 def test_keys_of_one_height_and_nothing_below_layer_0() -> None:
     mixed = sorted([KEYS[0], LEAVES[0]])
