@@ -360,7 +360,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _hint(name: str, known: Mapping[str, Any] | frozenset[str]) -> str:
-    close = get_close_matches(name, known, n=1)
+    close = get_close_matches(name, known, n=1, cutoff=0.8)
     return f"; did you mean {close[0]}?" if close else ""
 
 
