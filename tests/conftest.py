@@ -1,0 +1,91 @@
+"""Databases for tests: one server of our own a session, a migrated database a test, copied from a template."""
+
+import asyncio
+import os
+import threading
+from collections.abc import Coroutine, Iterator
+from itertools import count
+from typing import Any, TypeVar
+from urllib.parse import urlsplit, urlunsplit
+
+import asyncpg
+import pytest
+
+from indexer.store import embedded
+
+T = TypeVar("T")
+TEMPLATE = "indexer_template"
+QUICK = {"fsync": "off", "shared_buffers": "64MB", "synchronous_commit": "off", "max_connections": "200"}
+
+
+class Server:
+    """A Postgres and a thread with a loop, so that synchronous fixtures can talk to it."""
+
+    def __init__(self, directory: Any) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="postgres fixtures", daemon=True)
+        self._thread.start()
+        self._context = embedded.database(os.environ.get("INDEXER_TEST_DATABASE_URL"), directory, QUICK)
+        self.dsn = self.run(self._context.__aenter__())
+        self._numbers = count()
+        self._template: str | None = None
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout=120)
+
+    def close(self) -> None:
+        self.run(self._context.__aexit__(None, None, None))
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def create(self, *, migrated: bool) -> str:
+        name = f"test_{os.getpid()}_{next(self._numbers)}"
+        self.run(self._execute(f"create database {name} template {self.template() if migrated else 'template0'}"))
+        return self._named(name)
+
+    def drop(self, dsn: str) -> None:
+        self.run(self._execute(f"drop database {urlsplit(dsn).path[1:]} with (force)"))
+
+    def template(self) -> str:
+        if self._template is None:
+            from indexer.store.migrate import migrate  # noqa: PLC0415 - what the migration imports is under test
+
+            name = f"{TEMPLATE}_{os.getpid()}"
+            self.run(self._execute(f"create database {name} template template0"))
+            self.run(migrate(self._named(name)))
+            self._template = name
+        return self._template
+
+    def _named(self, name: str) -> str:
+        return urlunsplit(urlsplit(self.dsn)._replace(path=f"/{name}"))
+
+    async def _execute(self, statement: str) -> None:
+        connection = await asyncpg.connect(self.dsn)
+        try:
+            await connection.execute(statement)
+        finally:
+            await connection.close()
+
+
+@pytest.fixture(scope="session")
+def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = Server(tmp_path_factory.mktemp("postgres"))
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def database(postgres: Server) -> Iterator[str]:
+    """The DSN of an empty database at the schema's head."""
+    dsn = postgres.create(migrated=True)
+    yield dsn
+    postgres.drop(dsn)
+
+
+@pytest.fixture
+def empty_database(postgres: Server) -> Iterator[str]:
+    """The DSN of a database without our schema."""
+    dsn = postgres.create(migrated=False)
+    yield dsn
+    postgres.drop(dsn)
