@@ -59,7 +59,7 @@ def _line(error: click.ClickException | SettingsError) -> str:
     if not isinstance(error, click.ClickException):
         return str(error)
     context = error.ctx if isinstance(error, click.UsageError) else None
-    return error.format_message() + (f" See {context.command_path} --help." if context else "")
+    return error.format_message().rstrip(".") + (f"; see {context.command_path} --help" if context else "")
 
 
 def _complain(message: str, code: int) -> int:

@@ -65,7 +65,8 @@ def open_export(file: Path, key: PublicKey | None, limits: Limits) -> Iterator[E
         try:
             export = _prove(blocks, root, key, limits)
         except UpstreamError as error:
-            raise UpstreamError(error.reason, "; ".join(filter(None, (error.detail, explain(blocks.last))))) from None
+            diagnosis = explain(blocks.last) if blocks.last else ""
+            raise UpstreamError(error.reason, "; ".join(filter(None, (error.detail, diagnosis)))) from None
         yield export
 
 

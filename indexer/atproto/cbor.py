@@ -75,10 +75,10 @@ def explain(data: bytes) -> str:
     else:
         return ""
     try:
-        value = cbor2.loads(data)
-    except (ValueError, EOFError, RecursionError) as error:
+        summary = _summary(cbor2.loads(data))
+    except (cbor2.CBORDecodeError, ValueError, RecursionError) as error:  # ValueError: a number too long to be shown
         return f"not CBOR at all: {_message(error)}"
-    return f"CBOR ({_summary(value)}), but not strict DAG-CBOR: {strict}"
+    return f"CBOR ({summary}), but not strict DAG-CBOR: {strict}"
 
 
 def _link(data: bytes) -> Link:
