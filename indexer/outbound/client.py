@@ -1,0 +1,247 @@
+"""The one door for outbound requests."""
+
+import asyncio
+import ssl
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from http.cookiejar import CookieJar, DefaultCookiePolicy
+from time import monotonic, time
+from types import MappingProxyType
+
+import httpx
+
+from indexer.errors import UnavailableError
+from indexer.outbound.encoding import ACCEPTED, decoder_of
+from indexer.outbound.hosts import Hosts
+from indexer.outbound.network import CheckedNetwork, CheckedTransport, Resolve, SystemResolver
+from indexer.outbound.throttle import pause_asked
+from indexer.reasons import FetchFailure
+
+_MOST_HOPS = 4
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
+_CHUNK = 65_536
+_BRIEF_BYTES = 16_384  # of a body that is no success: enough for an error's name and message
+_HTTPS_PORT = 443
+_NO_RATES: Mapping[str, float] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """Seconds: to look a name up and connect (and once more for TLS), to wait for the next bytes, and of waiting
+    for a body before its rate is judged.
+    """
+
+    connect: float = 10.0
+    silence: float = 60.0
+    judged_after: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """A whole answer. `headers` are looked up in any case; `url` is where the redirects ended.
+
+    The body of any status but a success is cut after 16 KiB.
+    """
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+    url: str
+
+
+class Outbound:
+    """Requests to hosts that others name: https on port 443 of public addresses, no cookies, credentials or proxies.
+
+    `allow_private_hosts` opens http, every port and every address, for local networks. `host_rate` (requests a
+    second) and `host_concurrency` hold for any one host, `rates` for those that it names (`plc.directory`).
+    `user_agent` should say whom to write to.
+
+    Every failure is an `UnavailableError`: UNREACHABLE, TIMEOUT, TOO_LARGE, REFUSED_ADDRESS, BAD_ANSWER, HTTP_STATUS
+    (a redirect that leads nowhere), and THROTTLED, with `retry_after`, for a host that asked for a pause; it gets no
+    request until then. All other statuses are the caller's to judge.
+    """
+
+    def __init__(
+        self,
+        *,
+        user_agent: str,
+        allow_private_hosts: bool = False,
+        host_rate: float = 10.0,
+        host_concurrency: int = 10,
+        rates: Mapping[str, float] = _NO_RATES,
+        patience: Patience | None = None,
+        resolve: Resolve | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self._allow_private_hosts = allow_private_hosts
+        self._patience = patience or Patience()
+        self._hosts = Hosts(host_rate, host_concurrency, rates, monotonic)
+        self._resolver = SystemResolver()
+        network = CheckedNetwork(resolve or self._resolver, allow_private=allow_private_hosts)
+        self._client = httpx.AsyncClient(
+            transport=CheckedTransport(network, tls or httpx.create_ssl_context(trust_env=False)),
+            headers={"User-Agent": user_agent, "Accept-Encoding": ACCEPTED},
+            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
+            timeout=httpx.Timeout(self._patience.silence, connect=self._patience.connect),
+            follow_redirects=False,
+            trust_env=False,
+        )
+
+    async def close(self) -> None:
+        await self._client.aclose()
+        self._resolver.close()
+
+    async def get(
+        self,
+        url: str,
+        *,
+        max_bytes: int,
+        timeout: float = 30.0,  # noqa: ASYNC109 - it is for each hop, and our own turns don't count
+        accept: str = "application/json",
+    ) -> Response:
+        """The answer at `url`, redirects followed; at most `max_bytes` decompressed, `timeout` seconds a hop."""
+        async with self.stream(url, max_bytes=max_bytes, timeout=timeout, min_rate=0, accept=accept) as stream:
+            return Response(stream.status, stream.headers, await stream.read(), stream.url)
+
+    @asynccontextmanager
+    async def stream(
+        self,
+        url: str,
+        *,
+        max_bytes: int,
+        timeout: float,  # noqa: ASYNC109
+        min_rate: float,
+        accept: str,
+    ) -> AsyncIterator["Stream"]:
+        """Like `get`, with the body in pieces as they come, at `min_rate` bytes a second on the wire or more."""
+        target = self._checked(url)
+        for _ in range(_MOST_HOPS):
+            host = target.netloc.decode("ascii")
+            async with self._hosts.turn(host), self._answer(target, accept, timeout) as stream:
+                pause = pause_asked(stream.status, stream.headers, time())
+                if pause is not None:
+                    self._hosts.pause(host, pause)
+                    raise UnavailableError(FetchFailure.THROTTLED, f"{host}: {stream.status}", retry_after=pause)
+                if stream.status not in _REDIRECTS:
+                    stream.bound(max_bytes, min_rate)
+                    yield stream
+                    return
+                await stream.read()  # so that the connection can be used again
+                target = self._next_hop(target, stream)
+        raise UnavailableError(FetchFailure.HTTP_STATUS, f"more than {_MOST_HOPS - 1} redirects from {url[:200]}")
+
+    @asynccontextmanager
+    async def _answer(self, url: httpx.URL, accept: str, seconds: float) -> AsyncIterator["Stream"]:
+        deadline = asyncio.get_running_loop().time() + seconds
+        request = self._client.build_request("GET", url, headers={"Accept": accept})
+        with _failures(url):
+            async with asyncio.timeout_at(deadline):
+                response = await self._client.send(request, stream=True)
+        try:
+            yield Stream(response, deadline, self._patience.judged_after)
+        finally:
+            await response.aclose()
+
+    def _next_hop(self, url: httpx.URL, stream: "Stream") -> httpx.URL:
+        location = stream.headers.get("location")
+        if not location:
+            raise UnavailableError(FetchFailure.HTTP_STATUS, f"{_shown(url)}: {stream.status} to nowhere")
+        return self._checked(location, url)
+
+    def _checked(self, text: str, base: httpx.URL | None = None) -> httpx.URL:
+        """The URL of a request that may be made; raises `UnavailableError(REFUSED_ADDRESS)`."""
+        try:
+            url = base.join(text) if base else httpx.URL(text)
+        except (httpx.InvalidURL, ValueError) as error:
+            raise UnavailableError(FetchFailure.REFUSED_ADDRESS, f"{text[:200]!r}: {error}") from None
+        schemes = {"http", "https"} if self._allow_private_hosts else {"https"}
+        if url.scheme not in schemes or not url.host or url.userinfo:
+            raise UnavailableError(FetchFailure.REFUSED_ADDRESS, f"{_shown(url)}: not a URL that we may ask")
+        if not self._allow_private_hosts and url.port not in {None, _HTTPS_PORT}:
+            raise UnavailableError(FetchFailure.REFUSED_ADDRESS, f"{_shown(url)}: port {url.port}")
+        return url
+
+
+class Stream:
+    """An answer whose body is still to be read, once. `headers` are looked up in any case."""
+
+    def __init__(self, response: httpx.Response, deadline: float, judged_after: float) -> None:
+        self.status = response.status_code
+        self.headers: Mapping[str, str] = response.headers
+        self.url = str(response.request.url)
+        self._response = response
+        self._deadline = deadline
+        self._judged_after = judged_after
+        self._max_bytes = _BRIEF_BYTES + _CHUNK
+        self._min_rate = 0.0
+        self._received = 0
+        self._waited = 0.0
+
+    def bound(self, max_bytes: int, min_rate: float) -> None:
+        """Sets the limits for a success; a body of another kind is read only at its beginning."""
+        if self._response.is_success:
+            self._max_bytes, self._min_rate = max_bytes, min_rate
+
+    async def chunks(self) -> AsyncGenerator[bytes, None]:
+        """The decompressed body, at most 64 KiB at a time; raises `UnavailableError` as `Outbound` says."""
+        decoder = decoder_of(self.headers.get("content-encoding", ""))
+        raw = self._response.aiter_raw(_CHUNK)
+        decoded = 0
+        while (piece := await self._receive(raw)) is not None:
+            for chunk in decoder.feed(piece):
+                decoded += len(chunk)
+                self._refuse_over(decoded)
+                yield chunk
+        decoder.close()
+
+    async def read(self) -> bytes:
+        """The whole body of a success, the first 16 KiB of any other."""
+        most = self._max_bytes if self._response.is_success else _BRIEF_BYTES
+        body = bytearray()
+        async with aclosing(self.chunks()) as chunks:
+            async for chunk in chunks:
+                body += chunk
+                if len(body) > most:
+                    break
+        return bytes(body[:most])
+
+    async def _receive(self, raw: AsyncIterator[bytes]) -> bytes | None:
+        """The next bytes from the wire. Only the time spent waiting for them counts against the rate."""
+        clock = asyncio.get_running_loop().time
+        started = clock()
+        with _failures(self._response.request.url):
+            async with asyncio.timeout_at(self._deadline):
+                piece = await anext(raw, None)
+        self._waited += clock() - started
+        self._received += len(piece or b"")
+        self._refuse_over(self._received)
+        if piece is not None and self._received < self._min_rate * (self._waited - self._judged_after):
+            raise UnavailableError(
+                FetchFailure.TIMEOUT, f"{self.url[:200]}: {self._received} bytes in {self._waited:.0f} s"
+            )
+        return piece
+
+    def _refuse_over(self, size: int) -> None:
+        if size > self._max_bytes:
+            raise UnavailableError(FetchFailure.TOO_LARGE, f"{self.url[:200]}: over {self._max_bytes} bytes")
+
+
+@contextmanager
+def _failures(url: httpx.URL) -> Iterator[None]:
+    """The transport's errors as this program's."""
+    try:
+        yield
+    except (TimeoutError, httpx.TimeoutException) as error:
+        raise UnavailableError(FetchFailure.TIMEOUT, f"{_shown(url)}: {_told(error)}") from error
+    except (httpx.TransportError, OSError, UnicodeError) as error:  # OSError: TLS records that break rules
+        raise UnavailableError(FetchFailure.UNREACHABLE, f"{_shown(url)}: {_told(error)}") from error
+
+
+def _shown(url: httpx.URL) -> str:
+    """Without what may be secret or long."""
+    return f"{url.scheme}://{url.netloc.decode('ascii', 'replace')}{url.path}"[:200]
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__} {error}".strip()[:200]
