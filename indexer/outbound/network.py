@@ -6,6 +6,7 @@ addresses: a name server that answers differently the next time (DNS rebinding) 
 
 import asyncio
 import socket
+import ssl
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
