@@ -25,7 +25,7 @@ ACTIONS = ("create", "update", "delete")
 STAGES = ("load", "plan", "apply", "verify-export", "diff", "apply-export")
 RESYNC_RESULTS = ("synchronized", "unchanged", "lost", *Desync, *FetchFailure)
 LOOKUP_METHODS = ("plc", "web", "dns", "https")
-LOOKUP_RESULTS = ("found", *FetchFailure)
+LOOKUP_RESULTS = ("found", "missing", *FetchFailure)
 
 _STAGE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 60)
 _RESYNC_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 900)

@@ -69,6 +69,7 @@ def test_every_reason_can_be_counted() -> None:
     for failure in FetchFailure:
         metrics.resync(failure, 0.2)
         metrics.identity_lookup("plc", failure)
+        assert value(metrics, "indexer_identity_lookups_total", {"method": "plc", "result": failure.value}) == 1
         assert value(metrics, "indexer_resync_total", {"result": failure.value}) == 1
     assert value(metrics, "indexer_resync_seconds_count") == len(Desync) + len(FetchFailure)
 
