@@ -80,9 +80,13 @@ async def daemon(settings: Settings, dsn: str) -> AsyncIterator["Daemon"]:
         )
         stack.push_async_callback(outbound.close)
         resolver = Resolver(
-            outbound, settings.plc_url, plc_rate=settings.plc_rate, allow_private_hosts=settings.allow_private_hosts
+            outbound,
+            settings.plc_url,
+            plc_rate=settings.plc_rate,
+            allow_private_hosts=settings.allow_private_hosts,
+            clock=time,
         )
-        identities = Identities(resolver, store, on_lookup=metrics.identity_lookup)
+        identities = Identities(resolver, store, clock=time, on_lookup=metrics.identity_lookup)
         pds = PdsClient(outbound, settings.limits, settings.data_dir / "spool")
         yield Daemon(settings, store, identities, pds, metrics)
 

@@ -62,7 +62,7 @@ def decode_json(data: bytes) -> Any:
 
 
 def encode(value: Any) -> bytes:
-    """Canonical DAG-CBOR of plain values; `bytes` in the form of a CID become links."""
+    """Canonical DAG-CBOR of plain values. Any `bytes` that parse as a CID become links, so not for free bytes."""
     return bytes(libipld.encode_dag_cbor(value))
 
 
@@ -82,7 +82,7 @@ def explain(data: bytes) -> str:
 
 
 def _link(data: bytes) -> Link:
-    """cbrrr's CID constructor: bytes behind the leading zero. Any well-formed version 1 CID is a link."""
+    """The CID constructor for cbrrr: bytes behind the leading zero. Any well-formed version 1 CID is a link."""
     if len(data) < 4 or data[0] != 1 or len(data) > _CID_BYTES:  # noqa: PLR2004
         raise ValueError("tag 42 doesn't hold a version 1 CID")
     return Link(data)

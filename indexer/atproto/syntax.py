@@ -93,7 +93,7 @@ class AtUri:
         if len(text) > URI_CHARACTERS or not text.startswith("at://"):
             raise ValueError(f"an AT-URI begins with at://, unlike {text[:80]!r}")
         parts = text.removeprefix("at://").split("/")
-        authority, collection, rkey = (parts + [None, None])[:3] if len(parts) <= 3 else ("", None, None)  # noqa: PLR2004
+        authority, collection, rkey = [*parts, None, None][:3] if len(parts) <= 3 else ("", None, None)  # noqa: PLR2004
         if authority is None or not (is_did(authority) or is_handle(authority)):
             raise ValueError(f"not at://DID-or-handle[/collection[/rkey]]: {text[:80]!r}")
         if collection is not None and not is_nsid(collection):
