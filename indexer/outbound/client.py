@@ -186,13 +186,14 @@ class Stream:
     async def chunks(self) -> AsyncGenerator[bytes, None]:
         """The decompressed body, at most 64 KiB at a time; raises `UnavailableError` as `Outbound` says."""
         decoder = decoder_of(self.headers.get("content-encoding", ""))
-        raw = self._response.aiter_raw(_CHUNK)
+        raw = self._response.aiter_raw()
         decoded = 0
         while (piece := await self._receive(raw)) is not None:
             for chunk in decoder.feed(piece):
                 decoded += len(chunk)
                 self._refuse_over(decoded)
                 yield chunk
+                await asyncio.sleep(0)  # what has arrived may be many small pieces, or a few that inflate to many
         decoder.close()
 
     async def read(self) -> bytes:

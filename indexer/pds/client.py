@@ -1,0 +1,111 @@
+"""Questions to a host about one repo. The host is a PDS, or a relay that sends us on to it."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode, urlsplit
+
+import orjson
+
+from indexer.atproto.cid import parse_cid
+from indexer.atproto.limits import Limits
+from indexer.atproto.syntax import is_tid
+from indexer.errors import UnavailableError
+from indexer.outbound import Outbound
+from indexer.pds.spool import Spool
+from indexer.pds.xrpc import xrpc_error
+from indexer.reasons import FetchFailure
+
+CAR_TYPE = "application/vnd.ipld.car"
+_CAR_TYPES = frozenset({CAR_TYPE, "application/octet-stream", ""})  # the latter two from proxies
+_EXPORT_SECONDS = 600.0
+_EXPORT_RATE = 1_024.0  # bytes a second (spec §4.8)
+_ANSWER_SECONDS = 20.0
+_ANSWER_BYTES = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class RepoStatus:
+    """What a host says of an account: `active` decides, `status` explains (an open set), `rev` if active."""
+
+    active: bool
+    status: str | None
+    rev: str | None
+
+
+class PdsClient:
+    """Fetches through `outbound`; exports go to files in `spool_directory`, which is made if it is missing.
+
+    `host` is a base URL; only its origin counts. Everything raises `UnavailableError`: what `Outbound` raises,
+    what the host's error name says (`FetchFailure.parks` tells the definite ones), or BAD_ANSWER.
+    """
+
+    def __init__(self, outbound: Outbound, limits: Limits, spool_directory: Path) -> None:
+        self._outbound = outbound
+        self._limits = limits
+        self._spool_directory = spool_directory
+        spool_directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    @asynccontextmanager
+    async def fetch_repo(self, did: str, host: str) -> AsyncIterator[Spool]:
+        """The whole export of `did` (`getRepo`), every block hashed, nothing proven yet.
+
+        Raises `UpstreamError` too, for a file that breaks a rule of CAR; EXPORT_INCOMPLETE for one cut inside a block.
+        """
+        with Spool(self._spool_directory, self._limits) as spool:
+            async with self._outbound.stream(
+                _url(host, "com.atproto.sync.getRepo", did),
+                max_bytes=self._limits.repo_bytes,
+                timeout=_EXPORT_SECONDS,
+                min_rate=_EXPORT_RATE,
+                accept=CAR_TYPE,
+            ) as stream:
+                if stream.status != HTTPStatus.OK:
+                    raise xrpc_error(stream.status, await stream.read())
+                media_type = stream.headers.get("content-type", "").partition(";")[0].strip().lower()
+                if media_type not in _CAR_TYPES:
+                    raise UnavailableError(FetchFailure.BAD_ANSWER, f"{media_type[:80]!r} for an export")
+                await spool.fill(stream.chunks())
+            yield spool
+
+    async def latest_commit(self, did: str, host: str) -> tuple[bytes, str]:
+        """The CID and the revision of the host's newest commit (`getLatestCommit`)."""
+        answer = await self._ask(host, "com.atproto.sync.getLatestCommit", did)
+        cid, rev = answer.get("cid"), answer.get("rev")
+        if not (isinstance(cid, str) and isinstance(rev, str) and is_tid(rev)):
+            raise UnavailableError(FetchFailure.BAD_ANSWER, f"no commit: {answer}"[:200])
+        try:
+            return parse_cid(cid), rev
+        except ValueError as error:
+            raise UnavailableError(FetchFailure.BAD_ANSWER, str(error)) from None
+
+    async def repo_status(self, did: str, host: str) -> RepoStatus:
+        """The account's hosting status (`getRepoStatus`)."""
+        answer = await self._ask(host, "com.atproto.sync.getRepoStatus", did)
+        active, status, rev = answer.get("active"), answer.get("status"), answer.get("rev")
+        if not isinstance(active, bool) or not isinstance(status, str | None) or not isinstance(rev, str | None):
+            raise UnavailableError(FetchFailure.BAD_ANSWER, f"no status: {answer}"[:200])
+        return RepoStatus(active, status, rev)
+
+    async def _ask(self, host: str, method: str, did: str) -> dict[str, Any]:
+        response = await self._outbound.get(_url(host, method, did), max_bytes=_ANSWER_BYTES, timeout=_ANSWER_SECONDS)
+        if response.status != HTTPStatus.OK:
+            raise xrpc_error(response.status, response.body)
+        try:
+            answer: Any = orjson.loads(response.body)
+        except orjson.JSONDecodeError as error:
+            raise UnavailableError(FetchFailure.BAD_ANSWER, f"{method}: {error}") from None
+        if not isinstance(answer, dict):
+            raise UnavailableError(FetchFailure.BAD_ANSWER, f"{method}: not an object")
+        return answer
+
+
+def _url(host: str, method: str, did: str) -> str:
+    try:
+        parts = urlsplit(host)
+    except ValueError as error:
+        raise UnavailableError(FetchFailure.REFUSED_ADDRESS, f"{host[:200]!r}: {error}") from None
+    return f"{parts.scheme}://{parts.netloc}/xrpc/{method}?{urlencode({'did': did})}"

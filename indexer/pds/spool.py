@@ -1,0 +1,166 @@
+"""An export on disk: blocks by CID, in memory that hardly depends on the repo's size.
+
+The file holds each block once, behind its length (4 bytes, little-endian) and its CID. It has no name, so the
+system removes it when it is closed, by a crash too. The index holds 12 bytes a slot: part of a hash, and a place in
+the file, where the whole CID is compared. Blocks are read with `pread` and not through a mapping, so pages of the
+file never count as ours.
+"""
+
+import os
+from array import array
+from collections.abc import AsyncIterable, Iterator
+from pathlib import Path
+from tempfile import TemporaryFile
+from types import TracebackType
+from typing import Literal, Self
+
+from indexer.atproto.car import CarReader
+from indexer.atproto.cid import SIZE
+from indexer.atproto.limits import Limits
+from indexer.errors import UnavailableError, UpstreamError
+from indexer.reasons import FetchFailure
+
+_LENGTH = 4
+_HEAD = _LENGTH + SIZE
+_FIRST_READ = 4_096  # nearly every block is shorter
+_WRITE_BYTES = 1 << 20
+_FIRST_SLOTS = 1 << 10
+_HASH = 0xFFFF_FFFF
+
+
+class Spool:
+    """One export. `fill` it once, then ask for any `block`, from any thread; a context manager that deletes it."""
+
+    def __init__(self, directory: Path, limits: Limits) -> None:
+        self._file = TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115 - `close` closes it
+        self._reader = CarReader(limits)
+        self._index = _Index()
+        self._pending = bytearray()
+        self._written = 0
+
+    async def fill(self, chunks: AsyncIterable[bytes]) -> None:
+        """Takes in a whole CAR file, every block of it hashed.
+
+        Raises `UpstreamError` for one that breaks a rule, `UnavailableError` for one that was cut inside a block or
+        that the disk has no room for, and whatever `chunks` raises.
+        """
+        async for chunk in chunks:
+            self._take(chunk)
+        try:
+            self._reader.close()
+        except UpstreamError as error:
+            raise UnavailableError(FetchFailure.EXPORT_INCOMPLETE, error.detail) from None
+        self._flush()
+
+    @property
+    def root(self) -> bytes:
+        """The CID of the commit."""
+        return self._reader.roots[0]
+
+    def block(self, cid: bytes) -> bytes | None:
+        """The block's bytes; None if the export lacks it."""
+        file = self._file.fileno()
+        for place in self._index.candidates(cid):
+            start = os.pread(file, _FIRST_READ, place - _LENGTH)
+            if start[_LENGTH:_HEAD] == cid:
+                size = _HEAD + int.from_bytes(start[:_LENGTH], "little")
+                rest = size - _FIRST_READ
+                return start[_HEAD:size] + (os.pread(file, rest, place - _LENGTH + _FIRST_READ) if rest > 0 else b"")
+        return None
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __len__(self) -> int:
+        """Blocks."""
+        return self._index.count
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _take(self, chunk: bytes) -> None:
+        for cid, block, _ in self._reader.feed(chunk):
+            if self._holds(cid):
+                continue
+            self._pending += len(block).to_bytes(_LENGTH, "little")
+            self._index.add(cid, self._written + len(self._pending))
+            self._pending += cid
+            self._pending += block
+        if len(self._pending) >= _WRITE_BYTES:
+            self._flush()
+
+    def _holds(self, cid: bytes) -> bool:
+        for place in self._index.candidates(cid):
+            self._flush()
+            if os.pread(self._file.fileno(), SIZE, place) == cid:
+                return True
+        return False
+
+    def _flush(self) -> None:
+        try:
+            with memoryview(self._pending) as pending:
+                done = 0
+                while done < len(pending):
+                    done += self._file.write(pending[done:])
+        except OSError as error:
+            raise UnavailableError(FetchFailure.TOO_LARGE, f"the spool directory has no room: {error}") from error
+        self._written += done
+        self._pending.clear()
+
+
+class _Index:
+    """Places by CID: an open-addressing table, at most two thirds full.
+
+    Its hash is Python's own, keyed anew in each process: nobody can choose CIDs that crowd together in it.
+    """
+
+    __slots__ = ("_hashes", "_places", "count")
+
+    def __init__(self) -> None:
+        self._hashes = _zeros("I", _FIRST_SLOTS)
+        self._places = _zeros("Q", _FIRST_SLOTS)
+        self.count = 0
+
+    def candidates(self, cid: bytes) -> Iterator[int]:
+        """Places where this block may be: hardly ever more than one."""
+        places, hashes = self._places, self._hashes
+        mask = len(places) - 1
+        hash_ = hash(cid) & _HASH
+        slot = hash_ & mask
+        while place := places[slot]:
+            if hashes[slot] == hash_:
+                yield place
+            slot = (slot + 1) & mask
+
+    def add(self, cid: bytes, place: int) -> None:
+        """`place` is above 0."""
+        self.count += 1
+        if 3 * self.count > 2 * len(self._places):
+            self._grow()
+        self._put(hash(cid) & _HASH, place)
+
+    def _put(self, hash_: int, place: int) -> None:
+        places = self._places
+        mask = len(places) - 1
+        slot = hash_ & mask
+        while places[slot]:
+            slot = (slot + 1) & mask
+        places[slot] = place
+        self._hashes[slot] = hash_
+
+    def _grow(self) -> None:
+        hashes, places = self._hashes, self._places
+        self._hashes = _zeros("I", 2 * len(hashes))
+        self._places = _zeros("Q", 2 * len(places))
+        for hash_, place in zip(hashes, places, strict=True):
+            if place:
+                self._put(hash_, place)
+
+
+def _zeros(typecode: Literal["I", "Q"], count: int) -> "array[int]":
+    return array(typecode, [0]) * count
