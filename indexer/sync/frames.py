@@ -24,6 +24,7 @@ from indexer.sync.events import (
 
 MAX_SEQ = 2**63 - 1
 _PATH_CHARACTERS = 1_024
+_CID_BYTES = (4, 100)
 _NAMESPACE = "com.atproto.sync.subscribeRepos"
 
 
@@ -96,7 +97,7 @@ def _op(op: Any) -> RepoOp:
     path = _text(op, "path")
     if len(path) > _PATH_CHARACTERS:
         raise UpstreamError(Rejection.FIELD_INVALID, f"a path of {len(path)} characters")
-    return RepoOp(_text(op, "action"), path, _cid_or_none(op, "cid"), _cid_or_none(op, "prev"))
+    return RepoOp(_text(op, "action"), path, _link_or_none(op, "cid"), _link_or_none(op, "prev"))
 
 
 def _sync(payload: dict[str, Any], limits: Limits) -> SyncEvent:
@@ -172,6 +173,16 @@ def _cid(payload: dict[str, Any], name: str) -> bytes:
 
 def _cid_or_none(payload: dict[str, Any], name: str) -> bytes | None:
     return None if payload.get(name) is None else _cid(payload, name)
+
+
+def _link_or_none(payload: dict[str, Any], name: str) -> bytes | None:
+    """A record's CID may be of any version 1 kind: its bytes are kept as they came (spec §3.3)."""
+    cid = payload.get(name)
+    if cid is None:
+        return None
+    if not isinstance(cid, bytes) or not (_CID_BYTES[0] <= len(cid) <= _CID_BYTES[1]) or cid[0] != 1:
+        raise UpstreamError(Rejection.FIELD_INVALID, f"{name} is not a CID link")
+    return cid
 
 
 def _bytes(payload: dict[str, Any], name: str, most: int) -> bytes:
