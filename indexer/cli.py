@@ -16,6 +16,7 @@ import click
 from indexer import __version__
 from indexer.atproto.cid import cid_text
 from indexer.atproto.crypto import parse_did_key
+from indexer.atproto.record import Problem
 from indexer.config import Settings, load_settings
 from indexer.errors import SettingsError, UnavailableError, UpstreamError
 from indexer.log import configure_logging, printable
@@ -137,7 +138,7 @@ async def inspect_command(settings: Settings, *, file: Path, key: str | None) ->
     except UpstreamError as error:
         raise click.BadParameter(error.detail, param_hint="--key") from None
     try:
-        with open_export(file, public, settings.limits) as export:
+        async with open_export(file, public, settings.limits) as export:
             return _list_export(export)
     except (UpstreamError, UnavailableError) as error:
         return _complain(f"{file} is invalid: {error}", FAILED)
@@ -148,10 +149,11 @@ def _list_export(export: "Export") -> int:
     click.echo(f"did        {commit.did}\nrev        {commit.rev}\ncommit     {cid_text(commit.cid)}")
     click.echo(f"data       {cid_text(commit.data)}\nrecords    {export.count}")
     click.echo(f"signature  {'valid' if export.signed else 'not checked: no --key'}\n")
+    missing = 0
     for record in export.records():
-        click.echo(
-            f"{cid_text(record.cid)} {record.path}" + (f"  ({printable(record.problem)})" if record.problem else "")
-        )
-    if export.missing:
-        return _complain(f"{FetchFailure.EXPORT_INCOMPLETE}: {export.missing} records are not in the file", FAILED)
+        missing += record.problem == Problem.MISSING
+        note = f"  ({printable(record.problem)})" if record.problem else ""
+        click.echo(f"{cid_text(record.cid)} {record.path}{note}")
+    if missing:
+        return _complain(f"{FetchFailure.EXPORT_INCOMPLETE}: {missing} records are not in the file", FAILED)
     return 0

@@ -1,21 +1,22 @@
 """`indexer inspect`: whether a file is a whole, well-formed export of a repository, and what is in it. Offline."""
 
-import sqlite3
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from tempfile import gettempdir
+from typing import NamedTuple
 
-from indexer.atproto.car import CarReader
 from indexer.atproto.cbor import explain
 from indexer.atproto.commit import Commit, decode_commit
 from indexer.atproto.crypto import PublicKey
 from indexer.atproto.limits import Limits
 from indexer.atproto.mst import leaves, walk
+from indexer.atproto.mst.walk import BlockOf
 from indexer.atproto.record import Problem, decode_record
 from indexer.atproto.syntax import split_path
 from indexer.errors import UpstreamError
+from indexer.pds import Spool
 from indexer.reasons import Rejection
 
 _CHUNK = 1 << 18
@@ -36,41 +37,59 @@ class Export:
     commit: Commit
     signed: bool | None
     count: int
-    missing: int
-    _blocks: "_Blocks"
-    _limits: Limits
+    block_of: BlockOf
+    limits: Limits
 
     def records(self) -> Iterator[Listed]:
         """In path order."""
-        for path, cid in leaves(self._blocks.get, self.commit.data):
-            yield Listed(path.decode(), cid, self._problem(path, cid))
+        for path, cid in leaves(self.block_of, self.commit.data):
+            yield Listed(path.decode(), cid, self._problem(path.decode(), self.block_of(cid)))
 
-    def _problem(self, path: bytes, cid: bytes) -> str:
-        block = self._blocks.get(cid)
+    def _problem(self, path: str, block: bytes | None) -> str:
         if block is None:
             return Problem.MISSING
-        problem = decode_record(block, split_path(path.decode())[0], self._limits).problem
-        return (problem or "") if problem is not Problem.NOT_DAG_CBOR else f"{problem}: {explain(block)}"
+        problem = decode_record(block, split_path(path)[0], self.limits).problem
+        return f"{problem}: {explain(block)}" if problem is Problem.NOT_DAG_CBOR else problem or ""
 
 
-@contextmanager
-def open_export(file: Path, key: PublicKey | None, limits: Limits) -> Iterator[Export]:
-    """Reads and proves a CAR file; memory doesn't depend on its size.
+@asynccontextmanager
+async def open_export(file: Path, key: PublicKey | None, limits: Limits) -> AsyncIterator[Export]:
+    """Reads and proves a CAR file; memory hardly depends on its size.
 
-    Raises OSError, `UpstreamError` with the rule that it breaks, `MissingNodeError` for a tree that is not whole.
+    Raises OSError, `UpstreamError` with the rule that the file breaks, `UnavailableError` if it is not whole.
     """
-    with file.open("rb") as opened, closing(sqlite3.connect("")) as index:
-        blocks = _Blocks(opened, index)
-        root = blocks.read(limits)
+    with Spool(Path(gettempdir()), limits) as spool:
+        await spool.fill(_chunks(file))
+        blocks = _Blocks(spool)
         try:
-            export = _prove(blocks, root, key, limits)
+            export = _prove(blocks, spool.root, key, limits)
         except UpstreamError as error:
             diagnosis = explain(blocks.last) if blocks.last else ""
             raise UpstreamError(error.reason, "; ".join(filter(None, (error.detail, diagnosis)))) from None
         yield export
 
 
-def _prove(blocks: "_Blocks", root: bytes, key: PublicKey | None, limits: Limits) -> Export:
+async def _chunks(file: Path) -> AsyncIterator[bytes]:
+    with file.open("rb") as opened:
+        while chunk := opened.read(_CHUNK):
+            yield chunk
+
+
+class _Blocks:
+    """A spool that remembers the block asked for last: the one that breaks a rule, when one does."""
+
+    def __init__(self, spool: Spool) -> None:
+        self._spool = spool
+        self.last = b""
+
+    def get(self, cid: bytes) -> bytes | None:
+        block = self._spool.block(cid)
+        if block is not None:
+            self.last = block
+        return block
+
+
+def _prove(blocks: _Blocks, root: bytes, key: PublicKey | None, limits: Limits) -> Export:
     block = blocks.get(root)
     if block is None:
         raise UpstreamError(Rejection.COMMIT_MISSING)
@@ -78,41 +97,8 @@ def _prove(blocks: "_Blocks", root: bytes, key: PublicKey | None, limits: Limits
     signed = key.verify(commit.sig, commit.unsigned) if key else None
     if signed is False:
         raise UpstreamError(Rejection.SIGNATURE_INVALID)
-    count = missing = 0
-    for path, cid in walk(blocks.get, commit.data, limits):
+    count = 0
+    for path, _ in walk(blocks.get, commit.data, limits):
         split_path(path.decode(errors="replace"))
         count += 1
-        missing += cid not in blocks
-    return Export(commit, signed, count, missing, blocks, limits)
-
-
-class _Blocks:
-    """The blocks of a file by CID. Their places are in a database without a name, which lies on disk when it grows."""
-
-    def __init__(self, file: BinaryIO, index: sqlite3.Connection) -> None:
-        self._file = file
-        self._index = index
-        self.last = b""  # the block read last: the one that breaks a rule, when one does
-
-    def read(self, limits: Limits) -> bytes:
-        """Reads the file once, hashing every block; gives the root."""
-        self._index.execute("create table block (cid blob primary key, at integer, size integer) without rowid")
-        reader = CarReader(limits)
-        while chunk := self._file.read(_CHUNK):
-            self._index.executemany(
-                "insert or ignore into block values (?, ?, ?)",
-                ((cid, at, len(block)) for cid, block, at in reader.feed(chunk)),
-            )
-        reader.close()
-        return reader.roots[0]
-
-    def get(self, cid: bytes) -> bytes | None:
-        place = self._index.execute("select at, size from block where cid = ?", (cid,)).fetchone()
-        if place is None:
-            return None
-        self._file.seek(place[0])
-        self.last = self._file.read(place[1])
-        return self.last
-
-    def __contains__(self, cid: bytes) -> bool:
-        return self._index.execute("select 1 from block where cid = ?", (cid,)).fetchone() is not None
+    return Export(commit, signed, count, blocks.get, limits)

@@ -121,7 +121,7 @@ def test_inspect_refuses_an_invalid_export_with_the_reason(export: Path) -> None
     export.write_bytes(export.read_bytes()[:-1])
     result = indexer("inspect", str(export))
     assert result.returncode == 1
-    assert complaint(result) == f"{export} is invalid: car-malformed: cut inside a block"
+    assert complaint(result) == f"{export} is invalid: export-incomplete: cut inside a block"
     other = PrivateKey.from_seed("p256", b"other").public.did_key()
     export.write_bytes(b"")
     assert indexer("inspect", str(export), "--key", other).returncode == 1
