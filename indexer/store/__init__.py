@@ -1,0 +1,5 @@
+"""Postgres: the tables, their face, and the statements on them."""
+
+from indexer.store.errors import DatabaseError
+
+__all__ = ["DatabaseError"]

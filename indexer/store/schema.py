@@ -1,0 +1,163 @@
+"""The tables of schema `indexer`, as SQLAlchemy Core metadata: what the migrations must add up to.
+
+Layout and keys are as measured in docs/decisions/0001-layout.md: text DIDs, binary CIDs, `bucket` in every table
+of repos and last in keys that readers use, so that `where did = …` is an index scan and the same statements run
+distributed by bucket. Names compare bytewise, whatever the database's locale.
+"""
+
+from typing import Any
+
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    CheckConstraint,
+    Column,
+    DateTime,
+    Identity,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    SmallInteger,
+    Table,
+    Text,
+    text,
+)
+from sqlalchemy.dialects.postgresql import JSONB
+from sqlalchemy.types import UserDefinedType
+
+
+class Xid8(UserDefinedType[int]):
+    """Postgres's transaction number: 64 bits, never wraps."""
+
+    cache_ok = True
+
+    def get_col_spec(self, **_options: Any) -> str:
+        return "xid8"
+
+
+metadata = MetaData(schema="indexer")
+
+NAME = Text(collation="C")
+TIME = DateTime(timezone=True)
+NOW = text("now()")
+
+repo = Table(
+    "repo",
+    metadata,
+    Column("did", NAME, primary_key=True),
+    Column("bucket", SmallInteger, primary_key=True),
+    Column("version", BigInteger, nullable=False),
+    Column("status", Text, nullable=False),
+    Column("reason", Text),
+    Column("rev", NAME),
+    Column("data", LargeBinary),
+    Column("commit", LargeBinary),
+    Column("seen_rev", NAME),
+    Column("active", Boolean, nullable=False),
+    Column("hosting_status", Text),
+    Column("hosting_relay", Text),
+    Column("hosting_seq", BigInteger, nullable=False),
+    Column("takedown", Boolean, nullable=False),
+    Column("buffered_events", Integer, nullable=False),
+    Column("buffered_bytes", BigInteger, nullable=False),
+    Column("lease", BigInteger, nullable=False),
+    Column("lease_until", TIME),
+    Column("attempts", Integer, nullable=False),
+    Column("next_attempt_at", TIME),
+    Column("last_error", Text),
+    Column("synchronized_at", TIME),
+    Column("updated_at", TIME, nullable=False, server_default=NOW),
+    CheckConstraint("status in ('desynchronized', 'in-progress', 'synchronized')", name="repo_status"),
+    CheckConstraint("num_nulls(rev, data, commit) in (0, 3)", name="repo_head"),
+    CheckConstraint("status <> 'synchronized' or rev is not null", name="repo_synchronized"),
+    CheckConstraint("(status = 'in-progress') = (lease_until is not null)", name="repo_leased"),
+    postgresql_with={"fillfactor": "80"},
+)
+_DUE_AT = text("coalesce(next_attempt_at, '-infinity'::timestamptz)")
+Index("repo_due", _DUE_AT, postgresql_where=text("status = 'desynchronized' and active and rev is not null"))
+Index("repo_due_new", _DUE_AT, postgresql_where=text("status = 'desynchronized' and active and rev is null"))
+Index("repo_leases", repo.c.lease_until, postgresql_where=text("status = 'in-progress'"))
+
+record = Table(
+    "record",
+    metadata,
+    Column("did", NAME, primary_key=True),
+    Column("collection", NAME, primary_key=True),
+    Column("rkey", NAME, primary_key=True),
+    Column("bucket", SmallInteger, primary_key=True),
+    Column("cid", LargeBinary, nullable=False),
+    Column("rev", NAME, nullable=False),
+    Column("value", JSONB),
+    Column("value_problem", Text),
+    Column("original", LargeBinary),
+    Column("indexed_at", TIME, nullable=False, server_default=NOW),
+)
+
+change = Table(
+    "change",
+    metadata,
+    Column("seq", BigInteger, Identity(always=True), primary_key=True),
+    Column("bucket", SmallInteger, primary_key=True),
+    Column("xid", Xid8, nullable=False, server_default=text("pg_current_xact_id()")),
+    Column("did", NAME, nullable=False),
+    Column("collection", NAME, nullable=False),
+    Column("rkey", NAME, nullable=False),
+    Column("action", Text, nullable=False),
+    Column("cid", LargeBinary),
+    Column("rev", NAME, nullable=False),
+    Column("live", Boolean, nullable=False),
+    Column("time", TIME, nullable=False, server_default=NOW),
+    CheckConstraint("action in ('create', 'update', 'delete')", name="change_action"),
+    CheckConstraint("(action = 'delete') = (cid is null)", name="change_cid"),
+)
+Index("change_order", change.c.xid, change.c.seq)
+
+kept_event = Table(
+    "kept_event",
+    metadata,
+    Column("did", NAME, primary_key=True),
+    Column("seq", BigInteger, primary_key=True, autoincrement=False),
+    Column("bucket", SmallInteger, primary_key=True),
+    Column("frame", LargeBinary, nullable=False),
+)
+
+dead_letter = Table(
+    "dead_letter",
+    metadata,
+    Column("id", BigInteger, Identity(always=True), primary_key=True),
+    Column("bucket", SmallInteger, primary_key=True),
+    Column("relay", Text, nullable=False),
+    Column("seq", BigInteger),
+    Column("did", NAME),
+    Column("kind", Text, nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("detail", Text, nullable=False),
+    Column("frame", LargeBinary, nullable=False),
+    Column("time", TIME, nullable=False, server_default=NOW),
+)
+
+cursor = Table(
+    "cursor",
+    metadata,
+    Column("relay", Text, primary_key=True),
+    Column("shard", Text, primary_key=True),
+    Column("seq", BigInteger, nullable=False),
+    Column("event_time", Text),
+    Column("updated_at", TIME, nullable=False, server_default=NOW),
+)
+
+identity = Table(
+    "identity",
+    metadata,
+    Column("did", NAME, primary_key=True),
+    Column("bucket", SmallInteger, primary_key=True),
+    Column("handle", NAME),
+    Column("pds", Text),
+    Column("signing_key", Text),
+    Column("fetched_at", TIME, nullable=False),
+    Column("stale", Boolean, nullable=False),
+    Column("problem", Text),
+    postgresql_with={"fillfactor": "90"},
+)
+Index("identity_handle", identity.c.handle, postgresql_where=text("handle is not null"))
