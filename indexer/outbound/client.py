@@ -5,7 +5,6 @@ import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from http.cookiejar import CookieJar, DefaultCookiePolicy
 from time import monotonic, time
 from types import MappingProxyType
 
@@ -60,6 +59,9 @@ class Outbound:
     Every failure is an `UnavailableError`: UNREACHABLE, TIMEOUT, TOO_LARGE, REFUSED_ADDRESS, BAD_ANSWER, HTTP_STATUS
     (a redirect that leads nowhere), and THROTTLED, with `retry_after`, for a host that asked for a pause; it gets no
     request until then. All other statuses are the caller's to judge.
+
+    It stands on httpx's transport and not on its client, which has ways of its own with cookies, redirects and the
+    environment.
     """
 
     def __init__(
@@ -79,17 +81,14 @@ class Outbound:
         self._hosts = Hosts(host_rate, host_concurrency, rates, monotonic)
         self._resolver = SystemResolver()
         network = CheckedNetwork(resolve or self._resolver, allow_private=allow_private_hosts)
-        self._client = httpx.AsyncClient(
-            transport=CheckedTransport(network, tls or httpx.create_ssl_context(trust_env=False)),
-            headers={"User-Agent": user_agent, "Accept-Encoding": ACCEPTED},
-            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
-            timeout=httpx.Timeout(self._patience.silence, connect=self._patience.connect),
-            follow_redirects=False,
-            trust_env=False,
-        )
+        self._transport = CheckedTransport(network, tls or httpx.create_ssl_context(trust_env=False))
+        self._headers = {"User-Agent": user_agent, "Accept-Encoding": ACCEPTED, "Connection": "keep-alive"}
+        silence = self._patience.silence
+        waits = {"connect": self._patience.connect, "read": silence, "write": silence, "pool": silence}
+        self._extensions = {"timeout": waits}
 
     async def close(self) -> None:
-        await self._client.aclose()
+        await self._transport.aclose()
         self._resolver.close()
 
     async def get(
@@ -134,12 +133,13 @@ class Outbound:
     @asynccontextmanager
     async def _answer(self, url: httpx.URL, accept: str, seconds: float) -> AsyncIterator["Stream"]:
         deadline = asyncio.get_running_loop().time() + seconds
-        request = self._client.build_request("GET", url, headers={"Accept": accept})
+        headers = self._headers | {"Accept": accept}
         with _failures(url):
+            request = httpx.Request("GET", url, headers=headers, extensions=self._extensions)
             async with asyncio.timeout_at(deadline):
-                response = await self._client.send(request, stream=True)
+                response = await self._transport.handle_async_request(request)
         try:
-            yield Stream(response, deadline, self._patience.judged_after)
+            yield Stream(url, response, deadline, self._patience.judged_after)
         finally:
             await response.aclose()
 
@@ -156,7 +156,7 @@ class Outbound:
         except (httpx.InvalidURL, ValueError) as error:
             raise UnavailableError(FetchFailure.REFUSED_ADDRESS, f"{text[:200]!r}: {error}") from None
         schemes = {"http", "https"} if self._allow_private_hosts else {"https"}
-        if url.scheme not in schemes or not url.host or url.userinfo:
+        if url.scheme not in schemes or not url.raw_host or url.userinfo:
             raise UnavailableError(FetchFailure.REFUSED_ADDRESS, f"{_shown(url)}: not a URL that we may ask")
         if not self._allow_private_hosts and url.port not in {None, _HTTPS_PORT}:
             raise UnavailableError(FetchFailure.REFUSED_ADDRESS, f"{_shown(url)}: port {url.port}")
@@ -166,10 +166,11 @@ class Outbound:
 class Stream:
     """An answer whose body is still to be read, once. `headers` are looked up in any case."""
 
-    def __init__(self, response: httpx.Response, deadline: float, judged_after: float) -> None:
+    def __init__(self, url: httpx.URL, response: httpx.Response, deadline: float, judged_after: float) -> None:
         self.status = response.status_code
         self.headers: Mapping[str, str] = response.headers
-        self.url = str(response.request.url)
+        self.url = str(url)
+        self._target = url
         self._response = response
         self._deadline = deadline
         self._judged_after = judged_after
@@ -211,12 +212,12 @@ class Stream:
         """The next bytes from the wire. Only the time spent waiting for them counts against the rate."""
         clock = asyncio.get_running_loop().time
         started = clock()
-        with _failures(self._response.request.url):
+        with _failures(self._target):
             async with asyncio.timeout_at(self._deadline):
                 piece = await anext(raw, None)
         self._waited += clock() - started
         self._received += len(piece or b"")
-        self._refuse_over(self._received)
+        self._refuse_over(self._received - _CHUNK)  # an encoding may add a little
         if piece is not None and self._received < self._min_rate * (self._waited - self._judged_after):
             raise UnavailableError(
                 FetchFailure.TIMEOUT, f"{self.url[:200]}: {self._received} bytes in {self._waited:.0f} s"
@@ -241,7 +242,7 @@ def _failures(url: httpx.URL) -> Iterator[None]:
 
 def _shown(url: httpx.URL) -> str:
     """Without what may be secret or long."""
-    return f"{url.scheme}://{url.netloc.decode('ascii', 'replace')}{url.path}"[:200]
+    return f"{url.scheme}://{url.netloc.decode()}{url.raw_path.partition(b'?')[0].decode()}"[:200]
 
 
 def _told(error: Exception) -> str:
