@@ -1,0 +1,156 @@
+"""Bluesky's own PDS and directory, live: what people do there must end in the database as it ends there."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import asyncpg
+import pytest
+
+from tests.realnet.network import Account, Pds, real_network
+from tests.serving import saved, serving, settings_for, until
+
+THING, NOTE = "com.example.thing", "com.example.note"
+
+
+def truth(pds: Pds, account: Account) -> dict[str, str]:
+    """Path to CID, as the host itself lists them."""
+    records: dict[str, str] = {}
+    for collection in pds.query("com.atproto.repo.describeRepo", repo=account.did)["collections"]:
+        cursor: dict[str, str] = {}
+        while True:
+            page = pds.query(
+                "com.atproto.repo.listRecords", repo=account.did, collection=collection, limit=100, **cursor
+            )
+            for record in page["records"]:
+                records[record["uri"].removeprefix(f"at://{account.did}/")] = record["cid"]
+            if not page["records"] or "cursor" not in page:
+                break
+            cursor = {"cursor": page["cursor"]}
+    return records
+
+
+async def shown(dsn: str) -> dict[str, tuple[str, dict[str, str]]]:
+    """DID to sync status and records, as readers see them."""
+    connection = await asyncpg.connect(dsn)
+    try:
+        repos = await connection.fetch("select did, sync_status from atproto.repos where visible")
+        rows = await connection.fetch("select did, collection || '/' || rkey as path, cid from atproto.records")
+    finally:
+        await connection.close()
+    found: dict[str, tuple[str, dict[str, str]]] = {row["did"]: (row["sync_status"], {}) for row in repos}
+    for row in rows:
+        found[row["did"]][1][row["path"]] = row["cid"]
+    return found
+
+
+def live_a_little(pds: Pds) -> tuple[list[Account], list[Account]]:
+    """Those who stay, and those who leave."""
+    stayers = [pds.create_account(f"stay{n}") for n in range(6)]
+    writer, editor, batcher, renamer, rotator, sleeper = stayers
+    for n in range(30):
+        writer.create(THING, {"n": n}, rkey=f"n{n}")
+    for n in range(0, 30, 3):
+        writer.delete(THING, f"n{n}")
+    for n in range(10):
+        editor.put(NOTE, "same", {"n": n, "bytes": {"$bytes": "AAEC"}})
+    batcher.apply([write("create", f"{THING}/b{n}", {"n": n}) for n in range(100)])
+    batcher.apply([write("update", f"{THING}/b1", {"n": -1}), write("delete", f"{THING}/b2"), *twice()])
+    batcher.apply([])
+    renamer.create(THING, {"before": True})
+    renamer.set_handle("renamed")
+    renamer.create(THING, {"after": True})
+    rotator.create(THING, {"key": "old"})
+    rotator.rotate_key()
+    rotator.create(THING, {"key": "new"})
+    sleeper.create(THING, {"awake": True})
+    sleeper.deactivate()
+    sleeper.activate()
+    sleeper.create(THING, {"awake": "again"})
+    leavers = [pds.create_account(f"leave{n}") for n in range(2)]
+    for leaver in leavers:
+        leaver.create(THING, {"here": True})
+    leavers[0].deactivate()
+    leavers[1].delete_account()
+    writer.write_silently([{"action": "create", "collection": THING, "rkey": "unheard", "record": {"$type": THING}}])
+    writer.create(THING, {"heard": True}, rkey="heard")
+    return stayers, leavers
+
+
+def write(action: str, path: str, value: dict[str, Any] | None = None) -> dict[str, Any]:
+    collection, rkey = path.split("/")
+    made = {"$type": f"com.atproto.repo.applyWrites#{action}", "collection": collection, "rkey": rkey}
+    return made if value is None else made | {"value": {"$type": collection, **value}}
+
+
+def twice() -> list[dict[str, Any]]:
+    """One path named twice in a batch, in both ways."""
+    return [
+        write("create", f"{THING}/fleeting", {}),
+        write("delete", f"{THING}/fleeting"),
+        write("delete", f"{THING}/b3"),
+        write("create", f"{THING}/b3", {"reborn": True}),
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_people_on_a_real_pds(database: str, tmp_path: Path) -> None:
+    with real_network(1, tmp_path) as network:
+        pds = network.pds[0]
+        settings = settings_for(pds.stream_url, network.plc_url, tmp_path, resync_source="pds")
+        async with serving(settings, database) as running:
+            stayers, leavers = await asyncio.to_thread(live_a_little, pds)
+            wanted = {account.did: await asyncio.to_thread(truth, pds, account) for account in stayers}
+            await saved(running, pds.stream_url, last_seq(pds))
+            await settled(database, wanted)
+            metric: Callable[..., float | None] = running.metrics.registry.get_sample_value
+            assert metric("indexer_desynchronized_total", {"reason": "chain-break"}) == 1, "the commit written silently"
+            assert metric("indexer_resync_total", {"result": "synchronized"}) or 0 >= 1
+            assert all(leaver.did not in await shown(database) for leaver in leavers)
+            assert f"{THING}/unheard" in wanted[stayers[0].did]
+
+
+async def settled(dsn: str, wanted: dict[str, dict[str, str]]) -> None:
+    state: dict[str, tuple[str, dict[str, str]]] = {}
+
+    async def equal() -> bool:
+        state.clear()
+        state.update(await shown(dsn))
+        return all(state.get(did) == ("synchronized", records) for did, records in wanted.items())
+
+    def report() -> list[str]:
+        return [
+            f"{did}: {state.get(did, ('unknown',))[0]}, {len(state.get(did, ('', {}))[1])} of {len(records)}"
+            for did, records in wanted.items()
+            if state.get(did) != ("synchronized", records)
+        ]
+
+    await until(equal, report)
+
+
+def last_seq(pds: Pds) -> int:
+    seq = pds.control("events", limit=100_000)["events"][-1]["seq"]
+    assert isinstance(seq, int)
+    return seq
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_a_move_to_another_pds(database: str, tmp_path: Path) -> None:
+    """The new host announces the move with the old commit under a new rev; the next commit chains all the same."""
+    with real_network(2, tmp_path) as network:
+        old, new = network.pds
+        settings = settings_for(old.stream_url, network.plc_url, tmp_path, resync_source="pds")
+        async with serving(settings, database) as running:
+            mover = await asyncio.to_thread(old.create_account, "mover")
+            await asyncio.to_thread(mover.create, THING, {"at": "old"}, "one")
+            await saved(running, old.stream_url, last_seq(old))
+        await asyncio.to_thread(mover.migrate, new)
+        settings = settings_for(new.stream_url, network.plc_url, tmp_path, resync_source="pds")
+        async with serving(settings, database) as running:
+            await saved(running, new.stream_url, last_seq(new))
+            await asyncio.to_thread(mover.create, THING, {"at": "new"}, "two")
+            await saved(running, new.stream_url, last_seq(new))
+            await settled(database, {mover.did: await asyncio.to_thread(truth, new, mover)})
