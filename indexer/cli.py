@@ -7,6 +7,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
@@ -45,13 +46,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except (click.ClickException, SettingsError) as error:
         return _complain(_line(error), BAD_ARGUMENT)
-    except UnavailableError as error:
-        return _complain(str(error), FAILED)
-    except (click.Abort, KeyboardInterrupt, asyncio.CancelledError):
-        return INTERRUPTED
     except BrokenPipeError:
         # Whoever read our output has had enough; the interpreter must not try to flush once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except (UnavailableError, OSError) as error:
+        return _complain(str(error), FAILED)
+    except (click.Abort, KeyboardInterrupt):
+        return INTERRUPTED
+    except asyncio.CancelledError:  # the daemon's second signal
         return FAILED
     return code if isinstance(code, int) else 0
 
@@ -122,6 +125,17 @@ async def demo_command(settings: Settings, *, seconds: float) -> int:
     return await demo(settings, seconds)
 
 
+@_command("migrate")
+async def migrate_command(settings: Settings) -> int:
+    """Bring the database's schema to head."""
+    from indexer.store.migrate import migrate  # noqa: PLC0415
+
+    async with _database(settings) as dsn:
+        await migrate(dsn)
+    click.echo("The database's schema is at head.")
+    return 0
+
+
 @_command("inspect")
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE.car")
 @click.option("--key", metavar="did:key:…", help="The account's signing key, to check the signature with.")
@@ -142,6 +156,14 @@ async def inspect_command(settings: Settings, *, file: Path, key: str | None) ->
             return _list_export(export)
     except (UpstreamError, UnavailableError) as error:
         return _complain(f"{file} is invalid: {error}", FAILED)
+
+
+def _database(settings: Settings) -> AbstractAsyncContextManager[str]:
+    """The URL of the database; an embedded one runs, if it doesn't already, for as long as the block does."""
+    from indexer.store.embedded import database  # noqa: PLC0415
+
+    url = settings.database_url
+    return database(url.get_secret_value() if url else None, settings.data_dir)
 
 
 def _list_export(export: "Export") -> int:

@@ -125,9 +125,13 @@ def _url(*schemes: str) -> Callable[[str], str]:
 
 def _database_url(value: SecretStr) -> SecretStr:
     parts = urlsplit(value.get_secret_value())
-    if parts.scheme not in ("postgresql", "postgres"):
+    hosts = parts.netloc.rpartition("@")[2].split(",")
+    if parts.scheme not in ("postgresql", "postgres") or not all(map(_HOST_AND_PORT, hosts)):
         raise ValueError("not a Postgres URL")
     return value
+
+
+_HOST_AND_PORT = re.compile(r"(\[[^]]+\]|[^:]*)(:[0-9]{1,5})?").fullmatch
 
 
 def _shard(value: Any) -> Any:

@@ -64,8 +64,8 @@ def configure_logging(form: Format = "auto", level: str = "info") -> None:
     )
     logging.captureWarnings(capture=True)
     logging.basicConfig(handlers=[handler], level=threshold, force=True)
-    for library in ("httpx", "httpcore", "websockets", "aiohttp.access", "asyncio"):
-        # They tell every request at info; what matters of it, we say ourselves.
+    for library in ("alembic", "asyncio", "httpcore", "httpx", "websockets"):
+        # They tell every step at info; what matters of it, we say ourselves.
         logging.getLogger(library).setLevel(max(threshold, logging.WARNING))
 
 

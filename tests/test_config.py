@@ -100,6 +100,8 @@ def test_a_good_value_is_understood(name: str, text: str, value: Any, monkeypatc
     [
         ("database_url", "mysql://localhost/x"),
         ("database_url", "postgresql://[/x"),
+        ("database_url", "postgresql://localhost:port/x"),
+        ("database_url", "localhost"),
         ("relays", "https://one.example"),
         ("relays", "wss://one.example,,wss://two.example"),
         ("relays", "wss://one.example,wss://one.example"),
@@ -186,6 +188,18 @@ def test_a_file_that_is_not_there_or_not_toml_is_named(file: Path) -> None:
 def test_passwords_are_never_shown(name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(variable(name), text)
     assert "hunter2" not in refusal()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgres:///x?host=/run/postgresql",
+        "postgresql://me:p%40ss@[::1]:5432/x",
+        "postgresql://one:5432,two/x?target_session_attrs=primary",
+    ],
+)
+def test_urls_of_databases_have_many_forms(url: str) -> None:
+    Settings.model_validate({"database_url": url})
 
 
 def test_the_database_url_is_not_in_the_settings_as_printed() -> None:
