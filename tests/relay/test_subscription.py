@@ -1,0 +1,129 @@
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+import pytest
+
+from indexer.atproto.limits import DEFAULT_LIMITS
+from indexer.localnet.network import LocalNetwork
+from indexer.relay.subscription import Pace, Subscription
+from indexer.sync.events import StreamError
+from indexer.sync.frames import decode_frame
+
+QUICK = Pace(open=5, ping=5, silence=0.5, pause_first=0.01, pause_most=0.05)
+
+
+@pytest.fixture
+async def net() -> AsyncIterator[LocalNetwork]:
+    async with LocalNetwork() as network:
+        yield network
+
+
+def subscription(*relays: str, max_bytes: int = 5_000_000) -> Subscription:
+    return Subscription(relays, max_bytes, "tests", pace=QUICK)
+
+
+class Cursors:
+    """What the subscription is told to begin with, and what it asked."""
+
+    def __init__(self, *cursors: int | None) -> None:
+        self.cursors = list(cursors)
+        self.asked: list[str] = []
+
+    async def __call__(self, relay: str) -> int | None:
+        self.asked.append(relay)
+        return self.cursors.pop(0) if len(self.cursors) > 1 else self.cursors[0]
+
+
+async def take(source: Subscription, cursors: Cursors, count: int) -> list[int | None]:
+    """The sequence numbers of the next `count` messages."""
+    seqs: list[int | None] = []
+    async with asyncio.timeout(20), aclosing(source.frames(cursors)) as frames:
+        async for frame in frames:
+            seqs.append(decode_frame(frame, DEFAULT_LIMITS).seq)
+            if len(seqs) == count:
+                return seqs
+    raise AssertionError("the frames ended")
+
+
+async def test_it_begins_behind_the_cursor(net: LocalNetwork) -> None:
+    net.relay.inclusive = False
+    account = net.create_account()
+    for n in range(3):
+        account.create("com.example.note", {"n": n})
+    assert await take(subscription(net.relay_url), Cursors(2), 3) == [3, 4, 5]
+
+
+async def test_a_lost_connection_is_made_again_with_the_cursor_of_then(net: LocalNetwork) -> None:
+    net.relay.inclusive = False
+    account = net.create_account()
+    source, cursors = subscription(net.relay_url), Cursors(0, 2)
+    seqs = []
+    async with asyncio.timeout(20), aclosing(source.frames(cursors)) as frames:
+        async for frame in frames:
+            seqs.append(decode_frame(frame, DEFAULT_LIMITS).seq)
+            if len(seqs) == 3:
+                assert net.relay.cut() == 1
+                account.create("com.example.note", {})
+            if seqs[-1] == net.relay.seq and len(seqs) > 4:
+                break
+    assert seqs[:3] == [1, 2, 3]
+    assert seqs[seqs.index(3, 3) :] == list(range(3, net.relay.seq + 1))
+    assert len(cursors.asked) == 2
+
+
+async def test_silence_ends_a_connection(net: LocalNetwork) -> None:
+    thrice = asyncio.Event()
+
+    async def cursor_of(_relay: str) -> int | None:
+        asked.append(None)
+        if len(asked) == 3:
+            thrice.set()
+        return None
+
+    asked: list[None] = []
+    source = subscription(net.relay_url)
+    async with aclosing(source.frames(cursor_of)) as frames:
+        reading = asyncio.create_task(anext(frames))
+        await asyncio.wait_for(thrice.wait(), 20)
+        assert source.last_error is not None
+        assert "TimeoutError" in source.last_error
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+
+
+async def test_a_text_message_ends_a_connection_and_is_never_handed_out(net: LocalNetwork) -> None:
+    net.create_account()
+    net.relay.inject("text")
+    source, cursors = subscription(net.relay_url), Cursors(0)
+    assert len(await take(source, cursors, net.relay.seq + 1)) > 0
+    assert len(cursors.asked) > 1
+
+
+async def test_a_message_over_the_limit_is_stepped_over(net: LocalNetwork) -> None:
+    net.relay.inclusive = False
+    account = net.create_account()
+    before = net.relay.seq
+    account.create("com.example.note", {"text": "x" * 30_000})
+    account.create("com.example.note", {"text": "small"})
+    source = subscription(net.relay_url, max_bytes=20_000)
+    seqs = await take(source, Cursors(before), 1)
+    assert seqs == [before + 2]
+    assert source.skipped == 1
+
+
+async def test_the_next_relay_is_tried_when_one_is_away(net: LocalNetwork) -> None:
+    net.create_account()
+    away = "ws://127.0.0.1:1"
+    source, cursors = subscription(away, net.relay_url), Cursors(0)
+    assert len(await take(source, cursors, 2)) == 2
+    assert cursors.asked[:2] == [away, net.relay_url]
+
+
+async def test_error_frames_are_handed_out_before_the_end(net: LocalNetwork) -> None:
+    net.create_account()
+    source = subscription(net.relay_url)
+    async with asyncio.timeout(20), aclosing(source.frames(Cursors(10_000))) as frames:
+        event = decode_frame(await anext(frames), DEFAULT_LIMITS)
+    assert isinstance(event, StreamError)
+    assert event.error == "FutureCursor"
