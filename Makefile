@@ -4,16 +4,21 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 
-.PHONY: demo test check lint venv
+.PHONY: demo test check lint venv realnet
 
 demo: venv
 	$(BIN)/indexer demo
 
-test: venv
-	$(BIN)/pytest
+test: venv realnet
+	$(BIN)/pytest -n 2 --dist worksteal
+
+# Bluesky's own PDS and PLC directory, for the tests that read them live; about a minute, once.
+realnet:
+	@if command -v npm >/dev/null; then tests/realnet/setup.sh; \
+	else echo "npm is absent: the tests of the live network will skip"; fi
 
 check: lint
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest -n 2 --dist worksteal -m "not slow"
 
 lint: venv
 	$(BIN)/ruff check
