@@ -220,13 +220,13 @@ class Stream:
         self._refuse_over(self._received - _CHUNK)  # an encoding may add a little
         if piece is not None and self._received < self._min_rate * (self._waited - self._judged_after):
             raise UnavailableError(
-                FetchFailure.TIMEOUT, f"{self.url[:200]}: {self._received} bytes in {self._waited:.0f} s"
+                FetchFailure.TIMEOUT, f"{_shown(self._target)}: {self._received} bytes in {self._waited:.0f} s"
             )
         return piece
 
     def _refuse_over(self, size: int) -> None:
         if size > self._max_bytes:
-            raise UnavailableError(FetchFailure.TOO_LARGE, f"{self.url[:200]}: over {self._max_bytes} bytes")
+            raise UnavailableError(FetchFailure.TOO_LARGE, f"{_shown(self._target)}: over {self._max_bytes} bytes")
 
 
 @contextmanager

@@ -33,9 +33,10 @@ class _Identity:
 class _Gzip:
     def __init__(self) -> None:
         self._inflater = zlib.decompressobj(_GZIP)
+        self._begun = False
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        full = True
+        self._begun = full = True
         while data or full:
             try:
                 piece = self._inflater.decompress(data, _PIECE)
@@ -48,7 +49,7 @@ class _Gzip:
                 yield piece
 
     def close(self) -> None:
-        if not self._inflater.eof:
+        if self._begun and not self._inflater.eof:  # no bytes at all are an empty body in every encoding
             raise UnavailableError(FetchFailure.UNREACHABLE, "gzip: cut before the end")
 
 

@@ -1,0 +1,37 @@
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from indexer.pds.xrpc import xrpc_error
+from indexer.reasons import FetchFailure
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("RepoNotFound", FetchFailure.REPO_NOT_FOUND),
+        ("RepoDeleted", FetchFailure.REPO_NOT_FOUND),
+        ("RepoTakendown", FetchFailure.REPO_TAKENDOWN),
+        ("RepoSuspended", FetchFailure.REPO_SUSPENDED),
+        ("RepoDeactivated", FetchFailure.REPO_DEACTIVATED),
+        ("RateLimitExceeded", FetchFailure.THROTTLED),
+        ("InvalidRequest", FetchFailure.HTTP_STATUS),
+        ("RepoInactive", FetchFailure.HTTP_STATUS),
+        ("repotakendown", FetchFailure.HTTP_STATUS),
+        (None, FetchFailure.HTTP_STATUS),
+        (["RepoNotFound"], FetchFailure.HTTP_STATUS),
+    ],
+)
+@pytest.mark.parametrize("status", [400, 403, 404, 500])
+def test_the_name_decides_and_not_the_status(status: int, name: object, reason: FetchFailure) -> None:
+    error = xrpc_error(status, json.dumps({"error": name, "message": "Could not find it"}).encode())
+    assert error.reason is reason
+    assert str(status) in error.detail
+    assert "Could not find it" in error.detail
+
+
+@given(st.integers(300, 599), st.binary(max_size=100) | st.sampled_from([b"[" * 50_000, b"[]", b'"x"', b"null", b"1"]))
+def test_a_body_that_tells_nothing_never_parks_a_repo(status: int, body: bytes) -> None:
+    assert xrpc_error(status, body).reason is FetchFailure.HTTP_STATUS
