@@ -117,7 +117,6 @@ async def test_repos_that_are_not_to_be_had(account: Account, pds: PdsClient, do
         (Fault(GET_REPO, status=404, body=b"<html>"), FetchFailure.HTTP_STATUS),
         (Fault(GET_REPO, status=500), FetchFailure.HTTP_STATUS),
         (Fault(GET_REPO, status=501), FetchFailure.HTTP_STATUS),
-        (Fault(GET_REPO, status=204), FetchFailure.HTTP_STATUS),
         (Fault(GET_REPO, status=429, body=b"<html>"), FetchFailure.THROTTLED),
         (Fault(GET_REPO, status=302, headers={"Location": "ftp://127.0.0.1/"}), FetchFailure.REFUSED_ADDRESS),
     ],
