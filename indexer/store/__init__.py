@@ -1,5 +1,8 @@
 """Postgres: the tables, their face, and the statements on them."""
 
 from indexer.store.errors import DatabaseError
+from indexer.store.queries import Counts
+from indexer.store.resync import ResyncTransaction
+from indexer.store.store import Store
 
-__all__ = ["DatabaseError"]
+__all__ = ["Counts", "DatabaseError", "ResyncTransaction", "Store"]

@@ -1,0 +1,211 @@
+"""The only writer of repos, records and changes: a `Batch` in one transaction, one statement a table.
+
+Statements are fed by arrays, sorted by key, each key once: the same statement can't affect a row twice, and two
+writers take their locks in one order.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from indexer.store.rows import (
+    REPO_COLUMNS,
+    Connection,
+    buckets_of,
+    columns_of,
+    plain,
+    repo_arrays,
+    repo_values,
+    unnest,
+)
+from indexer.sync.plan import Batch, Cursor, DeadLetter, RecordChange, RepoWrite
+from indexer.sync.repo import SyncStatus
+from indexer.sync.shard import bucket_of
+
+DEAD_LETTERS = 10_000
+CHANNEL = "atproto_changes"
+
+_VALUES = repo_values("w")
+
+_INSERT_REPOS = f"""
+    insert into indexer.repo ({", ".join(_VALUES)}) select {", ".join(_VALUES.values())}
+    from {unnest(REPO_COLUMNS, "w")} order by w.place
+    on conflict (did, bucket) do nothing returning did
+"""
+
+_UPDATE_REPOS = f"""
+    update indexer.repo r
+    set {", ".join(f"{name} = {value}" for name, value in _VALUES.items() if name not in ("did", "bucket"))},
+        lease_until = case when w.status = 'in-progress' then r.lease_until end, updated_at = now()
+    from {unnest({**REPO_COLUMNS, "expected": "bigint"}, "w")}
+    where r.did = w.did and r.bucket = w.bucket and r.version = w.expected
+    returning r.did
+"""
+
+_KEY = {"did": "text", "collection": "text", "rkey": "text", "bucket": "smallint"}
+_RECORD = {**_KEY, "cid": "bytea", "rev": "text", "value": "text", "value_problem": "text", "original": "bytea"}
+
+_PUT_RECORDS = f"""
+    insert into indexer.record
+        (did, collection, rkey, bucket, cid, rev, value, value_problem, original, indexed_at)
+    select did, collection, rkey, bucket, cid, rev, value::jsonb, value_problem, original, now()
+    from {unnest(_RECORD, "w")} order by place
+    on conflict (did, collection, rkey, bucket) do update
+    set cid = excluded.cid, rev = excluded.rev, value = excluded.value, value_problem = excluded.value_problem,
+        original = excluded.original, indexed_at = excluded.indexed_at
+"""
+
+_DELETE_RECORDS = f"""
+    delete from indexer.record r using {unnest(_KEY, "w")}
+    where r.did = w.did and r.collection = w.collection and r.rkey = w.rkey and r.bucket = w.bucket
+"""
+
+_CHANGE = {**_KEY, "action": "text", "cid": "bytea", "rev": "text", "live": "boolean"}
+
+_INSERT_CHANGES = f"""
+    insert into indexer.change (did, collection, rkey, bucket, action, cid, rev, live)
+    select did, collection, rkey, bucket, action, cid, rev, live from {unnest(_CHANGE, "w")} order by place
+"""
+
+_KEPT = {"did": "text", "bucket": "smallint", "seq": "bigint", "frame": "bytea"}
+
+_INSERT_KEPT = f"""
+    insert into indexer.kept_event (did, bucket, seq, frame) select did, bucket, seq, frame from {unnest(_KEPT, "w")}
+    on conflict (did, seq, bucket) do nothing
+"""
+
+_DIDS = {"did": "text", "bucket": "smallint"}
+
+_DELETE_KEPT = f"""
+    delete from indexer.kept_event k using {unnest(_DIDS, "w")} where k.did = w.did and k.bucket = w.bucket
+"""
+
+_MARK_STALE = f"""
+    update indexer.identity i set stale = true from {unnest(_DIDS, "w")}
+    where i.did = w.did and i.bucket = w.bucket and not i.stale
+"""
+
+_LETTER = {
+    "bucket": "smallint",
+    "relay": "text",
+    "seq": "bigint",
+    "did": "text",
+    "kind": "text",
+    "reason": "text",
+    "detail": "text",
+    "frame": "bytea",
+}
+
+_INSERT_LETTERS = f"""
+    insert into indexer.dead_letter ({", ".join(_LETTER)}) select {", ".join(_LETTER)}
+    from {unnest(_LETTER, "w")} order by place
+"""
+
+# By number, not by count: a number that was never used makes one letter fewer, and nothing is counted.
+_TRIM_LETTERS = "delete from indexer.dead_letter where id <= (select max(id) from indexer.dead_letter) - $1::bigint"
+
+_SAVE_CURSOR = """
+    insert into indexer.cursor as c (relay, shard, seq, event_time, updated_at) values ($1, $2, $3, $4, now())
+    on conflict (relay, shard) do update
+    set seq = greatest(c.seq, excluded.seq), updated_at = excluded.updated_at,
+        event_time = case when excluded.seq >= c.seq then coalesce(excluded.event_time, c.event_time)
+                     else c.event_time end
+"""
+
+
+async def apply(connection: Connection, batch: Batch) -> frozenset[str]:
+    """Writes the batch within the open transaction.
+
+    Gives the DIDs whose rows are not at the version that their writes were planned on: of those nothing is written,
+    and then the cursor isn't either.
+    """
+    writes, moved = await _write_repos(connection, batch.writes)
+    await write_changes(
+        connection, [(write.repo.did, change, write.live) for write in writes for change in write.changes]
+    )
+    await _write_kept(connection, writes)
+    if batch.dead_letters:
+        await _write_letters(connection, batch.dead_letters)
+    if batch.stale_identities:
+        dids = sorted(batch.stale_identities)
+        await connection.execute(_MARK_STALE, dids, buckets_of(dids))
+    if batch.cursor is not None and not moved:
+        await _save_cursor(connection, batch.cursor)
+    return moved
+
+
+async def _write_repos(connection: Connection, writes: Sequence[RepoWrite]) -> tuple[list[RepoWrite], frozenset[str]]:
+    """Compares and sets; gives the writes whose rows were at the expected version, and the other DIDs."""
+    ordered = sorted(writes, key=lambda write: write.repo.did)
+    written: set[str] = set()
+    if new := [write.repo for write in ordered if write.expected == 0]:
+        written.update(row["did"] for row in await connection.fetch(_INSERT_REPOS, *repo_arrays(new)))
+    if known := [write for write in ordered if write.expected != 0]:
+        arrays = repo_arrays([write.repo for write in known])
+        rows = await connection.fetch(_UPDATE_REPOS, *arrays, [write.expected for write in known])
+        written.update(row["did"] for row in rows)
+    matched = [write for write in writes if write.repo.did in written]
+    return matched, frozenset(write.repo.did for write in writes) - written
+
+
+async def write_changes(connection: Connection, changes: Sequence[tuple[str, RecordChange, bool]]) -> None:
+    """Records brought to where the changes of (DID, change, live) end, and the changes in their order."""
+    if not changes:
+        return
+    last = {(did, change.collection, change.rkey): change for did, change, _ in changes}
+    puts = [(key, last[key]) for key in sorted(last) if last[key].action != "delete"]
+    deletes = [key for key in sorted(last) if last[key].action == "delete"]
+    if puts:
+        records = [
+            (*key, bucket_of(key[0]), change.cid, change.rev, change.value, change.problem, change.original)
+            for key, change in puts
+        ]
+        await connection.execute(_PUT_RECORDS, *columns_of(records, _RECORD))
+    if deletes:
+        keys = [(*key, bucket_of(key[0])) for key in deletes]
+        await connection.execute(_DELETE_RECORDS, *columns_of(keys, _KEY))
+    rows = [
+        (did, change.collection, change.rkey, bucket_of(did), change.action, change.cid, change.rev, live)
+        for did, change, live in changes
+    ]
+    await connection.execute(_INSERT_CHANGES, *columns_of(rows, _CHANGE))
+    await connection.execute("select pg_notify($1, '')", CHANNEL)
+
+
+async def _write_kept(connection: Connection, writes: Iterable[RepoWrite]) -> None:
+    """What was kept goes with the end of the resync; a repo that was never claimed has kept nothing."""
+    ended = sorted(w.repo.did for w in writes if w.repo.status is not SyncStatus.IN_PROGRESS and w.repo.lease)
+    if ended:
+        await delete_kept(connection, ended)
+    rows = [
+        (kept.did, bucket_of(kept.did), kept.seq, kept.frame)
+        for write in writes
+        if write.repo.status is SyncStatus.IN_PROGRESS
+        for kept in write.kept
+    ]
+    if rows:
+        await connection.execute(_INSERT_KEPT, *columns_of(rows, _KEPT))
+
+
+async def delete_kept(connection: Connection, dids: Sequence[str]) -> None:
+    await connection.execute(_DELETE_KEPT, list(dids), buckets_of(dids))
+
+
+async def _write_letters(connection: Connection, letters: Sequence[DeadLetter]) -> None:
+    rows = [
+        (
+            bucket_of(letter.did or ""),
+            letter.relay,
+            letter.seq,
+            plain(letter.did),
+            plain(letter.kind),
+            letter.reason,
+            plain(letter.detail),
+            letter.frame,
+        )
+        for letter in letters
+    ]
+    await connection.execute(_INSERT_LETTERS, *columns_of(rows, _LETTER))
+    await connection.execute(_TRIM_LETTERS, DEAD_LETTERS)
+
+
+async def _save_cursor(connection: Connection, cursor: Cursor) -> None:
+    await connection.execute(_SAVE_CURSOR, cursor.relay, cursor.shard, cursor.seq, plain(cursor.event_time))

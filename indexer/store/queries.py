@@ -1,0 +1,136 @@
+"""What commands and the demo ask: mostly of the face, the schema `atproto`, as AppViews do."""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from indexer.atproto.cid import parse_cid
+from indexer.store.rows import REPO_COLUMNS, Connection, repo_arrays, repo_values, unnest
+from indexer.sync.plan import Cursor
+from indexer.sync.repo import Repo, SyncStatus
+from indexer.sync.shard import bucket_of
+
+AT_ONCE = 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Repos by sync status, and by reason where there is one; `queued` are due or wait for their time, `parked`
+    wait for something to wake them. `records` is Postgres's estimate.
+    """
+
+    statuses: dict[SyncStatus, int]
+    reasons: dict[str, int]
+    queued: int
+    parked: int
+    records: int
+    cursors: list[Cursor]
+
+
+_COUNT_REPOS = """
+    select status, reason, count(*) as repos,
+        count(*) filter (where status = 'desynchronized' and active) as waiting,
+        count(*) filter (where status = 'desynchronized' and active and next_attempt_at = 'infinity') as parked
+    from indexer.repo group by status, reason
+"""
+
+_COUNT_RECORDS = """
+    select greatest(reltuples::bigint, pg_stat_get_live_tuples(oid), 0)
+    from pg_class where oid = 'indexer.record'::regclass
+"""
+
+_REPO = """
+    select v.did, v.handle, v.pds, v.sync_status, v.sync_reason, v.rev, v.data, atproto.cid_text(r.commit) as commit,
+        r.seen_rev, v.hosting_status, v.takedown, v.visible, v.resync_attempts,
+        nullif(v.next_attempt_at, 'infinity') as next_attempt_at,
+        coalesce(v.next_attempt_at = 'infinity', false) as parked,
+        v.last_error, v.synchronized_at, v.updated_at, r.lease_until, r.buffered_events, r.buffered_bytes, r.bucket,
+        (select count(*) from indexer.record c where c.did = r.did and c.bucket = r.bucket) as records
+    from atproto.repos v join indexer.repo r using (did)
+    where r.did = $1 and r.bucket = $2
+"""
+
+_RECORD = """
+    select uri, cid, rev, value, value_problem, indexed_at from atproto.records
+    where did = $1 and collection = $2 and rkey = $3
+"""
+
+_ADD = f"""
+    insert into indexer.repo ({", ".join(REPO_COLUMNS)}) select {", ".join(repo_values("w").values())}
+    from {unnest(REPO_COLUMNS, "w")} order by place
+    on conflict (did, bucket) do nothing returning did
+"""
+
+_MARK = "select count(*) filter (where atproto.request_resync(did)) from unnest($1::text[]) did"
+
+# Page by page and not all at once: the live path waits for the rows that a transaction has changed.
+_MARK_PAGE = """
+    with page as materialized (
+        select did, not $3 or (status = 'desynchronized' and last_error is not null) as meant
+        from indexer.repo where did > $1 order by did limit $2
+    )
+    select max(did), count(*) filter (where case when meant then atproto.request_resync(did) end) from page
+"""
+
+
+async def counts(connection: Connection) -> Counts:
+    statuses = dict.fromkeys(SyncStatus, 0)
+    reasons: dict[str, int] = {}
+    waiting = parked = 0
+    for row in await connection.fetch(_COUNT_REPOS):
+        statuses[SyncStatus(row["status"])] += row["repos"]
+        if row["reason"] is not None:
+            reasons[row["reason"]] = reasons.get(row["reason"], 0) + row["repos"]
+        waiting += row["waiting"]
+        parked += row["parked"]
+    cursors = await connection.fetch("select relay, shard, seq, event_time from atproto.cursors order by relay, shard")
+    return Counts(
+        statuses,
+        reasons,
+        waiting - parked,
+        parked,
+        await connection.fetchval(_COUNT_RECORDS),
+        [Cursor(**row) for row in cursors],
+    )
+
+
+async def repo_report(connection: Connection, did: str) -> dict[str, Any] | None:
+    row = await connection.fetchrow(_REPO, did, bucket_of(did))
+    return None if row is None else dict(row)
+
+
+async def record(connection: Connection, did: str, collection: str, rkey: str) -> dict[str, Any] | None:
+    row = await connection.fetchrow(_RECORD, did, collection, rkey)
+    if row is None:
+        return None
+    return {**row, "value": None if row["value"] is None else json.loads(row["value"])}
+
+
+async def visible_repos(connection: Connection) -> dict[str, tuple[str, str | None]]:
+    rows = await connection.fetch("select did, sync_status, sync_reason from atproto.repos where visible")
+    return {did: (status, reason) for did, status, reason in rows}
+
+
+async def visible_records(connection: Connection, did: str) -> dict[str, bytes]:
+    rows = await connection.fetch("select collection || '/' || rkey, cid from atproto.records where did = $1", did)
+    return {path: parse_cid(cid) for path, cid in rows}
+
+
+async def add(connection: Connection, dids: Iterable[str]) -> int:
+    repos = [Repo(did, version=1) for did in sorted(set(dids))]
+    added = 0
+    for start in range(0, len(repos), AT_ONCE):
+        added += len(await connection.fetch(_ADD, *repo_arrays(repos[start : start + AT_ONCE])))
+    return added
+
+
+async def mark(connection: Connection, dids: Sequence[str]) -> int:
+    marked: int = await connection.fetchval(_MARK, list(dids))
+    return marked
+
+
+async def mark_page(connection: Connection, after: str, *, errored: bool) -> tuple[str | None, int]:
+    """The last DID of the page, None behind the end, and how many of it are marked."""
+    [(last, marked)] = await connection.fetch(_MARK_PAGE, after, AT_ONCE, errored)
+    return last, marked

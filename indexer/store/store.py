@@ -1,0 +1,178 @@
+"""The store: one pool of connections, and each thing that the service does with the database as a method."""
+
+from asyncio import Semaphore
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from time import time
+from typing import Any, Self
+
+import asyncpg
+
+from indexer.store import identities, queries, resync
+from indexer.store.apply import apply
+from indexer.store.errors import CONNECT_SECONDS, database_errors
+from indexer.store.queries import Counts
+from indexer.store.resync import ResyncTransaction
+from indexer.store.rows import Connection, buckets_of, repo_columns, repo_of, unnest
+from indexer.sync.identity import StoredIdentity
+from indexer.sync.plan import Batch
+from indexer.sync.repo import Repo
+
+STATEMENT_SECONDS = 60.0
+RESERVED = 3  # connections that resyncs leave to the live path, the leases and the observers
+
+_SETTINGS = {
+    "application_name": "indexer",
+    "jit": "off",  # it costs more than any statement here
+    "idle_in_transaction_session_timeout": "300s",
+}
+
+_REPOS = f"""
+    select {repo_columns("r")} from {unnest({"did": "text", "bucket": "smallint"}, "w")}
+    join indexer.repo r on r.did = w.did and r.bucket = w.bucket
+"""
+
+
+class Store:
+    """Postgres. Every method raises `DatabaseError` for what another try may cure, and tries nothing twice itself."""
+
+    def __init__(self, pool: asyncpg.Pool, connections: int) -> None:
+        self._pool = pool
+        self._resyncs = Semaphore(max(1, connections - RESERVED))
+
+    @classmethod
+    async def open(cls, dsn: str, *, connections: int = 10) -> Self:
+        """With at most so many connections; resyncs share all but three of them."""
+        with database_errors():
+            pool = await asyncpg.create_pool(
+                dsn,
+                min_size=1,
+                max_size=connections,
+                timeout=CONNECT_SECONDS,
+                command_timeout=STATEMENT_SECONDS,
+                server_settings=_SETTINGS,
+            )
+        return cls(pool, connections)
+
+    async def close(self) -> None:
+        await self._pool.close()
+
+    async def repos(self, dids: Sequence[str]) -> dict[str, Repo]:
+        """The rows that there are."""
+        async with self._connection() as connection:
+            rows = await connection.fetch(_REPOS, list(dids), buckets_of(dids))
+        return {row["did"]: repo_of(row) for row in rows}
+
+    async def cursor(self, relay: str, shard: str) -> int | None:
+        async with self._connection() as connection:
+            seq: int | None = await connection.fetchval(
+                "select seq from indexer.cursor where relay = $1 and shard = $2", relay, shard
+            )
+        return seq
+
+    async def apply(self, batch: Batch) -> frozenset[str]:
+        """Writes the batch in one transaction; gives the DIDs that moved, see `indexer.store.apply`."""
+        async with self._transaction() as connection:
+            return await apply(connection, batch)
+
+    async def claim(self, count: int, buckets: range, lease_seconds: float, now: float) -> list[Repo]:
+        """At most `count` repos that are due, now in progress, those first whose records we show."""
+        async with self._connection() as connection:
+            return await resync.claim(connection, count, buckets, now + lease_seconds, now)
+
+    async def renew(self, did: str, lease: int, seconds: float) -> bool:
+        """Whether the claim still stands; then it does so for `seconds` from now on."""
+        async with self._connection() as connection:
+            return await resync.renew(connection, did, lease, time() + seconds)
+
+    async def expire_leases(self, now: float) -> int:
+        """Ends claims whose time is over, so that the repos can be claimed again."""
+        async with self._transaction() as connection:
+            return await resync.expire_leases(connection, now)
+
+    @asynccontextmanager
+    async def resync(self, claimed: Repo) -> AsyncIterator[ResyncTransaction]:
+        """Commits at the end of the block if it was finished, and rolls back otherwise."""
+        async with self._resyncs:
+            with database_errors():
+                connection = await self._pool.acquire(timeout=CONNECT_SECONDS)
+            try:
+                transaction = connection.transaction()
+                with database_errors():
+                    await transaction.start()
+                resyncing = ResyncTransaction(connection, claimed)
+                try:
+                    yield resyncing
+                except BaseException:
+                    with database_errors():
+                        await transaction.rollback()
+                    raise
+                with database_errors():
+                    await (transaction.commit() if resyncing.finished else transaction.rollback())
+            finally:
+                with database_errors():
+                    await self._pool.release(connection)
+
+    async def load(self, dids: Sequence[str]) -> Mapping[str, StoredIdentity]:
+        async with self._connection() as connection:
+            return await identities.load(connection, dids)
+
+    async def save(self, stored: Sequence[StoredIdentity]) -> None:
+        async with self._connection() as connection:
+            await identities.save(connection, stored)
+
+    async def did_of_handle(self, handle: str) -> str | None:
+        """The DID whose document claims the handle, as far as we have read."""
+        async with self._connection() as connection:
+            return await identities.did_of_handle(connection, handle)
+
+    async def counts(self) -> Counts:
+        async with self._connection() as connection:
+            return await queries.counts(connection)
+
+    async def repo_report(self, did: str) -> dict[str, Any] | None:
+        """All that is known of a repo, by column."""
+        async with self._connection() as connection:
+            return await queries.repo_report(connection, did)
+
+    async def record(self, did: str, collection: str, rkey: str) -> dict[str, Any] | None:
+        """A record of a visible repo as the face shows it, its value decoded."""
+        async with self._connection() as connection:
+            return await queries.record(connection, did, collection, rkey)
+
+    async def visible_repos(self) -> dict[str, tuple[str, str | None]]:
+        """Sync status and reason of each repo that the face calls visible."""
+        async with self._connection() as connection:
+            return await queries.visible_repos(connection)
+
+    async def visible_records(self, did: str) -> dict[str, bytes]:
+        """The CID of each record that the face shows, by path."""
+        async with self._connection() as connection:
+            return await queries.visible_records(connection, did)
+
+    async def add(self, dids: Iterable[str]) -> int:
+        """Repos to be tracked from now on; gives how many were not yet."""
+        async with self._connection() as connection:
+            return await queries.add(connection, dids)
+
+    async def mark_resync(self, dids: Sequence[str] = (), *, errored: bool = False, all: bool = False) -> int:  # noqa: A002
+        """Asks for resyncs of these, or of those whose last one failed, or of all; gives how many are known."""
+        async with self._connection() as connection:
+            if not (errored or all):
+                return await queries.mark(connection, dids)
+            last, marked = await queries.mark_page(connection, "", errored=not all)
+            while last is not None:
+                last, more = await queries.mark_page(connection, last, errored=not all)
+                marked += more
+        return marked
+
+    @asynccontextmanager
+    async def _connection(self) -> AsyncIterator[Connection]:
+        with database_errors():
+            async with self._pool.acquire(timeout=CONNECT_SECONDS) as connection:
+                yield connection
+
+    @asynccontextmanager
+    async def _transaction(self) -> AsyncIterator[Connection]:
+        async with self._connection() as connection, connection.transaction():
+            yield connection
