@@ -24,8 +24,9 @@ _LENGTH = 4
 _HEAD = _LENGTH + SIZE
 _FIRST_READ = 4_096  # nearly every block is shorter
 _WRITE_BYTES = 1 << 20
-_FIRST_SLOTS = 1 << 10
-_HASH = 0xFFFF_FFFF
+_PARTS = 1 << 8
+_FIRST_SLOTS = 1 << 4
+_HASH = (1 << 40) - 1  # the bits used: 8 for the part, 32 within it
 
 
 class Spool:
@@ -114,35 +115,53 @@ class Spool:
 
 
 class _Index:
-    """Places by CID: an open-addressing table, at most two thirds full.
+    """Places by CID, in parts, so that none of them takes long to grow: the event loop is waiting.
 
-    Its hash is Python's own, keyed anew in each process: nobody can choose CIDs that crowd together in it.
+    The hash is Python's own, keyed anew in each process: nobody can choose CIDs that crowd together in it.
     """
 
-    __slots__ = ("_hashes", "_places", "count")
+    __slots__ = ("_parts", "count")
 
     def __init__(self) -> None:
-        self._hashes = _zeros("I", _FIRST_SLOTS)
-        self._places = _zeros("Q", _FIRST_SLOTS)
+        self._parts = [_Part() for _ in range(_PARTS)]
         self.count = 0
 
     def candidates(self, cid: bytes) -> Iterator[int]:
         """Places where this block may be: hardly ever more than one."""
+        rest, part = divmod(hash(cid) & _HASH, _PARTS)
+        return self._parts[part].candidates(rest)
+
+    def add(self, cid: bytes, place: int) -> None:
+        """`place` is above 0."""
+        self.count += 1
+        rest, part = divmod(hash(cid) & _HASH, _PARTS)
+        self._parts[part].add(rest, place)
+
+
+class _Part:
+    """An open-addressing table, at most two thirds full; a place of 0 is an empty slot."""
+
+    __slots__ = ("_count", "_hashes", "_places")
+
+    def __init__(self) -> None:
+        self._hashes = _zeros("I", _FIRST_SLOTS)
+        self._places = _zeros("Q", _FIRST_SLOTS)
+        self._count = 0
+
+    def candidates(self, hash_: int) -> Iterator[int]:
         places, hashes = self._places, self._hashes
         mask = len(places) - 1
-        hash_ = hash(cid) & _HASH
         slot = hash_ & mask
         while place := places[slot]:
             if hashes[slot] == hash_:
                 yield place
             slot = (slot + 1) & mask
 
-    def add(self, cid: bytes, place: int) -> None:
-        """`place` is above 0."""
-        self.count += 1
-        if 3 * self.count > 2 * len(self._places):
+    def add(self, hash_: int, place: int) -> None:
+        self._count += 1
+        if 3 * self._count > 2 * len(self._places):
             self._grow()
-        self._put(hash(cid) & _HASH, place)
+        self._put(hash_, place)
 
     def _put(self, hash_: int, place: int) -> None:
         places = self._places
