@@ -138,7 +138,7 @@ class Daemon:
         if "resync" in self._settings.roles:
             stages |= {"resyncs": self.resyncs.run()}
         tasks = {name: asyncio.create_task(stage, name=name) for name, stage in stages.items()}
-        stopped = asyncio.create_task(stop.wait())
+        stopped: asyncio.Task[Any] = asyncio.create_task(stop.wait())
         try:
             await asyncio.wait([*tasks.values(), stopped], return_when=asyncio.FIRST_COMPLETED)
             for task in tasks.values():

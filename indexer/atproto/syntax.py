@@ -58,9 +58,12 @@ def normalize_nsid(nsid: str) -> str:
 
 
 def split_path(path: str) -> tuple[str, str]:
-    """A repo path, `collection/rkey`; raises `UpstreamError`. The collection's authority must be in lower case."""
+    """A repo path, `collection/rkey`; raises `UpstreamError`.
+
+    Hosts let collections through whose authority isn't in lower case, and so do we: the path is a key, byte for byte.
+    """
     collection, slash, rkey = path.partition("/")
-    if not (slash and is_nsid(collection) and is_record_key(rkey)) or normalize_nsid(collection) != collection:
+    if not (slash and is_nsid(collection) and is_record_key(rkey)):
         raise UpstreamError(Rejection.FIELD_INVALID, f"not a record's path: {path[:100]!r}")
     return collection, rkey
 

@@ -158,6 +158,15 @@ class PlayedNetwork:
             }
         )
 
+    async def latest(self, request: web.Request) -> web.Response:
+        """The last commit that was sent."""
+        did = request.query["did"]
+        for recorded in reversed(self.recording.frames[: self.sent]):
+            if recorded.did == did and recorded.type == "#commit":
+                _, payload = cbrrr.decode_multi_dag_cbor_in_violation_of_the_spec(recorded.frame)
+                return web.json_response({"cid": payload["commit"].encode(), "rev": payload["rev"]})
+        return web.json_response({"error": "RepoNotFound", "message": did}, status=400)
+
     async def export(self, request: web.Request) -> web.Response:
         did = request.query["did"]
         self.exports_asked.append(did)
@@ -173,16 +182,18 @@ async def played(what: Recording) -> AsyncIterator[PlayedNetwork]:
     network = PlayedNetwork(what)
     app = web.Application()
     app.router.add_get("/xrpc/com.atproto.sync.getRepo", network.export)
+    app.router.add_get("/xrpc/com.atproto.sync.getLatestCommit", network.latest)
     app.router.add_get("/{did:did:.+}", network.document)
     runner = web.AppRunner(app)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    network.http_url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    async with serve(network.stream, "127.0.0.1", 0, compression=None) as server:
-        network.relay_url = f"ws://127.0.0.1:{next(iter(server.sockets)).getsockname()[1]}"
-        yield network
-    await runner.cleanup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        network.http_url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        async with serve(network.stream, "127.0.0.1", 0, compression=None) as server:
+            network.relay_url = f"ws://127.0.0.1:{next(iter(server.sockets)).getsockname()[1]}"
+            yield network
+    finally:
+        await runner.cleanup()
 
 
 def _did(payload: dict[str, Any]) -> str:
