@@ -15,6 +15,7 @@ from indexer.reasons import FetchFailure
 from tests.outbound.conftest import IMPATIENT, World
 from tests.outbound.host import Host, answer
 
+TLS = ssl.create_default_context()
 PUBLIC, OTHER, PRIVATE = "93.184.216.34", "2606:4700::1111", "10.0.0.7"
 
 
@@ -204,11 +205,11 @@ def test_no_name_breaks_us(name: str) -> None:
 
     async def resolve(host: str, _port: int) -> Sequence[str]:
         host.encode("idna")
-        ssl.create_default_context().wrap_bio(ssl.MemoryBIO(), ssl.MemoryBIO(), server_hostname=host)
+        TLS.wrap_bio(ssl.MemoryBIO(), ssl.MemoryBIO(), server_hostname=host)
         return [PRIVATE]
 
     async def ask() -> None:
-        client = Outbound(user_agent="test", resolve=resolve, tls=ssl.create_default_context())
+        client = Outbound(user_agent="test", resolve=resolve, tls=TLS)
         try:
             with pytest.raises(UnavailableError):
                 await client.get(f"https://{name}/xrpc/method", max_bytes=10)
