@@ -4,32 +4,48 @@
 """
 
 import asyncio
+import json
 import os
 import sys
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from datetime import datetime
 from functools import wraps
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
+from time import time
+from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, TextIO
 
 import click
+from rich.console import Console
+from rich.live import Live
 
 from indexer import __version__
 from indexer.atproto.cid import cid_text
 from indexer.atproto.crypto import parse_did_key
 from indexer.atproto.record import Problem
+from indexer.atproto.syntax import AtUri, is_did, is_handle
 from indexer.config import Settings, load_settings
 from indexer.errors import SettingsError, UnavailableError, UpstreamError
 from indexer.log import configure_logging, printable
-from indexer.reasons import FetchFailure
+from indexer.reasons import Desync, FetchFailure
+from indexer.status import Sample, Status, facts_table, status_of, status_picture
+from indexer.store import Store
 
 if TYPE_CHECKING:
     from indexer.inspection import Export
 
 FAILED, BAD_ARGUMENT, NOT_READY, UNKNOWN, INTERRUPTED = 1, 2, 3, 4, 130
+SAMPLE_SECONDS = 1.0
+ADD_AT_ONCE = 10_000
 
 P = ParamSpec("P")
 Command = Callable[Concatenate[Settings, P], Coroutine[Any, Any, int]]
+
+
+class SchemaError(SettingsError):
+    """The database is not at this program's schema."""
+
 
 config_option = click.option(
     "--config",
@@ -136,6 +152,107 @@ async def migrate_command(settings: Settings) -> int:
     return 0
 
 
+@_command("status")
+@click.option("--json", "as_json", is_flag=True, help="JSON; with --watch one line each time.")
+@click.option("--watch", is_flag=True, help="Go on until interrupted.")
+async def status_command(settings: Settings, *, as_json: bool, watch: bool) -> int:
+    """Show cursor, lag, repos by status, resync queue, throughput and progress, as the database has them.
+
+    Rates are measured over a second. Exit code 3 if not ready: no event saved yet, or the newest one is over a minute
+    old.
+    """
+    try:
+        async with _store(settings) as store:
+            statuses = _statuses(store, str(settings.shard))
+            if watch:
+                await _watch(statuses, as_json=as_json)
+            status = await anext(statuses)
+    except SchemaError as error:
+        return _complain(str(error), NOT_READY)
+    if as_json:
+        click.echo(_json(status.to_json()))
+    else:
+        _console().print(status_picture(status))
+    return 0 if status.not_ready is None else NOT_READY
+
+
+@_command("repo")
+@click.argument("account", metavar="DID|HANDLE")
+@click.option("--json", "as_json", is_flag=True, help="JSON.")
+async def repo_command(settings: Settings, *, account: str, as_json: bool) -> int:
+    """Show everything known of one repo, with the reason of its state.
+
+    A handle is looked up among those that accounts' identities claim, as far as they have been read.
+    """
+    async with _store(settings) as store:
+        did = await _did(store, account)
+        report = await store.repo_report(did) if did else None
+    if report is None:
+        return _complain(f"{account} is not known here", UNKNOWN)
+    if as_json:
+        click.echo(_json(report))
+        return 0
+    reasons = [f"{reason}: {reason.text}" for reason in Desync if reason == report["sync_reason"]]
+    _console().print(facts_table(report | {"sync_reason": next(iter(reasons), None)}))
+    return 0
+
+
+@_command("record")
+@click.argument("uri", metavar="AT-URI")
+@click.option("--json", "as_json", is_flag=True, help="JSON.")
+async def record_command(settings: Settings, *, uri: str, as_json: bool) -> int:
+    """Show one record: CID, value, rev."""
+    parsed = _record_uri(uri)
+    async with _store(settings) as store:
+        did = await _did(store, parsed.authority)
+        record = await store.record(did, parsed.collection or "", parsed.rkey or "") if did else None
+    if record is None:
+        return _complain(f"{uri} is not known here, or its account is not shown", UNKNOWN)
+    if as_json:
+        click.echo(_json(record))
+        return 0
+    _console().print(facts_table((name, value) for name, value in record.items() if name != "value"))
+    click.echo(_readable(record["value"]))
+    return 0
+
+
+@_command("add")
+@click.argument("dids", nargs=-1, metavar="DID…")
+@click.option("--file", "-f", type=click.File(errors="replace"), help="Read DIDs from a file, one a line.")
+async def add_command(settings: Settings, *, dids: tuple[str, ...], file: TextIO | None) -> int:
+    """Track repos: each is fetched and followed from now on. `-` reads DIDs from standard input, one a line.
+
+    In a file, empty lines and lines that begin with # are left out.
+    """
+    if (file is None) != bool(dids):
+        raise click.UsageError("Name DIDs, or a --file of them, or -.")
+    if dids == ("-",):
+        file = click.open_file("-", errors="replace")
+    named = _dids_of(file) if file else (_valid_did(did) for did in dids)
+    added = count = 0
+    async with _store(settings) as store:
+        while page := list(islice(named, ADD_AT_ONCE)):
+            count += len(page)
+            added += await store.add(page)
+    click.echo(f"{added} added, {count - added} known before")
+    return 0
+
+
+@_command("resync")
+@click.argument("dids", nargs=-1, metavar="DID…")
+@click.option("--errored", is_flag=True, help="All whose last resync failed.")
+@click.option("--all", "everything", is_flag=True, help="All there are.")
+async def resync_command(settings: Settings, *, dids: tuple[str, ...], errored: bool, everything: bool) -> int:
+    """Mark repos to be fetched again and compared. Their records stay visible meanwhile."""
+    if bool(dids) + errored + everything != 1:
+        raise click.UsageError("Name DIDs, or give --errored or --all.")
+    named = sorted(set(map(_valid_did, dids)))
+    async with _store(settings) as store:
+        marked = await store.mark_resync(named, errored=errored, all=everything)
+    click.echo(f"{marked} marked")
+    return _complain(f"{len(named) - marked} of them are not known here", UNKNOWN) if marked < len(named) else 0
+
+
 @_command("inspect")
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE.car")
 @click.option("--key", metavar="did:key:…", help="The account's signing key, to check the signature with.")
@@ -164,6 +281,93 @@ def _database(settings: Settings) -> AbstractAsyncContextManager[str]:
 
     url = settings.database_url
     return database(url.get_secret_value() if url else None, settings.data_dir)
+
+
+@asynccontextmanager
+async def _store(settings: Settings) -> AsyncIterator[Store]:
+    from indexer.store.migrate import schema_is_current  # noqa: PLC0415
+
+    async with _database(settings) as dsn:
+        if not await schema_is_current(dsn):
+            raise SchemaError("the database's schema is not this program's: run `indexer migrate`")
+        store = await Store.open(dsn, connections=1)
+        try:
+            yield store
+        finally:
+            await store.close()
+
+
+async def _statuses(store: Store, shard: str) -> AsyncIterator[Status]:
+    """One a second, for ever."""
+    before = Sample(time(), await store.counts())
+    while True:
+        await asyncio.sleep(SAMPLE_SECONDS)
+        now = Sample(time(), await store.counts())
+        yield status_of(shard, before, now)
+        before = now
+
+
+async def _watch(statuses: AsyncIterator[Status], *, as_json: bool) -> NoReturn:
+    with nullcontext() if as_json else Live(console=_console(), auto_refresh=False) as live:
+        while True:
+            status = await anext(statuses)
+            if live is None:
+                click.echo(_json(status.to_json()))
+            else:
+                live.update(status_picture(status), refresh=True)
+
+
+async def _did(store: Store, account: str) -> str | None:
+    """The DID of an account named by it or by a handle; None if nobody is known by that handle."""
+    if is_did(account):
+        return account
+    handle = account.removeprefix("@").lower()
+    if not is_handle(handle):
+        raise click.BadParameter(f"{account!r} is neither a DID nor a handle")
+    return await store.did_of_handle(handle)
+
+
+def _record_uri(text: str) -> AtUri:
+    try:
+        uri = AtUri.parse(text).normalized()
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+    if uri.rkey is None:
+        raise click.BadParameter(f"{text!r} names no record: at://DID-or-handle/collection/rkey")
+    return uri
+
+
+def _valid_did(text: str) -> str:
+    if not is_did(text):
+        raise click.BadParameter(f"{text[:80]!r} is not a DID")
+    return text
+
+
+def _dids_of(file: TextIO) -> Iterator[str]:
+    for number, line in enumerate(file, 1):
+        text = line.strip()
+        if text and not text.startswith("#"):
+            if not is_did(text):
+                raise click.BadParameter(
+                    f"{file.name}, line {number}: {text[:80]!r} is not a DID; what is before it may be added"
+                )
+            yield text
+
+
+def _console() -> Console:
+    """As wide as the terminal; off a terminal wide enough that no value is broken."""
+    return Console(width=None if sys.stdout.isatty() else 400, highlight=False, markup=False, emoji=False)
+
+
+def _json(value: Any) -> str:
+    """One line of ASCII, which no value can break or steer a terminal with."""
+    return json.dumps(value, default=datetime.isoformat)
+
+
+def _readable(value: Any) -> str:
+    """JSON for people: other scripts as they are, whatever could steer a terminal escaped."""
+    text = json.dumps(value, indent=2, ensure_ascii=False)
+    return "".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text)
 
 
 def _list_export(export: "Export") -> int:

@@ -1,0 +1,176 @@
+"""What the database alone tells of the indexer's state: `indexer status`, as a picture and as JSON."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from indexer.log import printable
+from indexer.store import Counts
+from indexer.sync.repo import SyncStatus
+
+READY_LAG_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A cursor; `lag_seconds` is the age of the event at it, None if the relay wrote no time that can be read."""
+
+    relay: str
+    shard: str
+    seq: int
+    event_time: str | None
+    lag_seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The counts at one moment, in Unix seconds."""
+
+    at: float
+    counts: Counts
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """One shard's state. Rates are those between two samples; events are counted by their sequence numbers.
+
+    `progress` is the share of repos that are synchronized among those that are or wait to be, `seconds_left` the time
+    until all are, at the present rate; None if there is nothing to do, or nothing happens. `records` is an estimate.
+    """
+
+    not_ready: str | None
+    cursors: list[Place]
+    repos: dict[str, int]
+    reasons: dict[str, int]
+    records: int
+    resync_queue: int
+    parked: int
+    events_per_second: float
+    resyncs_per_second: float
+    progress: float | None
+    seconds_left: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        return {"ready": self.not_ready is None, **asdict(self)}
+
+
+def status_of(shard: str, earlier: Sample, now: Sample) -> Status:
+    """The status of the process with this shard, from two samples."""
+    counts, seconds = now.counts, max(now.at - earlier.at, 0.001)
+    places = [
+        Place(cursor.relay, cursor.shard, cursor.seq, cursor.event_time, _age(cursor.event_time, now.at))
+        for cursor in counts.cursors
+    ]
+    synchronized = counts.statuses[SyncStatus.SYNCHRONIZED]
+    waiting = counts.queued + counts.statuses[SyncStatus.IN_PROGRESS]
+    pace = max(synchronized - earlier.counts.statuses[SyncStatus.SYNCHRONIZED], 0) / seconds
+    return Status(
+        not_ready=_not_ready([place for place in places if place.shard == shard]),
+        cursors=places,
+        repos={status.value: count for status, count in counts.statuses.items()},
+        reasons=counts.reasons,
+        records=counts.records,
+        resync_queue=counts.queued,
+        parked=counts.parked,
+        events_per_second=_events(earlier.counts, counts) / seconds,
+        resyncs_per_second=pace,
+        progress=synchronized / (synchronized + waiting) if synchronized + waiting else None,
+        seconds_left=waiting / pace if waiting and pace else None,
+    )
+
+
+def _age(event_time: str | None, now: float) -> float | None:
+    try:
+        return None if event_time is None else now - datetime.fromisoformat(event_time).timestamp()
+    except (ValueError, OverflowError):
+        return None
+
+
+def _not_ready(places: list[Place]) -> str | None:
+    """Cursors are kept per relay: the one that is furthest in time is the one in use."""
+    if not places:
+        return "no event has been saved yet"
+    lags = [place.lag_seconds for place in places if place.lag_seconds is not None]
+    if not lags:
+        return "the relay's events have no time that can be read"
+    if min(lags) > READY_LAG_SECONDS:
+        return f"the newest saved event is {duration(min(lags))} old"
+    return None
+
+
+def _events(earlier: Counts, now: Counts) -> int:
+    before = {(cursor.relay, cursor.shard): cursor.seq for cursor in earlier.cursors}
+    return sum(max(c.seq - before.get((c.relay, c.shard), c.seq), 0) for c in now.cursors)
+
+
+def duration(seconds: float) -> str:
+    """In the two largest units: `2 d 3 h`, `4 min 5 s`, `6 s`."""
+    rest = max(round(seconds), 0)
+    words: list[str] = []
+    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1)):
+        if rest >= size or (unit == "s" and not words):
+            words.append(f"{rest // size} {unit}")
+            rest %= size
+    return " ".join(words[:2])
+
+
+def status_picture(status: Status) -> Group:
+    verdict = (
+        Text("ready", "bold green") if status.not_ready is None else Text(f"not ready: {status.not_ready}", "bold red")
+    )
+    cursors = Table("relay", "shard", "saved up to", "lag", title="stream", title_justify="left")
+    for place in status.cursors:
+        lag = "-" if place.lag_seconds is None else duration(place.lag_seconds)
+        cursors.add_row(_text(place.relay), _text(place.shard), f"{place.seq:,}", lag)
+    repos = Table("repos", "", title="copies", title_justify="left", show_header=False)
+    repos.columns[1].justify = "right"
+    for name, count in [
+        *status.repos.items(),
+        *((f"because {reason}", count) for reason, count in status.reasons.items()),
+    ]:
+        repos.add_row(_text(name), f"{count:,}")
+    return Group(verdict, cursors, repos, facts_table(_facts(status)))
+
+
+def _facts(status: Status) -> Mapping[str, Any]:
+    return {
+        "records": f"about {status.records:,}",
+        "resync queue": f"{status.resync_queue:,}",
+        "parked": f"{status.parked:,}",
+        "events a second": f"{status.events_per_second:,.1f}",
+        "resyncs a second": f"{status.resyncs_per_second:,.1f}",
+        "progress": None if status.progress is None else f"{status.progress:.1%}",
+        "time left": None if status.seconds_left is None else duration(status.seconds_left),
+    }
+
+
+def facts_table(facts: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> Table:
+    """Names and values, one a line; None is `-`, times are shown to the second."""
+    table = Table.grid("name", "value", padding=(0, 2))
+    for name, value in dict(facts).items():
+        table.add_row(_text(name), _text(_shown(value)))
+    return table
+
+
+def _shown(value: Any) -> str:
+    match value:
+        case None:
+            return "-"
+        case bool():
+            return "yes" if value else "no"
+        case datetime():
+            return value.isoformat(" ", "seconds")
+        case int():
+            return f"{value:,}"
+        case _:
+            return str(value)
+
+
+def _text(words: str) -> Text:
+    """Literally: what others wrote is neither markup nor able to steer a terminal."""
+    return Text(printable(words), overflow="fold")
