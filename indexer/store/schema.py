@@ -42,6 +42,8 @@ NAME = Text(collation="C")
 TIME = DateTime(timezone=True)
 NOW = text("now()")
 
+_DUE_AT = text("coalesce(next_attempt_at, '-infinity'::timestamptz)")
+
 repo = Table(
     "repo",
     metadata,
@@ -72,11 +74,10 @@ repo = Table(
     CheckConstraint("num_nulls(rev, data, commit) in (0, 3)", name="repo_head"),
     CheckConstraint("status <> 'synchronized' or rev is not null", name="repo_synchronized"),
     CheckConstraint("(status = 'in-progress') = (lease_until is not null)", name="repo_leased"),
+    Index("repo_due", _DUE_AT, postgresql_where=text("status = 'desynchronized' and active and rev is not null")),
+    Index("repo_due_new", _DUE_AT, postgresql_where=text("status = 'desynchronized' and active and rev is null")),
     postgresql_with={"fillfactor": "80"},
 )
-_DUE_AT = text("coalesce(next_attempt_at, '-infinity'::timestamptz)")
-Index("repo_due", _DUE_AT, postgresql_where=text("status = 'desynchronized' and active and rev is not null"))
-Index("repo_due_new", _DUE_AT, postgresql_where=text("status = 'desynchronized' and active and rev is null"))
 Index("repo_leases", repo.c.lease_until, postgresql_where=text("status = 'in-progress'"))
 
 record = Table(

@@ -283,11 +283,3 @@ def upgrade() -> None:
         op.execute(f"comment on {thing} is '{comment}'")
     for statement in RIGHTS:
         op.execute(statement)
-
-
-def downgrade() -> None:
-    """Schema `indexer` stays: Alembic's own table is in it."""
-    op.execute("drop schema atproto cascade")
-    for table in ("repo", "record", "change", "kept_event", "dead_letter", "cursor", "identity"):
-        op.execute(f"drop table indexer.{table}")
-    op.execute("drop function indexer.bucket_of(text)")

@@ -1,0 +1,48 @@
+"""Small values for the store's tests."""
+
+from dataclasses import replace
+from hashlib import sha256
+from typing import Any
+
+from indexer.atproto.cid import cid_of
+from indexer.store import Store
+from indexer.sync.plan import Action, Batch, RecordChange, RepoWrite
+from indexer.sync.repo import Head, Repo, SyncStatus
+
+
+def did(name: object) -> str:
+    return f"did:plc:{sha256(str(name).encode()).hexdigest()[:24]}"
+
+
+def head(rev: str = "3laaaaaaaaa22") -> Head:
+    return Head(rev, cid_of(f"data {rev}".encode()), cid_of(f"commit {rev}".encode()))
+
+
+def synchronized(name: object, **fields: Any) -> Repo:
+    return replace(
+        Repo(did(name), version=1, status=SyncStatus.SYNCHRONIZED, reason=None, head=head(), synchronized_at=1.5),
+        **fields,
+    )
+
+
+def put(path: str, text: str = "{}", action: Action = "create", rev: str = "3laaaaaaaaa22") -> RecordChange:
+    collection, rkey = path.split("/")
+    return RecordChange(action, collection, rkey, rev, cid_of(text.encode()), text)
+
+
+def delete(path: str, rev: str = "3laaaaaaaaa22") -> RecordChange:
+    collection, rkey = path.split("/")
+    return RecordChange("delete", collection, rkey, rev)
+
+
+async def insert(store: Store, *repos: Repo, changes: tuple[RecordChange, ...] = ()) -> None:
+    """Repos with these records each."""
+    assert not await store.apply(Batch(tuple(RepoWrite(0, repo, changes) for repo in repos)))
+
+
+async def in_progress(store: Store, name: object, *, now: float = 100.0, **fields: Any) -> Repo:
+    """A repo that a worker has claimed at `now` for ten seconds, its head as in `synchronized`."""
+    await insert(store, replace(synchronized(name), status=SyncStatus.DESYNCHRONIZED, **fields))
+    claimed = await store.claim(1, range(256), 10.0, now)
+    assert [repo.did for repo in claimed] == [did(name)]
+    return claimed[0]

@@ -1,0 +1,137 @@
+import asyncpg
+import pytest
+
+from indexer.atproto.cid import cid_text
+from indexer.reasons import Desync
+from indexer.store import Store
+from indexer.store import queries as queries_module
+from indexer.sync.identity import StoredIdentity
+from indexer.sync.plan import Batch, Cursor
+from indexer.sync.repo import PARKED, Repo, SyncStatus
+from tests.store.rows import did, head, in_progress, insert, put, synchronized
+
+
+def identity(name: object, handle: str | None = None, fetched_at: float = 5.5, **fields: object) -> StoredIdentity:
+    values = {"pds": "https://pds.test", "signing_key": "did:key:zabc", **fields}
+    return StoredIdentity(did(name), handle, fetched_at=fetched_at, **values)  # type: ignore[arg-type]
+
+
+async def test_counts(store: Store, sql: asyncpg.Connection) -> None:
+    await in_progress(store, "in progress", reason=Desync.GAP)
+    await insert(
+        store,
+        Repo(did("at once"), version=1),
+        Repo(did("later"), version=1, next_attempt_at=1e10),
+        Repo(did("parked"), version=1, next_attempt_at=PARKED),
+        Repo(did("inactive"), version=1, active=False),
+        synchronized(1),
+        changes=(put("app.test/a"),),
+    )
+    await store.apply(Batch(cursor=Cursor("wss://relay.test", "0/1", 9, "now")))
+    await sql.execute("analyze indexer.record")
+    counts = await store.counts()
+    assert counts.statuses == {
+        SyncStatus.DESYNCHRONIZED: 4,
+        SyncStatus.IN_PROGRESS: 1,
+        SyncStatus.SYNCHRONIZED: 1,
+    }
+    assert counts.reasons == {"new": 4, "gap": 1}
+    assert (counts.queued, counts.parked, counts.records) == (2, 1, 5)
+    assert counts.cursors == [Cursor("wss://relay.test", "0/1", 9, "now")]
+
+
+async def test_counts_of_nothing(store: Store) -> None:
+    counts = await store.counts()
+    assert counts.statuses == dict.fromkeys(SyncStatus, 0)
+    assert (counts.reasons, counts.queued, counts.parked, counts.records, counts.cursors) == ({}, 0, 0, 0, [])
+
+
+async def test_a_report_says_why(store: Store) -> None:
+    await insert(
+        store,
+        Repo(did(1), version=1, next_attempt_at=PARKED, last_error="repo-not-found", attempts=1, head=head()),
+        changes=(put("app.test/a"), put("app.test/b")),
+    )
+    await store.save([identity(1, "alice.test")])
+    report = await store.repo_report(did(1))
+    assert report is not None
+    expected = {
+        "handle": "alice.test",
+        "pds": "https://pds.test",
+        "sync_status": "desynchronized",
+        "sync_reason": "new",
+        "last_error": "repo-not-found",
+        "rev": head().rev,
+        "data": cid_text(head().data),
+        "commit": cid_text(head().commit),
+        "parked": True,
+        "next_attempt_at": None,
+        "records": 2,
+    }
+    assert {name: report[name] for name in expected} == expected
+    assert await store.repo_report(did("unknown")) is None
+
+
+async def test_a_record_as_the_face_shows_it(store: Store) -> None:
+    change = put("app.test/a", '{"n": 1}')
+    await insert(store, synchronized(1), synchronized(2, takedown=True), changes=(change,))
+    record = await store.record(did(1), "app.test", "a")
+    assert record is not None
+    assert record["uri"] == f"at://{did(1)}/app.test/a"
+    assert record["cid"] == cid_text(change.cid or b"")
+    assert record["value"] == {"n": 1}
+    assert await store.record(did(1), "app.test", "b") is None
+    assert await store.record(did(2), "app.test", "a") is None
+
+
+async def test_adding_leaves_what_is_there(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queries_module, "AT_ONCE", 3)
+    await insert(store, synchronized(1))
+    assert await store.add([did(n) for n in (1, 2, 3, 4, 5, 2)]) == 4
+    assert await store.add([did(2)]) == 0
+    rows = await store.repos([did(1), did(2)])
+    assert rows == {did(1): synchronized(1), did(2): Repo(did(2), version=1)}
+
+
+async def test_marking_for_a_resync(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queries_module, "AT_ONCE", 2)
+    claimed = await in_progress(store, "in progress")
+    failed = Repo(did("failed"), version=1, next_attempt_at=PARKED, attempts=4, last_error="timeout", reason=Desync.GAP)
+    others = [synchronized(n) for n in range(5)]
+    await insert(store, failed, *others)
+
+    assert await store.mark_resync([did(0), did("in progress"), did("unknown")]) == 2
+    marked = (await store.repos([did(0)]))[did(0)]
+    assert (marked.status, marked.reason, marked.version) == (SyncStatus.DESYNCHRONIZED, Desync.REQUESTED, 2)
+    assert marked.head == others[0].head
+    assert await store.repos([claimed.did]) == {claimed.did: claimed}
+
+    assert await store.mark_resync(errored=True) == 1
+    again = (await store.repos([failed.did]))[failed.did]
+    assert (again.reason, again.attempts, again.next_attempt_at, again.version) == (Desync.GAP, 0, None, 2)
+    assert (await store.repos([did(1)]))[did(1)] == others[1]
+
+    assert await store.mark_resync(all=True) == 7
+    rows = await store.repos([repo.did for repo in others])
+    assert {repo.status for repo in rows.values()} == {SyncStatus.DESYNCHRONIZED}
+    assert len(await store.claim(100, range(256), 10.0, 100.0)) == 6
+
+
+async def test_identities_come_back_and_the_later_reading_stays(store: Store) -> None:
+    one, two = identity(1, "alice.test", 5.5), identity(2, None, problem="not found", signing_key=None, pds=None)
+    await store.save([one, two])
+    assert await store.load([did(1), did(2), did(3)]) == {did(1): one, did(2): two}
+    await store.save([identity(1, "before.test", 4.0)])
+    assert (await store.load([did(1)]))[did(1)] == one
+    await store.apply(Batch(stale_identities=frozenset({did(1), did(3)})))
+    assert (await store.load([did(1)]))[did(1)].stale
+    later = identity(1, "after.test", 6.0)
+    await store.save([one, later])
+    assert await store.load([did(1), did(3)]) == {did(1): later}
+    assert await store.did_of_handle("after.test") == did(1)
+    assert await store.did_of_handle("alice.test") is None
+
+
+async def test_a_document_of_nuls_is_stored(store: Store) -> None:
+    await store.save([identity(1, "nul\0.test", pds="https://\ud800")])
+    assert (await store.load([did(1)]))[did(1)].handle == "nul\ufffd.test"

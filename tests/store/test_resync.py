@@ -1,0 +1,235 @@
+import asyncio
+import random
+from dataclasses import replace
+
+import asyncpg
+import pytest
+
+from indexer.errors import BrokenInvariantError
+from indexer.reasons import Desync
+from indexer.store import Store
+from indexer.store import resync as resync_module
+from indexer.sync.diff import Diff
+from indexer.sync.plan import Batch, KeptEvent, RecordChange, RepoWrite
+from indexer.sync.repo import PARKED, Repo, SyncStatus
+from indexer.sync.shard import Shard
+from tests.store.rows import delete, did, head, in_progress, insert, put, synchronized
+
+ALL = range(256)
+
+
+def waiting(name: object, **fields: object) -> Repo:
+    return replace(Repo(did(name), version=1), **fields)  # type: ignore[arg-type]
+
+
+async def kept_up(store: Store, repo: Repo) -> Repo:
+    """The repo as its resync ends when nothing happened meanwhile."""
+    row = (await store.repos([repo.did]))[repo.did]
+    return replace(
+        row, version=row.version + 1, status=SyncStatus.SYNCHRONIZED, reason=None, head=head("3lbbbbbbbbb22")
+    )
+
+
+async def stored(store: Store, claimed: Repo) -> list[tuple[bytes, bytes]]:
+    async with store.resync(claimed) as transaction:
+        return [entry async for chunk in transaction.stored() for entry in chunk]
+
+
+async def test_claims_go_to_what_is_due_and_what_was_shown_before_first(store: Store) -> None:
+    await insert(
+        store,
+        waiting("new, at once"),
+        waiting("new, due", next_attempt_at=99.0),
+        waiting("new, later", next_attempt_at=101.0),
+        waiting("known, due", next_attempt_at=99.5, head=head()),
+        waiting("known, due before", next_attempt_at=98.0, head=head()),
+        waiting("known, later", next_attempt_at=101.0, head=head()),
+        waiting("parked", next_attempt_at=PARKED),
+        waiting("inactive", active=False),
+        synchronized("synchronized"),
+    )
+    claims = [await store.claim(1, ALL, 10.0, 100.0) for _ in range(5)]
+    expected = ["known, due before", "known, due", "new, at once", "new, due"]
+    assert [[repo.did for repo in claim] for claim in claims] == [[did(name)] for name in expected] + [[]]
+    claimed = claims[2][0]
+    assert claimed == waiting("new, at once", version=2, status=SyncStatus.IN_PROGRESS, lease=1)
+    assert await store.repos([claimed.did]) == {claimed.did: claimed}
+
+
+async def test_workers_never_claim_the_same(store: Store) -> None:
+    await insert(store, *[waiting(n) for n in range(40)])
+    claims = await asyncio.gather(*[store.claim(3, ALL, 10.0, 100.0) for _ in range(20)])
+    dids = [repo.did for claim in claims for repo in claim]
+    assert sorted(dids) == sorted(set(dids))
+    rest = await store.claim(100, ALL, 10.0, 100.0)
+    assert {*dids, *(repo.did for repo in rest)} == {did(n) for n in range(40)}
+
+
+async def test_a_shard_claims_its_own(store: Store) -> None:
+    await insert(store, *[waiting(n) for n in range(40)])
+    shards = [Shard(index, 3) for index in range(3)]
+    for shard in shards:
+        claimed = await store.claim(100, shard.buckets, 10.0, 100.0)
+        assert {repo.did for repo in claimed} == {did(n) for n in range(40) if shard.owns(did(n))}
+
+
+async def test_a_lease_that_ran_out_ends_the_claim(store: Store, sql: asyncpg.Connection) -> None:
+    claimed = await in_progress(store, 1, now=100.0, reason=Desync.GAP)
+    buffering = replace(claimed, version=claimed.version + 1, buffered_events=1, buffered_bytes=5)
+    kept = (KeptEvent(claimed.did, 5, b"frame"),)
+    await store.apply(Batch((RepoWrite(claimed.version, buffering, (), kept),)))
+    assert await store.expire_leases(109.0) == 0
+    assert await store.expire_leases(111.0) == 1
+    assert await store.repos([did(1)]) == {
+        did(1): replace(claimed, version=buffering.version + 1, status=SyncStatus.DESYNCHRONIZED)
+    }
+    assert await sql.fetchval("select count(*) from indexer.kept_event") == 0
+    assert not await store.renew(did(1), claimed.lease, 60.0)
+    async with store.resync(claimed) as transaction:
+        assert await transaction.lock() is None
+    again = await store.claim(1, ALL, 10.0, 200.0)
+    assert [repo.lease for repo in again] == [claimed.lease + 1]
+    async with store.resync(claimed) as transaction:
+        assert await transaction.lock() is None
+
+
+async def test_a_lease_that_ran_out_is_a_reason_where_there_was_none(store: Store) -> None:
+    await in_progress(store, 1, now=100.0, reason=None)
+    assert await store.expire_leases(200.0) == 1
+    assert (await store.repos([did(1)]))[did(1)].reason is Desync.LEASE_EXPIRED
+
+
+async def test_a_renewed_lease_lasts_and_leaves_the_version(store: Store) -> None:
+    claimed = await in_progress(store, 1, now=100.0)
+    assert await store.renew(did(1), claimed.lease, 60.0)
+    assert not await store.renew(did(1), claimed.lease + 1, 60.0)
+    assert await store.expire_leases(200.0) == 0
+    assert await store.repos([did(1)]) == {did(1): claimed}
+
+
+async def test_stored_paths_come_in_the_order_of_the_tree(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resync_module, "CHUNK", 2)
+    collections = ["com.example.foo", "com.example.foo-x", "com.example.foo.bar", "com.example.fo", "a.b", "z.z"]
+    paths = [f"{collection}/{rkey}" for collection in collections for rkey in ("A", "a", "-", "~", "3l:x")]
+    await insert(store, synchronized("other"), changes=(put("com.example.foo/other"),))
+    await insert(store, replace(synchronized(1), status=SyncStatus.DESYNCHRONIZED), changes=tuple(map(put, paths)))
+    (claimed,) = await store.claim(1, ALL, 10.0, 100.0)
+    async with store.resync(claimed) as transaction:
+        chunks = [chunk async for chunk in transaction.stored()]
+    assert max(map(len, chunks)) == 2
+    assert min(map(len, chunks)) > 0
+    assert [path for chunk in chunks for path, _ in chunk] == sorted(path.encode() for path in paths)
+
+
+async def test_writing_between_chunks_doesnt_disturb_the_reading(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a resync does it: merged with a snapshot and written chunk by chunk, the table becomes the snapshot."""
+    monkeypatch.setattr(resync_module, "CHUNK", 3)
+    numbers = random.Random(3)
+    names = [f"{c}/{n}" for c in ("app.test", "app.test-x", "app.test.more", "b.c", "z.z") for n in range(9)]
+    for round_ in range(8):
+        ours = {path: put(path, '"ours"') for path in numbers.sample(names, numbers.randrange(len(names)))}
+        theirs = {path: put(path, numbers.choice(['"ours"', '"theirs"'])) for path in numbers.sample(names, 20)}
+        repo = replace(synchronized(round_), status=SyncStatus.DESYNCHRONIZED)
+        await insert(store, repo, changes=tuple(ours.values()))
+        (claimed,) = await store.claim(1, ALL, 1e10, 100.0)
+        diff = Diff(iter(sorted((path.encode(), change.cid or b"") for path, change in theirs.items())))
+        async with store.resync(claimed) as transaction:
+
+            async def write(differences: object) -> None:
+                await transaction.write(
+                    [theirs[d.path.decode()] if d.new else delete(d.path.decode()) for d in differences]  # type: ignore[attr-defined]  # noqa: B023
+                )
+
+            async for chunk in transaction.stored():
+                await write(list(diff.against(chunk)))
+            await write(list(diff.rest()))
+            locked = await transaction.lock()
+            assert locked == claimed
+            await transaction.finish(RepoWrite(claimed.version, await kept_up(store, claimed)))
+        assert await store.visible_records(repo.did) == {path: change.cid for path, change in theirs.items()}
+
+
+async def test_nobody_sees_anything_before_the_end(store: Store, sql: asyncpg.Connection) -> None:
+    claimed = await in_progress(store, 1)
+    drained = put("app.test/b")
+    async with store.resync(claimed) as transaction:
+        await transaction.write([put("app.test/a"), put("app.test/b", '"old"')])
+        row = (await store.repos([did(1)]))[did(1)]  # the live path goes on meanwhile
+        buffering = replace(row, version=row.version + 1, buffered_events=1)
+        kept = tuple(KeptEvent(did(1), seq, b"frame") for seq in (9, 8))
+        assert not await store.apply(Batch((RepoWrite(row.version, buffering, (), kept),)))
+        assert await store.visible_records(did(1)) == {}
+        locked = await transaction.lock()
+        assert locked == buffering
+        assert [event.seq for event in await transaction.kept()] == [8, 9]
+        end = await kept_up(store, claimed)
+        await transaction.finish(RepoWrite(buffering.version, end, (replace(drained, action="update"),)))
+        assert await store.visible_records(did(1)) == {}
+    assert await store.repos([did(1)]) == {did(1): end}
+    assert await store.visible_records(did(1)) == {"app.test/a": put("app.test/a").cid, "app.test/b": drained.cid}
+    assert await sql.fetchval("select count(*) from indexer.kept_event") == 0
+    changes = await sql.fetch("select action, rkey, live from atproto.changes order by seq")
+    assert [tuple(row) for row in changes] == [("create", "a", False), ("create", "b", False), ("update", "b", True)]
+
+
+@pytest.mark.parametrize("finish", [False, True])
+async def test_a_block_left_early_leaves_nothing(store: Store, sql: asyncpg.Connection, *, finish: bool) -> None:
+    claimed = await in_progress(store, 1)
+
+    class LeftError(Exception):
+        pass
+
+    with pytest.raises(LeftError):
+        async with store.resync(claimed) as transaction:
+            await transaction.write([put("app.test/a")])
+            await transaction.lock()
+            if finish:
+                await transaction.finish(RepoWrite(claimed.version, await kept_up(store, claimed)))
+            raise LeftError
+    async with store.resync(claimed) as transaction:
+        await transaction.write([put("app.test/a")])
+    assert await store.repos([did(1)]) == {did(1): claimed}
+    assert await sql.fetchval("select count(*) from indexer.record") == 0
+    assert await sql.fetchval("select count(*) from indexer.change") == 0
+
+
+async def test_a_finish_on_other_ground_is_a_fault_of_ours(store: Store) -> None:
+    claimed = await in_progress(store, 1)
+    with pytest.raises(BrokenInvariantError):
+        async with store.resync(claimed) as transaction:
+            await transaction.finish(RepoWrite(claimed.version - 1, claimed))
+
+
+async def test_resyncs_leave_connections_to_the_live_path(store: Store) -> None:
+    """Of five connections two; the third resync waits."""
+    entered: list[int] = []
+    leave = asyncio.Event()
+
+    async def hold(number: int) -> None:
+        async with store.resync(synchronized(number)):
+            entered.append(number)
+            await leave.wait()
+
+    holding = [asyncio.create_task(hold(number)) for number in range(5)]
+    while len(entered) < 2:
+        await asyncio.sleep(0)
+    await asyncio.gather(*[insert(store, synchronized(number)) for number in range(6)])
+    assert len(entered) == 2
+    leave.set()
+    await asyncio.gather(*holding)
+    assert sorted(entered) == list(range(5))
+
+
+async def test_a_record_of_any_size_and_shape_survives_the_arrays(store: Store) -> None:
+    claimed = await in_progress(store, 1)
+    text = '{"quote": "\\"", "braces": "{a,b}", "null": null, "text": "\\\\ \\n é 🦋", "long": "' + "x" * 200_000 + '"}'
+    odd = RecordChange("create", "app.test", "NULL", "3laaaaaaaaa22", put("app.test/x").cid, text)
+    async with store.resync(claimed) as transaction:
+        await transaction.write([odd])
+        await transaction.lock()
+        await transaction.finish(RepoWrite(claimed.version, await kept_up(store, claimed)))
+    record = await store.record(did(1), "app.test", "NULL")
+    assert record is not None
+    assert record["value"]["braces"] == "{a,b}"
+    assert record["value"]["text"] == "\\ \n é 🦋"
+    assert await stored(store, claimed) == [(b"app.test/NULL", odd.cid)]

@@ -1,0 +1,186 @@
+import asyncio
+import random
+import re
+from pathlib import Path
+
+import asyncpg
+import pytest
+from sqlalchemy.ext.asyncio import create_async_engine
+from sqlalchemy.schema import CreateSchema
+
+from indexer.atproto.cid import cid_of, cid_text
+from indexer.store import DatabaseError, Store
+from indexer.store.migrate import migrate, schema_is_current
+from indexer.store.schema import metadata
+from indexer.sync.shard import bucket_of
+from tests.store.rows import did, insert, put, synchronized
+
+CATALOG = """
+    select 'column', attrelid::regclass::text, attname, format_type(atttypid, atttypmod),
+        attnotnull::text || attidentity::text, coalesce(pg_get_expr(adbin, adrelid), ''), coalesce(collname, '')
+    from pg_attribute
+    join pg_class c on c.oid = attrelid left join pg_attrdef d on adrelid = attrelid and adnum = attnum
+    left join pg_collation o on o.oid = attcollation
+    where c.relnamespace = 'indexer'::regnamespace and c.relkind = 'r' and attnum > 0 and relname <> 'alembic_version'
+    union all
+    select 'constraint', conrelid::regclass::text, conname, pg_get_constraintdef(oid), '', '', ''
+    from pg_constraint where connamespace = 'indexer'::regnamespace and conrelid::regclass::text !~ 'alembic_version'
+    union all
+    select 'index', tablename, indexname, indexdef, '', '', ''
+    from pg_indexes where schemaname = 'indexer' and tablename <> 'alembic_version'
+    union all
+    select 'options', oid::regclass::text, '', coalesce(reloptions::text, ''), '', '', ''
+    from pg_class where relnamespace = 'indexer'::regnamespace and relkind = 'r' and relname <> 'alembic_version'
+    order by 1, 2, 3
+"""
+
+FACE = {
+    "repos": "did handle pds sync_status sync_reason rev data hosting_status takedown visible resync_attempts "
+    "next_attempt_at last_error synchronized_at updated_at",
+    "records": "did collection rkey uri cid rev value value_problem indexed_at",
+    "changes": "seq did collection rkey action cid rev live time",
+    "cursors": "relay shard seq event_time updated_at",
+    "rejected": "id relay seq did kind reason time",
+}
+
+
+async def catalog(dsn: str) -> list[tuple[str, ...]]:
+    connection = await asyncpg.connect(dsn)
+    try:
+        return [tuple(row) for row in await connection.fetch(CATALOG)]
+    finally:
+        await connection.close()
+
+
+async def test_the_migrations_add_up_to_the_metadata(database: str, empty_database: str) -> None:
+    async def connect() -> asyncpg.Connection:
+        return await asyncpg.connect(empty_database)
+
+    engine = create_async_engine("postgresql+asyncpg://", async_creator=connect)
+    async with engine.begin() as connection:
+        await connection.execute(CreateSchema("indexer"))
+        await connection.run_sync(metadata.create_all)
+    await engine.dispose()
+    migrated = await catalog(database)
+    assert len(migrated) > 80
+    assert migrated == await catalog(empty_database)
+
+
+async def test_two_that_migrate_at_once_both_find_it_done(empty_database: str) -> None:
+    assert not await schema_is_current(empty_database)
+    await asyncio.gather(*[migrate(empty_database) for _ in range(3)])
+    assert await schema_is_current(empty_database)
+
+
+async def test_a_database_of_another_version_is_not_current(database: str, sql: asyncpg.Connection) -> None:
+    assert await schema_is_current(database)
+    await sql.execute("update indexer.alembic_version set version_num = 'later'")
+    assert not await schema_is_current(database)
+
+
+async def test_without_a_database_both_say_so(tmp_path: Path) -> None:
+    dsn = f"postgresql://postgres@/none?host={tmp_path}"
+    with pytest.raises(DatabaseError):
+        await migrate(dsn)
+    with pytest.raises(DatabaseError):
+        await schema_is_current(dsn)
+
+
+async def test_the_face_has_the_columns_that_were_promised(sql: asyncpg.Connection) -> None:
+    for view, columns in FACE.items():
+        rows = await sql.fetch(
+            "select column_name from information_schema.columns where table_schema = 'atproto' and table_name = $1 "
+            "order by ordinal_position",
+            view,
+        )
+        assert [row[0] for row in rows] == columns.split()
+
+
+async def test_everything_is_commented(sql: asyncpg.Connection) -> None:
+    silent = await sql.fetch(
+        "select relname from pg_class where relnamespace::regnamespace::text in ('indexer', 'atproto') "
+        "and relkind in ('r', 'v') and obj_description(oid, 'pg_class') is null and relname <> 'alembic_version' "
+        "union all select proname from pg_proc where pronamespace::regnamespace::text in ('indexer', 'atproto') "
+        "and obj_description(oid, 'pg_proc') is null"
+    )
+    assert silent == []
+
+
+async def test_sql_computes_cids_and_buckets_as_python_does(sql: asyncpg.Connection) -> None:
+    numbers = random.Random(7)
+    cids = [cid_of(numbers.randbytes(8)) for _ in range(300)] + [b"\x01\x55\x12\x20" + b"\xff" * 32, bytes(36)]
+    texts = await sql.fetchval(
+        "select array_agg(atproto.cid_text(c) order by n) from unnest($1::bytea[]) with ordinality as t(c, n)", cids
+    )
+    assert texts == [cid_text(cid) for cid in cids]
+    dids = [did(number) for number in range(300)] + ["did:web:bücher.example"]
+    buckets = await sql.fetchval(
+        "select array_agg(indexer.bucket_of(d) order by n) from unnest($1::text[]) with ordinality as t(d, n)", dids
+    )
+    assert buckets == [bucket_of(one) for one in dids]
+
+
+async def test_the_reader_reads_the_face_and_nothing_else(store: Store, sql: asyncpg.Connection) -> None:
+    repo = synchronized(1)
+    await insert(store, repo, changes=(put("app.test/a"),))
+    await sql.execute("update indexer.record set original = 'abc'")
+    await sql.execute("set role atproto_reader")
+    for view in FACE:
+        await sql.fetch(f"select * from atproto.{view}")  # noqa: S608
+    assert await sql.fetchval("select uri from atproto.records") == f"at://{repo.did}/app.test/a"
+    assert await sql.fetchval("select atproto.record_bytes($1, 'app.test', 'a')", repo.did) == b"abc"
+    for forbidden in (
+        "select * from indexer.record",
+        "select indexer.bucket_of('did:plc:a')",
+        "select atproto.request_resync('did:plc:a')",
+        "select atproto.request_takedown('did:plc:a', true)",
+    ):
+        with pytest.raises(asyncpg.InsufficientPrivilegeError):
+            await sql.execute(forbidden)
+
+
+async def test_what_is_not_visible_is_not_shown(store: Store, sql: asyncpg.Connection) -> None:
+    await insert(
+        store,
+        synchronized("shown"),
+        synchronized("left", active=False, hosting_status="deactivated"),
+        synchronized("taken down", takedown=True),
+        changes=(put("app.test/a"),),
+    )
+    await sql.execute("update indexer.record set original = 'abc'")
+    assert set(await store.visible_repos()) == {did("shown")}
+    assert {row[0] for row in await sql.fetch("select did from atproto.records")} == {did("shown")}
+    for name, expected in {"shown": b"abc", "left": None, "taken down": None}.items():
+        assert await sql.fetchval("select atproto.record_bytes($1, 'app.test', 'a')", did(name)) == expected
+    hosting = dict(await sql.fetch("select did, hosting_status from atproto.repos"))
+    assert hosting == {did("shown"): "active", did("left"): "deactivated", did("taken down"): "active"}
+
+
+async def test_a_takedown_hides_at_once_and_can_be_taken_back(store: Store, sql: asyncpg.Connection) -> None:
+    await insert(store, synchronized(1), changes=(put("app.test/a"),))
+    request = "select atproto.request_takedown($1, $2)"
+    assert await sql.fetchval(request, did(1), True)
+    assert await store.visible_records(did(1)) == {}
+    assert (await store.repos([did(1)]))[did(1)].version == 2
+    assert await sql.fetchval(request, did(1), False)
+    assert list(await store.visible_records(did(1))) == ["app.test/a"]
+    assert not await sql.fetchval(request, did("unknown"), True)
+
+
+async def test_hot_statements_find_rows_by_index(store: Store, sql: asyncpg.Connection) -> None:
+    """A reader's `where did = …` and a claim, on tables too large to be read through."""
+    await sql.execute(
+        "insert into indexer.repo (did, bucket, version, status, active, hosting_seq, takedown, buffered_events, "
+        "buffered_bytes, lease, attempts) select 'did:plc:' || n, indexer.bucket_of('did:plc:' || n), 1, "
+        "'desynchronized', true, 0, false, 0, 0, 0, 0 from generate_series(1, 20000) n"
+    )
+    await sql.execute("analyze indexer.repo")
+    from indexer.store.resync import _CLAIM  # noqa: PLC0415 - the very statement
+
+    plan = "\n".join(
+        row[0] for row in await sql.fetch("explain (analyze, costs off, timing off) " + _CLAIM, 1, 0, 256, 5.0, 6.0)
+    )
+    assert "Seq Scan" not in plan
+    assert re.search(r"Index Scan using repo_due_new .*rows=1(\.00)? ", plan), plan
+    plan = "\n".join(row[0] for row in await sql.fetch("explain select * from atproto.repos where did = 'did:plc:7'"))
+    assert "repo_pkey" in plan
