@@ -14,7 +14,7 @@ from functools import wraps
 from itertools import islice
 from pathlib import Path
 from time import time
-from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, TextIO
+from typing import IO, TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec
 
 import click
 from rich.console import Console
@@ -219,7 +219,7 @@ async def record_command(settings: Settings, *, uri: str, as_json: bool) -> int:
 @_command("add")
 @click.argument("dids", nargs=-1, metavar="DID…")
 @click.option("--file", "-f", type=click.File(errors="replace"), help="Read DIDs from a file, one a line.")
-async def add_command(settings: Settings, *, dids: tuple[str, ...], file: TextIO | None) -> int:
+async def add_command(settings: Settings, *, dids: tuple[str, ...], file: IO[str] | None) -> int:
     """Track repos: each is fetched and followed from now on. `-` reads DIDs from standard input, one a line.
 
     In a file, empty lines and lines that begin with # are left out.
@@ -343,7 +343,7 @@ def _valid_did(text: str) -> str:
     return text
 
 
-def _dids_of(file: TextIO) -> Iterator[str]:
+def _dids_of(file: IO[str]) -> Iterator[str]:
     for number, line in enumerate(file, 1):
         text = line.strip()
         if text and not text.startswith("#"):
