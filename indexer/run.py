@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from time import monotonic, time
 from typing import Any
+from urllib.parse import urlsplit
 
 import structlog
 
@@ -41,7 +42,7 @@ OBSERVE_SECONDS = 10.0
 INBOX_BYTES = 64 * 1024 * 1024
 KEY_PATIENCE_SECONDS = 15.0
 KEYS_AT_ONCE = 64
-USER_AGENT = f"indexer/{__version__} (AT Protocol record-level sync)"
+USER_AGENT = f"indexer/{__version__} (AT Protocol record-level sync; contact: the operator of this address)"
 
 log = structlog.get_logger(__name__)
 
@@ -77,6 +78,7 @@ async def daemon(settings: Settings, dsn: str) -> AsyncIterator["Daemon"]:
             allow_private_hosts=settings.allow_private_hosts,
             host_rate=settings.host_rate,
             host_concurrency=settings.host_concurrency,
+            rates={urlsplit(url).netloc: settings.plc_rate for url in settings.plc_url},
         )
         stack.push_async_callback(outbound.close)
         resolver = Resolver(

@@ -6,7 +6,7 @@ over the limit lead to a new connection after a growing pause; several relays ar
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from random import uniform
 
@@ -57,7 +57,7 @@ class Subscription:
     connection: Connection | None = None
     last_error: str | None = None
 
-    async def frames(self, cursor_of: Callable[[str], Awaitable[int | None]]) -> AsyncIterator[bytes]:
+    async def frames(self, cursor_of: Callable[[str], Awaitable[int | None]]) -> AsyncGenerator[bytes, None]:
         """Frames, for ever. Each connection begins behind `cursor_of(relay)`; None asks for live ones only.
 
         Nothing of a former connection comes after `cursor_of` was called.

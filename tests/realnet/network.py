@@ -161,7 +161,8 @@ class RealNetwork:
 
     @classmethod
     def start(cls, pds: int, data: Path) -> Self:
-        command = [NODE, HERE / "realnet.mjs", "--home", HERE, "--data", data, "--pds-count", str(pds), "--watch-stdin"]
+        options = ["--home", HERE, "--data", data, "--pds-count", pds, "--watch-stdin"]
+        command = [str(word) for word in (NODE, HERE / "realnet.mjs", *options)]
         with (data / "realnet.log").open("wb") as log:
             process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log)
         assert process.stdout is not None

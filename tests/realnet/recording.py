@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import cbrrr
 from aiohttp import web
@@ -88,10 +88,7 @@ class Recording:
     def _stream(self, host: int) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         file = io.BytesIO(self._files[f"pds{host}.live.frames"])
         while size := file.read(4):
-            header, payload = cbrrr.decode_multi_dag_cbor_in_violation_of_the_spec(
-                file.read(int.from_bytes(size, "big"))
-            )
-            yield header, payload
+            yield _parts(file.read(int.from_bytes(size, "big")))
 
     def _host(self, did: str, at: str) -> int | None:
         operation = self.operation(did, at)
@@ -163,7 +160,7 @@ class PlayedNetwork:
         did = request.query["did"]
         for recorded in reversed(self.recording.frames[: self.sent]):
             if recorded.did == did and recorded.type == "#commit":
-                _, payload = cbrrr.decode_multi_dag_cbor_in_violation_of_the_spec(recorded.frame)
+                _, payload = _parts(recorded.frame)
                 return web.json_response({"cid": payload["commit"].encode(), "rev": payload["rev"]})
         return web.json_response({"error": "RepoNotFound", "message": did}, status=400)
 
@@ -200,6 +197,11 @@ def _did(payload: dict[str, Any]) -> str:
     did = payload.get("repo") or payload.get("did")
     assert isinstance(did, str)
     return did
+
+
+def _parts(frame: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
+    header, payload = cast("Any", cbrrr.decode_multi_dag_cbor_in_violation_of_the_spec(frame))
+    return header, payload
 
 
 def _frame(header: dict[str, Any], payload: dict[str, Any]) -> bytes:

@@ -84,7 +84,7 @@ async def test_silence_ends_a_connection(net: LocalNetwork) -> None:
     asked: list[None] = []
     source = subscription(net.relay_url)
     async with aclosing(source.frames(cursor_of)) as frames:
-        reading = asyncio.create_task(anext(frames))
+        reading = asyncio.ensure_future(anext(frames))
         await asyncio.wait_for(thrice.wait(), 20)
         assert source.last_error is not None
         assert "TimeoutError" in source.last_error

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import asyncpg
 import pytest
@@ -74,6 +75,7 @@ async def test_a_killed_server_is_started_again(tmp_path: Path) -> None:
 OWNER = """
     import asyncio, sys
     from pathlib import Path
+from typing import Any
     import asyncpg
     from indexer.store.embedded import database
 
@@ -88,15 +90,16 @@ OWNER = """
 """
 
 
-def own(directory: Path, **options: object) -> subprocess.Popen[str]:
+def own(directory: Path, **options: Any) -> subprocess.Popen[str]:
     """A process that runs the server until its input ends."""
-    return subprocess.Popen(
+    process: subprocess.Popen[str] = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(OWNER), str(directory)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        **options,  # type: ignore[call-overload]
+        **options,
     )
+    return process
 
 
 @pytest.mark.slow
