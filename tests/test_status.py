@@ -1,0 +1,115 @@
+from dataclasses import replace
+from io import StringIO
+
+import pytest
+from rich.console import Console, RenderableType
+
+from indexer.status import Sample, Status, duration, facts_table, status_of, status_picture
+from indexer.store import Counts
+from indexer.sync.plan import Cursor
+from indexer.sync.repo import SyncStatus
+
+RELAY = "wss://one.example"
+NOON = 1_767_268_800.0  # 2026-01-01T12:00:00Z
+NOTHING = Counts(dict.fromkeys(SyncStatus, 0), {}, 0, 0, 0, [])
+
+
+def cursor(
+    seq: int = 1, event_time: str | None = "2026-01-01T12:00:00.000Z", relay: str = RELAY, shard: str = "0/1"
+) -> Cursor:
+    return Cursor(relay, shard, seq, event_time)
+
+
+def repos(synchronized: int = 0, in_progress: int = 0, queued: int = 0, parked: int = 0) -> Counts:
+    statuses = {
+        SyncStatus.SYNCHRONIZED: synchronized,
+        SyncStatus.IN_PROGRESS: in_progress,
+        SyncStatus.DESYNCHRONIZED: queued + parked,
+    }
+    return replace(NOTHING, statuses=statuses, queued=queued, parked=parked)
+
+
+def status(now: Counts, earlier: Counts | None = None, *, at: float = NOON, seconds: float = 2.0) -> Status:
+    return status_of("0/1", Sample(at - seconds, earlier or now), Sample(at, now))
+
+
+def shown(renderable: RenderableType) -> str:
+    console = Console(file=StringIO(), width=200)
+    console.print(renderable)
+    assert isinstance(console.file, StringIO)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("cursors", "reason"),
+    [
+        ([], "no event has been saved yet"),
+        ([cursor(shard="1/2")], "no event has been saved yet"),
+        ([cursor()], None),
+        ([cursor(event_time="2026-01-01T12:59:30+01:00")], None),
+        ([cursor(event_time="2026-01-01T11:58:00Z")], "the newest saved event is 2 min old"),
+        ([cursor(event_time="2020-01-01T00:00:00Z"), cursor(relay="wss://two.example")], None),
+        ([cursor(event_time=None)], "the relay's events have no time that can be read"),
+        ([cursor(event_time="yesterday")], "the relay's events have no time that can be read"),
+    ],
+)
+def test_ready_is_a_fresh_cursor_of_this_shard(cursors: list[Cursor], reason: str | None) -> None:
+    result = status(replace(NOTHING, cursors=cursors))
+    assert result.not_ready == reason
+    assert result.to_json()["ready"] is (reason is None)
+
+
+def test_rates_are_those_between_the_samples() -> None:
+    earlier = replace(repos(synchronized=10, queued=90), cursors=[cursor(100)])
+    now = replace(repos(synchronized=20, in_progress=5, queued=75), cursors=[cursor(160), cursor(9, shard="1/2")])
+    result = status(now, earlier, seconds=2)
+    assert (result.events_per_second, result.resyncs_per_second) == (30, 5)
+    assert (result.progress, result.seconds_left) == (0.2, 16)
+
+
+def test_parked_repos_are_no_part_of_the_work_left() -> None:
+    result = status(repos(synchronized=10, parked=4))
+    assert (result.progress, result.seconds_left, result.parked) == (1, None, 4)
+
+
+def test_nothing_to_do_has_no_progress_and_no_motion_no_end() -> None:
+    assert status(NOTHING).progress is None
+    assert status(repos(queued=5)).seconds_left is None
+
+
+def test_a_cursor_or_a_count_that_went_back_is_no_negative_rate() -> None:
+    earlier = replace(repos(synchronized=9), cursors=[cursor(100)])
+    result = status(replace(repos(synchronized=1), cursors=[cursor(5)]), earlier)
+    assert (result.events_per_second, result.resyncs_per_second) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0, "0 s"),
+        (-3, "0 s"),
+        (59.6, "1 min"),
+        (65, "1 min 5 s"),
+        (3_600, "1 h"),
+        (90_061, "1 d 1 h"),
+        (86_405, "1 d 5 s"),
+    ],
+)
+def test_durations_in_words(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
+
+
+def test_the_picture_shows_what_is_known() -> None:
+    counts = replace(
+        repos(synchronized=1_234, queued=6), reasons={"new": 6}, records=56_789, cursors=[cursor(7_654_321)]
+    )
+    text = shown(status_picture(status(counts)))
+    for part in (RELAY, "7,654,321", "1,234", "because new", "about 56,789", "99.5%", "ready"):
+        assert part in text
+
+
+def test_what_others_wrote_is_shown_literally() -> None:
+    text = shown(facts_table({"last_error": "[bold]no[/] \x1b[2J", "handle": None, "visible": True, "records": 1_000}))
+    assert "[bold]no[/]" in text
+    assert "\x1b[2J" not in text
+    assert "1,000" in text
