@@ -15,7 +15,6 @@ CONNECT_SECONDS = 10.0
 _PASSING = (
     OSError,  # and with it TimeoutError
     exceptions.PostgresConnectionError,
-    exceptions.InternalClientError,  # a connection lost in the middle of an exchange
     exceptions.InvalidAuthorizationSpecificationError,
     exceptions.InvalidCatalogNameError,
     exceptions.InsufficientResourcesError,

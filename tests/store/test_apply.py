@@ -221,7 +221,7 @@ async def test_an_empty_value_stays_null_and_the_original_whole(store: Store, sq
 
 async def test_a_lost_connection_is_an_error_that_passes(store: Store, sql: asyncpg.Connection) -> None:
     await insert(store, synchronized(1))
-    with pytest.raises(DatabaseError):
+    with pytest.raises(DatabaseError):  # noqa: PT012 - out of the block as well
         async with store.resync(synchronized(1)) as transaction:
             await kill_all_but(sql)
             await transaction.lock()
@@ -231,3 +231,9 @@ async def test_a_lost_connection_is_an_error_that_passes(store: Store, sql: asyn
 async def test_a_time_that_never_comes_is_infinity(store: Store, sql: asyncpg.Connection) -> None:
     await insert(store, Repo(did(1), version=1, next_attempt_at=inf))
     assert await sql.fetchval("select next_attempt_at = 'infinity' from atproto.repos")
+
+
+async def test_a_value_of_ours_that_cannot_be_stored_stays_loud(store: Store) -> None:
+    """Whatever the words in it."""
+    with pytest.raises(asyncpg.DataError, match="closed"):
+        await store.apply(Batch(cursor=Cursor(RELAY, "0/1", "the connection is closed")))  # type: ignore[arg-type]

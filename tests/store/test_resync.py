@@ -179,7 +179,7 @@ async def test_a_block_left_early_leaves_nothing(store: Store, sql: asyncpg.Conn
     class LeftError(Exception):
         pass
 
-    with pytest.raises(LeftError):
+    with pytest.raises(LeftError):  # noqa: PT012
         async with store.resync(claimed) as transaction:
             await transaction.write([put("app.test/a")])
             await transaction.lock()
@@ -203,16 +203,17 @@ async def test_a_finish_on_other_ground_is_a_fault_of_ours(store: Store) -> None
 async def test_resyncs_leave_connections_to_the_live_path(store: Store) -> None:
     """Of five connections two; the third resync waits."""
     entered: list[int] = []
-    leave = asyncio.Event()
+    two, leave = asyncio.Event(), asyncio.Event()
 
     async def hold(number: int) -> None:
         async with store.resync(synchronized(number)):
             entered.append(number)
+            if len(entered) == 2:
+                two.set()
             await leave.wait()
 
     holding = [asyncio.create_task(hold(number)) for number in range(5)]
-    while len(entered) < 2:
-        await asyncio.sleep(0)
+    await two.wait()
     await asyncio.gather(*[insert(store, synchronized(number)) for number in range(6)])
     assert len(entered) == 2
     leave.set()

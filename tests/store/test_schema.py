@@ -152,8 +152,8 @@ async def test_what_is_not_visible_is_not_shown(store: Store, sql: asyncpg.Conne
     assert {row[0] for row in await sql.fetch("select did from atproto.records")} == {did("shown")}
     for name, expected in {"shown": b"abc", "left": None, "taken down": None}.items():
         assert await sql.fetchval("select atproto.record_bytes($1, 'app.test', 'a')", did(name)) == expected
-    hosting = dict(await sql.fetch("select did, hosting_status from atproto.repos"))
-    assert hosting == {did("shown"): "active", did("left"): "deactivated", did("taken down"): "active"}
+    hosting = {tuple(row) for row in await sql.fetch("select did, hosting_status from atproto.repos")}
+    assert hosting == {(did("shown"), "active"), (did("left"), "deactivated"), (did("taken down"), "active")}
 
 
 async def test_a_takedown_hides_at_once_and_can_be_taken_back(store: Store, sql: asyncpg.Connection) -> None:
