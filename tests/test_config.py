@@ -169,7 +169,7 @@ def test_an_unknown_key_is_named(file: Path) -> None:
     assert refusal(file) == f"'frame_byte' in {file} is not a setting; did you mean frame_bytes?"
 
 
-@pytest.mark.parametrize("name", OTHER_VARIABLES - {"INDEXER_CONFIG"})
+@pytest.mark.parametrize("name", sorted(OTHER_VARIABLES - {"INDEXER_CONFIG"}))
 def test_variables_of_tests_and_tools_are_known(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "x")
     load_settings()

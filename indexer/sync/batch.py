@@ -10,6 +10,9 @@ from indexer.sync.planning import Ground, Signer, plan_event
 from indexer.sync.repo import Outcome, Repo
 
 
+DEAD_LETTER_BYTES = 100_000  # of a refused frame; nearly all frames are far smaller
+
+
 @dataclass(frozen=True, slots=True)
 class Received:
     """A message with its place in the stream, its bytes, and when it came (monotonic seconds)."""
@@ -129,6 +132,6 @@ def _draw(draft: _Draft, frame: bytes, event: RepoEvent, plan: Plan) -> None:
 
 def _refuse(result: BatchPlan, received: Received, kind: str, reason: Rejection, detail: str, ground: Ground) -> None:
     result.dead_letters.append(
-        DeadLetter(ground.relay, received.seq, received.did, kind, reason, detail, received.frame)
+        DeadLetter(ground.relay, received.seq, received.did, kind, reason, detail, received.frame[:DEAD_LETTER_BYTES])
     )
     result.settled.append(Settled(received, Outcome.REJECTED, reason))

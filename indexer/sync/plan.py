@@ -66,7 +66,7 @@ class KeptEvent:
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
-    """A refused message with its reason."""
+    """A refused message with its reason, and its frame, or the beginning of a very long one."""
 
     relay: str
     seq: int | None

@@ -75,7 +75,6 @@ async def test_a_killed_server_is_started_again(tmp_path: Path) -> None:
 OWNER = """
     import asyncio, sys
     from pathlib import Path
-from typing import Any
     import asyncpg
     from indexer.store.embedded import database
 
