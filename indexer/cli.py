@@ -7,7 +7,7 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from datetime import datetime
 from functools import wraps
@@ -21,10 +21,11 @@ from rich.console import Console
 from rich.live import Live
 
 from indexer import __version__
+from indexer.arguments import ACCOUNT, DID, DID_OR_STDIN, KEY, RECORD_URI, STDIN, dids_of
 from indexer.atproto.cid import cid_text
-from indexer.atproto.crypto import parse_did_key
+from indexer.atproto.crypto import PublicKey
 from indexer.atproto.record import Problem
-from indexer.atproto.syntax import AtUri, is_did, is_handle
+from indexer.atproto.syntax import AtUri, is_did
 from indexer.config import Settings, load_settings
 from indexer.errors import SettingsError, UnavailableError, UpstreamError
 from indexer.log import configure_logging, printable
@@ -177,7 +178,7 @@ async def status_command(settings: Settings, *, as_json: bool, watch: bool) -> i
 
 
 @_command("repo")
-@click.argument("account", metavar="DID|HANDLE")
+@click.argument("account", metavar="DID|HANDLE", type=ACCOUNT)
 @click.option("--json", "as_json", is_flag=True, help="JSON.")
 async def repo_command(settings: Settings, *, account: str, as_json: bool) -> int:
     """Show everything known of one repo, with the reason of its state.
@@ -198,14 +199,13 @@ async def repo_command(settings: Settings, *, account: str, as_json: bool) -> in
 
 
 @_command("record")
-@click.argument("uri", metavar="AT-URI")
+@click.argument("uri", metavar="AT-URI", type=RECORD_URI)
 @click.option("--json", "as_json", is_flag=True, help="JSON.")
-async def record_command(settings: Settings, *, uri: str, as_json: bool) -> int:
+async def record_command(settings: Settings, *, uri: AtUri, as_json: bool) -> int:
     """Show one record: CID, value, rev."""
-    parsed = _record_uri(uri)
     async with _store(settings) as store:
-        did = await _did(store, parsed.authority)
-        record = await store.record(did, parsed.collection or "", parsed.rkey or "") if did else None
+        did = await _did(store, uri.authority)
+        record = await store.record(did, uri.collection or "", uri.rkey or "") if did else None
     if record is None:
         return _complain(f"{uri} is not known here, or its account is not shown", UNKNOWN)
     if as_json:
@@ -217,7 +217,7 @@ async def record_command(settings: Settings, *, uri: str, as_json: bool) -> int:
 
 
 @_command("add")
-@click.argument("dids", nargs=-1, metavar="DID…")
+@click.argument("dids", nargs=-1, metavar="DID…|-", type=DID_OR_STDIN)
 @click.option("--file", "-f", type=click.File(errors="replace"), help="Read DIDs from a file, one a line.")
 async def add_command(settings: Settings, *, dids: tuple[str, ...], file: IO[str] | None) -> int:
     """Track repos: each is fetched and followed from now on. `-` reads DIDs from standard input, one a line.
@@ -226,9 +226,11 @@ async def add_command(settings: Settings, *, dids: tuple[str, ...], file: IO[str
     """
     if (file is None) != bool(dids):
         raise click.UsageError("Name DIDs, or a --file of them, or -.")
-    if dids == ("-",):
-        file = click.open_file("-", errors="replace")
-    named = _dids_of(file) if file else (_valid_did(did) for did in dids)
+    if STDIN in dids:
+        if len(dids) > 1:
+            raise click.UsageError("Name DIDs, or - alone.")
+        file = click.open_file(STDIN, errors="replace")
+    named = dids_of(file) if file else iter(dids)
     added = count = 0
     async with _store(settings) as store:
         while page := list(islice(named, ADD_AT_ONCE)):
@@ -239,14 +241,14 @@ async def add_command(settings: Settings, *, dids: tuple[str, ...], file: IO[str
 
 
 @_command("resync")
-@click.argument("dids", nargs=-1, metavar="DID…")
+@click.argument("dids", nargs=-1, metavar="DID…", type=DID)
 @click.option("--errored", is_flag=True, help="All whose last resync failed.")
 @click.option("--all", "everything", is_flag=True, help="All there are.")
 async def resync_command(settings: Settings, *, dids: tuple[str, ...], errored: bool, everything: bool) -> int:
     """Mark repos to be fetched again and compared. Their records stay visible meanwhile."""
     if bool(dids) + errored + everything != 1:
         raise click.UsageError("Name DIDs, or give --errored or --all.")
-    named = sorted(set(map(_valid_did, dids)))
+    named = sorted(set(dids))
     async with _store(settings) as store:
         marked = await store.mark_resync(named, errored=errored, all=everything)
     click.echo(f"{marked} marked")
@@ -255,8 +257,13 @@ async def resync_command(settings: Settings, *, dids: tuple[str, ...], errored: 
 
 @_command("inspect")
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE.car")
-@click.option("--key", metavar="did:key:…", help="The account's signing key, to check the signature with.")
-async def inspect_command(settings: Settings, *, file: Path, key: str | None) -> int:
+@click.option(
+    "--key",
+    metavar="did:key:…",
+    type=KEY,
+    help="The account's signing key, to check the signature with.",
+)
+async def inspect_command(settings: Settings, *, file: Path, key: PublicKey | None) -> int:
     """Verify an export of a repo offline, and list its records.
 
     Every block is hashed, the commit decoded, the whole tree walked. Exit code 1 with the reason if a rule is broken
@@ -265,11 +272,7 @@ async def inspect_command(settings: Settings, *, file: Path, key: str | None) ->
     from indexer.inspection import open_export  # noqa: PLC0415
 
     try:
-        public = parse_did_key(key) if key else None
-    except UpstreamError as error:
-        raise click.BadParameter(error.detail, param_hint="--key") from None
-    try:
-        async with open_export(file, public, settings.limits) as export:
+        async with open_export(file, key, settings.limits) as export:
             return _list_export(export)
     except (UpstreamError, UnavailableError) as error:
         return _complain(f"{file} is invalid: {error}", FAILED)
@@ -319,39 +322,7 @@ async def _watch(statuses: AsyncIterator[Status], *, as_json: bool) -> NoReturn:
 
 async def _did(store: Store, account: str) -> str | None:
     """The DID of an account named by it or by a handle; None if nobody is known by that handle."""
-    if is_did(account):
-        return account
-    handle = account.removeprefix("@").lower()
-    if not is_handle(handle):
-        raise click.BadParameter(f"{account!r} is neither a DID nor a handle")
-    return await store.did_of_handle(handle)
-
-
-def _record_uri(text: str) -> AtUri:
-    try:
-        uri = AtUri.parse(text).normalized()
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from None
-    if uri.rkey is None:
-        raise click.BadParameter(f"{text!r} names no record: at://DID-or-handle/collection/rkey")
-    return uri
-
-
-def _valid_did(text: str) -> str:
-    if not is_did(text):
-        raise click.BadParameter(f"{text[:80]!r} is not a DID")
-    return text
-
-
-def _dids_of(file: IO[str]) -> Iterator[str]:
-    for number, line in enumerate(file, 1):
-        text = line.strip()
-        if text and not text.startswith("#"):
-            if not is_did(text):
-                raise click.BadParameter(
-                    f"{file.name}, line {number}: {text[:80]!r} is not a DID; what is before it may be added"
-                )
-            yield text
+    return account if is_did(account) else await store.did_of_handle(account)
 
 
 def _console() -> Console:

@@ -1,6 +1,10 @@
+import json
 import os
+import signal
 import subprocess
 import sys
+from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 
 import click
@@ -10,21 +14,31 @@ from indexer import __version__
 from indexer.atproto.cid import cid_of, cid_text
 from indexer.atproto.crypto import PrivateKey
 from indexer.cli import commands, main
-from indexer.localnet.repo import Repo, Write
+from indexer.localnet import repo as signed
+from indexer.localnet.repo import Write
+from indexer.reasons import Desync
+from indexer.store import Store
+from indexer.sync.identity import StoredIdentity
+from indexer.sync.plan import Batch, Cursor, RecordChange, RepoWrite
+from indexer.sync.repo import Head, Repo, SyncStatus
 
 ROOT = Path(__file__).parents[1]
 DID = "did:plc:" + "a" * 24
 KEY = PrivateKey.from_seed("k256", b"cli")
+HANDLE = "someone.example"
+REV = "3jzfcijpj2z2b"
 NOTE = b"\xa1\x65$type\x70com.example.note"
+CID = cid_of(NOTE)
 
 
-def indexer(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def indexer(*arguments: str, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
     """The program as a user runs it."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("INDEXER_")}
     return subprocess.run(
         [sys.executable, "-m", "indexer", *arguments],
         cwd=ROOT,
         env=inherited | environment,
+        input=stdin,
         capture_output=True,
         text=True,
         check=False,
@@ -42,7 +56,7 @@ def complaint(result: subprocess.CompletedProcess[str]) -> str:
 
 @pytest.fixture
 def export(tmp_path: Path) -> Path:
-    repo = Repo(DID, KEY, "3jzfcijpj2z2a")
+    repo = signed.Repo(DID, KEY, "3jzfcijpj2z2a")
     repo.write([Write.create("com.example.note/one", NOTE)], KEY, "3jzfcijpj2z2b")
     file = tmp_path / "repo.car"
     file.write_bytes(b"".join(repo.export()))
@@ -137,11 +151,11 @@ def test_inspect_tells_a_key_of_another_account(export: Path) -> None:
 def test_inspect_refuses_what_is_no_key(export: Path) -> None:
     result = indexer("inspect", str(export), "--key", "did:key:nonsense")
     assert result.returncode == 2
-    assert complaint(result).startswith("Invalid value for --key: ")
+    assert complaint(result).startswith("Invalid value for '--key': ")
 
 
 def test_a_reader_that_has_had_enough_is_no_error(export: Path) -> None:
-    repo = Repo(DID, KEY, "3jzfcijpj2z2a")
+    repo = signed.Repo(DID, KEY, "3jzfcijpj2z2a")
     repo.write([Write.create(f"com.example.note/{n}", NOTE) for n in range(3_000)], KEY, "3jzfcijpj2z2b")
     export.write_bytes(b"".join(repo.export()))
     process = subprocess.Popen(
@@ -157,3 +171,180 @@ def test_a_reader_that_has_had_enough_is_no_error(export: Path) -> None:
         process.stdout.close()
         assert process.wait(30) == 1
         assert process.stderr.read() == b""
+
+
+class Session:
+    """Commands on one database, in this process but for logging, which is a process's own."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def __call__(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        self._capsys.readouterr()
+        code = main(arguments)
+        written = self._capsys.readouterr()
+        return subprocess.CompletedProcess(arguments, code, written.out, written.err)
+
+
+@pytest.fixture
+def session(database: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Session:
+    for name in os.environ:
+        if name.startswith("INDEXER_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("INDEXER_DATABASE_URL", database)
+    monkeypatch.setattr("indexer.cli.configure_logging", lambda *_: None)
+    return Session(capsys)
+
+
+@pytest.fixture
+async def known(database: str) -> None:
+    """An account with one record, read from a relay just now."""
+    now = datetime.now(UTC)
+    record = RecordChange(
+        "create", "com.example.note", "one", REV, CID, '{"$type": "com.example.note", "text": "\u202eé"}'
+    )
+    repo = Repo(DID, 1, SyncStatus.SYNCHRONIZED, None, Head(REV, CID, CID), active=True)
+    store = await Store.open(database, connections=1)
+    try:
+        cursor = Cursor("wss://one.example", "0/1", 77, (now - timedelta(seconds=5)).isoformat())
+        await store.apply(Batch((RepoWrite(0, repo, (record,)),), cursor=cursor))
+        await store.save([StoredIdentity(DID, HANDLE, "https://pds.example", None, now.timestamp())])
+    finally:
+        await store.close()
+
+
+@pytest.mark.slow
+def test_migrate_brings_the_schema_to_head_and_other_commands_want_it(empty_database: str) -> None:
+    session = partial(indexer, INDEXER_DATABASE_URL=empty_database)
+    result = session("repo", DID)
+    assert result.returncode == 2
+    assert complaint(result).endswith("run `indexer migrate`")
+    assert session("status").returncode == 3
+    for _ in range(2):
+        assert session("migrate").returncode == 0
+    assert session("repo", DID).returncode == 4
+
+
+def test_a_database_that_cannot_be_had_costs_one_line() -> None:
+    result = indexer("status", INDEXER_DATABASE_URL="postgresql://me:hunter2@127.0.0.1:1/none")
+    assert result.returncode == 1
+    assert complaint(result).startswith("unreachable: ")
+    assert "hunter2" not in result.stderr
+
+
+@pytest.mark.usefixtures("known")
+def test_status_is_ready_while_events_are_fresh(session: Session) -> None:
+    result = session("status", "--json")
+    assert (result.returncode, result.stderr) == (0, "")
+    status = json.loads(result.stdout)
+    assert status["ready"] is True
+    assert status["repos"] == {"desynchronized": 0, "in-progress": 0, "synchronized": 1}
+    (cursor,) = status["cursors"]
+    assert (cursor["relay"], cursor["seq"]) == ("wss://one.example", 77)
+    assert 0 < cursor["lag_seconds"] < 60
+    assert "ready" in session("status").stdout
+
+
+def test_status_is_not_ready_without_events(session: Session) -> None:
+    result = session("status", "--json")
+    assert result.returncode == 3
+    assert json.loads(result.stdout)["not_ready"] == "no event has been saved yet"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("known")
+def test_status_is_watched_until_interrupted(database: str) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "indexer", "status", "--watch", "--json"],
+        cwd=ROOT,
+        env=os.environ | {"INDEXER_DATABASE_URL": database},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        assert process.stdout is not None
+        assert [json.loads(process.stdout.readline())["ready"] for _ in range(2)] == [True, True]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130
+
+
+@pytest.mark.usefixtures("known")
+@pytest.mark.parametrize("account", [DID, HANDLE, f"@{HANDLE.upper()}"])
+def test_repo_tells_all_that_is_known(account: str, session: Session) -> None:
+    result = session("repo", account, "--json")
+    assert (result.returncode, result.stderr) == (0, "")
+    report = json.loads(result.stdout)
+    expected = {"did": DID, "handle": HANDLE, "sync_status": "synchronized", "rev": REV, "records": 1, "visible": True}
+    assert report.items() >= expected.items()
+
+
+def test_repo_says_the_reason_of_a_state_in_a_sentence(session: Session) -> None:
+    assert session("add", DID).returncode == 0
+    assert Desync.NEW.text in session("repo", DID).stdout
+
+
+def test_unknown_repos_and_records(session: Session) -> None:
+    for arguments in (["repo", DID], ["repo", HANDLE], ["record", f"at://{DID}/com.example.note/one"]):
+        result = session(*arguments)
+        assert result.returncode == 4
+        assert "is not known here" in complaint(result)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["repo", "neither nor"],
+        ["record", "https://example.com"],
+        ["record", f"at://{DID}"],
+        ["record", f"at://{DID}/com.example.note/.."],
+        ["add"],
+        ["add", DID, "--file", __file__],
+        ["add", DID, "-"],
+        ["add", "someone.example"],
+        ["resync"],
+        ["resync", DID, "--all"],
+        ["resync", "someone.example"],
+    ],
+)
+def test_bad_arguments_of_commands_on_the_database(arguments: list[str], session: Session) -> None:
+    result = session(*arguments)
+    assert result.returncode == 2
+    complaint(result)
+
+
+@pytest.mark.usefixtures("known")
+@pytest.mark.parametrize("authority", [DID, HANDLE])
+def test_record_shows_cid_value_and_rev(authority: str, session: Session) -> None:
+    uri = f"at://{authority}/com.example.note/one"
+    result = session("record", uri, "--json")
+    assert (result.returncode, result.stderr) == (0, "")
+    record = json.loads(result.stdout)
+    assert (record["cid"], record["rev"], record["value"]["text"]) == (cid_text(CID), REV, "\u202eé")
+    shown = session("record", uri).stdout
+    assert cid_text(CID) in shown
+    assert '"text": "\\u202eé"' in shown  # as it is, but for what could steer a terminal
+
+
+def test_add_takes_dids_from_everywhere_once(session: Session, tmp_path: Path) -> None:
+    first, second, third = (f"did:web:{name}.example" for name in ("one", "two", "three"))
+    assert session("add", first, second).stdout == "2 added, 0 known before\n"
+    (tmp_path / "dids").write_text(f"# ours\n{second}\n\n  {third}\r\n")
+    assert session("add", "--file", str(tmp_path / "dids")).stdout == "1 added, 1 known before\n"
+    assert json.loads(session("repo", third, "--json").stdout)["sync_status"] == "desynchronized"
+    from_stdin = partial(indexer, "add", "-", INDEXER_DATABASE_URL=os.environ["INDEXER_DATABASE_URL"])
+    assert from_stdin(stdin=f"{first}\n{third}").stdout == "0 added, 2 known before\n"
+    result = from_stdin(stdin=f"{first}\nnobody\n")
+    assert result.returncode == 2
+    assert "'nobody' on line 2 of <stdin> is not a DID" in complaint(result)
+
+
+@pytest.mark.usefixtures("known")
+def test_resync_marks(session: Session) -> None:
+    assert session("resync", "--errored").stdout == "0 marked\n"
+    assert session("resync", DID).stdout == "1 marked\n"
+    report = json.loads(session("repo", DID, "--json").stdout)
+    assert (report["sync_status"], report["sync_reason"]) == ("desynchronized", "requested")
+    assert session("resync", "--all").stdout == "1 marked\n"
+    result = session("resync", DID, "did:web:nobody.example")
+    assert (result.returncode, result.stdout) == (4, "1 marked\n")
+    assert result.stderr == "indexer: 1 of them are not known here\n"
