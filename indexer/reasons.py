@@ -53,8 +53,6 @@ class Desync(_Reason):
     RECORD_MISSING = "record-missing", "An authentic commit came without the block of a record that it wrote."
     LEGACY = "legacy", "An authentic commit lacks prevData or prev, so it can't be proven complete."
     IDENTITY = "identity", "An event could not be checked because the account's key could not be had."
-    GAP = "gap", "The relay lost events between our cursor and its window."
-    FILTER = "filter", "The set of collections was widened; older records are missing."
     REACTIVATED = "reactivated", "The account became active again; its state may have moved on meanwhile."
     BUFFER_OVERFLOW = "buffer-overflow", "More events arrived during the resync than may be kept."
     DRAIN_BREAK = "drain-break", "The events kept during the resync don't follow the export that was fetched."

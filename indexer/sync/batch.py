@@ -9,7 +9,6 @@ from indexer.sync.plan import DeadLetter, KeptEvent, NeedsKey, Plan, RecordChang
 from indexer.sync.planning import Ground, Signer, plan_event
 from indexer.sync.repo import Outcome, Repo
 
-
 DEAD_LETTER_BYTES = 100_000  # of a refused frame; nearly all frames are far smaller
 
 
