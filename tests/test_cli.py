@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import click
+import httpx
 import pytest
 
 from indexer import __version__
@@ -348,3 +349,36 @@ def test_resync_marks(session: Session) -> None:
     result = session("resync", DID, "did:web:nobody.example")
     assert (result.returncode, result.stdout) == (4, "1 marked\n")
     assert result.stderr == "indexer: 1 of them are not known here\n"
+
+
+@pytest.mark.slow
+def test_the_daemon_serves_its_health_and_ends_cleanly_on_a_signal(database: str, tmp_path: Path) -> None:
+    settings = {
+        "INDEXER_DATABASE_URL": database,
+        "INDEXER_DATA_DIR": str(tmp_path),
+        "INDEXER_RELAYS": "ws://127.0.0.1:9",  # nobody listens there
+        "INDEXER_ALLOW_PRIVATE_HOSTS": "true",
+        "INDEXER_HTTP_BIND": "127.0.0.1:0",
+        "INDEXER_LOG_FORMAT": "json",
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-m", "indexer", "run"],
+        cwd=ROOT,
+        env=os.environ | settings,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        health = next(line["health"] for line in map(json.loads, process.stderr) if line["event"] == "daemon.started")
+        assert httpx.get(f"{health}/healthz").status_code == 200
+        ready = httpx.get(f"{health}/readyz")
+        assert (ready.status_code, "relay" in ready.json()["reason"]) == (503, True)
+        assert "indexer_repos{" in httpx.get(f"{health}/metrics").text
+        process.send_signal(signal.SIGTERM)
+        *_, last = map(json.loads, process.stderr)
+        assert process.wait(30) == 0
+        assert last["event"] == "daemon.stopped"
+        assert process.stdout.read() == ""
