@@ -4,6 +4,7 @@ Statements are fed by arrays, sorted by key, each key once: the same statement c
 writers take their locks in one order.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from indexer.store.rows import (
@@ -20,7 +21,8 @@ from indexer.sync.plan import Batch, Cursor, DeadLetter, RecordChange, RepoWrite
 from indexer.sync.repo import SyncStatus
 from indexer.sync.shard import bucket_of
 
-DEAD_LETTERS = 10_000
+LETTERS = 1_000  # kept of each reason and relay, the newest
+LETTERS_BYTES = 64 * 1024 * 1024  # and their frames' bytes
 CHANNEL = "atproto_changes"
 
 _VALUES = repo_values("w")
@@ -43,14 +45,19 @@ _UPDATE_REPOS = f"""
 _KEY = {"did": "text", "collection": "text", "rkey": "text", "bucket": "smallint"}
 _RECORD = {**_KEY, "cid": "bytea", "rev": "text", "value": "text", "value_problem": "text", "original": "bytea"}
 
+# A row that was not there before has never been locked: its xmax is 0.
 _PUT_RECORDS = f"""
-    insert into indexer.record
-        (did, collection, rkey, bucket, cid, rev, value, value_problem, original, indexed_at)
-    select did, collection, rkey, bucket, cid, rev, value::jsonb, value_problem, original, now()
-    from {unnest(_RECORD, "w")} order by place
-    on conflict (did, collection, rkey, bucket) do update
-    set cid = excluded.cid, rev = excluded.rev, value = excluded.value, value_problem = excluded.value_problem,
-        original = excluded.original, indexed_at = excluded.indexed_at
+    with put as (
+        insert into indexer.record
+            (did, collection, rkey, bucket, cid, rev, value, value_problem, original, indexed_at)
+        select did, collection, rkey, bucket, cid, rev, value::jsonb, value_problem, original, now()
+        from {unnest(_RECORD, "w")} order by place
+        on conflict (did, collection, rkey, bucket) do update
+        set cid = excluded.cid, rev = excluded.rev, value = excluded.value, value_problem = excluded.value_problem,
+            original = excluded.original, indexed_at = excluded.indexed_at
+        returning xmax = 0 as created
+    )
+    select count(*) filter (where created) as create, count(*) filter (where not created) as update from put
 """
 
 _DELETE_RECORDS = f"""
@@ -69,7 +76,7 @@ _KEPT = {"did": "text", "bucket": "smallint", "seq": "bigint", "frame": "bytea"}
 
 _INSERT_KEPT = f"""
     insert into indexer.kept_event (did, bucket, seq, frame) select did, bucket, seq, frame from {unnest(_KEPT, "w")}
-    on conflict (did, seq, bucket) do nothing
+    order by place
 """
 
 _DIDS = {"did": "text", "bucket": "smallint"}
@@ -99,8 +106,16 @@ _INSERT_LETTERS = f"""
     from {unnest(_LETTER, "w")} order by place
 """
 
-# By number, not by count: a number that was never used makes one letter fewer, and nothing is counted.
-_TRIM_LETTERS = "delete from indexer.dead_letter where id <= (select max(id) from indexer.dead_letter) - $1::bigint"
+# By reason, so that a flood of one kind leaves the others where they are.
+_TRIM_LETTERS = """
+    with letter as (
+        select id, bucket, row_number() over newer as place, sum(octet_length(frame)) over newer as bytes
+        from indexer.dead_letter where relay = $1 and reason = any($2::text[])
+        window newer as (partition by reason order by id desc)
+    )
+    delete from indexer.dead_letter d using letter l
+    where d.id = l.id and d.bucket = l.bucket and (l.place > $3::bigint or l.bytes > $4::bigint)
+"""
 
 _SAVE_CURSOR = """
     insert into indexer.cursor as c (relay, shard, seq, event_time, updated_at) values ($1, $2, $3, $4, now())
@@ -115,15 +130,14 @@ async def apply(connection: Connection, batch: Batch) -> frozenset[str]:
     """Writes the batch within the open transaction.
 
     Gives the DIDs whose rows are not at the version that their writes were planned on: of those nothing is written,
-    and then the cursor isn't either.
+    their dead letters included, and then the cursor isn't either.
     """
     writes, moved = await _write_repos(connection, batch.writes)
     await write_changes(
         connection, [(write.repo.did, change, write.live) for write in writes for change in write.changes]
     )
     await _write_kept(connection, writes)
-    if batch.dead_letters:
-        await _write_letters(connection, batch.dead_letters)
+    await _write_letters(connection, [letter for letter in batch.dead_letters if letter.did not in moved])
     if batch.stale_identities:
         dids = sorted(batch.stale_identities)
         await connection.execute(_MARK_STALE, dids, buckets_of(dids))
@@ -146,10 +160,14 @@ async def _write_repos(connection: Connection, writes: Sequence[RepoWrite]) -> t
     return matched, frozenset(write.repo.did for write in writes) - written
 
 
-async def write_changes(connection: Connection, changes: Sequence[tuple[str, RecordChange, bool]]) -> None:
-    """Records brought to where the changes of (DID, change, live) end, and the changes in their order."""
+async def write_changes(connection: Connection, changes: Sequence[tuple[str, RecordChange, bool]]) -> Counter[str]:
+    """Records brought to where the changes of (DID, change, live) end, and the changes in their order.
+
+    Gives how many records were created, updated and deleted by that.
+    """
+    found: Counter[str] = Counter()
     if not changes:
-        return
+        return found
     last = {(did, change.collection, change.rkey): change for did, change, _ in changes}
     puts = [(key, last[key]) for key in sorted(last) if last[key].action != "delete"]
     deletes = [key for key in sorted(last) if last[key].action == "delete"]
@@ -158,23 +176,26 @@ async def write_changes(connection: Connection, changes: Sequence[tuple[str, Rec
             (*key, bucket_of(key[0]), change.cid, change.rev, change.value, change.problem, change.original)
             for key, change in puts
         ]
-        await connection.execute(_PUT_RECORDS, *columns_of(records, _RECORD))
+        [counts] = await connection.fetch(_PUT_RECORDS, *columns_of(records, _RECORD))
+        found.update(dict(counts))
     if deletes:
         keys = [(*key, bucket_of(key[0])) for key in deletes]
-        await connection.execute(_DELETE_RECORDS, *columns_of(keys, _KEY))
+        status = await connection.execute(_DELETE_RECORDS, *columns_of(keys, _KEY))
+        found["delete"] = int(status.removeprefix("DELETE "))
     rows = [
         (did, change.collection, change.rkey, bucket_of(did), change.action, change.cid, change.rev, live)
         for did, change, live in changes
     ]
     await connection.execute(_INSERT_CHANGES, *columns_of(rows, _CHANGE))
     await connection.execute("select pg_notify($1, '')", CHANNEL)
+    return found
 
 
 async def _write_kept(connection: Connection, writes: Iterable[RepoWrite]) -> None:
     """What was kept goes with the end of the resync; a repo that was never claimed has kept nothing."""
     ended = sorted(w.repo.did for w in writes if w.repo.status is not SyncStatus.IN_PROGRESS and w.repo.lease)
     if ended:
-        await delete_kept(connection, ended)
+        await connection.execute(_DELETE_KEPT, ended, buckets_of(ended))
     rows = [
         (kept.did, bucket_of(kept.did), kept.seq, kept.frame)
         for write in writes
@@ -185,11 +206,9 @@ async def _write_kept(connection: Connection, writes: Iterable[RepoWrite]) -> No
         await connection.execute(_INSERT_KEPT, *columns_of(rows, _KEPT))
 
 
-async def delete_kept(connection: Connection, dids: Sequence[str]) -> None:
-    await connection.execute(_DELETE_KEPT, list(dids), buckets_of(dids))
-
-
 async def _write_letters(connection: Connection, letters: Sequence[DeadLetter]) -> None:
+    if not letters:
+        return
     rows = [
         (
             bucket_of(letter.did or ""),
@@ -204,7 +223,9 @@ async def _write_letters(connection: Connection, letters: Sequence[DeadLetter]) 
         for letter in letters
     ]
     await connection.execute(_INSERT_LETTERS, *columns_of(rows, _LETTER))
-    await connection.execute(_TRIM_LETTERS, DEAD_LETTERS)
+    for relay in sorted({letter.relay for letter in letters}):
+        reasons = sorted({letter.reason for letter in letters if letter.relay == relay})
+        await connection.execute(_TRIM_LETTERS, relay, reasons, LETTERS, LETTERS_BYTES)
 
 
 async def _save_cursor(connection: Connection, cursor: Cursor) -> None:

@@ -1,12 +1,15 @@
 """The queue of resyncs in the table `repo`, and the transaction that ends one."""
 
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 
 from indexer.errors import BrokenInvariantError
-from indexer.store.apply import apply, delete_kept, write_changes
+from indexer.reasons import Desync
+from indexer.store.apply import apply, write_changes
 from indexer.store.errors import database_errors
 from indexer.store.rows import Connection, repo_columns, repo_of
 from indexer.sync.plan import Batch, KeptEvent, RecordChange, RepoWrite
+from indexer.sync.planning import desynchronize
 from indexer.sync.repo import Repo, SyncStatus
 from indexer.sync.shard import bucket_of
 
@@ -14,27 +17,31 @@ CHUNK = 5_000
 EXPIRED_AT_ONCE = 500
 
 
-def _due(condition: str, limit: str) -> str:
-    """The repos that are due; each of the two conditions has an index in this order."""
-    return f"""
-        select did, bucket from indexer.repo
-        where status = 'desynchronized' and active and {condition}
-            and coalesce(next_attempt_at, '-infinity'::timestamptz) <= to_timestamp($4)
-            and bucket >= $2 and bucket < $3
-        order by coalesce(next_attempt_at, '-infinity'::timestamptz) limit {limit} for update skip locked
-    """
-
-
-# What we have shown before goes first: it is wrong by now, not just missing. Arrays, because the planner takes an
-# unknown limit for a tenth of the table, and would then join by reading all of it.
+# Bucket by bucket, what is due first, and no more of it than may be claimed: so the index is asked for a few rows and
+# never read through, whatever waits in it for later or for other shards. Repos that we have shown before go first:
+# they are wrong by now, not just missing. Some spare ones are looked up, as others claim at the same moment. Arrays
+# and no joins, because the planner takes an unknown limit for a tenth of the table, and would read all of it.
+_SPARE = 3
+_DUE_AT = "coalesce(next_attempt_at, '-infinity'::timestamptz)"
 _CLAIM = f"""
-    with known as materialized ({_due("rev is not null", "$1::bigint")}),
-        new as materialized ({_due("rev is null", "$1::bigint - (select count(*) from known)")}),
-        due as (select * from known union all select * from new)
+    with due as materialized (
+        select next.* from unnest(array[false, true]) as c(cold), unnest($2::smallint[]) as b(bucket), lateral (
+            select did, bucket, cold, {_DUE_AT} as at from indexer.repo
+            where bucket = b.bucket and cold = c.cold and status = 'desynchronized' and active
+                and {_DUE_AT} <= to_timestamp($3)
+            order by {_DUE_AT} limit $1::bigint + {_SPARE}
+        ) as next
+        order by next.cold, next.at limit $1::bigint + {_SPARE}
+    ), held as materialized (
+        select did, bucket from indexer.repo
+        where did = any(array(select did from due)) and bucket = any(array(select bucket from due))
+            and status = 'desynchronized' and active
+        order by array_position(array(select did from due), did) limit $1::bigint for update skip locked
+    )
     update indexer.repo r
-    set status = 'in-progress', lease = r.lease + 1, version = r.version + 1, lease_until = to_timestamp($5),
+    set status = 'in-progress', lease = r.lease + 1, version = r.version + 1, lease_until = to_timestamp($4),
         updated_at = now()
-    where r.did = any(array(select did from due)) and r.bucket = any(array(select bucket from due))
+    where r.did = any(array(select did from held)) and r.bucket = any(array(select bucket from held))
     returning {repo_columns("r")}
 """
 
@@ -44,21 +51,14 @@ _RENEW = """
     returning true
 """
 
-_EXPIRE = """
-    with expired as materialized (
-        select did, bucket from indexer.repo where status = 'in-progress' and lease_until < to_timestamp($1)
-        order by lease_until limit $2 for update skip locked
-    )
-    update indexer.repo r
-    set status = 'desynchronized', reason = coalesce(r.reason, 'lease-expired'), lease_until = null,
-        buffered_events = 0, buffered_bytes = 0, version = r.version + 1, updated_at = now()
-    from expired e where r.did = e.did and r.bucket = e.bucket
-    returning r.did
+_EXPIRED = f"""
+    select {repo_columns("r")} from indexer.repo r where status = 'in-progress' and lease_until < to_timestamp($1)
+    order by lease_until limit $2 for update skip locked
 """
 
 _LOCK = f"select {repo_columns('r')} from indexer.repo r where did = $1 and bucket = $2 for update"
 
-_KEPT = "select seq, frame from indexer.kept_event where did = $1 and bucket = $2 order by seq"
+_KEPT = "select seq, frame from indexer.kept_event where did = $1 and bucket = $2 order by id"
 
 # A jump from each collection to the next one, whatever the number of records between.
 _COLLECTIONS = """
@@ -70,16 +70,17 @@ _COLLECTIONS = """
             where r.did = $1 and r.bucket = $2 and r.collection > c.collection order by r.collection limit 1
         ) from c where c.collection is not null
     )
-    select collection from c where collection is not null order by (collection || '/') collate "C"
+    select collection from c where collection is not null order by collection
 """
 
 _STORED = """
-    select rkey, cid from indexer.record where did = $1 and collection = $2 and bucket = $3 order by rkey
+    select collection, rkey, cid from indexer.record
+    where did = $1 and bucket = $2 and collection >= $3 and collection <= $4 order by collection, rkey
 """
 
 
 async def claim(connection: Connection, count: int, buckets: range, until: float, now: float) -> list[Repo]:
-    rows = await connection.fetch(_CLAIM, count, buckets.start, buckets.stop, now, until)
+    rows = await connection.fetch(_CLAIM, count, list(buckets), now, until)
     return [repo_of(row) for row in rows]
 
 
@@ -88,11 +89,31 @@ async def renew(connection: Connection, did: str, lease: int, until: float) -> b
 
 
 async def expire_leases(connection: Connection, now: float) -> int:
-    """Within a transaction; the events that were kept go in a statement of their own, which sees the latest."""
-    dids = sorted([row["did"] for row in await connection.fetch(_EXPIRE, now, EXPIRED_AT_ONCE)])
-    if dids:
-        await delete_kept(connection, dids)
-    return len(dids)
+    """Within a transaction. As with any other break, a repo that breaks again and again waits longer each time."""
+    expired = [repo_of(row) for row in await connection.fetch(_EXPIRED, now, EXPIRED_AT_ONCE)]
+    writes = [
+        RepoWrite(repo.version, desynchronize(repo, Desync.LEASE_EXPIRED, now, seen_rev=repo.seen_rev))
+        for repo in expired
+    ]
+    if await apply(connection, Batch(tuple(writes))):
+        raise BrokenInvariantError("a repo moved while it was locked")
+    return len(expired)
+
+
+def in_path_order(collections: Sequence[str]) -> list[tuple[str, str]]:
+    """Collections, sorted by name, as ranges from first to last.
+
+    Path order is bytewise over `collection/rkey`, and `-` and `.` sort before `/`: it is not the order of the pair
+    if one name continues another one. Records in the order of the pair, range after range, are in path order.
+    """
+    places = {collection: place for place, collection in enumerate(collections)}
+    ranges: list[tuple[str, str]] = []
+    for collection in sorted(collections, key=lambda collection: f"{collection}/"):
+        if ranges and places[collection] == places[ranges[-1][1]] + 1:
+            ranges[-1] = (ranges[-1][0], collection)
+        else:
+            ranges.append((collection, collection))
+    return ranges
 
 
 class ResyncTransaction:
@@ -111,27 +132,31 @@ class ResyncTransaction:
     async def stored(self) -> AsyncIterator[list[tuple[bytes, bytes]]]:
         """Our records as (path, CID) in path order, in chunks; one of them in memory at a time.
 
-        The order of (collection, rkey) is not it: `-` and `.` sort before `/`. So collections are taken in the
-        order of `collection/`.
+        What is written meanwhile is not read: it lies before what was read, and a cursor shows what was there when it
+        was opened.
         """
+        chunk: list[tuple[bytes, bytes]] = []
         with database_errors():
-            collections = await self._connection.fetch(_COLLECTIONS, *self._key)
-        for (collection,) in collections:
-            prefix = f"{collection}/".encode()
-            did, bucket = self._key
-            with database_errors():
-                cursor = await self._connection.cursor(_STORED, did, collection, bucket)
-            while True:
-                with database_errors():
-                    rows = await cursor.fetch(CHUNK)
-                if not rows:
-                    break
-                yield [(prefix + rkey.encode(), cid) for rkey, cid in rows]
+            collections = [row[0] for row in await self._connection.fetch(_COLLECTIONS, *self._key)]
+            for first, last in in_path_order(collections):
+                rows = self._connection.cursor(_STORED, *self._key, first, last, prefetch=CHUNK)
+                async for collection, rkey, cid in rows:
+                    chunk.append((f"{collection}/{rkey}".encode(), cid))
+                    if len(chunk) == CHUNK:
+                        yield chunk
+                        chunk = []
+        if chunk:
+            yield chunk
 
     async def write(self, changes: Sequence[RecordChange]) -> None:
-        """Differences that the export showed."""
+        """Differences that the export showed. Raises `BrokenInvariantError` if they differ from something else.
+
+        If the claim is lost, somebody else may have changed the records: then `lock` will tell, and nothing stays.
+        """
         with database_errors():
-            await write_changes(self._connection, [(self._claimed.did, change, False) for change in changes])
+            found = await write_changes(self._connection, [(self._claimed.did, change, False) for change in changes])
+        if found != Counter(change.action for change in changes) and await self.lock() is not None:
+            raise BrokenInvariantError(f"{self._claimed.did}: the records are not those that were compared: {found}")
 
     async def lock(self) -> Repo | None:
         """The row, locked until the end; None if it isn't the claim's any more."""
@@ -143,7 +168,7 @@ class ResyncTransaction:
         return repo
 
     async def kept(self) -> list[KeptEvent]:
-        """What was buffered, in the order of the stream."""
+        """What was buffered, in the order in which it came: seqs of two relays say nothing of each other."""
         with database_errors():
             rows = await self._connection.fetch(_KEPT, *self._key)
         return [KeptEvent(self._claimed.did, seq, frame) for seq, frame in rows]

@@ -12,6 +12,7 @@ from sqlalchemy import (
     Boolean,
     CheckConstraint,
     Column,
+    Computed,
     DateTime,
     Identity,
     Index,
@@ -70,12 +71,13 @@ repo = Table(
     Column("last_error", Text),
     Column("synchronized_at", TIME),
     Column("updated_at", TIME, nullable=False, server_default=NOW),
+    # An index on `rev` itself, if only in its WHERE, would make every commit's update write to every index.
+    Column("cold", Boolean, Computed("rev is null", persisted=True), nullable=False),
     CheckConstraint("status in ('desynchronized', 'in-progress', 'synchronized')", name="repo_status"),
     CheckConstraint("num_nulls(rev, data, commit) in (0, 3)", name="repo_head"),
     CheckConstraint("status <> 'synchronized' or rev is not null", name="repo_synchronized"),
     CheckConstraint("(status = 'in-progress') = (lease_until is not null)", name="repo_leased"),
-    Index("repo_due", _DUE_AT, postgresql_where=text("status = 'desynchronized' and active and rev is not null")),
-    Index("repo_due_new", _DUE_AT, postgresql_where=text("status = 'desynchronized' and active and rev is null")),
+    Index("repo_due", "bucket", "cold", _DUE_AT, postgresql_where=text("status = 'desynchronized' and active")),
     postgresql_with={"fillfactor": "80"},
 )
 Index("repo_leases", repo.c.lease_until, postgresql_where=text("status = 'in-progress'"))
@@ -118,8 +120,9 @@ kept_event = Table(
     "kept_event",
     metadata,
     Column("did", NAME, primary_key=True),
-    Column("seq", BigInteger, primary_key=True, autoincrement=False),
+    Column("id", BigInteger, Identity(always=True), primary_key=True),
     Column("bucket", SmallInteger, primary_key=True),
+    Column("seq", BigInteger, nullable=False),
     Column("frame", LargeBinary, nullable=False),
 )
 
@@ -137,6 +140,8 @@ dead_letter = Table(
     Column("frame", LargeBinary, nullable=False),
     Column("time", TIME, nullable=False, server_default=NOW),
 )
+
+Index("dead_letter_reason", dead_letter.c.relay, dead_letter.c.reason, dead_letter.c.id)
 
 cursor = Table(
     "cursor",

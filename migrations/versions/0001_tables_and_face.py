@@ -33,6 +33,7 @@ TABLES = (
         last_error text,
         synchronized_at timestamptz,
         updated_at timestamptz not null default now(),
+        cold boolean not null generated always as (rev is null) stored,
         constraint repo_pkey primary key (did, bucket),
         constraint repo_status check (status in ('desynchronized', 'in-progress', 'synchronized')),
         constraint repo_head check (num_nulls(rev, data, commit) in (0, 3)),
@@ -41,12 +42,8 @@ TABLES = (
     ) with (fillfactor = 80)
     """,
     """
-    create index repo_due on indexer.repo (coalesce(next_attempt_at, '-infinity'::timestamptz))
-    where status = 'desynchronized' and active and rev is not null
-    """,
-    """
-    create index repo_due_new on indexer.repo (coalesce(next_attempt_at, '-infinity'::timestamptz))
-    where status = 'desynchronized' and active and rev is null
+    create index repo_due on indexer.repo (bucket, cold, coalesce(next_attempt_at, '-infinity'::timestamptz))
+    where status = 'desynchronized' and active
     """,
     "create index repo_leases on indexer.repo (lease_until) where status = 'in-progress'",
     """
@@ -86,10 +83,11 @@ TABLES = (
     """
     create table indexer.kept_event (
         did text collate "C" not null,
-        seq bigint not null,
+        id bigint generated always as identity,
         bucket smallint not null,
+        seq bigint not null,
         frame bytea not null,
-        constraint kept_event_pkey primary key (did, seq, bucket)
+        constraint kept_event_pkey primary key (did, id, bucket)
     )
     """,
     """
@@ -107,6 +105,7 @@ TABLES = (
         constraint dead_letter_pkey primary key (id, bucket)
     )
     """,
+    "create index dead_letter_reason on indexer.dead_letter (relay, reason, id)",
     """
     create table indexer.cursor (
         relay text not null,
@@ -135,16 +134,24 @@ TABLES = (
 
 
 CID_BYTES = 36
+DIGITS = b"abcdefghijklmnopqrstuvwxyz234567".hex()
 
 
 def _digit(index: int) -> str:
-    """SQL for a base32 digit (RFC 4648) of $1, the five bits at `5 * index`, as one of '@' to '_'."""
+    """SQL for the base32 digit (RFC 4648) of $1 that the five bits at `5 * index` are, as a byte."""
     byte, bit = divmod(5 * index, 8)
     next_byte = f"get_byte($1, {byte + 1})" if byte + 1 < CID_BYTES else "0"
-    return f"chr(64 + ((((get_byte($1, {byte}) << 8) | {next_byte}) >> {11 - bit}) & 31))"
+    return f"get_byte('\\x{DIGITS}', (((get_byte($1, {byte}) << 8) | {next_byte}) >> {11 - bit}) & 31)"
 
 
-DIGITS = " || ".join(_digit(index) for index in range(58))
+def _base32() -> str:
+    """SQL for the base32 form of $1: one expression, five times as fast as a concatenation of digits."""
+    count = -(-CID_BYTES * 8 // 5)
+    text = f"'\\x{'00' * count}'::bytea"
+    for index in range(count):
+        text = f"set_byte({text}, {index}, {_digit(index)})"
+    return f"encode({text}, 'escape')"
+
 
 FUNCTIONS = (
     """
@@ -155,7 +162,7 @@ FUNCTIONS = (
     f"""
     create function atproto.cid_text(cid bytea) returns text
     language sql immutable strict parallel safe
-    return 'b' || translate({DIGITS}, '@ABCDEFGHIJKLMNOPQRSTUVWXYZ[\\]^_', 'abcdefghijklmnopqrstuvwxyz234567')
+    return 'b' || {_base32()}
     """,
 )
 
@@ -223,7 +230,7 @@ COMMENTS = {
     "table indexer.record": "The records of the repos, at the state of their repo''s rev.",
     "table indexer.change": "What changed, each repo''s changes in the order in which they happened.",
     "table indexer.kept_event": "Frames that arrived during the resync of their repo, to be applied at its end.",
-    "table indexer.dead_letter": "Messages that were refused by their own fault; the newest ten thousand.",
+    "table indexer.dead_letter": "Messages that were refused by their own fault; the newest of each reason.",
     "table indexer.cursor": "Up to which seq of each relay everything has its effect here.",
     "table indexer.identity": "What each DID''s document said when it was last read.",
     "column indexer.repo.version": "Counts the row''s changes; every writer compares it with what it read.",
@@ -233,19 +240,57 @@ COMMENTS = {
     "column indexer.record.original": "The DAG-CBOR of the record, where value doesn''t hold all of it.",
     "column indexer.change.xid": "The transaction that wrote it: seq alone is not the order of commits.",
     "function indexer.bucket_of(text)": "The first byte of the DID''s SHA-256: its share of the work.",
+    "column indexer.repo.cold": "Never synchronized: claimed behind those that were.",
     "view atproto.repos": "Every repo that we know of, with the state of our copy and the reason of it.",
+    "column atproto.repos.did": "The account''s DID.",
+    "column atproto.repos.handle": "The handle that its DID document claims, when last read.",
+    "column atproto.repos.pds": "The base URL of its host, as its DID document says.",
     "column atproto.repos.sync_status": "desynchronized, in-progress, or synchronized.",
+    "column atproto.repos.sync_reason": "Why it is not synchronized; null if it is.",
+    "column atproto.repos.rev": "The revision that our records stand at; null as long as there are none.",
     "column atproto.repos.data": "The CID of the root of the tree that our records stand at.",
     "column atproto.repos.hosting_status": "What upstream says of the account, as sent.",
     "column atproto.repos.takedown": "Taken down here, whatever upstream says.",
     "column atproto.repos.visible": "Whether its records are shown: active upstream and not taken down here.",
+    "column atproto.repos.resync_attempts": "Resyncs that failed or broke again, since it was last at rest.",
+    "column atproto.repos.next_attempt_at": "When it may be fetched; null: at once, infinity: when something wakes it.",
+    "column atproto.repos.last_error": "Why the last fetch failed; its first word is from a closed set.",
+    "column atproto.repos.synchronized_at": "When it last became synchronized.",
+    "column atproto.repos.updated_at": "When this row last changed.",
     "view atproto.records": "The records of visible repos.",
+    "column atproto.records.did": "The DID of the repo that the record is in.",
+    "column atproto.records.collection": "The NSID of its collection.",
+    "column atproto.records.rkey": "Its key in the collection.",
+    "column atproto.records.uri": "Its AT-URI.",
+    "column atproto.records.cid": "The CID of its DAG-CBOR.",
+    "column atproto.records.rev": "The repo''s revision that brought it, or at which a resync found it.",
     "column atproto.records.value": "AT Protocol JSON; null where it can''t be had or isn''t kept.",
     "column atproto.records.value_problem": "Why the value is null or not as it came.",
+    "column atproto.records.indexed_at": "When it was last written here.",
     "view atproto.changes": "What changed, each repo''s own changes in the order in which they happened.",
+    "column atproto.changes.seq": "Rises within a repo; over repos it is not the order in which rows become visible.",
+    "column atproto.changes.did": "The DID of the repo.",
+    "column atproto.changes.collection": "The NSID of the record''s collection.",
+    "column atproto.changes.rkey": "The record''s key in the collection.",
+    "column atproto.changes.action": "create, update, or delete.",
+    "column atproto.changes.cid": "The record''s CID afterwards; null for a delete.",
+    "column atproto.changes.rev": "The repo''s revision that brought the change, or at which a resync found it.",
     "column atproto.changes.live": "True for an event of the stream, false for a difference that a resync found.",
+    "column atproto.changes.time": "When it was written here.",
     "view atproto.cursors": "Up to which seq of each relay everything has its effect here.",
+    "column atproto.cursors.relay": "The relay''s URL.",
+    "column atproto.cursors.shard": "The share of the DIDs that the process has: index/count.",
+    "column atproto.cursors.seq": "Everything up to here has its effect in this database.",
+    "column atproto.cursors.event_time": "The time of that message, in the relay''s own words.",
+    "column atproto.cursors.updated_at": "When the cursor was last saved.",
     "view atproto.rejected": "The newest messages that were refused by their own fault, forged ones too.",
+    "column atproto.rejected.id": "The number of the dead letter.",
+    "column atproto.rejected.relay": "The relay that sent it.",
+    "column atproto.rejected.seq": "Its sequence number, where it could be read.",
+    "column atproto.rejected.did": "The DID that it claims to be of, where it could be read.",
+    "column atproto.rejected.kind": "The kind of message.",
+    "column atproto.rejected.reason": "The rule that it broke, from a closed set.",
+    "column atproto.rejected.time": "When it was refused.",
     "function atproto.cid_text(bytea)": "The string form of a binary CID of 36 bytes.",
     "function atproto.record_bytes(text, text, text)": "A record''s DAG-CBOR, where its value doesn''t hold all of it.",
     "function atproto.request_resync(text)": "Asks for a repo to be fetched anew; false if it is unknown.",

@@ -114,10 +114,12 @@ async def test_what_moved_is_left_out_and_the_cursor_with_it(store: Store, sql: 
                 RepoWrite(0, synchronized("stays too")),
                 RepoWrite(claimed.version - 1, claimed, (), kept),
             ),
+            tuple(letter(seq, did=did(name)) for seq, name in ((1, "stays"), (2, "moves"), (3, "other"))),
             cursor=Cursor(RELAY, "0/1", 9),
         )
     )
     assert moved == {did("moves"), claimed.did}
+    assert [row[0] for row in await sql.fetch("select seq from atproto.rejected order by seq")] == [1, 3]
     assert await store.visible_records(did("stays")) != {}
     assert await store.visible_records(did("moves")) == {}
     assert (await store.repos([did("moves")]))[did("moves")].seen_rev is None
@@ -177,7 +179,7 @@ async def test_events_are_kept_as_long_as_the_resync_lasts(store: Store, sql: as
     for seq in (7, 8, 8):
         repo = replace(repo, version=repo.version + 1, buffered_events=repo.buffered_events + 1)
         await store.apply(Batch((RepoWrite(repo.version - 1, repo, (), (KeptEvent(repo.did, seq, b"frame"),)),)))
-    assert [row[0] for row in await sql.fetch("select seq from indexer.kept_event order by seq")] == [7, 8]
+    assert [row[0] for row in await sql.fetch("select seq from indexer.kept_event order by seq")] == [7, 8, 8]
     assert await sql.fetchval("select lease_until from indexer.repo") is not None
     ended = replace(repo, version=repo.version + 1, status=SyncStatus.DESYNCHRONIZED)
     assert not await store.apply(Batch((RepoWrite(repo.version, ended),)))
@@ -188,7 +190,7 @@ async def test_events_are_kept_as_long_as_the_resync_lasts(store: Store, sql: as
 async def test_dead_letters_are_kept_whole_and_not_without_end(
     store: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(apply_module, "DEAD_LETTERS", 5)
+    monkeypatch.setattr(apply_module, "LETTERS", 5)
     hostile = letter(0, seq=None, did="did:\0", kind="#\0", detail="half a pair \ud800 and \0")
     await store.apply(Batch(dead_letters=(hostile,)))
     row = await sql.fetchrow("select seq, did, kind, detail, frame from indexer.dead_letter")
@@ -197,6 +199,20 @@ async def test_dead_letters_are_kept_whole_and_not_without_end(
         await store.apply(Batch(dead_letters=tuple(letter(n) for n in range(start, start + 3))))
         assert await sql.fetchval("select count(*) from atproto.rejected") <= 5
     assert [row[0] for row in await sql.fetch("select seq from atproto.rejected order by id")] == [8, 9, 10, 11, 12]
+
+
+async def test_a_flood_of_dead_letters_leaves_the_others(
+    store: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bounded in bytes too, and for each relay and reason by itself."""
+    monkeypatch.setattr(apply_module, "LETTERS_BYTES", 100)
+    await store.apply(
+        Batch(dead_letters=(letter(1, reason=Rejection.FUTURE_REV), letter(2, relay="wss://other.test"), letter(3)))
+    )
+    for seq in range(10, 20):
+        await store.apply(Batch(dead_letters=(letter(seq, frame=bytes(40)),)))
+    rows = await sql.fetch("select seq from atproto.rejected order by seq")
+    assert [row[0] for row in rows] == [1, 2, 18, 19]
 
 
 async def test_one_notification_a_batch_and_none_without_changes(

@@ -17,7 +17,7 @@ def identity(name: object, handle: str | None = None, fetched_at: float = 5.5, *
 
 
 async def test_counts(store: Store, sql: asyncpg.Connection) -> None:
-    await in_progress(store, "in progress", reason=Desync.GAP)
+    await in_progress(store, "in progress", reason=Desync.SYNC_EVENT)
     await insert(
         store,
         Repo(did("at once"), version=1),
@@ -35,7 +35,7 @@ async def test_counts(store: Store, sql: asyncpg.Connection) -> None:
         SyncStatus.IN_PROGRESS: 1,
         SyncStatus.SYNCHRONIZED: 1,
     }
-    assert counts.reasons == {"new": 4, "gap": 1}
+    assert counts.reasons == {"new": 4, "sync-event": 1}
     assert (counts.queued, counts.parked, counts.records) == (2, 1, 5)
     assert counts.cursors == [Cursor("wss://relay.test", "0/1", 9, "now")]
 
@@ -96,7 +96,9 @@ async def test_adding_leaves_what_is_there(store: Store, monkeypatch: pytest.Mon
 async def test_marking_for_a_resync(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queries_module, "AT_ONCE", 2)
     claimed = await in_progress(store, "in progress")
-    failed = Repo(did("failed"), version=1, next_attempt_at=PARKED, attempts=4, last_error="timeout", reason=Desync.GAP)
+    failed = Repo(
+        did("failed"), version=1, next_attempt_at=PARKED, attempts=4, last_error="timeout", reason=Desync.SYNC_EVENT
+    )
     others = [synchronized(n) for n in range(5)]
     await insert(store, failed, *others)
 
@@ -108,7 +110,7 @@ async def test_marking_for_a_resync(store: Store, monkeypatch: pytest.MonkeyPatc
 
     assert await store.mark_resync(errored=True) == 1
     again = (await store.repos([failed.did]))[failed.did]
-    assert (again.reason, again.attempts, again.next_attempt_at, again.version) == (Desync.GAP, 0, None, 2)
+    assert (again.reason, again.attempts, again.next_attempt_at, again.version) == (Desync.SYNC_EVENT, 0, None, 2)
     assert (await store.repos([did(1)]))[did(1)] == others[1]
 
     assert await store.mark_resync(all=True) == 7

@@ -4,12 +4,15 @@ from dataclasses import replace
 
 import asyncpg
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from indexer.errors import BrokenInvariantError
 from indexer.reasons import Desync
 from indexer.store import Store
 from indexer.store import resync as resync_module
-from indexer.sync.diff import Diff
+from indexer.store.resync import in_path_order
+from indexer.sync.diff import Diff, Difference
 from indexer.sync.plan import Batch, KeptEvent, RecordChange, RepoWrite
 from indexer.sync.repo import PARKED, Repo, SyncStatus
 from indexer.sync.shard import Shard
@@ -74,15 +77,21 @@ async def test_a_shard_claims_its_own(store: Store) -> None:
 
 
 async def test_a_lease_that_ran_out_ends_the_claim(store: Store, sql: asyncpg.Connection) -> None:
-    claimed = await in_progress(store, 1, now=100.0, reason=Desync.GAP)
+    claimed = await in_progress(store, 1, now=100.0, reason=Desync.SYNC_EVENT)
     buffering = replace(claimed, version=claimed.version + 1, buffered_events=1, buffered_bytes=5)
     kept = (KeptEvent(claimed.did, 5, b"frame"),)
     await store.apply(Batch((RepoWrite(claimed.version, buffering, (), kept),)))
     assert await store.expire_leases(109.0) == 0
     assert await store.expire_leases(111.0) == 1
-    assert await store.repos([did(1)]) == {
-        did(1): replace(claimed, version=buffering.version + 1, status=SyncStatus.DESYNCHRONIZED)
-    }
+    ended = replace(
+        claimed,
+        version=buffering.version + 1,
+        status=SyncStatus.DESYNCHRONIZED,
+        reason=Desync.LEASE_EXPIRED,
+        attempts=1,
+        next_attempt_at=None,
+    )
+    assert await store.repos([did(1)]) == {did(1): ended}
     assert await sql.fetchval("select count(*) from indexer.kept_event") == 0
     assert not await store.renew(did(1), claimed.lease, 60.0)
     async with store.resync(claimed) as transaction:
@@ -93,10 +102,17 @@ async def test_a_lease_that_ran_out_ends_the_claim(store: Store, sql: asyncpg.Co
         assert await transaction.lock() is None
 
 
-async def test_a_lease_that_ran_out_is_a_reason_where_there_was_none(store: Store) -> None:
-    await in_progress(store, 1, now=100.0, reason=None)
-    assert await store.expire_leases(200.0) == 1
-    assert (await store.repos([did(1)]))[did(1)].reason is Desync.LEASE_EXPIRED
+async def test_a_repo_that_ends_its_workers_waits_longer_each_time(store: Store) -> None:
+    now, waits = 100.0, []
+    await in_progress(store, 1, now=now)
+    for _ in range(4):
+        now += 11.0
+        assert await store.expire_leases(now) == 1
+        waits.append(((await store.repos([did(1)]))[did(1)].next_attempt_at or now) - now)
+        now += waits[-1]
+        assert len(await store.claim(1, ALL, 10.0, now)) == 1
+    assert waits[0] == 0
+    assert waits == sorted(set(waits))
 
 
 async def test_a_renewed_lease_lasts_and_leaves_the_version(store: Store) -> None:
@@ -121,6 +137,55 @@ async def test_stored_paths_come_in_the_order_of_the_tree(store: Store, monkeypa
     assert [path for chunk in chunks for path, _ in chunk] == sorted(path.encode() for path in paths)
 
 
+NAMES = st.lists(st.text("ab.-", min_size=1, max_size=4), unique=True, max_size=12)
+
+
+@given(NAMES)
+def test_ranges_of_collections_are_in_path_order(names: list[str]) -> None:
+    names = sorted(names)
+    ranges = in_path_order(names)
+    read = [name for first, last in ranges for name in names if first <= name <= last]
+    assert read == sorted(names, key=lambda name: f"{name}/")
+    assert len(ranges) <= 1 or read != names
+
+
+async def test_reading_many_collections_leaves_no_cursor_open(store: Store) -> None:
+    """Each takes memory of the server until the transaction ends, and names are for others to choose."""
+    names = [f"a.b.c{n}{more}" for n in range(30) for more in ("", ".x")]
+    await insert(
+        store,
+        synchronized(1, status=SyncStatus.DESYNCHRONIZED),
+        changes=tuple(put(f"{name}/self") for name in names),
+    )
+    (claimed,) = await store.claim(1, ALL, 10.0, 100.0)
+    async with store.resync(claimed) as transaction:
+        [chunk] = [chunk async for chunk in transaction.stored()]
+        assert [path for path, _ in chunk] == sorted(f"{name}/self".encode() for name in names)
+        assert await transaction._connection.fetchval("select count(*) from pg_cursors where name <> ''") == 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [put("app.test/there"), put("app.test/absent", action="update"), delete("app.test/absent")],
+    ids=lambda change: change.action,
+)
+async def test_a_difference_from_other_records_than_ours_is_a_fault_of_ours(
+    store: Store, sql: asyncpg.Connection, change: RecordChange
+) -> None:
+    """Unless the claim is lost: then another worker may have been here."""
+    repo = replace(synchronized(1), status=SyncStatus.DESYNCHRONIZED)
+    await insert(store, repo, changes=(put("app.test/there"),))
+    (claimed,) = await store.claim(1, ALL, 10.0, 100.0)
+    with pytest.raises(BrokenInvariantError, match="not those that were compared"):
+        async with store.resync(claimed) as transaction:
+            await transaction.write([put("app.test/new"), change])
+    await store.expire_leases(200.0)
+    async with store.resync(claimed) as transaction:
+        await transaction.write([put("app.test/new"), change])
+        assert await transaction.lock() is None
+    assert list(await store.visible_records(did(1))) == ["app.test/there"]
+
+
 async def test_writing_between_chunks_doesnt_disturb_the_reading(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a resync does it: merged with a snapshot and written chunk by chunk, the table becomes the snapshot."""
     monkeypatch.setattr(resync_module, "CHUNK", 3)
@@ -135,9 +200,14 @@ async def test_writing_between_chunks_doesnt_disturb_the_reading(store: Store, m
         diff = Diff(iter(sorted((path.encode(), change.cid or b"") for path, change in theirs.items())))
         async with store.resync(claimed) as transaction:
 
-            async def write(differences: object) -> None:
+            async def write(differences: list[Difference]) -> None:
                 await transaction.write(
-                    [theirs[d.path.decode()] if d.new else delete(d.path.decode()) for d in differences]  # type: ignore[attr-defined]  # noqa: B023
+                    [
+                        replace(theirs[d.path.decode()], action="update" if d.old else "create")  # noqa: B023
+                        if d.new
+                        else delete(d.path.decode())
+                        for d in differences
+                    ]
                 )
 
             async for chunk in transaction.stored():
@@ -161,7 +231,7 @@ async def test_nobody_sees_anything_before_the_end(store: Store, sql: asyncpg.Co
         assert await store.visible_records(did(1)) == {}
         locked = await transaction.lock()
         assert locked == buffering
-        assert [event.seq for event in await transaction.kept()] == [8, 9]
+        assert [event.seq for event in await transaction.kept()] == [9, 8]
         end = await kept_up(store, claimed)
         await transaction.finish(RepoWrite(buffering.version, end, (replace(drained, action="update"),)))
         assert await store.visible_records(did(1)) == {}
