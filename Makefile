@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
+PYTEST := $(BIN)/pytest --numprocesses 2
 
 .PHONY: demo test check lint venv realnet
 
