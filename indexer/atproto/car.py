@@ -9,13 +9,12 @@ from hashlib import sha256
 from typing import Any
 
 from indexer.atproto.cbor import CborError, Link, decode_canonical
-from indexer.atproto.cid import DAG_CBOR, RAW, SIZE
+from indexer.atproto.cid import DAG_CBOR, RAW, SIZE, link_size
 from indexer.atproto.limits import Limits
 from indexer.errors import UpstreamError
 from indexer.reasons import Rejection
 
 _VARINT_BYTES = 9
-_CID_VERSION_1 = 1
 
 
 def split_car(data: bytes, limits: Limits, *, max_bytes: int) -> tuple[list[bytes], dict[bytes, bytes]]:
@@ -162,20 +161,7 @@ def _try_varint(data: bytes | bytearray, at: int) -> tuple[int, int] | None:
 
 
 def _check_foreign(data: bytes, at: int, stop: int) -> None:
-    """A section under a CID that isn't ours to check must still begin with a well-formed version 1 CID."""
-    try:
-        version, at = _read_varint(data, at)
-        _, at = _foreign_varint(data, at, stop)
-        _, at = _foreign_varint(data, at, stop)
-        size, at = _foreign_varint(data, at, stop)
-    except UpstreamError:
-        raise UpstreamError(Rejection.CAR_MALFORMED, "a section without a CID") from None
-    if version != _CID_VERSION_1 or at + size > stop:
+    """A section under a CID that isn't ours to check must still begin with one."""
+    size = link_size(data, at)
+    if size is None or at + size > stop:
         raise UpstreamError(Rejection.CAR_MALFORMED, "a section without a CID")
-
-
-def _foreign_varint(data: bytes, at: int, stop: int) -> tuple[int, int]:
-    """Like `_read_varint`, but zero is a value (the identity hash has that code)."""
-    if at < stop and data[at] == 0:
-        return 0, at + 1
-    return _read_varint(data[:stop], at)

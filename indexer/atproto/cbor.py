@@ -12,6 +12,8 @@ import cbor2
 import cbrrr
 import libipld
 
+from indexer.atproto.cid import is_link
+
 
 class CborError(ValueError):
     """Bytes that are not one DAG-CBOR object, or not as many as asked for."""
@@ -82,13 +84,10 @@ def explain(data: bytes) -> str:
 
 
 def _link(data: bytes) -> Link:
-    """The CID constructor for cbrrr: bytes behind the leading zero. Any well-formed version 1 CID is a link."""
-    if len(data) < 4 or data[0] != 1 or len(data) > _CID_BYTES:  # noqa: PLR2004
-        raise ValueError("tag 42 doesn't hold a version 1 CID")
+    """The CID constructor for cbrrr: the bytes behind the leading zero."""
+    if not is_link(data):
+        raise ValueError("tag 42 doesn't hold a CID of version 1")
     return Link(data)
-
-
-_CID_BYTES = 100
 
 
 def _message(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""The syntax of identifiers: DID, handle, NSID, record key, TID, AT-URI, repo path (spec §3.9, §6.6)."""
+"""The syntax of identifiers: DID, handle, NSID, record key, TID, AT-URI, repo path (spec §3.9, §5.6, §6.6)."""
 
 import re
 from collections.abc import Iterable
@@ -12,6 +12,9 @@ DID_CHARACTERS = 2_048
 HANDLE_CHARACTERS = 253
 NSID_CHARACTERS = 317
 URI_CHARACTERS = 8_192
+_URI_PARTS = 3
+
+_RESERVED_TLDS = frozenset({"alt", "arpa", "example", "internal", "invalid", "local", "localhost", "onion"})
 
 TID_ALPHABET = "234567abcdefghijklmnopqrstuvwxyz"
 _TID_VALUES = {letter: value for value, letter in enumerate(TID_ALPHABET)}
@@ -37,6 +40,12 @@ def is_did(text: str) -> bool:
 
 def is_handle(text: str) -> bool:
     return len(text) <= HANDLE_CHARACTERS and _HANDLE(text) is not None
+
+
+def is_resolvable(host: str, *, local: bool) -> bool:
+    """Whether a handle or a did:web's host may be asked for at all (spec §5.6); `.test` only on a local network."""
+    tld = host.rpartition(".")[2].lower()
+    return tld not in _RESERVED_TLDS and (local or tld != "test")
 
 
 def is_nsid(text: str) -> bool:
@@ -93,17 +102,17 @@ class AtUri:
     @classmethod
     def parse(cls, text: str) -> Self:
         """Raises ValueError with a sentence that says what is wrong."""
-        if len(text) > URI_CHARACTERS or not text.startswith("at://"):
-            raise ValueError(f"an AT-URI begins with at://, unlike {text[:80]!r}")
         parts = text.removeprefix("at://").split("/")
-        authority, collection, rkey = [*parts, None, None][:3] if len(parts) <= 3 else ("", None, None)  # noqa: PLR2004
-        if authority is None or not (is_did(authority) or is_handle(authority)):
+        if not text.startswith("at://") or len(parts) > _URI_PARTS or len(text) > URI_CHARACTERS:
             raise ValueError(f"not at://DID-or-handle[/collection[/rkey]]: {text[:80]!r}")
-        if collection is not None and not is_nsid(collection):
-            raise ValueError(f"not an NSID: {collection[:80]!r}")
-        if rkey is not None and not is_record_key(rkey):
-            raise ValueError(f"not a record key: {rkey[:80]!r}")
-        return cls(authority, collection, rkey)
+        uri = cls(*parts)
+        if not (is_did(uri.authority) or is_handle(uri.authority)):
+            raise ValueError(f"neither a DID nor a handle: {uri.authority[:80]!r}")
+        if uri.collection is not None and not is_nsid(uri.collection):
+            raise ValueError(f"not an NSID: {uri.collection[:80]!r}")
+        if uri.rkey is not None and not is_record_key(uri.rkey):
+            raise ValueError(f"not a record key: {uri.rkey[:80]!r}")
+        return uri
 
     def normalized(self) -> Self:
         """A handle and the NSID's authority in lower case; DIDs, names and record keys as they are."""

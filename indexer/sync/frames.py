@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from indexer.atproto.cbor import CborError, decode_pair
-from indexer.atproto.cid import is_cid
+from indexer.atproto.cid import is_cid, is_link
 from indexer.atproto.limits import Limits
 from indexer.atproto.syntax import is_did, is_tid
 from indexer.errors import UpstreamError
@@ -24,7 +24,6 @@ from indexer.sync.events import (
 
 MAX_SEQ = 2**63 - 1
 _PATH_CHARACTERS = 1_024
-_CID_BYTES = (4, 100)
 _NAMESPACE = "com.atproto.sync.subscribeRepos"
 
 
@@ -180,7 +179,7 @@ def _link_or_none(payload: dict[str, Any], name: str) -> bytes | None:
     cid = payload.get(name)
     if cid is None:
         return None
-    if not isinstance(cid, bytes) or not (_CID_BYTES[0] <= len(cid) <= _CID_BYTES[1]) or cid[0] != 1:
+    if not isinstance(cid, bytes) or not (is_cid(cid) or is_link(cid)):
         raise UpstreamError(Rejection.FIELD_INVALID, f"{name} is not a CID link")
     return cid
 

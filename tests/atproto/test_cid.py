@@ -1,0 +1,48 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from multiformats import CID
+
+from indexer.atproto.cid import DAG_CBOR, RAW, cid_of, cid_text, is_cid, parse_cid
+
+DIGESTS = st.binary(min_size=32, max_size=32)
+
+
+@given(DIGESTS, st.sampled_from([DAG_CBOR, RAW]))
+def test_text_and_bytes_are_those_of_another_library(digest: bytes, prefix: bytes) -> None:
+    cid = prefix + digest
+    assert is_cid(cid)
+    assert cid_text(cid) == str(CID.decode(cid).encode("base32"))
+    assert parse_cid(cid_text(cid)) == cid
+
+
+def test_a_published_cid() -> None:
+    assert cid_text(cid_of(bytes.fromhex("a26165806 16cf6".replace(" ", "")))) == (
+        "bafyreie5737gdxlw5i64vzichcalba3z2v5n6icifvx5xytvske7mr3hpm"
+    )
+
+
+@given(st.text(max_size=70))
+def test_any_other_text_is_refused(text: str) -> None:
+    try:
+        cid = parse_cid(text)
+    except ValueError:
+        return
+    assert cid_text(cid) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "bafy",
+        "QmRgutAxd8t7oGkSm4wmeuByG6M51wcTso6cubDdQtuEfL",
+        "BAFYREIE5737GDXLW5I64VZICHCALBA3Z2V5N6ICIFVX5XYTVSKE7MR3HPM",
+        "zafyreie5737gdxlw5i64vzichcalba3z2v5n6icifvx5xytvske7mr3hpm",
+        "bafyreie5737gdxlw5i64vzichcalba3z2v5n6icifvx5xytvske7mr3hp0",
+        "bafyreie5737gdxlw5i64vzichcalba3z2v5n6icifvx5xytvske7mr3hpn",
+    ],
+)
+def test_near_misses_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="CID"):
+        parse_cid(text)
