@@ -166,6 +166,12 @@ class Store:
                 marked += more
         return marked
 
+    async def takedown(self, did: str, *, on: bool) -> bool:
+        """Hides a repo here, or shows it again; whether it is known."""
+        async with self._connection() as connection:
+            known: bool = await connection.fetchval("select atproto.request_takedown($1, $2)", did, on)
+        return known
+
     @asynccontextmanager
     async def _connection(self) -> AsyncIterator[Connection]:
         with database_errors():

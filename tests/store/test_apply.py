@@ -101,6 +101,48 @@ async def test_random_batches_end_where_a_dictionary_ends(store: Store, sql: asy
         assert [tuple(row) for row in rows] == log[one]
 
 
+async def test_batches_cut_anywhere_give_the_same_rows(store: Store, sql: asyncpg.Connection) -> None:
+    """The same commits one by one, or any number in a transaction: records, changes and heads are the same."""
+    numbers = random.Random(5)
+    commits: list[tuple[int, list[RecordChange]]] = []
+    present: set[tuple[int, str]] = set()
+    for _ in range(60):
+        owner, changes = numbers.randrange(4), []
+        for path in numbers.choices(
+            ["app.test/a", "app.test/b", "app.test.more/a", "b.c/d"], k=numbers.randrange(1, 4)
+        ):
+            if (owner, path) not in present:
+                changes.append(put(path, f'"{len(commits)}"'))
+            else:
+                changes.append(numbers.choice([delete(path), put(path, f'"{len(commits)}"', "update")]))
+            (present.discard if changes[-1].action == "delete" else present.add)((owner, path))
+        commits.append((owner, changes))
+
+    async def play(size: int) -> list[object]:
+        dids = [did((size, owner)) for owner in range(4)]
+        repos = {owner: Repo(dids[owner]) for owner in range(4)}
+        for start in range(0, len(commits), size):
+            writes: dict[int, RepoWrite] = {}
+            for owner, changes in commits[start : start + size]:
+                before = writes.get(owner, RepoWrite(repos[owner].version, repos[owner]))
+                repos[owner] = synchronized((size, owner), version=repos[owner].version + 1)
+                writes[owner] = RepoWrite(before.expected, repos[owner], (*before.changes, *changes))
+            assert not await store.apply(Batch(tuple(writes.values())))
+        log = "select action, collection, rkey, cid, rev, live from indexer.change where did = $1 order by seq"
+        return [
+            (
+                await store.visible_records(one),
+                [tuple(row) for row in await sql.fetch(log, one)],
+                (await store.repos([one]))[one].version,
+            )
+            for one in dids
+        ]
+
+    one_by_one = await play(1)
+    for size in (2, 3, 7, 60):
+        assert await play(size) == one_by_one
+
+
 async def test_what_moved_is_left_out_and_the_cursor_with_it(store: Store, sql: asyncpg.Connection) -> None:
     await insert(store, synchronized("stays"), synchronized("moves"))
     await store.apply(Batch((RepoWrite(1, synchronized("moves", version=2)),)))

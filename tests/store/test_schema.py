@@ -163,13 +163,12 @@ async def test_what_is_not_visible_is_not_shown(store: Store, sql: asyncpg.Conne
 
 async def test_a_takedown_hides_at_once_and_can_be_taken_back(store: Store, sql: asyncpg.Connection) -> None:
     await insert(store, synchronized(1), changes=(put("app.test/a"),))
-    request = "select atproto.request_takedown($1, $2)"
-    assert await sql.fetchval(request, did(1), True)
+    assert await store.takedown(did(1), on=True)
     assert await store.visible_records(did(1)) == {}
     assert (await store.repos([did(1)]))[did(1)].version == 2
-    assert await sql.fetchval(request, did(1), False)
+    assert await store.takedown(did(1), on=False)
     assert list(await store.visible_records(did(1))) == ["app.test/a"]
-    assert not await sql.fetchval(request, did("unknown"), True)
+    assert not await store.takedown(did("unknown"), on=True)
 
 
 async def test_a_commit_writes_to_no_index_of_its_repo(store: Store, sql: asyncpg.Connection) -> None:
