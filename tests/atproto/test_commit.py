@@ -1,0 +1,118 @@
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from indexer.atproto.cid import cid_of
+from indexer.atproto.commit import Commit, decode_commit, encode_signed, encode_unsigned
+from indexer.atproto.crypto import PrivateKey
+from indexer.atproto.mst import EMPTY_TREE
+from indexer.errors import UpstreamError
+from indexer.localnet import dag_cbor
+from indexer.reasons import Rejection
+
+DID = "did:plc:" + "a" * 24
+REV = "3ke6kg3wk2222"
+KEY = PrivateKey.from_seed("k256", b"commit")
+PUBLISHED = bytes.fromhex(
+    "a5636469647820"
+    "6469643a706c633a616161616161616161616161616161616161616161616161"
+    "637265766d336b65366b6733776b323232326464617461d82a5825"
+    "00017112209dfefe61dd76ea3dcae5023880b08379d57adf20482d6fdbe2759289f647677b"
+    "6470726576f66776657273696f6e03"
+)
+
+
+def signed(**changes: Any) -> bytes:
+    """A signed commit, as another encoder writes it; a field that is ... is left out."""
+    fields = {"did": DID, "rev": REV, "data": EMPTY_TREE, "prev": None, "version": 3} | changes
+    fields = {name: value for name, value in fields.items() if value is not ...}
+    return dag_cbor.encode({"sig": KEY.sign(dag_cbor.encode(fields)), **fields})
+
+
+def decoded(block: bytes) -> Commit:
+    return decode_commit(block, cid_of(block))
+
+
+def test_the_published_bytes() -> None:
+    assert encode_unsigned(DID, REV, EMPTY_TREE) == PUBLISHED
+
+
+def test_what_was_signed_comes_back_byte_for_byte() -> None:
+    commit = decoded(encode_signed(PUBLISHED, KEY.sign(PUBLISHED)))
+    assert commit.unsigned == PUBLISHED
+    assert (commit.did, commit.rev, commit.data) == (DID, REV, EMPTY_TREE)
+    assert KEY.public.verify(commit.sig, commit.unsigned)
+    assert encode_signed(commit.unsigned, commit.sig) == signed()
+
+
+@pytest.mark.parametrize("changes", [{"prev": ...}, {"prev": cid_of(b"")}, {"zzz": 1}, {"aa": [1, 2]}, {"sih": b"x"}])
+def test_fields_of_other_times_stay_in_the_signed_bytes(changes: dict[str, Any]) -> None:
+    commit = decoded(signed(**changes))
+    assert KEY.public.verify(commit.sig, commit.unsigned)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"version": 2},
+        {"version": 4},
+        {"version": True},
+        {"version": "3"},
+        {"version": ...},
+        {"did": "alice.test"},
+        {"did": 7},
+        {"did": ...},
+        {"rev": "now"},
+        {"rev": ...},
+        {"data": ...},
+        {"data": None},
+        {"data": b"\x01\x71\x12\x20" + bytes(31)},
+        {"prev": "none"},
+        {"sig": b"short"},
+        {"sig": bytes(65)},
+        {"sig": "text"},
+        {"sig": None},
+    ],
+)
+def test_a_field_that_is_wrong_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(UpstreamError) as caught:
+        decoded(signed(**changes))
+    assert caught.value.reason is Rejection.COMMIT_MALFORMED
+
+
+@pytest.mark.parametrize("block", [b"", b"\xa0", b"\x80", signed() + b"\0", signed()[:-1], b"\x81" * 50_000])
+def test_what_is_no_canonical_map_is_refused(block: bytes) -> None:
+    with pytest.raises(UpstreamError):
+        decoded(block)
+
+
+def test_an_integer_in_its_long_form_is_not_canonical() -> None:
+    block = signed()
+    assert block.endswith(b"version\x03")
+    with pytest.raises(UpstreamError):
+        decoded(block[:-1] + b"\x18\x03")
+
+
+def test_the_signature_can_not_hide_in_another_field() -> None:
+    """A value that repeats the entry `sig` makes it unclear which one was signed."""
+    block = signed()
+    sig = block[block.index(b"\x63sig") : block.index(b"\x63sig") + 70]
+    with pytest.raises(UpstreamError):
+        decoded(
+            dag_cbor.encode(
+                {"sig": sig[6:], "did": DID, "rev": REV, "data": EMPTY_TREE, "prev": None, "version": 3, "zz": sig}
+            )
+        )
+
+
+@given(st.integers(0, len(signed()) - 1), st.integers(0, 7))
+def test_no_flipped_bit_keeps_the_signature(at: int, bit: int) -> None:
+    block = bytearray(signed())
+    block[at] ^= 1 << bit
+    try:
+        commit = decoded(bytes(block))
+    except UpstreamError:
+        return
+    assert not KEY.public.verify(commit.sig, commit.unsigned)

@@ -1,0 +1,150 @@
+import json
+from base64 import b64decode
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.utils import encode_dss_signature
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+from hypothesis import given
+from hypothesis import strategies as st
+from multiformats import multibase
+
+from indexer.atproto.crypto import Curve, PrivateKey, PublicKey, parse_did_key, parse_legacy, parse_multikey
+from indexer.errors import UpstreamError
+from indexer.reasons import Rejection
+from tests.vectors import vectors
+
+CURVES: tuple[Curve, ...] = ("k256", "p256")
+ORDERS = {
+    "k256": 0xFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFEBAAEDCE6AF48A03BBFD25E8CD0364141,
+    "p256": 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551,
+}
+
+
+def padded(text: str) -> bytes:
+    return b64decode(text + "==")
+
+
+def signature_fixtures() -> list[dict[str, Any]]:
+    cases: list[dict[str, Any]] = json.loads(
+        vectors("atproto-interop-tests/crypto/signature-fixtures.json").read_text()
+    )
+    return cases
+
+
+def test_published_signatures() -> None:
+    cases = signature_fixtures()
+    assert len(cases) == 6
+    for case in cases:
+        message, signature = padded(case["messageBase64"]), padded(case["signatureBase64"])
+        for key in (
+            parse_did_key(case["publicKeyDid"]),
+            parse_legacy(case["didDocSuite"], case["publicKeyMultibase"]),
+        ):
+            assert key.verify(signature, message) is case["validSignature"], case["comment"]
+
+
+@pytest.mark.parametrize("curve", ["K256", "P256"])
+def test_published_did_keys(curve: str) -> None:
+    cases = json.loads(vectors(f"atproto-interop-tests/crypto/w3c_didkey_{curve}.json").read_text())
+    assert cases
+    for case in cases:
+        secret = bytes.fromhex(case["privateKeyBytesHex"]) if "privateKeyBytesHex" in case else None
+        if secret is None:
+            secret = multibase.decode("z" + case["privateKeyBytesBase58"])
+        name: Curve = "k256" if curve == "K256" else "p256"
+        assert PrivateKey(name, secret).public.did_key() == case["publicDidKey"]
+
+
+@given(st.sampled_from(CURVES), st.binary(min_size=1, max_size=8), st.binary(max_size=200))
+def test_what_is_signed_verifies_low_and_nothing_else_does(curve: Curve, seed: bytes, message: bytes) -> None:
+    key = PrivateKey.from_seed(curve, seed)
+    signature = key.sign(message)
+    order = ORDERS[curve]
+    r, s = int.from_bytes(signature[:32], "big"), int.from_bytes(signature[32:], "big")
+    assert key.public.verify(signature, message)
+    assert s <= order // 2
+    high = signature[:32] + (order - s).to_bytes(32, "big")
+    assert not key.public.verify(high, message), "the other half of the curve"
+    assert not key.public.verify(encode_dss_signature(r, s), message), "DER"
+    assert not key.public.verify(signature + b"\0", message)
+    assert not key.public.verify(signature[:63], message)
+    assert not key.public.verify(signature, message + b"\0")
+    assert not PrivateKey.from_seed(curve, seed + b"x").public.verify(signature, message)
+
+
+@pytest.mark.parametrize("curve", CURVES)
+def test_numbers_out_of_range_are_refused(curve: Curve) -> None:
+    key = PrivateKey.from_seed(curve, b"range")
+    good = key.sign(b"m")
+    order = ORDERS[curve]
+    for number in (0, order, order + 1, 2**256 - 1):
+        odd = number.to_bytes(32, "big")
+        assert not key.public.verify(odd + good[32:], b"m")
+        assert not key.public.verify(good[:32] + odd, b"m")
+
+
+@given(st.sampled_from(CURVES), st.binary(min_size=64, max_size=64))
+def test_no_signature_breaks_it(curve: Curve, signature: bytes) -> None:
+    assert not PrivateKey.from_seed(curve, b"k").public.verify(signature, b"message")
+
+
+def test_p256_against_the_other_library_alone() -> None:
+    """The raw form is checked against DER made and verified by `cryptography` itself."""
+    theirs = ec.generate_private_key(ec.SECP256R1())
+    point = theirs.public_key().public_bytes(Encoding.X962, PublicFormat.UncompressedPoint)
+    ours = PrivateKey("p256", theirs.private_numbers().private_value.to_bytes(32, "big"))
+    assert ours.public == PublicKey("p256", point)
+    signature = ours.sign(b"m")
+    r, s = int.from_bytes(signature[:32], "big"), int.from_bytes(signature[32:], "big")
+    theirs.public_key().verify(encode_dss_signature(r, s), b"m", ec.ECDSA(SHA256()))
+
+
+@pytest.mark.parametrize("curve", CURVES)
+def test_every_written_form_of_a_key_is_the_same_key(curve: Curve) -> None:
+    key = PrivateKey.from_seed(curve, b"forms").public
+    assert parse_multikey(key.multikey()) == parse_did_key(key.did_key()) == key
+    assert hash(parse_multikey(key.multikey())) == hash(key)
+    assert key.multikey().startswith("zQ3sh" if curve == "k256" else "zDna")
+
+
+def test_the_old_form_of_a_published_key() -> None:
+    old = parse_legacy(
+        "EcdsaSecp256k1VerificationKey2019",
+        "zQYEBzXeuTM9UR3rfvNag6L3RNAs5pQZyYPsomTsgQhsxLdEgCrPTLgFna8yqCnxPpNT7DBk6Ym3dgPKNu86vt9GR",
+    )
+    assert old.multikey() == "zQ3shXjHeiBuRCKmM36cuYnm7YEMzhGnCmCyW92sRJ9pribSF"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "z",
+        "zQ3sh",
+        "mQ3shXjHeiBuRCKmM36cuYnm7YEMzhGnCmCyW92sRJ9pribSF",
+        "z6MkhaXgBZDvotDkL5257faiztiGiC2QtKLGpbnnEGta2doK",  # ed25519
+        "z" + "1" * 300,
+        "zQ3sh0OIl",
+        "zQ3shXjHeiBuRCKmM36cuYnm7YEMzhGnCmCyW92sRJ9pribSG",
+    ],
+)
+def test_a_key_that_is_none_is_refused(text: str) -> None:
+    for parse in (parse_multikey, lambda text: parse_did_key(f"did:key:{text}"), parse_did_key):
+        with pytest.raises(UpstreamError) as caught:
+            parse(text)
+        assert caught.value.reason is Rejection.NO_SIGNING_KEY
+    with pytest.raises(UpstreamError):
+        parse_legacy("Ed25519VerificationKey2020", text)
+
+
+@given(st.text(max_size=60))
+def test_no_text_breaks_the_parsers(text: str) -> None:
+    for parse in (parse_multikey, parse_did_key, lambda text: parse_legacy("EcdsaSecp256k1VerificationKey2019", text)):
+        for candidate in (text, "z" + text):
+            try:
+                parse(candidate)
+            except UpstreamError:
+                continue

@@ -1,0 +1,153 @@
+import json
+import struct
+from base64 import b64decode
+from typing import Any
+
+import asyncpg
+import cbor2
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from indexer.atproto.cid import RAW, cid_of, cid_text
+from indexer.atproto.limits import DEFAULT_LIMITS, Limits
+from indexer.atproto.record import Problem, Value, decode_record
+from indexer.localnet import dag_cbor
+from tests.vectors import vectors
+
+NSID = "com.example.thing"
+
+
+def decode(value: Any) -> Value:
+    block = value if isinstance(value, bytes) else dag_cbor.encode(value)
+    return decode_record(block, NSID, DEFAULT_LIMITS)
+
+
+def test_published_data_model() -> None:
+    cases = json.loads(vectors("atproto-interop-tests/data-model/data-model-fixtures.json").read_text())
+    assert cases
+    for case in cases:
+        block = b64decode(case["cbor_base64"] + "==")
+        value = decode(block)
+        assert value.json is not None
+        assert json.loads(value.json) == case["json"]
+        assert cid_text(cid_of(block)) == case["cid"]
+
+
+def test_links_and_bytes_are_never_confused() -> None:
+    link = RAW + bytes(32)
+    value = decode({"$type": NSID, "link": link})
+    assert value == (json.dumps({"link": {"$link": cid_text(link)}, "$type": NSID}, separators=(",", ":")), None, None)
+    same_bytes = cbor2.dumps({"link": link, "$type": NSID}, canonical=True)
+    assert json.loads(decode(same_bytes).json or "")["link"] == {
+        "$bytes": "AVUSIAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA"
+    }
+
+
+@pytest.mark.parametrize(
+    ("block", "problem"),
+    [
+        (b"\xff", Problem.NOT_DAG_CBOR),
+        (b"", Problem.NOT_DAG_CBOR),
+        (b"\xa1\x61a\x18\x01", Problem.NOT_DAG_CBOR),
+        (b"\xa1\x61a\x61\xff", Problem.NOT_DAG_CBOR),
+        (b"\xa1\x61a\x63\xed\xa0\x80", Problem.NOT_DAG_CBOR),
+        (b"\xa1\x01\x02", Problem.NOT_DAG_CBOR),
+        (b"\xfb\x7f\xf8" + bytes(6), Problem.NOT_DAG_CBOR),
+        (b"\x81" * 300 + b"\x00", Problem.TOO_DEEP),
+        (b"\x81" * 100_000 + b"\x00", Problem.TOO_DEEP),
+        (dag_cbor.encode({"$type": NSID, "text": "a\0b"}), Problem.NUL),
+        (dag_cbor.encode({"$type": NSID, "a\0b": 1}), Problem.NUL),
+        (dag_cbor.encode({"$type": NSID, "deep": [{"x": ["\0"]}]}), Problem.NUL),
+        (b"\xa1\x65$link\x01", Problem.RESERVED_KEY),
+        (b"\xa1\x66$bytes\x01", Problem.RESERVED_KEY),
+    ],
+)
+def test_what_json_or_postgres_can_not_hold_keeps_its_bytes(block: bytes, problem: Problem) -> None:
+    assert decode(block) == (None, problem, block)
+
+
+@pytest.mark.parametrize("number", [b"\xfb\x3f\xf8" + bytes(6), b"\xfb\x80" + bytes(7), b"\x3b" + b"\xff" * 8])
+def test_numbers_that_the_data_model_lacks_are_told_and_kept(number: bytes) -> None:
+    block = b"\xa1\x61n" + number
+    value = decode(block)
+    assert (value.problem, value.original) == (Problem.NUMBER, block)
+    assert value.json is not None
+    assert json.loads(value.json)["n"] == cbor2.loads(number)
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ({"$type": NSID}, None),
+        ({}, Problem.NO_TYPE),
+        ({"$type": 7}, Problem.NO_TYPE),
+        ({"$type": "com.example.other"}, Problem.OTHER_TYPE),
+        ([1], Problem.NOT_A_MAP),
+        ("text", Problem.NOT_A_MAP),
+        (None, Problem.NOT_A_MAP),
+        ({"$type": NSID, "text": "\\u0000 is six letters"}, None),
+        ({"$type": NSID, "big": 2**63 - 1, "small": -(2**63)}, None),
+    ],
+)
+def test_odd_shapes_keep_their_value_and_are_told(value: Any, problem: Problem | None) -> None:
+    decoded = decode(value)
+    assert (decoded.problem, decoded.original) == (problem, None)
+    assert decoded.json is not None
+    assert json.loads(decoded.json) == value
+
+
+def test_a_record_over_the_limit_keeps_its_bytes() -> None:
+    block = dag_cbor.encode({"$type": NSID, "text": "x" * 100})
+    assert decode_record(block, NSID, Limits(record_bytes=50)) == (None, Problem.TOO_LARGE, block)
+
+
+@given(st.binary(max_size=300))
+def test_no_bytes_break_it_and_none_are_lost(block: bytes) -> None:
+    value = decode(block)
+    assert value.json is not None or value.original == block
+
+
+TEXTS = st.text(max_size=8) | st.sampled_from(["\0", "\\u0000", "\\", '"', "\ufffe", "\U0010ffff", "$link", "$bytes"])
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**64), 2**64 - 1)
+    | st.floats(allow_nan=False, allow_infinity=False, width=64)
+    | TEXTS
+    | st.binary(max_size=40),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXTS, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+def by_the_book(value: Any) -> bytes:
+    """DAG-CBOR with floats, which the local network's encoder rightly lacks."""
+    match value:
+        case float():
+            return b"\xfb" + struct.pack(">d", value)
+        case list():
+            return cbor2.dumps([None] * len(value), canonical=True)[: -len(value) or None] + b"".join(
+                map(by_the_book, value)
+            )
+        case dict():
+            items = sorted((dag_cbor.encode(key), by_the_book(item)) for key, item in value.items())
+            head = bytes([0xA0 + len(items)])
+            return head + b"".join(key + item for key, item in items)
+        case _:
+            return dag_cbor.encode(value)
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(values=st.lists(VALUES, min_size=1, max_size=20))
+def test_postgres_takes_every_value_that_is_given_to_it(postgres: Any, values: list[Any]) -> None:
+    texts = [decode_record(by_the_book(value), NSID, DEFAULT_LIMITS).json for value in values]
+
+    async def take() -> None:
+        connection = await asyncpg.connect(postgres.dsn)
+        try:
+            await connection.fetch("select value::jsonb from unnest($1::text[]) as t (value)", texts)
+        finally:
+            await connection.close()
+
+    postgres.run(take())
