@@ -163,15 +163,15 @@ def hostile() -> list[Path]:
 def test_hostile_files_are_refused_or_read_alike() -> None:
     vectors("car-hostile")
     assert len(hostile()) > 5
-    outcomes = {}
+    outcomes: dict[str, object] = {}
     for path in hostile():
         data = path.read_bytes()
-        results = []
+        results: list[object] = []
         for parse in (split, lambda part: read(part, [1, len(part) // 2])):
             try:
                 results.append(parse(data))
             except UpstreamError as error:
-                results.append(error.reason)  # type: ignore[arg-type]
+                results.append(error.reason)
         assert results[0] == results[1], path
         outcomes[path.name] = results[0]
     refused = {name for name, outcome in outcomes.items() if isinstance(outcome, Rejection)}
