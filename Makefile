@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
-PYTEST := $(BIN)/pytest --numprocesses 2
+PYTEST := $(BIN)/pytest -n 2 --dist worksteal
 
 .PHONY: demo test check lint venv realnet
 
@@ -11,15 +11,15 @@ demo: venv
 	$(BIN)/indexer demo
 
 test: venv realnet
-	$(BIN)/pytest -n 2 --dist worksteal
+	$(PYTEST)
 
 # Bluesky's own PDS and PLC directory, for the tests that read them live; about a minute, once.
 realnet:
-	@if command -v npm >/dev/null; then tests/realnet/setup.sh; \
-	else echo "npm is absent: the tests of the live network will skip"; fi
+	@if ! command -v npm > /dev/null; then echo "npm is absent: the tests of the live network will skip"; \
+	else tests/realnet/setup.sh || echo "setup.sh failed: the tests of the live network will skip"; fi
 
 check: lint
-	$(BIN)/pytest -n 2 --dist worksteal -m "not slow"
+	$(PYTEST) -m "not slow"
 
 lint: venv
 	$(BIN)/ruff check
