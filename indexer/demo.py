@@ -43,7 +43,7 @@ class Comparison:
 
 async def demo(settings: Settings, seconds: float, console: Console | None = None) -> int:
     """Runs the demo for about `seconds`; 0 only if every repo is synchronized and equal."""
-    console = console or Console()
+    console = console or Console(soft_wrap=True)
     async with AsyncExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="indexer-demo-")))
         console.print("Starting an embedded Postgres and a network of a directory, two hosts and a relay ...")

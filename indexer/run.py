@@ -30,6 +30,7 @@ from indexer.service.keys import KeyDesk
 from indexer.service.reader import Place, Reader
 from indexer.service.resync import Resyncs
 from indexer.service.writer import Writer
+from indexer.status import READY_LAG_SECONDS
 from indexer.store import Store
 from indexer.store.embedded import database
 from indexer.store.migrate import migrate, schema_is_current
@@ -37,7 +38,6 @@ from indexer.sync.planning import Policy
 
 DRAIN_SECONDS = 20.0
 STALL_SECONDS = 120.0
-READY_LAG_SECONDS = 60.0
 OBSERVE_SECONDS = 10.0
 OBSERVE_SHARE = 100.0  # counting reads every repo's row, so it gets a hundredth of the time
 INBOX_BYTES = 64 * 1024 * 1024

@@ -1,0 +1,103 @@
+from dataclasses import replace
+
+import pytest
+
+from indexer.errors import UnavailableError
+from indexer.localnet.repo import Write
+from indexer.reasons import Desync, FetchFailure
+from indexer.sync.plan import KeptEvent, RepoWrite
+from indexer.sync.planning import UNAVAILABLE
+from indexer.sync.repo import PARKED, Head, Repo, SyncStatus
+from indexer.sync.resync import plan_completion, plan_failure, plan_release
+from tests.sync.people import GROUND, NOW, POST, Person, frame
+
+
+def head_of(person: Person) -> Head:
+    return Head(person.repo.head.rev, person.repo.head.data, person.repo.head.cid)
+
+
+def claimed(person: Person, **fields: object) -> Repo:
+    row = Repo(person.did, version=4, status=SyncStatus.IN_PROGRESS, reason=Desync.CHAIN_BREAK, lease=2, attempts=1)
+    return replace(row, **fields)  # type: ignore[arg-type]
+
+
+def kept(person: Person, *payloads: dict[str, object]) -> list[KeptEvent]:
+    return [
+        KeptEvent(person.did, place, frame("sync" if "did" in payload else "commit", payload))
+        for place, payload in enumerate(payloads)
+    ]
+
+
+def completed(person: Person, head: Head, events: list[KeptEvent], **fields: object) -> RepoWrite:
+    return plan_completion(claimed(person, **fields), head, events, person.signer, GROUND)
+
+
+def test_events_behind_the_export_are_applied_and_those_in_it_are_not() -> None:
+    ann = Person()
+    before = ann.post("before")
+    in_it = ann.post("in it")
+    head = head_of(ann)
+    behind = [ann.post("behind"), ann.write(Write.delete(f"{POST}/before"))]
+    write = completed(ann, head, kept(ann, before, in_it, *behind))
+    assert (write.repo.status, write.repo.head, write.repo.reason) == (SyncStatus.SYNCHRONIZED, head_of(ann), None)
+    assert [(change.action, change.rkey) for change in write.changes] == [("create", "behind"), ("delete", "before")]
+    assert write.expected == 4
+    assert write.repo.buffered_events == 0
+
+
+def test_a_break_among_the_kept_events_ends_at_the_last_good_state() -> None:
+    ann = Person()
+    head = head_of(ann)
+    good = ann.post("good")
+    good_head = head_of(ann)
+    ann.post("never heard")
+    write = completed(ann, head, kept(ann, good, ann.post("too far"), ann.post("further")))
+    assert (write.repo.status, write.repo.reason) == (SyncStatus.DESYNCHRONIZED, Desync.DRAIN_BREAK)
+    assert write.repo.head == good_head
+    assert [change.rkey for change in write.changes] == ["good"]
+
+
+def test_an_export_older_than_what_was_seen_is_not_the_end() -> None:
+    ann = Person()
+    head = head_of(ann)
+    seen = ann.post("ignored while desynchronized")["rev"]
+    write = completed(ann, head, [], seen_rev=seen)
+    assert (write.repo.status, write.repo.reason) == (SyncStatus.DESYNCHRONIZED, Desync.STALE_EXPORT)
+    newer = completed(ann, head_of(ann), [], seen_rev=seen)
+    assert newer.repo.status is SyncStatus.SYNCHRONIZED
+
+
+def test_a_key_that_can_not_be_had_for_the_kept_events_loses_none() -> None:
+    ann = Person()
+    head = head_of(ann)
+    write = plan_completion(claimed(ann), head, kept(ann, ann.post("a")), UNAVAILABLE, GROUND)
+    assert (write.repo.status, write.repo.reason, write.changes) == (SyncStatus.DESYNCHRONIZED, Desync.IDENTITY, ())
+
+
+@pytest.mark.parametrize("reason", FetchFailure)
+def test_every_failure_leaves_a_reason_and_a_time(reason: FetchFailure) -> None:
+    ann = Person()
+    row = plan_failure(claimed(ann, buffered_events=3), UnavailableError(reason, "detail"), NOW)
+    assert (row.status, row.reason) == (SyncStatus.DESYNCHRONIZED, Desync.CHAIN_BREAK)
+    assert row.last_error == f"{reason}: detail"
+    assert row.buffered_events == 0
+    assert row.next_attempt_at is not None
+    if reason.parks:
+        assert row.next_attempt_at == PARKED
+    else:
+        assert NOW + 45 <= row.next_attempt_at <= NOW + 150
+
+
+def test_being_throttled_costs_no_attempt_and_waits_as_told() -> None:
+    ann = Person()
+    throttled = UnavailableError(FetchFailure.THROTTLED, "429", retry_after=900)
+    row = plan_failure(claimed(ann), throttled, NOW)
+    assert (row.attempts, row.next_attempt_at) == (1, NOW + 900)
+    failed = plan_failure(claimed(ann), UnavailableError(FetchFailure.TIMEOUT), NOW)
+    assert failed.attempts == 2
+
+
+def test_a_resync_that_is_called_off_is_due_at_once() -> None:
+    ann = Person()
+    row = plan_release(claimed(ann, last_error="before"))
+    assert (row.status, row.next_attempt_at, row.attempts) == (SyncStatus.DESYNCHRONIZED, None, 1)
