@@ -11,8 +11,8 @@ from urllib.parse import unquote
 
 from aiolimiter import AsyncLimiter
 
-from indexer.atproto.did_document import parse_did_document
-from indexer.atproto.syntax import is_handle
+from indexer.atproto.did_document import DidDocument, parse_did_document
+from indexer.atproto.syntax import is_handle, is_resolvable
 from indexer.errors import UnavailableError, UpstreamError
 from indexer.reasons import FetchFailure
 from indexer.sync.identity import StoredIdentity
@@ -24,7 +24,6 @@ _PLC = re.compile(r"did:plc:[a-z2-7]{24}").fullmatch
 _LOCAL = re.compile(r"localhost(:[0-9]{1,5})?").fullmatch
 _NOT_FOUND = frozenset({404, 410})
 _OK = 200
-_DISALLOWED = ("alt", "arpa", "example", "internal", "invalid", "local", "localhost", "onion")
 
 
 class Answer(Protocol):
@@ -53,17 +52,19 @@ class Resolver:
         plc_rate: float,
         allow_private_hosts: bool,
         clock: Callable[[], float],
+        request_seconds: float = REQUEST_SECONDS,
     ) -> None:
         self._outbound = outbound
         self._plc_urls = plc_urls
         self._plc_limiter = AsyncLimiter(max(plc_rate, 1.0), max(1.0, 1.0 / plc_rate))
         self._allow_private_hosts = allow_private_hosts
         self._clock = clock
+        self._request_seconds = request_seconds
 
     async def resolve(self, did: str) -> StoredIdentity:
         """The identity, or why there definitely is none (`problem`).
 
-        Raises `UnavailableError` if nothing definite could be learned just now.
+        Raises `UnavailableError(IDENTITY_UNAVAILABLE)` if nothing definite could be learned just now.
         """
         if _PLC(did):
             return await self._resolve_plc(did)
@@ -76,46 +77,44 @@ class Resolver:
         for url in self._plc_urls:
             async with self._plc_limiter:
                 try:
-                    return await self._document(did, f"{url}/{did}")
+                    return await self._ask(did, f"{url}/{did}")
                 except UnavailableError as error:
                     failures.append(error)
-        wait = max((failure.retry_after or 0.0 for failure in failures), default=0.0)
-        raise UnavailableError(
-            FetchFailure.IDENTITY_UNAVAILABLE, "; ".join(map(str, failures)), retry_after=wait or None
-        )
+        raise _unavailable(failures)
 
     async def _resolve_web(self, did: str) -> StoredIdentity:
-        host = unquote(did.removeprefix("did:web:"))
-        if self._allow_private_hosts and _LOCAL(host):
-            return await self._web_document(did, f"http://{host}")
-        if not is_handle(host) or host != did.removeprefix("did:web:") or host.rsplit(".", 1)[-1] in _DISALLOWED:
+        name = did.removeprefix("did:web:")
+        if self._allow_private_hosts and _LOCAL(unquote(name)):
+            base = f"http://{unquote(name)}"
+        elif is_handle(name) and is_resolvable(name, local=self._allow_private_hosts):
+            base = f"https://{name.lower()}"
+        else:
             return self._none(did, "a did:web that is not a public host name alone")
-        return await self._web_document(did, f"https://{host}")
-
-    async def _web_document(self, did: str, base: str) -> StoredIdentity:
         try:
-            return await self._document(did, f"{base}/.well-known/did.json")
+            return await self._ask(did, f"{base}/.well-known/did.json")
         except UnavailableError as error:
-            raise UnavailableError(
-                FetchFailure.IDENTITY_UNAVAILABLE, str(error), retry_after=error.retry_after
-            ) from None
+            raise _unavailable([error]) from None
 
-    async def _document(self, did: str, url: str) -> StoredIdentity:
-        answer = await self._outbound.get(url, max_bytes=DOCUMENT_BYTES, timeout=REQUEST_SECONDS, accept=ACCEPT)
+    async def _ask(self, did: str, url: str) -> StoredIdentity:
+        answer = await self._outbound.get(url, max_bytes=DOCUMENT_BYTES, timeout=self._request_seconds, accept=ACCEPT)
         if answer.status in _NOT_FOUND:
             return self._none(did, "not registered, or tombstoned")
         if answer.status != _OK:
             raise UnavailableError(FetchFailure.HTTP_STATUS, f"{answer.status} from {url}")
         try:
-            parsed = parse_did_document(_json(answer.body), did, allow_http=self._allow_private_hosts)
+            raw: Any = json.loads(answer.body)
+            return self._found(parse_did_document(raw, did, allow_http=self._allow_private_hosts))
         except (ValueError, RecursionError, UpstreamError) as error:
             raise UnavailableError(FetchFailure.BAD_ANSWER, f"{url}: {error!s:.200}") from None
-        missing = [name for name, part in (("signing key", parsed.signing_key), ("PDS", parsed.pds)) if part is None]
+
+    def _found(self, document: DidDocument) -> StoredIdentity:
+        parts = {"signing key": document.signing_key, "PDS": document.pds}
+        missing = [name for name, part in parts.items() if part is None]
         return StoredIdentity(
-            did=did,
-            handle=parsed.handle,
-            pds=parsed.pds,
-            signing_key=parsed.signing_key.did_key() if parsed.signing_key else None,
+            did=document.did,
+            handle=document.handle,
+            pds=document.pds,
+            signing_key=document.signing_key.did_key() if document.signing_key else None,
             fetched_at=self._clock(),
             problem=f"the document has no usable {' and no '.join(missing)}" if missing else None,
         )
@@ -124,5 +123,7 @@ class Resolver:
         return StoredIdentity(did, None, None, None, self._clock(), problem=problem)
 
 
-def _json(body: bytes) -> Any:
-    return json.loads(body)
+def _unavailable(failures: Sequence[UnavailableError]) -> UnavailableError:
+    wait = max((failure.retry_after or 0.0 for failure in failures), default=0.0)
+    detail = "; ".join(map(str, failures))
+    return UnavailableError(FetchFailure.IDENTITY_UNAVAILABLE, detail, retry_after=wait or None)

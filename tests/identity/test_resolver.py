@@ -1,0 +1,180 @@
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from indexer.atproto.crypto import PrivateKey
+from indexer.errors import UnavailableError
+from indexer.identity import Resolver
+from indexer.reasons import FetchFailure
+from indexer.sync.identity import StoredIdentity
+from tests.identity.conftest import Loopback
+from tests.outbound.host import Script, answer, zipped
+
+DID = "did:plc:ewvi7nxzyoun6zhxrhs64oiz"
+KEY = PrivateKey.from_seed("p256", b"resolver").public
+NOW = 1_000.0
+
+
+def document(did: str = DID, **changes: Any) -> dict[str, Any]:
+    method = {"id": f"{did}#atproto", "type": "Multikey", "controller": did, "publicKeyMultibase": KEY.multikey()}
+    service = {"id": "#atproto_pds", "type": "AtprotoPersonalDataServer", "serviceEndpoint": "https://pds.test"}
+    return {
+        "id": did,
+        "alsoKnownAs": ["at://Alice.test"],
+        "verificationMethod": [method],
+        "service": [service],
+    } | changes
+
+
+def page(did: str = DID, **changes: Any) -> bytes:
+    return answer(json.dumps(document(did, **changes)).encode())
+
+
+def found(did: str = DID) -> StoredIdentity:
+    return StoredIdentity(did, "alice.test", "https://pds.test", KEY.did_key(), NOW)
+
+
+def resolver(loopback: Loopback, *bases: str, local: bool = True, rate: float = 1_000) -> Resolver:
+    return Resolver(
+        loopback,
+        bases or (loopback.host.url,),
+        plc_rate=rate,
+        allow_private_hosts=local,
+        clock=lambda: NOW,
+        request_seconds=0.3,
+    )
+
+
+async def hang(_writer: asyncio.StreamWriter) -> None:
+    await asyncio.Event().wait()
+
+
+async def test_a_document_becomes_an_identity(loopback: Loopback) -> None:
+    loopback.host.pages[f"/{DID}"] = page()
+    assert await resolver(loopback).resolve(DID) == found()
+    assert "accept: application/did+ld+json" in loopback.host.requests[0]
+
+
+@pytest.mark.parametrize("status", [404, 410])
+async def test_not_registered_and_tombstoned_are_definite(loopback: Loopback, status: int) -> None:
+    loopback.host.pages[f"/{DID}"] = answer(b'{"message":"DID not available"}', status=status)
+    identity = await resolver(loopback, loopback.host.url, "http://127.0.0.1:1").resolve(DID)
+    assert (identity.signing_key, identity.pds, identity.handle) == (None, None, None)
+    assert identity.problem == "not registered, or tombstoned"
+    assert len(loopback.asked) == 1
+
+
+FAULTS: dict[str, bytes | Script] = {
+    "server error": answer(b"{}", status=500),
+    "forbidden": answer(b"{}", status=403),
+    "hang": hang,
+    "giant": answer(b"[" * 70_000),
+    "bomb": zipped(b" " * 10_000_000),
+    "no JSON": answer(b"<html>"),
+    "no UTF-8": answer(b'{"id":"\xff"}'),
+    "deep": answer(b"[" * 60_000),
+    "giant number": answer(b'{"id":' + b"9" * 60_000 + b"}"),
+    "no document": answer(b"[]"),
+    "another's": page("did:plc:aaaaaaaaaaaaaaaaaaaaaaaa"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_what_settles_nothing_is_unavailable(loopback: Loopback, fault: str) -> None:
+    loopback.host.pages[f"/{DID}"] = FAULTS[fault]
+    with pytest.raises(UnavailableError) as failure:
+        await resolver(loopback).resolve(DID)
+    assert failure.value.reason is FetchFailure.IDENTITY_UNAVAILABLE
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_the_next_directory_is_asked_then(loopback: Loopback, fault: str) -> None:
+    loopback.host.pages[f"/first/{DID}"] = FAULTS[fault]
+    loopback.host.pages[f"/second/{DID}"] = page()
+    bases = (f"{loopback.host.url}/first", f"{loopback.host.url}/second")
+    assert await resolver(loopback, *bases).resolve(DID) == found()
+
+
+async def test_a_pause_that_was_asked_for_is_passed_on(loopback: Loopback) -> None:
+    loopback.host.pages[f"/{DID}"] = answer(b"slow down", status=429, headers={"Retry-After": "7"})
+    with pytest.raises(UnavailableError) as failure:
+        await resolver(loopback).resolve(DID)
+    assert failure.value.retry_after == pytest.approx(7, abs=1)
+
+
+async def test_the_directory_is_asked_at_its_rate(loopback: Loopback) -> None:
+    loopback.host.pages[f"/{DID}"] = page()
+    slow = resolver(loopback, rate=0.01)
+    await slow.resolve(DID)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(slow.resolve(DID), 0.2)
+    assert len(loopback.asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"verificationMethod": []}, "the document has no usable signing key"),
+        ({"service": None}, "the document has no usable PDS"),
+        ({"verificationMethod": 7, "service": {}}, "the document has no usable signing key and no PDS"),
+    ],
+)
+async def test_what_a_document_lacks_is_said(loopback: Loopback, changes: dict[str, Any], problem: str) -> None:
+    loopback.host.pages[f"/{DID}"] = page(**changes)
+    identity = await resolver(loopback).resolve(DID)
+    assert identity.problem == problem
+    assert (identity.signing_key is None) == ("verificationMethod" in changes)
+    assert (identity.pds is None) == ("service" in changes)
+
+
+async def test_did_web_asks_its_own_host(loopback: Loopback) -> None:
+    did = "did:web:alice.bsky.team"
+    loopback.host.pages["/.well-known/did.json"] = page(did)
+    assert await resolver(loopback, local=False).resolve(did) == found(did)
+    assert loopback.asked == ["https://alice.bsky.team/.well-known/did.json"]
+
+
+async def test_did_web_of_a_host_that_is_down_is_unavailable(loopback: Loopback) -> None:
+    loopback.host.pages["/.well-known/did.json"] = FAULTS["server error"]
+    with pytest.raises(UnavailableError) as failure:
+        await resolver(loopback).resolve("did:web:alice.bsky.team")
+    assert failure.value.reason is FetchFailure.IDENTITY_UNAVAILABLE
+
+
+async def test_ports_and_http_are_for_local_networks(loopback: Loopback) -> None:
+    did = f"did:web:localhost%3A{loopback.host.port}"
+    loopback.host.pages["/.well-known/did.json"] = page(did)
+    assert (await resolver(loopback, local=True).resolve(did)).problem is None
+    assert (await resolver(loopback, local=False).resolve(did)).problem
+    assert len(loopback.asked) == 1
+
+
+@pytest.mark.parametrize(
+    "did",
+    [
+        "did:web:alice.bsky.team:u:alice",
+        "did:web:alice.bsky.team%3A8443",
+        "did:web:alice.bsky.team%2Fetc",
+        "did:web:alice%2ebsky.team",
+        "did:web:127.0.0.1",
+        "did:web:localhost",
+        "did:web:printer.local",
+        "did:web:printer.LOCAL",
+        "did:web:service.internal",
+        "did:web:alice.test",
+        "did:web:team",
+        "did:plc:EWVI7NXZYOUN6ZHXRHS64OIZ",
+        "did:plc:ewvi7nxzyoun6zhxrhs64oi",
+        "did:plc:ewvi7nxzyoun6zhxrhs64oiz/../log",
+        "did:key:zQ3shXjHeiBuRCKmM36cuYnm7YEMzhGnCmCyW92sRJ9pribSF",
+        "did:method:val:two",
+        "",
+    ],
+)
+async def test_what_can_never_be_resolved_is_not_asked_for(loopback: Loopback, did: str) -> None:
+    identity = await resolver(loopback, local=False).resolve(did)
+    assert identity.problem
+    assert identity.signing_key is None
+    assert loopback.asked == []
