@@ -1,4 +1,8 @@
-"""Identities at hand: in memory with their keys parsed, in the database behind it, from the network behind that."""
+"""Identities at hand: in memory with their keys parsed, in the database behind it, from the network behind that.
+
+An identity past its time still serves while a newer one is fetched: a signature that its key doesn't verify asks for
+a refresh anyhow, and no stream should wait for a directory. One that is known to have changed is asked for first.
+"""
 
 import asyncio
 from collections import OrderedDict
@@ -10,14 +14,21 @@ import structlog
 
 from indexer.atproto.crypto import PublicKey, parse_did_key
 from indexer.errors import UnavailableError
+from indexer.reasons import FetchFailure
 from indexer.sync.identity import StoredIdentity
+
+MOST_FLIGHTS = 128  # look-ups under way; the directory's rate makes a queue of them
+MOST_RENEWALS = 16  # of those, how many may be under way when one is added that nobody waits for
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """An identity with its key parsed. `key` or `pds` is None where the identity definitely has none."""
+    """An identity with its key parsed. `key` or `pds` is None where the identity definitely has none: see `problem`.
+
+    `stale` says that a newer one was wanted and could not be had, or not yet.
+    """
 
     key: PublicKey | None
     pds: str | None
@@ -28,7 +39,7 @@ class Known:
 
 
 class IdentityStore(Protocol):
-    """The identities' table."""
+    """The identities' table. Raises `UnavailableError`."""
 
     async def load(self, dids: Sequence[str]) -> Mapping[str, StoredIdentity]: ...
     async def save(self, identities: Sequence[StoredIdentity]) -> None: ...
@@ -42,17 +53,28 @@ class IdentitySource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Freshness:
-    """Seconds: how long an answer holds, how long "there is none" holds, how soon one may ask again unprompted."""
+    """Seconds: how old an identity grows before it is renewed, how long "there is none" holds, how soon after one
+    look-up of a DID there may be another out of turn, and how long to wait for one where an older identity would do.
+    """
 
     found: float = 86_400.0
     missing: float = 120.0
     refresh: float = 60.0
+    patience: float = 5.0
+
+
+@dataclass(slots=True)
+class _Entry:
+    """`asks_from`: Unix seconds from which on the network may be asked again."""
+
+    known: Known
+    asks_from: float
 
 
 class Identities:
     """What the daemon knows of identities; at most `most` of them in memory, one look-up at a time for each DID.
 
-    `on_lookup(method, result)` hears of each look-up over the network.
+    `clock` gives Unix seconds; `on_lookup(method, result)` hears of each look-up over the network.
     """
 
     def __init__(
@@ -71,82 +93,124 @@ class Identities:
         self._freshness = freshness or Freshness()
         self._most = most
         self._on_lookup = on_lookup
-        self._memory: OrderedDict[str, Known] = OrderedDict()
-        self._flights: dict[str, asyncio.Task[Known]] = {}
+        self._memory: OrderedDict[str, _Entry] = OrderedDict()
+        self._flights: dict[str, asyncio.Task[Known | UnavailableError]] = {}
+        self._outrun: set[str] = set()
+
+    async def close(self) -> None:
+        """Ends the look-ups under way."""
+        flights = list(self._flights.values())
+        for flight in flights:
+            flight.cancel()
+        await asyncio.gather(*flights, return_exceptions=True)
 
     def peek(self, did: str) -> Known | None:
-        """What is in memory and still holds."""
-        known = self._memory.get(did)
-        return known if known is not None and self._holds(known) else None
+        """What is in memory, unless the network has to be asked first."""
+        entry = self._memory.get(did)
+        return None if entry is None or self._must_ask(entry) else entry.known
 
     async def warm(self, dids: Iterable[str]) -> None:
-        """Brings into memory what the database has of these, in one query."""
-        missing = [did for did in dids if did not in self._memory]
-        if missing:
+        """Brings into memory what the database has of these, in one query, and has some renewed that are past their
+        time. Raises `UnavailableError` if the database can't be asked.
+        """
+        dids = list(dids)
+        if missing := [did for did in dids if did not in self._memory]:
             for did, stored in (await self._store.load(missing)).items():
-                self._remember(did, _known(stored))
+                if did not in self._memory:  # or it was fetched meanwhile, and is newer
+                    self._remember(did, _known(stored), self._clock())
+        now = self._clock()
+        for did in dids:
+            if (entry := self._memory.get(did)) is None:
+                continue
+            self._memory.move_to_end(did)
+            if now - entry.known.fetched_at >= self._freshness.found and entry.asks_from <= now:
+                self._flight(did, MOST_RENEWALS)
 
     async def lookup(self, did: str, *, refresh: bool = False) -> Known:
         """The identity, from the network if nothing at hand holds, or if `refresh` asks for a newer one.
 
-        A refresh soon after a fetch answers with what was fetched. When the network has no answer, an older
-        identity serves as well; raises `UnavailableError` if there is none.
+        A refresh soon after another look-up, or among too many, answers with what is at hand. When the network has no
+        answer, an older identity with a key serves as well, marked as stale; otherwise raises `UnavailableError`.
         """
-        await self.warm([did])
-        known = self._memory.get(did)
-        if known is not None and self._holds(known) and not (refresh and self._refreshable(known)):
-            return known
-        flight = self._flights.get(did)
-        if flight is None:
-            flight = self._flights[did] = asyncio.create_task(self._fetch(did), name=f"identity of {did}")
-            flight.add_done_callback(lambda done: self._landed(did, done))
         try:
-            return await asyncio.shield(flight)
-        except UnavailableError as error:
-            if known is None or known.key is None:
-                raise
-            log.info("identity.kept", did=did, error=str(error))
-            return known
-
-    def _landed(self, did: str, flight: asyncio.Task[Known]) -> None:
-        del self._flights[did]
-        if not flight.cancelled():
-            flight.exception()  # whoever waited has it; if nobody did any more, nobody needs to hear of it
+            await self.warm([did])
+        except UnavailableError as error:  # the network knows as much as the database
+            log.warning("identity.not-loaded", did=did, error=str(error))
+        entry = self._memory.get(did)
+        if entry is not None and not self._must_ask(entry) and not (refresh and entry.asks_from <= self._clock()):
+            return entry.known
+        flight = self._flight(did, MOST_FLIGHTS)
+        if entry is None or entry.known.key is None:
+            return await _arrival(flight)
+        if flight is None:
+            return entry.known  # that many ask for others says nothing of this one
+        try:
+            async with asyncio.timeout(self._freshness.patience):
+                return await _arrival(flight)
+        except (UnavailableError, TimeoutError) as error:
+            log.info("identity.kept", did=did, error=str(error) or "no answer in time")
+            return replace(entry.known, stale=True)
 
     def mark_stale(self, dids: Iterable[str]) -> None:
         """These have changed: the next look-up goes to the network. The database is told by the batch."""
         for did in dids:
-            if (known := self._memory.get(did)) is not None:
-                self._memory[did] = replace(known, stale=True)
+            if did in self._flights:
+                self._outrun.add(did)  # its answer may be from before the change
+            if (entry := self._memory.get(did)) is not None:
+                entry.known = replace(entry.known, stale=True)
 
-    async def _fetch(self, did: str) -> Known:
+    def _flight(self, did: str, most: int) -> asyncio.Task[Known | UnavailableError] | None:
+        """The look-up of this DID, a new one if none is under way; None if there are too many others."""
+        flight = self._flights.get(did)
+        if flight is None and len(self._flights) < most:
+            flight = self._flights[did] = asyncio.create_task(self._fetch(did), name=f"identity of {did}")
+            flight.add_done_callback(lambda _done: self._land(did))
+        return flight
+
+    def _land(self, did: str) -> None:
+        del self._flights[did]
+        self._outrun.discard(did)
+
+    async def _fetch(self, did: str) -> Known | UnavailableError:
         method = "web" if did.startswith("did:web:") else "plc"
         try:
             stored = await self._source.resolve(did)
         except UnavailableError as error:
             self._on_lookup(method, error.reason)
-            raise
+            if (entry := self._memory.get(did)) is not None:
+                entry.asks_from = self._clock() + self._freshness.refresh
+            return error
         self._on_lookup(method, "found" if stored.problem is None else "missing")
+        stored = replace(stored, stale=did in self._outrun)
         known = _known(stored)
-        self._remember(did, known)
+        pause = self._freshness.refresh if did in self._memory else 0.0  # it may change right after we first ask
+        self._remember(did, known, self._clock() + pause)
         try:
             await self._store.save([stored])
         except UnavailableError as error:
             log.warning("identity.not-saved", did=did, error=str(error))
         return known
 
-    def _remember(self, did: str, known: Known) -> None:
-        self._memory[did] = known
+    def _remember(self, did: str, known: Known, asks_from: float) -> None:
+        self._memory[did] = _Entry(known, asks_from)
         self._memory.move_to_end(did)
         while len(self._memory) > self._most:
             self._memory.popitem(last=False)
 
-    def _holds(self, known: Known) -> bool:
-        lasts = self._freshness.found if known.problem is None else self._freshness.missing
-        return not known.stale and self._clock() - known.fetched_at < lasts
+    def _must_ask(self, entry: _Entry) -> bool:
+        known, now = entry.known, self._clock()
+        outworn = known.problem is not None and now - known.fetched_at >= self._freshness.missing
+        return (known.stale or outworn) and entry.asks_from <= now
 
-    def _refreshable(self, known: Known) -> bool:
-        return self._clock() - known.fetched_at >= self._freshness.refresh
+
+async def _arrival(flight: asyncio.Task[Known | UnavailableError] | None) -> Known:
+    """What the look-up brings; it goes on for others when this wait is given up."""
+    if flight is None:
+        raise UnavailableError(FetchFailure.IDENTITY_UNAVAILABLE, "too many look-ups are under way")
+    answer = await asyncio.shield(flight)
+    if isinstance(answer, UnavailableError):
+        raise UnavailableError(answer.reason, answer.detail, retry_after=answer.retry_after)
+    return answer
 
 
 def _known(stored: StoredIdentity) -> Known:

@@ -3,14 +3,24 @@ from collections.abc import Sequence
 
 import pytest
 
-from indexer.atproto.crypto import PrivateKey
+from indexer.atproto.crypto import PrivateKey, PublicKey
 from indexer.errors import UnavailableError
-from indexer.identity.cache import Identities
+from indexer.identity.cache import MOST_FLIGHTS, MOST_RENEWALS, Freshness, Identities
 from indexer.reasons import FetchFailure
 from indexer.sync.identity import StoredIdentity
 
 DID = "did:plc:ewvi7nxzyoun6zhxrhs64oiz"
 KEYS = [PrivateKey.from_seed("k256", bytes([n])).public for n in range(3)]
+
+
+def dids(count: int) -> list[str]:
+    letters = "abcdefghijklmnopqrstuvwxyz234567"
+    return [f"did:plc:{'x' * 22}{letters[number // 32]}{letters[number % 32]}" for number in range(count)]
+
+
+def key_at_hand(identities: Identities) -> PublicKey | None:
+    known = identities.peek(DID)
+    return None if known is None else known.key
 
 
 class World:
@@ -26,6 +36,9 @@ class World:
         self.gate.set()
         self.called = asyncio.Event()
         self.table: dict[str, StoredIdentity] = {}
+        self.table_lost = False
+        self.slow_table = asyncio.Event()
+        self.slow_table.set()
         self.queries = 0
         self.heard: list[tuple[str, str]] = []
 
@@ -40,14 +53,30 @@ class World:
 
     async def load(self, dids: Sequence[str]) -> dict[str, StoredIdentity]:
         self.queries += 1
-        return {did: self.table[did] for did in dids if did in self.table}
+        found = {did: self.table[did] for did in dids if did in self.table}
+        await self.slow_table.wait()
+        if self.table_lost:
+            raise UnavailableError(FetchFailure.UNREACHABLE, "the database")
+        return found
 
     async def save(self, identities: Sequence[StoredIdentity]) -> None:
+        if self.table_lost:
+            raise UnavailableError(FetchFailure.UNREACHABLE, "the database")
         self.table |= {identity.did: identity for identity in identities}
 
-    def identities(self, most: int = 10) -> Identities:
+    async def settled(self) -> None:
+        """All that can go on without a change of the world has gone on."""
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    def identities(self, most: int = 10, patience: float = 5.0) -> Identities:
         return Identities(
-            self, self, clock=lambda: self.now, most=most, on_lookup=lambda *heard: self.heard.append(heard)
+            self,
+            self,
+            clock=lambda: self.now,
+            freshness=Freshness(patience=patience),
+            most=most,
+            on_lookup=lambda *heard: self.heard.append(heard),
         )
 
 
@@ -75,17 +104,55 @@ async def test_what_was_found_outlives_the_process() -> None:
     assert world.asked == 1
 
 
-async def test_it_holds_for_a_day_and_not_longer() -> None:
+async def test_after_a_day_it_is_renewed_while_it_serves_on() -> None:
     world = World()
     identities = world.identities()
     await identities.lookup(DID)
+    world.key = 1
     world.now += 86_399
-    await identities.lookup(DID)
+    await identities.warm([DID])
+    await world.settled()
     assert world.asked == 1
-    world.now += 2
-    assert identities.peek(DID) is None
-    await identities.lookup(DID)
+    world.now += 1
+    world.gate.clear()
+    await identities.warm([DID])
+    assert key_at_hand(identities) == KEYS[0]
+    assert (await identities.lookup(DID)).key == KEYS[0]
+    world.gate.set()
+    await world.settled()
+    assert key_at_hand(identities) == KEYS[1]
     assert world.asked == 2
+
+
+async def test_a_renewal_that_fails_costs_nobody_anything() -> None:
+    world = World()
+    identities = world.identities()
+    await identities.lookup(DID)
+    world.now += 86_400
+    world.down = True
+    for _ in range(3):
+        await identities.warm([DID])
+        await world.settled()
+        assert key_at_hand(identities) == KEYS[0]
+    assert world.asked == 2
+    world.now += 60
+    await identities.warm([DID])
+    await world.settled()
+    assert world.asked == 3
+
+
+async def test_renewals_leave_room_for_look_ups_that_somebody_waits_for() -> None:
+    world = World()
+    identities = world.identities(most=500)
+    many = dids(200)
+    for did in many:
+        await identities.lookup(did)
+    world.now += 86_400
+    world.gate.clear()
+    await identities.warm(many)
+    await world.settled()
+    assert world.asked == 200 + MOST_RENEWALS
+    world.gate.set()
 
 
 async def test_that_there_is_none_is_remembered_for_a_while() -> None:
@@ -116,12 +183,39 @@ async def test_refreshes_are_rationed() -> None:
     world = World()
     identities = world.identities()
     await identities.lookup(DID)
+    for minute in (1, 2):
+        world.key = minute
+        for _ in range(1_000):
+            assert (await identities.lookup(DID, refresh=True)).key == KEYS[minute]
+        assert world.asked == 1 + minute
+        world.now += 60
+
+
+async def test_a_storm_of_changes_is_rationed_as_well() -> None:
+    world = World()
+    identities = world.identities()
+    await identities.lookup(DID)
+    for minute in (1, 2):
+        for _ in range(100):
+            identities.mark_stale([DID])
+            await identities.lookup(DID)
+        assert world.asked == 1 + minute
+        world.now += 60
+
+
+async def test_an_answer_overtaken_by_a_change_is_asked_for_again() -> None:
+    world = World()
+    world.gate.clear()
+    identities = world.identities()
+    waiting = asyncio.create_task(identities.lookup(DID))
+    await asyncio.wait_for(world.called.wait(), 10)
+    identities.mark_stale([DID])
+    world.gate.set()
+    assert (await waiting).stale
+    assert world.table[DID].stale
     world.key = 1
-    assert (await identities.lookup(DID, refresh=True)).key == KEYS[0]
-    world.now += 60
-    for _ in range(1_000):
-        assert (await identities.lookup(DID, refresh=True)).key == KEYS[1]
-    assert world.asked == 2
+    known = await identities.lookup(DID)
+    assert (known.key, known.stale) == (KEYS[1], False)
 
 
 async def test_an_outage_is_bridged_by_what_is_known() -> None:
@@ -131,22 +225,111 @@ async def test_an_outage_is_bridged_by_what_is_known() -> None:
     world.down = True
     identities.mark_stale([DID])
     world.now += 100_000
-    assert (await identities.lookup(DID)).key == KEYS[0]
+    known = await identities.lookup(DID)
+    assert (known.key, known.stale) == (KEYS[0], True)
     with pytest.raises(UnavailableError):
         await identities.lookup("did:plc:aaaaaaaaaaaaaaaaaaaaaaaa")
+    assert world.heard[1:] == [("plc", "identity-unavailable")] * 2
 
 
-async def test_memory_is_bounded_and_the_oldest_goes_first() -> None:
+async def test_a_refresh_that_fails_says_so() -> None:
+    world = World()
+    identities = world.identities()
+    assert not (await identities.lookup(DID)).stale
+    world.down = True
+    assert (await identities.lookup(DID, refresh=True)).stale
+
+
+async def test_nobody_waits_long_for_a_newer_one() -> None:
+    world = World()
+    identities = world.identities(patience=0.01)
+    await identities.lookup(DID)
+    identities.mark_stale([DID])
+    world.gate.clear()
+    assert (await asyncio.wait_for(identities.lookup(DID), 10)).key == KEYS[0]
+    world.key = 1
+    world.gate.set()
+    await world.settled()
+    assert key_at_hand(identities) == KEYS[1]
+
+
+async def test_look_ups_under_way_are_bounded() -> None:
+    world = World()
+    identities = world.identities(most=500)
+    await identities.lookup(DID)
+    world.gate.clear()
+    waiting = [asyncio.create_task(identities.lookup(did)) for did in dids(MOST_FLIGHTS)]
+    await world.settled()
+    with pytest.raises(UnavailableError):
+        await identities.lookup("did:plc:aaaaaaaaaaaaaaaaaaaaaaaa")
+    known = await identities.lookup(DID, refresh=True)
+    assert (known.key, known.stale) == (KEYS[0], False)
+    world.gate.set()
+    await asyncio.gather(*waiting)
+    assert world.asked == 1 + MOST_FLIGHTS
+
+
+async def test_who_gives_up_waiting_takes_it_from_nobody() -> None:
+    world = World()
+    world.gate.clear()
+    identities = world.identities()
+    first, second = (asyncio.create_task(identities.lookup(DID)) for _ in range(2))
+    await asyncio.wait_for(world.called.wait(), 10)
+    first.cancel()
+    world.gate.set()
+    assert (await second).key == KEYS[0]
+
+
+async def test_the_network_does_without_the_database() -> None:
+    world = World()
+    world.table_lost = True
+    identities = world.identities()
+    assert (await identities.lookup(DID)).key == KEYS[0]
+    assert key_at_hand(identities) == KEYS[0]
+    with pytest.raises(UnavailableError):
+        await identities.warm(["did:plc:aaaaaaaaaaaaaaaaaaaaaaaa"])
+
+
+async def test_the_end_waits_for_no_answer() -> None:
+    world = World()
+    world.gate.clear()
+    identities = world.identities()
+    waiting = asyncio.create_task(identities.lookup(DID))
+    await asyncio.wait_for(world.called.wait(), 10)
+    await asyncio.wait_for(identities.close(), 10)
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+
+
+async def test_memory_is_bounded_and_who_was_silent_longest_goes_first() -> None:
     world = World()
     identities = world.identities(most=2)
-    dids = [f"did:plc:{letter * 24}" for letter in "abc"]
-    for did in dids:
-        await identities.lookup(did)
-    assert [did for did in dids if identities.peek(did)] == dids[1:]
+    first, second, third = dids(3)
+    await identities.lookup(first)
+    await identities.lookup(second)
+    await identities.warm([first])
+    await identities.lookup(third)
+    assert [did for did in (first, second, third) if identities.peek(did)] == [first, third]
 
 
 async def test_warming_asks_the_database_once() -> None:
     world = World()
     identities = world.identities()
-    await identities.warm([f"did:plc:{letter * 24}" for letter in "abcdef"])
+    await identities.warm(dids(6))
     assert world.queries == 1
+    assert world.asked == 0
+
+
+async def test_what_the_database_had_does_not_replace_what_was_fetched_meanwhile() -> None:
+    world = World()
+    await world.identities().lookup(DID)
+    identities = world.identities()
+    world.slow_table.clear()
+    warming = asyncio.create_task(identities.warm([DID]))
+    await world.settled()
+    world.slow_table.set()
+    world.key = 1
+    identities.mark_stale([DID])
+    assert (await identities.lookup(DID, refresh=True)).key == KEYS[1]
+    await warming
+    assert key_at_hand(identities) == KEYS[1]
