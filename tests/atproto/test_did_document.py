@@ -1,4 +1,5 @@
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -45,9 +46,8 @@ def document(**changes: Any) -> dict[str, Any]:
 def test_published_documents(name: str, handle: str | None, pds: str | None) -> None:
     raw = json.loads(vectors(f"indigo/identity/{name}").read_text())
     parsed = parse_did_document(raw, raw["id"], allow_http=False)
-    if handle:
-        assert (parsed.handle, parsed.pds) == (handle, pds)
-        assert parsed.signing_key is not None
+    assert (parsed.handle, parsed.pds) == (handle, pds)
+    assert (parsed.signing_key is not None) == (pds is not None)
 
 
 def test_the_same_key_in_its_old_and_new_form() -> None:
@@ -64,6 +64,56 @@ def test_the_same_key_in_its_old_and_new_form() -> None:
         for method in (old, new)
     ]
     assert keys[0] == keys[1] is not None
+
+
+def operations() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every operation of the published logs that leaves an identity, in today's form."""
+    for file in sorted(vectors("did-plc").rglob("*.json")):
+        for entry in json.loads(file.read_text()):
+            operation = entry["operation"]
+            if operation["type"] == "create":
+                pds = {"type": "AtprotoPersonalDataServer", "endpoint": operation["service"]}
+                operation |= {"alsoKnownAs": [f"at://{operation['handle']}"], "services": {"atproto_pds": pds}}
+                operation |= {"verificationMethods": {"atproto": operation["signingKey"]}}
+            if operation["type"] != "plc_tombstone":
+                yield entry["did"], operation
+
+
+def rendered(did: str, operation: dict[str, Any]) -> dict[str, Any]:
+    """The document that a directory makes of it, with relative or absolute ids as that directory likes."""
+    methods = [
+        {
+            "id": f"{did}#{name}",
+            "type": "Multikey",
+            "controller": did,
+            "publicKeyMultibase": key.removeprefix("did:key:"),
+        }
+        for name, key in operation["verificationMethods"].items()
+    ]
+    services = [
+        {"id": f"#{name}", "type": service["type"], "serviceEndpoint": service["endpoint"]}
+        for name, service in operation["services"].items()
+    ]
+    return {
+        "id": did,
+        "alsoKnownAs": operation["alsoKnownAs"],
+        "verificationMethod": methods,
+        "service": services,
+    }
+
+
+def test_the_states_of_published_logs() -> None:
+    read = 0
+    for did, operation in operations():
+        parsed = parse_did_document(rendered(did, operation), did, allow_http=False)
+        key = operation["verificationMethods"].get("atproto")
+        pds = operation["services"].get("atproto_pds")
+        handle = next((alias for alias in operation["alsoKnownAs"] if "." in alias), None)
+        assert (parsed.signing_key and parsed.signing_key.did_key()) == key
+        assert parsed.pds == (pds and pds["endpoint"])
+        assert parsed.handle == (handle and handle.removeprefix("at://"))
+        read += 1
+    assert read > 20
 
 
 def test_real_documents_of_the_firehose() -> None:
@@ -107,6 +157,16 @@ def test_the_first_valid_key_wins() -> None:
         "https://pds.example.com:99999",
         "https://pds.exa mple.com",
         "https://[::1",
+        "https://pds.example.com:0",
+        "https://pds.example.com:",
+        "https://pds.example.com//",
+        "https://pds.example.com\\@evil.example",
+        "https://pds.example.com\n",
+        "https://pds.example.com\t",
+        "https://pds\uff0eexample.com",
+        "https:pds.example.com",
+        "//pds.example.com",
+        "https://" + "a" * 3_000,
         7,
         None,
     ],
@@ -114,6 +174,28 @@ def test_the_first_valid_key_wins() -> None:
 def test_a_pds_that_is_no_base_url_is_none(url: Any) -> None:
     service = document()["service"][0] | {"serviceEndpoint": url}
     assert parse_did_document(document(service=[service]), DID, allow_http=False).pds is None
+
+
+@pytest.mark.parametrize(
+    ("url", "pds"),
+    [
+        ("https://pds.example.com/", "https://pds.example.com"),
+        ("HTTPS://PDS.example.com:8443", "https://pds.example.com:8443"),
+        ("https://[2600::1]:443/", "https://[2600::1]:443"),
+        ("https://my_pds.example.com", "https://my_pds.example.com"),
+    ],
+)
+def test_a_pds_is_scheme_host_and_port(url: str, pds: str) -> None:
+    service = document()["service"][0] | {"id": f"{DID}#atproto_pds", "serviceEndpoint": url}
+    assert parse_did_document(document(service=[service]), DID, allow_http=False).pds == pds
+
+
+def test_the_first_pds_wins_even_if_it_is_no_url() -> None:
+    good = document()["service"][0]
+    others = [good | {"id": "#atproto_labeler"}, good | {"type": "Other"}, good | {"id": "did:plc:other#atproto_pds"}]
+    assert parse_did_document(document(service=[*others, good]), DID, allow_http=False).pds == "https://pds.example.com"
+    bad = good | {"serviceEndpoint": "pds.example.com"}
+    assert parse_did_document(document(service=[bad, good]), DID, allow_http=False).pds is None
 
 
 def test_http_is_for_local_networks() -> None:

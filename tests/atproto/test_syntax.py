@@ -84,6 +84,22 @@ def test_uris_print_as_they_parse_and_normalize() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("https://alice.test", "not at://"),
+        ("at://alice.test/com.example.thing/self/more", "not at://"),
+        ("at://did:web:" + "a" * 9_000, "not at://"),
+        ("at:///com.example.thing", "neither a DID nor a handle"),
+        ("at://alice.test/", "not an NSID"),
+        ("at://alice.test/com.example.thing/", "not a record key"),
+    ],
+)
+def test_what_is_wrong_with_a_uri_is_said(text: str, fault: str) -> None:
+    with pytest.raises(ValueError, match=fault):
+        AtUri.parse(text)
+
+
 def test_paths() -> None:
     assert split_path("net.example.Thing.camelCase/a") == ("net.example.Thing.camelCase", "a")
     assert split_path("com.example.thing/pre:fix") == ("com.example.thing", "pre:fix")
