@@ -74,8 +74,10 @@ class Subscription:
             except ConnectionClosed as error:
                 self._lost(relay, error)
                 if error.sent is not None and error.sent.code == TOO_BIG:
-                    too_big[relay] = too_big.get(relay, 0) + 1
-                    self.skipped += 1
+                    # Each fruitless connection steps further; one that got frames has passed the last such place.
+                    fruitless = self.connection is None or self.connection.frames == 0
+                    too_big[relay] = 1 + (too_big.get(relay, 0) if fruitless else 0)
+                    self.skipped += not fruitless or too_big[relay] == 1
                 else:
                     too_big.pop(relay, None)
             except (OSError, TimeoutError, InvalidHandshake, InvalidURI, EOFError) as error:

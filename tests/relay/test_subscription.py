@@ -112,6 +112,32 @@ async def test_a_message_over_the_limit_is_stepped_over(net: LocalNetwork) -> No
     assert source.skipped == 1
 
 
+@pytest.mark.parametrize("inclusive", [True, False])
+async def test_only_what_is_too_large_is_stepped_over(net: LocalNetwork, inclusive: bool) -> None:
+    """Wherever it lies in the stream, and however often; whether relays send the cursor's own message or not."""
+    net.relay.inclusive = inclusive
+    account = net.create_account()
+    large, small = {"text": "x" * 30_000}, {"text": "small"}
+    for record in (small, large, small, small, large, small):
+        account.create("com.example.note", record)
+    first = net.relay.seq - 5
+    source = subscription(net.relay_url, max_bytes=20_000)
+    seen: list[int] = []
+
+    async def cursor_of(_relay: str) -> int | None:
+        return seen[-1] if seen else first - 1
+
+    async with asyncio.timeout(20), aclosing(source.frames(cursor_of)) as frames:
+        async for frame in frames:
+            seq = decode_frame(frame, DEFAULT_LIMITS).seq
+            assert seq is not None
+            if seq >= first and seq not in seen:
+                seen.append(seq)
+            if seq == net.relay.seq:
+                break
+    assert seen == [first, first + 2, first + 3, first + 5]
+
+
 async def test_the_next_relay_is_tried_when_one_is_away(net: LocalNetwork) -> None:
     net.create_account()
     away = "ws://127.0.0.1:1"
