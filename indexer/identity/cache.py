@@ -6,7 +6,7 @@ a refresh anyhow, and no stream should wait for a directory. One that is known t
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -54,12 +54,14 @@ class IdentitySource(Protocol):
 @dataclass(frozen=True, slots=True)
 class Freshness:
     """Seconds: how old an identity grows before it is renewed, how long "there is none" holds, how soon after one
-    look-up of a DID there may be another out of turn, and how long to wait for one where an older identity would do.
+    look-up of a DID there may be another out of turn, or because it is said to have changed, and how long to wait for
+    one where an older identity would do.
     """
 
     found: float = 86_400.0
     missing: float = 120.0
     refresh: float = 60.0
+    changed: float = 5.0
     patience: float = 5.0
 
 
@@ -86,6 +88,7 @@ class Identities:
         freshness: Freshness | None = None,
         most: int = 200_000,
         on_lookup: Callable[[str, str], None] = lambda _method, _result: None,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._source = source
         self._store = store
@@ -93,6 +96,7 @@ class Identities:
         self._freshness = freshness or Freshness()
         self._most = most
         self._on_lookup = on_lookup
+        self._sleep = sleep
         self._memory: OrderedDict[str, _Entry] = OrderedDict()
         self._flights: dict[str, asyncio.Task[Known | UnavailableError]] = {}
         self._outrun: set[str] = set()
@@ -139,6 +143,9 @@ class Identities:
         entry = self._memory.get(did)
         if entry is not None and not self._must_ask(entry) and not (refresh and entry.asks_from <= self._clock()):
             return entry.known
+        if entry is not None and entry.known.stale and did not in self._flights:
+            again = entry.asks_from - self._freshness.refresh + self._freshness.changed
+            await self._sleep(min(max(0.0, again - self._clock()), self._freshness.changed))
         flight = self._flight(did, MOST_FLIGHTS)
         if entry is None or entry.known.key is None:
             return await _arrival(flight)
@@ -199,8 +206,10 @@ class Identities:
 
     def _must_ask(self, entry: _Entry) -> bool:
         known, now = entry.known, self._clock()
+        if known.stale:
+            return True
         outworn = known.problem is not None and now - known.fetched_at >= self._freshness.missing
-        return (known.stale or outworn) and entry.asks_from <= now
+        return outworn and entry.asks_from <= now
 
 
 async def _arrival(flight: asyncio.Task[Known | UnavailableError] | None) -> Known:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 import structlog
 
 from indexer.errors import UnavailableError
-from indexer.identity import Identities, Known
+from indexer.identity import Identities
 from indexer.service.inbox import Inbox
 from indexer.sync.batch import Received
 from indexer.sync.plan import NeedsKey
@@ -50,7 +50,7 @@ class KeyDesk:
         if answer is not None:
             return answer
         known = self._identities.peek(did)
-        return None if known is None else Signer(known.key)
+        return None if known is None else Signer(known.key, stale=known.stale)
 
     def answered(self, dids: Iterable[str]) -> None:
         """The messages that these answers were fetched for are settled."""
@@ -73,12 +73,8 @@ class KeyDesk:
         try:
             async with asyncio.timeout(self._patience), self._slots:
                 known = await self._identities.lookup(need.did, refresh=need.refresh)
-            self._answers[need.did] = self._signer_of(known, need)
+            self._answers[need.did] = Signer(known.key, final=need.refresh, stale=known.stale)
         except (UnavailableError, TimeoutError) as error:
             log.info("key.unavailable", did=need.did, error=str(error) or type(error).__name__)
             self._answers[need.did] = UNAVAILABLE
         await self._inbox.put_back(self._waiting.pop(need.did))
-
-    @staticmethod
-    def _signer_of(known: Known, need: NeedsKey) -> Signer:
-        return Signer(known.key, final=need.refresh)

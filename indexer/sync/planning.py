@@ -49,12 +49,14 @@ class Signer:
     """What is known of a repo's signing key.
 
     `key` is None if the identity definitely has none, or, with `available` false, if it could not be had.
-    `final` says that no fresher look-up is to be had for this event.
+    `final` says that no fresher look-up is to be had for this event, `stale` that the identity is known to have
+    changed since: then a signature that this key doesn't verify proves nothing.
     """
 
     key: PublicKey | None
     available: bool = True
     final: bool = False
+    stale: bool = False
 
 
 UNAVAILABLE = Signer(None, available=False, final=True)
@@ -80,8 +82,7 @@ def plan_event(repo: Repo, event: RepoEvent, size: int, signer: Signer | None, g
 def _plan_signed(
     repo: Repo, event: CommitEvent | SyncEvent, size: int, signer: Signer | None, ground: Ground
 ) -> Plan | NeedsKey:
-    limits = ground.policy.limits
-    if tid_micros(event.rev) > (ground.now + limits.clock_drift_seconds) * 1_000_000:
+    if tid_micros(event.rev) > (ground.now + ground.policy.limits.clock_drift_seconds) * 1_000_000:
         return _settle(repo, Finding.AT_FAULT, size, ground, why=Rejection.FUTURE_REV, detail=event.rev)
     if _replayed(repo, event):
         return _settle(repo, Finding.NOT_NEWER, size, ground)
@@ -91,8 +92,15 @@ def _plan_signed(
         return NeedsKey(repo.did, refresh=False)
     if signer is None or not signer.available:
         return _plan_unchecked(repo, size, ground)
+    return _plan_proven(repo, event, size, signer, ground)
+
+
+def _plan_proven(
+    repo: Repo, event: CommitEvent | SyncEvent, size: int, signer: Signer, ground: Ground
+) -> Plan | NeedsKey:
     if signer.key is None:
         return _settle(repo, Finding.AT_FAULT, size, ground, why=Rejection.NO_SIGNING_KEY)
+    limits = ground.policy.limits
     try:
         if isinstance(event, SyncEvent):
             return _plan_sync(repo, verify_sync(event, signer.key, limits).head, size, ground)
@@ -100,6 +108,8 @@ def _plan_signed(
     except UpstreamError as error:
         if error.reason is Rejection.SIGNATURE_INVALID and not signer.final:
             return NeedsKey(repo.did, refresh=True)
+        if error.reason is Rejection.SIGNATURE_INVALID and signer.stale:
+            return _plan_unchecked(repo, size, ground)
         return _settle(repo, Finding.AT_FAULT, size, ground, why=error.reason, detail=error.detail)
 
 

@@ -140,6 +140,17 @@ def test_a_signature_that_fails_asks_for_a_newer_key_once() -> None:
     assert isinstance(plan_event(before, message, 0, replace(mallory.signer, final=True), GROUND), Plan)
 
 
+def test_a_key_that_is_known_to_have_changed_proves_nothing_wrong() -> None:
+    """The identity is stale, and a newer one could not be had: the message may be genuine."""
+    alice, mallory = Person(), Person("mallory")
+    before = stood(alice)
+    stale = replace(mallory.signer, final=True, stale=True)
+    made = plan(before, "commit", alice.post("a"), stale)
+    assert (made.outcome, made.repo.reason) == (Outcome.DESYNCHRONIZED, Desync.IDENTITY)
+    right = replace(alice.signer, final=True, stale=True)
+    assert plan(before, "commit", alice.post("b"), right).why is Desync.CHAIN_BREAK
+
+
 def test_a_key_is_asked_for_where_it_matters() -> None:
     alice = Person()
     waiting = stood(alice, DESYNCHRONIZED)
