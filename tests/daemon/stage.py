@@ -76,6 +76,13 @@ class Stage:
         await until(synchronized)
         await self.equal()
 
+    async def nothing_lost(self, account: Account) -> None:
+        """Once all is read, the account's last commit is there, or its repo knows that something is missing."""
+        await self.read()
+        repo = await self.repo(account)
+        assert repo["rev"] == account.rev or repo["status"] != "synchronized", await self.rejected()
+        await self.healed(account)
+
     async def execute(self, statement: str, *values: Any) -> list[asyncpg.Record]:
         connection = await asyncpg.connect(self.dsn)
         try:

@@ -69,7 +69,7 @@ async def test_two_rotations_within_a_minute(database: str, tmp_path: Path) -> N
             account.rotate_key()
             account.create(POST, post(text))
             await stage.read()
-        await assert_nothing_lost(stage, account)
+        await stage.nothing_lost(account)
 
 
 @pytest.mark.xfail(strict=True, reason=UNCHECKED_IS_LOST)
@@ -83,14 +83,7 @@ async def test_a_rotation_while_the_directory_is_down(database: str, tmp_path: P
         await stage.read()
         assert fault.fired > 0
         stage.network.plc.faults.clear()
-        await assert_nothing_lost(stage, account)
-
-
-async def assert_nothing_lost(stage: Stage, account: Account) -> None:
-    """Either it is there, or the repo knows that something is missing."""
-    repo = await stage.repo(account)
-    assert repo["rev"] == account.rev or repo["status"] != "synchronized", await stage.rejected()
-    await stage.healed(account)
+        await stage.nothing_lost(account)
 
 
 def down(stage: Stage) -> Fault:
