@@ -90,6 +90,7 @@ async def daemon(settings: Settings, dsn: str) -> AsyncIterator["Daemon"]:
             clock=time,
         )
         identities = Identities(resolver, store, clock=time, on_lookup=metrics.identity_lookup)
+        stack.push_async_callback(identities.close)
         pds = PdsClient(outbound, settings.limits, settings.data_dir / "spool")
         yield Daemon(settings, store, identities, pds, metrics)
 
