@@ -20,6 +20,11 @@ from tests.serving import saved, serving, settings_for, until
 
 POST = "app.bsky.feed.post"
 LIKE = "app.bsky.feed.like"
+_REPO = """
+    select *, (extract(epoch from next_attempt_at) - extract(epoch from now()))::float8 as wait
+    from indexer.repo where did = $1
+"""
+
 FORGER = PrivateKey.from_seed("k256", b"a key that no account has")
 
 
@@ -92,9 +97,8 @@ class Stage:
             await connection.close()
 
     async def repo(self, account: Account) -> asyncpg.Record:
-        [row] = await self.execute(
-            "select *, next_attempt_at - now() as wait from indexer.repo where did = $1", account.did
-        )
+        """The account's row; `wait` is seconds from now to its next attempt, infinite if it is parked."""
+        [row] = await self.execute(_REPO, account.did)
         return row
 
     async def stored(self, account: Account) -> list[asyncpg.Record]:
@@ -133,7 +137,7 @@ class Stage:
         """A new account with so many posts."""
         account = self.network.create_account(handle)
         for number in range(records):
-            account.create(POST, post(number))
+            account.create(POST, post(number), rkey=f"{number:03}")  # the same tree every time
         return account
 
     def lose_commit(self, account: Account) -> None:

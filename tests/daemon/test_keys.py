@@ -12,11 +12,6 @@ from indexer.localnet.repo import Change, Repo, Write
 from indexer.localnet.server import Fault
 from tests.daemon.stage import FORGER, POST, Stage, commit_payload, post, staged
 
-UNCHECKED_IS_LOST = (
-    "a commit is refused for good though no newer key was to be had: KeyDesk._signer_of takes the stale key that "
-    "Identities.lookup falls back to as final, so the commit is rejected and the repo stays synchronized without it"
-)
-
 
 def found(stage: Stage) -> float:
     return stage.metric("identity_lookups", method="plc", result="found")
@@ -60,7 +55,7 @@ def rotate_silently(stage: Stage, account: Account) -> None:
     stage.network.plc.identities[account.did] = replace(identity, key=account.key.public.did_key())
 
 
-@pytest.mark.xfail(strict=True, reason=UNCHECKED_IS_LOST)
+@pytest.mark.slow
 async def test_two_rotations_within_a_minute(database: str, tmp_path: Path) -> None:
     async with staged(database, tmp_path) as stage:
         account = stage.account("ada.test")
@@ -72,7 +67,7 @@ async def test_two_rotations_within_a_minute(database: str, tmp_path: Path) -> N
         await stage.nothing_lost(account)
 
 
-@pytest.mark.xfail(strict=True, reason=UNCHECKED_IS_LOST)
+@pytest.mark.slow
 async def test_a_rotation_while_the_directory_is_down(database: str, tmp_path: Path) -> None:
     async with staged(database, tmp_path) as stage:
         account = stage.account("ada.test")
@@ -108,7 +103,7 @@ async def test_the_directory_is_down_for_a_while(database: str, tmp_path: Path) 
         assert fault.fired >= 2, "for the commit, and for the resync"
         row = await stage.repo(fresh)
         assert (row["status"], row["last_error"].split(":")[0]) == ("desynchronized", "identity-unavailable")
-        assert 40 < row["wait"].total_seconds() < 80
+        assert 40 < row["wait"] < 80
         assert await stage.rejected() == []
         stage.network.plc.faults.clear()
         await stage.healed(fresh)  # by hand: it would be tried again within that minute
