@@ -2,9 +2,11 @@
 
 import asyncio
 import os
+import secrets
 import threading
 from collections.abc import Coroutine, Iterator
 from itertools import count
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
@@ -14,19 +16,19 @@ import pytest
 from indexer.store import embedded
 
 T = TypeVar("T")
-TEMPLATE = "indexer_template"
 QUICK = {"fsync": "off", "shared_buffers": "64MB", "synchronous_commit": "off", "max_connections": "200"}
 
 
 class Server:
     """A Postgres and a thread with a loop, so that synchronous fixtures can talk to it."""
 
-    def __init__(self, directory: Any) -> None:
+    def __init__(self, directory: Path) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="postgres fixtures", daemon=True)
         self._thread.start()
         self._context = embedded.database(os.environ.get("INDEXER_TEST_DATABASE_URL"), directory, QUICK)
         self.dsn = self.run(self._context.__aenter__())
+        self._name = f"test_{secrets.token_hex(4)}"  # the server may be one that others test on, too
         self._numbers = count()
         self._template: str | None = None
 
@@ -34,13 +36,15 @@ class Server:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout=120)
 
     def close(self) -> None:
+        if self._template is not None:
+            self.drop(self._named(self._template))
         self.run(self._context.__aexit__(None, None, None))
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
     def create(self, *, migrated: bool) -> str:
-        name = f"test_{os.getpid()}_{next(self._numbers)}"
+        name = f"{self._name}_{next(self._numbers)}"
         self.run(self._execute(f"create database {name} template {self.template() if migrated else 'template0'}"))
         return self._named(name)
 
@@ -51,7 +55,7 @@ class Server:
         if self._template is None:
             from indexer.store.migrate import migrate  # noqa: PLC0415 - what the migration imports is under test
 
-            name = f"{TEMPLATE}_{os.getpid()}"
+            name = f"{self._name}_template"
             self.run(self._execute(f"create database {name} template template0"))
             self.run(migrate(self._named(name)))
             self._template = name
