@@ -1,11 +1,13 @@
 """DAG-CBOR, by the library that serves each use; nothing else in this program imports them (spec §6.1).
 
 - `decode`, `decode_pair`: libipld, the fastest; it takes integers and floats that are not in canonical form, and gives
-  links as their 36 binary bytes, which nothing then tells from byte strings.
-- `decode_canonical`, `decode_json`: cbrrr, strict; links are `Link`s, or in their JSON form.
+  links as their 36 binary bytes, which nothing then tells from byte strings. It recurses on the native stack, as deep
+  as Python's own recursion limit lets it: the default 1,000 levels fit a stack of 1 MiB, so that limit is never raised.
+- `decode_canonical`, `decode_json`: cbrrr, strict, without recursion; links are `Link`s, or in their JSON form.
 - `explain`: cbor2, to tell a person what is wrong.
 """
 
+import re
 from typing import Any
 
 import cbor2
@@ -13,6 +15,9 @@ import cbrrr
 import libipld
 
 from indexer.atproto.cid import is_link
+
+# A link to anything but a CID of the protocol's kind; or bytes within a string that look like one.
+_ODD_LINK = re.compile(rb"\xd8\x2a(?!\x58\x25\x00\x01[\x55\x71]\x12\x20)")
 
 
 class CborError(ValueError):
@@ -57,6 +62,8 @@ def decode_json(data: bytes) -> Any:
 
     Also for what that form can't hold: floats, and maps that have such a key themselves.
     """
+    if _ODD_LINK.search(data):
+        decode_canonical(data)  # the JSON mode takes any bytes for a CID
     try:
         return cbrrr.decode_dag_cbor(data, atjson_mode=True)
     except (ValueError, cbrrr.CbrrrDecodeError, RecursionError, OverflowError) as error:

@@ -73,9 +73,10 @@ def _unusual(block: bytes) -> Value:
         return Value(None, Problem.RESERVED_KEY, block)
     except RecursionError:
         return Value(None, Problem.TOO_DEEP, block)
-    if _has_nul(plain):
+    text = json.dumps(plain, ensure_ascii=False, separators=(",", ":"))
+    if "\\u0000" in text and _has_nul(plain):
         return Value(None, Problem.NUL, block)
-    return Value(json.dumps(plain, ensure_ascii=False, separators=(",", ":")), Problem.NUMBER, block)
+    return Value(text, Problem.NUMBER, block)
 
 
 class _ReservedKeyError(Exception):

@@ -1,6 +1,8 @@
 import contextlib
 import json
 import random
+import subprocess
+import sys
 from typing import Any
 
 import cbor2
@@ -128,6 +130,78 @@ def test_bombs_and_lies_are_refused(bomb: bytes) -> None:
 def test_depth_is_no_matter_for_the_strict_reader() -> None:
     """It keeps no stack; what is deep and no commit, node or header is refused for what it is."""
     assert isinstance(decode_canonical(b"\x81" * 100_000 + b"\x00"), list)
+
+
+SMALL_STACK = """
+import threading
+from indexer.atproto.cbor import CborError, decode, decode_pair
+def refuse(bomb):
+    for reader in (decode, decode_pair):
+        try:
+            reader(bomb)
+        except CborError:
+            refused.append(bomb)
+refused = []
+threading.stack_size(1 << 20)
+for bomb in (b"\\x81" * 100_000, b"\\xa1\\x61a" * 50_000):
+    thread = threading.Thread(target=refuse, args=(bomb,))
+    thread.start()
+    thread.join()
+print(len(refused))
+"""
+
+
+def test_a_thread_with_little_stack_survives_a_bomb() -> None:
+    """In a process of its own, for an overflow would end it."""
+    done = subprocess.run([sys.executable, "-c", SMALL_STACK], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "4"), done.stderr
+
+
+LINK = b"\xd8\x2a"
+CID = b"\x01\x71\x12\x20" + bytes(range(32))
+NOT_LINKS = [
+    LINK + b"\x40",
+    LINK + b"\x41\x00",
+    LINK + b"\x43\x00\x01\x02",
+    LINK + b"\x58\x24" + CID,
+    LINK + b"\x58\x23\x00" + CID[2:],  # version 0
+    LINK + b"\x58\x24\x00" + CID[:-1],
+    LINK + b"\x58\x26\x00" + CID + b"\x00",
+    LINK + b"\x58\x86\x00\x01\x71\x13\x81\x01" + bytes(128),
+    LINK + b"\x61a",
+]
+
+
+@pytest.mark.parametrize("data", NOT_LINKS)
+def test_a_link_holds_a_cid_and_nothing_else(data: bytes) -> None:
+    for reader in (decode_canonical, decode_json):
+        with pytest.raises(CborError):
+            reader(b"\xa1\x61l" + data)
+
+
+@pytest.mark.parametrize(
+    "kind", [b"\x01\x55\x12\x20", b"\x01\x71\x1b\x20", b"\x01\xb0\x01\x12\x20", b"\x01\x55\x00\x05"]
+)
+def test_a_link_may_be_of_any_kind(kind: bytes) -> None:
+    cid = kind + bytes(kind[-1])
+    linked = cbor2.dumps(cbor2.CBORTag(42, b"\x00" + cid))
+    assert decode_canonical(linked) == cid
+    assert list(decode_json(linked)) == ["$link"]
+
+
+PIECES = st.sampled_from(
+    [*NOT_LINKS, LINK, LINK + b"\x58\x25\x00" + CID, b"\x58\x25\x00", CID, b"\x42" + LINK, b"\x82"]
+)
+
+
+@given(st.lists(PIECES | st.binary(max_size=4), max_size=6).map(b"".join))
+def test_json_is_made_only_of_what_the_strict_reader_takes(data: bytes) -> None:
+    array = b"\x81" + data
+    try:
+        decode_json(array)
+    except CborError:
+        return
+    assert strict(array)
 
 
 @given(st.binary(max_size=200))
