@@ -62,7 +62,10 @@ class CarReader:
         self.roots: list[bytes] = []
 
     def feed(self, chunk: bytes) -> Iterator[tuple[bytes, bytes, int]]:
-        """(CID, block, offset of the block's first byte in the file) for each block that `chunk` completes."""
+        """(CID, block, offset of the block's first byte in the file) for each block that `chunk` completes.
+
+        Parses as it is iterated, so it has to be exhausted before the next chunk.
+        """
         self._buffer += chunk
         if self._offset + len(self._buffer) > self._limits.repo_bytes:
             raise UpstreamError(Rejection.CAR_MALFORMED, f"over {self._limits.repo_bytes} bytes")
@@ -128,7 +131,8 @@ def _read_header(data: bytes, limits: Limits) -> tuple[list[bytes], int]:
         header: Any = decode_canonical(data[at : at + size])
     except CborError as error:
         raise UpstreamError(Rejection.CAR_MALFORMED, f"header: {error}") from None
-    if not isinstance(header, dict) or header.get("version") != 1:
+    version = header.get("version") if isinstance(header, dict) else None
+    if type(version) is not int or version != 1:  # True == 1.0 == 1 in Python, and not in CBOR
         raise UpstreamError(Rejection.CAR_MALFORMED, "not CAR version 1")
     roots = header.get("roots")
     if not isinstance(roots, list) or not roots or not all(isinstance(root, Link) for root in roots):

@@ -1,14 +1,15 @@
 import contextlib
 import json
 from base64 import b64decode
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from indexer.atproto.car import CarReader, split_car
-from indexer.atproto.cid import cid_of, cid_text
+from indexer.atproto.cid import DAG_CBOR, RAW, cid_of, cid_text
 from indexer.atproto.limits import DEFAULT_LIMITS, Limits
 from indexer.errors import UpstreamError
 from indexer.localnet import dag_cbor
@@ -83,6 +84,40 @@ def test_no_bytes_break_a_parser(data: bytes, headed: bool) -> None:
             parse(file)
 
 
+def outcome(parse: Callable[[], object]) -> object:
+    try:
+        return parse()
+    except UpstreamError as error:
+        return error.reason
+
+
+KINDS = st.sampled_from(
+    [
+        b"\x01\x71\x13\x40" + bytes(64),  # SHA-512
+        b"\x01\x55\x00\x00",  # identity
+        RAW + cid_of(b"")[4:],
+        RAW + bytes(32),
+        DAG_CBOR + bytes(31),
+        b"\x12\x20" + bytes(32),  # version 0
+        b"\x01\xf1\x00\x12\x20" + bytes(32),  # a codec in a longer form
+        b"",
+    ]
+)
+SECTIONS = st.one_of(
+    st.binary(max_size=200).map(lambda block: car_section(cid_of(block), block)),
+    st.tuples(KINDS, st.binary(max_size=40)).filter(any).map(lambda parts: car_section(*parts)),
+    st.binary(max_size=3),
+)
+
+
+@settings(max_examples=300)
+@given(st.lists(SECTIONS, max_size=6).map(b"".join), st.data())
+def test_both_parsers_say_the_same_of_any_sections(sections: bytes, data: st.DataObject) -> None:
+    file = car_header(cid_of(b"")) + sections
+    cuts = data.draw(st.lists(st.integers(0, len(file)), max_size=4))
+    assert outcome(lambda: read(file, cuts)) == outcome(lambda: split(file))
+
+
 HEADER = car_header(cid_of(b"x"))
 SECTION = car_section(cid_of(b"x"), b"x")
 
@@ -105,6 +140,12 @@ SECTION = car_section(cid_of(b"x"), b"x")
         dag_cbor.encode({"roots": [cid_of(b"x")], "version": 1}),
         bytes([17]) + dag_cbor.encode({"roots": [], "version": 1}) + SECTION,
         bytes([58]) + dag_cbor.encode({"roots": [cid_of(b"x")], "version": 2}) + SECTION,
+        bytes([58]) + dag_cbor.encode({"roots": [cid_of(b"x")], "version": True}) + SECTION,
+        bytes([66])
+        + dag_cbor.encode({"roots": [cid_of(b"x")], "version": 1})[:-1]
+        + b"\xfb\x3f\xf0"
+        + bytes(6)
+        + SECTION,
         bytes([21]) + dag_cbor.encode({"roots": ["text"], "version": 1}) + SECTION,
     ],
 )
