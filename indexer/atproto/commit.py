@@ -10,8 +10,10 @@ from indexer.reasons import Rejection
 
 VERSION = 3
 SIGNATURE_BYTES = 64
+BLOCK_BYTES = 8_192  # a usual commit has 188, the longest DID 2,048; the rest is room for fields of other times
 
 _SIG_ENTRY = b"\x63sig\x58\x40"  # the key "sig" and the head of a 64 byte string
+_DATA_ENTRY = b"\x64data\xd8\x2a"  # the key "data" and the tag of a link
 _MAP_OF_TWO = 0xA2
 _MAP_OF_23 = 0xB7
 
@@ -29,10 +31,12 @@ class Commit:
 
 
 def decode_commit(block: bytes, cid: bytes) -> Commit:
-    """Strict: canonical, version 3, every field we use of its type. Raises `UpstreamError`.
+    """Strict: canonical, version 3, every field we use of its type, at most `BLOCK_BYTES`. Raises `UpstreamError`.
 
     An absent `prev` and fields that this version doesn't name are accepted; they stay in the signed bytes.
     """
+    if len(block) > BLOCK_BYTES:  # nobody has signed for the work of decoding it yet
+        raise UpstreamError(Rejection.COMMIT_MALFORMED, f"{len(block)} bytes")
     try:
         fields = decode_canonical(block)
     except CborError as error:
@@ -72,6 +76,9 @@ def encode_unsigned(did: str, rev: str, data: bytes, prev: bytes | None = None) 
 
 
 def encode_signed(unsigned: bytes, sig: bytes) -> bytes:
-    """The commit block: the entry `sig` put in its canonical place, before the keys of four letters or more."""
-    at = unsigned.index(b"\x64data")
+    """The commit block for bytes of `encode_unsigned`: the entry `sig` put in its canonical place, before `data`.
+
+    Before it stand only texts, which may well hold the letters "ddata", but never the link's head behind them.
+    """
+    at = unsigned.index(_DATA_ENTRY)
     return bytes([unsigned[0] + 1]) + unsigned[1:at] + _SIG_ENTRY + sig + unsigned[at:]

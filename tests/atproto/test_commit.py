@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from indexer.atproto.cid import cid_of
-from indexer.atproto.commit import Commit, decode_commit, encode_signed, encode_unsigned
+from indexer.atproto.commit import BLOCK_BYTES, Commit, decode_commit, encode_signed, encode_unsigned
 from indexer.atproto.crypto import PrivateKey
 from indexer.atproto.mst import EMPTY_TREE
 from indexer.errors import UpstreamError
@@ -79,6 +79,24 @@ def test_fields_of_other_times_stay_in_the_signed_bytes(changes: dict[str, Any])
 def test_a_field_that_is_wrong_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(UpstreamError) as caught:
         decoded(signed(**changes))
+    assert caught.value.reason is Rejection.COMMIT_MALFORMED
+
+
+@pytest.mark.parametrize("did", ["did:plc:ddata" + "a" * 19, "did:web:ddata.example", "did:web:crev.example"])
+@pytest.mark.parametrize("rev", [REV, "3ddata3wk2222"])
+def test_names_that_look_like_fields_are_signed_as_well(did: str, rev: str) -> None:
+    unsigned = encode_unsigned(did, rev, EMPTY_TREE)
+    assert encode_signed(unsigned, KEY.sign(unsigned)) == signed(did=did, rev=rev)
+    assert decoded(signed(did=did, rev=rev)).unsigned == unsigned
+
+
+def test_a_commit_is_small() -> None:
+    longest = "did:web:" + "a" * 2_040
+    assert decoded(signed(did=longest)).did == longest
+    room = BLOCK_BYTES - len(signed(zz="z" * 5_000)) + 5_000
+    assert decoded(signed(zz="z" * room)).did == DID
+    with pytest.raises(UpstreamError) as caught:
+        decoded(signed(zz="z" * (room + 1)))
     assert caught.value.reason is Rejection.COMMIT_MALFORMED
 
 
