@@ -31,6 +31,7 @@ _LEGACY: dict[str, Curve] = {
 }
 _P256_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
 _KEY_TEXT_CHARACTERS = 200
+_POINT_FORMS = (b"\x02", b"\x03", b"\x04")  # libsecp256k1 reads the hybrid forms 06 and 07, too
 _PREHASHED = ec.ECDSA(Prehashed(SHA256()))
 _K256 = GLOBAL_CONTEXT.ctx
 
@@ -42,6 +43,8 @@ class PublicKey:
 
     def __init__(self, curve: Curve, point: bytes) -> None:
         """`point` is 33 bytes compressed or 65 uncompressed; raises `UpstreamError` if it is on no curve."""
+        if not point.startswith(_POINT_FORMS):
+            raise UpstreamError(Rejection.NO_SIGNING_KEY, f"a point of form {point[:1].hex()}")
         self.curve = curve
         try:
             if curve == "k256":

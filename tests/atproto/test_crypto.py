@@ -9,7 +9,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from hypothesis import given
 from hypothesis import strategies as st
-from multiformats import multibase
+from multiformats import multibase, multicodec
 
 from indexer.atproto.crypto import Curve, PrivateKey, PublicKey, parse_did_key, parse_legacy, parse_multikey
 from indexer.errors import UpstreamError
@@ -108,6 +108,32 @@ def test_every_written_form_of_a_key_is_the_same_key(curve: Curve) -> None:
     assert parse_multikey(key.multikey()) == parse_did_key(key.did_key()) == key
     assert hash(parse_multikey(key.multikey())) == hash(key)
     assert key.multikey().startswith("zQ3sh" if curve == "k256" else "zDna")
+
+
+def uncompressed(curve: Curve) -> bytes:
+    native = ec.SECP256K1() if curve == "k256" else ec.SECP256R1()
+    key = ec.EllipticCurvePublicKey.from_encoded_point(native, PrivateKey.from_seed(curve, b"forms").public.compressed)
+    return key.public_bytes(Encoding.X962, PublicFormat.UncompressedPoint)
+
+
+OLD_TYPES: dict[Curve, str] = {
+    "k256": "EcdsaSecp256k1VerificationKey2019",
+    "p256": "EcdsaSecp256r1VerificationKey2019",
+}
+
+
+@pytest.mark.parametrize("curve", CURVES)
+def test_an_old_key_is_a_point_in_one_of_two_forms(curve: Curve) -> None:
+    point, key = uncompressed(curve), PrivateKey.from_seed(curve, b"forms").public
+    for good in (point, key.compressed):
+        assert parse_legacy(OLD_TYPES[curve], multibase.encode(good, "base58btc")) == key
+    hybrid = bytes([6 | point[-1] & 1]) + point[1:]
+    for bad in (hybrid, point[1:], point + b"\0", point[:-1], b"\0", b"\x04", b"\x02" + b"\xff" * 32, b""):
+        with pytest.raises(UpstreamError) as caught:
+            parse_legacy(OLD_TYPES[curve], multibase.encode(bad, "base58btc"))
+        assert caught.value.reason is Rejection.NO_SIGNING_KEY
+    with pytest.raises(UpstreamError):
+        parse_multikey(multibase.encode(multicodec.wrap("secp256k1-pub", point), "base58btc"))
 
 
 def test_the_old_form_of_a_published_key() -> None:
