@@ -124,16 +124,18 @@ async def assert_nothing_doubled(dsn: str) -> None:
     connection = await asyncpg.connect(dsn)
     try:
         doubled = await connection.fetch(
-            "select did, collection, rkey, rev from indexer.change group by 1, 2, 3, 4 having count(*) > 1"
+            "select did, collection, rkey, rev from indexer.change where rkey is not null "
+            "group by 1, 2, 3, 4 having count(*) > 1"
         )
         assert doubled == []
         unexplained = await connection.fetch("""
             with last as (
                 select distinct on (did, collection, rkey) did, collection, rkey, action, cid
-                from indexer.change order by did, collection, rkey, xid desc, seq desc
+                from atproto.changes where rkey is not null order by did, collection, rkey, seq desc
             )
             select did, collection, rkey from last full join indexer.record using (did, collection, rkey)
-            where (last.action is distinct from 'delete') <> (record.cid is not null) or last.cid <> record.cid
+            where (last.action is distinct from 'delete') <> (record.cid is not null)
+                or last.cid <> atproto.cid_text(record.cid)
         """)
         assert unexplained == []
         kept = await connection.fetchval("select count(*) from indexer.kept_event")

@@ -7,6 +7,7 @@ writers take their locks in one order.
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from indexer.store.feed import log_changes
 from indexer.store.rows import (
     REPO_COLUMNS,
     Connection,
@@ -17,13 +18,13 @@ from indexer.store.rows import (
     repo_values,
     unnest,
 )
+from indexer.sync.feed import Standing, changes_of, standing
 from indexer.sync.plan import Batch, Cursor, DeadLetter, RecordChange, RepoWrite
-from indexer.sync.repo import SyncStatus
+from indexer.sync.repo import Repo, SyncStatus
 from indexer.sync.shard import bucket_of
 
 LETTERS = 1_000  # kept of each reason and relay, the newest
 LETTERS_BYTES = 64 * 1024 * 1024  # and their frames' bytes
-CHANNEL = "atproto_changes"
 
 _VALUES = repo_values("w")
 
@@ -38,8 +39,11 @@ _UPDATE_REPOS = f"""
     set {", ".join(f"{name} = {value}" for name, value in _VALUES.items() if name not in ("did", "bucket"))},
         lease_until = case when w.status = 'in-progress' then r.lease_until end, updated_at = now()
     from {unnest({**REPO_COLUMNS, "expected": "bigint"}, "w")}
+    join indexer.repo before on before.did = w.did and before.bucket = w.bucket and before.version = w.expected
     where r.did = w.did and r.bucket = w.bucket and r.version = w.expected
-    returning r.did
+    returning r.did, before.active and not before.takedown as visible,
+        not before.active and before.hosting_status is not distinct from 'deleted' as deleted,
+        before.status = 'synchronized' as synchronized
 """
 
 _KEY = {"did": "text", "collection": "text", "rkey": "text", "bucket": "smallint"}
@@ -63,13 +67,6 @@ _PUT_RECORDS = f"""
 _DELETE_RECORDS = f"""
     delete from indexer.record r using {unnest(_KEY, "w")}
     where r.did = w.did and r.collection = w.collection and r.rkey = w.rkey and r.bucket = w.bucket
-"""
-
-_CHANGE = {**_KEY, "action": "text", "cid": "bytea", "rev": "text", "live": "boolean"}
-
-_INSERT_CHANGES = f"""
-    insert into indexer.change (did, collection, rkey, bucket, action, cid, rev, live)
-    select did, collection, rkey, bucket, action, cid, rev, live from {unnest(_CHANGE, "w")} order by place
 """
 
 _KEPT = {"did": "text", "bucket": "smallint", "seq": "bigint", "frame": "bytea"}
@@ -132,10 +129,11 @@ async def apply(connection: Connection, batch: Batch) -> frozenset[str]:
     Gives the DIDs whose rows are not at the version that their writes were planned on: of those nothing is written,
     their dead letters included, and then the cursor isn't either.
     """
-    writes, moved = await _write_repos(connection, batch.writes)
-    await write_changes(
-        connection, [(write.repo.did, change, write.live) for write in writes for change in write.changes]
-    )
+    written = await _write_repos(connection, batch.writes)
+    writes = [write for write in batch.writes if write.repo.did in written]
+    moved = frozenset([write.repo.did for write in batch.writes]) - written.keys()
+    await write_records(connection, [(write.repo.did, change) for write in writes for change in write.changes])
+    await log_changes(connection, [change for write in writes for change in changes_of(written[write.repo.did], write)])
     await _write_kept(connection, writes)
     await _write_letters(connection, [letter for letter in batch.dead_letters if letter.did not in moved])
     if batch.stale_identities:
@@ -146,29 +144,24 @@ async def apply(connection: Connection, batch: Batch) -> frozenset[str]:
     return moved
 
 
-async def _write_repos(connection: Connection, writes: Sequence[RepoWrite]) -> tuple[list[RepoWrite], frozenset[str]]:
-    """Compares and sets; gives the writes whose rows were at the expected version, and the other DIDs."""
+async def _write_repos(connection: Connection, writes: Sequence[RepoWrite]) -> dict[str, Standing]:
+    """Compares and sets; gives how each repo stood before, of those whose rows were at the expected version."""
     ordered = sorted(writes, key=lambda write: write.repo.did)
-    written: set[str] = set()
+    written: dict[str, Standing] = {}
     if new := [write.repo for write in ordered if write.expected == 0]:
-        written.update(row["did"] for row in await connection.fetch(_INSERT_REPOS, *repo_arrays(new)))
+        rows = await connection.fetch(_INSERT_REPOS, *repo_arrays(new))
+        written.update({did: standing(Repo(did)) for (did,) in rows})
     if known := [write for write in ordered if write.expected != 0]:
         arrays = repo_arrays([write.repo for write in known])
         rows = await connection.fetch(_UPDATE_REPOS, *arrays, [write.expected for write in known])
-        written.update(row["did"] for row in rows)
-    matched = [write for write in writes if write.repo.did in written]
-    return matched, frozenset(write.repo.did for write in writes) - written
+        written.update({did: Standing(*before) for did, *before in rows})
+    return written
 
 
-async def write_changes(connection: Connection, changes: Sequence[tuple[str, RecordChange, bool]]) -> Counter[str]:
-    """Records brought to where the changes of (DID, change, live) end, and the changes in their order.
-
-    Gives how many records were created, updated and deleted by that.
-    """
+async def write_records(connection: Connection, changes: Sequence[tuple[str, RecordChange]]) -> Counter[str]:
+    """Records brought to where the changes of (DID, change) end; gives how many were created, updated and deleted."""
     found: Counter[str] = Counter()
-    if not changes:
-        return found
-    last = {(did, change.collection, change.rkey): change for did, change, _ in changes}
+    last = {(did, change.collection, change.rkey): change for did, change in changes}
     puts = [(key, last[key]) for key in sorted(last) if last[key].action != "delete"]
     deletes = [key for key in sorted(last) if last[key].action == "delete"]
     if puts:
@@ -182,12 +175,6 @@ async def write_changes(connection: Connection, changes: Sequence[tuple[str, Rec
         keys = [(*key, bucket_of(key[0])) for key in deletes]
         status = await connection.execute(_DELETE_RECORDS, *columns_of(keys, _KEY))
         found["delete"] = int(status.removeprefix("DELETE "))
-    rows = [
-        (did, change.collection, change.rkey, bucket_of(did), change.action, change.cid, change.rev, live)
-        for did, change, live in changes
-    ]
-    await connection.execute(_INSERT_CHANGES, *columns_of(rows, _CHANGE))
-    await connection.execute("select pg_notify($1, '')", CHANNEL)
     return found
 
 

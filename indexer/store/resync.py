@@ -5,9 +5,11 @@ from collections.abc import AsyncIterator, Sequence
 
 from indexer.errors import BrokenInvariantError
 from indexer.reasons import Desync
-from indexer.store.apply import apply, write_changes
+from indexer.store.apply import apply, write_records
 from indexer.store.errors import database_errors
+from indexer.store.feed import log_changes
 from indexer.store.rows import Connection, repo_columns, repo_of
+from indexer.sync.feed import record_changes
 from indexer.sync.plan import Batch, KeptEvent, RecordChange, RepoWrite
 from indexer.sync.planning import desynchronize
 from indexer.sync.repo import Repo, SyncStatus
@@ -154,7 +156,8 @@ class ResyncTransaction:
         If the claim is lost, somebody else may have changed the records: then `lock` will tell, and nothing stays.
         """
         with database_errors():
-            found = await write_changes(self._connection, [(self._claimed.did, change, False) for change in changes])
+            found = await write_records(self._connection, [(self._claimed.did, change) for change in changes])
+            await log_changes(self._connection, list(record_changes(self._claimed.did, changes, live=False)))
         if found != Counter(change.action for change in changes) and await self.lock() is not None:
             raise BrokenInvariantError(f"{self._claimed.did}: the records are not those that were compared: {found}")
 

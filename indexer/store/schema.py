@@ -5,8 +5,6 @@ of repos and last in keys that readers use, so that `where did = …` is an inde
 distributed by bucket. Names compare bytewise, whatever the database's locale.
 """
 
-from typing import Any
-
 from sqlalchemy import (
     BigInteger,
     Boolean,
@@ -19,23 +17,14 @@ from sqlalchemy import (
     Integer,
     LargeBinary,
     MetaData,
+    PrimaryKeyConstraint,
     SmallInteger,
     Table,
     Text,
+    UniqueConstraint,
     text,
 )
 from sqlalchemy.dialects.postgresql import JSONB
-from sqlalchemy.types import UserDefinedType
-
-
-class Xid8(UserDefinedType[int]):
-    """Postgres's transaction number: 64 bits, never wraps."""
-
-    cache_ok = True
-
-    def get_col_spec(self, **_options: Any) -> str:
-        return "xid8"
-
 
 metadata = MetaData(schema="indexer")
 
@@ -97,24 +86,67 @@ record = Table(
     Column("indexed_at", TIME, nullable=False, server_default=NOW),
 )
 
+feed = Table(
+    "feed",
+    metadata,
+    Column("one", Boolean, primary_key=True, server_default=text("true")),
+    Column("segment", SmallInteger, nullable=False),
+    Column("opened_at", TIME, nullable=False, server_default=NOW),
+    Column("gone", BigInteger, nullable=False),
+    CheckConstraint("one", name="feed_one"),
+)
+
+# Both in a ring of partitions, that Postgres makes in the migration.
+batch = Table(
+    "batch",
+    metadata,
+    Column("segment", SmallInteger, nullable=False),
+    Column("id", BigInteger, Identity(), nullable=False),
+    Column("size", Integer, nullable=False),
+    Column("first_seq", BigInteger),
+    Column("time", TIME),
+    PrimaryKeyConstraint("id", "segment", name="batch_pkey"),
+    UniqueConstraint("first_seq", "segment", name="batch_first_seq"),
+    postgresql_partition_by="LIST (segment)",
+)
+
 change = Table(
     "change",
     metadata,
-    Column("seq", BigInteger, Identity(always=True), primary_key=True),
-    Column("bucket", SmallInteger, primary_key=True),
-    Column("xid", Xid8, nullable=False, server_default=text("pg_current_xact_id()")),
-    Column("did", NAME, nullable=False),
-    Column("collection", NAME, nullable=False),
-    Column("rkey", NAME, nullable=False),
-    Column("action", Text, nullable=False),
-    Column("cid", LargeBinary),
-    Column("rev", NAME, nullable=False),
+    Column("batch", BigInteger, nullable=False),
+    Column("place", Integer, nullable=False),
+    Column("segment", SmallInteger, nullable=False),
+    Column("bucket", SmallInteger, nullable=False),
     Column("live", Boolean, nullable=False),
-    Column("time", TIME, nullable=False, server_default=NOW),
-    CheckConstraint("action in ('create', 'update', 'delete')", name="change_action"),
-    CheckConstraint("(action = 'delete') = (cid is null)", name="change_cid"),
+    Column("action", Text, nullable=False),
+    Column("did", NAME, nullable=False),
+    Column("collection", NAME),
+    Column("rkey", NAME),
+    Column("rev", NAME),
+    Column("cid", LargeBinary),
+    PrimaryKeyConstraint("batch", "place", "segment", "bucket", name="change_pkey"),
+    CheckConstraint(
+        "action in ('create', 'update', 'delete', 'hidden', 'visible', 'deleted', 'moved', 'completed')",
+        name="change_action",
+    ),
+    CheckConstraint("(action in ('create', 'update')) = (cid is not null)", name="change_cid"),
+    CheckConstraint(
+        "num_nulls(collection, rkey) = case when action in ('create', 'update', 'delete') then 0 else 2 end",
+        name="change_record",
+    ),
+    postgresql_partition_by="LIST (segment)",
 )
-Index("change_order", change.c.xid, change.c.seq)
+
+reader = Table(
+    "reader",
+    metadata,
+    Column("name", Text, primary_key=True),
+    Column("seq", BigInteger, nullable=False),
+    Column("registered_at", TIME, nullable=False, server_default=NOW),
+    Column("seen_at", TIME, nullable=False, server_default=NOW),
+    Column("cut_off_at", TIME),
+    postgresql_with={"fillfactor": "50"},
+)
 
 kept_event = Table(
     "kept_event",

@@ -118,7 +118,7 @@ class Store:
             return await identities.load(connection, dids)
 
     async def save(self, stored: Sequence[StoredIdentity]) -> None:
-        async with self._connection() as connection:
+        async with self._transaction() as connection:
             await identities.save(connection, stored)
 
     async def did_of_handle(self, handle: str) -> str | None:

@@ -23,16 +23,19 @@ CATALOG = """
     from pg_attribute
     join pg_class c on c.oid = attrelid left join pg_attrdef d on adrelid = attrelid and adnum = attnum
     left join pg_collation o on o.oid = attcollation
-    where c.relnamespace = 'indexer'::regnamespace and c.relkind = 'r' and attnum > 0 and relname <> 'alembic_version'
+    where c.relnamespace = 'indexer'::regnamespace and c.relkind in ('r', 'p') and not relispartition and attnum > 0
+        and relname <> 'alembic_version'
     union all
     select 'constraint', conrelid::regclass::text, conname, pg_get_constraintdef(oid), '', '', ''
-    from pg_constraint where connamespace = 'indexer'::regnamespace and conrelid::regclass::text !~ 'alembic_version'
+    from pg_constraint where connamespace = 'indexer'::regnamespace and conparentid = 0 and contype not in ('n', 't')
+        and conrelid::regclass::text !~ 'alembic_version|_[0-9]+$'
     union all
     select 'index', tablename, indexname, indexdef, '', '', ''
-    from pg_indexes where schemaname = 'indexer' and tablename <> 'alembic_version'
+    from pg_indexes where schemaname = 'indexer' and tablename <> 'alembic_version' and tablename !~ '_[0-9]+$'
     union all
     select 'options', oid::regclass::text, '', coalesce(reloptions::text, ''), '', '', ''
-    from pg_class where relnamespace = 'indexer'::regnamespace and relkind = 'r' and relname <> 'alembic_version'
+    from pg_class where relnamespace = 'indexer'::regnamespace and relkind in ('r', 'p') and not relispartition
+        and relname <> 'alembic_version'
     order by 1, 2, 3
 """
 
