@@ -1,6 +1,6 @@
 """Which addresses an outbound connection may go to: public unicast ones, whatever notation they came in (spec §7.1)."""
 
-from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
+from ipaddress import IPv4Address, IPv4Network, IPv6Network, ip_address
 
 # The standard library's `is_global` doesn't hold all of these, and which ones depends on its patch level.
 _REFUSED_V4 = tuple(
@@ -29,24 +29,29 @@ _REFUSED_V4 = tuple(
 _UNICAST_V6 = IPv6Network("2000::/3")
 _REFUSED_V6 = tuple(map(IPv6Network, ("2001::/23", "2001:db8::/32", "3fff::/20")))
 _NAT64 = IPv6Network("64:ff9b::/96")
+_ISATAP, _ISATAP_MASK = 0x0000_5EFE, 0xFCFF_FFFF  # third quarter of the address; two bits of it say whose it is
 
 
 def is_public(address: str) -> bool:
     """Whether `address`, an IP literal as the resolver gives it, is a public unicast address.
 
-    An IPv6 address that stands for an IPv4 one (mapped, NAT64, 6to4) is judged as that one.
+    An IPv6 address that stands for an IPv4 one (mapped, NAT64, 6to4) is judged as that one; one that may lead to an
+    IPv4 one (ISATAP, RFC 5214) as both. Teredo, with two of them in it, is refused whole.
     """
     try:
         ip = ip_address(address)
     except ValueError:
         return False
-    inner = _embedded(ip) if isinstance(ip, IPv6Address) else ip
+    if isinstance(ip, IPv4Address):
+        return _is_public_v4(ip)
+    low = IPv4Address(int(ip) & 0xFFFF_FFFF)
+    inner = low if ip in _NAT64 else ip.ipv4_mapped or ip.sixtofour
+    if int(ip) >> 32 & _ISATAP_MASK == _ISATAP and not _is_public_v4(low):
+        return False
     if inner is not None:
-        return inner.is_global and not any(inner in network for network in _REFUSED_V4)
+        return _is_public_v4(inner)
     return ip.is_global and ip in _UNICAST_V6 and not any(ip in network for network in _REFUSED_V6)
 
 
-def _embedded(ip: IPv6Address) -> IPv4Address | None:
-    if ip in _NAT64:
-        return IPv4Address(int(ip) & 0xFFFF_FFFF)
-    return ip.ipv4_mapped or ip.sixtofour
+def _is_public_v4(ip: IPv4Address) -> bool:
+    return ip.is_global and not any(ip in network for network in _REFUSED_V4)

@@ -1,7 +1,7 @@
 """The addresses that may be connected to, against the list of spec §7.1 as plain numbers."""
 
 import socket
-from ipaddress import IPv4Address
+from ipaddress import IPv4Address, IPv6Address
 
 import pytest
 from hypothesis import given
@@ -52,6 +52,17 @@ def test_an_ipv4_address_inside_an_ipv6_one_is_judged_as_itself(value: int) -> N
     high, low = value >> 16, value & 0xFFFF
     for form in (f"::ffff:{text}", f"64:ff9b::{text}", f"2002:{high:x}:{low:x}::1"):
         assert is_public(form) is not reserved(value), form
+
+
+@given(v4, st.sampled_from(["2606:4700:1:2", "2002:5db8:d822:1"]), st.sampled_from(["0", "200", "100", "300"]))
+def test_an_address_that_leads_to_an_ipv4_one_by_isatap(value: int, prefix: str, scope: str) -> None:
+    assert is_public(f"{prefix}:{scope}:5efe:{IPv4Address(value)}") is not reserved(value)
+
+
+@given(v4, st.integers(0, 2**16 - 1), st.integers(0, 2**32 - 1))
+def test_teredo(server: int, port: int, client: int) -> None:
+    number = 0x20010000 << 96 | server << 64 | port << 32 | client ^ 0xFFFF_FFFF
+    assert not is_public(str(IPv6Address(number)))
 
 
 @pytest.mark.parametrize(

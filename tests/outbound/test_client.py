@@ -6,6 +6,7 @@ import tracemalloc
 from collections.abc import Awaitable, Callable
 
 import pytest
+from backports import zstd
 
 from indexer.errors import UnavailableError
 from indexer.outbound import Outbound, Response
@@ -68,7 +69,7 @@ async def test_a_request_says_who_asks_and_nothing_more(host: Host, outbound: Ou
         "host": f"127.0.0.1:{host.port}",
         "user-agent": "test (mailto:someone@example.com)",
         "accept": "application/json",
-        "accept-encoding": "gzip",
+        "accept-encoding": "gzip, zstd",
         "connection": "keep-alive",
     }
 
@@ -108,9 +109,12 @@ async def test_other_statuses_are_the_callers_to_judge(host: Host, outbound: Out
     assert response.body == body[:16_384]
 
 
-async def test_a_gzipped_stream(host: Host, outbound: Outbound) -> None:
+@pytest.mark.parametrize(("encoding", "pack"), [("gzip", gzip.compress), ("zstd", zstd.compress)])
+async def test_a_compressed_stream(
+    host: Host, outbound: Outbound, encoding: str, pack: Callable[[bytes], bytes]
+) -> None:
     body = b"block" * 100_000
-    host.pages["/"] = zipped(body)
+    host.pages["/"] = answer(pack(body), headers={"Content-Encoding": encoding})
     async with outbound.stream(f"{host.url}/", max_bytes=len(body), timeout=5, min_rate=1, accept="x/y") as stream:
         assert stream.status == 200
         sizes = [len(chunk) async for chunk in stream.chunks()]
@@ -175,8 +179,9 @@ async def test_a_body_without_end(host: Host, outbound: Outbound) -> None:
     assert (await failure_of(drain(outbound, f"{host.url}/"))).reason is FetchFailure.TOO_LARGE
 
 
-async def test_a_gzip_bomb(host: Host, outbound: Outbound) -> None:
-    host.pages["/"] = zipped(bytes(100_000_000))
+@pytest.mark.parametrize(("encoding", "pack"), [("gzip", gzip.compress), ("zstd", zstd.compress)])
+async def test_a_bomb(host: Host, outbound: Outbound, encoding: str, pack: Callable[[bytes], bytes]) -> None:
+    host.pages["/"] = answer(pack(bytes(100_000_000)), headers={"Content-Encoding": encoding})
     tracemalloc.start()
     try:
         failure = await failure_of(drain(outbound, f"{host.url}/", max_bytes=50_000_000))
@@ -233,7 +238,7 @@ async def test_a_reset_in_the_middle(host: Host, outbound: Outbound) -> None:
     assert (await failure_of(drain(outbound, f"{host.url}/"))).reason is FetchFailure.UNREACHABLE
 
 
-@pytest.mark.parametrize("encoding", ["br", "gzip"])
+@pytest.mark.parametrize("encoding", ["br", "gzip", "zstd"])
 async def test_an_encoding_that_is_none_of_ours(host: Host, outbound: Outbound, encoding: str) -> None:
     host.pages["/"] = answer(b"not what it says", headers={"Content-Encoding": encoding})
     assert (await failure_of(drain(outbound, f"{host.url}/"))).reason is FetchFailure.BAD_ANSWER
