@@ -141,7 +141,7 @@ async def _picture(network: LocalNetwork, running: Daemon, report: Report, left:
         "saved up to": running.place.watermark.position or 0,
         "commits made": sum(report.commits.values()),
         **{f"repos {status}": count for status, count in counts.statuses.items()},
-        "resyncs running": len(running.resyncs.running),
+        "resyncs running": len(running.pool.running),
     }
     for name, value in rows.items():
         table.add_row(name, f"{value:,}")

@@ -10,6 +10,7 @@ import structlog
 from structlog.typing import Processor
 
 ACTIONS = {
+    "changes.dropped": "The oldest part of the change log, up to this seq, was dropped: it is kept no longer.",
     "daemon.draining": "A signal came: what was received is written, nothing more is read.",
     "daemon.started": "The daemon serves; its health is to be had at this address.",
     "daemon.stopped": "Everything received is saved.",
@@ -23,6 +24,8 @@ ACTIONS = {
     "postgres.killed": "The embedded Postgres didn't stop when asked to, and was killed.",
     "postgres.not-restarted": "The embedded Postgres doesn't start; it is tried again.",
     "postgres.restarted": "The embedded Postgres runs again.",
+    "reader.cut-off": "A registered reader was given up: it was too far behind, and has to start anew.",
+    "reader.lags": "A registered reader is far behind the change log, which is kept for it.",
     "relay.connected": "The stream is open.",
     "relay.connecting": "A connection to a relay begins, behind this cursor.",
     "relay.error": "The relay ended the stream with an error.",
@@ -30,9 +33,11 @@ ACTIONS = {
     "relay.info": "The relay said something about the stream.",
     "relay.lost": "The connection to the relay ended; another follows after a pause.",
     "resync.done": "A resync ended, with this result.",
+    "resync.equivocation": "The export has another tree than ours at our revision, and a good signature; it is taken.",
     "resync.failed": "A resync came to nothing; it is tried again later.",
     "resync.lost": "A resync was taken over by another worker, or the database went away under it.",
     "resync.source": "One source of an export failed; the next is asked.",
+    "resync.values-missing": "No export had these records' blocks: their CIDs are kept, and it is fetched again later.",
 }
 """The name of every log line that this program writes, and what it says. A test holds the code to it."""
 

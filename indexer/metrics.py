@@ -23,7 +23,7 @@ from indexer.sync.repo import Outcome, SyncStatus
 KINDS = ("commit", "sync", "identity", "account", "info", "error", "unknown", "malformed")
 ACTIONS = ("create", "update", "delete")
 STAGES = ("load", "plan", "apply", "verify-export", "diff", "apply-export")
-RESYNC_RESULTS = ("synchronized", "unchanged", "lost", *Desync, *FetchFailure)
+RESYNC_RESULTS = ("synchronized", "unchanged", "lost", "put-off", *Desync, *FetchFailure)
 LOOKUP_METHODS = ("plc", "web", "dns", "https")
 LOOKUP_RESULTS = ("found", "missing", *FetchFailure)
 
@@ -82,6 +82,12 @@ class Metrics:
             "indexer_batch_seconds", "Time of one stage.", ["stage"], registry=registry, buckets=_STAGE_BUCKETS
         )
         self._stages = {stage: batch.labels(stage) for stage in STAGES}
+        self._log_bytes = Gauge("indexer_change_log_bytes", "Size of the change log.", registry=registry)
+        self._reader_lag = Gauge(
+            "indexer_reader_lag_seconds", "Age of the oldest change that a reader lacks, the worst.", registry=registry
+        )
+        readers = Gauge("indexer_readers", "Registered readers of the change log.", ["state"], registry=registry)
+        self._readers = {state: readers.labels(state) for state in ("following", "cut-off")}
         self._queue_bytes = Gauge("indexer_queue_bytes", "Messages received and not yet settled.", registry=registry)
 
     def received(self, kind: str) -> None:
@@ -121,6 +127,13 @@ class Metrics:
         for status, gauge in self._repos.items():
             gauge.set(counts.get(status, 0))
         self._resync_queue.set(resync_queue)
+
+    def change_log(self, size: int, *, worst_lag: float, readers: int, cut_off: int) -> None:
+        """Bytes of the log; seconds that the last of its readers is behind; readers that follow, and that don't."""
+        self._log_bytes.set(size)
+        self._reader_lag.set(worst_lag)
+        self._readers["following"].set(readers)
+        self._readers["cut-off"].set(cut_off)
 
     def watch(self, *, lag_seconds: Callable[[], float], queue_bytes: Callable[[], float]) -> None:
         """Sources that are read at each scrape; `lag_seconds` is NaN as long as no event is saved."""

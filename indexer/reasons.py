@@ -50,7 +50,7 @@ class Desync(_Reason):
     UNDECIDABLE = "undecidable", "An authentic commit came with too few blocks to undo its operations."
     STRUCTURE = "structure", "An authentic commit's tree nodes break the rules of the tree."
     OPS = "ops", "An authentic commit's operations contradict each other or its tree."
-    RECORD_MISSING = "record-missing", "An authentic commit came without the block of a record that it wrote."
+    RECORD_MISSING = "record-missing", "A record's block was missing, in an authentic commit or in the export."
     LEGACY = "legacy", "An authentic commit lacks prevData or prev, so it can't be proven complete."
     IDENTITY = "identity", "An event could not be checked because the account's key could not be had."
     REACTIVATED = "reactivated", "The account became active again; its state may have moved on meanwhile."
@@ -67,6 +67,7 @@ class FetchFailure(_Reason):
     TIMEOUT = "timeout", "The host took too long, or sent too slowly."
     HTTP_STATUS = "http-status", "The host answered with an error status."
     THROTTLED = "throttled", "The host asked us to come back later."
+    HOST_PAUSED = "host-paused", "Requests to the host failed one after the other; it is left alone for a while."
     TOO_LARGE = "too-large", "The answer is over the limit for its kind."
     REFUSED_ADDRESS = "refused-address", "The address is not one that we may connect to."
     BAD_ANSWER = "bad-answer", "The answer is not what was asked for."
@@ -79,11 +80,17 @@ class FetchFailure(_Reason):
     EXPORT_REJECTED = "export-rejected", "The export broke a rule; the reason follows."
     EXPORT_INCOMPLETE = "export-incomplete", "The export lacks tree nodes that it refers to."
     EXPORT_STALE = "export-stale", "The export is older than a state that we have seen or hold."
+    SPOOL_FULL = "spool-full", "The spool directory has no room for the export, or can't be written."
 
     @property
     def parks(self) -> bool:
         """Whether the failure is definite: no retry until something wakes the repo."""
         return self in _PARKING
+
+    @property
+    def spares(self) -> bool:
+        """Whether it is no fault of the repo, and costs it no attempt."""
+        return self in _SPARING
 
 
 _PARKING = frozenset(
@@ -95,3 +102,4 @@ _PARKING = frozenset(
         FetchFailure.IDENTITY_MISSING,
     }
 )
+_SPARING = frozenset({FetchFailure.THROTTLED, FetchFailure.HOST_PAUSED, FetchFailure.SPOOL_FULL})

@@ -27,11 +27,13 @@ from indexer.pds import PdsClient
 from indexer.relay.subscription import Subscription
 from indexer.service.inbox import Inbox
 from indexer.service.keys import KeyDesk
+from indexer.service.pool import Pool
 from indexer.service.reader import Place, Reader
-from indexer.service.resync import Resyncs
+from indexer.service.resync import Resync
+from indexer.service.retention import Retention
 from indexer.service.writer import Writer
 from indexer.status import READY_LAG_SECONDS
-from indexer.store import Store
+from indexer.store import Keep, Store
 from indexer.store.embedded import database
 from indexer.store.migrate import migrate, schema_is_current
 from indexer.sync.planning import Policy
@@ -40,6 +42,7 @@ DRAIN_SECONDS = 20.0
 STALL_SECONDS = 120.0
 OBSERVE_SECONDS = 10.0
 OBSERVE_SHARE = 100.0  # counting reads every repo's row, so it gets a hundredth of the time
+RECEIVED_FRAMES = 4  # so many times the limit are received to be refused by name; only beyond that, the line is cut
 INBOX_BYTES = 64 * 1024 * 1024
 KEY_PATIENCE_SECONDS = 15.0
 KEYS_AT_ONCE = 64
@@ -114,20 +117,18 @@ class Daemon:
         self.inbox = Inbox(INBOX_BYTES)
         self.keys = KeyDesk(identities, self.inbox, patience=KEY_PATIENCE_SECONDS, at_once=KEYS_AT_ONCE)
         self.place = Place()
-        self.subscription = Subscription(settings.relays, settings.frame_bytes, USER_AGENT)
+        self.subscription = Subscription(settings.relays, RECEIVED_FRAMES * settings.frame_bytes, USER_AGENT)
         self.reader = Reader(
             store, self.subscription, self.inbox, self.place, settings.shard, settings.start, settings.limits, metrics
         )
         self.writer = Writer(store, identities, self.keys, self.inbox, self.place, policy, settings.shard, metrics)
-        self.resyncs = Resyncs(
+        resync = Resync(store, identities, pds, policy, metrics, _sources(settings))
+        self.pool = Pool(store, identities, resync, settings.shard, metrics, workers=settings.resync_workers)
+        self.retention = Retention(
             store,
-            identities,
-            pds,
-            policy,
-            settings.shard,
+            Keep(settings.change_retention, settings.change_bytes, settings.reader_limit),
             metrics,
-            workers=settings.resync_workers,
-            sources=_sources(settings),
+            alarm=settings.reader_alarm,
         )
         metrics.watch(
             lag_seconds=lambda: math.nan if self.writer.lag is None else self.writer.lag,
@@ -136,11 +137,11 @@ class Daemon:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Until `stop` is set, then drains; raises what ended a stage."""
-        stages = {"observe": self._observe()}
+        stages = {"observe": self._observe(), "retention": self.retention.run()}
         if "live" in self._settings.roles:
             stages |= {"reader": self.reader.run(), "writer": self.writer.run()}
         if "resync" in self._settings.roles:
-            stages |= {"resyncs": self.resyncs.run()}
+            stages |= {"pool": self.pool.run()}
         tasks = {name: asyncio.create_task(stage, name=name) for name, stage in stages.items()}
         stopped: asyncio.Task[Any] = asyncio.create_task(stop.wait())
         try:
@@ -156,19 +157,20 @@ class Daemon:
             await self.keys.close()
 
     async def _drain(self, tasks: Mapping[str, asyncio.Task[None]]) -> None:
-        log.info("daemon.draining", messages=self.inbox.held, resyncs=len(self.resyncs.claimed))
-        for name in ("reader", "resyncs"):
-            if name in tasks:
-                tasks[name].cancel()
+        """Raises what ends a stage meanwhile."""
+        log.info("daemon.draining", messages=self.inbox.held, resyncs=len(self.pool.running))
+        ending = [tasks[name] for name in ("reader", "pool") if name in tasks]
+        for task in ending:
+            task.cancel()
+        await asyncio.gather(*ending, return_exceptions=True)
         if "writer" in tasks:
-            await asyncio.wait(
-                [tasks["writer"], empty := asyncio.create_task(self.inbox.empty())],
-                timeout=DRAIN_SECONDS,
-                return_when=asyncio.FIRST_COMPLETED,
-            )
+            empty = asyncio.create_task(self.inbox.empty())
+            await asyncio.wait([tasks["writer"], empty], timeout=DRAIN_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             empty.cancel()
-        await asyncio.wait([tasks[name] for name in ("reader", "resyncs") if name in tasks] or [empty])
-        await self.resyncs.give_back()
+        await self.pool.give_back()
+        for task in tasks.values():
+            if task.done() and not task.cancelled():
+                task.result()
 
     async def _observe(self) -> None:
         while True:
@@ -185,10 +187,13 @@ class Daemon:
         idle = self.inbox.held == len(self.keys)
         if not idle and monotonic() - self.writer.progress > STALL_SECONDS and self.writer.trouble is None:
             return f"the writer has written nothing for {monotonic() - self.writer.progress:.0f} s"
+        resyncs = "resync" in self._settings.roles and self.pool.free > 0 and self.pool.trouble is None
+        if resyncs and monotonic() - self.pool.progress > STALL_SECONDS:
+            return f"free resync workers have asked for no repo for {monotonic() - self.pool.progress:.0f} s"
         return None
 
     def ready(self) -> str | None:
-        if trouble := self.writer.trouble or self.resyncs.trouble or self.reader.trouble:
+        if trouble := self.writer.trouble or self.pool.trouble or self.reader.trouble:
             return trouble
         if "live" not in self._settings.roles:
             return None
@@ -208,7 +213,8 @@ class Daemon:
             "messages in hand": self.inbox.held,
             "bytes in hand": self.inbox.held_bytes,
             "waiting for keys": len(self.keys),
-            "resyncs running": {did: f"{now - since:.0f} s" for did, since in self.resyncs.running.items()},
+            "readers behind": self.retention.lagging,
+            "resyncs running": {run.claimed.did: f"{now - run.began:.0f} s" for run in self.pool.running},
         }
 
 

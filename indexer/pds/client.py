@@ -1,6 +1,6 @@
 """Questions to a host about one repo. The host is a PDS, or a relay that sends us on to it."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterable, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -19,6 +19,7 @@ from indexer.pds.spool import Spool
 from indexer.pds.xrpc import xrpc_error
 from indexer.reasons import FetchFailure
 
+LARGE_BYTES = 32 * 1024 * 1024  # of an export; one in a thousand repos has more
 CAR_TYPE = "application/vnd.ipld.car"
 _CAR_TYPES = frozenset({CAR_TYPE, "application/octet-stream", ""})  # the latter two from proxies
 _EXPORT_SECONDS = 600.0
@@ -50,9 +51,10 @@ class PdsClient:
         spool_directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     @asynccontextmanager
-    async def fetch_repo(self, did: str, host: str) -> AsyncIterator[Spool]:
+    async def fetch_repo(self, did: str, host: str, large: Callable[[], None] = lambda: None) -> AsyncIterator[Spool]:
         """The whole export of `did` (`getRepo`), every block hashed, nothing proven yet.
 
+        `large` is called once more than `LARGE_BYTES` have come; what it raises ends the fetch.
         Raises `UpstreamError` too, for a file that breaks a rule of CAR; EXPORT_INCOMPLETE for one cut inside a block.
         """
         with Spool(self._spool_directory, self._limits) as spool:
@@ -68,7 +70,7 @@ class PdsClient:
                 media_type = stream.headers.get("content-type", "").partition(";")[0].strip().lower()
                 if media_type not in _CAR_TYPES:
                     raise UnavailableError(FetchFailure.BAD_ANSWER, f"{media_type[:80]!r} for an export")
-                await spool.fill(stream.chunks())
+                await spool.fill(_watched(stream.chunks(), large))
             yield spool
 
     async def latest_commit(self, did: str, host: str) -> tuple[bytes, str]:
@@ -101,6 +103,15 @@ class PdsClient:
         if not isinstance(answer, dict):
             raise UnavailableError(FetchFailure.BAD_ANSWER, f"{method}: not an object")
         return answer
+
+
+async def _watched(chunks: AsyncIterable[bytes], large: Callable[[], None]) -> AsyncIterator[bytes]:
+    size = 0
+    async for chunk in chunks:
+        if size <= LARGE_BYTES < size + len(chunk):
+            large()
+        size += len(chunk)
+        yield chunk
 
 
 def _url(host: str, method: str, did: str) -> str:

@@ -6,7 +6,8 @@ over the limit lead to a new connection after a growing pause; several relays ar
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from random import uniform
 
@@ -16,6 +17,8 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI
 
 PATH = "/xrpc/com.atproto.sync.subscribeRepos"
 TOO_BIG = 1009  # the close code that we send for a message over the limit
+STEPS = 32  # over a message that is too large, before the relay counts as one that doesn't work
+QUEUED = 4  # messages received and not asked for yet; more of them would only be more memory
 
 log = structlog.get_logger(__name__)
 
@@ -42,11 +45,23 @@ class Connection:
 
 
 @dataclass(slots=True)
+class Hurdle:
+    """How often a message over the limit has come behind a cursor, which didn't move meanwhile.
+
+    Each time, the next connection begins one number further: so nothing that stands behind it is passed over.
+    """
+
+    cursor: int | None
+    tries: int = 0
+    counted: bool = False
+
+
+@dataclass(slots=True)
 class Subscription:
     """Frames of the first of `relays` that works.
 
-    A message over `max_bytes` is never received: it ends the connection, and the next one steps over it, which
-    `skipped` counts.
+    A message over `max_bytes` is never received: it ends the connection, and a later one steps over it. `skipped`
+    counts the places where that was so.
     """
 
     relays: Sequence[str]
@@ -60,66 +75,68 @@ class Subscription:
     async def frames(self, cursor_of: Callable[[str], Awaitable[int | None]]) -> AsyncGenerator[bytes, None]:
         """Frames, for ever. Each connection begins behind `cursor_of(relay)`; None asks for live ones only.
 
-        Nothing of a former connection comes after `cursor_of` was called.
+        Nothing of a former connection comes after `cursor_of` was called. A text message, which version 0 of the
+        protocol doesn't have, is handed out like any other, as its bytes, to be refused by what reads it.
         """
         attempt = 0
-        too_big: dict[str, int] = {}
+        hurdles: dict[str, Hurdle] = {}
         while True:
             relay = self.relays[attempt % len(self.relays)]
             started = asyncio.get_running_loop().time()
+            cursor = await cursor_of(relay)
+            hurdle = hurdles.pop(relay, Hurdle(cursor))
+            if hurdle.cursor != cursor:
+                hurdle = Hurdle(cursor)
             try:
-                cursor = await cursor_of(relay)
-                async for frame in self._frames_of(relay, cursor, too_big.get(relay, 0)):
-                    yield frame
-            except ConnectionClosed as error:
+                async with aclosing(self._frames_of(relay, cursor, hurdle.tries)) as frames:
+                    async for frame in frames:
+                        if hurdle.tries and not hurdle.counted:
+                            hurdle.counted = True
+                            self.skipped += 1
+                        yield frame
+            except (ConnectionClosed, OSError, TimeoutError, InvalidHandshake, InvalidURI, EOFError) as error:
                 self._lost(relay, error)
-                if error.sent is not None and error.sent.code == TOO_BIG:
-                    # Each fruitless connection steps further; one that got frames has passed the last such place.
-                    fruitless = self.connection is None or self.connection.frames == 0
-                    too_big[relay] = 1 + (too_big.get(relay, 0) if fruitless else 0)
-                    self.skipped += not fruitless or too_big[relay] == 1
-                else:
-                    too_big.pop(relay, None)
-            except (OSError, TimeoutError, InvalidHandshake, InvalidURI, EOFError) as error:
-                self._lost(relay, error)
+                if isinstance(error, ConnectionClosed) and error.sent is not None and error.sent.code == TOO_BIG:
+                    hurdle.tries += 1
+                    hurdles[relay] = hurdle
             finally:
                 self.connection = None
             stable = asyncio.get_running_loop().time() - started > self.pace.stable
-            attempt = 0 if stable else attempt + 1
+            stepping = relay in hurdles and hurdle.tries < STEPS  # no fault of the relay's, so it is asked again soon
+            attempt = 0 if stable else attempt + (not stepping)
             round_ = max(0, attempt - 1) // len(self.relays)
             pause = min(self.pace.pause_first * 2.0 ** min(round_, 16), self.pace.pause_most)
             await asyncio.sleep(pause * uniform(0.75, 1.25))  # noqa: S311 - spread, not secrecy
 
-    async def _frames_of(self, relay: str, cursor: int | None, step_over: int) -> AsyncIterator[bytes]:
-        if cursor is not None and step_over:
-            cursor += 2 ** (step_over - 1)
-        url = f"{relay.rstrip('/')}{PATH}" + ("" if cursor is None else f"?cursor={cursor}")
+    async def _frames_of(self, relay: str, cursor: int | None, steps: int) -> AsyncGenerator[bytes, None]:
+        cursor = None if cursor is None else cursor + steps
         log.info("relay.connecting", relay=relay, cursor=cursor)
-        async with connect(
-            url,
-            max_size=self.max_bytes,
-            max_queue=16,
-            compression=None,
-            open_timeout=self.pace.open,
-            ping_interval=self.pace.ping,
-            ping_timeout=self.pace.ping,
-            close_timeout=1,
-            proxy=None,
-            user_agent_header=self.user_agent,
-        ) as socket:
+        async with await self._connect(relay, cursor) as socket:
             self.connection = Connection(relay, cursor)
             self.last_error = None
             log.info("relay.connected", relay=relay)
             while True:
-                yield await self._receive(socket)
+                async with asyncio.timeout(self.pace.silence):
+                    frame = await socket.recv(decode=False)
                 self.connection.frames += 1
+                yield frame
 
-    async def _receive(self, socket: ClientConnection) -> bytes:
-        async with asyncio.timeout(self.pace.silence):
-            frame = await socket.recv()
-        if isinstance(frame, str):
-            raise ConnectionError("a text message, which version 0 of the protocol doesn't have")
-        return frame
+    async def _connect(self, relay: str, cursor: int | None) -> ClientConnection:
+        try:
+            return await connect(
+                f"{relay.rstrip('/')}{PATH}" + ("" if cursor is None else f"?cursor={cursor}"),
+                max_size=self.max_bytes,
+                max_queue=QUEUED,
+                compression=None,
+                open_timeout=self.pace.open,
+                ping_interval=self.pace.ping,
+                ping_timeout=self.pace.ping,
+                close_timeout=1,
+                proxy=None,
+                user_agent_header=self.user_agent,
+            )
+        except ValueError as error:  # a redirect to what is no URL
+            raise ConnectionError(f"not a relay's answer: {error}") from error
 
     def _lost(self, relay: str, error: BaseException) -> None:
         self.last_error = f"{type(error).__name__}: {error}"[:300]

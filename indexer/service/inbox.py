@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 from indexer.sync.batch import Received
 
+MESSAGE_BYTES = 2_000  # what a decoded message holds beside its frame, roughly
+
 
 class Inbox:
     """Messages in stream order. What was taken counts against the bound until it is `finished`."""
@@ -22,7 +24,7 @@ class Inbox:
         async with self._changed:
             await self._changed.wait_for(lambda: self.held_bytes < self._max_bytes)
             self.held += 1
-            self.held_bytes += len(received.frame)
+            self.held_bytes += MESSAGE_BYTES + len(received.frame)
             self._queue.append(received)
             self._changed.notify_all()
 
@@ -49,7 +51,7 @@ class Inbox:
         async with self._changed:
             for message in messages:
                 self.held -= 1
-                self.held_bytes -= len(message.frame)
+                self.held_bytes -= MESSAGE_BYTES + len(message.frame)
             self._changed.notify_all()
 
     async def empty(self) -> None:

@@ -14,7 +14,7 @@ from indexer.relay.subscription import Subscription
 from indexer.service.inbox import Inbox
 from indexer.store import Store
 from indexer.sync.batch import Received
-from indexer.sync.events import InfoEvent, MalformedEvent, StreamError
+from indexer.sync.events import Event, InfoEvent, MalformedEvent, StreamError
 from indexer.sync.frames import decode_frame
 from indexer.sync.repo import Outcome
 from indexer.sync.shard import Shard
@@ -68,7 +68,9 @@ class Reader:
 
     async def run(self) -> None:
         async for frame in self._subscription.frames(self._begin):
-            event = decode_frame(frame, self._limits)
+            if self._skipped != self._subscription.skipped:
+                await self._report_skipped()
+            event = self._in_order(decode_frame(frame, self._limits))
             self._metrics.received(event.kind)
             if isinstance(event, InfoEvent):
                 self._info(event)
@@ -79,7 +81,6 @@ class Reader:
 
     async def _begin(self, relay: str) -> int | None:
         """Where to begin at `relay`, once everything received before is durable."""
-        await self._report_skipped()
         await self._inbox.empty()
         saved = await self._saved(relay)
         if saved is None:
@@ -104,14 +105,20 @@ class Reader:
                 log.warning("database.unavailable", error=str(error))
                 await asyncio.sleep(DATABASE_PAUSE)
 
+    def _in_order(self, event: Event) -> Event:
+        """Refuses what is behind. If it goes on, the relay has lost its sequence, and an operator has to decide."""
+        if event.seq is None or event.seq >= self._newest:
+            return event
+        detail = f"{event.seq} after {self._newest}"
+        self.trouble = f"the relay sends sequence numbers behind ours: {detail}"
+        return MalformedEvent(Rejection.SEQ_NOT_INCREASING, detail, event.kind, None, getattr(event, "did", None))
+
     async def _accept(self, received: Received) -> None:
         seq, did = received.seq, received.did
         if seq is None:
             await self._inbox.put(received)
         elif seq == self._newest:  # the usual repetition: many relays send the cursor's own message again
             self._metrics.outcome(received.event.kind, Outcome.REPLAYED)
-        elif seq < self._newest:
-            await self._inbox.put(self._out_of_order(received))
         else:
             self._newest = seq
             self.trouble = None
@@ -121,13 +128,6 @@ class Reader:
             else:
                 self._place.watermark.done((seq,))
                 self._metrics.outcome(received.event.kind, Outcome.IGNORED)
-
-    def _out_of_order(self, received: Received) -> Received:
-        """Refused. If it goes on, the relay has lost its sequence, and only an operator can say what to do."""
-        detail = f"{received.seq} after {self._newest}"
-        self.trouble = f"the relay sends sequence numbers behind ours: {detail}"
-        event = MalformedEvent(Rejection.SEQ_NOT_INCREASING, detail, received.event.kind, None, received.did)
-        return Received(None, received.frame, event, received.at)
 
     def _info(self, event: InfoEvent) -> None:
         self._metrics.outcome(event.kind, Outcome.IGNORED)

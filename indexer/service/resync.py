@@ -1,50 +1,44 @@
-"""Resync workers: claim a repo, fetch its export outside every lock, prove it, write the difference.
+"""One resync: fetch a repo's export outside every lock, prove it, write the difference.
 
 Nothing is changed before the export is proven whole; then one transaction holds the difference, the events kept
 meanwhile, and the repo's new state. Readers see the old state until it commits.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from itertools import islice
-from time import monotonic, time
+from time import time
 
 import structlog
 
+from indexer.atproto.record import Problem
 from indexer.errors import UnavailableError, UpstreamError
 from indexer.identity import Identities, Known
 from indexer.metrics import Metrics
 from indexer.pds import PdsClient, Spool
-from indexer.reasons import FetchFailure, Rejection
+from indexer.reasons import Desync, FetchFailure, Rejection
 from indexer.store import DatabaseError, ResyncTransaction, Store
-from indexer.sync.diff import Diff, Difference
-from indexer.sync.plan import Batch, RecordChange, RepoWrite
+from indexer.sync.diff import Diff, Difference, without_value
+from indexer.sync.plan import RecordChange
 from indexer.sync.planning import Ground, Policy, Signer, record_change
 from indexer.sync.repo import Repo, SyncStatus
-from indexer.sync.resync import plan_completion, plan_failure, plan_release
-from indexer.sync.shard import Shard
+from indexer.sync.resync import plan_completion
 from indexer.sync.verify import Snapshot, VerifiedChange, verify_snapshot
 
+CHUNK = 2_000  # records of a statement
+# Our own copy may be what is wrong, or incomplete: then it proves nothing that the heads are equal.
+_ALWAYS_FETCHED = frozenset({Desync.REQUESTED, Desync.RECORD_MISSING})
+
 log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """Seconds between looks at an empty queue, seconds of a lease, records of a statement."""
-
-    idle: float = 1.0
-    lease: float = 120.0
-    chunk: int = 2_000
 
 
 class ClaimLostError(Exception):
     """Somebody else holds the repo now, or it needs no resync any more: leave it alone."""
 
 
-class Resyncs:
-    """A pool of resyncs, `workers` at once. `run` ends only with an error that is ours.
+class Resync:
+    """How one claimed repo is brought to the network's state.
 
     `sources` are asked for an export in order: the base URL of a relay, or None for the repo's own PDS.
     """
@@ -55,122 +49,49 @@ class Resyncs:
         identities: Identities,
         pds: PdsClient,
         policy: Policy,
-        shard: Shard,
         metrics: Metrics,
-        *,
-        workers: int,
         sources: Sequence[str | None],
-        pace: Pace | None = None,
     ) -> None:
         self._store = store
         self._identities = identities
         self._pds = pds
         self._policy = policy
-        self._shard = shard
         self._metrics = metrics
-        self._workers = workers
         self._sources = sources
-        self._pace = pace or Pace()
-        self.claimed: dict[str, Repo] = {}
-        self.running: dict[str, float] = {}
-        self.trouble: str | None = None
-        self.progress = monotonic()
 
-    async def run(self) -> None:
-        slots = asyncio.Semaphore(self._workers)
-        async with asyncio.TaskGroup() as group:
-            while True:
-                await slots.acquire()
-                claimed = await self._claim()
-                self.progress = monotonic()
-                if claimed is None:
-                    slots.release()
-                    await asyncio.sleep(self._pace.idle)
-                    continue
-                task = group.create_task(self._resync(claimed), name=f"resync of {claimed.did}")
-                task.add_done_callback(lambda _: slots.release())
+    async def attempt(self, claimed: Repo, known: Known, large: Callable[[], None]) -> str:
+        """Gives what came of it, for the metrics: "synchronized", "unchanged", or why the repo still isn't.
 
-    async def _claim(self) -> Repo | None:
-        try:
-            await self._store.expire_leases(time())
-            claimed = await self._store.claim(1, self._shard.buckets, self._pace.lease, time())
-        except DatabaseError as error:
-            self.trouble = str(error)
-            log.warning("database.unavailable", error=self.trouble)
-            return None
-        self.trouble = None
-        return claimed[0] if claimed else None
-
-    async def _resync(self, claimed: Repo) -> None:
-        started = monotonic()
-        self.running[claimed.did] = time()
-        self.claimed[claimed.did] = claimed
-        try:
-            result = await self._held(claimed)
-        except (ClaimLostError, DatabaseError) as error:
-            result = "lost"  # the lease runs out, and the repo is claimed again
-            log.warning("resync.lost", did=claimed.did, error=str(error))
-        finally:
-            del self.running[claimed.did]
-        del self.claimed[claimed.did]
-        self._metrics.resync(result, monotonic() - started)
-        log.debug("resync.done", did=claimed.did, result=result)
-
-    async def _held(self, claimed: Repo) -> str:
-        """One attempt under a lease that is renewed as long as it lasts."""
-        renewal = asyncio.create_task(self._renew(claimed))
-        try:
-            return await self._attempt(claimed)
-        except UpstreamError as error:
-            failure = UnavailableError(FetchFailure.EXPORT_REJECTED, str(error))
-        except DatabaseError:
-            raise
-        except UnavailableError as error:
-            failure = error
-        finally:
-            renewal.cancel()
-            with suppress(asyncio.CancelledError):
-                await renewal
-        await self._fail(claimed, failure)
-        log.info("resync.failed", did=claimed.did, error=str(failure), attempts=claimed.attempts + 1)
-        return failure.reason
-
-    async def _renew(self, claimed: Repo) -> None:
-        while True:
-            await asyncio.sleep(self._pace.lease / 3)
-            try:
-                if not await self._store.renew(claimed.did, claimed.lease, self._pace.lease):
-                    return
-            except DatabaseError as error:
-                log.warning("database.unavailable", error=str(error))
-
-    async def _attempt(self, claimed: Repo) -> str:
-        known = await self._identities.lookup(claimed.did, refresh=claimed.attempts > 0)
-        if known.key is None or known.pds is None:
-            raise UnavailableError(FetchFailure.IDENTITY_MISSING, known.problem or "no key or no PDS")
+        `large` is called when the export turns out to be large, and may raise. Raises `UnavailableError` or
+        `UpstreamError` for an export that can't be had or is refused, `DatabaseError`, and `ClaimLostError`; then
+        nothing has changed.
+        """
         if await self._unchanged(claimed, known):
             return await self._complete(claimed, None, known)
-        failure: UpstreamError | UnavailableError | None = None
+        failure: UpstreamError | UnavailableError = UnavailableError(FetchFailure.UNREACHABLE, "no source to ask")
         for source in self._sources:
+            host = source or known.pds or ""
             try:
-                async with self._pds.fetch_repo(claimed.did, source or known.pds) as spool:
+                async with self._pds.fetch_repo(claimed.did, host, large) as spool:
                     snapshot, known = await self._verify(claimed, spool, known)
+                    if source is not self._sources[-1]:
+                        _refuse_stale(snapshot, claimed.seen_rev)
                     return await self._complete(claimed, snapshot, known)
             except DatabaseError:
                 raise
             except (UpstreamError, UnavailableError) as error:
                 failure = error
-                log.debug("resync.source", did=claimed.did, source=source or known.pds, error=str(error))
-        raise failure or UnavailableError(FetchFailure.UNREACHABLE, "no source to ask")
+                log.debug("resync.source", did=claimed.did, source=host, error=str(error))
+        raise failure
 
     async def _unchanged(self, claimed: Repo, known: Known) -> bool:
         """Whether the PDS says that our head is its latest commit: nothing to fetch then."""
-        if claimed.head is None or known.pds is None:
+        if claimed.head is None or known.pds is None or claimed.reason in _ALWAYS_FETCHED:
             return False
         try:
             latest = await self._pds.latest_commit(claimed.did, known.pds)
         except UnavailableError as error:
-            if error.reason.parks or error.reason is FetchFailure.THROTTLED:
+            if error.reason.parks or error.reason.spares:
                 raise
             return False
         return latest == (claimed.head.commit, claimed.head.rev)
@@ -183,8 +104,11 @@ class Resyncs:
                 raise
             known = await self._identities.lookup(claimed.did, refresh=True)
             snapshot = await self._prove(claimed, spool, known)
-        if claimed.head is not None and snapshot.head.rev < claimed.head.rev:
-            raise UnavailableError(FetchFailure.EXPORT_STALE, f"{snapshot.head.rev} < {claimed.head.rev}")
+        if claimed.head is not None:
+            _refuse_stale(snapshot, claimed.head.rev)
+            if snapshot.head.rev == claimed.head.rev and snapshot.head.data != claimed.head.data:
+                log.warning("resync.equivocation", did=claimed.did, rev=snapshot.head.rev)
+                self._metrics.desynchronized(Desync.EQUIVOCATION)
         return snapshot, known
 
     async def _prove(self, claimed: Repo, spool: Spool, known: Known) -> Snapshot:
@@ -198,13 +122,11 @@ class Resyncs:
     async def _complete(self, claimed: Repo, snapshot: Snapshot | None, known: Known) -> str:
         """Writes the difference to `snapshot` (None: our head stands), drains the kept events, ends the resync."""
         async with self._store.resync(claimed) as transaction:
-            counts = await self._write(transaction, snapshot) if snapshot else {}
+            counts = await self._write(claimed, transaction, snapshot) if snapshot else Counter[str]()
             locked = await transaction.lock()
-            if locked is None:
-                raise ClaimLostError
             head = snapshot.head if snapshot else claimed.head
-            if head is None:
-                raise ClaimLostError
+            if locked is None or head is None:
+                raise ClaimLostError("claimed by another worker, or desynchronized again")
             ground = Ground(self._policy, "", time())
             write = plan_completion(locked, head, await transaction.kept(), Signer(known.key), ground)
             await transaction.finish(write)
@@ -217,12 +139,20 @@ class Resyncs:
             return write.repo.reason
         return "synchronized" if snapshot else "unchanged"
 
-    async def _write(self, transaction: ResyncTransaction, snapshot: Snapshot) -> dict[str, int]:
-        diff = Diff(snapshot.records())
-        counts = {"create": 0, "update": 0, "delete": 0}
+    async def _write(self, claimed: Repo, transaction: ResyncTransaction, snapshot: Snapshot) -> Counter[str]:
+        """Writes what differs.
+
+        Records whose blocks the export lacks are taken without values at the second time only: at the first, it may
+        be an export that was cut behind its last tree node (spec RP-8).
+        """
+        diff, counts, missing = Diff(snapshot.records()), Counter[str](), 0
         async for chunk in transaction.stored():
-            await self._write_all(transaction, diff.against(chunk), snapshot, counts)
-        await self._write_all(transaction, diff.rest(), snapshot, counts)
+            missing += await self._write_all(transaction, diff.against(chunk), snapshot, counts)
+        missing += await self._write_all(transaction, diff.rest(), snapshot, counts)
+        if missing and not _was_incomplete(claimed):
+            raise UnavailableError(FetchFailure.EXPORT_INCOMPLETE, f"without the blocks of {missing} records")
+        if missing:
+            log.warning("resync.values-missing", did=claimed.did, records=missing)
         return counts
 
     async def _write_all(
@@ -230,51 +160,40 @@ class Resyncs:
         transaction: ResyncTransaction,
         differences: Iterator[Difference],
         snapshot: Snapshot,
-        counts: dict[str, int],
-    ) -> None:
+        counts: Counter[str],
+    ) -> int:
+        """Gives how many records came without their blocks."""
+        missing = 0
         while True:
             with self._metrics.stage("diff"):
                 exhausted, changes = await asyncio.to_thread(self._changes, differences, snapshot)
             if changes:
                 with self._metrics.stage("apply-export"):
                     await transaction.write(changes)
-            for change in changes:
-                counts[change.action] += 1
+            counts.update(change.action for change in changes)
+            missing += sum(change.problem == Problem.MISSING for change in changes)
             if exhausted:
-                return
+                return missing
 
     def _changes(self, differences: Iterator[Difference], snapshot: Snapshot) -> tuple[bool, list[RecordChange]]:
         """The next chunk of differences as changes, and whether it is the last."""
-        chunk = list(islice(differences, self._pace.chunk))
-        changes = [
-            record_change(
-                VerifiedChange(path, old, new, snapshot.block_of(new) if new else None),
-                snapshot.head.rev,
-                self._policy,
-            )
-            for path, old, new in chunk
-        ]
-        return len(chunk) < self._pace.chunk, [change for change in changes if change]
+        chunk = list(islice(differences, CHUNK))
+        changes = [self._change(difference, snapshot) for difference in chunk]
+        return len(chunk) < CHUNK, [change for change in changes if change]
 
-    async def give_back(self) -> None:
-        """Ends the claims of resyncs that were cancelled, so that nobody has to wait for their leases."""
-        for claimed in list(self.claimed.values()):
-            try:
-                await self._end(claimed, plan_release)
-            except DatabaseError as error:
-                log.warning("database.unavailable", error=str(error))
-                return
-            del self.claimed[claimed.did]
+    def _change(self, difference: Difference, snapshot: Snapshot) -> RecordChange | None:
+        path, old, new = difference
+        block = snapshot.block_of(new) if new else None
+        if block is None and new is not None and old == without_value(new):
+            return None  # its value is missing here, and there as well
+        return record_change(VerifiedChange(path, old, new, block), snapshot.head.rev, self._policy)
 
-    async def _fail(self, claimed: Repo, failure: UnavailableError) -> None:
-        await self._end(claimed, lambda repo: plan_failure(repo, failure, time()))
 
-    async def _end(self, claimed: Repo, plan: Callable[[Repo], Repo]) -> None:
-        """Writes the row that `plan` makes of the present one, as long as the claim stands."""
-        while True:
-            repo = (await self._store.repos([claimed.did])).get(claimed.did)
-            if repo is None or repo.lease != claimed.lease or repo.status is not SyncStatus.IN_PROGRESS:
-                return
-            write = RepoWrite(repo.version, plan(repo))
-            if not await self._store.apply(Batch((write,))):
-                return
+def _refuse_stale(snapshot: Snapshot, rev: str | None) -> None:
+    """A mirror may be behind: another source may not be."""
+    if rev is not None and snapshot.head.rev < rev:
+        raise UnavailableError(FetchFailure.EXPORT_STALE, f"{snapshot.head.rev} < {rev}")
+
+
+def _was_incomplete(claimed: Repo) -> bool:
+    return (claimed.last_error or "").partition(":")[0] == FetchFailure.EXPORT_INCOMPLETE

@@ -19,7 +19,11 @@ from indexer.store import Store
 from indexer.sync.batch import BatchPlan, Received, Settled, plan_batch
 from indexer.sync.plan import Batch, Cursor
 from indexer.sync.planning import Ground, Policy
+from indexer.sync.repo import Outcome
 from indexer.sync.shard import Shard
+
+# With these, a `Desync` says why the repo is desynchronized from now on; with others, why the event changed nothing.
+BREAKING = frozenset({Outcome.DESYNCHRONIZED, Outcome.APPLIED})
 
 log = structlog.get_logger(__name__)
 
@@ -64,6 +68,7 @@ class Writer:
     async def run(self) -> None:
         while True:
             messages = self._keys.hold_back(await self._inbox.take(self._pace.events, self._pace.linger))
+            self.progress = monotonic()
             if not messages:
                 continue
             try:
@@ -120,7 +125,7 @@ class Writer:
             self._metrics.outcome(item.received.event.kind, item.outcome)
             if isinstance(item.why, Rejection):
                 self._metrics.rejected(item.why)
-            elif isinstance(item.why, Desync):
+            elif isinstance(item.why, Desync) and item.outcome in BREAKING:
                 self._metrics.desynchronized(item.why)
         for write in plan.writes:
             if write.repo.did not in moved:

@@ -3,6 +3,9 @@
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 
+from asyncpg import Record as Row
+
+from indexer.atproto.record import Problem
 from indexer.errors import BrokenInvariantError
 from indexer.reasons import Desync
 from indexer.store.apply import apply, write_records
@@ -16,7 +19,7 @@ from indexer.sync.repo import Repo, SyncStatus
 from indexer.sync.shard import bucket_of
 
 CHUNK = 5_000
-EXPIRED_AT_ONCE = 500
+MARKED_AT_ONCE = 500
 
 
 # Bucket by bucket, what is due first, and no more of it than may be claimed: so the index is asked for a few rows and
@@ -58,6 +61,14 @@ _EXPIRED = f"""
     order by lease_until limit $2 for update skip locked
 """
 
+# Few records lack a value, and an index has only these.
+_INCOMPLETE = f"""
+    select {repo_columns("r")} from indexer.repo r
+    where r.status = 'synchronized' and r.synchronized_at < to_timestamp($1) and r.bucket = any($2::smallint[])
+        and r.did in (select did from indexer.record where value_problem = '{Problem.MISSING}')
+    limit $3 for update skip locked
+"""
+
 _LOCK = f"select {repo_columns('r')} from indexer.repo r where did = $1 and bucket = $2 for update"
 
 _KEPT = "select seq, frame from indexer.kept_event where did = $1 and bucket = $2 order by id"
@@ -75,8 +86,10 @@ _COLLECTIONS = """
     select collection from c where collection is not null order by collection
 """
 
-_STORED = """
-    select collection, rkey, cid from indexer.record
+# A CID whose value is missing is told apart by a byte behind it: it equals none in an export.
+_STORED = f"""
+    select collection, rkey, case when value_problem = '{Problem.MISSING}' then cid || '\\x00' else cid end
+    from indexer.record
     where did = $1 and bucket = $2 and collection >= $3 and collection <= $4 order by collection, rkey
 """
 
@@ -92,14 +105,23 @@ async def renew(connection: Connection, did: str, lease: int, until: float) -> b
 
 async def expire_leases(connection: Connection, now: float) -> int:
     """Within a transaction. As with any other break, a repo that breaks again and again waits longer each time."""
-    expired = [repo_of(row) for row in await connection.fetch(_EXPIRED, now, EXPIRED_AT_ONCE)]
-    writes = [
-        RepoWrite(repo.version, desynchronize(repo, Desync.LEASE_EXPIRED, now, seen_rev=repo.seen_rev))
-        for repo in expired
-    ]
+    return await _desynchronize(
+        connection, await connection.fetch(_EXPIRED, now, MARKED_AT_ONCE), Desync.LEASE_EXPIRED, now
+    )
+
+
+async def mark_missing(connection: Connection, buckets: range, before: float, now: float) -> int:
+    """Within a transaction: has repos fetched again that were synchronized `before`, and lack values."""
+    rows = await connection.fetch(_INCOMPLETE, before, list(buckets), MARKED_AT_ONCE)
+    return await _desynchronize(connection, rows, Desync.RECORD_MISSING, now)
+
+
+async def _desynchronize(connection: Connection, locked: Sequence[Row], reason: Desync, now: float) -> int:
+    repos = [repo_of(row) for row in locked]
+    writes = [RepoWrite(repo.version, desynchronize(repo, reason, now, seen_rev=repo.seen_rev)) for repo in repos]
     if await apply(connection, Batch(tuple(writes))):
         raise BrokenInvariantError("a repo moved while it was locked")
-    return len(expired)
+    return len(repos)
 
 
 def in_path_order(collections: Sequence[str]) -> list[tuple[str, str]]:

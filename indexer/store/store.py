@@ -8,11 +8,12 @@ from typing import Any, Self
 
 import asyncpg
 
-from indexer.store import identities, queries, resync
+from indexer.store import identities, queries, resync, retention
 from indexer.store.apply import apply
 from indexer.store.errors import CONNECT_SECONDS, database_errors
 from indexer.store.queries import Counts
 from indexer.store.resync import ResyncTransaction
+from indexer.store.retention import Keep, Log, Upkeep
 from indexer.store.rows import Connection, buckets_of, repo_columns, repo_of, unnest
 from indexer.sync.identity import StoredIdentity
 from indexer.sync.plan import Batch
@@ -90,6 +91,11 @@ class Store:
         async with self._transaction() as connection:
             return await resync.expire_leases(connection, now)
 
+    async def mark_missing(self, buckets: range, seconds: float, now: float) -> int:
+        """Has repos fetched again that have been synchronized for so long, and lack values that no export had."""
+        async with self._transaction() as connection:
+            return await resync.mark_missing(connection, buckets, now - seconds, now)
+
     @asynccontextmanager
     async def resync(self, claimed: Repo) -> AsyncIterator[ResyncTransaction]:
         """Commits at the end of the block if it was finished, and rolls back otherwise."""
@@ -120,6 +126,12 @@ class Store:
     async def save(self, stored: Sequence[StoredIdentity]) -> None:
         async with self._transaction() as connection:
             await identities.save(connection, stored)
+
+    async def tend_log(self, keep: Keep, now: float) -> tuple[Log, Upkeep]:
+        """Drops what is not to be kept of the change log; gives how it stood before, and what was done."""
+        async with self._connection() as connection:
+            log = await retention.load_log(connection)
+            return log, await retention.upkeep(connection, retention.plan_upkeep(log, keep, now))
 
     async def did_of_handle(self, handle: str) -> str | None:
         """The DID whose document claims the handle, as far as we have read."""

@@ -7,7 +7,7 @@ from indexer.reasons import Desync, Rejection
 from indexer.sync.events import IdentityEvent, MalformedEvent, RepoEvent, UnknownEvent
 from indexer.sync.plan import DeadLetter, KeptEvent, NeedsKey, Plan, RecordChange, RepoWrite
 from indexer.sync.planning import Ground, Signer, plan_event
-from indexer.sync.repo import Outcome, Repo
+from indexer.sync.repo import Outcome, Repo, SyncStatus
 
 DEAD_LETTER_BYTES = 100_000  # of a refused frame; nearly all frames are far smaller
 
@@ -125,7 +125,7 @@ def _draw(draft: _Draft, frame: bytes, event: RepoEvent, plan: Plan) -> None:
     draft.changes.extend(plan.changes)
     if plan.keep:
         draft.kept.append(KeptEvent(plan.repo.did, event.seq, frame))
-    elif plan.outcome is Outcome.DESYNCHRONIZED:
+    elif plan.repo.status is not SyncStatus.IN_PROGRESS:
         draft.kept.clear()
 
 

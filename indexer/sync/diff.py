@@ -20,6 +20,11 @@ class Difference(NamedTuple):
     new: bytes | None
 
 
+def without_value(cid: bytes) -> bytes:
+    """How a stored record stands whose value is missing: equal to no CID, so that an export that has it fills it in."""
+    return cid + b"\0"
+
+
 class Diff:
     """Merges a snapshot's (path, CID) entries with ours, which come in chunks; holds one entry at a time.
 

@@ -121,8 +121,8 @@ def _replayed(repo: Repo, event: CommitEvent | SyncEvent) -> bool:
 
 
 def _worth_a_look_up(repo: Repo, event: CommitEvent | SyncEvent) -> bool:
-    """A repo that waits for its resync gets its key then, unless this commit may make it whole."""
-    if not repo.known or repo.status is not SyncStatus.DESYNCHRONIZED:
+    """A repo that waits for its resync gets its key then, unless this message may wake it or make it whole."""
+    if not repo.known or repo.status is not SyncStatus.DESYNCHRONIZED or repo.next_attempt_at == PARKED:
         return True
     return isinstance(event, CommitEvent) and event.since is None and repo.head is None
 
@@ -170,18 +170,22 @@ def _plan_account(repo: Repo, event: AccountEvent, ground: Ground) -> Plan:
         hosting_seq=event.seq,
         next_attempt_at=repo.next_attempt_at if repo.known else ground.now + FIRST_COMMIT_SECONDS,
     )
-    if event.active and not repo.active:
-        after = _woken(after, ground.now)
-        if repo.status is SyncStatus.SYNCHRONIZED:  # commits were ignored meanwhile: have the head compared
-            _, status = transition(repo.status, Finding.REQUESTED)
-            after = _changed(after, status=status, reason=Desync.REACTIVATED)
-    return Plan(after, Outcome.APPLIED)
+    if not event.active:
+        return Plan(after, Outcome.APPLIED)
+    if repo.active or repo.status is SyncStatus.DESYNCHRONIZED:
+        return Plan(_woken(after, ground.now), Outcome.APPLIED)
+    # Commits were ignored meanwhile, and an export under way may be older than they are.
+    outcome, status = transition(repo.status, Finding.REACTIVATED)
+    after = _changed(after, status=status, reason=Desync.REACTIVATED, buffered_events=0, buffered_bytes=0)
+    return Plan(after, outcome, why=Desync.REACTIVATED)
 
 
 def _plan_identity(repo: Repo, ground: Ground) -> Plan:
-    if repo.known:
-        return Plan(_woken(repo, ground.now), Outcome.APPLIED)
-    return Plan(_changed(repo, next_attempt_at=ground.now + FIRST_COMMIT_SECONDS), Outcome.APPLIED)
+    if not repo.known:
+        return Plan(_changed(repo, next_attempt_at=ground.now + FIRST_COMMIT_SECONDS), Outcome.APPLIED)
+    if repo.status is SyncStatus.IN_PROGRESS:
+        return Plan(_changed(repo), Outcome.APPLIED)  # so that `plan_failure` sees that something happened
+    return Plan(_woken(repo, ground.now), Outcome.APPLIED)
 
 
 def _plan_unchecked(repo: Repo, size: int, ground: Ground) -> Plan:
@@ -212,7 +216,7 @@ def _settle(
         return Plan(repo, outcome, why=why, detail=detail)
     if not repo.known:
         return Plan(_changed(repo, seen_rev=seen), Outcome.DESYNCHRONIZED, why=Desync.NEW)
-    return Plan(_changed(repo, seen_rev=seen), outcome, why=why, detail=detail)
+    return Plan(_changed(_woken(repo, ground.now), seen_rev=seen), outcome, why=why, detail=detail)
 
 
 def _keep(repo: Repo, size: int, rev: str | None, ground: Ground) -> Plan:
@@ -269,8 +273,8 @@ def record_change(change: VerifiedChange, rev: str, policy: Policy) -> RecordCha
 
 def desynchronize(repo: Repo, reason: Desync, now: float, *, seen_rev: str | None) -> Repo:
     """The row of a repo that has to be fetched again: at once, or later if it broke not long ago as well."""
-    settled = repo.synchronized_at is not None and now - repo.synchronized_at > SETTLED_SECONDS
-    breaks = 0 if settled else repo.attempts
+    since = repo.synchronized_at if repo.status is SyncStatus.SYNCHRONIZED else None
+    breaks = 0 if since is not None and now - since > SETTLED_SECONDS else repo.attempts
     return _changed(
         repo,
         status=SyncStatus.DESYNCHRONIZED,

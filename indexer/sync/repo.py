@@ -47,7 +47,8 @@ class Finding(StrEnum):
     CLAIMED = "claimed by a worker"
     COMPLETED = "export applied, buffer drained without a break"
     FAILED = "fetch failed, buffer overflowed, drain broke, lease expired"
-    REQUESTED = "a resync asked for, or the account active again"
+    REQUESTED = "a resync asked for"
+    REACTIVATED = "the account active again"
 
 
 _D, _P, _S = SyncStatus.DESYNCHRONIZED, SyncStatus.IN_PROGRESS, SyncStatus.SYNCHRONIZED
@@ -77,6 +78,7 @@ TRANSITIONS: dict[SyncStatus, dict[Finding, tuple[Outcome, SyncStatus]]] = {
         Finding.SYNC_OTHER: (Outcome.BUFFERED, _P),
         Finding.COMPLETED: (Outcome.APPLIED, _S),
         Finding.FAILED: (Outcome.DESYNCHRONIZED, _D),
+        Finding.REACTIVATED: (Outcome.APPLIED, _D),
     },
     _S: {
         Finding.EXTENDS: (Outcome.APPLIED, _S),
@@ -87,7 +89,8 @@ TRANSITIONS: dict[SyncStatus, dict[Finding, tuple[Outcome, SyncStatus]]] = {
         Finding.SYNC_EQUAL: (Outcome.IGNORED, _S),
         Finding.SYNC_ADVANCES: (Outcome.APPLIED, _S),
         Finding.SYNC_OTHER: (Outcome.DESYNCHRONIZED, _D),
-        Finding.REQUESTED: (Outcome.DESYNCHRONIZED, _D),
+        Finding.REQUESTED: (Outcome.APPLIED, _D),
+        Finding.REACTIVATED: (Outcome.APPLIED, _D),
     },
 }
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from indexer.errors import UnavailableError
-from indexer.reasons import Desync, FetchFailure
+from indexer.reasons import Desync
 from indexer.sync.backoff import backoff_seconds
 from indexer.sync.events import CommitEvent, SyncEvent
 from indexer.sync.frames import decode_frame
@@ -27,7 +27,8 @@ def plan_completion(claimed: Repo, head: Head, kept: Iterable[KeptEvent], signer
     repo = synchronize(claimed, head, ground.now)
     changes: list[RecordChange] = []
     for event in kept:
-        repo, more = _drain(repo, event, replace(signer, final=True), ground)
+        # Some were kept because they could not be checked: by a key newer than the one of the export, perhaps.
+        repo, more = _drain(repo, event, replace(signer, final=True, stale=True), ground)
         changes += more
         if repo.status is not status:
             break
@@ -49,37 +50,37 @@ def _drain(repo: Repo, kept: KeptEvent, signer: Signer, ground: Ground) -> tuple
     return plan.repo, plan.changes
 
 
-def plan_failure(claimed: Repo, failure: UnavailableError, now: float) -> Repo:
+def plan_failure(repo: Repo, claimed: Repo, failure: UnavailableError, now: float) -> Repo:
     """The row of a repo whose resync came to nothing: parked, or tried again later (spec §4.8).
 
-    Being throttled is the host's affair and costs the repo no attempt.
+    `claimed` is the row as the worker took it: if something has happened to the repo since, it is not given up on.
+    What is the host's affair and not the repo's (`FetchFailure.spares`) costs it no attempt.
     """
-    _, status = transition(claimed.status, Finding.FAILED)
-    throttled = failure.reason is FetchFailure.THROTTLED
-    attempts = claimed.attempts if throttled else claimed.attempts + 1
-    wait = max(backoff_seconds(attempts, claimed.did), failure.retry_after or 0.0)
+    _, status = transition(repo.status, Finding.FAILED)
+    attempts = repo.attempts + (not failure.reason.spares)
+    wait = max(backoff_seconds(attempts, repo.did), failure.retry_after or 0.0)
     return replace(
-        claimed,
-        version=claimed.version + 1,
+        repo,
+        version=repo.version + 1,
         status=status,
-        reason=claimed.reason or Desync.REQUESTED,
+        reason=repo.reason or Desync.REQUESTED,
         attempts=attempts,
-        next_attempt_at=PARKED if failure.reason.parks else now + wait,
+        next_attempt_at=PARKED if failure.reason.parks and repo.version == claimed.version else now + wait,
         last_error=str(failure)[:500],
         buffered_events=0,
         buffered_bytes=0,
     )
 
 
-def plan_release(claimed: Repo) -> Repo:
-    """The row of a repo whose resync was called off: to be claimed again at once, at no cost."""
+def plan_release(claimed: Repo, at: float | None = None) -> Repo:
+    """The row of a repo whose resync was called off: to be claimed again at once, or from `at` on, at no cost."""
     _, status = transition(claimed.status, Finding.FAILED)
     return replace(
         claimed,
         version=claimed.version + 1,
         status=status,
         reason=claimed.reason or Desync.REQUESTED,
-        next_attempt_at=None,
+        next_attempt_at=at,
         buffered_events=0,
         buffered_bytes=0,
     )

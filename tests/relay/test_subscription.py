@@ -92,12 +92,14 @@ async def test_silence_ends_a_connection(net: LocalNetwork) -> None:
         await asyncio.gather(reading, return_exceptions=True)
 
 
-async def test_a_text_message_ends_a_connection_and_is_never_handed_out(net: LocalNetwork) -> None:
+async def test_a_text_message_is_handed_out_to_be_refused(net: LocalNetwork) -> None:
+    net.relay.inclusive = False
     net.create_account()
     net.relay.inject("text")
-    source, cursors = subscription(net.relay_url), Cursors(0)
-    assert len(await take(source, cursors, net.relay.seq + 1)) > 0
-    assert len(cursors.asked) > 1
+    source, cursors = subscription(net.relay_url), Cursors(net.relay.seq - 1)
+    async with asyncio.timeout(20), aclosing(source.frames(cursors)) as frames:
+        assert await anext(frames) == b"text"
+    assert len(cursors.asked) == 1
 
 
 async def test_a_message_over_the_limit_is_stepped_over(net: LocalNetwork) -> None:
@@ -112,19 +114,63 @@ async def test_a_message_over_the_limit_is_stepped_over(net: LocalNetwork) -> No
     assert source.skipped == 1
 
 
+LARGE, SMALL = {"text": "x" * 30_000}, {"text": "small"}
+
+
 @pytest.mark.parametrize("inclusive", [True, False])
-async def test_only_what_is_too_large_is_stepped_over(net: LocalNetwork, inclusive: bool) -> None:
+@pytest.mark.parametrize(
+    "records",
+    [
+        pytest.param([SMALL, LARGE, SMALL, SMALL, LARGE, SMALL], id="apart"),
+        pytest.param([SMALL, LARGE, LARGE, LARGE, SMALL, SMALL, SMALL], id="in-a-row"),
+        pytest.param([LARGE, LARGE, LARGE, SMALL, LARGE, SMALL], id="first"),
+    ],
+)
+async def test_only_what_is_too_large_is_stepped_over(
+    net: LocalNetwork, inclusive: bool, records: list[dict[str, str]]
+) -> None:
     """Wherever it lies in the stream, and however often; whether relays send the cursor's own message or not."""
     net.relay.inclusive = inclusive
     account = net.create_account()
-    large, small = {"text": "x" * 30_000}, {"text": "small"}
-    for record in (small, large, small, small, large, small):
+    first = net.relay.seq + 1
+    for record in records:
         account.create("com.example.note", record)
-    first = net.relay.seq - 5
+    source = subscription(net.relay_url, max_bytes=20_000)
+    assert await each_seq(source, first, net.relay.seq) == [first + n for n, r in enumerate(records) if r is SMALL]
+    assert source.skipped > 0
+
+
+async def test_a_connection_that_brought_messages_and_broke_has_passed_what_was_too_large(net: LocalNetwork) -> None:
+    net.relay.inclusive = False
+    account = net.create_account()
+    first = net.relay.seq + 1
+    for record in (SMALL, LARGE, SMALL):
+        account.create("com.example.note", record)
     source = subscription(net.relay_url, max_bytes=20_000)
     seen: list[int] = []
 
-    async def cursor_of(_relay: str) -> int | None:
+    async def cursor_of(_relay: str) -> int:
+        begun.append(len(seen))
+        if len(begun) == 3:  # the connection behind the large message ended by silence
+            for _ in range(2):
+                account.create("com.example.note", SMALL)
+        return seen[-1] if seen else first - 1
+
+    begun: list[int] = []
+    async with asyncio.timeout(20), aclosing(source.frames(cursor_of)) as frames:
+        async for frame in frames:
+            seen.append(decode_frame(frame, DEFAULT_LIMITS).seq or 0)
+            if seen[-1] == first + 4:
+                break
+    assert seen == [first, first + 2, first + 3, first + 4]
+    assert source.skipped == 1
+
+
+async def each_seq(source: Subscription, first: int, last: int) -> list[int]:
+    """The numbers from `first` to `last` that come, without repetitions; the cursor is always the last that came."""
+    seen: list[int] = []
+
+    async def cursor_of(_relay: str) -> int:
         return seen[-1] if seen else first - 1
 
     async with asyncio.timeout(20), aclosing(source.frames(cursor_of)) as frames:
@@ -133,9 +179,35 @@ async def test_only_what_is_too_large_is_stepped_over(net: LocalNetwork, inclusi
             assert seq is not None
             if seq >= first and seq not in seen:
                 seen.append(seq)
-            if seq == net.relay.seq:
+            if seq == last:
                 break
-    assert seen == [first, first + 2, first + 3, first + 5]
+    return seen
+
+
+async def test_a_redirect_to_nonsense_is_one_more_lost_connection() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 302 Found\r\nLocation: ws://[\r\nContent-Length: 0\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    thrice = asyncio.Event()
+
+    async def cursor_of(_relay: str) -> None:
+        asked.append(None)
+        if len(asked) == 3:
+            thrice.set()
+
+    asked: list[None] = []
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        source = subscription(f"ws://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        async with aclosing(source.frames(cursor_of)) as frames:
+            reading = asyncio.ensure_future(anext(frames))
+            await asyncio.wait({reading, asyncio.ensure_future(thrice.wait())}, return_when=asyncio.FIRST_COMPLETED)
+            assert not reading.done()
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+    assert "not a relay's answer" in (source.last_error or "")
 
 
 async def test_the_next_relay_is_tried_when_one_is_away(net: LocalNetwork) -> None:

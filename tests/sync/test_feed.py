@@ -1,5 +1,6 @@
 from dataclasses import replace
 from itertools import pairwise, product
+from typing import Any
 
 import pytest
 
@@ -10,8 +11,8 @@ from indexer.sync.repo import Head, Repo, SyncStatus
 NEW = Repo("did:plc:a")
 HEAD = Head("3laaaaaaaaa22", bytes(36), bytes(36))
 WHOLE = replace(NEW, version=1, status=SyncStatus.SYNCHRONIZED, reason=None, head=HEAD)
-GONE = {"active": False, "hosting_status": "deleted"}
-LEFT = {"active": False, "hosting_status": "deactivated"}
+GONE: dict[str, Any] = {"active": False, "hosting_status": "deleted"}
+LEFT: dict[str, Any] = {"active": False, "hosting_status": "deactivated"}
 CHANGE = RecordChange("create", "app.test", "a", "3laaaaaaaaa22", bytes(36))
 
 
@@ -46,7 +47,7 @@ def test_what_a_repo_goes_through_is_told_around_its_records(before: Repo, after
 def test_whoever_follows_knows_how_each_repo_stands() -> None:
     """Any walk through all states, two steps long: the entries alone, played, give the row's standing."""
     states = [
-        replace(WHOLE, status=status, takedown=takedown, **hosting)  # type: ignore[arg-type]
+        replace(WHOLE, status=status, takedown=takedown, **hosting)
         for status, takedown, hosting in product(
             (SyncStatus.SYNCHRONIZED, SyncStatus.IN_PROGRESS), (False, True), ({}, LEFT, GONE)
         )

@@ -11,7 +11,7 @@ from indexer.atproto.syntax import CollectionFilter, tid_of
 from indexer.localnet.repo import Write, car
 from indexer.reasons import Desync, Rejection
 from indexer.sync.plan import NeedsKey, Plan
-from indexer.sync.planning import UNAVAILABLE, Ground, Policy, Signer, plan_event
+from indexer.sync.planning import UNAVAILABLE, Ground, Policy, Signer, desynchronize, plan_event
 from indexer.sync.repo import PARKED, Head, Outcome, Repo, SyncStatus
 from tests.sync.people import EVERYTHING, GROUND, NOW, POST, Person, event
 
@@ -224,6 +224,34 @@ def test_commits_of_an_inactive_account_are_ignored() -> None:
     alice = Person()
     before = stood(alice, active=False)
     assert plan(before, "commit", alice.post("a"), alice.signer) == Plan(before, Outcome.IGNORED)
+
+
+@pytest.mark.parametrize("what", ["commit", "sync", "account", "identity"])
+def test_news_of_a_repo_that_was_given_up_on_wake_it(what: str) -> None:
+    ann = Person()
+    repo = stood(ann, DESYNCHRONIZED, next_attempt_at=PARKED, attempts=2, last_error="repo-not-found")
+    assert isinstance(plan_event(repo, event("commit", ann.post("a")), 1_000, None, GROUND), NeedsKey)
+    news = {
+        "commit": ann.post("b"),
+        "sync": ann.sync(),
+        "account": ann.account(active=True),
+        "identity": ann.identity(),
+    }
+    assert plan(repo, what, news[what], ann.signer).repo.next_attempt_at == NOW
+
+
+def test_a_repo_that_breaks_again_and_again_waits_longer_each_time() -> None:
+    """Also where the break ends a resync, and the last time that it was synchronized lies long ago."""
+    repo = Repo("did:plc:x", version=1, status=SYNCHRONIZED, head=Head("a", b"", b""), synchronized_at=NOW - 90_000)
+    repo = desynchronize(repo, Desync.CHAIN_BREAK, NOW, seen_rev=None)
+    assert repo.next_attempt_at == NOW or repo.next_attempt_at is None
+    waits = []
+    for _ in range(4):
+        repo = desynchronize(replace(repo, status=IN_PROGRESS), Desync.BUFFER_OVERFLOW, NOW, seen_rev=None)
+        assert repo.next_attempt_at is not None
+        waits.append(repo.next_attempt_at - NOW)
+    assert waits == sorted(waits)
+    assert waits[-1] > 4 * waits[0]
 
 
 def test_a_local_takedown_hides_and_does_not_stop_the_sync() -> None:

@@ -2,14 +2,15 @@ from dataclasses import replace
 
 import pytest
 
+from indexer.atproto.crypto import PrivateKey
 from indexer.errors import UnavailableError
 from indexer.localnet.repo import Write
 from indexer.reasons import Desync, FetchFailure
-from indexer.sync.plan import KeptEvent, RepoWrite
-from indexer.sync.planning import UNAVAILABLE
+from indexer.sync.plan import KeptEvent, Plan, RepoWrite
+from indexer.sync.planning import UNAVAILABLE, plan_event
 from indexer.sync.repo import PARKED, Head, Repo, SyncStatus
 from indexer.sync.resync import plan_completion, plan_failure, plan_release
-from tests.sync.people import GROUND, NOW, POST, Person, frame
+from tests.sync.people import GROUND, NOW, POST, Person, event, frame
 
 
 def head_of(person: Person) -> Head:
@@ -74,10 +75,36 @@ def test_a_key_that_can_not_be_had_for_the_kept_events_loses_none() -> None:
     assert (write.repo.status, write.repo.reason, write.changes) == (SyncStatus.DESYNCHRONIZED, Desync.IDENTITY, ())
 
 
+def test_an_event_by_a_key_newer_than_the_export_is_not_dropped() -> None:
+    """It was kept because it could not be checked; the key that proved the export is no proof against it."""
+    ann = Person()
+    head, old = head_of(ann), ann.signer
+    ann.key = PrivateKey.from_seed("k256", b"rotated")
+    payload = ann.post("by the new key")
+    made = plan_event(claimed(ann), event("commit", payload), 1_000, UNAVAILABLE, GROUND)
+    assert isinstance(made, Plan)
+    assert made.keep
+    write = plan_completion(made.repo, head, kept(ann, payload), old, GROUND)
+    assert (write.repo.status, write.repo.reason) == (SyncStatus.DESYNCHRONIZED, Desync.IDENTITY)
+
+
+def test_a_repo_that_was_away_during_its_resync_is_fetched_again() -> None:
+    """What it wrote while it was inactive was ignored, and the export under way may be older."""
+    ann = Person()
+    repo = claimed(ann, buffered_events=1, buffered_bytes=10)
+    for payload in (ann.account(active=False, status="deactivated"), ann.post("ignored"), ann.account(active=True)):
+        made = plan_event(repo, event("commit" if "ops" in payload else "account", payload), 1_000, ann.signer, GROUND)
+        assert isinstance(made, Plan)
+        repo = made.repo
+    assert (repo.status, repo.reason, repo.buffered_events) == (SyncStatus.DESYNCHRONIZED, Desync.REACTIVATED, 0)
+    assert repo.next_attempt_at is None
+
+
 @pytest.mark.parametrize("reason", FetchFailure)
 def test_every_failure_leaves_a_reason_and_a_time(reason: FetchFailure) -> None:
     ann = Person()
-    row = plan_failure(claimed(ann, buffered_events=3), UnavailableError(reason, "detail"), NOW)
+    before = claimed(ann, buffered_events=3)
+    row = plan_failure(before, before, UnavailableError(reason, "detail"), NOW)
     assert (row.status, row.reason) == (SyncStatus.DESYNCHRONIZED, Desync.CHAIN_BREAK)
     assert row.last_error == f"{reason}: detail"
     assert row.buffered_events == 0
@@ -88,12 +115,24 @@ def test_every_failure_leaves_a_reason_and_a_time(reason: FetchFailure) -> None:
         assert NOW + 45 <= row.next_attempt_at <= NOW + 150
 
 
+@pytest.mark.parametrize("what", ["identity", "account", "commit"])
+def test_a_repo_to_which_something_happened_meanwhile_is_not_given_up_on(what: str) -> None:
+    ann = Person()
+    before = claimed(ann)
+    news = {"identity": ann.identity(), "account": ann.account(active=True), "commit": ann.post("a")}
+    made = plan_event(before, event(what, news[what]), 1_000, ann.signer, GROUND)
+    assert isinstance(made, Plan)
+    row = plan_failure(made.repo, before, UnavailableError(FetchFailure.REPO_NOT_FOUND), NOW)
+    assert row.next_attempt_at is not None
+    assert NOW < row.next_attempt_at <= NOW + 150
+
+
 def test_being_throttled_costs_no_attempt_and_waits_as_told() -> None:
     ann = Person()
     throttled = UnavailableError(FetchFailure.THROTTLED, "429", retry_after=900)
-    row = plan_failure(claimed(ann), throttled, NOW)
+    row = plan_failure(claimed(ann), claimed(ann), throttled, NOW)
     assert (row.attempts, row.next_attempt_at) == (1, NOW + 900)
-    failed = plan_failure(claimed(ann), UnavailableError(FetchFailure.TIMEOUT), NOW)
+    failed = plan_failure(claimed(ann), claimed(ann), UnavailableError(FetchFailure.TIMEOUT), NOW)
     assert failed.attempts == 2
 
 

@@ -1,0 +1,273 @@
+"""The pool of resyncs: claims, places, leases, and what becomes of a repo whose resync failed."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import monotonic, time
+from urllib.parse import urlsplit
+
+import structlog
+
+from indexer.errors import UnavailableError, UpstreamError
+from indexer.identity import Identities, Known
+from indexer.metrics import Metrics
+from indexer.reasons import Desync, FetchFailure
+from indexer.service.resync import ClaimLostError, Resync
+from indexer.service.rota import Rota
+from indexer.store import DatabaseError, Store
+from indexer.sync.plan import Batch, RepoWrite
+from indexer.sync.repo import Repo, SyncStatus
+from indexer.sync.resync import plan_failure, plan_release
+from indexer.sync.shard import Shard
+
+CLAIMED_AT_ONCE = 256
+UNKNOWN_HOST = ""
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Seconds: between looks at an empty queue, of a lease, of an attempt at most, between searches for values that
+    no export had, and how long after its resync a repo is fetched again for them.
+    """
+
+    idle: float = 1.0
+    lease: float = 120.0
+    attempt: float = 3_600.0
+    heal: float = 600.0
+    heal_after: float = 86_400.0
+
+
+class PutOffError(Exception):
+    """It is not this repo's turn yet: to be claimed again at `at`, in Unix seconds, at no cost."""
+
+    def __init__(self, at: float) -> None:
+        super().__init__()
+        self.at = at
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """A claimed repo, and the place that it has."""
+
+    claimed: Repo
+    began: float
+    host: str = UNKNOWN_HOST
+    large: bool = False
+
+
+class Pool:
+    """`workers` resyncs at once, and a quarter as many of large repos beside them. `run` ends only with an error that
+    is ours.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        identities: Identities,
+        resync: Resync,
+        shard: Shard,
+        metrics: Metrics,
+        *,
+        workers: int,
+        pace: Pace | None = None,
+    ) -> None:
+        self._store = store
+        self._identities = identities
+        self._resync = resync
+        self._shard = shard
+        self._metrics = metrics
+        self._workers = workers
+        self._large = max(1, workers // 4)
+        self._pace = pace or Pace()
+        self._rota = Rota(workers)
+        self._moved = asyncio.Event()
+        self.running: list[Run] = []
+        self.trouble: str | None = None
+        self.progress = monotonic()
+
+    async def run(self) -> None:
+        asked = 1
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._heal(), name="values that no export had")
+            while True:
+                await self._place()
+                claimed = await self._claim(max(asked, self.free))
+                begun = await self._begin(group, claimed)
+                self.progress = monotonic()
+                # Where none of them had its turn, look behind them; there may be many more of the same host.
+                asked = 1 if begun else min(2 * len(claimed), CLAIMED_AT_ONCE)
+                if not begun:
+                    await asyncio.sleep(self._pace.idle / 4 if claimed else self._pace.idle)
+
+    @property
+    def free(self) -> int:
+        """Places that no resync has."""
+        return self._workers - sum(not run.large for run in self.running)
+
+    async def _place(self) -> None:
+        while self.free <= 0:
+            self._moved.clear()
+            await self._moved.wait()
+
+    async def _claim(self, count: int) -> list[Repo]:
+        try:
+            for _ in range(await self._store.expire_leases(time())):
+                self._metrics.desynchronized(Desync.LEASE_EXPIRED)
+            claimed = await self._store.claim(count, self._shard.buckets, self._pace.lease, time())
+            await self._identities.warm([repo.did for repo in claimed])
+        except UnavailableError as error:
+            self.trouble = str(error)
+            log.warning("database.unavailable", error=self.trouble)
+            return []
+        self.trouble = None
+        return claimed
+
+    async def _begin(self, group: asyncio.TaskGroup, claimed: Sequence[Repo]) -> int:
+        """Begins those whose turn it is, and puts the others off; gives how many were begun."""
+        now, put_off = time(), []
+        for repo in claimed:
+            known = self._identities.peek(repo.did)
+            host = UNKNOWN_HOST if known is None else _host(known)
+            if not self._rota.admits(host, now):
+                put_off.append(RepoWrite(repo.version, plan_release(repo, self._rota.later(host, now))))
+            elif self.free <= 0:
+                put_off.append(RepoWrite(repo.version, plan_release(repo)))
+            else:
+                self._start(group, Run(repo, now, host))
+        try:
+            moved = await self._store.apply(Batch(tuple(put_off)))
+            for repo in (repo for repo in claimed if repo.did in moved):
+                await self._end(repo, plan_release)
+        except DatabaseError as error:  # their leases will run out
+            log.warning("database.unavailable", error=str(error))
+        return len(claimed) - len(put_off)
+
+    def _start(self, group: asyncio.TaskGroup, run: Run) -> None:
+        self.running.append(run)
+        self._rota.begin(run.host)
+        group.create_task(self._whole(run), name=f"resync of {run.claimed.did}")
+
+    async def _whole(self, run: Run) -> None:
+        started = monotonic()
+        try:
+            result = await self._held(run)
+        except (ClaimLostError, DatabaseError) as error:
+            result = "lost"  # the lease runs out, and the repo is claimed again
+            log.warning("resync.lost", did=run.claimed.did, error=str(error))
+        self._rota.end(run.host, monotonic() - started)
+        self.running.remove(run)
+        self._moved.set()
+        self._metrics.resync(result, monotonic() - started)
+        log.debug("resync.done", did=run.claimed.did, result=result)
+
+    async def _held(self, run: Run) -> str:
+        """One attempt under a lease that is renewed as long as it lasts, and given up when that is lost."""
+        attempt = asyncio.create_task(self._attempt(run))
+        renewal = asyncio.create_task(self._renew(run.claimed))
+        try:
+            await asyncio.wait({attempt, renewal}, return_when=asyncio.FIRST_COMPLETED)
+            if not attempt.done():
+                renewal.result()
+                raise ClaimLostError("the lease ran out")
+            return attempt.result()
+        except PutOffError as error:
+            at = error.at
+            await self._end(run.claimed, lambda repo: plan_release(repo, at))
+            return "put-off"
+        except DatabaseError:
+            raise
+        except UnavailableError as error:
+            return await self._fail(run, error)
+        except UpstreamError as error:
+            return await self._fail(run, UnavailableError(FetchFailure.EXPORT_REJECTED, str(error)))
+        finally:
+            attempt.cancel()
+            renewal.cancel()
+            await asyncio.gather(attempt, renewal, return_exceptions=True)
+
+    async def _renew(self, claimed: Repo) -> None:
+        """Returns when the claim is lost."""
+        while True:
+            await asyncio.sleep(self._pace.lease / 3)
+            try:
+                if not await self._store.renew(claimed.did, claimed.lease, self._pace.lease):
+                    return
+            except DatabaseError as error:
+                log.warning("database.unavailable", error=str(error))
+
+    async def _attempt(self, run: Run) -> str:
+        try:
+            async with asyncio.timeout(self._pace.attempt):
+                known = await self._identities.lookup(run.claimed.did, refresh=run.claimed.attempts > 0)
+                if known.key is None or known.pds is None:
+                    raise UnavailableError(FetchFailure.IDENTITY_MISSING, known.problem or "no key or no PDS")
+                self._move(run, _host(known))
+                return await self._resync.attempt(run.claimed, known, lambda: self._grow(run))
+        except TimeoutError:
+            raise UnavailableError(FetchFailure.TIMEOUT, f"no end after {self._pace.attempt:.0f} s") from None
+
+    def _move(self, run: Run, host: str) -> None:
+        """The host is known now, or has changed; raises `PutOffError` if it has its share."""
+        if host == run.host:
+            return
+        now = time()
+        if not self._rota.admits(host, now):
+            raise PutOffError(self._rota.later(host, now))
+        self._rota.end(run.host, now - run.began)
+        self._rota.begin(host)
+        run.host = host
+
+    def _grow(self, run: Run) -> None:
+        """The export is large: it goes on among the large ones, or later, if their places are taken."""
+        if run.large:
+            return
+        if sum(other.large for other in self.running) >= self._large:
+            raise PutOffError(time() + self._pace.lease)
+        run.large = True
+        self._moved.set()
+
+    async def _fail(self, run: Run, failure: UnavailableError) -> str:
+        claimed = run.claimed
+        if failure.reason.spares and failure.retry_after is not None:
+            self._rota.pause(run.host, time() + failure.retry_after)
+        await self._end(claimed, lambda repo: plan_failure(repo, claimed, failure, time()))
+        log.info("resync.failed", did=claimed.did, error=str(failure), attempts=claimed.attempts + 1)
+        return failure.reason
+
+    async def _end(self, claimed: Repo, plan: Callable[[Repo], Repo]) -> None:
+        """Writes the row that `plan` makes of the present one, as long as the claim stands."""
+        while True:
+            repo = (await self._store.repos([claimed.did])).get(claimed.did)
+            if repo is None or repo.lease != claimed.lease or repo.status is not SyncStatus.IN_PROGRESS:
+                return
+            write = RepoWrite(repo.version, plan(repo))
+            if not await self._store.apply(Batch((write,))):
+                return
+
+    async def give_back(self) -> None:
+        """Ends the claims of resyncs that were cancelled, so that nobody has to wait for their leases."""
+        while self.running:
+            run = self.running.pop()
+            try:
+                await self._end(run.claimed, plan_release)
+            except DatabaseError as error:
+                log.warning("database.unavailable", error=str(error))
+                return
+
+    async def _heal(self) -> None:
+        """Has those repos fetched again, at long intervals, whose exports lacked the blocks of records."""
+        while True:
+            await asyncio.sleep(self._pace.heal)
+            try:
+                marked = await self._store.mark_missing(self._shard.buckets, self._pace.heal_after, time())
+            except DatabaseError as error:
+                log.warning("database.unavailable", error=str(error))
+                continue
+            for _ in range(marked):
+                self._metrics.desynchronized(Desync.RECORD_MISSING)
+
+
+def _host(known: Known) -> str:
+    return urlsplit(known.pds).netloc if known.pds else UNKNOWN_HOST

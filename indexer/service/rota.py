@@ -1,0 +1,56 @@
+"""Whose turn it is among hosts: none of them has all places, however slow it is or however many repos it has."""
+
+from collections import Counter
+
+FIRST_SECONDS = 1.0  # a resync's time, before any of its host has ended
+MOST_SECONDS = 3_600.0  # no repo is put off for longer
+MOST_HOSTS = 10_000
+WEIGHT = 0.2  # of the newest time in a host's mean
+
+
+class Rota:
+    """Counts the resyncs of each host, and tells those that can't begin now when they may. Times are Unix seconds.
+
+    A host has three quarters of the `places` at most. Repos beyond that are put off one behind the other, at the pace
+    at which the host has answered so far, so that they don't come up again and again in front of all others.
+    """
+
+    def __init__(self, places: int) -> None:
+        self._most = max(1, places - max(1, places // 4))
+        self._running: Counter[str] = Counter()
+        self._seconds: dict[str, float] = {}
+        self._next: dict[str, float] = {}
+        self._paused: dict[str, float] = {}
+
+    def admits(self, host: str, now: float) -> bool:
+        return self._running[host] < self._most and self._paused.get(host, 0.0) <= now
+
+    def begin(self, host: str) -> None:
+        self._running[host] += 1
+
+    def end(self, host: str, seconds: float) -> None:
+        """One that was begun is over, after so many seconds."""
+        self._running[host] -= 1
+        if not self._running[host]:
+            del self._running[host]
+        mean = self._seconds.pop(host, FIRST_SECONDS)
+        self._seconds[host] = mean + WEIGHT * (seconds - mean)
+        _forget_oldest(self._seconds)
+
+    def pause(self, host: str, until: float) -> None:
+        """The host wants to be left alone."""
+        self._paused[host] = max(self._paused.pop(host, 0.0), until)
+        _forget_oldest(self._paused)
+
+    def later(self, host: str, now: float) -> float:
+        """When the next repo of this host, which it doesn't admit now, is to come up again."""
+        pace = self._seconds.get(host, FIRST_SECONDS) / self._most
+        earliest = max(now, self._paused.get(host, 0.0), self._next.pop(host, 0.0))
+        self._next[host] = min(earliest + pace, now + MOST_SECONDS)
+        _forget_oldest(self._next)
+        return self._next[host]
+
+
+def _forget_oldest(by_host: dict[str, float]) -> None:
+    if len(by_host) > MOST_HOSTS:
+        del by_host[next(iter(by_host))]

@@ -1,0 +1,69 @@
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from indexer.service.rota import MOST_HOSTS, MOST_SECONDS, Rota
+
+
+def test_a_host_never_has_all_places() -> None:
+    rota = Rota(8)
+    for _ in range(6):
+        assert rota.admits("slow", 0)
+        rota.begin("slow")
+    assert not rota.admits("slow", 0)
+    assert rota.admits("other", 0)
+    rota.end("slow", 1.0)
+    assert rota.admits("slow", 0)
+
+
+def test_one_place_is_for_everyone() -> None:
+    assert Rota(1).admits("any", 0)
+
+
+def test_those_put_off_stand_in_a_line_as_long_as_the_host_needs() -> None:
+    rota = Rota(4)
+    for _ in range(50):
+        rota.begin("slow")
+        rota.end("slow", 30.0)
+    turns = [rota.later("slow", 100.0) for _ in range(10)]
+    steps = [later - earlier for earlier, later in pairwise(turns)]
+    assert all(9.0 < step < 10.1 for step in steps), "thirty seconds each, three at once"
+    assert rota.later("other", 100.0) < 101.0
+
+
+def test_nobody_is_put_off_for_ever() -> None:
+    rota = Rota(4)
+    assert max(rota.later("huge", 0.0) for _ in range(100_000)) == MOST_SECONDS
+
+
+def test_a_pause_is_kept() -> None:
+    rota = Rota(4)
+    rota.pause("host", 50.0)
+    assert not rota.admits("host", 49.0)
+    assert rota.later("host", 10.0) >= 50.0
+    assert rota.admits("host", 50.0)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=60))
+def test_what_ends_makes_room(steps: list[tuple[str, bool]]) -> None:
+    """Held to a plain list of what runs."""
+    rota = Rota(4)
+    running: list[str] = []
+    for host, begins in steps:
+        if begins and rota.admits(host, 0):
+            assert running.count(host) < 3
+            rota.begin(host)
+            running.append(host)
+        elif not begins and host in running:
+            rota.end(host, 1.0)
+            running.remove(host)
+        assert rota.admits(host, 0) == (running.count(host) < 3)
+
+
+def test_it_forgets_hosts() -> None:
+    rota = Rota(4)
+    for number in range(MOST_HOSTS + 10):
+        rota.pause(f"host{number}", 1e9)
+    assert rota.admits("host0", 0)
+    assert not rota.admits(f"host{MOST_HOSTS}", 0)
