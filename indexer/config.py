@@ -250,6 +250,19 @@ class Settings(BaseSettings):
     host_rate: Rate = Field(10, description="Requests a second to any one other host.")
     host_concurrency: Whole = Field(10, description="Requests at once to any one other host.")
     sweep_interval: Seconds = Field(86_400, description="Anti-entropy period; `0`: off.")
+    change_retention: Seconds = Field(
+        604_800, description="How long the change log is kept at least, up to `INDEXER_CHANGE_BYTES`; `0`: for ever."
+    )
+    change_bytes: Annotated[Size, Field(ge=2**20), Allowed("a number of bytes from 1MiB on, as 5GB or 2GiB")] = Field(
+        50 * 10**9,
+        description="How large the change log grows; up to twice that for registered readers that are behind.",
+    )
+    reader_alarm: Seconds = Field(
+        3_600, description="A registered reader that is so far behind the change log is told of, in log and status."
+    )
+    reader_limit: Seconds = Field(
+        1_209_600, description="And so far behind it is cut off; `0`: never, but for `INDEXER_CHANGE_BYTES`."
+    )
     shard: Annotated[Shard, BeforeValidator(_shard), Allowed(f"i/n, with i below n and n at most {BUCKETS}")] = Field(
         Shard(0, 1), description="This process's share of the DIDs."
     )

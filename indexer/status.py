@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
 
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -25,6 +25,18 @@ class Place:
     seq: int
     event_time: str | None
     lag_seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Follower:
+    """A registered reader of the change feed: how many changes, and how long, it is behind."""
+
+    name: str
+    seq: int
+    behind: int
+    lag_seconds: float
+    silent_seconds: float
+    cut_off: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +66,7 @@ class Status:
     resyncs_per_second: float
     progress: float | None
     seconds_left: float | None
+    readers: list[Follower]
 
     def to_json(self) -> dict[str, Any]:
         return {"ready": self.not_ready is None, **asdict(self)}
@@ -81,6 +94,10 @@ def status_of(shard: str, earlier: Sample, now: Sample) -> Status:
         resyncs_per_second=pace,
         progress=synchronized / (synchronized + waiting) if synchronized + waiting else None,
         seconds_left=waiting / pace if waiting and pace else None,
+        readers=[
+            Follower(r.name, r.seq, r.behind, r.lag(now.at), max(0.0, now.at - r.seen_at), r.cut_off)
+            for r in counts.readers
+        ],
     )
 
 
@@ -134,7 +151,15 @@ def status_picture(status: Status) -> Group:
         *((f"because {reason}", count) for reason, count in status.reasons.items()),
     ]:
         repos.add_row(_text(name), f"{count:,}")
-    return Group(verdict, cursors, repos, facts_table(_facts(status)))
+    parts: list[RenderableType] = [verdict, cursors, repos]
+    if status.readers:
+        readers = Table("reader", "at", "behind", "lag", "last seen", title="change feed", title_justify="left")
+        for reader in status.readers:
+            behind = Text("cut off", "bold red") if reader.cut_off else Text(duration(reader.lag_seconds))
+            seen = f"{duration(reader.silent_seconds)} ago"
+            readers.add_row(_text(reader.name), f"{reader.seq:,}", f"{reader.behind:,}", behind, seen)
+        parts.append(readers)
+    return Group(*parts, facts_table(_facts(status)))
 
 
 def _facts(status: Status) -> Mapping[str, Any]:

@@ -25,6 +25,9 @@ NAMES = {
     "indexer_identity_lookups_total": {"method", "result"},
     "indexer_batch_seconds_count": {"stage"},
     "indexer_queue_bytes": set(),
+    "indexer_change_log_bytes": set(),
+    "indexer_reader_lag_seconds": set(),
+    "indexer_readers": {"state"},
     "indexer_build_info": {"version", "python"},
 }
 

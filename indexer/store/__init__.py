@@ -3,6 +3,7 @@
 from indexer.store.errors import DatabaseError
 from indexer.store.queries import Counts
 from indexer.store.resync import ResyncTransaction
+from indexer.store.retention import Keep, ReaderState
 from indexer.store.store import Store
 
-__all__ = ["Counts", "DatabaseError", "ResyncTransaction", "Store"]
+__all__ = ["Counts", "DatabaseError", "Keep", "ReaderState", "ResyncTransaction", "Store"]

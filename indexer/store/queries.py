@@ -2,10 +2,11 @@
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from indexer.atproto.cid import parse_cid
+from indexer.store.retention import ReaderState, readers
 from indexer.store.rows import REPO_COLUMNS, Connection, repo_arrays, repo_values, unnest
 from indexer.sync.plan import Cursor
 from indexer.sync.repo import Repo, SyncStatus
@@ -17,7 +18,7 @@ AT_ONCE = 1_000
 @dataclass(frozen=True, slots=True)
 class Counts:
     """Repos by sync status, and by reason where there is one; `queued` are due or wait for their time, `parked`
-    wait for something to wake them. `records` is Postgres's estimate.
+    wait for something to wake them. `records` is Postgres's estimate. `readers` are those of the change feed.
     """
 
     statuses: dict[SyncStatus, int]
@@ -26,6 +27,7 @@ class Counts:
     parked: int
     records: int
     cursors: list[Cursor]
+    readers: list[ReaderState] = field(default_factory=list)
 
 
 _COUNT_REPOS = """
@@ -92,6 +94,7 @@ async def counts(connection: Connection) -> Counts:
         parked,
         await connection.fetchval(_COUNT_RECORDS),
         [Cursor(**row) for row in cursors],
+        await readers(connection),
     )
 
 

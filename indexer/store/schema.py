@@ -92,7 +92,6 @@ feed = Table(
     Column("one", Boolean, primary_key=True, server_default=text("true")),
     Column("segment", SmallInteger, nullable=False),
     Column("opened_at", TIME, nullable=False, server_default=NOW),
-    Column("gone", BigInteger, nullable=False),
     CheckConstraint("one", name="feed_one"),
 )
 
@@ -136,6 +135,8 @@ change = Table(
     ),
     postgresql_partition_by="LIST (segment)",
 )
+
+turn = Table("turn", metadata)
 
 reader = Table(
     "reader",

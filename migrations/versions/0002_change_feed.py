@@ -20,7 +20,6 @@ TABLES = (
         one boolean not null default true,
         segment smallint not null,
         opened_at timestamptz not null default now(),
-        gone bigint not null,
         constraint feed_pkey primary key (one),
         constraint feed_one check (one)
     )
@@ -64,8 +63,11 @@ TABLES = (
         for table in ("batch", "change")
         for segment in range(SEGMENTS)
     ),
-    "insert into indexer.feed (segment, gone) values (0, 0)",
+    "insert into indexer.feed (segment) values (0)",
     "create sequence indexer.change_seq",
+    "create table indexer.turn ()",
+    # A sequence, because its value is the present one for every snapshot, as a truncated table is.
+    "create sequence indexer.gone minvalue 0 start 0",
     """
     create table indexer.reader (
         name text not null,
@@ -101,18 +103,17 @@ OLD_CHANGES = (
     "select setval(pg_get_serial_sequence('indexer.batch', 'id'), max(id)) from indexer.batch having count(*) > 0",
 )
 
-LOCK = 0x6368616E6765  # the bytes of "change"
-
 PUBLISHING = (
     # Deferred: it runs within the commit, whatever the client does meanwhile, and takes its lock last of all. The lock
-    # goes when the commit can be seen, so the next numbers are given to what is seen later.
-    f"""
+    # goes when the commit can be seen, so the next numbers are given to what is seen later. It is a table's and not an
+    # advisory one, which any reader could take.
+    """
     create function indexer.publish() returns trigger
     language plpgsql security definer set search_path = pg_catalog, pg_temp as $$
     declare
         first bigint;
     begin
-        perform pg_advisory_xact_lock({LOCK});
+        lock table indexer.turn in share update exclusive mode;
         first := nextval('indexer.change_seq');
         perform setval('indexer.change_seq', first + new.size - 1);
         update indexer.batch b set first_seq = first, time = clock_timestamp()
@@ -141,7 +142,7 @@ FACE = (
     return coalesce(
         (select b.first_seq + b.size - 1 from indexer.batch b where b.first_seq is not null
          order by b.first_seq desc limit 1),
-        (select f.gone from indexer.feed f)
+        (select g.last_value from indexer.gone g)
     )
     """,
     """
@@ -152,14 +153,9 @@ FACE = (
     )
     language plpgsql stable rows 1000 security definer set search_path = pg_catalog, pg_temp as $$
     declare
-        gone bigint := (select f.gone from indexer.feed f);
+        gone bigint := (select g.last_value from indexer.gone g);
         start bigint;
     begin
-        if after < gone then
-            raise exception 'changes up to % are kept no longer, and % is before that', gone, after
-                using errcode = 'object_not_in_prerequisite_state',
-                      hint = 'Read atproto.records anew, and go on from atproto.latest_seq().';
-        end if;
         after := coalesce(after, gone);
         start := coalesce(
             (select b.first_seq from indexer.batch b where b.first_seq <= changes_after.after
@@ -174,6 +170,12 @@ FACE = (
                 on c.segment = b.segment and c.batch = b.id and c.place > changes_after.after - b.first_seq
             where b.first_seq >= start
             order by b.first_seq, c.place limit greatest(changes_after.max, 0);
+        select g.last_value into gone from indexer.gone g;  -- now, as segments are emptied under any snapshot
+        if after < gone then
+            raise exception 'changes up to % are kept no longer, and % is before that', gone, after
+                using errcode = 'object_not_in_prerequisite_state',
+                      hint = 'Read atproto.records anew, and go on from atproto.latest_seq().';
+        end if;
     end $$
     """,
     """
@@ -186,7 +188,8 @@ FACE = (
         if name is null or name = '' then
             raise exception 'a reader has a name' using errcode = 'invalid_parameter_value';
         end if;
-        select f.gone into gone from indexer.feed f for share;  -- nothing is dropped meanwhile
+        perform from indexer.feed for share;  -- nothing is dropped meanwhile
+        select g.last_value into gone from indexer.gone g;
         if after < gone then
             raise exception 'changes up to % are kept no longer, and % is before that', gone, after
                 using errcode = 'object_not_in_prerequisite_state';
@@ -300,7 +303,7 @@ FACE = (
 )
 
 COMMENTS = {
-    "table indexer.feed": "Which segment of the change log is written, and up to which seq nothing is kept any more.",
+    "table indexer.feed": "Which segment of the change log is written.",
     "column indexer.feed.opened_at": "When the present segment became the one that is written.",
     "table indexer.batch": "What one statement wrote to the change log. Its changes get their numbers at the commit.",
     "column indexer.batch.first_seq": "The number of its first change; null until the transaction commits.",
@@ -311,6 +314,8 @@ COMMENTS = {
         for table in ("batch", "change")
         for segment in range(SEGMENTS)
     },
+    "sequence indexer.gone": "The number up to which changes are kept no longer.",
+    "table indexer.turn": "Holds nothing: its lock is the turn to give numbers to changes and to commit.",
     "table indexer.reader": "The registered readers of the change log, and the last seq that each has been given.",
     "function indexer.publish()": "Numbers a batch''s changes in the order of commits, and tells listeners.",
     "function indexer.log_repo_change(text, text, text)": "Writes one change of a whole repo to the change log.",

@@ -48,7 +48,7 @@ async def test_what_never_commits_is_never_given_out(database: str, sql: asyncpg
         await lost.execute("set constraints all immediate")  # its numbers are given, and nobody may pass it any more
         following = asyncio.create_task(log(sql, change("next", 2)))
         async with connected(database) as third:
-            waiting = "select count(*) from pg_locks where locktype = 'advisory' and not granted"
+            waiting = "select count(*) from pg_locks where relation = 'indexer.turn'::regclass and not granted"
             while not await third.fetchval(waiting):
                 assert not following.done()
             assert await after(third) == []
