@@ -69,7 +69,7 @@ async def test_an_export_that_fails_changes_nothing(
 
 
 def without_records(account: Account) -> Fault:
-    """The account's next export ends behind its last tree node that is sent before the last record."""
+    """The account's next export has all tree nodes, and lacks its last records."""
     fault = Fault(GET_REPO, sections=sum(1 for _ in account.repo.export()) - 1)
     account.pds.faults.append(fault)
     return fault
@@ -86,7 +86,7 @@ async def test_an_export_that_lacks_a_record_is_asked_for_again(database: str, t
         await stage.counted(0, "resync", result="export-incomplete")
         assert fault.fired == 1
         assert await stage.stored(account) == before
-        assert (await stage.repo(account))["last_error"] == "export-incomplete: without the blocks of 1 records"
+        assert (await stage.repo(account))["last_error"].startswith("export-incomplete: without the blocks of ")
         await stage.healed(account)
         assert [row["rkey"] for row in await stage.stored(account) if row["value"] is None] == []
 
@@ -103,12 +103,12 @@ async def test_a_record_that_no_export_has_keeps_its_cid_and_gets_its_value_late
         await stage.counted(0, "resync", result="export-incomplete")
         await stage.healed(account)
         assert [fault.fired for fault in faults] == [1, 1]
-        [missing] = [row for row in await stage.stored(account) if row["value"] is None]
-        assert missing["value_problem"] == "missing"
+        missing = [row["value_problem"] for row in await stage.stored(account) if row["value"] is None]
+        assert missing
+        assert set(missing) == {"missing"}
         account.create(POST, post("life goes on"))
         await stage.equal()
-        changes = await stage.running.store.mark_missing(range(256), 0.0, time() + 1)
-        assert changes == 1
+        assert await stage.running.store.mark_missing(range(256), 0.0, time() + 1) == 1
         await stage.healed(account)
         assert [row["rkey"] for row in await stage.stored(account) if row["value"] is None] == []
         [action] = await stage.execute(
