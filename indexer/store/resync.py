@@ -28,7 +28,7 @@ MARKED_AT_ONCE = 500
 # and no joins, because the planner takes an unknown limit for a tenth of the table, and would read all of it.
 _SPARE = 3
 _DUE_AT = "coalesce(next_attempt_at, '-infinity'::timestamptz)"
-_CLAIM = f"""
+CLAIM = f"""
     with due as materialized (
         select next.* from unnest(array[false, true]) as c(cold), unnest($2::smallint[]) as b(bucket), lateral (
             select did, bucket, cold, {_DUE_AT} as at from indexer.repo
@@ -95,7 +95,7 @@ _STORED = f"""
 
 
 async def claim(connection: Connection, count: int, buckets: range, until: float, now: float) -> list[Repo]:
-    rows = await connection.fetch(_CLAIM, count, list(buckets), now, until)
+    rows = await connection.fetch(CLAIM, count, list(buckets), now, until)
     return [repo_of(row) for row in rows]
 
 

@@ -190,10 +190,10 @@ async def test_hot_statements_find_rows_by_index(store: Store, sql: asyncpg.Conn
         "'desynchronized', true, 0, false, 0, 0, 0, 0 from generate_series(1, 20000) n"
     )
     await sql.execute("analyze indexer.repo")
-    from indexer.store.resync import _CLAIM  # noqa: PLC0415 - the very statement
+    from indexer.store.resync import CLAIM  # noqa: PLC0415 - the very statement
 
     await sql.execute("set plan_cache_mode = force_generic_plan")
-    explain = "explain (analyze, costs off, timing off) " + _CLAIM
+    explain = "explain (analyze, costs off, timing off) " + CLAIM
     for buckets in ([3], list(range(256))):
         plan = "\n".join(row[0] for row in await sql.fetch(explain, 1, buckets, 5.0, 6.0))
         assert "Seq Scan" not in plan
