@@ -25,6 +25,7 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from indexer import __version__
 from indexer.atproto.limits import DEFAULT_LIMITS, Limits
 from indexer.atproto.syntax import CollectionFilter
 from indexer.errors import SettingsError
@@ -123,6 +124,13 @@ def _url(*schemes: str) -> Callable[[str], str]:
     return check
 
 
+def _contact(value: str) -> str:
+    """It goes into a header's comment: no spaces, no parentheses."""
+    if not re.fullmatch(r"(https?://[!-'*-?A-~]{1,200})|(mailto:)?[!-'*-?A-~]{1,100}@[!-'*-?A-~]{1,100}", value):
+        raise ValueError("not a contact")
+    return value
+
+
 def _database_url(value: SecretStr) -> SecretStr:
     parts = urlsplit(value.get_secret_value())
     hosts = parts.netloc.rpartition("@")[2].split(",")
@@ -168,6 +176,13 @@ Seconds = Annotated[
     BeforeValidator(_not_a_truth_value),
     Field(ge=0, allow_inf_nan=False),
     Allowed("a duration, as 90s, 15m, 24h or 7d, or 0"),
+]
+Patience = Annotated[
+    float,
+    BeforeValidator(_measured(_SECONDS)),
+    BeforeValidator(_not_a_truth_value),
+    Field(gt=0, allow_inf_nan=False),
+    Allowed("a duration above 0, as 90s, 15m or 24h"),
 ]
 Switch = Annotated[bool, Allowed("true or false")]
 Relays = Annotated[
@@ -235,7 +250,7 @@ class Settings(BaseSettings):
         tuple[Annotated[Address, BeforeValidator(_dns_server)], ...],
         BeforeValidator(_listed),
         Allowed("a comma list of IP addresses, each with or without a port"),
-    ] = Field((), description="Name servers for handle look-ups; unset: the system's.")
+    ] = Field((), description="Name servers for handles and hosts; unset: the system's.")
     resync_workers: Annotated[Whole, Field(le=1_000), Allowed("a whole number from 1 to 1000")] = Field(
         8, description="Concurrent resyncs."
     )
@@ -248,7 +263,14 @@ class Settings(BaseSettings):
     ] = Field(("relay", "pds"), description="Where `getRepo` is asked, in order.")
     plc_rate: Rate = Field(10, description="Directory look-ups a second.")
     host_rate: Rate = Field(10, description="Requests a second to any one other host.")
-    host_concurrency: Whole = Field(10, description="Requests at once to any one other host.")
+    host_concurrency: Whole = Field(10, description="Requests at once to any one host.")
+    outbound_rate: Rate = Field(100, description="Requests a second to all hosts together.")
+    outbound_concurrency: Whole = Field(
+        256, description="Requests at once to all hosts together; each resync needs one, and look-ups up to 128."
+    )
+    contact: Annotated[str, AfterValidator(_contact), Allowed("a http(s):// URL or an e-mail address")] | None = Field(
+        None, description="Whom operators of hosts may write to: it stands in the User-Agent of every request."
+    )
     sweep_interval: Seconds = Field(86_400, description="Anti-entropy period; `0`: off.")
     change_retention: Seconds = Field(
         604_800, description="How long the change log is kept at least, up to `INDEXER_CHANGE_BYTES`; `0`: for ever."
@@ -291,9 +313,6 @@ class Settings(BaseSettings):
     commit_ops: Whole = Field(DEFAULT_LIMITS.commit_ops, description="Operations of a #commit.")
     sync_blocks_bytes: Size = Field(DEFAULT_LIMITS.sync_blocks_bytes, description="The blocks of a #sync.")
     record_bytes: Size = Field(DEFAULT_LIMITS.record_bytes, description="A record.")
-    nesting: Annotated[Whole, Field(le=256), Allowed("a whole number from 1 to 256")] = Field(
-        DEFAULT_LIMITS.nesting, description="Levels of maps and lists in one object."
-    )
     car_header_bytes: Size = Field(DEFAULT_LIMITS.car_header_bytes, description="The header of a CAR file.")
     block_bytes: Size = Field(DEFAULT_LIMITS.block_bytes, description="Any one block of a CAR file.")
     node_entries: Whole = Field(DEFAULT_LIMITS.node_entries, description="Entries of one tree node.")
@@ -301,6 +320,8 @@ class Settings(BaseSettings):
         DEFAULT_LIMITS.tree_depth, description="Layers of a tree."
     )
     repo_bytes: Size = Field(DEFAULT_LIMITS.repo_bytes, description="An export, decompressed.")
+    export_time: Patience = Field(600, description="How long an export may take to arrive.")
+    export_rate: Size = Field(1_024, description="An export arrives at so many bytes a second, or is given up.")
     repo_blocks: Whole = Field(DEFAULT_LIMITS.repo_blocks, description="Blocks of an export.")
     clock_drift_seconds: Seconds = Field(
         DEFAULT_LIMITS.clock_drift_seconds, description="How far a revision may lie in the future."
@@ -318,6 +339,11 @@ class Settings(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         return (init_settings,)
+
+    @property
+    def user_agent(self) -> str:
+        """What hosts and relays are told of who asks."""
+        return f"indexer/{__version__} (AT Protocol record-level sync; {self.contact or 'no contact given'})"
 
     @property
     def limits(self) -> Limits:

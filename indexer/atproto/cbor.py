@@ -4,10 +4,11 @@
   links as their 36 binary bytes, which nothing then tells from byte strings. It recurses on the native stack, as deep
   as Python's own recursion limit lets it: the default 1,000 levels fit a stack of 1 MiB, so that limit is never raised.
 - `decode_canonical`, `decode_json`: cbrrr, strict, without recursion; links are `Link`s, or in their JSON form.
-- `explain`: cbor2, to tell a person what is wrong.
+- `explain`, `explain_frame`: cbor2, to tell a person what is wrong.
 """
 
 import re
+from io import BytesIO
 from typing import Any
 
 import cbor2
@@ -18,6 +19,9 @@ from indexer.atproto.cid import is_link
 
 # A link to anything but a CID of the protocol's kind; or bytes within a string that look like one.
 _ODD_LINK = re.compile(rb"\xd8\x2a(?!\x58\x25\x00\x01[\x55\x71]\x12\x20)")
+
+EXPLAINED_BYTES = 10_000
+EXPLAINED_OBJECTS = 3
 
 
 class CborError(ValueError):
@@ -88,6 +92,19 @@ def explain(data: bytes) -> str:
     except (cbor2.CBORDecodeError, ValueError, RecursionError) as error:  # ValueError: a number too long to be shown
         return f"not CBOR at all: {_message(error)}"
     return f"CBOR ({summary}), but not strict DAG-CBOR: {strict}"
+
+
+def explain_frame(data: bytes) -> str:
+    """What the objects are that a refused frame begins with, as far as `EXPLAINED_BYTES` go. Off the hot path."""
+    stream = BytesIO(data[:EXPLAINED_BYTES])
+    decoder = cbor2.CBORDecoder(stream)
+    found = []
+    try:
+        while stream.tell() < min(len(data), EXPLAINED_BYTES) and len(found) < EXPLAINED_OBJECTS:
+            found.append(_summary(decoder.decode()))
+    except (cbor2.CBORDecodeError, ValueError, RecursionError) as error:
+        found.append(f"bytes that are not CBOR ({_message(error)})")
+    return ", then ".join(found) or "nothing"
 
 
 def _link(data: bytes) -> Link:

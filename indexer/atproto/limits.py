@@ -12,7 +12,6 @@ class Limits:
     commit_ops: int = 200  # lexicon: #commit.ops
     sync_blocks_bytes: int = 10_000  # lexicon: #sync.blocks
     record_bytes: int = 1_048_576  # data model guide: 1 MiB
-    nesting: int = 32  # data model guide
     car_header_bytes: int = 4_096  # a header with one root has 59
     block_bytes: int = 2_097_152  # no record, node or commit comes near it
     node_entries: int = 1_000  # more than 200 would need mined keys

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from indexer.atproto.cbor import CborError, decode_pair
+from indexer.atproto.cbor import CborError, decode_pair, explain_frame
 from indexer.atproto.cid import is_cid, is_link
 from indexer.atproto.limits import Limits
 from indexer.atproto.syntax import is_did, is_tid
@@ -45,7 +45,7 @@ def _parts(frame: bytes, limits: Limits) -> tuple[dict[str, Any], dict[str, Any]
     try:
         header, payload = decode_pair(frame)
     except CborError as error:
-        raise UpstreamError(Rejection.FRAME_MALFORMED, str(error)) from None
+        raise UpstreamError(Rejection.FRAME_MALFORMED, f"{error}: {explain_frame(frame)}") from None
     if not isinstance(header, dict) or not isinstance(payload, dict):
         raise UpstreamError(Rejection.FRAME_MALFORMED, "header or payload is not a map")
     return header, payload

@@ -10,7 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexer.atproto.cbor import CborError, Link, decode, decode_canonical, decode_json, decode_pair, encode, explain
+from indexer.atproto.cbor import (
+    CborError,
+    Link,
+    decode,
+    decode_canonical,
+    decode_json,
+    decode_pair,
+    encode,
+    explain,
+    explain_frame,
+)
 from indexer.atproto.cid import cid_of
 from tests.vectors import vectors
 
@@ -125,6 +135,7 @@ def test_bombs_and_lies_are_refused(bomb: bytes) -> None:
         with pytest.raises(CborError):
             reader(bomb)
     explain(bomb)
+    explain_frame(bomb)
 
 
 def test_depth_is_no_matter_for_the_strict_reader() -> None:
@@ -204,9 +215,19 @@ def test_json_is_made_only_of_what_the_strict_reader_takes(data: bytes) -> None:
     assert strict(array)
 
 
+def test_a_refused_frame_is_told_object_by_object() -> None:
+    header = encode({"op": 1, "t": "#commit"})
+    assert explain_frame(header + encode([1]) + b"\xff") == (
+        "a map with the keys 't', 'op', then a list, "
+        "then bytes that are not CBOR (break code encountered where a data item was expected)"
+    )
+    assert explain_frame(b"") == "nothing"
+    assert explain_frame(header * 1_000_000).count("then") == 2
+
+
 @given(st.binary(max_size=200))
 def test_no_bytes_break_a_reader(data: bytes) -> None:
-    for reader in (decode, decode_pair, decode_canonical, decode_json, explain):
+    for reader in (decode, decode_pair, decode_canonical, decode_json, explain, explain_frame):
         with contextlib.suppress(CborError):
             reader(data)
 
@@ -215,7 +236,7 @@ def test_no_bytes_break_a_reader(data: bytes) -> None:
 def test_no_change_of_good_bytes_breaks_a_reader(value: Any, source: random.Random) -> None:
     data = bytearray(cbor2.dumps(value, canonical=True))
     data[source.randrange(len(data))] ^= 1 << source.randrange(8)
-    for reader in (decode, decode_pair, decode_canonical, decode_json, explain):
+    for reader in (decode, decode_pair, decode_canonical, decode_json, explain, explain_frame):
         with contextlib.suppress(CborError):
             reader(bytes(data))
 
