@@ -19,6 +19,7 @@ class Problem(StrEnum):
     """What is unusual about a record's value."""
 
     MISSING = "missing"  # its block was not in the export
+    NOT_STORED = "not-stored"  # values are not kept here (`INDEXER_STORE_VALUES`): said by the view alone, for no value
     NOT_DAG_CBOR = "not-dag-cbor"  # not strict DAG-CBOR: no JSON, the bytes are kept
     TOO_LARGE = "too-large"  # over the limit: no JSON, the bytes are kept
     TOO_DEEP = "too-deep"  # nested deeper than JSON readers follow: no JSON, the bytes are kept

@@ -54,7 +54,7 @@ _PUT_RECORDS = f"""
     with put as (
         insert into indexer.record
             (did, collection, rkey, bucket, cid, rev, value, value_problem, original, indexed_at)
-        select did, collection, rkey, bucket, cid, rev, value::jsonb, value_problem, original, now()
+        select did, collection, rkey, bucket, cid, rev, value::jsonb, value_problem, original, statement_timestamp()
         from {unnest(_RECORD, "w")} order by place
         on conflict (did, collection, rkey, bucket) do update
         set cid = excluded.cid, rev = excluded.rev, value = excluded.value, value_problem = excluded.value_problem,

@@ -67,7 +67,11 @@ repo = Table(
     CheckConstraint("status <> 'synchronized' or rev is not null", name="repo_synchronized"),
     CheckConstraint("(status = 'in-progress') = (lease_until is not null)", name="repo_leased"),
     Index("repo_due", "bucket", "cold", _DUE_AT, postgresql_where=text("status = 'desynchronized' and active")),
-    postgresql_with={"fillfactor": "80"},
+    postgresql_with={
+        "fillfactor": "80",
+        "autovacuum_vacuum_scale_factor": "0.02",
+        "autovacuum_analyze_scale_factor": "0.02",
+    },
 )
 Index("repo_leases", repo.c.lease_until, postgresql_where=text("status = 'in-progress'"))
 
@@ -84,6 +88,13 @@ record = Table(
     Column("value_problem", Text),
     Column("original", LargeBinary),
     Column("indexed_at", TIME, nullable=False, server_default=NOW),
+    Index("record_collection", "collection", "indexed_at"),
+    Index("record_missing", "did", "bucket", postgresql_where=text("value_problem = 'missing'")),
+    postgresql_with={
+        "autovacuum_vacuum_scale_factor": "0.02",
+        "autovacuum_vacuum_insert_scale_factor": "0.05",
+        "autovacuum_analyze_scale_factor": "0.02",
+    },
 )
 
 feed = Table(
@@ -157,6 +168,7 @@ kept_event = Table(
     Column("bucket", SmallInteger, primary_key=True),
     Column("seq", BigInteger, nullable=False),
     Column("frame", LargeBinary, nullable=False),
+    postgresql_with={"autovacuum_vacuum_scale_factor": "0", "autovacuum_vacuum_threshold": "10000"},
 )
 
 dead_letter = Table(
