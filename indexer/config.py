@@ -126,7 +126,9 @@ def _url(*schemes: str) -> Callable[[str], str]:
 
 def _contact(value: str) -> str:
     """It goes into a header's comment: no spaces, no parentheses."""
-    if not re.fullmatch(r"(https?://[!-'*-?A-~]{1,200})|(mailto:)?[!-'*-?A-~]{1,100}@[!-'*-?A-~]{1,100}", value):
+    if not re.fullmatch(
+        r"(https?://[!-'*-?A-~]{1,200})|((mailto:)?[!-'*-.0-9;-?A-~]{1,100}@[0-9A-Za-z.-]{1,100})", value
+    ):
         raise ValueError("not a contact")
     return value
 
@@ -177,7 +179,7 @@ Seconds = Annotated[
     Field(ge=0, allow_inf_nan=False),
     Allowed("a duration, as 90s, 15m, 24h or 7d, or 0"),
 ]
-Patience = Annotated[
+Duration = Annotated[
     float,
     BeforeValidator(_measured(_SECONDS)),
     BeforeValidator(_not_a_truth_value),
@@ -261,6 +263,8 @@ class Settings(BaseSettings):
         Field(min_length=1),
         Allowed("`relay`, `pds`, or both in a comma list"),
     ] = Field(("relay", "pds"), description="Where `getRepo` is asked, in order.")
+    export_time: Duration = Field(600, description="How long an export may take to arrive.")
+    export_rate: Size = Field(1_024, description="The least bytes a second at which an export may arrive.")
     plc_rate: Rate = Field(10, description="Directory look-ups a second.")
     host_rate: Rate = Field(10, description="Requests a second to any one other host.")
     host_concurrency: Whole = Field(10, description="Requests at once to any one host.")
@@ -320,8 +324,6 @@ class Settings(BaseSettings):
         DEFAULT_LIMITS.tree_depth, description="Layers of a tree."
     )
     repo_bytes: Size = Field(DEFAULT_LIMITS.repo_bytes, description="An export, decompressed.")
-    export_time: Patience = Field(600, description="How long an export may take to arrive.")
-    export_rate: Size = Field(1_024, description="An export arrives at so many bytes a second, or is given up.")
     repo_blocks: Whole = Field(DEFAULT_LIMITS.repo_blocks, description="Blocks of an export.")
     clock_drift_seconds: Seconds = Field(
         DEFAULT_LIMITS.clock_drift_seconds, description="How far a revision may lie in the future."

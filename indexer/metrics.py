@@ -16,6 +16,7 @@ from prometheus_client import (
 )
 
 from indexer import __version__
+from indexer.outbound import RESULTS
 from indexer.reasons import Desync, FetchFailure, Rejection
 from indexer.sync.plan import Action
 from indexer.sync.repo import Outcome, SyncStatus
@@ -78,6 +79,14 @@ class Metrics:
         self._lookups = {
             (method, result): lookups.labels(method, result) for method in LOOKUP_METHODS for result in LOOKUP_RESULTS
         }
+        requests = Counter(
+            "indexer_outbound_requests",
+            "Requests to hosts, and those that were refused before they were sent.",
+            ["result"],
+            registry=registry,
+        )
+        self._requests = {result: requests.labels(result) for result in RESULTS}
+        self._paused_hosts = Gauge("indexer_hosts_paused", "Hosts that get no requests just now.", registry=registry)
         batch = Histogram(
             "indexer_batch_seconds", "Time of one stage.", ["stage"], registry=registry, buckets=_STAGE_BUCKETS
         )
@@ -117,6 +126,12 @@ class Metrics:
 
     def identity_lookup(self, method: str, result: str) -> None:
         self._lookups[method, result].inc()
+
+    def outbound_request(self, result: str) -> None:
+        self._requests[result].inc()
+
+    def paused_hosts(self, count: int) -> None:
+        self._paused_hosts.set(count)
 
     def stage(self, name: str) -> AbstractContextManager[object]:
         """Times the block."""

@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from time import monotonic, time
 from typing import Any
-from urllib.parse import urlsplit
 
 import structlog
 
@@ -22,7 +21,7 @@ from indexer.errors import SettingsError, UnavailableError
 from indexer.health import serve_health
 from indexer.identity import Identities, Resolver
 from indexer.metrics import Metrics
-from indexer.outbound import Outbound
+from indexer.outbound import Hosts, Outbound, Rates, host_of
 from indexer.pds import PdsClient
 from indexer.relay.subscription import Subscription
 from indexer.service.inbox import Inbox
@@ -46,7 +45,8 @@ RECEIVED_FRAMES = 4  # so many times the limit are received to be refused by nam
 INBOX_BYTES = 64 * 1024 * 1024
 KEY_PATIENCE_SECONDS = 15.0
 KEYS_AT_ONCE = 64
-USER_AGENT = f"indexer/{__version__} (AT Protocol record-level sync; contact: the operator of this address)"
+HOSTS_SECONDS = 5.0
+HOSTS_SHOWN = 10
 
 log = structlog.get_logger(__name__)
 
@@ -78,13 +78,14 @@ async def daemon(settings: Settings, dsn: str) -> AsyncIterator["Daemon"]:
         store = await Store.open(dsn)
         stack.push_async_callback(store.close)
         outbound = Outbound(
-            user_agent=USER_AGENT,
+            user_agent=settings.user_agent,
             allow_private_hosts=settings.allow_private_hosts,
-            host_rate=settings.host_rate,
-            host_concurrency=settings.host_concurrency,
-            rates={urlsplit(url).netloc: settings.plc_rate for url in settings.plc_url},
+            rates=_rates(settings),
+            on_request=metrics.outbound_request,
+            dns_servers=settings.dns_servers,
         )
         stack.push_async_callback(outbound.close)
+        outbound.hosts.load(await store.load_hosts())
         resolver = Resolver(
             outbound,
             settings.plc_url,
@@ -94,18 +95,25 @@ async def daemon(settings: Settings, dsn: str) -> AsyncIterator["Daemon"]:
         )
         identities = Identities(resolver, store, clock=time, on_lookup=metrics.identity_lookup)
         stack.push_async_callback(identities.close)
-        pds = PdsClient(outbound, settings.limits, settings.data_dir / "spool")
-        yield Daemon(settings, store, identities, pds, metrics)
+        pds = PdsClient(
+            outbound,
+            settings.limits,
+            settings.data_dir / "spool",
+            export_seconds=settings.export_time,
+            export_rate=settings.export_rate,
+        )
+        yield Daemon(settings, store, identities, pds, outbound.hosts, metrics)
 
 
 class Daemon:
     """The stages of one process, and what they tell of themselves (`health.Probe`)."""
 
     def __init__(
-        self, settings: Settings, store: Store, identities: Identities, pds: PdsClient, metrics: Metrics
+        self, settings: Settings, store: Store, identities: Identities, pds: PdsClient, hosts: Hosts, metrics: Metrics
     ) -> None:
         self.metrics = metrics
         self.store = store
+        self.hosts = hosts
         self._settings = settings
         policy = Policy(
             collections=settings.collections,
@@ -117,7 +125,7 @@ class Daemon:
         self.inbox = Inbox(INBOX_BYTES)
         self.keys = KeyDesk(identities, self.inbox, patience=KEY_PATIENCE_SECONDS, at_once=KEYS_AT_ONCE)
         self.place = Place()
-        self.subscription = Subscription(settings.relays, RECEIVED_FRAMES * settings.frame_bytes, USER_AGENT)
+        self.subscription = Subscription(settings.relays, RECEIVED_FRAMES * settings.frame_bytes, settings.user_agent)
         self.reader = Reader(
             store, self.subscription, self.inbox, self.place, settings.shard, settings.start, settings.limits, metrics
         )
@@ -137,7 +145,7 @@ class Daemon:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Until `stop` is set, then drains; raises what ended a stage."""
-        stages = {"observe": self._observe(), "retention": self.retention.run()}
+        stages = {"observe": self._observe(), "hosts": self._keep_hosts(), "retention": self.retention.run()}
         if "live" in self._settings.roles:
             stages |= {"reader": self.reader.run(), "writer": self.writer.run()}
         if "resync" in self._settings.roles:
@@ -168,6 +176,7 @@ class Daemon:
             await asyncio.wait([tasks["writer"], empty], timeout=DRAIN_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             empty.cancel()
         await self.pool.give_back()
+        await self._save_hosts()
         for task in tasks.values():
             if task.done() and not task.cancelled():
                 task.result()
@@ -182,6 +191,23 @@ class Daemon:
                 log.warning("database.unavailable", error=str(error))
             took = monotonic() - began
             await asyncio.sleep(max(OBSERVE_SECONDS, took * OBSERVE_SHARE))
+
+    async def _keep_hosts(self) -> None:
+        """So that no restart forgets whom we should leave alone."""
+        while True:
+            await asyncio.sleep(HOSTS_SECONDS)
+            await self._save_hosts()
+
+    async def _save_hosts(self) -> None:
+        self.metrics.paused_hosts(len(self.hosts.paused()))
+        if not (states := self.hosts.unsaved()):
+            return
+        try:
+            await self.store.save_hosts(states)
+        except UnavailableError as error:
+            log.warning("database.unavailable", error=str(error))
+            return
+        self.hosts.saved(states)
 
     def alive(self) -> str | None:
         idle = self.inbox.held == len(self.keys)
@@ -214,12 +240,26 @@ class Daemon:
             "bytes in hand": self.inbox.held_bytes,
             "waiting for keys": len(self.keys),
             "readers behind": self.retention.lagging,
+            "hosts paused": {
+                state.host: f"{state.pause_reason} for {(state.paused_until or now) - now:.0f} s"
+                for state in self.hosts.paused()[:HOSTS_SHOWN]
+            },
             "resyncs running": {run.claimed.did: f"{now - run.began:.0f} s" for run in self.pool.running},
         }
 
 
 def _url(settings: Settings) -> str | None:
     return settings.database_url.get_secret_value() if settings.database_url else None
+
+
+def _rates(settings: Settings) -> Rates:
+    return Rates(
+        host=settings.host_rate,
+        host_concurrency=settings.host_concurrency,
+        total=settings.outbound_rate,
+        concurrency=settings.outbound_concurrency,
+        own={host_of(url): settings.plc_rate for url in settings.plc_url},
+    )
 
 
 def _sources(settings: Settings) -> list[str | None]:

@@ -40,6 +40,17 @@ class Follower:
 
 
 @dataclass(frozen=True, slots=True)
+class PausedHost:
+    """A host that gets no requests for so many seconds, and why."""
+
+    host: str
+    reason: str
+    seconds_left: float
+    failures_in_a_row: int
+    last_error: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
     """The counts at one moment, in Unix seconds."""
 
@@ -67,6 +78,7 @@ class Status:
     progress: float | None
     seconds_left: float | None
     readers: list[Follower]
+    paused_hosts: list[PausedHost]
 
     def to_json(self) -> dict[str, Any]:
         return {"ready": self.not_ready is None, **asdict(self)}
@@ -97,6 +109,10 @@ def status_of(shard: str, earlier: Sample, now: Sample) -> Status:
         readers=[
             Follower(r.name, r.seq, r.behind, r.lag(now.at), max(0.0, now.at - r.seen_at), r.cut_off)
             for r in counts.readers
+        ],
+        paused_hosts=[
+            PausedHost(h.host, h.pause_reason or "", max(0.0, (h.paused_until or 0.0) - now.at), h.streak, h.last_error)
+            for h in counts.hosts
         ],
     )
 
@@ -159,6 +175,12 @@ def status_picture(status: Status) -> Group:
             seen = f"{duration(reader.silent_seconds)} ago"
             readers.add_row(_text(reader.name), f"{reader.seq:,}", f"{reader.behind:,}", behind, seen)
         parts.append(readers)
+    if status.paused_hosts:
+        hosts = Table("host", "paused for", "because", "failures", "the last one", title="hosts", title_justify="left")
+        for host in status.paused_hosts:
+            words = (host.host, duration(host.seconds_left), host.reason, str(host.failures_in_a_row))
+            hosts.add_row(*map(_text, words), _text(host.last_error or "-"))
+        parts.append(hosts)
     return Group(*parts, facts_table(_facts(status)))
 
 

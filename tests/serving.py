@@ -24,6 +24,7 @@ def settings_for(relay_url: str, plc_url: str, directory: Path, **changes: Any) 
         "plc_rate": "1000",
         "host_rate": "1000",
         "host_concurrency": "50",
+        "outbound_rate": "1000",
     }
     return Settings(**(local | changes))
 

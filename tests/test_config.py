@@ -17,7 +17,12 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "settings.md"
 EXAMPLE = ROOT / "config" / "indexer.example.toml"
 BLOCK = re.compile(r"(<!-- settings:.*?-->\n).*?(<!-- /settings -->)", re.DOTALL)
-UNSET = {"database_url": "unset", "data_dir": "the platform's user data directory", "dns_servers": "the system's"}
+UNSET = {
+    "database_url": "unset",
+    "data_dir": "the platform's user data directory",
+    "dns_servers": "the system's",
+    "contact": "unset",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -86,6 +91,11 @@ def test_settings_made_in_the_program_ignore_the_environment(monkeypatch: pytest
         ("dns_servers", "9.9.9.9, [::1]:5353, ::1", (Address("9.9.9.9", 53), Address("::1", 5353), Address("::1", 53))),
         ("http_bind", "0.0.0.0:0", Address("0.0.0.0", 0)),  # noqa: S104
         ("http_bind", "[::1]:2580", Address("::1", 2580)),
+        ("contact", "https://example.com/indexer", "https://example.com/indexer"),
+        ("contact", "mailto:someone@example.com", "mailto:someone@example.com"),
+        ("contact", "some.one+indexer@example.com", "some.one+indexer@example.com"),
+        ("export_time", "15m", 900),
+        ("export_rate", "2KiB", 2_048),
         ("store_values", "no", False),
         ("allow_private_hosts", "true", True),
     ],
@@ -125,6 +135,16 @@ def test_a_good_value_is_understood(name: str, text: str, value: Any, monkeypatc
         ("resync_source", "relay,relay"),
         ("plc_rate", "0"),
         ("plc_rate", "inf"),
+        ("contact", "me"),
+        ("contact", "someone@example.com (me)"),
+        ("contact", "https://example.com/\r\nCookie: x"),
+        ("contact", "https://user:secret@example.com/"),
+        ("contact", "s\u00f6meone@example.com"),
+        ("contact", "@"),
+        ("export_time", "0"),
+        ("export_rate", "0"),
+        ("outbound_rate", "0"),
+        ("outbound_concurrency", "0"),
         ("sweep_interval", "-1"),
         ("sweep_interval", "1y"),
         ("sweep_interval", "nan"),
@@ -202,6 +222,11 @@ def test_urls_of_databases_have_many_forms(url: str) -> None:
     Settings.model_validate({"database_url": url})
 
 
+def test_the_user_agent_says_whom_to_write_to() -> None:
+    assert Settings().user_agent.endswith(" (AT Protocol record-level sync; no contact given)")
+    assert "; me@example.com)" in Settings(contact="me@example.com").user_agent
+
+
 def test_the_database_url_is_not_in_the_settings_as_printed() -> None:
     settings = Settings.model_validate({"database_url": "postgresql://me:hunter2@localhost/x"})
     assert settings.database_url is not None
@@ -261,7 +286,11 @@ def example() -> str:
 
 def in_toml(name: str) -> str:
     """TOML writes texts, numbers, truth values and lists of them as JSON does."""
-    unset = {"database_url": "postgresql://localhost/indexer", "data_dir": "/var/lib/indexer"}
+    unset = {
+        "database_url": "postgresql://localhost/indexer",
+        "data_dir": "/var/lib/indexer",
+        "contact": "https://example.com/indexer",
+    }
     value = unset.get(name) or getattr(Settings(), name)
     if isinstance(value, tuple) and not isinstance(value, Address):
         return json.dumps([str(item) for item in value])
@@ -278,7 +307,7 @@ def test_the_example_file_is_complete_and_says_the_defaults(file: Path) -> None:
     assert EXAMPLE.read_text() == example(), "python -m tests.test_config"
     switched_on = re.sub(r"^# (?=\w+ = )", "", EXAMPLE.read_text(), flags=re.MULTILINE)
     assert tomllib.loads(switched_on).keys() == Settings.model_fields.keys()
-    file.write_text(re.sub(r"^(database_url|data_dir) .*$", "", switched_on, flags=re.MULTILINE))
+    file.write_text(re.sub(r"^(database_url|data_dir|contact) .*$", "", switched_on, flags=re.MULTILINE))
     assert differences(load_settings(file), Settings()) == []
 
 

@@ -23,6 +23,8 @@ NAMES = {
     "indexer_resync_seconds_count": set(),
     "indexer_resync_queue": set(),
     "indexer_identity_lookups_total": {"method", "result"},
+    "indexer_outbound_requests_total": {"result"},
+    "indexer_hosts_paused": set(),
     "indexer_batch_seconds_count": {"stage"},
     "indexer_queue_bytes": set(),
     "indexer_change_log_bytes": set(),

@@ -4,6 +4,8 @@ from io import StringIO
 import pytest
 from rich.console import Console, RenderableType
 
+from indexer.outbound import HostState
+from indexer.reasons import FetchFailure
 from indexer.status import Sample, Status, duration, facts_table, status_of, status_picture
 from indexer.store import Counts
 from indexer.sync.plan import Cursor
@@ -113,3 +115,13 @@ def test_what_others_wrote_is_shown_literally() -> None:
     assert "[bold]no[/]" in text
     assert "\x1b[2J" not in text
     assert "1,000" in text
+
+
+def test_paused_hosts_are_shown_with_the_reason_and_the_time_left() -> None:
+    paused = HostState("\x1b[31mpds.example", 7, 7, 6, NOON + 90, FetchFailure.HOST_PAUSED, "timeout: 5 s", None)
+    result = status(replace(NOTHING, hosts=[paused]))
+    assert result.paused_hosts[0].seconds_left == 90
+    text = shown(status_picture(result))
+    assert all(words in text for words in ("pds.example", "1 min 30 s", "host-paused", "6", "timeout: 5 s"))
+    assert "\x1b" not in text
+    assert "host-paused" not in shown(status_picture(status(NOTHING)))

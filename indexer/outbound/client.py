@@ -2,18 +2,17 @@
 
 import asyncio
 import ssl
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from time import monotonic, time
-from types import MappingProxyType
+from time import time
 
 import httpx
 
 from indexer.errors import UnavailableError
 from indexer.outbound.encoding import ACCEPTED, decoder_of
-from indexer.outbound.hosts import Hosts
-from indexer.outbound.network import CheckedNetwork, CheckedTransport, Resolve, SystemResolver
+from indexer.outbound.hosts import Hosts, Rates, Turn
+from indexer.outbound.network import CheckedNetwork, CheckedTransport, NameServers, Resolve, system_addresses
 from indexer.outbound.throttle import pause_asked
 from indexer.reasons import FetchFailure
 
@@ -22,7 +21,7 @@ _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _CHUNK = 65_536
 _BRIEF_BYTES = 16_384  # of a body that is no success: enough for an error's name and message
 _HTTPS_PORT = 443
-_NO_RATES: Mapping[str, float] = MappingProxyType({})
+_HOST_CHARACTERS = 253
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +51,14 @@ class Response:
 class Outbound:
     """Requests to hosts that others name: https on port 443 of public addresses, no cookies, credentials or proxies.
 
-    `allow_private_hosts` opens http, every port and every address, for local networks. `host_rate` (requests a
-    second) and `host_concurrency` hold for any one host, `rates` for those that it names (`plc.directory`).
-    `user_agent` should say whom to write to.
+    `allow_private_hosts` opens http, every port and every address, for local networks. `user_agent` should say whom
+    to write to. Names are asked of the `dns_servers` (by default the system's) and of nothing else, or of the system
+    if private hosts are allowed. `on_request` hears what came of each request, one of `RESULTS`.
 
     Every failure is an `UnavailableError`: UNREACHABLE, TIMEOUT, TOO_LARGE, REFUSED_ADDRESS, BAD_ANSWER, HTTP_STATUS
-    (a redirect that leads nowhere), and THROTTLED, with `retry_after`, for a host that asked for a pause; it gets no
-    request until then. All other statuses are the caller's to judge.
+    (a redirect that leads nowhere), and, with `retry_after`, THROTTLED for a host that asked for a pause and
+    HOST_PAUSED for one that failed too often; these get no request until then. All other statuses are the caller's to
+    judge.
 
     It stands on httpx's transport and not on its client, which has ways of its own with cookies, redirects and the
     environment.
@@ -69,19 +69,22 @@ class Outbound:
         *,
         user_agent: str,
         allow_private_hosts: bool = False,
-        host_rate: float = 10.0,
-        host_concurrency: int = 10,
-        rates: Mapping[str, float] = _NO_RATES,
+        rates: Rates | None = None,
         patience: Patience | None = None,
+        on_request: Callable[[str], None] = lambda _result: None,
+        dns_servers: Sequence[tuple[str, int]] = (),
         resolve: Resolve | None = None,
         tls: ssl.SSLContext | None = None,
     ) -> None:
+        rates = rates or Rates()
+        self.hosts = Hosts(rates, time, on_request)
+        self._on_request = on_request
         self._allow_private_hosts = allow_private_hosts
         self._patience = patience or Patience()
-        self._hosts = Hosts(host_rate, host_concurrency, rates, monotonic)
-        self._resolver = SystemResolver()
-        network = CheckedNetwork(resolve or self._resolver, allow_private=allow_private_hosts)
-        self._transport = CheckedTransport(network, tls or httpx.create_ssl_context(trust_env=False))
+        resolve = resolve or (system_addresses if allow_private_hosts else NameServers(dns_servers))
+        network = CheckedNetwork(resolve, allow_private=allow_private_hosts)
+        tls = tls or httpx.create_ssl_context(trust_env=False)
+        self._transport = CheckedTransport(network, tls, rates.concurrency)
         self._headers = {"User-Agent": user_agent, "Accept-Encoding": ACCEPTED, "Connection": "keep-alive"}
         silence = self._patience.silence
         waits = {"connect": self._patience.connect, "read": silence, "write": silence, "pool": silence}
@@ -89,7 +92,6 @@ class Outbound:
 
     async def close(self) -> None:
         await self._transport.aclose()
-        self._resolver.close()
 
     async def get(
         self,
@@ -117,10 +119,10 @@ class Outbound:
         target = self._checked(url)
         for _ in range(_MOST_HOPS):
             host = target.netloc.decode("ascii")
-            async with self._hosts.turn(host), self._answer(target, accept, timeout) as stream:
+            async with self.hosts.turn(host) as turn, self._answer(target, accept, timeout, turn) as stream:
                 pause = pause_asked(stream.status, stream.headers, time())
+                turn.answered(stream.status, pause)
                 if pause is not None:
-                    self._hosts.pause(host, pause)
                     raise UnavailableError(FetchFailure.THROTTLED, f"{host}: {stream.status}", retry_after=pause)
                 if stream.status not in _REDIRECTS:
                     stream.bound(max_bytes, min_rate)
@@ -131,15 +133,15 @@ class Outbound:
         raise UnavailableError(FetchFailure.HTTP_STATUS, f"more than {_MOST_HOPS - 1} redirects from {url[:200]}")
 
     @asynccontextmanager
-    async def _answer(self, url: httpx.URL, accept: str, seconds: float) -> AsyncIterator["Stream"]:
+    async def _answer(self, url: httpx.URL, accept: str, seconds: float, turn: Turn) -> AsyncIterator["Stream"]:
         deadline = asyncio.get_running_loop().time() + seconds
         headers = self._headers | {"Accept": accept}
-        with _failures(url):
+        with turn.watch(), _failures(url):
             request = httpx.Request("GET", url, headers=headers, extensions=self._extensions)
             async with asyncio.timeout_at(deadline):
                 response = await self._transport.handle_async_request(request)
         try:
-            yield Stream(url, response, deadline, self._patience.judged_after)
+            yield Stream(url, response, deadline, self._patience.judged_after, turn)
         finally:
             await response.aclose()
 
@@ -152,21 +154,27 @@ class Outbound:
     def _checked(self, text: str, base: httpx.URL | None = None) -> httpx.URL:
         """The URL of a request that may be made; raises `UnavailableError(REFUSED_ADDRESS)`."""
         try:
-            url = base.join(text) if base else httpx.URL(text)
+            url = _bare(base.join(text) if base else httpx.URL(text))
         except (httpx.InvalidURL, ValueError) as error:
-            raise UnavailableError(FetchFailure.REFUSED_ADDRESS, f"{text[:200]!r}: {error}") from None
+            raise self._refused(f"{text[:200]!r}: {error}") from None
         schemes = {"http", "https"} if self._allow_private_hosts else {"https"}
-        if url.scheme not in schemes or not url.raw_host or url.userinfo:
-            raise UnavailableError(FetchFailure.REFUSED_ADDRESS, f"{_shown(url)}: not a URL that we may ask")
+        if url.scheme not in schemes or url.userinfo or not 0 < len(url.raw_host) <= _HOST_CHARACTERS:
+            raise self._refused(f"{_shown(url)}: not a URL that we may ask")
         if not self._allow_private_hosts and url.port not in {None, _HTTPS_PORT}:
-            raise UnavailableError(FetchFailure.REFUSED_ADDRESS, f"{_shown(url)}: port {url.port}")
+            raise self._refused(f"{_shown(url)}: port {url.port}")
         return url
+
+    def _refused(self, detail: str) -> UnavailableError:
+        self._on_request(FetchFailure.REFUSED_ADDRESS)
+        return UnavailableError(FetchFailure.REFUSED_ADDRESS, detail)
 
 
 class Stream:
     """An answer whose body is still to be read, once. `headers` are looked up in any case."""
 
-    def __init__(self, url: httpx.URL, response: httpx.Response, deadline: float, judged_after: float) -> None:
+    def __init__(
+        self, url: httpx.URL, response: httpx.Response, deadline: float, judged_after: float, turn: Turn
+    ) -> None:
         self.status = response.status_code
         self.headers: Mapping[str, str] = response.headers
         self.url = str(url)
@@ -174,6 +182,7 @@ class Stream:
         self._response = response
         self._deadline = deadline
         self._judged_after = judged_after
+        self._turn = turn
         self._max_bytes = _BRIEF_BYTES + _CHUNK
         self._min_rate = 0.0
         self._received = 0
@@ -186,16 +195,17 @@ class Stream:
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
         """The decompressed body, at most 64 KiB at a time; raises `UnavailableError` as `Outbound` says."""
-        decoder = decoder_of(self.headers.get("content-encoding", ""))
-        raw = self._response.aiter_raw()
-        decoded = 0
-        while (piece := await self._receive(raw)) is not None:
-            for chunk in decoder.feed(piece):
-                decoded += len(chunk)
-                self._refuse_over(decoded)
-                yield chunk
-                await asyncio.sleep(0)  # what has arrived may be many small pieces, or a few that inflate to many
-        decoder.close()
+        with self._turn.watch():
+            decoder = decoder_of(self.headers.get("content-encoding", ""))
+            raw = self._response.aiter_raw()
+            decoded = 0
+            while (piece := await self._receive(raw)) is not None:
+                for chunk in decoder.feed(piece):
+                    decoded += len(chunk)
+                    self._refuse_over(decoded)
+                    yield chunk
+                    await asyncio.sleep(0)  # what has arrived may be many small pieces, or a few that inflate to many
+            decoder.close()
 
     async def read(self) -> bytes:
         """The whole body of a success, the first 16 KiB of any other."""
@@ -238,6 +248,16 @@ def _failures(url: httpx.URL) -> Iterator[None]:
         raise UnavailableError(FetchFailure.TIMEOUT, f"{_shown(url)}: {_told(error)}") from error
     except (httpx.TransportError, OSError, UnicodeError) as error:  # OSError: TLS records that break rules
         raise UnavailableError(FetchFailure.UNREACHABLE, f"{_shown(url)}: {_told(error)}") from error
+
+
+def host_of(url: str) -> str:
+    """The name under which a host is counted: in lower case, with its port if that isn't the scheme's own."""
+    return _bare(httpx.URL(url)).netloc.decode("ascii")
+
+
+def _bare(url: httpx.URL) -> httpx.URL:
+    """Without the dot that may stand behind a name and makes no other host of it."""
+    return url.copy_with(host=url.host.rstrip(".")) if url.host.endswith(".") else url
 
 
 def _shown(url: httpx.URL) -> str:

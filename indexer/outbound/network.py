@@ -8,12 +8,18 @@ import asyncio
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from ipaddress import ip_address
+from itertools import zip_longest
 
+import dns.asyncresolver
+import dns.exception
+import dns.name
+import dns.nameserver
+import dns.resolver
 import httpcore
 import httpx
 
-from indexer.errors import UnavailableError
+from indexer.errors import SettingsError, UnavailableError
 from indexer.outbound.addresses import is_public
 from indexer.reasons import FetchFailure
 
@@ -21,28 +27,55 @@ Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 """A host's addresses, as IP literals in the order to try them; raises OSError if it has none."""
 
 _MOST_ADDRESSES = 4
-_LOOKUPS_AT_ONCE = 32
-_CONNECTIONS = 256
 _IDLE_CONNECTIONS = 64
 _IDLE_SECONDS = 15.0
 
 
-class SystemResolver:
-    """The system's name look-ups, on threads of their own: hostile name servers may keep them for half a minute."""
+class NameServers:
+    """Look-ups in the DNS alone. A name server that never answers holds up its own name and no other.
 
-    def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(_LOOKUPS_AT_ONCE, thread_name_prefix="resolve")
+    `servers` are IP addresses and ports, the system's if there are none; raises `SettingsError` if it has none.
+    """
 
-    async def __call__(self, host: str, port: int) -> list[str]:
-        found = await asyncio.get_running_loop().run_in_executor(self._threads, _addresses, host, port)
-        return list(dict.fromkeys(found))
+    def __init__(self, servers: Sequence[tuple[str, int]] = ()) -> None:
+        try:
+            self._dns = dns.asyncresolver.Resolver(configure=not servers)
+        except dns.resolver.NoResolverConfiguration:
+            raise SettingsError("dns_servers: none are given, and the system names none") from None
+        if servers:
+            self._dns.nameservers = [dns.nameserver.Do53Nameserver(host, port) for host, port in servers]
 
-    def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+    async def __call__(self, host: str, _port: int) -> list[str]:
+        if literal := _literal(host):
+            return [literal]
+        try:
+            answers = await self._dns.resolve_name(dns.name.from_text(host), search=False)
+        except dns.exception.Timeout as error:
+            raise TimeoutError(str(error)) from None
+        except dns.exception.DNSException as error:
+            raise OSError(str(error) or type(error).__name__) from None
+        families = [list(answers.addresses(family)) for family in (socket.AF_INET, socket.AF_INET6)]
+        return [address for pair in zip_longest(*families) for address in pair if address]
 
 
-def _addresses(host: str, port: int) -> list[str]:
-    return [str(entry[4][0]) for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+def _literal(host: str) -> str | None:
+    """An address in any of the forms in which systems take one, as it is usually written."""
+    try:
+        return str(ip_address(host))
+    except ValueError:
+        pass
+    try:
+        return socket.inet_ntoa(socket.inet_aton(host))
+    except (OSError, ValueError):
+        return None
+
+
+async def system_addresses(host: str, port: int) -> list[str]:
+    """The system's look-up, with its list of hosts and its local names: for local networks, since hostile name
+    servers can hold up all its threads.
+    """
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
 class CheckedNetwork(httpcore.AsyncNetworkBackend):
@@ -103,11 +136,11 @@ class CheckedNetwork(httpcore.AsyncNetworkBackend):
 class CheckedTransport(httpx.AsyncHTTPTransport):
     """httpx over a `CheckedNetwork`; it has no argument for that, so its pool is put in place."""
 
-    def __init__(self, network: CheckedNetwork, context: ssl.SSLContext) -> None:
+    def __init__(self, network: CheckedNetwork, context: ssl.SSLContext, connections: int) -> None:
         super().__init__(verify=context, trust_env=False)
         self._pool = httpcore.AsyncConnectionPool(
             ssl_context=context,
-            max_connections=_CONNECTIONS,
+            max_connections=connections,
             max_keepalive_connections=_IDLE_CONNECTIONS,
             keepalive_expiry=_IDLE_SECONDS,
             network_backend=network,

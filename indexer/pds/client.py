@@ -22,8 +22,6 @@ from indexer.reasons import FetchFailure
 LARGE_BYTES = 32 * 1024 * 1024  # of an export; one in a thousand repos has more
 CAR_TYPE = "application/vnd.ipld.car"
 _CAR_TYPES = frozenset({CAR_TYPE, "application/octet-stream", ""})  # the latter two from proxies
-_EXPORT_SECONDS = 600.0
-_EXPORT_RATE = 1_024.0  # bytes a second (spec §4.8)
 _ANSWER_SECONDS = 20.0
 _ANSWER_BYTES = 65_536
 
@@ -40,14 +38,25 @@ class RepoStatus:
 class PdsClient:
     """Fetches through `outbound`; exports go to files in `spool_directory`, which is made if it is missing.
 
+    An export may take `export_seconds`, and comes at `export_rate` bytes a second or more (spec §4.8).
     `host` is a base URL; only its origin counts. Everything raises `UnavailableError`: what `Outbound` raises,
     what the host's error name says (`FetchFailure.parks` tells the definite ones), or BAD_ANSWER.
     """
 
-    def __init__(self, outbound: Outbound, limits: Limits, spool_directory: Path) -> None:
+    def __init__(
+        self,
+        outbound: Outbound,
+        limits: Limits,
+        spool_directory: Path,
+        *,
+        export_seconds: float = 600.0,
+        export_rate: float = 1_024.0,
+    ) -> None:
         self._outbound = outbound
         self._limits = limits
         self._spool_directory = spool_directory
+        self._export_seconds = export_seconds
+        self._export_rate = export_rate
         spool_directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     @asynccontextmanager
@@ -61,8 +70,8 @@ class PdsClient:
             async with self._outbound.stream(
                 _url(host, "com.atproto.sync.getRepo", did),
                 max_bytes=self._limits.repo_bytes,
-                timeout=_EXPORT_SECONDS,
-                min_rate=_EXPORT_RATE,
+                timeout=self._export_seconds,
+                min_rate=self._export_rate,
                 accept=CAR_TYPE,
             ) as stream:
                 if stream.status != HTTPStatus.OK:

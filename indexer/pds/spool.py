@@ -30,10 +30,16 @@ _HASH = (1 << 40) - 1  # the bits used: 8 for the part, 32 within it
 
 
 class Spool:
-    """One export. `fill` it once, then ask for any `block`, from any thread; a context manager that deletes it."""
+    """One export. `fill` it once, then ask for any `block`, from any thread; a context manager that deletes it.
+
+    Raises `UnavailableError(SPOOL_FULL)` if the directory takes no file.
+    """
 
     def __init__(self, directory: Path, limits: Limits) -> None:
-        self._file = TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115 - `close` closes it
+        try:
+            self._file = TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115 - `close` closes it
+        except OSError as error:
+            raise UnavailableError(FetchFailure.SPOOL_FULL, str(error)) from error
         self._reader = CarReader(limits)
         self._index = _Index()
         self._pending = bytearray()
@@ -109,7 +115,7 @@ class Spool:
                 while done < len(pending):
                     done += self._file.write(pending[done:])
         except OSError as error:
-            raise UnavailableError(FetchFailure.TOO_LARGE, f"the spool directory has no room: {error}") from error
+            raise UnavailableError(FetchFailure.SPOOL_FULL, str(error)) from error
         self._written += done
         self._pending.clear()
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from indexer.atproto.cid import parse_cid
+from indexer.outbound import HostState
+from indexer.store import hosts
 from indexer.store.retention import ReaderState, readers
 from indexer.store.rows import REPO_COLUMNS, Connection, repo_arrays, repo_values, unnest
 from indexer.sync.plan import Cursor
@@ -18,7 +20,8 @@ AT_ONCE = 1_000
 @dataclass(frozen=True, slots=True)
 class Counts:
     """Repos by sync status, and by reason where there is one; `queued` are due or wait for their time, `parked`
-    wait for something to wake them. `records` is Postgres's estimate. `readers` are those of the change feed.
+    wait for something to wake them. `records` is Postgres's estimate. `readers` are those of the change feed,
+    `hosts` the worst few of those that are paused.
     """
 
     statuses: dict[SyncStatus, int]
@@ -28,6 +31,7 @@ class Counts:
     records: int
     cursors: list[Cursor]
     readers: list[ReaderState] = field(default_factory=list)
+    hosts: list[HostState] = field(default_factory=list)
 
 
 _COUNT_REPOS = """
@@ -95,6 +99,7 @@ async def counts(connection: Connection) -> Counts:
         await connection.fetchval(_COUNT_RECORDS),
         [Cursor(**row) for row in cursors],
         await readers(connection),
+        await hosts.worst(connection),
     )
 
 

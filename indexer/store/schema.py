@@ -198,6 +198,21 @@ cursor = Table(
     Column("updated_at", TIME, nullable=False, server_default=NOW),
 )
 
+host = Table(
+    "host",
+    metadata,
+    Column("host", NAME, primary_key=True),
+    Column("requests", BigInteger, nullable=False),
+    Column("failures", BigInteger, nullable=False),
+    Column("streak", Integer, nullable=False),
+    Column("paused_until", TIME),
+    Column("pause_reason", Text),
+    Column("last_error", Text),
+    Column("last_success", TIME),
+    Column("updated_at", TIME, nullable=False, server_default=NOW),
+    postgresql_with={"fillfactor": "50"},
+)
+
 identity = Table(
     "identity",
     metadata,

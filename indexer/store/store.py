@@ -8,7 +8,8 @@ from typing import Any, Self
 
 import asyncpg
 
-from indexer.store import identities, queries, resync, retention
+from indexer.outbound import HostState
+from indexer.store import hosts, identities, queries, resync, retention
 from indexer.store.apply import apply
 from indexer.store.errors import CONNECT_SECONDS, database_errors
 from indexer.store.queries import Counts
@@ -132,6 +133,14 @@ class Store:
         async with self._connection() as connection:
             log = await retention.load_log(connection)
             return log, await retention.upkeep(connection, retention.plan_upkeep(log, keep, now))
+
+    async def load_hosts(self) -> list[HostState]:
+        async with self._connection() as connection:
+            return await hosts.load(connection)
+
+    async def save_hosts(self, states: Sequence[HostState]) -> None:
+        async with self._transaction() as connection:
+            await hosts.save(connection, states)
 
     async def did_of_handle(self, handle: str) -> str | None:
         """The DID whose document claims the handle, as far as we have read."""

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from indexer.outbound import Outbound, Response
+from indexer.outbound import Outbound, Rates, Response
 from tests.identity.names import NameServer
 from tests.outbound.host import Host
 
@@ -26,7 +26,7 @@ class Loopback:
 
 @pytest.fixture
 async def loopback() -> AsyncIterator[Loopback]:
-    outbound = Outbound(user_agent="test", allow_private_hosts=True, host_rate=1_000)
+    outbound = Outbound(user_agent="test", allow_private_hosts=True, rates=Rates(host=1_000, total=1_000))
     async with Host() as host:
         yield Loopback(host, outbound)
         await outbound.close()

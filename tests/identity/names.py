@@ -10,13 +10,15 @@ import dns.rrset
 
 
 class NameServer(asyncio.DatagramProtocol):
-    """TXT records over UDP. `texts` has each name's records as they are written in zone files; others don't exist.
+    """TXT and address records over UDP. `texts` and `addresses` have each name's records as they are written in zone
+    files; others don't exist.
 
     With `rcode` every answer is that; `silent`: there is none.
     """
 
     def __init__(self) -> None:
         self.texts: dict[str, list[str]] = {}
+        self.addresses: dict[str, list[str]] = {}
         self.asked: list[str] = []
         self.rcode: dns.rcode.Rcode | None = None
         self.silent = False
@@ -42,8 +44,11 @@ class NameServer(asyncio.DatagramProtocol):
         if self.silent:
             return
         answer = dns.message.make_response(query)
-        texts = self.texts.get(name)
-        if texts:
-            answer.answer.append(dns.rrset.from_text_list(question.name, 60, "IN", "TXT", texts))
-        answer.set_rcode(self.rcode or (dns.rcode.NXDOMAIN if texts is None else dns.rcode.NOERROR))
+        records = [("TXT", text) for text in self.texts.get(name, [])]
+        records += [("AAAA" if ":" in address else "A", address) for address in self.addresses.get(name, [])]
+        for kind, record in records:
+            if kind == question.rdtype.name:
+                answer.answer.append(dns.rrset.from_text(question.name, 60, "IN", kind, record))
+        known = name in self.texts or name in self.addresses
+        answer.set_rcode(self.rcode or (dns.rcode.NOERROR if known else dns.rcode.NXDOMAIN))
         self._transport.sendto(answer.to_wire(), addr)

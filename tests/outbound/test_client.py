@@ -9,7 +9,8 @@ import pytest
 from backports import zstd
 
 from indexer.errors import UnavailableError
-from indexer.outbound import Outbound, Response
+from indexer.outbound import Outbound, Rates, Response
+from indexer.outbound.hosts import FAILURES
 from indexer.reasons import FetchFailure
 from tests.outbound.conftest import IMPATIENT
 from tests.outbound.host import Host, Script, answer, zipped
@@ -228,12 +229,13 @@ async def test_an_answer_that_breaks_off(host: Host, outbound: Outbound, page: b
     assert (await failure_of(drain(outbound, f"{host.url}/"))).reason is FetchFailure.UNREACHABLE
 
 
-async def test_a_reset_in_the_middle(host: Host, outbound: Outbound) -> None:
-    async def reset(writer: asyncio.StreamWriter) -> None:
-        writer.write(answer(b"half", length=8))
-        await writer.drain()
-        writer.transport.abort()
+async def reset(writer: asyncio.StreamWriter) -> None:
+    writer.write(answer(b"half", length=8))
+    await writer.drain()
+    writer.transport.abort()
 
+
+async def test_a_reset_in_the_middle(host: Host, outbound: Outbound) -> None:
     host.pages["/"] = reset
     assert (await failure_of(drain(outbound, f"{host.url}/"))).reason is FetchFailure.UNREACHABLE
 
@@ -258,7 +260,7 @@ async def test_the_callers_own_errors_stay_its_own(host: Host, outbound: Outboun
 
 
 async def test_a_cancelled_request_gives_its_place_back(host: Host) -> None:
-    outbound = Outbound(user_agent="test", allow_private_hosts=True, host_concurrency=1)
+    outbound = Outbound(user_agent="test", allow_private_hosts=True, rates=Rates(host_concurrency=1))
     begun = asyncio.Event()
 
     async def hang(_writer: asyncio.StreamWriter) -> None:
@@ -324,3 +326,97 @@ async def test_a_busy_host_may_ask_for_a_pause_too(host: Host, outbound: Outboun
     host.pages["/"] = answer(status=503, headers={"Retry-After": "7"})
     failure = await failure_of(outbound.get(f"{host.url}/", max_bytes=10))
     assert (failure.reason, failure.retry_after) == (FetchFailure.THROTTLED, 7)
+
+
+# Hosts that are broken
+
+
+async def settle(request: Awaitable[object]) -> None:
+    try:
+        await request
+    except UnavailableError as error:
+        assert error.reason is not FetchFailure.HOST_PAUSED  # noqa: PT017 - most don't fail
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        writes(b"", every=60),
+        writes(answer(b"half", length=8), every=60),
+        writes(CHUNKED, b"1\r\nx\r\n", every=0.02, forever=True),
+        reset,
+        b"SSH-2.0-OpenSSH_9.9\r\n",
+        answer(gzip.compress(b"x" * 100)[:-3], headers={"Content-Encoding": "gzip"}),
+        answer(b"<html>", status=500),
+        answer(b"<html>", status=502),
+        answer(status=503),
+    ],
+)
+async def test_a_host_that_fails_is_soon_left_alone(host: Host, outbound: Outbound, page: bytes | Script) -> None:
+    host.pages["/"] = page
+    for _ in range(FAILURES):
+        await settle(drain(outbound, f"{host.url}/", timeout=0.4, min_rate=1_000))
+    asked = len(host.requests)
+    failure = await failure_of(outbound.get(f"{host.url}/other", max_bytes=10))
+    assert failure.reason is FetchFailure.HOST_PAUSED
+    assert failure.retry_after is not None
+    assert failure.retry_after > 20
+    assert len(host.requests) == asked >= FAILURES
+    assert [state.streak for state in outbound.hosts.paused()] == [FAILURES]
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        answer(b"{}"),
+        answer(status=501),
+        answer(b'{"error": "RepoNotFound"}', status=400),
+        answer(b"<html>", status=404),
+        answer(b"x" * 2_000),
+        answer(b"not what it says", headers={"Content-Encoding": "gzip"}),
+        answer(status=302, headers={"Location": "ftp://127.0.0.1/"}),
+    ],
+)
+async def test_a_host_that_only_says_no_is_not(host: Host, outbound: Outbound, page: bytes) -> None:
+    host.pages["/"] = page
+    for _ in range(FAILURES + 1):
+        await settle(outbound.get(f"{host.url}/", max_bytes=1_000))
+    assert len(host.requests) == FAILURES + 1
+    assert outbound.hosts.paused() == []
+
+
+async def test_a_host_that_is_gone_is_soon_left_alone(outbound: Outbound) -> None:
+    async with Host() as gone:
+        url = gone.url
+    for _ in range(FAILURES):
+        assert (await failure_of(outbound.get(url, max_bytes=10))).reason is FetchFailure.UNREACHABLE
+    assert (await failure_of(outbound.get(url, max_bytes=10))).reason is FetchFailure.HOST_PAUSED
+
+
+async def test_what_comes_of_requests_is_told(host: Host) -> None:
+    results: list[str] = []
+    outbound = Outbound(
+        user_agent="test",
+        allow_private_hosts=True,
+        patience=IMPATIENT,
+        on_request=results.append,
+        rates=Rates(host=1_000),
+    )
+    host.pages |= {
+        "/": answer(status=302, headers={"Location": "/there"}),
+        "/there": answer(b"{}"),
+        "/not": answer(status=404),
+        "/broken": answer(status=500),
+        "/large": answer(b"x" * 100),
+        "/hang": writes(b"", every=60),
+        "/reset": reset,
+        "/odd": answer(b"?", headers={"Content-Encoding": "br"}),
+        "/wait": answer(status=429),
+    }
+    for page in host.pages:
+        await settle(outbound.get(f"{host.url}{page}", max_bytes=10))
+    for url in (host.url, "gopher://pds.example/"):
+        await settle(outbound.get(url, max_bytes=10))
+    await outbound.close()
+    counted = "3xx 2xx 2xx 4xx 5xx too-large timeout unreachable bad-answer 4xx throttled refused-address"
+    assert results == counted.split()

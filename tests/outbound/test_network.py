@@ -3,17 +3,21 @@
 import asyncio
 import ssl
 from collections.abc import Sequence
+from ipaddress import ip_address
 
+import dns.rcode
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from indexer.errors import UnavailableError
-from indexer.outbound import Outbound
-from indexer.outbound.network import SystemResolver
+from indexer.outbound import Outbound, Patience, host_of
+from indexer.outbound.network import NameServers, system_addresses
 from indexer.reasons import FetchFailure
+from tests.identity.names import NameServer
 from tests.outbound.conftest import IMPATIENT, World
 from tests.outbound.host import Host, answer
+from tests.serving import until
 
 TLS = ssl.create_default_context()
 PUBLIC, OTHER, PRIVATE = "93.184.216.34", "2606:4700::1111", "10.0.0.7"
@@ -87,10 +91,10 @@ async def test_of_a_names_addresses_only_public_ones_are_tried(world: World) -> 
     ],
 )
 async def test_a_redirect_is_checked_like_a_request(world: World, location: str) -> None:
-    system = SystemResolver()
-
     async def resolve(name: str, port: int) -> Sequence[str]:
-        return [PUBLIC] if name == "pds.example" else [PRIVATE] if "example" in name else await system(name, port)
+        if name == "pds.example":
+            return [PUBLIC]
+        return [PRIVATE] if "example" in name else await system_addresses(name, port)
 
     client = Outbound(user_agent="test", patience=IMPATIENT, resolve=resolve, tls=world.trust)
     world.host.pages["/"] = answer(status=302, headers={"Location": location})
@@ -100,7 +104,6 @@ async def test_a_redirect_is_checked_like_a_request(world: World, location: str)
     assert all(request.startswith("get / ") for request in world.host.requests)
     assert len(world.host.requests) == 1
     await client.close()
-    system.close()
 
 
 async def test_the_relays_redirect_to_a_pds(world: World) -> None:
@@ -185,6 +188,128 @@ async def test_the_next_address_is_tried_when_one_is_dead(host: Host) -> None:
     host.pages["/"] = answer(b"hello")
     client = Outbound(user_agent="test", allow_private_hosts=True, resolve=resolve)
     assert (await client.get(f"http://pds.example:{host.port}/", max_bytes=10)).body == b"hello"
+    await client.close()
+
+
+# The DNS
+
+
+async def test_addresses_of_both_families_in_turn() -> None:
+    async with NameServer() as server:
+        server.addresses["pds.example"] = [PUBLIC, "1.1.1.1", "8.8.8.8", OTHER]
+        found = await NameServers([server.address])("pds.example", 443)
+    assert {":" in address for address in found[:2]} == {True, False}
+    assert set(found) == {PUBLIC, "1.1.1.1", "8.8.8.8", OTHER}
+
+
+@pytest.mark.parametrize("name", ["unknown.example", "texts.example", "a..b", "a" * 64 + ".example", "xn--\u00e9"])
+async def test_names_without_an_address(name: str) -> None:
+    async with NameServer() as server:
+        server.texts["texts.example"] = ["hello"]
+        with pytest.raises((OSError, UnicodeError)):
+            await NameServers([server.address])(name, 443)
+
+
+async def test_a_name_server_that_fails() -> None:
+    async with NameServer() as server:
+        server.rcode = dns.rcode.SERVFAIL
+        with pytest.raises(OSError, match="SERVFAIL"):
+            await NameServers([server.address])("pds.example", 443)
+
+
+async def test_many_names_whose_server_hangs_hold_up_no_other(world: World) -> None:
+    world.host.pages["/"] = answer(b"hello")
+    async with NameServer() as silent, NameServer() as server:
+        silent.silent = True
+        server.addresses["pds.example"] = [PUBLIC]
+        slow, fast = NameServers([silent.address]), NameServers([server.address])
+
+        async def resolve(name: str, port: int) -> Sequence[str]:
+            return await (fast if name == "pds.example" else slow)(name, port)
+
+        client = Outbound(user_agent="test", patience=Patience(connect=0.5), resolve=resolve, tls=world.trust)
+        hanging = [asyncio.create_task(failure_of(client, f"https://{n}.example/")) for n in range(90)]
+        await until(lambda: len(silent.asked) >= len(hanging))
+        assert (await client.get("https://pds.example/", max_bytes=10)).body == b"hello"
+        assert {failure.reason for failure in await asyncio.gather(*hanging)} == {FetchFailure.TIMEOUT}
+        await client.close()
+
+
+@pytest.mark.parametrize(
+    ("form", "address"),
+    [
+        ("2130706433", "127.0.0.1"),
+        ("0x7f000001", "127.0.0.1"),
+        ("0177.0.0.1", "127.0.0.1"),
+        ("0x7f.1", "127.0.0.1"),
+        ("127.1", "127.0.0.1"),
+        ("93.184.216.34", "93.184.216.34"),
+        ("::ffff:127.0.0.1", "::ffff:127.0.0.1"),
+        ("64:ff9b::7f00:1", "64:ff9b::7f00:1"),
+    ],
+)
+async def test_addresses_in_any_form_are_addresses_and_not_names(form: str, address: str) -> None:
+    async with NameServer() as server:
+        assert [ip_address(found) for found in await NameServers([server.address])(form, 443)] == [ip_address(address)]
+        assert server.asked == []
+
+
+@pytest.mark.parametrize(
+    "form", ["2130706433", "0x7f.1", "0177.0.0.1", "127.1", "[::ffff:10.0.0.7]", "[64:ff9b::a00:7]"]
+)
+async def test_private_addresses_in_any_form(world: World, form: str) -> None:
+    """As in production: with the DNS."""
+    async with NameServer() as server:
+        client = Outbound(user_agent="test", dns_servers=[server.address], tls=world.trust)
+        assert (await failure_of(client, f"https://{form}/")).reason is FetchFailure.REFUSED_ADDRESS
+        await client.close()
+    assert world.connected == []
+
+
+async def test_a_name_that_leads_to_a_private_address(world: World) -> None:
+    async with NameServer() as server:
+        server.addresses["pds.example"] = ["10.0.0.7", "127.0.0.1", "fd00::1"]
+        client = Outbound(user_agent="test", dns_servers=[server.address], tls=world.trust)
+        assert (await failure_of(client, "https://pds.example/")).reason is FetchFailure.REFUSED_ADDRESS
+        server.addresses["pds.example"] = [PUBLIC]
+        world.host.pages["/"] = answer(b"hello")
+        assert (await client.get("https://PDS.example./", max_bytes=10)).body == b"hello"
+        await client.close()
+    assert world.connected == [(PUBLIC, 443)]
+
+
+@pytest.mark.parametrize(
+    ("url", "host"),
+    [
+        ("https://PDS.Example/xrpc", "pds.example"),
+        ("https://pds.example.:443/", "pds.example"),
+        ("https://pds.example..", "pds.example"),
+        ("https://pds.example:8443", "pds.example:8443"),
+        ("http://pds.example:80", "pds.example"),
+        ("http://[::1]:2583/", "[::1]:2583"),
+        ("https://p\u00e4ds.example/", "xn--pds-qla.example"),
+    ],
+)
+def test_one_host_has_one_name(url: str, host: str) -> None:
+    assert host_of(url) == host
+
+
+async def test_a_host_is_one_however_it_is_written(world: World) -> None:
+    world.names["pds.example"] = [[PUBLIC]]
+    world.host.pages["/"] = answer(status=429, headers={"Retry-After": "60"})
+    client = world.client()
+    assert (await failure_of(client, "https://pds.example/")).reason is FetchFailure.THROTTLED
+    for url in ("https://pds.example./", "https://PDS.EXAMPLE/", "https://pds.example:443/"):
+        assert (await failure_of(client, url)).reason is FetchFailure.THROTTLED
+    assert len(world.host.requests) == 1
+    await client.close()
+
+
+async def test_a_name_longer_than_names_can_be_is_not_even_remembered(world: World) -> None:
+    client = world.client()
+    failure = await failure_of(client, f"https://{'a.' * 500}example/")
+    assert failure.reason is FetchFailure.REFUSED_ADDRESS
+    assert client.hosts.unsaved() == []
     await client.close()
 
 

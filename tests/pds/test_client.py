@@ -11,7 +11,7 @@ from indexer.localnet.account import Account
 from indexer.localnet.network import LocalNetwork
 from indexer.localnet.repo import Write
 from indexer.localnet.server import Fault
-from indexer.outbound import Outbound, Patience
+from indexer.outbound import Outbound, Patience, Rates
 from indexer.pds import PdsClient, RepoStatus
 from indexer.reasons import FetchFailure, Rejection
 from indexer.sync.verify import verify_snapshot
@@ -66,7 +66,7 @@ async def test_an_export_from_the_host_or_by_the_relays_redirect(
 
 
 async def test_the_connection_is_given_back_before_the_export_is_used(account: Account, tmp_path: Path) -> None:
-    outbound = Outbound(user_agent="test", allow_private_hosts=True, host_concurrency=1)
+    outbound = Outbound(user_agent="test", allow_private_hosts=True, rates=Rates(host_concurrency=1))
     pds = PdsClient(outbound, DEFAULT_LIMITS, tmp_path)
     async with pds.fetch_repo(account.did, account.pds.url):
         await pds.latest_commit(account.did, account.pds.url)

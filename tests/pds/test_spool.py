@@ -120,12 +120,20 @@ def test_a_file_that_breaks_a_rule(tmp_path: Path, data: bytes, reason: Rejectio
     assert rejection.value.reason is reason
 
 
-def test_a_full_disk_is_not_our_end(tmp_path: Path) -> None:
+def test_a_full_disk_is_neither_our_end_nor_the_repos_fault(tmp_path: Path) -> None:
     with Spool(tmp_path, DEFAULT_LIMITS) as spool:
         spool._file.close()
         spool._file = open("/dev/full", "wb", buffering=0)  # noqa: PTH123, SIM115
-        with pytest.raises(UnavailableError, match="no room"):
+        with pytest.raises(UnavailableError, match="No space left") as failure:
             fill(spool, car([b"block"]))
+    assert failure.value.reason is FetchFailure.SPOOL_FULL
+    assert failure.value.reason.spares
+
+
+def test_neither_is_a_directory_that_takes_no_file(tmp_path: Path) -> None:
+    with pytest.raises(UnavailableError) as failure:
+        Spool(tmp_path / "missing", DEFAULT_LIMITS)
+    assert failure.value.reason is FetchFailure.SPOOL_FULL
 
 
 def test_its_file_has_no_name_and_goes_with_it(tmp_path: Path) -> None:

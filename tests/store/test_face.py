@@ -19,7 +19,8 @@ BLOCK = re.compile(r"(<!-- face:.*?-->\n).*?(<!-- /face -->)", re.DOTALL)
 VIEWS = """
     select c.relname as name, obj_description(c.oid, 'pg_class') as comment
     from pg_class c where relnamespace = 'atproto'::regnamespace and relkind in ('v', 'm', 'r')
-    order by array_position(array['repos', 'records', 'changes', 'readers', 'cursors', 'rejected'], relname::text)
+    order by
+        array_position(array['repos', 'records', 'changes', 'readers', 'cursors', 'hosts', 'rejected'], relname::text)
 """
 COLUMNS = """
     select attname as name, format_type(atttypid, atttypmod) as type, col_description(attrelid, attnum) as comment
