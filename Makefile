@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 PYTEST := $(BIN)/pytest -n 2 --dist worksteal
 
-.PHONY: demo test check lint venv realnet
+.PHONY: demo test check lint venv realnet bench-live bench-resync
 
 demo: venv
 	$(BIN)/indexer demo
@@ -20,6 +20,10 @@ realnet:
 
 check: lint
 	$(PYTEST) -m "not slow"
+
+# docs/performance.md says what they measure; each has options, see `python -m benchmarks.live --help`.
+bench-live bench-resync: bench-%: venv
+	$(BIN)/python -m benchmarks.$*
 
 lint: venv
 	$(BIN)/ruff check

@@ -1,0 +1,53 @@
+"""What a benchmark prints: tables for people, or JSON; and how far the making of a world is."""
+
+import platform
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TypeVar
+
+import orjson
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import indexer
+
+T = TypeVar("T")
+
+Figures = dict[str, float | str]
+"""By what they are; the unit is in the name."""
+
+Report = dict[str, Figures]
+
+MICRO, MIB = 1_000_000, 1 << 20
+
+
+def machine() -> Figures:
+    cpu = next(
+        (line.partition(": ")[2] for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        platform.machine(),
+    )
+    cores = Path("/proc/cpuinfo").read_text().count("processor\t:")
+    return {"cpu": cpu, "cores": cores, "python": platform.python_version(), "indexer": indexer.__version__}
+
+
+def making(items: Iterable[T], count: int) -> Iterable[T]:
+    return track(items, "Making the world, once", count, console=Console(stderr=True))
+
+
+def show(report: Report, *, as_json: bool) -> None:
+    if as_json:
+        Console().print_json(orjson.dumps(report).decode())
+        return
+    console = Console()
+    for section, figures in report.items():
+        table = Table(title=section, title_justify="left", show_header=False, width=72)
+        table.add_column(ratio=1)
+        table.add_column(justify="right")
+        for name, value in figures.items():
+            table.add_row(name, value if isinstance(value, str) else _number(value))
+        console.print(table)
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value == int(value) or abs(value) >= 100 else f"{value:.3g}"  # noqa: PLR2004

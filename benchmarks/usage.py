@@ -1,0 +1,41 @@
+"""What processes have used, from Linux's /proc."""
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+_PARENT, _TIMES = 1, slice(11, 15)  # fields of `stat` behind the command: ppid; utime, stime, and of reaped children
+
+
+def cpu_seconds(roots: Iterable[int]) -> float:
+    """User and system time of processes and all their descendants, ended ones included."""
+    stats = _stats()
+    family = set(roots) & stats.keys()
+    while more := {pid for pid, fields in stats.items() if int(fields[_PARENT]) in family} - family:
+        family |= more
+    return sum(int(ticks) for pid in family for ticks in stats[pid][_TIMES]) / _TICKS
+
+
+def parent(pid: int) -> int:
+    return int(_stats()[pid][_PARENT])
+
+
+def peak_rss(pid: int) -> int:
+    """The most bytes that the process has had in memory."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise ProcessLookupError(pid)
+
+
+def _stats() -> dict[int, list[str]]:
+    stats = {}
+    for directory in Path("/proc").iterdir():
+        if directory.name.isdigit():
+            try:
+                stat = (directory / "stat").read_text()
+            except (FileNotFoundError, ProcessLookupError):  # ended meanwhile
+                continue
+            stats[int(directory.name)] = stat.rpartition(") ")[2].split()
+    return stats
