@@ -53,7 +53,8 @@ class Outbound:
 
     `allow_private_hosts` opens http, every port and every address, for local networks. `user_agent` should say whom
     to write to. Names are asked of the `dns_servers` (by default the system's) and of nothing else, or of the system
-    if private hosts are allowed. `on_request` hears what came of each request, one of `RESULTS`.
+    if private hosts are allowed. `on_request` hears what came of each request, one of `RESULTS`; `hosts` is
+    what is known of them.
 
     Every failure is an `UnavailableError`: UNREACHABLE, TIMEOUT, TOO_LARGE, REFUSED_ADDRESS, BAD_ANSWER, HTTP_STATUS
     (a redirect that leads nowhere), and, with `retry_after`, THROTTLED for a host that asked for a pause and

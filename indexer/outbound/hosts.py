@@ -214,8 +214,8 @@ class Hosts:
     def saved(self, states: Iterable[HostState]) -> None:
         for state in states:
             if (host := self._hosts.get(state.host)) is not None:
-                host.requests -= state.requests
-                host.failures -= state.failures
+                host.requests = max(0, host.requests - state.requests)  # it may have been forgotten and met again
+                host.failures = max(0, host.failures - state.failures)
 
     def paused(self) -> list[HostState]:
         """Those that are left alone just now, the longest first."""
