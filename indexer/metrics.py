@@ -16,6 +16,7 @@ from prometheus_client import (
 )
 
 from indexer import __version__
+from indexer.identity import CAUSES, FOUND_IN, REFRESHES
 from indexer.outbound import RESULTS
 from indexer.reasons import Desync, FetchFailure, Rejection
 from indexer.sync.plan import Action
@@ -79,6 +80,14 @@ class Metrics:
         self._lookups = {
             (method, result): lookups.labels(method, result) for method in LOOKUP_METHODS for result in LOOKUP_RESULTS
         }
+        cache = Counter("indexer_identity_cache", "Where identities were found.", ["found_in"], registry=registry)
+        self._cache = {found_in: cache.labels(found_in) for found_in in FOUND_IN}
+        refreshes = Counter(
+            "indexer_identity_refreshes", "Newer identities wanted.", ["cause", "result"], registry=registry
+        )
+        self._refreshes: dict[tuple[str, str], Counter] = {
+            (cause, result): refreshes.labels(cause, result) for cause in CAUSES for result in REFRESHES
+        }
         requests = Counter(
             "indexer_outbound_requests",
             "Requests to hosts, and those that were refused before they were sent.",
@@ -125,7 +134,16 @@ class Metrics:
         self._resync_seconds.observe(seconds)
 
     def identity_lookup(self, method: str, result: str) -> None:
+        """One answer over the network: of a directory, a did:web's host, a name server, a handle's host."""
         self._lookups[method, result].inc()
+
+    def identity_cache(self, found_in: str, count: int) -> None:
+        """So many of a batch's identities were there."""
+        self._cache[found_in].inc(count)
+
+    def identity_refresh(self, cause: str, result: str) -> None:
+        """Something newer than a known identity was wanted."""
+        self._refreshes[cause, result].inc()
 
     def outbound_request(self, result: str) -> None:
         self._requests[result].inc()

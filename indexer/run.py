@@ -8,7 +8,7 @@ stops at once; what is lost then comes again after the next start.
 import asyncio
 import math
 import signal
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from time import monotonic, time
 from typing import Any
@@ -93,7 +93,7 @@ async def daemon(settings: Settings, dsn: str) -> AsyncIterator["Daemon"]:
             allow_private_hosts=settings.allow_private_hosts,
             clock=time,
         )
-        identities = Identities(resolver, store, clock=time, on_lookup=metrics.identity_lookup)
+        identities = Identities(resolver, store, metrics, clock=time, refresh_rate=settings.plc_rate / 2)
         stack.push_async_callback(identities.close)
         pds = PdsClient(
             outbound,
@@ -122,6 +122,7 @@ class Daemon:
             lenient=settings.inversion == "lenient",
             track_all=settings.track == "all",
         )
+        self.identities = identities
         self.inbox = Inbox(INBOX_BYTES)
         self.keys = KeyDesk(identities, self.inbox, patience=KEY_PATIENCE_SECONDS, at_once=KEYS_AT_ONCE)
         self.place = Place()
@@ -145,9 +146,14 @@ class Daemon:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Until `stop` is set, then drains; raises what ended a stage."""
-        stages = {"observe": self._observe(), "hosts": self._keep_hosts(), "retention": self.retention.run()}
+        stages: dict[str, Coroutine[Any, Any, None]] = {
+            "observe": self._observe(),
+            "hosts": self._keep_hosts(),
+            "identities": self.identities.run(),
+            "retention": self.retention.run(),
+        }
         if "live" in self._settings.roles:
-            stages |= {"reader": self.reader.run(), "writer": self.writer.run()}
+            stages |= {"reader": self.reader.run(), "keys": self.keys.run(), "writer": self.writer.run()}
         if "resync" in self._settings.roles:
             stages |= {"pool": self.pool.run()}
         tasks = {name: asyncio.create_task(stage, name=name) for name, stage in stages.items()}
@@ -258,13 +264,17 @@ def _rates(settings: Settings) -> Rates:
         host_concurrency=settings.host_concurrency,
         total=settings.outbound_rate,
         concurrency=settings.outbound_concurrency,
-        own={host_of(url): settings.plc_rate for url in settings.plc_url},
+        own={host_of(_http(relay)): settings.host_rate for relay in settings.relays}
+        | {host_of(url): settings.plc_rate for url in settings.plc_url},
     )
 
 
 def _sources(settings: Settings) -> list[str | None]:
-    relay = settings.relays[0].replace("ws", "http", 1)
-    return [relay if source == "relay" else None for source in settings.resync_source]
+    return [_http(settings.relays[0]) if source == "relay" else None for source in settings.resync_source]
+
+
+def _http(relay: str) -> str:
+    return relay.replace("ws", "http", 1)
 
 
 @contextmanager

@@ -23,6 +23,8 @@ NAMES = {
     "indexer_resync_seconds_count": set(),
     "indexer_resync_queue": set(),
     "indexer_identity_lookups_total": {"method", "result"},
+    "indexer_identity_cache_total": {"found_in"},
+    "indexer_identity_refreshes_total": {"cause", "result"},
     "indexer_outbound_requests_total": {"result"},
     "indexer_hosts_paused": set(),
     "indexer_batch_seconds_count": {"stage"},

@@ -1,7 +1,20 @@
 """Identities: DIDs to keys, hosts and handles."""
 
-from indexer.identity.cache import Freshness, Identities, Known
+from indexer.identity.cache import CAUSES, FOUND_IN, REFRESHES, Freshness, Identities, Known
 from indexer.identity.handle import INVALID_HANDLE, Handles
-from indexer.identity.resolver import Resolver
+from indexer.identity.resolver import METHODS, Method, Resolver, method_of
 
-__all__ = ["INVALID_HANDLE", "Freshness", "Handles", "Identities", "Known", "Resolver"]
+__all__ = [
+    "CAUSES",
+    "FOUND_IN",
+    "INVALID_HANDLE",
+    "METHODS",
+    "REFRESHES",
+    "Freshness",
+    "Handles",
+    "Identities",
+    "Known",
+    "Method",
+    "Resolver",
+    "method_of",
+]

@@ -6,7 +6,7 @@ Handles are no part of it: a handle that can't be resolved, or hangs, must not k
 import json
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 from urllib.parse import unquote
 
 from aiolimiter import AsyncLimiter
@@ -20,10 +20,17 @@ from indexer.sync.identity import StoredIdentity
 DOCUMENT_BYTES = 65_536
 REQUEST_SECONDS = 10.0
 ACCEPT = "application/did+ld+json, application/json"
+Method = Literal["plc", "web"]
+METHODS: tuple[Method, ...] = ("plc", "web")
 _PLC = re.compile(r"did:plc:[a-z2-7]{24}").fullmatch
 _LOCAL = re.compile(r"localhost(:[0-9]{1,5})?").fullmatch
 _NOT_FOUND = frozenset({404, 410})
 _OK = 200
+
+
+def method_of(did: str) -> Method:
+    """Who is asked: a did:web's own host, which may be anybody's, or the directory."""
+    return "web" if did.startswith("did:web:") else "plc"
 
 
 class Answer(Protocol):
@@ -68,7 +75,7 @@ class Resolver:
         """
         if _PLC(did):
             return await self._resolve_plc(did)
-        if did.startswith("did:web:"):
+        if method_of(did) == "web":
             return await self._resolve_web(did)
         return self._none(did, "a DID method that the protocol doesn't use, or a malformed DID")
 

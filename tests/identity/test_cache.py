@@ -1,4 +1,5 @@
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
@@ -41,6 +42,8 @@ class World:
         self.slow_table.set()
         self.queries = 0
         self.heard: list[tuple[str, str]] = []
+        self.refreshes: Counter[tuple[str, str]] = Counter()
+        self.cache: Counter[str] = Counter()
 
     async def resolve(self, did: str) -> StoredIdentity:
         self.asked += 1
@@ -64,24 +67,30 @@ class World:
             raise UnavailableError(FetchFailure.UNREACHABLE, "the database")
         self.table |= {identity.did: identity for identity in identities}
 
+    def identity_lookup(self, method: str, result: str) -> None:
+        self.heard.append((method, result))
+
+    def identity_refresh(self, cause: str, result: str) -> None:
+        self.refreshes[cause, result] += 1
+
+    def identity_cache(self, found_in: str, count: int) -> None:
+        self.cache[found_in] += count
+
     async def settled(self) -> None:
         """All that can go on without a change of the world has gone on."""
         for _ in range(20):
             await asyncio.sleep(0)
 
-    def identities(self, most: int = 10, patience: float = 5.0) -> Identities:
+    def identities(self, most: int = 10, patience: float = 5.0, refresh_rate: float = 10_000.0) -> Identities:
         return Identities(
             self,
             self,
+            self,
             clock=lambda: self.now,
+            refresh_rate=refresh_rate,
             freshness=Freshness(patience=patience),
             most=most,
-            on_lookup=lambda *heard: self.heard.append(heard),
-            sleep=self.sleep,
         )
-
-    async def sleep(self, seconds: float) -> None:
-        self.now += seconds
 
 
 async def test_one_look_up_serves_all_who_wait() -> None:
@@ -196,7 +205,7 @@ async def test_refreshes_are_rationed() -> None:
 
 
 async def test_a_storm_of_changes_is_rationed_as_well() -> None:
-    """Each change is looked up, none sooner than five seconds after the look-up before it."""
+    """Each change is looked up by who waits for it, none sooner than five seconds after the look-up before it."""
     world = World()
     identities = world.identities()
     await identities.lookup(DID)
@@ -204,6 +213,7 @@ async def test_a_storm_of_changes_is_rationed_as_well() -> None:
     for _ in range(100):
         world.key = (world.key + 1) % len(KEYS)
         identities.mark_stale([DID])
+        world.now += identities.pause(DID)
         assert (await identities.lookup(DID)).key == KEYS[world.key]
     assert world.asked == 101
     assert world.now - began >= 99 * 5
