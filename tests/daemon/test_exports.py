@@ -1,5 +1,6 @@
 """Exports that are needed and don't come, or come broken: nothing changes until one is whole."""
 
+import asyncio
 from collections.abc import Callable
 from math import inf
 from pathlib import Path
@@ -12,8 +13,9 @@ from indexer.localnet.network import LocalNetwork
 from indexer.localnet.pds import GET_REPO
 from indexer.localnet.server import Fault
 from indexer.outbound.client import Patience
+from indexer.outbound.hosts import FAILURES
 from tests.daemon.stage import POST, Stage, post, staged
-from tests.serving import until
+from tests.serving import POLL, until
 from tests.test_crash import assert_nothing_doubled
 
 FAILING: dict[str, tuple[Callable[[Account], Fault], str]] = {
@@ -136,34 +138,60 @@ async def test_the_next_source_is_asked(database: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 async def test_a_host_that_asks_for_a_pause_gets_it(database: str, tmp_path: Path) -> None:
-    """It costs the repo no attempt, and a daemon that starts anew has forgotten it."""
-    async with staged(database, tmp_path, resync_source="pds") as first:
-        network, account = first.network, first.account("ada.test")
-        await first.equal()
-        before = await first.stored(account)
-        fault = Fault(GET_REPO, status=429, headers={"Retry-After": "100"})
-        account.pds.faults.append(fault)
-        first.lose_commit(account)
-        await first.counted(0, "resync", result="throttled")
-        assert fault.fired == 1
-        row = await first.repo(account)
-        assert (row["status"], row["attempts"]) == ("desynchronized", 1)
-        assert row["last_error"].startswith("throttled")
-        assert 90 < row["wait"] <= 100
-        asked = account.pds.requests.total()
-        await first.execute("update indexer.repo set next_attempt_at = null")
-        await until(lambda: put_off(first, account))
-        assert account.pds.requests.total() == asked, "no request before its time, whoever wants one"
-        assert await first.stored(account) == before
-        async with staged(database, tmp_path / "second", network, resync_source="pds", roles="resync") as second:
+    """It costs the repo no attempt, and a daemon that starts anew remembers it."""
+    async with LocalNetwork() as network:
+        async with staged(database, tmp_path, network, resync_source="pds") as first:
+            account = first.account("ada.test")
+            await first.equal()
+            before = await first.stored(account)
+            fault = Fault(GET_REPO, status=429, headers={"Retry-After": "100"})
+            account.pds.faults.append(fault)
+            first.lose_commit(account)
+            await first.counted(0, "resync", result="throttled")
+            assert fault.fired == 1
+            row = await first.repo(account)
+            assert (row["status"], row["attempts"]) == ("desynchronized", 1)
+            assert row["last_error"].startswith("throttled")
+            assert 90 < row["wait"] <= 100
+            asked = account.pds.requests.total()
+        async with staged(database, tmp_path, network, resync_source="pds") as second:
             await second.execute("update indexer.repo set next_attempt_at = null")
-            await second.counted(0, "resync", result="synchronized")
-        await first.equal()
+            await until(lambda: put_off(second, account))
+            assert account.pds.requests.total() == asked, "no request before its time, whoever wants one"
+            assert await second.stored(account) == before
+            [(reason,)] = await second.execute("select pause_reason from atproto.hosts where paused_until is not null")
+            assert reason == "throttled"
+        await second.execute("update indexer.host set paused_until = now()")
+        async with staged(database, tmp_path, network, resync_source="pds") as third:
+            await third.execute("update indexer.repo set next_attempt_at = null")
+            await third.equal()
 
 
-async def put_off(stage: Stage, account: Account) -> bool:
+@pytest.mark.slow
+async def test_a_host_that_is_down_is_left_alone_and_its_repos_lose_no_attempt(database: str, tmp_path: Path) -> None:
+    async with staged(database, tmp_path, resync_source="pds") as stage:
+        account = stage.account("ada.test")
+        await stage.equal()
+        fault = Fault("", status=502, times=None)
+        account.pds.faults.append(fault)
+        stage.lose_commit(account)
+        while stage.metric("resync", result="host-paused") == 0:
+            await stage.execute("update indexer.repo set next_attempt_at = null where status = 'desynchronized'")
+            await asyncio.sleep(POLL)
+        asked, attempts = fault.fired, (await stage.repo(account))["attempts"]
+        assert asked >= FAILURES
+        for _ in range(3):
+            await stage.execute("update indexer.repo set next_attempt_at = null")
+            await until(lambda: put_off(stage, account, 15))
+        row = await stage.repo(account)
+        assert row["last_error"].startswith("host-paused")
+        assert (row["attempts"], fault.fired) == (attempts, asked)
+        assert "host-paused for" in str(stage.running.status()["hosts paused"])
+
+
+async def put_off(stage: Stage, account: Account, seconds: float = 80) -> bool:
     row = await stage.repo(account)
-    return row["status"] == "desynchronized" and row["next_attempt_at"] is not None and row["wait"] > 80
+    return row["status"] == "desynchronized" and row["next_attempt_at"] is not None and row["wait"] > seconds
 
 
 def held(account: Account) -> Fault:
