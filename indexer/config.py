@@ -165,6 +165,9 @@ Whole = Annotated[int, BeforeValidator(_not_a_truth_value), Field(ge=1), Allowed
 Rate = Annotated[
     float, BeforeValidator(_not_a_truth_value), Field(gt=0, allow_inf_nan=False), Allowed("a number above 0")
 ]
+RateOrOff = Annotated[
+    float, BeforeValidator(_not_a_truth_value), Field(ge=0, allow_inf_nan=False), Allowed("a number from 0 on")
+]
 Size = Annotated[
     int,
     BeforeValidator(_measured(_BYTES)),
@@ -265,15 +268,26 @@ class Settings(BaseSettings):
     ] = Field(("relay", "pds"), description="Where `getRepo` is asked, in order.")
     export_time: Duration = Field(600, description="How long an export may take to arrive.")
     export_rate: Size = Field(1_024, description="The least bytes a second at which an export may arrive.")
-    plc_rate: Rate = Field(10, description="Directory look-ups a second.")
+    plc_rate: Rate = Field(
+        10,
+        description="Directory look-ups a second. At most half of them are of identities that are known already, a tenth "
+        "of those of one host's accounts.",
+    )
+    handle_rate: RateOrOff = Field(
+        10, description="Handles checked a second, in the background; `0`: none, `atproto.repos.handle` stays null."
+    )
     host_rate: Rate = Field(10, description="Requests a second to any one other host.")
     host_concurrency: Whole = Field(10, description="Requests at once to any one host.")
     outbound_rate: Rate = Field(100, description="Requests a second to all hosts together.")
     outbound_concurrency: Whole = Field(
-        256, description="Requests at once to all hosts together; each resync needs one, and look-ups up to 128."
+        256, description="Requests at once to all hosts together; each resync needs one, and look-ups up to 200."
     )
     contact: Annotated[str, AfterValidator(_contact), Allowed("a http(s):// URL or an e-mail address")] | None = Field(
         None, description="Whom operators of hosts may write to: it stands in the User-Agent of every request."
+    )
+    deletion_grace: Seconds = Field(
+        604_800,
+        description="How long a deleted account's records, hidden at once, are kept before they are erased.",
     )
     sweep_interval: Seconds = Field(86_400, description="Anti-entropy period; `0`: off.")
     change_retention: Seconds = Field(

@@ -32,6 +32,7 @@ ACTIONS = {
     "relay.gap": "The relay no longer has everything behind our cursor.",
     "relay.info": "The relay said something about the stream.",
     "relay.lost": "The connection to the relay ended; another follows after a pause.",
+    "repo.erased": "The account stayed deleted for the time of grace; its records are erased.",
     "resync.done": "A resync ended, with this result.",
     "resync.equivocation": "The export has another tree than ours at our revision, and a good signature; it is taken.",
     "resync.failed": "A resync came to nothing; it is tried again later.",

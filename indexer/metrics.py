@@ -63,6 +63,7 @@ class Metrics:
         self._changes = {
             (action, live): changes.labels(action, str(live).lower()) for action in ACTIONS for live in (True, False)
         }
+        self._erased = Counter("indexer_erased_records", "Records of deleted accounts erased.", registry=registry)
         self._cursor = Gauge("indexer_cursor_seq", "Everything up to here is saved.", ["relay"], registry=registry)
         self._lag = Gauge("indexer_firehose_lag_seconds", "Age of the newest saved event.", registry=registry)
         self._lag.set(float("nan"))
@@ -107,6 +108,10 @@ class Metrics:
         readers = Gauge("indexer_readers", "Registered readers of the change log.", ["state"], registry=registry)
         self._readers = {state: readers.labels(state) for state in ("following", "cut-off")}
         self._queue_bytes = Gauge("indexer_queue_bytes", "Messages received and not yet settled.", registry=registry)
+
+    def erased(self, records: int) -> None:
+        """Of accounts that stayed deleted."""
+        self._erased.inc(records)
 
     def received(self, kind: str) -> None:
         self._received[kind].inc()

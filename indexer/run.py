@@ -24,6 +24,7 @@ from indexer.metrics import Metrics
 from indexer.outbound import Hosts, Outbound, Rates, host_of
 from indexer.pds import PdsClient
 from indexer.relay.subscription import Subscription
+from indexer.service.erasure import Erasure
 from indexer.service.inbox import Inbox
 from indexer.service.keys import KeyDesk
 from indexer.service.pool import Pool
@@ -121,6 +122,7 @@ class Daemon:
             store_values=settings.store_values,
             lenient=settings.inversion == "lenient",
             track_all=settings.track == "all",
+            deletion_grace=settings.deletion_grace,
         )
         self.identities = identities
         self.inbox = Inbox(INBOX_BYTES)
@@ -133,6 +135,7 @@ class Daemon:
         self.writer = Writer(store, identities, self.keys, self.inbox, self.place, policy, settings.shard, metrics)
         resync = Resync(store, identities, pds, policy, metrics, _sources(settings))
         self.pool = Pool(store, identities, resync, settings.shard, metrics, workers=settings.resync_workers)
+        self.erasure = Erasure(store, settings.shard, metrics)
         self.retention = Retention(
             store,
             Keep(settings.change_retention, settings.change_bytes, settings.reader_limit),
@@ -154,6 +157,7 @@ class Daemon:
         }
         if "live" in self._settings.roles:
             stages |= {"reader": self.reader.run(), "keys": self.keys.run(), "writer": self.writer.run()}
+            stages |= {"erasure": self.erasure.run()}
         if "resync" in self._settings.roles:
             stages |= {"pool": self.pool.run()}
         tasks = {name: asyncio.create_task(stage, name=name) for name, stage in stages.items()}

@@ -35,9 +35,10 @@ _REPO: dict[str, tuple[str, Callable[[Repo], Any]]] = {
     "next_attempt_at": ("float8", lambda repo: repo.next_attempt_at),
     "last_error": ("text", lambda repo: plain(repo.last_error)),
     "synchronized_at": ("float8", lambda repo: repo.synchronized_at),
+    "erase_at": ("float8", lambda repo: repo.erase_at),
 }
 _REASONS = {str(reason): reason for reason in Desync}
-_TIMES = ("next_attempt_at", "synchronized_at")
+_TIMES = ("next_attempt_at", "synchronized_at", "erase_at")
 
 REPO_COLUMNS: Columns = {name: type_ for name, (type_, _) in _REPO.items()}
 
@@ -78,6 +79,7 @@ def repo_of(row: asyncpg.Record) -> Repo:
         next_attempt_at=row["next_attempt_at"],
         last_error=row["last_error"],
         synchronized_at=row["synchronized_at"],
+        erase_at=row["erase_at"],
     )
 
 

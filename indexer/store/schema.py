@@ -60,6 +60,7 @@ repo = Table(
     Column("last_error", Text),
     Column("synchronized_at", TIME),
     Column("updated_at", TIME, nullable=False, server_default=NOW),
+    Column("erase_at", TIME),
     # An index on `rev` itself, if only in its WHERE, would make every commit's update write to every index.
     Column("cold", Boolean, Computed("rev is null", persisted=True), nullable=False),
     CheckConstraint("status in ('desynchronized', 'in-progress', 'synchronized')", name="repo_status"),
@@ -73,6 +74,7 @@ repo = Table(
         "autovacuum_analyze_scale_factor": "0.02",
     },
 )
+Index("repo_erasures", repo.c.erase_at, postgresql_where=text("erase_at is not null"))
 Index("repo_leases", repo.c.lease_until, postgresql_where=text("status = 'in-progress'"))
 
 record = Table(
@@ -218,12 +220,16 @@ identity = Table(
     metadata,
     Column("did", NAME, primary_key=True),
     Column("bucket", SmallInteger, primary_key=True),
-    Column("handle", NAME),
+    Column("claimed_handle", NAME),
     Column("pds", Text),
     Column("signing_key", Text),
     Column("fetched_at", TIME, nullable=False),
     Column("stale", Boolean, nullable=False),
     Column("problem", Text),
+    Column("handle", NAME),
+    Column("handle_attempts", Integer, nullable=False),
+    Column("handle_due_at", TIME),
     postgresql_with={"fillfactor": "90"},
 )
-Index("identity_handle", identity.c.handle, postgresql_where=text("handle is not null"))
+Index("identity_handle", identity.c.handle, postgresql_where=text("handle <> 'handle.invalid'"))
+Index("identity_handle_due", identity.c.handle_due_at, postgresql_where=text("handle_due_at is not null"))

@@ -11,12 +11,13 @@ import asyncpg
 from indexer.outbound import HostState
 from indexer.store import hosts, identities, queries, resync, retention
 from indexer.store.apply import apply
+from indexer.store.erasure import Erased, erase_some
 from indexer.store.errors import CONNECT_SECONDS, database_errors
 from indexer.store.queries import Counts
 from indexer.store.resync import ResyncTransaction
 from indexer.store.retention import Keep, Log, Upkeep
 from indexer.store.rows import Connection, buckets_of, repo_columns, repo_of, unnest
-from indexer.sync.identity import StoredIdentity
+from indexer.sync.identity import HandleCheck, HandleClaim, StoredIdentity
 from indexer.sync.plan import Batch
 from indexer.sync.repo import Repo
 
@@ -97,6 +98,11 @@ class Store:
         async with self._transaction() as connection:
             return await resync.mark_missing(connection, buckets, now - seconds, now)
 
+    async def erase_some(self, buckets: range, now: float) -> Erased | None:
+        """Some records of one account that stayed deleted for long enough; None if there is none."""
+        async with self._transaction() as connection:
+            return await erase_some(connection, buckets, now)
+
     @asynccontextmanager
     async def resync(self, claimed: Repo) -> AsyncIterator[ResyncTransaction]:
         """Commits at the end of the block if it was finished, and rolls back otherwise."""
@@ -143,9 +149,18 @@ class Store:
             await hosts.save(connection, states)
 
     async def did_of_handle(self, handle: str) -> str | None:
-        """The DID whose document claims the handle, as far as we have read."""
+        """The DID that the handle was found to belong to, as far as we have looked."""
         async with self._connection() as connection:
             return await identities.did_of_handle(connection, handle)
+
+    async def claim_handles(self, count: int, buckets: range, lease_seconds: float, now: float) -> list[HandleClaim]:
+        """At most `count` claimed handles that are due to be checked, the last to become so first."""
+        async with self._connection() as connection:
+            return await identities.claim_handles(connection, count, buckets, now + lease_seconds, now)
+
+    async def save_check(self, check: HandleCheck) -> None:
+        async with self._transaction() as connection:
+            await identities.save_check(connection, check)
 
     async def counts(self) -> Counts:
         async with self._connection() as connection:

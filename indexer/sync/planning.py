@@ -21,6 +21,7 @@ from indexer.sync.repo import PARKED, Finding, Head, Outcome, Repo, SyncStatus, 
 from indexer.sync.verify import VerifiedChange, VerifiedCommit, verify_commit, verify_sync
 
 SETTLED_SECONDS = 3_600.0  # a repo that stayed synchronized this long starts its back-off afresh
+DELETED = "deleted"  # the hosting status that ends in erasure
 FIRST_COMMIT_SECONDS = 3.0  # a new account's first commit, which may be its whole repo, follows this soon
 
 
@@ -33,6 +34,7 @@ class Policy:
     store_values: bool = True
     lenient: bool = False
     track_all: bool = True
+    deletion_grace: float = 604_800.0  # seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +170,7 @@ def _plan_account(repo: Repo, event: AccountEvent, ground: Ground) -> Plan:
         hosting_status=event.status,
         hosting_relay=ground.relay,
         hosting_seq=event.seq,
+        erase_at=_erase_at(repo, event, ground),
         next_attempt_at=repo.next_attempt_at if repo.known else ground.now + FIRST_COMMIT_SECONDS,
     )
     if not event.active:
@@ -178,6 +181,12 @@ def _plan_account(repo: Repo, event: AccountEvent, ground: Ground) -> Plan:
     outcome, status = transition(repo.status, Finding.REACTIVATED)
     after = _changed(after, status=status, reason=Desync.REACTIVATED, buffered_events=0, buffered_bytes=0)
     return Plan(after, outcome, why=Desync.REACTIVATED)
+
+
+def _erase_at(repo: Repo, event: AccountEvent, ground: Ground) -> float | None:
+    if event.active or event.status != DELETED:
+        return None
+    return ground.now + ground.policy.deletion_grace if repo.erase_at is None else repo.erase_at
 
 
 def _plan_identity(repo: Repo, ground: Ground) -> Plan:
@@ -297,6 +306,22 @@ def synchronize(repo: Repo, head: Head, now: float) -> Repo:
         synchronized_at=now,
         next_attempt_at=None,
         last_error=None,
+        buffered_events=0,
+        buffered_bytes=0,
+    )
+
+
+def erase(repo: Repo) -> Repo:
+    """The row of a repo whose records are to be erased: it holds nothing, so that it is fetched if it comes back."""
+    _, status = transition(repo.status, Finding.ERASED)
+    return _changed(
+        repo,
+        status=status,
+        reason=Desync.ERASED,
+        head=None,
+        attempts=0,
+        next_attempt_at=PARKED,
+        synchronized_at=None,
         buffered_events=0,
         buffered_bytes=0,
     )

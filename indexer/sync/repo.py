@@ -49,6 +49,7 @@ class Finding(StrEnum):
     FAILED = "fetch failed, buffer overflowed, drain broke, lease expired"
     REQUESTED = "a resync asked for"
     REACTIVATED = "the account active again"
+    ERASED = "the account stayed deleted for the time of grace"
 
 
 _D, _P, _S = SyncStatus.DESYNCHRONIZED, SyncStatus.IN_PROGRESS, SyncStatus.SYNCHRONIZED
@@ -65,6 +66,7 @@ TRANSITIONS: dict[SyncStatus, dict[Finding, tuple[Outcome, SyncStatus]]] = {
         Finding.SYNC_ADVANCES: (Outcome.IGNORED, _D),
         Finding.SYNC_OTHER: (Outcome.IGNORED, _D),
         Finding.CLAIMED: (Outcome.APPLIED, _P),
+        Finding.ERASED: (Outcome.APPLIED, _D),
     },
     _P: {
         Finding.EXTENDS: (Outcome.BUFFERED, _P),
@@ -79,6 +81,7 @@ TRANSITIONS: dict[SyncStatus, dict[Finding, tuple[Outcome, SyncStatus]]] = {
         Finding.COMPLETED: (Outcome.APPLIED, _S),
         Finding.FAILED: (Outcome.DESYNCHRONIZED, _D),
         Finding.REACTIVATED: (Outcome.APPLIED, _D),
+        Finding.ERASED: (Outcome.APPLIED, _D),
     },
     _S: {
         Finding.EXTENDS: (Outcome.APPLIED, _S),
@@ -91,6 +94,7 @@ TRANSITIONS: dict[SyncStatus, dict[Finding, tuple[Outcome, SyncStatus]]] = {
         Finding.SYNC_OTHER: (Outcome.DESYNCHRONIZED, _D),
         Finding.REQUESTED: (Outcome.APPLIED, _D),
         Finding.REACTIVATED: (Outcome.APPLIED, _D),
+        Finding.ERASED: (Outcome.APPLIED, _D),
     },
 }
 
@@ -123,6 +127,7 @@ class Repo:
     row yet. `seen_rev` is the newest revision of an *authentic* message, ignored ones too: an export older
     than it is not the end of a resync. `hosting_seq` orders #account messages of `hosting_relay`.
     `lease` numbers the claims of this repo, so that a worker can tell whether its claim still stands.
+    From `erase_at` on, the records of a deleted account may be erased.
     Times are Unix seconds; `next_attempt_at` is None for "at once" and `PARKED` for "not until something wakes it".
     """
 
@@ -144,6 +149,7 @@ class Repo:
     next_attempt_at: float | None = None
     last_error: str | None = None
     synchronized_at: float | None = None
+    erase_at: float | None = None
 
     @property
     def known(self) -> bool:

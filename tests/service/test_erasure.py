@@ -1,0 +1,109 @@
+"""Deleted accounts: hidden at once, erased after the time of grace, and not if they come back."""
+
+from dataclasses import replace
+from time import time
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from indexer.service.erasure import Erasure
+from indexer.store import Store
+from indexer.sync.plan import Plan
+from indexer.sync.planning import Ground, plan_event
+from indexer.sync.repo import Repo, SyncStatus
+from indexer.sync.shard import Shard
+from tests.daemon.stage import POST, Stage, post, staged
+from tests.sync.people import EVERYTHING, NOW, Person, event
+
+
+async def deleted_account(stage: Stage, grace: float) -> Any:
+    account = stage.account("ada.test", records=7)
+    await stage.equal()
+    account.delete_account()
+    await stage.read()
+    assert await stage.running.store.visible_records(account.did) == {}
+    assert len(await stage.stored(account)) == 7
+    row = await stage.repo(account)
+    assert grace - 5 < row["erase_at"].timestamp() - time() <= grace
+    return account
+
+
+@pytest.mark.slow
+async def test_a_deleted_account_is_hidden_at_once_and_erased_later(
+    database: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("indexer.store.erasure.AT_ONCE", 3)
+    async with staged(database, tmp_path, deletion_grace="1h") as stage:
+        account = await deleted_account(stage, 3_600)
+        erasure = Erasure(stage.running.store, Shard(), stage.running.metrics)
+        assert not await erasure.erase_some(), "its time has not come"
+        await stage.execute("update indexer.repo set erase_at = now()")
+        assert [await erasure.erase_some() for _ in range(4)] == [True, True, True, False]
+        assert await stage.stored(account) == []
+        row = await stage.repo(account)
+        assert (row["status"], row["reason"], row["rev"], row["erase_at"]) == ("desynchronized", "erased", None, None)
+        assert stage.running.metrics.registry.get_sample_value("indexer_erased_records_total") == 7
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [0, 1, 3], ids=["before", "half-way", "after"])
+async def test_an_account_that_comes_back_is_whole(
+    database: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    monkeypatch.setattr("indexer.store.erasure.AT_ONCE", 3)
+    async with staged(database, tmp_path) as stage:
+        account = await deleted_account(stage, 604_800)
+        erasure = Erasure(stage.running.store, Shard(), stage.running.metrics)
+        await stage.execute("update indexer.repo set erase_at = now()")
+        for _ in range(steps):
+            assert await erasure.erase_some()
+        assert len(await stage.stored(account)) == max(0, 7 - 3 * steps)
+        account.activate()
+        account.create(POST, post("back again"))
+        await stage.equal()
+        assert not await erasure.erase_some()
+        assert len(await stage.stored(account)) == 8
+
+
+async def test_a_replayed_deletion_erases_nothing(database: str) -> None:
+    """The relay's word, the latest by its sequence: an older one that comes again changes nothing."""
+    ann = Person()
+    ground = Ground(EVERYTHING, "wss://relay", NOW)
+    gone = event("account", ann.account(active=False, status="deleted"))
+    back = event("account", ann.account(active=True))
+    repo = Repo(ann.did, version=1)
+    for message in (gone, back, gone):
+        plan = plan_event(repo, message, 100, None, ground)
+        assert isinstance(plan, Plan)
+        repo = plan.repo
+    assert (repo.active, repo.erase_at) == (True, None)
+    store = await Store.open(database)
+    try:
+        assert await store.erase_some(range(256), NOW + 1e9) is None
+    finally:
+        await store.close()
+
+
+STATUSES = [None, "deleted", "deactivated", "suspended", "takendown", "something-new"]
+
+
+@given(st.lists(st.tuples(st.integers(1, 8), st.sampled_from(STATUSES), st.booleans()), max_size=20))
+def test_visibility_is_the_latest_word_of_upstream_and_our_own(steps: list[tuple[int, str | None, bool]]) -> None:
+    """Any order of #account messages, replays among them, and of takedowns, against the plain rule."""
+    ann = Person()
+    ground = Ground(EVERYTHING, "wss://relay", NOW)
+    repo = Repo(ann.did, version=1)
+    latest, takedown, status = 0, False, None
+    for seq, said, ours in steps:
+        message = replace(event("account", ann.account(active=said is None, status=said)), seq=seq)
+        plan = plan_event(repo, message, 100, None, ground)
+        assert isinstance(plan, Plan)
+        repo = replace(plan.repo, takedown=ours)
+        if seq > latest:
+            latest, status = seq, said
+        takedown = ours
+        assert (repo.active and not repo.takedown) == (status is None and not takedown)
+        assert (repo.erase_at is not None) == (status == "deleted")
+        assert repo.status is SyncStatus.DESYNCHRONIZED
