@@ -34,14 +34,16 @@ _IDLE_SECONDS = 15.0
 class NameServers:
     """Look-ups in the DNS alone. A name server that never answers holds up its own name and no other.
 
-    `servers` are IP addresses and ports, the system's if there are none; raises `SettingsError` if it has none.
+    `servers` are IP addresses and ports, the system's if there are none; raises `SettingsError` if it has none. Of each
+    name's records they have `seconds` to tell.
     """
 
-    def __init__(self, servers: Sequence[tuple[str, int]] = ()) -> None:
+    def __init__(self, servers: Sequence[tuple[str, int]] = (), seconds: float = 5.0) -> None:
         try:
             self._dns = dns.asyncresolver.Resolver(configure=not servers)
         except dns.resolver.NoResolverConfiguration:
             raise SettingsError("dns_servers: none are given, and the system names none") from None
+        self._dns.lifetime = seconds
         if servers:
             self._dns.nameservers = [dns.nameserver.Do53Nameserver(host, port) for host, port in servers]
 
@@ -125,6 +127,8 @@ class CheckedNetwork(httpcore.AsyncNetworkBackend):
     async def _allowed(self, host: str, port: int) -> Sequence[str]:
         try:
             addresses = await self._resolve(host, port)
+        except TimeoutError:
+            raise
         except (OSError, UnicodeError) as error:  # UnicodeError: a label that is empty or too long
             raise httpcore.ConnectError(f"{host[:253]}: {error}") from None
         allowed = addresses if self._allow_private else [address for address in addresses if is_public(address)]

@@ -217,6 +217,15 @@ async def test_a_name_server_that_fails() -> None:
             await NameServers([server.address])("pds.example", 443)
 
 
+async def test_a_name_server_that_never_answers(world: World) -> None:
+    async with NameServer() as server:
+        server.silent = True
+        client = Outbound(user_agent="test", resolve=NameServers([server.address], 0.2), tls=world.trust)
+        assert (await failure_of(client, "https://pds.example/")).reason is FetchFailure.TIMEOUT
+        assert "pds.example" in server.asked
+        await client.close()
+
+
 async def test_many_names_whose_server_hangs_hold_up_no_other(world: World) -> None:
     world.host.pages["/"] = answer(b"hello")
     async with NameServer() as silent, NameServer() as server:
