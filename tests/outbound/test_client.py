@@ -420,3 +420,32 @@ async def test_what_comes_of_requests_is_told(host: Host) -> None:
     await outbound.close()
     counted = "3xx 2xx 2xx 4xx 5xx too-large timeout unreachable bad-answer 4xx throttled refused-address"
     assert results == counted.split()
+
+
+async def test_no_more_connections_than_may_be_to_however_many_hosts(host: Host) -> None:
+    inside = most = 0
+    full = asyncio.Event()
+
+    async def resolve(_name: str, _port: int) -> list[str]:
+        return ["127.0.0.1"]
+
+    async def hold(writer: asyncio.StreamWriter) -> None:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        if inside == 20:
+            full.set()
+        await full.wait()
+        inside -= 1
+        writer.write(answer(b"{}", headers={"Connection": "close"}))
+        await writer.drain()
+
+    host.pages["/"] = hold
+    outbound = Outbound(
+        user_agent="test", allow_private_hosts=True, resolve=resolve, rates=Rates(total=100_000, concurrency=20)
+    )
+    urls = [f"http://{number}.example:{host.port}/" for number in range(300)]
+    answers = await asyncio.gather(*[outbound.get(url, max_bytes=10) for url in urls])
+    await outbound.close()
+    assert {response.body for response in answers} == {b"{}"}
+    assert most == 20
