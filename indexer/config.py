@@ -228,6 +228,9 @@ class Settings(BaseSettings):
         ("wss://relay1.us-east.bsky.network",),
         description="Relays to read from; the first that works is used. Cursors are kept per relay.",
     )
+    upstream: Annotated[Literal["relay", "pds"], Allowed("`relay` or `pds`")] = Field(
+        "relay", description="What `INDEXER_RELAYS` are. A PDS is believed of the accounts that it hosts, of no others."
+    )
     start: Annotated[
         Literal["live", "oldest"] | Annotated[int, BeforeValidator(_not_a_truth_value), Field(ge=0)],
         Allowed("`live`, `oldest`, or a sequence number"),
@@ -270,8 +273,8 @@ class Settings(BaseSettings):
     export_rate: Size = Field(1_024, description="The least bytes a second at which an export may arrive.")
     plc_rate: Rate = Field(
         10,
-        description="Directory look-ups a second. At most half of them are of identities that are known already, a tenth "
-        "of those of one host's accounts.",
+        description="Directory look-ups a second; at most half of them of identities that are known already, and a "
+        "tenth of those of one host's accounts.",
     )
     handle_rate: RateOrOff = Field(
         10, description="Handles checked a second, in the background; `0`: none, `atproto.repos.handle` stays null."

@@ -25,6 +25,7 @@ class Rejection(_Reason):
     SEQ_NOT_INCREASING = "seq-not-increasing", "The sequence number is not above the one before it on this connection."
     BLOCKS_TOO_LARGE = "blocks-too-large", "The CAR slice is over the protocol's limit."
     TOO_MANY_OPS = "too-many-ops", "The commit has more operations than the protocol allows."
+    WRONG_HOST = "wrong-host", "The stream is a PDS's own, and the account is hosted elsewhere."
     FUTURE_REV = "future-rev", "The revision lies further in the future than clocks may drift."
     CAR_MALFORMED = "car-malformed", "The blocks are not a well-formed CAR v1 file within the limits."
     BLOCK_HASH_MISMATCH = "block-hash-mismatch", "A block's bytes don't hash to its CID."

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NoReturn, Protocol
+from urllib.parse import urlsplit
 
 import structlog
 
@@ -52,6 +53,11 @@ class Known:
     problem: str | None
     fetched_at: float
     stale: bool
+
+    @property
+    def host(self) -> str | None:
+        """The PDS's network location: what its requests are counted by."""
+        return urlsplit(self.pds).netloc if self.pds else None
 
 
 class IdentityStore(Protocol):

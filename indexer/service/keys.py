@@ -61,7 +61,7 @@ class KeyDesk:
         if answer is not None:
             return answer
         known = self._identities.peek(did)
-        return None if known is None else Signer(known.key, stale=known.stale)
+        return None if known is None else Signer(known.key, stale=known.stale, host=known.host)
 
     def answered(self, dids: Iterable[str]) -> None:
         """The messages that these answers were fetched for are settled."""
@@ -83,7 +83,7 @@ class KeyDesk:
     async def _fetch(self, need: NeedsKey) -> None:
         try:
             known = await self._lookup(need)
-            self._answers[need.did] = Signer(known.key, final=need.refresh, stale=known.stale)
+            self._answers[need.did] = Signer(known.key, final=need.refresh, stale=known.stale, host=known.host)
         except (UnavailableError, TimeoutError) as error:
             log.info("key.unavailable", did=need.did, error=str(error) or type(error).__name__)
             self._answers[need.did] = UNAVAILABLE

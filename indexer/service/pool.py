@@ -4,12 +4,11 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import monotonic, time
-from urllib.parse import urlsplit
 
 import structlog
 
 from indexer.errors import UnavailableError, UpstreamError
-from indexer.identity import Identities, Known
+from indexer.identity import Identities
 from indexer.metrics import Metrics
 from indexer.reasons import Desync, FetchFailure
 from indexer.service.resync import ClaimLostError, Resync
@@ -129,7 +128,7 @@ class Pool:
         now, put_off = time(), []
         for repo in claimed:
             known = self._identities.peek(repo.did)
-            host = UNKNOWN_HOST if known is None else _host(known)
+            host = (known and known.host) or UNKNOWN_HOST
             if not self._rota.admits(host, now):
                 put_off.append(RepoWrite(repo.version, plan_release(repo, self._rota.later(host, now))))
             elif self.free <= 0:
@@ -201,9 +200,9 @@ class Pool:
         try:
             async with asyncio.timeout(self._pace.attempt):
                 known = await self._identities.lookup(run.claimed.did, refresh=run.claimed.attempts > 0)
-                if known.key is None or known.pds is None:
+                if known.key is None or known.host is None:
                     raise UnavailableError(FetchFailure.IDENTITY_MISSING, known.problem or "no key or no PDS")
-                self._move(run, _host(known))
+                self._move(run, known.host)
                 return await self._resync.attempt(run.claimed, known, lambda: self._grow(run))
         except TimeoutError:
             raise UnavailableError(FetchFailure.TIMEOUT, f"no end after {self._pace.attempt:.0f} s") from None
@@ -267,7 +266,3 @@ class Pool:
                 continue
             for _ in range(marked):
                 self._metrics.desynchronized(Desync.RECORD_MISSING)
-
-
-def _host(known: Known) -> str:
-    return urlsplit(known.pds).netloc if known.pds else UNKNOWN_HOST

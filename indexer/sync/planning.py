@@ -6,6 +6,7 @@ What a repo's status makes of a finding stands in `repo.TRANSITIONS` and nowhere
 
 from dataclasses import dataclass, replace
 from typing import Any
+from urllib.parse import urlsplit
 
 from indexer.atproto.crypto import PublicKey
 from indexer.atproto.limits import Limits
@@ -35,6 +36,7 @@ class Policy:
     lenient: bool = False
     track_all: bool = True
     deletion_grace: float = 604_800.0  # seconds
+    from_host: bool = False  # the stream is a PDS's own and not a relay's: it speaks for the accounts that it hosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +52,16 @@ class Ground:
 class Signer:
     """What is known of a repo's signing key.
 
-    `key` is None if the identity definitely has none, or, with `available` false, if it could not be had.
-    `final` says that no fresher look-up is to be had for this event, `stale` that the identity is known to have
-    changed since: then a signature that this key doesn't verify proves nothing.
+    `key` is None if the identity definitely has none, or, with `available` false, if it could not be had. `host` is the
+    network location of the account's PDS. `final` says that no fresher look-up is to be had for this event, `stale`
+    that the identity is known to have changed since: then a signature that this key doesn't verify proves nothing.
     """
 
     key: PublicKey | None
     available: bool = True
     final: bool = False
     stale: bool = False
+    host: str | None = None
 
 
 UNAVAILABLE = Signer(None, available=False, final=True)
@@ -72,6 +75,8 @@ def plan_event(repo: Repo, event: RepoEvent, size: int, signer: Signer | None, g
     """
     if not (repo.known or ground.policy.track_all):
         return Plan(repo, Outcome.IGNORED)
+    if ground.policy.from_host and (elsewhere := _hosted_elsewhere(repo, signer, ground)):
+        return elsewhere
     match event:
         case AccountEvent():
             return _plan_account(repo, event, ground)
@@ -79,6 +84,17 @@ def plan_event(repo: Repo, event: RepoEvent, size: int, signer: Signer | None, g
             return _plan_identity(repo, ground)
         case _:
             return _plan_signed(repo, event, size, signer, ground)
+
+
+def _hosted_elsewhere(repo: Repo, signer: Signer | None, ground: Ground) -> Plan | NeedsKey | None:
+    """What a PDS says of an account that it doesn't host, any more perhaps, is refused (spec §4.2)."""
+    if signer is None:
+        return NeedsKey(repo.did, refresh=False)
+    if not signer.available or signer.host == urlsplit(ground.relay).netloc:
+        return None
+    if not signer.final:
+        return NeedsKey(repo.did, refresh=True)
+    return Plan(repo, Outcome.REJECTED, why=Rejection.WRONG_HOST, detail=f"hosted by {signer.host}")
 
 
 def _plan_signed(

@@ -254,6 +254,28 @@ def test_a_repo_that_breaks_again_and_again_waits_longer_each_time() -> None:
     assert waits[-1] > 4 * waits[0]
 
 
+@pytest.mark.parametrize("what", ["commit", "sync", "account", "identity"])
+def test_a_pds_speaks_for_the_accounts_that_it_hosts(what: str) -> None:
+    ann = Person()
+    repo = stood(ann)
+    news = {
+        "commit": ann.post("b"),
+        "sync": ann.sync(),
+        "account": ann.account(active=False, status="deactivated"),
+        "identity": ann.identity(),
+    }[what]
+    ground = replace(GROUND, policy=replace(EVERYTHING, from_host=True), relay="wss://pds.test")
+    here = replace(ann.signer, host="pds.test")
+    elsewhere = replace(ann.signer, host="new.test")
+    message = event(what, news)
+    assert plan_event(repo, message, 100, None, ground) == NeedsKey(ann.did, refresh=False)
+    assert plan_event(repo, message, 100, elsewhere, ground) == NeedsKey(ann.did, refresh=True)
+    refused = plan(repo, what, news, replace(elsewhere, final=True), ground)
+    assert (refused.outcome, refused.why, refused.repo) == (Outcome.REJECTED, Rejection.WRONG_HOST, repo)
+    assert plan(repo, what, news, here, ground).outcome is not Outcome.REJECTED
+    assert plan(repo, what, news, replace(elsewhere, final=True), GROUND).outcome is not Outcome.REJECTED
+
+
 def test_a_local_takedown_hides_and_does_not_stop_the_sync() -> None:
     alice = Person()
     before = stood(alice, takedown=True)
