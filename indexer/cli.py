@@ -183,7 +183,7 @@ async def status_command(settings: Settings, *, as_json: bool, watch: bool) -> i
 async def repo_command(settings: Settings, *, account: str, as_json: bool) -> int:
     """Show everything known of one repo, with the reason of its state.
 
-    A handle is looked up among those that accounts' identities claim, as far as they have been read.
+    A handle is looked up among those that were found to belong to their accounts.
     """
     async with _store(settings) as store:
         did = await _did(store, account)

@@ -67,7 +67,9 @@ def _settings(settings: Settings, network: LocalNetwork, directory: Path) -> Set
         "start": "oldest",
         "allow_private_hosts": True,
         "plc_rate": 1_000.0,
+        "handle_rate": 0.0,
         "host_rate": 1_000.0,
+        "outbound_rate": 1_000.0,
         "http_bind": settings.http_bind._replace(port=0),
     }
     return settings.model_copy(update=local)

@@ -16,6 +16,7 @@ ACTIONS = {
     "daemon.stopped": "Everything received is saved.",
     "daemon.stopped-at-once": "A second signal came: what was not saved comes again after the next start.",
     "database.unavailable": "Postgres could not be asked; the work is tried again.",
+    "handle.unchecked": "A handle could not be checked; it is tried again later.",
     "identity.kept": "No newer identity could be had; the one at hand serves on.",
     "identity.not-loaded": "Postgres could not be asked for an identity; the network is.",
     "identity.not-saved": "An identity was looked up and used, and Postgres could not be asked to keep it.",

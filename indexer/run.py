@@ -19,12 +19,13 @@ from indexer import __version__
 from indexer.config import Settings
 from indexer.errors import SettingsError, UnavailableError
 from indexer.health import serve_health
-from indexer.identity import Identities, Resolver
+from indexer.identity import Handles, Identities, Resolver
 from indexer.metrics import Metrics
 from indexer.outbound import Hosts, Outbound, Rates, host_of
 from indexer.pds import PdsClient
 from indexer.relay.subscription import Subscription
 from indexer.service.erasure import Erasure
+from indexer.service.handles import HandleChecks
 from indexer.service.inbox import Inbox
 from indexer.service.keys import KeyDesk
 from indexer.service.pool import Pool
@@ -103,14 +104,21 @@ async def daemon(settings: Settings, dsn: str) -> AsyncIterator["Daemon"]:
             export_seconds=settings.export_time,
             export_rate=settings.export_rate,
         )
-        yield Daemon(settings, store, identities, pds, outbound.hosts, metrics)
+        yield Daemon(settings, store, identities, _handles(settings, outbound, metrics), pds, outbound.hosts, metrics)
 
 
 class Daemon:
     """The stages of one process, and what they tell of themselves (`health.Probe`)."""
 
     def __init__(
-        self, settings: Settings, store: Store, identities: Identities, pds: PdsClient, hosts: Hosts, metrics: Metrics
+        self,
+        settings: Settings,
+        store: Store,
+        identities: Identities,
+        handles: Handles | None,
+        pds: PdsClient,
+        hosts: Hosts,
+        metrics: Metrics,
     ) -> None:
         self.metrics = metrics
         self.store = store
@@ -126,6 +134,7 @@ class Daemon:
         )
         self.identities = identities
         self.inbox = Inbox(INBOX_BYTES)
+        self.handles = HandleChecks(store, handles, settings.shard, rate=settings.handle_rate) if handles else None
         self.keys = KeyDesk(identities, self.inbox, patience=KEY_PATIENCE_SECONDS, at_once=KEYS_AT_ONCE)
         self.place = Place()
         self.subscription = Subscription(settings.relays, RECEIVED_FRAMES * settings.frame_bytes, settings.user_agent)
@@ -161,6 +170,8 @@ class Daemon:
         if "resync" in self._settings.roles:
             stages |= {"pool": self.pool.run()}
         tasks = {name: asyncio.create_task(stage, name=name) for name, stage in stages.items()}
+            if self.handles is not None:
+                stages |= {"handles": self.handles.run()}
         stopped: asyncio.Task[Any] = asyncio.create_task(stop.wait())
         try:
             await asyncio.wait([*tasks.values(), stopped], return_when=asyncio.FIRST_COMPLETED)
@@ -274,6 +285,17 @@ def _rates(settings: Settings) -> Rates:
 
 
 def _sources(settings: Settings) -> list[str | None]:
+def _handles(settings: Settings, outbound: Outbound, metrics: Metrics) -> Handles | None:
+    if not settings.handle_rate:
+        return None
+    return Handles(
+        outbound,
+        settings.dns_servers,
+        allow_private_hosts=settings.allow_private_hosts,
+        on_lookup=metrics.identity_lookup,
+    )
+
+
     return [_http(settings.relays[0]) if source == "relay" else None for source in settings.resync_source]
 
 

@@ -22,6 +22,7 @@ def settings_for(relay_url: str, plc_url: str, directory: Path, **changes: Any) 
         "start": "oldest",
         "allow_private_hosts": "true",
         "plc_rate": "1000",
+        "handle_rate": "0",
         "host_rate": "1000",
         "host_concurrency": "50",
         "outbound_rate": "1000",

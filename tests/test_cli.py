@@ -19,7 +19,7 @@ from indexer.localnet import repo as signed
 from indexer.localnet.repo import Write
 from indexer.reasons import Desync
 from indexer.store import Store
-from indexer.sync.identity import StoredIdentity
+from indexer.sync.identity import HandleCheck, HandleClaim, StoredIdentity
 from indexer.sync.plan import Batch, Cursor, RecordChange, RepoWrite
 from indexer.sync.repo import Head, Repo, SyncStatus
 
@@ -210,6 +210,7 @@ async def known(database: str) -> None:
         cursor = Cursor("wss://one.example", "0/1", 77, (now - timedelta(seconds=5)).isoformat())
         await store.apply(Batch((RepoWrite(0, repo, (record,)),), cursor=cursor))
         await store.save([StoredIdentity(DID, HANDLE, "https://pds.example", None, now.timestamp())])
+        await store.save_check(HandleCheck(HandleClaim(DID, HANDLE, None, 0), HANDLE, 0, now.timestamp()))
     finally:
         await store.close()
 

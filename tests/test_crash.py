@@ -35,6 +35,7 @@ async def daemon_process(network: LocalNetwork, dsn: str, directory: Path) -> As
         "INDEXER_START": "oldest",
         "INDEXER_ALLOW_PRIVATE_HOSTS": "true",
         "INDEXER_PLC_RATE": "1000",
+        "INDEXER_HANDLE_RATE": "0",
         "INDEXER_HOST_RATE": "1000",
         "INDEXER_HTTP_BIND": "127.0.0.1:0",
     }

@@ -4,21 +4,22 @@ It is for display alone, and a look-up of its own: no key and no host waits for 
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 import dns.asyncresolver
 import dns.exception
 import dns.name
 import dns.nameserver
 import dns.resolver
-from dns.rdatatype import TXT
+from dns.rdatatype import AAAA, TXT, A, RdataType
 
 from indexer.atproto.syntax import HANDLE_CHARACTERS, is_did, is_handle, is_resolvable
 from indexer.errors import SettingsError, UnavailableError
 from indexer.identity.resolver import Getter
 from indexer.reasons import FetchFailure
+from indexer.sync.identity import INVALID_HANDLE
 
-INVALID_HANDLE = "handle.invalid"
 DNS_SECONDS = 3.0
 HTTP_SECONDS = 5.0
 WELL_KNOWN_BYTES = 2_048
@@ -31,6 +32,7 @@ class Handles:
     """Asks name servers, then the handle's own host.
 
     `dns_servers` are IP addresses and ports, the system's if there are none; raises `SettingsError` if it has none.
+    `on_lookup(method, result)` hears of each look-up.
     """
 
     def __init__(
@@ -41,11 +43,13 @@ class Handles:
         allow_private_hosts: bool,
         dns_seconds: float = DNS_SECONDS,
         http_seconds: float = HTTP_SECONDS,
+        on_lookup: Callable[[str, str], None] = lambda _method, _result: None,
     ) -> None:
         self._outbound = outbound
         self._allow_private_hosts = allow_private_hosts
         self._dns_seconds = dns_seconds
         self._http_seconds = http_seconds
+        self._on_lookup = on_lookup
         try:
             self._dns = dns.asyncresolver.Resolver(configure=not dns_servers)
         except dns.resolver.NoResolverConfiguration:
@@ -63,11 +67,11 @@ class Handles:
             return INVALID_HANDLE
         unasked = None
         try:
-            dids = await self._by_dns(handle)
+            dids = await self._heard("dns", self._by_dns(handle))
         except UnavailableError as error:
             dids, unasked = set(), error
         if not dids:
-            dids = await self._by_http(handle)
+            dids = await self._heard("https", self._by_http(handle))
         if not dids and unasked is not None:
             raise unasked
         return handle if dids == {did} else INVALID_HANDLE
@@ -76,17 +80,34 @@ class Handles:
         """The DIDs in the handle's TXT records; several that differ speak for none."""
         if len(_PREFIX + handle) > HANDLE_CHARACTERS:
             return set()
-        name = dns.name.from_text(_PREFIX + handle)
+        records = await self._records(_PREFIX + handle, TXT)
+        texts = [b"".join(record.strings).decode("ascii", "replace") for record in records]
+        return {text[4:] for text in texts if text.startswith("did=") and is_did(text[4:])}
+
+    async def _has_address(self, handle: str) -> bool:
+        """Whether there is such a host at all."""
+        return bool(await self._records(handle, A) or await self._records(handle, AAAA))
+
+    async def _records(self, name: str, kind: RdataType) -> list[Any]:
+        """None if the name has none of this kind, or doesn't exist."""
         try:
-            answer = await self._dns.resolve(name, TXT, search=False, lifetime=self._dns_seconds)
+            answer = await self._dns.resolve(dns.name.from_text(name), kind, search=False, lifetime=self._dns_seconds)
         except (dns.resolver.NXDOMAIN, dns.resolver.NoAnswer):
-            return set()
+            return []
         except dns.exception.Timeout as error:
             raise UnavailableError(FetchFailure.TIMEOUT, f"{error!s:.200}") from None
         except dns.exception.DNSException as error:
             raise UnavailableError(FetchFailure.UNREACHABLE, f"{error!s:.200}") from None
-        texts = [b"".join(record.strings).decode("ascii", "replace") for record in answer]
-        return {text[4:] for text in texts if text.startswith("did=") and is_did(text[4:])}
+        return list(answer)
+
+    async def _heard(self, method: str, look_up: Awaitable[set[str]]) -> set[str]:
+        try:
+            dids = await look_up
+        except UnavailableError as error:
+            self._on_lookup(method, error.reason)
+            raise
+        self._on_lookup(method, "found" if dids else "missing")
+        return dids
 
     async def _by_http(self, handle: str) -> set[str]:
         url = f"https://{handle}/.well-known/atproto-did"
@@ -97,6 +118,10 @@ class Handles:
                 )
         except TimeoutError:
             raise UnavailableError(FetchFailure.TIMEOUT, url) from None
+        except UnavailableError as error:
+            if error.reason is not FetchFailure.UNREACHABLE or await self._has_address(handle):
+                raise
+            return set()
         if answer.status in _CLIENT_ERRORS:
             return set()
         if answer.status != _OK:

@@ -5,13 +5,13 @@ from collections.abc import Mapping, Sequence
 from indexer.store.feed import log_changes
 from indexer.store.rows import Connection, buckets_of, columns_of, plain, unnest
 from indexer.sync.feed import Change
-from indexer.sync.identity import StoredIdentity
+from indexer.sync.identity import INVALID_HANDLE, HandleCheck, HandleClaim, StoredIdentity
 from indexer.sync.shard import bucket_of
 
 _COLUMNS = {
     "did": "text",
     "bucket": "smallint",
-    "handle": "text",
+    "claimed_handle": "text",
     "pds": "text",
     "signing_key": "text",
     "fetched_at": "float8",
@@ -20,30 +20,72 @@ _COLUMNS = {
 }
 
 _LOAD = f"""
-    select i.did, i.handle, i.pds, i.signing_key, date_part('epoch', i.fetched_at) as fetched_at, i.stale, i.problem
+    select i.did, i.claimed_handle as handle, i.pds, i.signing_key,
+        date_part('epoch', i.fetched_at) as fetched_at, i.stale, i.problem
     from {unnest({"did": "text", "bucket": "smallint"}, "w")}
     join indexer.identity i on i.did = w.did and i.bucket = w.bucket
 """
 
+# The same claim again is checked at once if it doesn't hold so far, for that may be what has changed.
 _SAVE = f"""
     with before as materialized (
         select did, bucket, pds from indexer.identity
         where did = any($1::text[]) and bucket = any($2::smallint[])
     ), saved as (
-        insert into indexer.identity as i (did, bucket, handle, pds, signing_key, fetched_at, stale, problem)
-        select did, bucket, handle, pds, signing_key, to_timestamp(fetched_at), stale, problem
+        insert into indexer.identity as i (
+            did, bucket, claimed_handle, pds, signing_key, fetched_at, stale, problem,
+            handle, handle_attempts, handle_due_at
+        )
+        select did, bucket, claimed_handle, pds, signing_key, to_timestamp(fetched_at), stale, problem,
+            case when claimed_handle is null then '{INVALID_HANDLE}' end, 0,
+            case when claimed_handle is not null then now() end
         from {unnest(_COLUMNS, "w")} order by place
         on conflict (did, bucket) do update
-        set handle = excluded.handle, pds = excluded.pds, signing_key = excluded.signing_key,
-            fetched_at = excluded.fetched_at, stale = excluded.stale, problem = excluded.problem
+        set claimed_handle = excluded.claimed_handle, pds = excluded.pds, signing_key = excluded.signing_key,
+            fetched_at = excluded.fetched_at, stale = excluded.stale, problem = excluded.problem,
+            (handle, handle_attempts, handle_due_at) = (
+                select
+                    case when same.claim then i.handle else excluded.handle end,
+                    case when same.claim then i.handle_attempts else 0 end,
+                    case when same.claim and i.handle = i.claimed_handle then i.handle_due_at
+                        else excluded.handle_due_at end
+                from (select i.claimed_handle is not distinct from excluded.claimed_handle as claim) same
+            )
         where i.fetched_at <= excluded.fetched_at
         returning did, bucket, pds
     )
     select did from saved join before using (did, bucket) where saved.pds <> before.pds order by did
 """
 
-# More than one DID may claim a handle; the one that was read last is as good a guess as there is.
-_DID_OF_HANDLE = "select did from indexer.identity where handle = $1 order by fetched_at desc limit 1"
+# The last to become due first, so that what is new waits for no backlog.
+_CLAIM_HANDLES = """
+    with due as (
+        select did, bucket from indexer.identity
+        where bucket = any($1::smallint[]) and handle_due_at <= to_timestamp($3)
+        order by handle_due_at desc limit $2 for update skip locked
+    )
+    update indexer.identity i set handle_due_at = to_timestamp($4)
+    from due where i.did = due.did and i.bucket = due.bucket
+    returning i.did, i.claimed_handle as claimed, i.handle as known, i.handle_attempts as attempts
+"""
+
+_SAVE_CHECK = """
+    update indexer.identity
+    set handle = $4, handle_attempts = $5, handle_due_at = to_timestamp($6::float8)
+    where did = $1 and bucket = $2 and claimed_handle is not distinct from $3
+"""
+
+# A handle leads to one DID: others that it once held for are due.
+_CONTEST = f"""
+    update indexer.identity set handle_due_at = now()
+    where handle = $2 and handle <> '{INVALID_HANDLE}' and did <> $1
+"""
+
+# Until another that it once held for is checked again, there may be two.
+_DID_OF_HANDLE = f"""
+    select did from indexer.identity where handle = $1 and handle <> '{INVALID_HANDLE}'
+    order by handle_due_at desc limit 1
+"""
 
 
 async def load(connection: Connection, dids: Sequence[str]) -> Mapping[str, StoredIdentity]:
@@ -71,6 +113,24 @@ async def save(connection: Connection, identities: Sequence[StoredIdentity]) -> 
     ]
     moved = await connection.fetch(_SAVE, *columns_of(rows, _COLUMNS))
     await log_changes(connection, [Change(did, "moved", None, live=True) for (did,) in moved])
+
+
+async def claim_handles(
+    connection: Connection, count: int, buckets: range, lease_until: float, now: float
+) -> list[HandleClaim]:
+    """Handles that are due to be checked; until `lease_until` they are nobody else's."""
+    rows = await connection.fetch(_CLAIM_HANDLES, list(buckets), count, now, lease_until)
+    return [HandleClaim(**row) for row in rows]
+
+
+async def save_check(connection: Connection, check: HandleCheck) -> None:
+    """Nothing, if the account claims another handle by now. Within a transaction."""
+    claim = check.claim
+    await connection.execute(
+        _SAVE_CHECK, claim.did, bucket_of(claim.did), claim.claimed, check.handle, check.attempts, check.due_at
+    )
+    if check.handle is not None and check.handle == claim.claimed != claim.known:
+        await connection.execute(_CONTEST, claim.did, check.handle)
 
 
 async def did_of_handle(connection: Connection, handle: str) -> str | None:

@@ -5,7 +5,7 @@ from indexer.atproto.cid import cid_text
 from indexer.reasons import Desync
 from indexer.store import Store
 from indexer.store import queries as queries_module
-from indexer.sync.identity import StoredIdentity
+from indexer.sync.identity import HandleCheck, HandleClaim, StoredIdentity
 from indexer.sync.plan import Batch, Cursor
 from indexer.sync.repo import PARKED, Repo, SyncStatus
 from tests.store.rows import did, head, in_progress, insert, put, synchronized
@@ -53,6 +53,7 @@ async def test_a_report_says_why(store: Store) -> None:
         changes=(put("app.test/a"), put("app.test/b")),
     )
     await store.save([identity(1, "alice.test")])
+    await store.save_check(HandleCheck(HandleClaim(did(1), "alice.test", None, 0), "alice.test", 0, 9.0))
     report = await store.repo_report(did(1))
     assert report is not None
     expected = {
@@ -130,8 +131,6 @@ async def test_identities_come_back_and_the_later_reading_stays(store: Store) ->
     later = identity(1, "after.test", 6.0)
     await store.save([one, later])
     assert await store.load([did(1), did(3)]) == {did(1): later}
-    assert await store.did_of_handle("after.test") == did(1)
-    assert await store.did_of_handle("alice.test") is None
 
 
 async def test_a_document_of_nuls_is_stored(store: Store) -> None:

@@ -1,0 +1,161 @@
+import asyncpg
+
+from indexer.store import Store
+from indexer.store.identities import _CLAIM_HANDLES
+from indexer.store.migrate import migrate
+from indexer.sync.identity import INVALID_HANDLE, HandleCheck, HandleClaim, StoredIdentity
+from tests.store.following import connected
+from tests.store.rows import did, insert, synchronized
+from tests.store.test_migrations import migrate_to
+
+ALL = range(256)
+NOON = 4e9  # far behind the database's own clock, so that whatever is new is due
+
+
+def identity(name: object, claimed: str | None, fetched_at: float = 5.0) -> StoredIdentity:
+    return StoredIdentity(did(name), claimed, "https://pds.test", "did:key:zabc", fetched_at)
+
+
+async def claimed(store: Store, count: int = 10, now: float = NOON) -> list[HandleClaim]:
+    return await store.claim_handles(count, ALL, 600.0, now)
+
+
+async def checked(store: Store, name: object, handle: str | None, due_at: float = NOON, attempts: int = 0) -> None:
+    """The outcome of a check of the handle that `name` claims."""
+    [claim] = [claim for claim in await claimed(store, now=2 * NOON) if claim.did == did(name)]
+    await store.save_check(HandleCheck(claim, handle, attempts, due_at))
+
+
+async def shown(sql: asyncpg.Connection, name: object) -> str | None:
+    handle: str | None = await sql.fetchval("select handle from atproto.repos where did = $1", did(name))
+    return handle
+
+
+async def test_a_claim_is_not_shown_before_it_is_checked(store: Store, sql: asyncpg.Connection) -> None:
+    await insert(store, synchronized(1), synchronized(2))
+    await store.save([identity(1, "alice.test"), identity(2, None)])
+    assert (await shown(sql, 1), await shown(sql, 2)) == (None, INVALID_HANDLE)
+    assert await store.did_of_handle("alice.test") is None
+    assert await claimed(store) == [HandleClaim(did(1), "alice.test", None, 0)]
+    await checked(store, 1, "alice.test")
+    assert await shown(sql, 1) == "alice.test"
+    assert await store.did_of_handle("alice.test") == did(1)
+    assert (await store.load([did(1)]))[did(1)] == identity(1, "alice.test")
+
+
+async def test_what_is_claimed_comes_once_until_its_lease_is_over(store: Store) -> None:
+    await store.save([identity(1, "alice.test")])
+    assert len(await claimed(store)) == 1
+    assert await claimed(store, now=NOON + 599) == []
+    assert len(await claimed(store, now=NOON + 601)) == 1
+
+
+async def test_a_handle_that_is_invalid_leads_nowhere(store: Store, sql: asyncpg.Connection) -> None:
+    await insert(store, synchronized(1))
+    await store.save([identity(1, "alice.test")])
+    await checked(store, 1, INVALID_HANDLE)
+    assert await shown(sql, 1) == INVALID_HANDLE
+    assert await store.did_of_handle("alice.test") is None
+    assert await store.did_of_handle(INVALID_HANDLE) is None
+
+
+async def test_attempts_and_the_next_one_outlive_the_process(store: Store) -> None:
+    await store.save([identity(1, "alice.test")])
+    await checked(store, 1, None, due_at=NOON + 300, attempts=3)
+    assert await claimed(store, now=NOON + 299) == []
+    assert await claimed(store, now=NOON + 301) == [HandleClaim(did(1), "alice.test", None, 3)]
+
+
+async def test_the_same_claim_again_keeps_what_was_found(store: Store, sql: asyncpg.Connection) -> None:
+    await insert(store, synchronized(1))
+    await store.save([identity(1, "alice.test")])
+    await checked(store, 1, "alice.test", due_at=NOON + 300)
+    await store.save([identity(1, "alice.test", 6.0)])
+    assert await shown(sql, 1) == "alice.test"
+    assert await claimed(store) == []
+
+
+async def test_a_claim_that_does_not_hold_is_due_when_the_document_is_read_again(store: Store) -> None:
+    await store.save([identity(1, "alice.test")])
+    await checked(store, 1, INVALID_HANDLE, due_at=NOON + 300, attempts=5)
+    assert await claimed(store) == []
+    await store.save([identity(1, "alice.test", 6.0)])
+    assert await claimed(store) == [HandleClaim(did(1), "alice.test", INVALID_HANDLE, 5)]
+
+
+async def test_another_claim_begins_afresh(store: Store, sql: asyncpg.Connection) -> None:
+    await insert(store, synchronized(1))
+    await store.save([identity(1, "alice.test")])
+    await checked(store, 1, "alice.test", due_at=NOON + 300)
+    await store.save([identity(1, "after.test", 6.0)])
+    assert await shown(sql, 1) is None
+    assert await store.did_of_handle("alice.test") is None
+    assert await claimed(store) == [HandleClaim(did(1), "after.test", None, 0)]
+    await store.save([identity(1, None, 7.0)])
+    assert await shown(sql, 1) == INVALID_HANDLE
+    assert await claimed(store, now=2 * NOON) == []
+
+
+async def test_a_check_of_an_earlier_claim_says_nothing(store: Store, sql: asyncpg.Connection) -> None:
+    await insert(store, synchronized(1))
+    await store.save([identity(1, "alice.test")])
+    [claim] = await claimed(store)
+    await store.save([identity(1, "after.test", 6.0)])
+    await store.save_check(HandleCheck(claim, "alice.test", 0, 2 * NOON))
+    assert await shown(sql, 1) is None
+    assert [claim.claimed for claim in await claimed(store)] == ["after.test"]
+
+
+async def test_a_handle_that_went_to_another_account_is_checked_again(store: Store) -> None:
+    for name in (1, 2):
+        await store.save([identity(name, "alice.test")])
+        await checked(store, name, "alice.test", due_at=NOON + 300)
+    assert await store.did_of_handle("alice.test") == did(2)
+    assert [claim.did for claim in await claimed(store)] == [did(1)]
+
+
+async def test_the_last_to_become_due_comes_first(store: Store, sql: asyncpg.Connection) -> None:
+    await store.save([identity(name, f"h{name}.test") for name in range(5)])
+    for name in range(5):
+        await sql.execute(
+            "update indexer.identity set handle_due_at = to_timestamp($2) where did = $1", did(name), NOON - 10 + name
+        )
+    assert {claim.did for claim in await claimed(store, 2)} == {did(4), did(3)}
+
+
+async def test_due_ones_are_found_by_index(store: Store, sql: asyncpg.Connection) -> None:
+    await sql.execute(
+        "insert into indexer.identity (did, bucket, claimed_handle, fetched_at, stale, handle_attempts, handle_due_at) "
+        "select 'did:plc:' || n, n % 256, 'h' || n || '.test', now(), false, 0, to_timestamp(n) "
+        "from generate_series(1, 20000) n"
+    )
+    await sql.execute("analyze indexer.identity")
+    plan = "\n".join(
+        row[0] for row in await sql.fetch("explain (analyze, costs off) " + _CLAIM_HANDLES, list(ALL), 10, 1e4, 1e9)
+    )
+    assert "identity_handle_due" in plan
+    assert "Seq Scan" not in plan
+    plan = "\n".join(
+        row[0]
+        for row in await sql.fetch(
+            "explain select did from indexer.identity where handle = 'h7.test' and handle <> 'handle.invalid'"
+        )
+    )
+    assert "identity_handle" in plan
+
+
+async def test_what_the_first_layout_held_was_a_claim(empty_database: str) -> None:
+    await migrate_to(empty_database, "0006")
+    async with connected(empty_database) as sql:
+        await sql.execute(
+            "insert into indexer.identity (did, bucket, handle, fetched_at, stale) "
+            "values ($1, indexer.bucket_of($1), 'alice.test', now(), false)",
+            did(1),
+        )
+    await migrate(empty_database)
+    store = await Store.open(empty_database)
+    try:
+        assert await store.did_of_handle("alice.test") is None
+        assert await claimed(store) == [HandleClaim(did(1), "alice.test", None, 0)]
+    finally:
+        await store.close()
