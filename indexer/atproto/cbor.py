@@ -98,7 +98,7 @@ def explain_frame(data: bytes) -> str:
     """What the objects are that a refused frame begins with, as far as `EXPLAINED_BYTES` go. Off the hot path."""
     stream = BytesIO(data[:EXPLAINED_BYTES])
     decoder = cbor2.CBORDecoder(stream)
-    found = []
+    found: list[str] = []
     try:
         while stream.tell() < min(len(data), EXPLAINED_BYTES) and len(found) < EXPLAINED_OBJECTS:
             found.append(_summary(decoder.decode()))

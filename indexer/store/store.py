@@ -20,6 +20,7 @@ from indexer.store.rows import Connection, buckets_of, repo_columns, repo_of, un
 from indexer.sync.identity import HandleCheck, HandleClaim, StoredIdentity
 from indexer.sync.plan import Batch
 from indexer.sync.repo import Repo
+from indexer.sync.shard import Shard, resume
 
 STATEMENT_SECONDS = 60.0
 RESERVED = 3  # connections that resyncs leave to the live path, the leases and the observers
@@ -67,11 +68,10 @@ class Store:
         return {row["did"]: repo_of(row) for row in rows}
 
     async def cursor(self, relay: str, shard: str) -> int | None:
+        """Where the shard goes on; None if none of its buckets was ever worked on. See `indexer.sync.shard.resume`."""
         async with self._connection() as connection:
-            seq: int | None = await connection.fetchval(
-                "select seq from indexer.cursor where relay = $1 and shard = $2", relay, shard
-            )
-        return seq
+            rows = await connection.fetch("select shard, seq from indexer.cursor where relay = $1", relay)
+        return resume({Shard.parse(name): seq for name, seq in rows}, Shard.parse(shard))
 
     async def apply(self, batch: Batch) -> frozenset[str]:
         """Writes the batch in one transaction; gives the DIDs that moved, see `indexer.store.apply`."""
