@@ -133,10 +133,10 @@ class Daemon:
             deletion_grace=settings.deletion_grace,
         )
         self.identities = identities
-        self.inbox = Inbox(INBOX_BYTES)
         self.handles = HandleChecks(store, handles, settings.shard, rate=settings.handle_rate) if handles else None
+        self.inbox = Inbox(INBOX_BYTES)
         self.keys = KeyDesk(identities, self.inbox, patience=KEY_PATIENCE_SECONDS, at_once=KEYS_AT_ONCE)
-        self.place = Place()
+        self.place = Place(of_pds=settings.upstream == "pds")
         self.subscription = Subscription(settings.relays, RECEIVED_FRAMES * settings.frame_bytes, settings.user_agent)
         self.reader = Reader(
             store, self.subscription, self.inbox, self.place, settings.shard, settings.start, settings.limits, metrics
@@ -169,9 +169,9 @@ class Daemon:
             stages |= {"erasure": self.erasure.run()}
         if "resync" in self._settings.roles:
             stages |= {"pool": self.pool.run()}
-        tasks = {name: asyncio.create_task(stage, name=name) for name, stage in stages.items()}
             if self.handles is not None:
                 stages |= {"handles": self.handles.run()}
+        tasks = {name: asyncio.create_task(stage, name=name) for name, stage in stages.items()}
         stopped: asyncio.Task[Any] = asyncio.create_task(stop.wait())
         try:
             await asyncio.wait([*tasks.values(), stopped], return_when=asyncio.FIRST_COMPLETED)
@@ -284,7 +284,6 @@ def _rates(settings: Settings) -> Rates:
     )
 
 
-def _sources(settings: Settings) -> list[str | None]:
 def _handles(settings: Settings, outbound: Outbound, metrics: Metrics) -> Handles | None:
     if not settings.handle_rate:
         return None
@@ -296,6 +295,7 @@ def _handles(settings: Settings, outbound: Outbound, metrics: Metrics) -> Handle
     )
 
 
+def _sources(settings: Settings) -> list[str | None]:
     return [_http(settings.relays[0]) if source == "relay" else None for source in settings.resync_source]
 
 

@@ -13,7 +13,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NoReturn, Protocol
-from urllib.parse import urlsplit
 
 import structlog
 
@@ -21,6 +20,7 @@ from indexer.atproto.crypto import PublicKey, parse_did_key
 from indexer.errors import UnavailableError
 from indexer.identity.budget import Budget
 from indexer.identity.resolver import METHODS, Method, method_of
+from indexer.outbound import host_of
 from indexer.reasons import FetchFailure
 from indexer.sync.identity import StoredIdentity
 from indexer.tasks import Tasks
@@ -56,8 +56,8 @@ class Known:
 
     @property
     def host(self) -> str | None:
-        """The PDS's network location: what its requests are counted by."""
-        return urlsplit(self.pds).netloc if self.pds else None
+        """The PDS's name, and its port if it isn't the usual one: what its requests are counted by."""
+        return host_of(self.pds) if self.pds else None
 
 
 class IdentityStore(Protocol):

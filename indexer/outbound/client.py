@@ -252,8 +252,14 @@ def _failures(url: httpx.URL) -> Iterator[None]:
 
 
 def host_of(url: str) -> str:
-    """The name under which a host is counted: in lower case, with its port if that isn't the scheme's own."""
-    return _bare(httpx.URL(url)).netloc.decode("ascii")
+    """The name under which a host is counted: in lower case, with its port if that isn't the scheme's own.
+
+    Empty for what is no URL: nothing can be asked there.
+    """
+    try:
+        return _bare(httpx.URL(url)).netloc.decode("ascii")
+    except httpx.InvalidURL:
+        return ""
 
 
 def _bare(url: httpx.URL) -> httpx.URL:

@@ -9,6 +9,7 @@ import structlog
 from indexer.atproto.limits import Limits
 from indexer.errors import UnavailableError
 from indexer.metrics import Metrics
+from indexer.outbound import host_of
 from indexer.reasons import Rejection
 from indexer.relay.subscription import Subscription
 from indexer.service.inbox import Inbox
@@ -27,15 +28,21 @@ log = structlog.get_logger(__name__)
 
 
 class Place:
-    """Where in which relay's stream we are. Replaced as a whole when a connection begins."""
+    """Where in which relay's stream we are. Replaced as a whole when a connection begins.
 
-    def __init__(self) -> None:
+    `host` is the stream's own host if what is called a relay is a PDS, as `of_pds` says.
+    """
+
+    def __init__(self, *, of_pds: bool = False) -> None:
         self.relay = ""
+        self.host: str | None = None
         self.watermark = Watermark()
+        self._of_pds = of_pds
 
     def begin(self, relay: str, cursor: int | None) -> None:
         """From here on, messages are `relay`'s behind `cursor`; nothing of the former stream is open any more."""
         self.relay = relay
+        self.host = host_of(relay) if self._of_pds else None
         self.watermark = Watermark(cursor)
 
 

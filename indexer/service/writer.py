@@ -87,7 +87,7 @@ class Writer:
             repos = await self._store.repos(dids)
             await self._identities.warm(dids)
         with self._metrics.stage("plan"):
-            ground = Ground(self._policy, self._place.relay, time())
+            ground = Ground(self._policy, self._place.relay, time(), self._place.host)
             plan = await asyncio.to_thread(plan_batch, messages, repos, self._keys.signer, ground)
         with self._metrics.stage("apply"):
             moved = await self._store.apply(

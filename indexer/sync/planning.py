@@ -6,7 +6,6 @@ What a repo's status makes of a finding stands in `repo.TRANSITIONS` and nowhere
 
 from dataclasses import dataclass, replace
 from typing import Any
-from urllib.parse import urlsplit
 
 from indexer.atproto.crypto import PublicKey
 from indexer.atproto.limits import Limits
@@ -36,16 +35,19 @@ class Policy:
     lenient: bool = False
     track_all: bool = True
     deletion_grace: float = 604_800.0  # seconds
-    from_host: bool = False  # the stream is a PDS's own and not a relay's: it speaks for the accounts that it hosts
 
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """What all plans of a batch stand on: the policy, the relay that the events came from, Unix seconds."""
+    """What all plans of a batch stand on: the policy, the relay that the events came from, Unix seconds.
+
+    `host` is given if the stream is a PDS's own and not a relay's: it speaks for the accounts that it hosts.
+    """
 
     policy: Policy
     relay: str
     now: float
+    host: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ def plan_event(repo: Repo, event: RepoEvent, size: int, signer: Signer | None, g
     """
     if not (repo.known or ground.policy.track_all):
         return Plan(repo, Outcome.IGNORED)
-    if ground.policy.from_host and (elsewhere := _hosted_elsewhere(repo, signer, ground)):
+    if ground.host is not None and (elsewhere := _hosted_elsewhere(repo, signer, ground)):
         return elsewhere
     match event:
         case AccountEvent():
@@ -90,7 +92,7 @@ def _hosted_elsewhere(repo: Repo, signer: Signer | None, ground: Ground) -> Plan
     """What a PDS says of an account that it doesn't host, any more perhaps, is refused (spec §4.2)."""
     if signer is None:
         return NeedsKey(repo.did, refresh=False)
-    if not signer.available or signer.host == urlsplit(ground.relay).netloc:
+    if not signer.available or signer.host == ground.host:
         return None
     if not signer.final:
         return NeedsKey(repo.did, refresh=True)

@@ -264,7 +264,7 @@ def test_a_pds_speaks_for_the_accounts_that_it_hosts(what: str) -> None:
         "account": ann.account(active=False, status="deactivated"),
         "identity": ann.identity(),
     }[what]
-    ground = replace(GROUND, policy=replace(EVERYTHING, from_host=True), relay="wss://pds.test")
+    ground = replace(GROUND, host="pds.test")
     here = replace(ann.signer, host="pds.test")
     elsewhere = replace(ann.signer, host="new.test")
     message = event(what, news)
