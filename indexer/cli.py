@@ -105,9 +105,8 @@ def _command(name: str) -> Callable[[Command[P]], click.Command]:
     def register(function: Command[P]) -> click.Command:
         @wraps(function)
         def invoke(*args: P.args, **options: P.kwargs) -> int:
-            context = click.get_current_context()
-            own: Any = options.pop("config")
-            settings = load_settings(own or context.find_root().params["config"])
+            options.pop("config")
+            settings = load_settings(_config_file())
             configure_logging(settings.log_format, settings.log_level)
             return asyncio.run(function(settings, *args, **options))
 
@@ -116,16 +115,30 @@ def _command(name: str) -> Callable[[Command[P]], click.Command]:
     return register
 
 
+def _config_file() -> Path | None:
+    """As given to the command, or before it."""
+    context = click.get_current_context()
+    file: Path | None = context.params["config"] or context.find_root().params["config"]
+    return file
+
+
 @_command("run")
 @click.option("--no-migrate", is_flag=True, help="Don't bring the schema to head first; stop if it isn't.")
-async def run_command(settings: Settings, *, no_migrate: bool) -> int:
+@click.option(
+    "--processes", default=1, type=click.IntRange(1, 64), help="So many daemons, each with its part of the shard."
+)
+async def run_command(settings: Settings, *, no_migrate: bool, processes: int) -> int:
     """Run the daemon: consume, verify, resynchronize, serve health and metrics.
 
     SIGTERM or SIGINT saves what was received and stops; a second one stops at once.
     """
     from indexer.run import run  # noqa: PLC0415 - what only the daemon needs is loaded only by it
 
-    return await run(settings, migrate_first=not no_migrate)
+    if processes == 1:
+        return await run(settings, migrate_first=not no_migrate)
+    from indexer.supervise import supervise  # noqa: PLC0415
+
+    return await supervise(settings, processes, _config_file(), migrate_first=not no_migrate)
 
 
 @_command("demo")
@@ -253,6 +266,19 @@ async def resync_command(settings: Settings, *, dids: tuple[str, ...], errored: 
         marked = await store.mark_resync(named, errored=errored, all=everything)
     click.echo(f"{marked} marked")
     return _complain(f"{len(named) - marked} of them are not known here", UNKNOWN) if marked < len(named) else 0
+
+
+@_command("takedown")
+@click.argument("did", metavar="DID", type=DID)
+@click.option("--reverse", is_flag=True, help="Show it again.")
+async def takedown_command(settings: Settings, *, did: str, reverse: bool) -> int:
+    """Hide a repo here, whatever upstream says of it. It is kept up to date all the same."""
+    async with _store(settings) as store:
+        known = await store.takedown(did, on=not reverse)
+    if not known:
+        return _complain(f"{did} is not known here", UNKNOWN)
+    click.echo(f"{did} is {'shown again' if reverse else 'hidden'}")
+    return 0
 
 
 @_command("inspect")

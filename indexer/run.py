@@ -32,6 +32,7 @@ from indexer.service.pool import Pool
 from indexer.service.reader import Place, Reader
 from indexer.service.resync import Resync
 from indexer.service.retention import Retention
+from indexer.service.tenure import Tenure
 from indexer.service.writer import Writer
 from indexer.status import READY_LAG_SECONDS
 from indexer.store import Keep, Store
@@ -56,7 +57,7 @@ log = structlog.get_logger(__name__)
 async def run(settings: Settings, *, migrate_first: bool = True) -> int:
     """The command `indexer run`: serves until a signal comes; gives the exit code."""
     stop = asyncio.Event()
-    with _signals(stop):
+    with signals(stop):
         async with database(_url(settings), settings.data_dir) as dsn:
             if migrate_first:
                 await migrate(dsn)
@@ -136,8 +137,9 @@ class Daemon:
         self.handles = HandleChecks(store, handles, settings.shard, rate=settings.handle_rate) if handles else None
         self.inbox = Inbox(INBOX_BYTES)
         self.keys = KeyDesk(identities, self.inbox, patience=KEY_PATIENCE_SECONDS, at_once=KEYS_AT_ONCE)
-        self.place = Place(of_pds=settings.upstream == "pds")
+        self.tenure = Tenure(store, settings.shard)
         self.subscription = Subscription(settings.relays, RECEIVED_FRAMES * settings.frame_bytes, settings.user_agent)
+        self.place = Place(lambda: self.subscription.connection is not None, of_pds=settings.upstream == "pds")
         self.reader = Reader(
             store, self.subscription, self.inbox, self.place, settings.shard, settings.start, settings.limits, metrics
         )
@@ -165,8 +167,8 @@ class Daemon:
             "retention": self.retention.run(),
         }
         if "live" in self._settings.roles:
-            stages |= {"reader": self.reader.run(), "keys": self.keys.run(), "writer": self.writer.run()}
-            stages |= {"erasure": self.erasure.run()}
+            stages |= {"tenure": self.tenure.run(), "erasure": self.erasure.run()}
+            stages |= {"reader": self._read(), "keys": self.keys.run(), "writer": self.writer.run()}
         if "resync" in self._settings.roles:
             stages |= {"pool": self.pool.run()}
             if self.handles is not None:
@@ -184,6 +186,11 @@ class Daemon:
                 task.cancel()
             await asyncio.gather(*tasks.values(), stopped, return_exceptions=True)
             await self.keys.close()
+
+    async def _read(self) -> None:
+        """Nobody else works on our buckets."""
+        await self.tenure.begun.wait()
+        await self.reader.run()
 
     async def _drain(self, tasks: Mapping[str, asyncio.Task[None]]) -> None:
         """Raises what ends a stage meanwhile."""
@@ -244,6 +251,8 @@ class Daemon:
             return trouble
         if "live" not in self._settings.roles:
             return None
+        if self.tenure.trouble:
+            return self.tenure.trouble
         if self.subscription.connection is None:
             return f"no relay is connected: {self.subscription.last_error or 'connecting'}"
         if self.writer.lag is not None and self.writer.lag > READY_LAG_SECONDS:
@@ -304,7 +313,7 @@ def _http(relay: str) -> str:
 
 
 @contextmanager
-def _signals(stop: asyncio.Event) -> Iterator[None]:
+def signals(stop: asyncio.Event) -> Iterator[None]:
     """SIGTERM and SIGINT set `stop`; a second one cancels the running task."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
 

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from indexer.log import printable
 from indexer.store import Counts
+from indexer.sync.plan import Cursor
 from indexer.sync.repo import SyncStatus
 
 READY_LAG_SECONDS = 60.0
@@ -18,7 +19,9 @@ READY_LAG_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A cursor; `lag_seconds` is the age of the event at it, None if the relay wrote no time that can be read."""
+    """A cursor; `lag_seconds` is the age of the event at it, or how long ago nothing more had come; None if neither is
+    known: a relay may write no time that can be read.
+    """
 
     relay: str
     shard: str
@@ -88,7 +91,7 @@ def status_of(shard: str, earlier: Sample, now: Sample) -> Status:
     """The status of the process with this shard, from two samples."""
     counts, seconds = now.counts, max(now.at - earlier.at, 0.001)
     places = [
-        Place(cursor.relay, cursor.shard, cursor.seq, cursor.event_time, _age(cursor.event_time, now.at))
+        Place(cursor.relay, cursor.shard, cursor.seq, cursor.event_time, _lag(cursor, now.at))
         for cursor in counts.cursors
     ]
     synchronized = counts.statuses[SyncStatus.SYNCHRONIZED]
@@ -115,6 +118,11 @@ def status_of(shard: str, earlier: Sample, now: Sample) -> Status:
             for h in counts.hosts
         ],
     )
+
+
+def _lag(cursor: Cursor, now: float) -> float | None:
+    lags = [_age(cursor.event_time, now), None if cursor.caught_up_at is None else now - cursor.caught_up_at]
+    return min((lag for lag in lags if lag is not None), default=None)
 
 
 def _age(event_time: str | None, now: float) -> float | None:

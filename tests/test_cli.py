@@ -341,6 +341,16 @@ def test_add_takes_dids_from_everywhere_once(session: Session, tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("known")
+def test_a_takedown_hides_and_its_reverse_shows(session: Session) -> None:
+    assert session("takedown", DID).stdout == f"{DID} is hidden\n"
+    assert json.loads(session("repo", DID, "--json").stdout)["visible"] is False
+    assert session("takedown", DID, "--reverse").stdout == f"{DID} is shown again\n"
+    assert json.loads(session("repo", DID, "--json").stdout)["visible"] is True
+    result = session("takedown", "did:web:nobody.example")
+    assert (result.returncode, result.stderr) == (4, "indexer: did:web:nobody.example is not known here\n")
+
+
+@pytest.mark.usefixtures("known")
 def test_resync_marks(session: Session) -> None:
     assert session("resync", "--errored").stdout == "0 marked\n"
     assert session("resync", DID).stdout == "1 marked\n"

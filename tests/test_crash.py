@@ -24,10 +24,9 @@ KILLS = 8
 STEPS = 50  # of the scenario, a life
 
 
-@asynccontextmanager
-async def daemon_process(network: LocalNetwork, dsn: str, directory: Path) -> AsyncIterator[Process]:
-    """`indexer run` as its own process; killed at the end of the block, whatever it is doing."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("INDEXER_")} | {
+def environment_of(network: LocalNetwork, dsn: str, directory: Path) -> dict[str, str]:
+    """Nothing of whoever runs the tests, and the settings of a daemon on this network."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("INDEXER_")} | {
         "INDEXER_DATABASE_URL": dsn,
         "INDEXER_DATA_DIR": str(directory),
         "INDEXER_RELAYS": network.relay_url,
@@ -39,10 +38,16 @@ async def daemon_process(network: LocalNetwork, dsn: str, directory: Path) -> As
         "INDEXER_HOST_RATE": "1000",
         "INDEXER_HTTP_BIND": "127.0.0.1:0",
     }
+
+
+@asynccontextmanager
+async def daemon_process(network: LocalNetwork, dsn: str, directory: Path) -> AsyncIterator[Process]:
+    """`indexer run` as its own process; killed at the end of the block, whatever it is doing."""
     with (directory / "daemon.log").open("ab") as log:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "indexer", "run", "--no-migrate", env=environment, stderr=log, stdout=log
-        )
+            sys.executable, "-m", "indexer", "run", "--no-migrate",
+            env=environment_of(network, dsn, directory), stderr=log, stdout=log,
+        )  # fmt: skip
     try:
         yield process
     finally:
@@ -104,18 +109,20 @@ async def saved_cursor(dsn: str) -> int:
         await connection.close()
 
 
-async def equal(network: LocalNetwork, dsn: str) -> None:
+async def equal(network: LocalNetwork, dsn: str, least: int = 100) -> None:
+    """Waits until all of the network, which has `least` records or more, is in the database."""
     store = await Store.open(dsn)
     comparison = Comparison(0, 0, ["not compared"])
 
     async def same() -> bool:
         nonlocal comparison
         comparison = await compare(network, store)
-        return not comparison.differences and await saved_cursor(dsn) == network.relay.log[-1].seq
+        last = network.relay.log[-1].seq
+        return not comparison.differences and await store.cursor(network.relay_url, "0/1") == last
 
     try:
         await until(same, lambda: comparison.differences[:5])
-        assert comparison.records > 100
+        assert comparison.records >= least
     finally:
         await store.close()
 

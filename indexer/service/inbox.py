@@ -34,10 +34,17 @@ class Inbox:
             self._queue.extendleft(reversed(list(messages)))
             self._changed.notify_all()
 
-    async def take(self, most: int, linger: float) -> list[Received]:
-        """Up to `most` messages: at least one, and what else comes within `linger` seconds."""
+    async def take(self, most: int, linger: float, patience: float | None = None) -> list[Received]:
+        """Up to `most` messages: at least one, and what else comes within `linger` seconds.
+
+        None of them if none comes within `patience` seconds.
+        """
         async with self._changed:
-            await self._changed.wait_for(lambda: self._queue)
+            try:
+                async with asyncio.timeout(patience):
+                    await self._changed.wait_for(lambda: self._queue)
+            except TimeoutError:
+                return []
             if len(self._queue) < most:
                 try:
                     async with asyncio.timeout(linger):

@@ -1,6 +1,7 @@
 """Frames from the relay into the inbox, in order, each with its place on the watermark."""
 
 import asyncio
+from collections.abc import Callable
 from time import monotonic
 from typing import Literal
 
@@ -30,10 +31,12 @@ log = structlog.get_logger(__name__)
 class Place:
     """Where in which relay's stream we are. Replaced as a whole when a connection begins.
 
-    `host` is the stream's own host if what is called a relay is a PDS, as `of_pds` says.
+    `open` tells whether the stream is open at present. `host` is the stream's own host if what is called a relay is a
+    PDS, as `of_pds` says.
     """
 
-    def __init__(self, *, of_pds: bool = False) -> None:
+    def __init__(self, is_open: Callable[[], bool], *, of_pds: bool = False) -> None:
+        self.open = is_open
         self.relay = ""
         self.host: str | None = None
         self.watermark = Watermark()

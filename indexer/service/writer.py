@@ -30,11 +30,14 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How batches are cut: by count, or by seconds since the first message; and the pause while Postgres is away."""
+    """How batches are cut: by count, or by seconds since the first message; the pause while Postgres is away; and how
+    long no message comes until we count as caught up.
+    """
 
     events: int = 500
     linger: float = 0.05
     pause: float = 1.0
+    quiet: float = 5.0
 
 
 class Writer:
@@ -67,12 +70,14 @@ class Writer:
 
     async def run(self) -> None:
         while True:
-            messages = self._keys.hold_back(await self._inbox.take(self._pace.events, self._pace.linger))
+            taken = await self._inbox.take(self._pace.events, self._pace.linger, self._pace.quiet)
+            messages = self._keys.hold_back(taken)
             self.progress = monotonic()
-            if not messages:
-                continue
             try:
-                await self._write(messages)
+                if messages:
+                    await self._write(messages)
+                elif not taken:
+                    await self._save_place()
                 self.trouble = None
                 self.progress = monotonic()
             except UnavailableError as error:  # nothing is settled, or was and will be seen as replayed
@@ -94,6 +99,16 @@ class Writer:
                 Batch(plan.writes, tuple(plan.dead_letters), frozenset(plan.stale_identities), self._cursor(plan))
             )
         await self._settle(messages, plan, moved)
+
+    async def _save_place(self) -> None:
+        """Nothing comes: messages that were not ours may have moved us, and who asks shall see that we are here."""
+        position = self._place.watermark.position
+        if position is None or not self._place.open() or self._inbox.held:
+            return
+        now = time()
+        await self._store.apply(Batch(cursor=Cursor(self._place.relay, str(self._shard), position, caught_up_at=now)))
+        self._metrics.cursor(self._place.relay, position)
+        self.lag = 0.0
 
     def _cursor(self, plan: BatchPlan) -> Cursor | None:
         seqs = [settled.received.seq for settled in plan.settled if settled.received.seq is not None]

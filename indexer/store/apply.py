@@ -115,9 +115,11 @@ _TRIM_LETTERS = """
 """
 
 _SAVE_CURSOR = """
-    insert into indexer.cursor as c (relay, shard, seq, event_time, updated_at) values ($1, $2, $3, $4, now())
+    insert into indexer.cursor as c (relay, shard, seq, event_time, caught_up_at, updated_at)
+    values ($1, $2, $3, $4, to_timestamp($5), now())
     on conflict (relay, shard) do update
     set seq = greatest(c.seq, excluded.seq), updated_at = excluded.updated_at,
+        caught_up_at = coalesce(excluded.caught_up_at, c.caught_up_at),
         event_time = case when excluded.seq >= c.seq then coalesce(excluded.event_time, c.event_time)
                      else c.event_time end
 """
@@ -216,4 +218,5 @@ async def _write_letters(connection: Connection, letters: Sequence[DeadLetter]) 
 
 
 async def _save_cursor(connection: Connection, cursor: Cursor) -> None:
-    await connection.execute(_SAVE_CURSOR, cursor.relay, cursor.shard, cursor.seq, plain(cursor.event_time))
+    event_time = plain(cursor.event_time)
+    await connection.execute(_SAVE_CURSOR, cursor.relay, cursor.shard, cursor.seq, event_time, cursor.caught_up_at)

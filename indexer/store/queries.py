@@ -41,6 +41,11 @@ _COUNT_REPOS = """
     from indexer.repo group by status, reason
 """
 
+_CURSORS = """
+    select relay, shard, seq, event_time, date_part('epoch', caught_up_at) as caught_up_at
+    from atproto.cursors order by relay, shard
+"""
+
 _COUNT_RECORDS = """
     select greatest(reltuples::bigint, pg_stat_get_live_tuples(oid), 0)
     from pg_class where oid = 'indexer.record'::regclass
@@ -90,7 +95,7 @@ async def counts(connection: Connection) -> Counts:
             reasons[row["reason"]] = reasons.get(row["reason"], 0) + row["repos"]
         waiting += row["waiting"]
         parked += row["parked"]
-    cursors = await connection.fetch("select relay, shard, seq, event_time from atproto.cursors order by relay, shard")
+    cursors = await connection.fetch(_CURSORS)
     return Counts(
         statuses,
         reasons,

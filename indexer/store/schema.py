@@ -197,6 +197,7 @@ cursor = Table(
     Column("shard", Text, primary_key=True),
     Column("seq", BigInteger, nullable=False),
     Column("event_time", Text),
+    Column("caught_up_at", TIME),
     Column("updated_at", TIME, nullable=False, server_default=NOW),
 )
 

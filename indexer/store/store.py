@@ -1,6 +1,6 @@
 """The store: one pool of connections, and each thing that the service does with the database as a method."""
 
-from asyncio import Semaphore
+from asyncio import Event, Semaphore
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from time import time
@@ -17,6 +17,7 @@ from indexer.store.queries import Counts
 from indexer.store.resync import ResyncTransaction
 from indexer.store.retention import Keep, Log, Upkeep
 from indexer.store.rows import Connection, buckets_of, repo_columns, repo_of, unnest
+from indexer.store.tenure import hold
 from indexer.sync.identity import HandleCheck, HandleClaim, StoredIdentity
 from indexer.sync.plan import Batch
 from indexer.sync.repo import Repo
@@ -40,8 +41,9 @@ _REPOS = f"""
 class Store:
     """Postgres. Every method raises `DatabaseError` for what another try may cure, and tries nothing twice itself."""
 
-    def __init__(self, pool: asyncpg.Pool, connections: int) -> None:
+    def __init__(self, pool: asyncpg.Pool, connections: int, dsn: str) -> None:
         self._pool = pool
+        self._dsn = dsn
         self._resyncs = Semaphore(max(1, connections - RESERVED))
 
     @classmethod
@@ -56,10 +58,21 @@ class Store:
                 command_timeout=STATEMENT_SECONDS,
                 server_settings=_SETTINGS,
             )
-        return cls(pool, connections)
+        return cls(pool, connections, dsn)
 
     async def close(self) -> None:
         await self._pool.close()
+
+    @asynccontextmanager
+    async def hold(self, buckets: range) -> AsyncIterator[Event | None]:
+        """Keeps other processes off these buckets, by a connection of its own; see `indexer.store.tenure`."""
+        with database_errors():
+            connection = await asyncpg.connect(self._dsn, timeout=CONNECT_SECONDS, command_timeout=STATEMENT_SECONDS)
+            try:
+                async with hold(connection, buckets) as lost:
+                    yield lost
+            finally:
+                await connection.close(timeout=CONNECT_SECONDS)
 
     async def repos(self, dids: Sequence[str]) -> dict[str, Repo]:
         """The rows that there are."""

@@ -90,12 +90,17 @@ class RepoWrite:
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """A place in one relay's stream: everything up to `seq` has its effect in the database."""
+    """A place in one relay's stream: everything up to `seq` has its effect in the database.
+
+    `event_time` is the time of that message in the relay's own words; `caught_up_at` the Unix time at which nothing
+    more had come behind it for a while, on an open stream.
+    """
 
     relay: str
     shard: str
     seq: int
     event_time: str | None = None
+    caught_up_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,7 +111,7 @@ async def test_marking_for_a_resync(store: Store, monkeypatch: pytest.MonkeyPatc
 
     assert await store.mark_resync(errored=True) == 1
     again = (await store.repos([failed.did]))[failed.did]
-    assert (again.reason, again.attempts, again.next_attempt_at, again.version) == (Desync.SYNC_EVENT, 0, None, 2)
+    assert (again.reason, again.attempts, again.next_attempt_at, again.version) == (Desync.REQUESTED, 0, None, 2)
     assert (await store.repos([did(1)]))[did(1)] == others[1]
 
     assert await store.mark_resync(all=True) == 7

@@ -44,7 +44,7 @@ FACE = {
     "next_attempt_at last_error synchronized_at updated_at",
     "records": "did collection rkey uri cid rev value value_problem indexed_at",
     "changes": "seq did collection rkey action cid rev live time",
-    "cursors": "relay shard seq event_time updated_at",
+    "cursors": "relay shard seq event_time updated_at caught_up_at",
     "hosts": "host requests failures failures_in_a_row paused_until pause_reason last_error last_success_at updated_at",
     "rejected": "id relay seq did kind reason time",
 }

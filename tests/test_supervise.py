@@ -1,0 +1,102 @@
+"""Several processes, each with its part: `indexer run --processes N`."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import asyncpg
+import pytest
+
+from indexer.config import Settings
+from indexer.localnet.load import Scenario
+from indexer.localnet.network import LocalNetwork
+from indexer.supervise import environment
+from indexer.sync.shard import Shard
+from tests.serving import until
+from tests.test_crash import assert_nothing_doubled, environment_of, equal
+
+
+def test_each_process_has_its_part_of_everything() -> None:
+    settings = Settings(shard="1/2", http_bind="127.0.0.1:2580", plc_rate="10", host_rate="9", host_concurrency="10")
+    own = [environment(settings, index, 3) for index in range(3)]
+    assert [one["INDEXER_SHARD"] for one in own] == ["3/6", "4/6", "5/6"]
+    assert [one["INDEXER_HTTP_BIND"] for one in own] == ["127.0.0.1:2580", "127.0.0.1:2581", "127.0.0.1:2582"]
+    assert {one["INDEXER_HOST_RATE"] for one in own} == {"3.0"}
+    assert {one["INDEXER_HOST_CONCURRENCY"] for one in own} == {"4"}
+    buckets = [bucket for one in own for bucket in Shard.parse(one["INDEXER_SHARD"]).buckets]
+    assert buckets == list(Shard(1, 2).buckets)
+
+
+@asynccontextmanager
+async def processes(
+    network: LocalNetwork, dsn: str, directory: Path, count: int
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    command = [sys.executable, "-m", "indexer", "run", "--no-migrate", "--processes", str(count)]
+    with (directory / "daemon.log").open("ab") as log:
+        process = await asyncio.create_subprocess_exec(
+            *command, env=environment_of(network, dsn, directory), stdout=log, stderr=log
+        )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.terminate()
+            await process.wait()
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="children are found in /proc")
+async def test_processes_share_the_work_and_survive_each_other(database: str, tmp_path: Path) -> None:
+    """Two processes; one is killed and started again; then three; then one alone: nothing is lost or doubled."""
+    async with LocalNetwork() as network:
+        scenario, total, step = Scenario(network, seed=11), 160, 0
+
+        def play(steps: int) -> None:
+            nonlocal step
+            for _ in range(steps):
+                scenario.perform(step, total)
+                step += 1
+
+        async with processes(network, database, tmp_path, 2) as parent:
+            play(30)
+            await equal(network, database, least=30)
+            victim, other = children_of(parent.pid)
+            os.kill(victim, signal.SIGKILL)
+            play(30)
+            await until(lambda: len(set(children_of(parent.pid)) - {victim}) == 2)
+            assert other in children_of(parent.pid)
+            await equal(network, database, least=30)
+            parent.send_signal(signal.SIGTERM)
+            assert await parent.wait() == 0, (tmp_path / "daemon.log").read_text()[-2_000:]
+        for count in (3, 1):
+            play(50)
+            async with processes(network, database, tmp_path, count):
+                await equal(network, database, least=30)
+        await assert_nothing_doubled(database)
+        connection = await asyncpg.connect(database)
+        shards = [row["shard"] for row in await connection.fetch("select shard from atproto.cursors order by 1")]
+        await connection.close()
+        assert shards == ["0/1", "0/2", "0/3", "1/2", "1/3", "2/3"]
+
+
+@pytest.mark.slow
+async def test_bad_settings_stop_all(tmp_path: Path) -> None:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("INDEXER_")}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "indexer", "run", "--processes", "2",
+        env=clean | {"INDEXER_DATABASE_URL": "postgresql://127.0.0.1:1/none", "INDEXER_DATA_DIR": str(tmp_path)},
+        stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    _, errors = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == 1
+    assert b"127.0.0.1" in errors
+    assert b"Traceback" not in errors
