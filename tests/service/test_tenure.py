@@ -15,12 +15,12 @@ async def test_overlapping_shards_wait_for_each_other(database: str) -> None:
     await first.begun.wait()
     waiting = [asyncio.create_task(tenure.run()) for tenure in (second, other)]
     await until(lambda: second.trouble is not None and other.trouble is not None)
-    assert second.trouble == "another process holds buckets of shard 1/2"
+    assert "another process holds buckets of shard 1/2" in str(second.trouble)
     assert not second.begun.is_set()
     running.cancel()
     await asyncio.wait([running])
     await asyncio.wait_for(asyncio.gather(second.begun.wait(), other.begun.wait()), 20)
-    assert (second.trouble, other.trouble) == (None, None)
+    assert not any(tenure.trouble for tenure in (second, other))
     for task in waiting:
         task.cancel()
     await asyncio.wait(waiting)

@@ -57,8 +57,8 @@ def test_a_change_of_the_number_of_shards_loses_nothing(eras: list[tuple[int, li
             cursors[part] = max(cursors.get(part, 0), begin + step)
             for bucket in part.buckets:
                 done[bucket] = max(done[bucket], begin + step)
-    begin = resume(cursors, shard)
-    assert begin is None or begin == min(done[bucket] for bucket in shard.buckets)
+    final = resume(cursors, shard)
+    assert final is None or final == min(done[bucket] for bucket in shard.buckets)
 
 
 def test_buckets_that_nobody_had_hold_nobody_up() -> None:
