@@ -18,14 +18,14 @@ _LOCK = "select bool_and(pg_try_advisory_lock($1, bucket)) from unnest($2::integ
 
 
 @asynccontextmanager
-async def hold(connection: Connection, buckets: range) -> AsyncIterator[asyncio.Event | None]:
+async def hold(connection: asyncpg.Connection, buckets: range) -> AsyncIterator[asyncio.Event | None]:
     """Holds the buckets as long as the block lasts; None if another session has any of them.
 
     The event is set if the session ends before.
     """
     lost = asyncio.Event()
 
-    def end(_connection: asyncpg.Connection) -> None:
+    def end(_connection: Connection) -> None:
         lost.set()
 
     connection.add_termination_listener(end)
