@@ -9,10 +9,10 @@ import structlog
 from aiolimiter import AsyncLimiter
 
 from indexer.errors import UnavailableError
-from indexer.identity import INVALID_HANDLE, Handles
+from indexer.identity import Handles
 from indexer.store import DatabaseError, Store
 from indexer.sync.backoff import backoff_seconds
-from indexer.sync.identity import HandleCheck, HandleClaim
+from indexer.sync.identity import INVALID_HANDLE, HandleCheck, HandleClaim
 from indexer.sync.shard import Shard
 
 MOST_AT_ONCE = 64

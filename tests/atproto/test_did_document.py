@@ -70,13 +70,21 @@ def operations() -> Iterator[tuple[str, dict[str, Any]]]:
     """Every operation of the published logs that leaves an identity, in today's form."""
     for file in sorted(vectors("did-plc").rglob("*.json")):
         for entry in json.loads(file.read_text()):
-            operation = entry["operation"]
-            if operation["type"] == "create":
-                pds = {"type": "AtprotoPersonalDataServer", "endpoint": operation["service"]}
-                operation |= {"alsoKnownAs": [f"at://{operation['handle']}"], "services": {"atproto_pds": pds}}
-                operation |= {"verificationMethods": {"atproto": operation["signingKey"]}}
+            operation = modern(entry["operation"])
             if operation["type"] != "plc_tombstone":
                 yield entry["did"], operation
+
+
+def modern(operation: dict[str, Any]) -> dict[str, Any]:
+    """The operation in today's form."""
+    if operation["type"] != "create":
+        return operation
+    pds = {"type": "AtprotoPersonalDataServer", "endpoint": operation["service"]}
+    return operation | {
+        "alsoKnownAs": [f"at://{operation['handle']}"],
+        "services": {"atproto_pds": pds},
+        "verificationMethods": {"atproto": operation["signingKey"]},
+    }
 
 
 def rendered(did: str, operation: dict[str, Any]) -> dict[str, Any]:

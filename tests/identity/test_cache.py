@@ -32,6 +32,8 @@ class World:
         self.asked = 0
         self.down = False
         self.key = 0
+        self.host = "pds.test"
+        self.bug = False
         self.problem: str | None = None
         self.gate = asyncio.Event()
         self.gate.set()
@@ -49,10 +51,12 @@ class World:
         self.asked += 1
         self.called.set()
         await self.gate.wait()
+        if self.bug:
+            raise ZeroDivisionError
         if self.down:
             raise UnavailableError(FetchFailure.IDENTITY_UNAVAILABLE, "down")
         key = None if self.problem else KEYS[self.key].did_key()
-        return StoredIdentity(did, "alice.test", "https://pds.test", key, self.now, problem=self.problem)
+        return StoredIdentity(did, "alice.test", f"https://{self.host}", key, self.now, problem=self.problem)
 
     async def load(self, dids: Sequence[str]) -> dict[str, StoredIdentity]:
         self.queries += 1
@@ -349,3 +353,116 @@ async def test_what_the_database_had_does_not_replace_what_was_fetched_meanwhile
     assert (await identities.lookup(DID, refresh=True)).key == KEYS[1]
     await warming
     assert key_at_hand(identities) == KEYS[1]
+
+
+@pytest.mark.parametrize("waits", [True, False])
+async def test_a_bug_in_a_look_up_is_loud_whether_or_not_somebody_waits(waits: bool) -> None:
+    world = World()
+    identities = world.identities()
+    await identities.lookup(DID)
+    running = asyncio.create_task(identities.run())
+    world.now += 86_400
+    world.bug = True
+    if waits:
+        with pytest.raises(ZeroDivisionError):
+            await identities.lookup(DID, refresh=True)
+    else:
+        await identities.warm([DID])
+    with pytest.raises(ZeroDivisionError):
+        await asyncio.wait_for(running, 10)
+
+
+async def test_a_directory_behind_the_change_is_asked_once_more() -> None:
+    world = World()
+    identities = world.identities()
+    await identities.lookup(DID)
+    identities.mark_stale([DID])
+    assert (await identities.lookup(DID)).key == KEYS[0]
+    world.key = 1
+    assert identities.pause(DID, refresh=True) == 5
+    world.now += 5
+    assert (await identities.lookup(DID, refresh=True)).key == KEYS[1]
+    assert identities.pause(DID, refresh=True) == 0, "a minute is not worth waiting for"
+    assert (await identities.lookup(DID, refresh=True)).key == KEYS[1]
+    assert world.refreshes == {("change", "asked"): 1, ("signature", "asked"): 1, ("signature", "too-soon"): 1}
+
+
+async def test_that_there_was_none_says_nothing_after_a_change() -> None:
+    world = World()
+    world.problem = "not registered"
+    identities = world.identities(refresh_rate=0.001)
+    await identities.lookup(DID)
+    identities.mark_stale([DID])
+    assert (await identities.lookup(DID)).problem == "not registered"
+    identities.mark_stale([DID])
+    world.now += 5
+    with pytest.raises(UnavailableError):  # the budget is spent
+        await identities.lookup(DID)
+    assert world.asked == 2
+
+
+async def test_a_thousand_signatures_a_second_cause_what_the_budget_allows() -> None:
+    """Of a thousand accounts of one host; accounts elsewhere, and new ones, are looked up as ever."""
+    world = World()
+    identities = world.identities(most=2_000, refresh_rate=5.0)
+    forged = dids(1_000)
+    for did in forged:
+        await identities.lookup(did)
+    honest, world.host = "did:plc:hhhhhhhhhhhhhhhhhhhhhhhh", "elsewhere.test"
+    await identities.lookup(honest)
+    known, began = world.asked, world.now
+    for second in range(60):
+        for did in forged:
+            await identities.lookup(did, refresh=True)
+        if second % 10 == 0:
+            before = world.asked
+            await identities.lookup(f"did:plc:{'n' * 22}{second // 10 + 2}a")
+            assert world.asked == before + 1
+        world.now += 1
+    new = 6
+    assert world.asked - known - new == 10 + 59, "one a second, and ten at once"
+    world.key = 1
+    assert (await identities.lookup(honest, refresh=True)).key == KEYS[1]
+    assert world.now - began == 60
+    assert world.refreshes["signature", "over-budget"] + world.refreshes["signature", "too-soon"] > 50_000
+
+
+async def test_all_hosts_together_have_no_more_than_the_budget() -> None:
+    world = World()
+    identities = world.identities(most=2_000, refresh_rate=5.0)
+    forged = dids(1_000)
+    for number, did in enumerate(forged):
+        world.host = f"pds{number}.test"
+        await identities.lookup(did)
+    known = world.asked
+    for _ in range(60):
+        for did in forged:
+            await identities.lookup(did, refresh=True)
+        world.now += 1
+    assert 5 * 68 < world.asked - known <= 5 * (10 + 59)
+
+
+async def test_renewals_have_a_budget_of_their_own() -> None:
+    world = World()
+    identities = world.identities(most=500, refresh_rate=2.0)
+    many = dids(200)
+    for number, did in enumerate(many):
+        world.host = f"pds{number}.test"
+        await identities.lookup(did)
+    world.now += 86_400
+    for _ in range(30):
+        await identities.warm(many)
+        await world.settled()
+    assert world.asked == 200 + 10, "half of what refreshes have"
+    world.key = 1
+    assert (await identities.lookup(many[199], refresh=True)).key == KEYS[1]
+
+
+async def test_where_identities_were_found_is_told() -> None:
+    world = World()
+    await world.identities().lookup(DID)
+    identities = world.identities()
+    world.cache.clear()
+    await identities.warm([DID, *dids(2)])
+    await identities.warm([DID])
+    assert world.cache == {"memory": 1, "database": 1, "nowhere": 2}

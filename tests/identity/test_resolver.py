@@ -9,8 +9,10 @@ from indexer.errors import UnavailableError
 from indexer.identity import Resolver
 from indexer.reasons import FetchFailure
 from indexer.sync.identity import StoredIdentity
+from tests.atproto.test_did_document import modern, rendered
 from tests.identity.conftest import Loopback
 from tests.outbound.host import Script, answer, zipped
+from tests.vectors import vectors
 
 DID = "did:plc:ewvi7nxzyoun6zhxrhs64oiz"
 KEY = PrivateKey.from_seed("p256", b"resolver").public
@@ -66,10 +68,20 @@ async def test_not_registered_and_tombstoned_are_definite(loopback: Loopback, st
     assert len(loopback.asked) == 1
 
 
+async def drip(writer: asyncio.StreamWriter) -> None:
+    """One byte at a time, each of them in time."""
+    writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 60000\r\n\r\n")
+    while True:
+        writer.write(b" ")
+        await writer.drain()
+        await asyncio.sleep(0.05)
+
+
 FAULTS: dict[str, bytes | Script] = {
     "server error": answer(b"{}", status=500),
     "forbidden": answer(b"{}", status=403),
     "hang": hang,
+    "drip": drip,
     "giant": answer(b"[" * 70_000),
     "bomb": zipped(b" " * 10_000_000),
     "no JSON": answer(b"<html>"),
@@ -178,3 +190,43 @@ async def test_what_can_never_be_resolved_is_not_asked_for(loopback: Loopback, d
     assert identity.problem
     assert identity.signing_key is None
     assert loopback.asked == []
+
+
+@pytest.mark.parametrize("status", [404, 410])
+async def test_a_did_web_that_its_host_does_not_know_is_definite(loopback: Loopback, status: int) -> None:
+    loopback.host.pages["/.well-known/did.json"] = answer(status=status)
+    identity = await resolver(loopback, local=False).resolve("did:web:alice.bsky.team")
+    assert identity.problem == "not registered, or tombstoned"
+
+
+async def test_published_documents_by_http(loopback: Loopback) -> None:
+    """The document of a did:plc as a directory serves it, and a did:web's, which has nothing of this protocol."""
+    plc, web = (json.loads(vectors(f"indigo/identity/did_{method}_doc.json").read_text()) for method in ("plc", "web"))
+    loopback.host.pages[f"/{plc['id']}"] = answer(json.dumps(plc).encode())
+    loopback.host.pages["/.well-known/did.json"] = answer(json.dumps(web).encode())
+    identity = await resolver(loopback, local=False).resolve(plc["id"])
+    assert (identity.handle, identity.pds, identity.problem) == ("atproto.com", "https://bsky.social", None)
+    identity = await resolver(loopback, local=False).resolve(web["id"])
+    assert identity.problem == "the document has no usable signing key and no PDS"
+
+
+async def test_the_life_of_published_logs(loopback: Loopback) -> None:
+    """Each operation of each log as the directory's answer of its time; a tombstone is a 404."""
+    read = tombstones = 0
+    for file in sorted(vectors("did-plc").rglob("*.json")):
+        for entry in json.loads(file.read_text()):
+            did, operation = entry["did"], modern(entry["operation"])
+            loopback.host.pages[f"/{did}"] = (
+                answer(b'{"message":"DID not available"}', status=404)
+                if operation["type"] == "plc_tombstone"
+                else answer(json.dumps(rendered(did, operation)).encode())
+            )
+            identity = await resolver(loopback, local=False).resolve(did)
+            if operation["type"] == "plc_tombstone":
+                tombstones += 1
+                assert (identity.signing_key, identity.problem) == (None, "not registered, or tombstoned")
+            else:
+                read += 1
+                assert identity.signing_key == operation["verificationMethods"].get("atproto")
+    assert read > 20
+    assert tombstones > 0
