@@ -1,16 +1,22 @@
 """Signing keys: they change, they can't be had, they are forged."""
 
+import asyncio
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
+from time import monotonic
 
 import pytest
 
+from indexer.identity import Resolver
 from indexer.localnet.account import Account
-from indexer.localnet.network import did_of
+from indexer.localnet.network import LocalNetwork, did_of
 from indexer.localnet.repo import Change, Repo, Write
 from indexer.localnet.server import Fault
+from indexer.run import daemon
+from indexer.sync.identity import StoredIdentity
 from tests.daemon.stage import FORGER, POST, Stage, commit_payload, post, staged
+from tests.serving import settings_for
 
 
 def found(stage: Stage) -> float:
@@ -171,6 +177,47 @@ async def test_a_flood_of_forgeries_asks_the_directory_once(database: str, tmp_p
         assert stage.metric("rejected", reason="signature-invalid") == 50
         assert stage.network.plc.requests.total() == lookups + 1
         assert stage.exports == 0
+
+
+@pytest.mark.slow
+async def test_forgeries_for_many_accounts_leave_the_directory_to_new_ones(database: str, tmp_path: Path) -> None:
+    """At most the configured refreshes: half of five a second, a tenth for one host's accounts, ten seconds at once."""
+    async with LocalNetwork(pds=2) as network:
+        async with staged(database, tmp_path, network) as stage:
+            forged_for = [stage.account(f"known{number}.test", records=1) for number in range(30)]
+            await stage.equal()
+        before, began = network.plc.requests.copy(), monotonic()
+        async with staged(database, tmp_path, network, plc_rate="5") as stage:
+            for _ in range(5):
+                for account in forged_for:
+                    stage.inject("#commit", commit_payload(account.did, forged(stage, account), network.clock.now()))
+            fresh = stage.account("fresh.test")
+            await stage.equal()
+            assert stage.metric("rejected", reason="signature-invalid") == 150
+            assert stage.exports == 0, "the new account's first commit was checked when it came"
+            refreshes = network.plc.requests - before
+            assert 0 < refreshes.pop(f"/{fresh.did}") <= 2
+            assert refreshes.total() <= 2 * (5 + 0.5 * (monotonic() - began))
+            assert refreshes.total() == stage.metric("identity_refreshes", cause="signature", result="asked")
+            assert stage.metric("identity_refreshes", cause="signature", result="over-budget") > 0
+            assert set(await stage.rejected()) == {(account.did, "signature-invalid") for account in forged_for}
+
+
+async def test_a_bug_in_a_look_up_ends_the_daemon(
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the messages that wait for the key are the last ones."""
+
+    async def bug(_self: Resolver, _did: str) -> StoredIdentity:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Resolver, "resolve", bug)
+    async with LocalNetwork() as network:
+        settings = settings_for(network.relay_url, network.plc_url, tmp_path, roles="live")
+        async with daemon(settings, database) as running:
+            network.create_account("ada.test")
+            with pytest.raises(ZeroDivisionError):
+                await asyncio.wait_for(running.run(asyncio.Event()), 30)
 
 
 async def test_a_signature_over_other_bytes(database: str, tmp_path: Path) -> None:

@@ -14,8 +14,9 @@ class NameServer(asyncio.DatagramProtocol):
     """TXT and address records. `texts` and `addresses` have each name's records as they are written in zone files;
     others don't exist.
 
-    With `rcode` every answer is that; `silent`: there is none; `truncated`: over UDP it says that it doesn't fit;
-    `garbled`: it is no DNS message. `asked` has all queries' names, `by_tcp` those that came so.
+    With `rcode` every answer is that; `silent`: there is none, or none about names that begin so; `truncated`: over UDP
+    it says that it doesn't fit; `garbled`: it is no DNS message. `asked` has all queries' names, `by_tcp` those that
+    came so.
     """
 
     def __init__(self) -> None:
@@ -24,7 +25,7 @@ class NameServer(asyncio.DatagramProtocol):
         self.asked: list[str] = []
         self.by_tcp: list[str] = []
         self.rcode: dns.rcode.Rcode | None = None
-        self.silent = False
+        self.silent: bool | str = False
         self.truncated = False
         self.garbled = False
         self.address = ("127.0.0.1", 0)
@@ -49,7 +50,7 @@ class NameServer(asyncio.DatagramProtocol):
 
     def datagram_received(self, data: bytes, addr: Any) -> None:
         answer = self._answer(data)
-        if self.silent:
+        if self.is_silent:
             return
         if self.truncated:
             answer.answer.clear()
@@ -60,10 +61,15 @@ class NameServer(asyncio.DatagramProtocol):
         data = await reader.readexactly(int.from_bytes(await reader.readexactly(2)))
         answer = self._answer(data)
         self.by_tcp.append(self.asked[-1])
-        if not self.silent:
+        if not self.is_silent:
             wire = answer.to_wire()
             writer.write(len(wire).to_bytes(2) + wire)
         writer.close()
+
+    @property
+    def is_silent(self) -> bool:
+        """About the name that was asked for last."""
+        return self.asked[-1].startswith(self.silent) if isinstance(self.silent, str) else self.silent
 
     def _answer(self, data: bytes) -> dns.message.Message:
         query = dns.message.from_wire(data)
