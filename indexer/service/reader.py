@@ -16,7 +16,7 @@ from indexer.relay.subscription import Subscription
 from indexer.service.inbox import Inbox
 from indexer.store import Store
 from indexer.sync.batch import Received
-from indexer.sync.events import Event, InfoEvent, MalformedEvent, StreamError
+from indexer.sync.events import Event, ForeignEvent, InfoEvent, MalformedEvent, StreamError
 from indexer.sync.frames import decode_frame
 from indexer.sync.repo import Outcome
 from indexer.sync.shard import Shard
@@ -24,6 +24,7 @@ from indexer.sync.watermark import Watermark
 
 Start = Literal["live", "oldest"] | int
 DATABASE_PAUSE = 1.0  # seconds
+MOST_OPEN = 200_000  # sequence numbers behind one that is not settled
 
 log = structlog.get_logger(__name__)
 
@@ -77,12 +78,15 @@ class Reader:
         self.gaps = 0
 
     async def run(self) -> None:
+        owns = None if self._shard.count == 1 else self._shard.owns
         async for frame in self._subscription.frames(self._begin):
             if self._skipped != self._subscription.skipped:
                 await self._report_skipped()
-            event = self._in_order(decode_frame(frame, self._limits))
+            event = self._in_order(decode_frame(frame, self._limits, owns))
             self._metrics.received(event.kind)
-            if isinstance(event, InfoEvent):
+            if isinstance(event, ForeignEvent):
+                await self._pass(event)
+            elif isinstance(event, InfoEvent):
                 self._info(event)
             elif isinstance(event, StreamError):
                 self._error(event)
@@ -124,20 +128,25 @@ class Reader:
         return MalformedEvent(Rejection.SEQ_NOT_INCREASING, detail, event.kind, None, getattr(event, "did", None))
 
     async def _accept(self, received: Received) -> None:
-        seq, did = received.seq, received.did
-        if seq is None:
+        if received.seq is None or self._advance(received.event.kind, received.seq):
             await self._inbox.put(received)
-        elif seq == self._newest:  # the usual repetition: many relays send the cursor's own message again
-            self._metrics.outcome(received.event.kind, Outcome.REPLAYED)
-        else:
-            self._newest = seq
-            self.trouble = None
-            self._place.watermark.add(seq)
-            if did is None or self._shard.owns(did):
-                await self._inbox.put(received)
-            else:
-                self._place.watermark.done((seq,))
-                self._metrics.outcome(received.event.kind, Outcome.IGNORED)
+
+    async def _pass(self, event: ForeignEvent) -> None:
+        if len(self._place.watermark) > MOST_OPEN:  # one of ours has been waiting for as many messages of others
+            await self._inbox.empty()
+        if self._advance(event.kind, event.seq):
+            self._place.watermark.done((event.seq,))
+            self._metrics.outcome(event.kind, Outcome.IGNORED)
+
+    def _advance(self, kind: str, seq: int) -> bool:
+        """Whether the message is a new one: many relays send the cursor's own message again."""
+        if seq == self._newest:
+            self._metrics.outcome(kind, Outcome.REPLAYED)
+            return False
+        self._newest = seq
+        self.trouble = None
+        self._place.watermark.add(seq)
+        return True
 
     def _info(self, event: InfoEvent) -> None:
         self._metrics.outcome(event.kind, Outcome.IGNORED)

@@ -100,6 +100,14 @@ class UnknownEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class ForeignEvent:
+    """A message of an account of another shard, looked at no further: whoever has the account judges it."""
+
+    seq: int
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
 class MalformedEvent:
     """A frame that broke a rule before it could become an event, with what could be read of it."""
 
@@ -112,4 +120,4 @@ class MalformedEvent:
 
 
 RepoEvent = CommitEvent | SyncEvent | IdentityEvent | AccountEvent
-Event = RepoEvent | InfoEvent | StreamError | UnknownEvent | MalformedEvent
+Event = RepoEvent | InfoEvent | StreamError | UnknownEvent | MalformedEvent | ForeignEvent

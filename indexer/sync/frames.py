@@ -13,6 +13,7 @@ from indexer.sync.events import (
     AccountEvent,
     CommitEvent,
     Event,
+    ForeignEvent,
     IdentityEvent,
     InfoEvent,
     MalformedEvent,
@@ -27,12 +28,17 @@ _PATH_CHARACTERS = 1_024
 _NAMESPACE = "com.atproto.sync.subscribeRepos"
 
 
-def decode_frame(frame: bytes, limits: Limits) -> Event:
-    """One websocket message as an event; a `MalformedEvent` if it breaks a rule. Never raises."""
+def decode_frame(frame: bytes, limits: Limits, owns: Callable[[str], bool] | None = None) -> Event:
+    """One websocket message as an event; a `MalformedEvent` if it breaks a rule. Never raises.
+
+    Of a DID that we don't own, a `ForeignEvent`, which takes half the time or less.
+    """
     try:
         header, payload = _parts(frame, limits)
     except UpstreamError as error:
         return _malformed({}, {}, error)
+    if owns is not None and (foreign := _foreign(header, payload, owns)) is not None:
+        return foreign
     try:
         return _decode_payload(header, payload, limits)
     except UpstreamError as error:
@@ -49,6 +55,13 @@ def _parts(frame: bytes, limits: Limits) -> tuple[dict[str, Any], dict[str, Any]
     if not isinstance(header, dict) or not isinstance(payload, dict):
         raise UpstreamError(Rejection.FRAME_MALFORMED, "header or payload is not a map")
     return header, payload
+
+
+def _foreign(header: dict[str, Any], payload: dict[str, Any], owns: Callable[[str], bool]) -> ForeignEvent | None:
+    kind, did, seq = header.get("t"), payload.get("repo", payload.get("did")), _seq_or_none(payload)
+    if not (isinstance(kind, str) and isinstance(did, str)) or seq is None or len(did) > _DID_CHARACTERS or owns(did):
+        return None
+    return ForeignEvent(seq, kind.removeprefix("#")) if kind in _OF_ACCOUNTS else None
 
 
 def _decode_payload(header: dict[str, Any], payload: dict[str, Any], limits: Limits) -> Event:
@@ -128,6 +141,8 @@ def _info(payload: dict[str, Any], _limits: Limits) -> InfoEvent:
 
 
 _STATUS_CHARACTERS = 128
+_DID_CHARACTERS = 2_048
+_OF_ACCOUNTS = frozenset({"#commit", "#sync", "#identity", "#account"})
 _DECODERS: dict[str, Callable[[dict[str, Any], Limits], Event]] = {
     "#commit": _commit,
     "#sync": _sync,

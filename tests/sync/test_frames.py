@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from indexer.atproto.limits import DEFAULT_LIMITS, Limits
 from indexer.localnet import dag_cbor
 from indexer.reasons import Rejection
-from indexer.sync.events import CommitEvent, InfoEvent, MalformedEvent, StreamError, UnknownEvent
+from indexer.sync.events import CommitEvent, ForeignEvent, InfoEvent, MalformedEvent, StreamError, UnknownEvent
 from indexer.sync.frames import decode_frame
 from tests.sync.people import Person, event, frame
 
@@ -149,3 +149,35 @@ def test_no_change_to_a_message_breaks_it(kind: str, changes: dict[str, Any], da
     flip = data.draw(st.integers(0, len(payload) - 1))
     for body in (payload, payload[:cut], payload[:flip] + bytes([payload[flip] ^ 1]) + payload[flip + 1 :]):
         decode_frame(dag_cbor.encode({"op": 1, "t": f"#{kind}"}) + body, DEFAULT_LIMITS)
+
+
+@pytest.mark.parametrize("kind", ["commit", "sync", "identity", "account"])
+def test_a_message_of_another_shard_is_told_by_its_did_alone(kind: str) -> None:
+    ann = Person()
+    payload = {
+        "commit": ann.post("a"),
+        "sync": ann.sync(),
+        "identity": ann.identity(),
+        "account": ann.account(active=True),
+    }[kind]
+    asked: list[str] = []
+
+    def owns(did: str) -> bool:
+        asked.append(did)
+        return False
+
+    broken = payload | {"rev": 7, "active": 7, "blocks": 7}
+    for message in (payload, broken):
+        assert decode_frame(frame(kind, message), DEFAULT_LIMITS, owns) == ForeignEvent(payload["seq"], kind)
+    assert asked == [ann.did] * 2
+    assert decode_frame(frame(kind, payload), DEFAULT_LIMITS, lambda _did: True) == event(kind, payload)
+
+
+def test_what_names_no_account_is_nobody_elses() -> None:
+    for message in (
+        frame("info", {"name": "x"}),
+        frame("commit", {"seq": 1, "repo": 7}),
+        b"",
+        frame("later", {"did": "x"}),
+    ):
+        assert decode_frame(message, DEFAULT_LIMITS, lambda _did: False) == decode_frame(message, DEFAULT_LIMITS)
