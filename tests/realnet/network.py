@@ -110,6 +110,14 @@ class Account:
     def rotate_key(self) -> None:
         self.pds.control("rotateKey", did=self.did)
 
+    def swap_key(self) -> None:
+        """Commits are signed with a new key from now on; nobody is told."""
+        self.pds.control("swapKeySilently", did=self.did)
+
+    def publish_key(self) -> None:
+        """The directory is told of the key in use, the stream isn't."""
+        self.pds.control("plcSetKey", did=self.did, event=False)
+
     def write_silently(self, writes: list[dict[str, Any]]) -> None:
         """A real commit that never reaches the stream."""
         self.pds.control("silentWrites", did=self.did, writes=writes)

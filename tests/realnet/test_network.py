@@ -2,12 +2,14 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
 import asyncpg
 import pytest
 
+from indexer.run import Daemon
 from tests.realnet.network import Account, Pds, real_network
 from tests.serving import saved, serving, settings_for, until
 
@@ -139,18 +141,78 @@ def last_seq(pds: Pds) -> int:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_a_move_to_another_pds(database: str, tmp_path: Path) -> None:
-    """The new host announces the move with the old commit under a new rev; the next commit chains all the same."""
+    """The new host announces the move by a #sync that holds the old commit (spec §4.10): refused, and harmless.
+
+    The head is kept, the next commit chains, and nothing that the old host still says counts any more.
+    """
     with real_network(2, tmp_path) as network:
         old, new = network.pds
-        settings = settings_for(old.stream_url, network.plc_url, tmp_path, resync_source="pds")
-        async with serving(settings, database) as running:
+        async with reading(old, tmp_path, database) as running:
             mover = await asyncio.to_thread(old.create_account, "mover")
             await asyncio.to_thread(mover.create, THING, {"at": "old"}, "one")
-            await saved(running, old.stream_url, last_seq(old))
+            await saved(running, stream(old), last_seq(old))
+            head = (await running.store.repos([mover.did]))[mover.did].head
         await asyncio.to_thread(mover.migrate, new)
-        settings = settings_for(new.stream_url, network.plc_url, tmp_path, resync_source="pds")
-        async with serving(settings, database) as running:
-            await saved(running, new.stream_url, last_seq(new))
+        async with reading(new, tmp_path, database) as running:
+            await saved(running, stream(new), last_seq(new))
+            counted: Callable[..., float | None] = running.metrics.registry.get_sample_value
+            refused = {"kind": "sync", "outcome": "rejected"}
+            assert counted("indexer_events_total", refused) == 1, "a PDS that sends it right needs this test no more"
+            assert (await running.store.repos([mover.did]))[mover.did].head == head
             await asyncio.to_thread(mover.create, THING, {"at": "new"}, "two")
-            await saved(running, new.stream_url, last_seq(new))
+            await saved(running, stream(new), last_seq(new))
             await settled(database, {mover.did: await asyncio.to_thread(truth, new, mover)})
+            assert counted("indexer_events_total", {"kind": "commit", "outcome": "applied"}) == 1
+            assert counted("indexer_resync_seconds_count") == 0
+        async with reading(old, tmp_path, database) as running:
+            await saved(running, stream(old), last_seq(old))
+            counted = running.metrics.registry.get_sample_value
+            assert counted("indexer_rejected_total", {"reason": "wrong-host"}) == 1, "that the account is deactivated"
+            await settled(database, {mover.did: await asyncio.to_thread(truth, new, mover)})
+
+
+def reading(pds: Pds, directory: Path, dsn: str) -> AbstractAsyncContextManager[Daemon]:
+    """The daemon on this host's own stream."""
+    settings = settings_for(stream(pds), pds.network.plc_url, directory, upstream="pds", resync_source="pds")
+    return serving(settings, dsn)
+
+
+def stream(pds: Pds) -> str:
+    """Its address by the name that DID documents have it by."""
+    return pds.stream_url.replace("127.0.0.1", "localhost")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_keys_that_change_without_a_word(database: str, tmp_path: Path) -> None:
+    """One account's directory entry changes with its key; of the other a commit is out before the directory knows."""
+    with real_network(1, tmp_path) as network:
+        pds = network.pds[0]
+        async with reading(pds, tmp_path, database) as running:
+            prompt, late = [await asyncio.to_thread(pds.create_account, name) for name in ("prompt", "late")]
+            for account in (prompt, late):
+                await asyncio.to_thread(account.create, THING, {"key": "old"}, "one")
+            await saved(running, stream(pds), last_seq(pds))
+            counted: Callable[..., float | None] = running.metrics.registry.get_sample_value
+            assert counted("indexer_events_total", {"kind": "commit", "outcome": "rejected"}) == 0
+            said = last_seq(pds)
+            await asyncio.to_thread(prompt.swap_key)
+            await asyncio.to_thread(prompt.publish_key)
+            await asyncio.to_thread(prompt.create, THING, {"key": "new"}, "two")
+            await saved(running, stream(pds), last_seq(pds))
+            await settled(database, {prompt.did: await asyncio.to_thread(truth, pds, prompt)})
+            assert counted("indexer_identity_refreshes_total", {"cause": "signature", "result": "asked"}) == 1
+            assert counted("indexer_resync_seconds_count") == 0
+            await asyncio.to_thread(late.swap_key)
+            await asyncio.to_thread(late.create, THING, {"key": "unknown"}, "two")
+            await saved(running, stream(pds), last_seq(pds))
+            assert counted("indexer_rejected_total", {"reason": "signature-invalid"}) == 1
+            await asyncio.to_thread(late.publish_key)
+            kinds = [event["eventType"] for event in pds.control("events", after=said)["events"]]
+            assert set(kinds) == {"append"}, "nothing but commits"
+        async with reading(pds, tmp_path, database) as running:  # its memory would keep the old key for a minute
+            await asyncio.to_thread(late.create, THING, {"key": "known"}, "three")
+            await saved(running, stream(pds), last_seq(pds))
+            await settled(database, {late.did: await asyncio.to_thread(truth, pds, late)})
+            counted = running.metrics.registry.get_sample_value
+            assert counted("indexer_desynchronized_total", {"reason": "chain-break"}) == 1
