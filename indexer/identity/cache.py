@@ -49,7 +49,6 @@ class Known:
 
     key: PublicKey | None
     pds: str | None
-    handle: str | None
     problem: str | None
     fetched_at: float
     stale: bool
@@ -314,4 +313,4 @@ async def _arrival(flight: Flight | None) -> Known:
 
 def _known(stored: StoredIdentity) -> Known:
     key = parse_did_key(stored.signing_key) if stored.signing_key else None
-    return Known(key, stored.pds, stored.handle, stored.problem, stored.fetched_at, stored.stale)
+    return Known(key, stored.pds, stored.problem, stored.fetched_at, stored.stale)

@@ -44,7 +44,7 @@ class Answers:
         await self.gate.wait()
         if self.error is not None:
             raise self.error
-        return Known(KEY, "https://pds.test", None, None, 0.0, stale=False)
+        return Known(KEY, "https://pds.test", None, 0.0, stale=False)
 
 
 class Desk:

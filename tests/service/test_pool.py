@@ -66,7 +66,7 @@ class Hosts:
         self.cached = True
 
     def known(self, did: str) -> Known:
-        return Known(KEY, f"https://{self.host_of(did)}", handle=None, problem=None, fetched_at=0, stale=False)
+        return Known(KEY, f"https://{self.host_of(did)}", problem=None, fetched_at=0, stale=False)
 
     async def warm(self, _dids: Sequence[str]) -> None:
         pass
