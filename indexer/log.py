@@ -19,6 +19,7 @@ ACTIONS = {
     "handle.unchecked": "A handle could not be checked; it is tried again later.",
     "identity.kept": "No newer identity could be had; the one at hand serves on.",
     "identity.not-loaded": "Postgres could not be asked for an identity; the network is.",
+    "identity.not-renewed": "An identity is known to have changed, and could not be looked up; it is tried again.",
     "identity.not-saved": "An identity was looked up and used, and Postgres could not be asked to keep it.",
     "key.unavailable": "A signing key could not be had; the event's repo is resynchronized.",
     "postgres.ended": "The embedded Postgres ended by itself; it is started again.",

@@ -78,6 +78,7 @@ class FetchFailure(_Reason):
     REPO_SUSPENDED = "repo-suspended", "The host has suspended the repo."
     REPO_DEACTIVATED = "repo-deactivated", "The repo's owner has deactivated it."
     IDENTITY_MISSING = "identity-missing", "The DID doesn't exist, or names no key or PDS that we can use."
+    IDENTITY_GONE = "identity-gone", "The directory doesn't know the DID, or not any more."
     IDENTITY_UNAVAILABLE = "identity-unavailable", "The directory could not be asked just now."
     EXPORT_REJECTED = "export-rejected", "The export broke a rule; the reason follows."
     EXPORT_INCOMPLETE = "export-incomplete", "The export lacks tree nodes that it refers to."
@@ -102,6 +103,7 @@ _PARKING = frozenset(
         FetchFailure.REPO_SUSPENDED,
         FetchFailure.REPO_DEACTIVATED,
         FetchFailure.IDENTITY_MISSING,
+        FetchFailure.IDENTITY_GONE,
     }
 )
 _SPARING = frozenset({FetchFailure.THROTTLED, FetchFailure.HOST_PAUSED, FetchFailure.SPOOL_FULL})

@@ -30,6 +30,7 @@ from indexer.service.inbox import Inbox
 from indexer.service.keys import KeyDesk
 from indexer.service.pool import Pool
 from indexer.service.reader import Place, Reader
+from indexer.service.renewal import Renewal
 from indexer.service.resync import Resync
 from indexer.service.retention import Retention
 from indexer.service.tenure import Tenure
@@ -145,7 +146,8 @@ class Daemon:
         )
         self.writer = Writer(store, identities, self.keys, self.inbox, self.place, policy, settings.shard, metrics)
         resync = Resync(store, identities, pds, policy, metrics, _sources(settings))
-        self.pool = Pool(store, identities, resync, settings.shard, metrics, workers=settings.resync_workers)
+        self.pool = Pool(store, identities, resync, policy, settings.shard, metrics, workers=settings.resync_workers)
+        self.renewal = Renewal(store, identities, policy, settings.shard)
         self.erasure = Erasure(store, settings.shard, metrics)
         self.retention = Retention(
             store,
@@ -167,7 +169,7 @@ class Daemon:
             "retention": self.retention.run(),
         }
         if "live" in self._settings.roles:
-            stages |= {"tenure": self.tenure.run(), "erasure": self.erasure.run()}
+            stages |= {"tenure": self.tenure.run(), "renewal": self.renewal.run(), "erasure": self.erasure.run()}
             stages |= {"reader": self._read(), "keys": self.keys.run(), "writer": self.writer.run()}
         if "resync" in self._settings.roles:
             stages |= {"pool": self.pool.run()}

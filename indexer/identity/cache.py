@@ -19,7 +19,7 @@ import structlog
 from indexer.atproto.crypto import PublicKey, parse_did_key
 from indexer.errors import UnavailableError
 from indexer.identity.budget import Budget
-from indexer.identity.resolver import METHODS, Method, method_of
+from indexer.identity.resolver import GONE, METHODS, Method, method_of
 from indexer.outbound import host_of
 from indexer.reasons import FetchFailure
 from indexer.sync.identity import StoredIdentity
@@ -52,6 +52,11 @@ class Known:
     problem: str | None
     fetched_at: float
     stale: bool
+
+    @property
+    def gone(self) -> bool:
+        """Whether its directory definitely knows nothing of the DID, any more perhaps."""
+        return self.problem == GONE
 
     @property
     def host(self) -> str | None:

@@ -24,6 +24,7 @@ Method = Literal["plc", "web"]
 METHODS: tuple[Method, ...] = ("plc", "web")
 _PLC = re.compile(r"did:plc:[a-z2-7]{24}").fullmatch
 _LOCAL = re.compile(r"localhost(:[0-9]{1,5})?").fullmatch
+GONE = "not registered, or tombstoned"  # what a PLC directory means by 404 and 410 (spec §5.2)
 _NOT_FOUND = frozenset({404, 410})
 _OK = 200
 
@@ -105,7 +106,7 @@ class Resolver:
     async def _ask(self, did: str, url: str) -> StoredIdentity:
         answer = await self._outbound.get(url, max_bytes=DOCUMENT_BYTES, timeout=self._request_seconds, accept=ACCEPT)
         if answer.status in _NOT_FOUND:
-            return self._none(did, "not registered, or tombstoned")
+            return self._none(did, GONE if method_of(did) == "plc" else "no document at its host")
         if answer.status != _OK:
             raise UnavailableError(FetchFailure.HTTP_STATUS, f"{answer.status} from {url}")
         try:

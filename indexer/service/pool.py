@@ -15,6 +15,7 @@ from indexer.service.resync import ClaimLostError, Resync
 from indexer.service.rota import Rota
 from indexer.store import DatabaseError, Store
 from indexer.sync.plan import Batch, RepoWrite
+from indexer.sync.planning import Policy, plan_existence
 from indexer.sync.repo import Repo, SyncStatus
 from indexer.sync.resync import plan_failure, plan_release
 from indexer.sync.shard import Shard
@@ -66,6 +67,7 @@ class Pool:
         store: Store,
         identities: Identities,
         resync: Resync,
+        policy: Policy,
         shard: Shard,
         metrics: Metrics,
         *,
@@ -75,6 +77,7 @@ class Pool:
         self._store = store
         self._identities = identities
         self._resync = resync
+        self._policy = policy
         self._shard = shard
         self._metrics = metrics
         self._workers = workers
@@ -200,6 +203,8 @@ class Pool:
         try:
             async with asyncio.timeout(self._pace.attempt):
                 known = await self._identities.lookup(run.claimed.did, refresh=run.claimed.attempts > 0)
+                if known.gone:
+                    raise UnavailableError(FetchFailure.IDENTITY_GONE, known.problem or "")
                 if known.key is None or known.host is None:
                     raise UnavailableError(FetchFailure.IDENTITY_MISSING, known.problem or "no key or no PDS")
                 self._move(run, known.host)
@@ -231,19 +236,21 @@ class Pool:
         claimed = run.claimed
         if failure.reason.spares and failure.retry_after is not None:
             self._rota.pause(run.host, time() + failure.retry_after)
-        await self._end(claimed, lambda repo: plan_failure(repo, claimed, failure, time()))
+        await self._end(claimed, lambda repo: self._failed(repo, claimed, failure))
         log.info("resync.failed", did=claimed.did, error=str(failure), attempts=claimed.attempts + 1)
         return failure.reason
 
+    def _failed(self, repo: Repo, claimed: Repo, failure: UnavailableError) -> Repo:
+        after = plan_failure(repo, claimed, failure, time())
+        gone = failure.reason is FetchFailure.IDENTITY_GONE
+        return plan_existence(after, time(), self._policy, exists=False) if gone else after
+
     async def _end(self, claimed: Repo, plan: Callable[[Repo], Repo]) -> None:
         """Writes the row that `plan` makes of the present one, as long as the claim stands."""
-        while True:
-            repo = (await self._store.repos([claimed.did])).get(claimed.did)
-            if repo is None or repo.lease != claimed.lease or repo.status is not SyncStatus.IN_PROGRESS:
-                return
-            write = RepoWrite(repo.version, plan(repo))
-            if not await self._store.apply(Batch((write,))):
-                return
+        await self._store.amend(
+            claimed.did,
+            lambda repo: plan(repo) if repo.lease == claimed.lease and repo.status is SyncStatus.IN_PROGRESS else repo,
+        )
 
     async def give_back(self) -> None:
         """Ends the claims of resyncs that were cancelled, so that nobody has to wait for their leases."""

@@ -81,6 +81,8 @@ _CONTEST = f"""
     where handle = $2 and handle <> '{INVALID_HANDLE}' and did <> $1
 """
 
+_STALE = "select did from indexer.identity where stale and bucket = any($1::smallint[]) order by fetched_at limit $2"
+
 # Until another that it once held for is checked again, there may be two.
 _DID_OF_HANDLE = f"""
     select did from indexer.identity where handle = $1 and handle <> '{INVALID_HANDLE}'
@@ -131,6 +133,11 @@ async def save_check(connection: Connection, check: HandleCheck) -> None:
     )
     if check.handle is not None and check.handle == claim.claimed != claim.known:
         await connection.execute(_CONTEST, claim.did, check.handle)
+
+
+async def stale(connection: Connection, buckets: range, most: int) -> list[str]:
+    """DIDs that are known to have changed since they were looked up, those first that have waited longest."""
+    return [row["did"] for row in await connection.fetch(_STALE, list(buckets), most)]
 
 
 async def did_of_handle(connection: Connection, handle: str) -> str | None:

@@ -232,5 +232,6 @@ identity = Table(
     Column("handle_due_at", TIME),
     postgresql_with={"fillfactor": "90"},
 )
+Index("identity_stale", identity.c.fetched_at, postgresql_where=text("stale"))
 Index("identity_handle", identity.c.handle, postgresql_where=text("handle <> 'handle.invalid'"))
 Index("identity_handle_due", identity.c.handle_due_at, postgresql_where=text("handle_due_at is not null"))

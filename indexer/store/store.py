@@ -1,7 +1,7 @@
 """The store: one pool of connections, and each thing that the service does with the database as a method."""
 
 from asyncio import Event, Semaphore
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from time import time
 from typing import Any, Self
@@ -19,7 +19,7 @@ from indexer.store.retention import Keep, Log, Upkeep
 from indexer.store.rows import Connection, buckets_of, repo_columns, repo_of, unnest
 from indexer.store.tenure import hold
 from indexer.sync.identity import HandleCheck, HandleClaim, StoredIdentity
-from indexer.sync.plan import Batch
+from indexer.sync.plan import Batch, RepoWrite
 from indexer.sync.repo import Repo
 from indexer.sync.shard import Shard, resume
 
@@ -91,6 +91,15 @@ class Store:
         async with self._transaction() as connection:
             return await apply(connection, batch)
 
+    async def amend(self, did: str, plan: Callable[[Repo], Repo]) -> None:
+        """Writes the row that `plan` makes of the present one, unless that is the very same, or there is none."""
+        while True:
+            repo = (await self.repos([did])).get(did)
+            if repo is None or (after := plan(repo)) is repo:
+                return
+            if not await self.apply(Batch((RepoWrite(repo.version, after),))):
+                return
+
     async def claim(self, count: int, buckets: range, lease_seconds: float, now: float) -> list[Repo]:
         """At most `count` repos that are due, now in progress, those first whose records we show."""
         async with self._connection() as connection:
@@ -160,6 +169,11 @@ class Store:
     async def save_hosts(self, states: Sequence[HostState]) -> None:
         async with self._transaction() as connection:
             await hosts.save(connection, states)
+
+    async def stale_identities(self, buckets: range, most: int) -> list[str]:
+        """DIDs that are known to have changed since they were looked up, those first that have waited longest."""
+        async with self._connection() as connection:
+            return await identities.stale(connection, buckets, most)
 
     async def did_of_handle(self, handle: str) -> str | None:
         """The DID that the handle was found to belong to, as far as we have looked."""

@@ -22,6 +22,7 @@ from indexer.sync.verify import VerifiedChange, VerifiedCommit, verify_commit, v
 
 SETTLED_SECONDS = 3_600.0  # a repo that stayed synchronized this long starts its back-off afresh
 DELETED = "deleted"  # the hosting status that ends in erasure
+TOMBSTONED = "tombstoned"  # no relay's word: what a directory says
 FIRST_COMMIT_SECONDS = 3.0  # a new account's first commit, which may be its whole repo, follows this soon
 
 
@@ -195,10 +196,26 @@ def _plan_account(repo: Repo, event: AccountEvent, ground: Ground) -> Plan:
         return Plan(after, Outcome.APPLIED)
     if repo.active or repo.status is SyncStatus.DESYNCHRONIZED:
         return Plan(_woken(after, ground.now), Outcome.APPLIED)
-    # Commits were ignored meanwhile, and an export under way may be older than they are.
-    outcome, status = transition(repo.status, Finding.REACTIVATED)
-    after = _changed(after, status=status, reason=Desync.REACTIVATED, buffered_events=0, buffered_bytes=0)
-    return Plan(after, outcome, why=Desync.REACTIVATED)
+    return Plan(_reactivated(after), Outcome.APPLIED, why=Desync.REACTIVATED)
+
+
+def plan_existence(repo: Repo, now: float, policy: Policy, *, exists: bool) -> Repo:
+    """The row of a repo whose DID is gone from its directory, or there again; the very same if nothing follows.
+
+    Like an account that was deleted (spec §4.9). A DID of which we hold nothing may just be too new for a directory.
+    """
+    if not exists and repo.active and repo.head is not None:
+        return _changed(repo, active=False, hosting_status=TOMBSTONED, erase_at=now + policy.deletion_grace)
+    if exists and not repo.active and repo.hosting_status == TOMBSTONED:
+        after = _changed(repo, active=True, hosting_status=None, erase_at=None)
+        return _woken(after, now) if repo.status is SyncStatus.DESYNCHRONIZED else _reactivated(after)
+    return repo
+
+
+def _reactivated(repo: Repo) -> Repo:
+    """Commits were ignored meanwhile, and an export under way may be older than they are."""
+    _, status = transition(repo.status, Finding.REACTIVATED)
+    return _changed(repo, status=status, reason=Desync.REACTIVATED, buffered_events=0, buffered_bytes=0)
 
 
 def _erase_at(repo: Repo, event: AccountEvent, ground: Ground) -> float | None:

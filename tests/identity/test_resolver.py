@@ -196,7 +196,7 @@ async def test_what_can_never_be_resolved_is_not_asked_for(loopback: Loopback, d
 async def test_a_did_web_that_its_host_does_not_know_is_definite(loopback: Loopback, status: int) -> None:
     loopback.host.pages["/.well-known/did.json"] = answer(status=status)
     identity = await resolver(loopback, local=False).resolve("did:web:alice.bsky.team")
-    assert identity.problem == "not registered, or tombstoned"
+    assert identity.problem == "no document at its host"
 
 
 async def test_published_documents_by_http(loopback: Loopback) -> None:

@@ -1,24 +1,28 @@
 """Deleted accounts: hidden at once, erased after the time of grace, and not if they come back."""
 
 from dataclasses import replace
+from functools import partial
+from math import inf
+from pathlib import Path
 from time import time
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from indexer.localnet.account import Account
 from indexer.service.erasure import Erasure
 from indexer.store import Store
 from indexer.sync.plan import Plan
-from indexer.sync.planning import Ground, plan_event
+from indexer.sync.planning import Ground, plan_event, plan_existence
 from indexer.sync.repo import Repo, SyncStatus
 from indexer.sync.shard import Shard
 from tests.daemon.stage import POST, Stage, post, staged
+from tests.serving import until
 from tests.sync.people import EVERYTHING, NOW, Person, event
 
 
-async def deleted_account(stage: Stage, grace: float) -> Any:
+async def deleted_account(stage: Stage, grace: float) -> Account:
     account = stage.account("ada.test", records=7)
     await stage.equal()
     account.delete_account()
@@ -32,7 +36,7 @@ async def deleted_account(stage: Stage, grace: float) -> Any:
 
 @pytest.mark.slow
 async def test_a_deleted_account_is_hidden_at_once_and_erased_later(
-    database: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("indexer.store.erasure.AT_ONCE", 3)
     async with staged(database, tmp_path, deletion_grace="1h") as stage:
@@ -50,7 +54,7 @@ async def test_a_deleted_account_is_hidden_at_once_and_erased_later(
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [0, 1, 3], ids=["before", "half-way", "after"])
 async def test_an_account_that_comes_back_is_whole(
-    database: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, steps: int
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
 ) -> None:
     monkeypatch.setattr("indexer.store.erasure.AT_ONCE", 3)
     async with staged(database, tmp_path) as stage:
@@ -107,3 +111,54 @@ def test_visibility_is_the_latest_word_of_upstream_and_our_own(steps: list[tuple
         assert (repo.active and not repo.takedown) == (status is None and not takedown)
         assert (repo.erase_at is not None) == (status == "deleted")
         assert repo.status is SyncStatus.DESYNCHRONIZED
+
+
+@pytest.mark.slow
+async def test_a_tombstoned_did_is_hidden_and_shown_when_it_is_back(database: str, tmp_path: Path) -> None:
+    """Whether or not the account writes anything: an #identity message is enough."""
+    async with staged(database, tmp_path) as stage:
+        account = stage.account("ada.test", records=3)
+        await stage.equal()
+        identity = stage.network.plc.identities[account.did]
+        stage.network.plc.identities[account.did] = None
+        stage.inject("#identity", {"did": account.did, "time": stage.network.clock.now()})
+        await stage.read()
+        await until(partial(renewed, stage, account, active=False))
+        row = await stage.repo(account)
+        assert (row["active"], row["hosting_status"], row["status"]) == (False, "tombstoned", "synchronized")
+        assert row["erase_at"] is not None
+        assert await stage.running.store.visible_records(account.did) == {}
+        stage.network.plc.identities[account.did] = identity
+        stage.inject("#identity", {"did": account.did, "time": stage.network.clock.now()})
+        await stage.read()
+        await until(partial(renewed, stage, account, active=True))
+        await stage.equal()
+        assert (await stage.repo(account))["erase_at"] is None
+
+
+async def renewed(stage: Stage, account: Account, *, active: bool) -> bool:
+    await stage.running.renewal.renew(account.did)
+    return bool((await stage.repo(account))["active"]) == active
+
+
+@pytest.mark.slow
+async def test_a_repo_that_waits_for_its_resync_is_buried_with_its_did(database: str, tmp_path: Path) -> None:
+    async with staged(database, tmp_path) as stage:
+        account = stage.account("ada.test", records=3)
+        await stage.equal()
+        stage.network.plc.identities[account.did] = None
+        await stage.execute("delete from indexer.identity")
+        stage.running.identities.mark_stale([account.did])
+        await stage.execute("select atproto.request_resync($1)", account.did)
+        await stage.counted(0, "resync", result="identity-gone")
+        row = await stage.repo(account)
+        assert (row["active"], row["hosting_status"], row["wait"]) == (False, "tombstoned", inf)
+        assert row["last_error"].startswith("identity-gone")
+
+
+def test_a_did_too_new_for_a_directory_is_hidden_from_nobody() -> None:
+    repo = Repo("did:plc:x", version=1)
+    assert plan_existence(repo, NOW, EVERYTHING, exists=False) is repo
+    assert plan_existence(repo, NOW, EVERYTHING, exists=True) is repo
+    left = replace(repo, active=False, hosting_status="deactivated")
+    assert plan_existence(left, NOW, EVERYTHING, exists=True) is left, "only upstream can say that it is active"

@@ -11,10 +11,12 @@ from indexer.identity import Known
 from indexer.metrics import Metrics
 from indexer.reasons import FetchFailure
 from indexer.service.pool import Pace, Pool, Run
+from indexer.store import Store
 from indexer.sync.plan import Batch
 from indexer.sync.repo import Repo, SyncStatus
 from indexer.sync.shard import Shard
 from tests.serving import until
+from tests.sync.people import EVERYTHING
 
 QUICK = Pace(idle=0.01, lease=30.0)
 KEY = PrivateKey.from_seed("k256", b"anyone's").public
@@ -50,6 +52,8 @@ class Rows:
 
     async def repos(self, dids: Sequence[str]) -> dict[str, Repo]:
         return {did: self.rows[did] for did in dids}
+
+    amend = Store.amend
 
     async def apply(self, batch: Batch) -> frozenset[str]:
         for write in batch.writes:
@@ -112,7 +116,7 @@ class Running:
         store: Any = self.store
         identities: Any = self.identities
         resync: Any = self.resyncs
-        self.pool = Pool(store, identities, resync, Shard(), Metrics(), workers=workers, pace=pace)
+        self.pool = Pool(store, identities, resync, EVERYTHING, Shard(), Metrics(), workers=workers, pace=pace)
 
     async def __aenter__(self) -> Self:
         self.task = asyncio.create_task(self.pool.run())
