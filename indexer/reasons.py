@@ -66,6 +66,7 @@ class FetchFailure(_Reason):
     """Why a fetch came to nothing: the first word of the column `last_error`."""
 
     UNREACHABLE = "unreachable", "The host could not be connected to, or the connection broke."
+    NO_SUCH_HOST = "no-such-host", "The host's name doesn't exist, or has no address."
     TIMEOUT = "timeout", "The host took too long, or sent too slowly."
     HTTP_STATUS = "http-status", "The host answered with an error status."
     THROTTLED = "throttled", "The host asked us to come back later."
@@ -106,4 +107,11 @@ _PARKING = frozenset(
         FetchFailure.IDENTITY_GONE,
     }
 )
-_SPARING = frozenset({FetchFailure.THROTTLED, FetchFailure.HOST_PAUSED, FetchFailure.SPOOL_FULL})
+_SPARING = frozenset(
+    {
+        FetchFailure.THROTTLED,
+        FetchFailure.HOST_PAUSED,
+        FetchFailure.SPOOL_FULL,
+        FetchFailure.IDENTITY_UNAVAILABLE,
+    }
+)

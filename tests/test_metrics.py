@@ -47,7 +47,7 @@ def test_every_name_is_there_from_the_start_with_its_labels() -> None:
 
 
 def test_kinds_and_actions_are_those_of_the_events() -> None:
-    kinds = [get_args(event.__annotations__["kind"])[0] for event in get_args(Event)]
+    kinds = dict.fromkeys(kind for event in get_args(Event) for kind in get_args(event.__annotations__["kind"]))
     assert sorted(KINDS) == sorted(kinds)
     assert get_args(Action) == ACTIONS
 

@@ -12,7 +12,7 @@ import dns.exception
 import dns.name
 import dns.nameserver
 import dns.resolver
-from dns.rdatatype import AAAA, TXT, A, RdataType
+from dns.rdatatype import TXT, RdataType
 
 from indexer.atproto.syntax import HANDLE_CHARACTERS, is_did, is_handle, is_resolvable
 from indexer.errors import SettingsError, UnavailableError
@@ -84,10 +84,6 @@ class Handles:
         texts = [b"".join(record.strings).decode("ascii", "replace") for record in records]
         return {text[4:] for text in texts if text.startswith("did=") and is_did(text[4:])}
 
-    async def _has_address(self, handle: str) -> bool:
-        """Whether there is such a host at all."""
-        return bool(await self._records(handle, A) or await self._records(handle, AAAA))
-
     async def _records(self, name: str, kind: RdataType) -> list[Any]:
         """None if the name has none of this kind, or doesn't exist."""
         try:
@@ -119,9 +115,9 @@ class Handles:
         except TimeoutError:
             raise UnavailableError(FetchFailure.TIMEOUT, url) from None
         except UnavailableError as error:
-            if error.reason is not FetchFailure.UNREACHABLE or await self._has_address(handle):
-                raise
-            return set()
+            if error.reason is FetchFailure.NO_SUCH_HOST:
+                return set()
+            raise
         if answer.status in _CLIENT_ERRORS:
             return set()
         if answer.status != _OK:

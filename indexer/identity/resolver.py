@@ -101,6 +101,8 @@ class Resolver:
         try:
             return await self._ask(did, f"{base}/.well-known/did.json")
         except UnavailableError as error:
+            if error.reason is FetchFailure.NO_SUCH_HOST:
+                return self._none(did, "no such host")
             raise _unavailable([error]) from None
 
     async def _ask(self, did: str, url: str) -> StoredIdentity:

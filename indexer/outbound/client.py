@@ -56,8 +56,8 @@ class Outbound:
     if private hosts are allowed. `on_request` hears what came of each request, one of `RESULTS`; `hosts` is
     what is known of them.
 
-    Every failure is an `UnavailableError`: UNREACHABLE, TIMEOUT, TOO_LARGE, REFUSED_ADDRESS, BAD_ANSWER, HTTP_STATUS
-    (a redirect that leads nowhere), and, with `retry_after`, THROTTLED for a host that asked for a pause and
+    Every failure is an `UnavailableError`: UNREACHABLE, NO_SUCH_HOST, TIMEOUT, TOO_LARGE, REFUSED_ADDRESS, BAD_ANSWER,
+    HTTP_STATUS (a redirect that leads nowhere), and, with `retry_after`, THROTTLED for a host that asked for a pause,
     HOST_PAUSED for one that failed too often; these get no request until then. All other statuses are the caller's to
     judge.
 

@@ -28,13 +28,14 @@ _GIVEN_UP = "given-up"  # by us, before there was an answer
 _BY_CLASS = {2: "2xx", 3: "3xx", 4: "4xx", 5: "5xx"}
 _OTHER = "other"
 _UNANSWERED = frozenset({_GIVEN_UP, FetchFailure.REFUSED_ADDRESS})
-_HOSTS_FAULT = frozenset({FetchFailure.UNREACHABLE, FetchFailure.TIMEOUT})
+_HOSTS_FAULT = frozenset({FetchFailure.UNREACHABLE, FetchFailure.NO_SUCH_HOST, FetchFailure.TIMEOUT})
 
 RESULTS = (
     *_BY_CLASS.values(),
     _OTHER,
     _GIVEN_UP,
     FetchFailure.UNREACHABLE,
+    FetchFailure.NO_SUCH_HOST,
     FetchFailure.TIMEOUT,
     FetchFailure.TOO_LARGE,
     FetchFailure.BAD_ANSWER,

@@ -24,7 +24,10 @@ from indexer.outbound.addresses import is_public
 from indexer.reasons import FetchFailure
 
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
-"""A host's addresses, as IP literals in the order to try them; raises OSError if it has none."""
+"""A host's addresses, as IP literals in the order to try them.
+
+Raises `UnavailableError(NO_SUCH_HOST)` if it definitely has none, OSError if that can't be said.
+"""
 
 _MOST_ADDRESSES = 4
 _IDLE_CONNECTIONS = 64
@@ -52,12 +55,17 @@ class NameServers:
             return [literal]
         try:
             answers = await self._dns.resolve_name(dns.name.from_text(host), search=False)
+        except (dns.resolver.NXDOMAIN, dns.resolver.NoAnswer):
+            raise UnavailableError(FetchFailure.NO_SUCH_HOST, host[:253]) from None
         except dns.exception.Timeout as error:
             raise TimeoutError(str(error)) from None
         except dns.exception.DNSException as error:
             raise OSError(str(error) or type(error).__name__) from None
         families = [list(answers.addresses(family)) for family in (socket.AF_INET, socket.AF_INET6)]
-        return [address for pair in zip_longest(*families) for address in pair if address]
+        addresses = [address for pair in zip_longest(*families) for address in pair if address]
+        if not addresses:
+            raise UnavailableError(FetchFailure.NO_SUCH_HOST, host[:253])
+        return addresses
 
 
 def _literal(host: str) -> str | None:
@@ -76,7 +84,12 @@ async def system_addresses(host: str, port: int) -> list[str]:
     """The system's look-up, with its list of hosts and its local names: for local networks, since hostile name
     servers can hold up all its threads.
     """
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        if error.errno != socket.EAI_NONAME:
+            raise
+        raise UnavailableError(FetchFailure.NO_SUCH_HOST, host[:253]) from None
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 

@@ -104,7 +104,7 @@ class ForeignEvent:
     """A message of an account of another shard, looked at no further: whoever has the account judges it."""
 
     seq: int
-    kind: str
+    kind: Literal["commit", "sync", "identity", "account"]
 
 
 @dataclass(frozen=True, slots=True)

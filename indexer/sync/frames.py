@@ -1,7 +1,7 @@
 """Frames of `subscribeRepos` to events: wire protocol v0, two DAG-CBOR objects a message (spec §1.2, §2.1)."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from indexer.atproto.cbor import CborError, decode_pair, explain_frame
 from indexer.atproto.cid import is_cid, is_link
@@ -61,7 +61,8 @@ def _foreign(header: dict[str, Any], payload: dict[str, Any], owns: Callable[[st
     kind, did, seq = header.get("t"), payload.get("repo", payload.get("did")), _seq_or_none(payload)
     if not (isinstance(kind, str) and isinstance(did, str)) or seq is None or len(did) > _DID_CHARACTERS or owns(did):
         return None
-    return ForeignEvent(seq, kind.removeprefix("#")) if kind in _OF_ACCOUNTS else None
+    known = _OF_ACCOUNTS.get(kind)
+    return None if known is None else ForeignEvent(seq, known)
 
 
 def _decode_payload(header: dict[str, Any], payload: dict[str, Any], limits: Limits) -> Event:
@@ -142,7 +143,12 @@ def _info(payload: dict[str, Any], _limits: Limits) -> InfoEvent:
 
 _STATUS_CHARACTERS = 128
 _DID_CHARACTERS = 2_048
-_OF_ACCOUNTS = frozenset({"#commit", "#sync", "#identity", "#account"})
+_OF_ACCOUNTS: dict[str, Literal["commit", "sync", "identity", "account"]] = {
+    "#commit": "commit",
+    "#sync": "sync",
+    "#identity": "identity",
+    "#account": "account",
+}
 _DECODERS: dict[str, Callable[[dict[str, Any], Limits], Event]] = {
     "#commit": _commit,
     "#sync": _sync,

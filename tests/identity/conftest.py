@@ -4,22 +4,27 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from indexer.errors import UnavailableError
 from indexer.outbound import Outbound, Rates, Response
+from indexer.reasons import FetchFailure
 from tests.identity.names import NameServer
 from tests.outbound.host import Host
 
 
 class Loopback:
-    """The real client; https at any host name leads to `host`, by its path alone."""
+    """The real client; https at any host name leads to `host`, by its path alone, but for names that are `gone`."""
 
     def __init__(self, host: Host, outbound: Outbound) -> None:
         self.host = host
         self.asked: list[str] = []
+        self.gone: set[str] = set()
         self._outbound = outbound
 
     async def get(self, url: str, *, max_bytes: int, timeout: float, accept: str) -> Response:  # noqa: ASYNC109
         self.asked.append(url)
-        path = url.split("/", 3)[3]
+        _, _, name, path = url.split("/", 3)
+        if name in self.gone:
+            raise UnavailableError(FetchFailure.NO_SUCH_HOST, name)
         here = f"{self.host.url}/{path}" if url.startswith("https://") else url
         return await self._outbound.get(here, max_bytes=max_bytes, timeout=timeout, accept=accept)
 

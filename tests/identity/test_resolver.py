@@ -192,6 +192,12 @@ async def test_what_can_never_be_resolved_is_not_asked_for(loopback: Loopback, d
     assert loopback.asked == []
 
 
+async def test_a_did_web_whose_name_does_not_exist_is_definite(loopback: Loopback) -> None:
+    loopback.gone.add("alice.bsky.team")
+    identity = await resolver(loopback, local=False).resolve("did:web:alice.bsky.team")
+    assert identity.problem == "no such host"
+
+
 @pytest.mark.parametrize("status", [404, 410])
 async def test_a_did_web_that_its_host_does_not_know_is_definite(loopback: Loopback, status: int) -> None:
     loopback.host.pages["/.well-known/did.json"] = answer(status=status)
