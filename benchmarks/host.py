@@ -1,10 +1,12 @@
-"""The load of `benchmarks.resync`, a process of its own: a PDS with a world's exports, and a directory of its keys.
+"""The load of `benchmarks.resync`, a process of its own: hosts with a world's exports, and a directory of its keys.
 
-It says its `url` on its standard output, and ends with its standard input.
+It says on its standard output, in lines of JSON: the directory's `url`, and the URLs of all `hosts`. It ends with its
+standard input.
 """
 
 import asyncio
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import orjson
@@ -14,15 +16,22 @@ from benchmarks.world import Account, World
 from indexer.atproto.cid import cid_text
 from indexer.localnet.pds import CAR_TYPE, GET_LATEST_COMMIT, GET_REPO
 from indexer.localnet.plc import Identity, did_document
+from indexer.sync.shard import bucket_of
 
+HOSTS = 16  # that share the accounts: a host of its own has places and a pace of its own in the daemon
 PIECE = 1 << 18
+
+
+def host_of(did: str, hosts: Sequence[str]) -> str:
+    """The URL of an account's host."""
+    return hosts[bucket_of(did) % len(hosts)]
 
 
 class Host:
     def __init__(self, world: World) -> None:
         self._world = world
         self._accounts = {account.did: account for account in world.accounts}
-        self.url = ""
+        self.urls: list[str] = []
 
     async def run(self) -> None:
         application = web.Application()
@@ -31,9 +40,11 @@ class Host:
         application.router.add_get("/{did}", self._document)
         runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.1)
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        sys.stdout.buffer.write(orjson.dumps({"url": self.url}) + b"\n")
+        for _ in range(HOSTS):
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+        self.urls = [f"http://127.0.0.1:{port}" for _, port in runner.addresses]
+        for said in ({"url": self.urls[0]}, {"hosts": self.urls}):
+            sys.stdout.buffer.write(orjson.dumps(said) + b"\n")
         sys.stdout.buffer.flush()
         await asyncio.to_thread(sys.stdin.read)
         await runner.cleanup()
@@ -53,7 +64,8 @@ class Host:
 
     async def _document(self, request: web.Request) -> web.Response:
         account = self._accounts[request.match_info["did"]]
-        return web.json_response(did_document(account.did, Identity("person.test", account.key, self.url)))
+        identity = Identity("person.test", account.key, host_of(account.did, self.urls))
+        return web.json_response(did_document(account.did, identity))
 
     def _account(self, request: web.Request) -> Account:
         return self._accounts[request.query["did"]]

@@ -77,7 +77,7 @@ async def measure(world: World, plan: Plan, directory: Path) -> tuple[Report, li
     _, _, staged, bare = plan.parts()
     keys = {account.did: parse_did_key(account.key) for account in world.accounts}
     async with stand.database(directory) as database, stand.load("relay", world) as load:
-        await tables.fill(database.dsn, world, load.url, status=SyncStatus.SYNCHRONIZED)
+        await tables.fill(database.dsn, world, lambda _: load.url, status=SyncStatus.SYNCHRONIZED)
         await tables.add_idle(database.dsn, plan.idle_repos, plan.idle_records)
         await tables.settle(database.dsn)
         report = await _through_daemons(world, plan, database, load, directory)

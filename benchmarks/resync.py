@@ -10,6 +10,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from time import monotonic
 
@@ -17,6 +18,7 @@ import asyncpg
 import click
 
 from benchmarks import floor, stand, tables, usage
+from benchmarks.host import host_of
 from benchmarks.report import MIB, MICRO, Figures, Report, machine, making, show
 from benchmarks.stand import BenchmarkError, Daemon, Database, Load
 from benchmarks.world import Spec, World, load_world
@@ -53,8 +55,10 @@ def main(repos: int, records: int, huge: bool, stored: bool, workers: int, proce
 async def measure(world: World, directory: Path, *, stored: bool, workers: int, count: int) -> tuple[Report, list[str]]:
     """The figures, and what the database has otherwise than the world."""
     async with stand.database(directory) as database, stand.load("host", world) as load:
+        hosts = await load.told("hosts")
         if stored:
-            await tables.fill(database.dsn, world, load.url, status=SyncStatus.DESYNCHRONIZED)
+            pds_of = partial(host_of, hosts=hosts)
+            await tables.fill(database.dsn, world, pds_of, status=SyncStatus.DESYNCHRONIZED)
         else:
             store = await Store.open(database.dsn)
             await store.add([account.did for account in world.accounts])
@@ -89,7 +93,7 @@ async def _through_daemons(
                     plc_url=load.url,
                     resync_source="pds",
                     resync_workers=workers,
-                    **dict.fromkeys(("plc_rate", "host_rate", "host_concurrency"), 100_000),
+                    **dict.fromkeys(("plc_rate", "host_rate", "host_concurrency", "outbound_rate"), 100_000),
                 )
             )
             for index in range(count)

@@ -1,7 +1,7 @@
 """The database before a benchmark, filled from a world, and after it, compared with the world's truth."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import time
 
 import asyncpg
@@ -32,7 +32,7 @@ _REPOS = "select did, status, rev, encode(data, 'hex'), encode(commit, 'hex') fr
 _CHANGES = "select action, count(*) from atproto.changes where collection is not null group by action"
 
 
-async def fill(dsn: str, world: World, pds: str, *, status: SyncStatus) -> None:
+async def fill(dsn: str, world: World, pds_of: Callable[[str], str], *, status: SyncStatus) -> None:
     """Every account's repo at its head `before`, in this status, with its records and its identity."""
     connection = await asyncpg.connect(dsn)
     await connection.copy_to_table(
@@ -44,7 +44,9 @@ async def fill(dsn: str, world: World, pds: str, *, status: SyncStatus) -> None:
     for start in range(0, len(world.accounts), AT_ONCE):
         accounts = world.accounts[start : start + AT_ONCE]
         await store.apply(Batch(tuple([RepoWrite(0, _repo(account, status, now)) for account in accounts])))
-        await store.save([StoredIdentity(account.did, None, pds, account.key, now) for account in accounts])
+        await store.save(
+            [StoredIdentity(account.did, None, pds_of(account.did), account.key, now) for account in accounts]
+        )
     await store.close()
 
 
