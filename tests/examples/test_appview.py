@@ -16,7 +16,7 @@ import pytest
 
 from indexer.localnet.load import Scenario
 from indexer.localnet.network import LocalNetwork
-from tests.daemon.stage import LIKE, POST, staged
+from tests.daemon.stage import LIKE, POST, post, staged
 from tests.serving import until
 
 ROOT = Path(__file__).parents[2]
@@ -83,6 +83,9 @@ async def lives(stage: Any, dsn: str, scenario: Scenario) -> None:
         rows = await stage.execute("select seq from atproto.readers")
         return rows[0][0] if rows else -1
 
+    one, two = stage.account("one.test"), stage.account("two.test")
+    uri = f"at://{one.did}/{one.create(POST, post('first'))}"
+    likes = [account.create(LIKE, {"$type": LIKE, "subject": {"uri": uri}}) for account in (one, two)]
     for step in range(100):
         scenario.perform(step, STEPS)
     await stage.equal()
@@ -91,6 +94,7 @@ async def lives(stage: Any, dsn: str, scenario: Scenario) -> None:
             for step in range(part, part + 100):
                 scenario.perform(step, STEPS)
                 await asyncio.sleep(0)
+            two.create(POST, {**post("reply"), "reply": {"parent": {"uri": uri}}})
             before = await place()
 
             async def moved(before: int = before) -> bool:
@@ -99,6 +103,7 @@ async def lives(stage: Any, dsn: str, scenario: Scenario) -> None:
 
             await until(moved)
             process.kill()
+    one.delete(likes[0])
     await stage.equal()
     shown: dict[str, Post] = {}
 
@@ -112,8 +117,7 @@ async def lives(stage: Any, dsn: str, scenario: Scenario) -> None:
 
         await until(same, lambda: shown.items() ^ expected(stage.network).items())
     assert len(shown) > 30
-    assert sum(likes for _, _, likes in shown.values()) > 5
-    assert sum(replies for _, replies, _ in shown.values()) > 2
+    assert shown[uri] == ("first", 2, 1)
 
 
 async def posts(stage: Any) -> list[asyncpg.Record]:
