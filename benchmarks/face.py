@@ -64,7 +64,8 @@ RECORDS = f"""
 
 LOG = f"""
     with opened as (
-        insert into indexer.batch (segment, size) select segment, $2::bigint - $1::bigint + 1 from indexer.feed returning segment, id
+        insert into indexer.batch (segment, size) select segment, $2::bigint - $1::bigint + 1 from indexer.feed
+        returning segment, id
     )
     insert into indexer.change (segment, batch, place, bucket, live, action, did, collection, rkey, rev, cid)
     select o.segment, o.id, n - $1::bigint, bucket, true, 'create', did, collection, rkey, rev, cid

@@ -6,7 +6,7 @@ from typing import IO, TypeVar
 import click
 
 from indexer.atproto.crypto import PublicKey, parse_did_key
-from indexer.atproto.syntax import AtUri, is_did, is_handle
+from indexer.atproto.syntax import AtUri, is_did, is_handle, is_nsid, normalize_nsid
 from indexer.errors import UpstreamError
 
 STDIN = "-"
@@ -52,6 +52,13 @@ def parse_record_uri(text: str) -> AtUri:
     return uri
 
 
+def parse_nsid(text: str) -> str:
+    nsid = normalize_nsid(text) if is_nsid(text) else ""
+    if not nsid:
+        raise ValueError(f"{text[:_SHOWN]!r} is not an NSID")
+    return nsid
+
+
 def parse_key(text: str) -> PublicKey:
     try:
         return parse_did_key(text)
@@ -64,6 +71,7 @@ DID_OR_STDIN = Checked("did", lambda text: text if text == STDIN else parse_did(
 ACCOUNT = Checked("account", parse_account)
 RECORD_URI = Checked("uri", parse_record_uri)
 KEY = Checked("key", parse_key)
+NSID = Checked("nsid", parse_nsid)
 
 
 def dids_of(file: IO[str]) -> Iterator[str]:

@@ -14,14 +14,14 @@ from functools import wraps
 from itertools import islice
 from pathlib import Path
 from time import time
-from typing import IO, TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec
+from typing import IO, TYPE_CHECKING, Any, Concatenate, Literal, NoReturn, ParamSpec
 
 import click
 from rich.console import Console
 from rich.live import Live
 
 from indexer import __version__
-from indexer.arguments import ACCOUNT, DID, DID_OR_STDIN, KEY, RECORD_URI, STDIN, dids_of
+from indexer.arguments import ACCOUNT, DID, DID_OR_STDIN, KEY, NSID, RECORD_URI, STDIN, dids_of
 from indexer.atproto.cid import cid_text
 from indexer.atproto.crypto import PublicKey
 from indexer.atproto.record import Problem
@@ -278,6 +278,28 @@ async def takedown_command(settings: Settings, *, did: str, reverse: bool) -> in
     if not known:
         return _complain(f"{did} is not known here", UNKNOWN)
     click.echo(f"{did} is {'shown again' if reverse else 'hidden'}")
+    return 0
+
+
+@_command("export")
+@click.option("--collection", required=True, metavar="NSID", type=NSID, help="The collection.")
+@click.option("--format", "form", type=click.Choice(["jsonl", "parquet"]), default="jsonl", show_default=True)
+@click.option("--output", "-o", type=click.Path(path_type=Path, dir_okay=False), help="A file; default: stdout.")
+async def export_command(
+    settings: Settings, *, collection: str, form: Literal["jsonl", "parquet"], output: Path | None
+) -> int:
+    """Write all visible records of a collection to a file, as of one moment.
+
+    JSON lines, or Parquet, which needs the library pyarrow (pip install 'indexer[parquet]'). The file gets its name
+    when it is whole. Memory doesn't depend on the number of records.
+    """
+    from indexer.export import export  # noqa: PLC0415
+
+    if form == "parquet" and output is None and sys.stdout.isatty():
+        raise click.UsageError("Parquet is not for terminals: give an --output.")
+    async with _store(settings) as store:
+        count = await export(store, collection, form, output)
+    click.echo(f"records: {count:,}", err=True)
     return 0
 
 

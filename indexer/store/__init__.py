@@ -1,9 +1,10 @@
 """Postgres: the tables, their face, and the statements on them."""
 
 from indexer.store.errors import DatabaseError
+from indexer.store.export import ExportedRecord
 from indexer.store.queries import Counts
 from indexer.store.resync import ResyncTransaction
 from indexer.store.retention import Keep, ReaderState
 from indexer.store.store import Store
 
-__all__ = ["Counts", "DatabaseError", "Keep", "ReaderState", "ResyncTransaction", "Store"]
+__all__ = ["Counts", "DatabaseError", "ExportedRecord", "Keep", "ReaderState", "ResyncTransaction", "Store"]

@@ -1,7 +1,7 @@
 """The store: one pool of connections, and each thing that the service does with the database as a method."""
 
 from asyncio import Event, Semaphore
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from time import time
 from typing import Any, Self
@@ -9,10 +9,11 @@ from typing import Any, Self
 import asyncpg
 
 from indexer.outbound import HostState
-from indexer.store import hosts, identities, queries, resync, retention
+from indexer.store import export, hosts, identities, queries, resync, retention
 from indexer.store.apply import apply
 from indexer.store.erasure import Erased, erase_some
 from indexer.store.errors import CONNECT_SECONDS, database_errors
+from indexer.store.export import ExportedRecord
 from indexer.store.queries import Counts
 from indexer.store.resync import ResyncTransaction
 from indexer.store.retention import Keep, Log, Upkeep
@@ -202,6 +203,17 @@ class Store:
         """A record of a visible repo as the face shows it, its value decoded."""
         async with self._connection() as connection:
             return await queries.record(connection, did, collection, rkey)
+
+    async def export(self, collection: str) -> AsyncGenerator[list[ExportedRecord]]:
+        """All visible records of a collection, page by page, of one moment."""
+        async with self._connection() as connection:
+            async for page in export.export(connection, collection):
+                yield page
+
+    async def estimate(self, collection: str) -> int:
+        """About how many records a collection has."""
+        async with self._connection() as connection:
+            return await export.estimate(connection, collection)
 
     async def visible_repos(self) -> dict[str, tuple[str, str | None]]:
         """Sync status and reason of each repo that the face calls visible."""
