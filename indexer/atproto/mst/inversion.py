@@ -85,9 +85,11 @@ def invert(
         if wrong is not None:
             return Inversion(Verdict.OPS_MISMATCH, None, ops_hold, f"{wrong.action} of {wrong.key!r}")
         ops_hold = True
-        builder = _Builder(tree)
-        builder.add_subtree(tree.root, tree.layer, sorted(ops, key=_key))
-        before = builder.finish(prev_data)
+        before = _undo_in_place(tree, ops[0]) if len(ops) == 1 else None
+        if before is None:
+            builder = _Builder(tree)
+            builder.add_subtree(tree.root, tree.layer, sorted(ops, key=_key))
+            before = builder.finish(prev_data)
     except _MissingNodeError as missing:
         return Inversion(Verdict.UNDECIDABLE, None, ops_hold, f"no node {cid_text(missing.cid)}")
     return Inversion(_verdict(before, prev_data), before, ops_hold)
@@ -137,15 +139,24 @@ class _PartialTree:
         check_layer(node, layer)
         return node
 
-    def find(self, key: bytes) -> bytes | None:
-        """The value of `key`, or None if the tree is open all the way to where it would be, and it is not there."""
+    def path(self, key: bytes) -> list[tuple[Node, int]]:
+        """The nodes from the root to where `key` is, or would be, and its place among the keys of each."""
+        path = []
         cid, layer = self.root, self.layer
         while cid is not None:
             node = self.node(cid, layer)
             at = bisect_left(node.keys, key)
+            path.append((node, at))
+            if at < len(node.keys) and node.keys[at] == key:
+                break
+            cid, layer = node.gap(at), layer - 1
+        return path
+
+    def find(self, key: bytes) -> bytes | None:
+        """The value of `key`, or None if the tree is open all the way to where it would be, and it is not there."""
+        for node, at in self.path(key)[-1:]:
             if at < len(node.keys) and node.keys[at] == key:
                 return node.values[at]
-            cid, layer = node.gap(at), layer - 1
         return None
 
     def contradicted(self, ops: Sequence[NetOp]) -> NetOp | None:
@@ -160,6 +171,66 @@ class _PartialTree:
         if missing is not None:
             raise missing
         return None
+
+
+def _undo_in_place(tree: _PartialTree, op: NetOp) -> bytes | None:
+    """The root with one operation undone, where that changes entries of one node alone and no other node comes or goes.
+
+    None where it takes more than that, which is for `_Builder` to do. Most commits are of this kind.
+    """
+    path = tree.path(op.key)
+    if not path or not _in_order(path):
+        return None
+    node, at = path.pop()
+    block = _changed(node, at, op)
+    if block is None:
+        return None
+    cid = cid_of(block)
+    for parent, place in reversed(path):
+        cid = cid_of(parent.with_gap(place, cid))
+    return cid
+
+
+def _in_order(path: Sequence[tuple[Node, int]]) -> bool:
+    """Whether the keys of each node lie within the gap of the one above."""
+    lower, upper = b"", None
+    for node, at in path:
+        keys = node.keys
+        if keys and (keys[0] <= lower or (upper is not None and keys[-1] >= upper)):
+            return False
+        lower = keys[at - 1] if at else lower
+        upper = keys[at] if at < len(keys) else upper
+    return True
+
+
+def _changed(node: Node, at: int, op: NetOp) -> bytes | None:
+    """The node's block with the operation undone; None where that isn't all."""
+    keys, values, trees, heads = node.keys, list(node.values), list(node.trees), list(node.heads)
+    if op.new is None:
+        if op.old is None or node.gap(at) is not None or node.height != key_height(op.key):
+            return None
+        keys = [*keys[:at], op.key, *keys[at:]]
+        values.insert(at, op.old)
+        trees.insert(at, None)
+        heads[at : at + 1] = _heads(keys, at, 2)
+    elif op.old is not None:
+        values[at] = op.old
+    else:
+        if len(keys) == 1 or (node.gap(at) is not None and trees[at] is not None):
+            return None
+        if at and trees[at] is not None:
+            trees[at - 1] = trees[at]
+        left = node.left if at or trees[at] is None else trees[at]
+        keys = keys[:at] + keys[at + 1 :]
+        del values[at], trees[at]
+        heads[at : at + 2] = _heads(keys, at, 1)
+        return join_node(heads, values, left, trees)
+    return join_node(heads, values, node.left, trees)
+
+
+def _heads(keys: Sequence[bytes], at: int, count: int) -> list[bytes]:
+    """The heads of `count` entries from `at` on, as far as there are so many."""
+    return [entry_head(keys[i - 1] if i else b"", keys[i]) for i in range(at, min(at + count, len(keys)))]
 
 
 class _Level:

@@ -49,14 +49,16 @@ class Node:
 
     `keys`, `values`, `trees` and `heads` run in parallel; `trees[i]` is the subtree right of `keys[i]`, and
     `heads[i]` the entry's own bytes as far as they depend on its key and the key before it. `height` is the
-    height of all its keys, None if it has none.
+    height of all its keys, None if it has none. The field t of entry `i` stands at `places[i]` in `block`.
     """
 
-    __slots__ = ("heads", "height", "keys", "left", "trees", "values")
+    __slots__ = ("block", "heads", "height", "keys", "left", "places", "trees", "values")
 
-    def __init__(self, left: bytes | None, height: int | None) -> None:
-        self.left = left
-        self.height = height
+    def __init__(self, block: bytes) -> None:
+        self.block = block
+        self.left: bytes | None = None
+        self.height: int | None = None
+        self.places: list[int] = []
         self.keys: list[bytes] = []
         self.values: list[bytes] = []
         self.trees: list[bytes | None] = []
@@ -65,6 +67,11 @@ class Node:
     def gap(self, index: int) -> bytes | None:
         """The subtree before the entry at `index`, or behind the last one."""
         return self.trees[index - 1] if index else self.left
+
+    def with_gap(self, index: int, tree: bytes) -> bytes:
+        """The block with another subtree in a gap that has one."""
+        at = self.places[index - 1] + len(_TREE + _LINK) if index else len(self.block) - SIZE
+        return self.block[:at] + tree + self.block[at + SIZE :]
 
 
 def malformed(detail: str) -> NoReturn:
@@ -105,7 +112,7 @@ def _decode(block: bytes, limits: Limits) -> Node:
     count, at = _argument(block, 3, _ARRAY)
     if count > limits.node_entries:
         malformed(f"{count} entries")
-    node = Node(None, None)
+    node = Node(block)
     key = b""
     for _ in range(count):
         key, at = _decode_entry(block, at, key, node)
@@ -142,6 +149,7 @@ def _decode_entry(block: bytes, at: int, previous: bytes, node: Node) -> tuple[b
     key = previous[:shared] + block[start:end]
     node.keys.append(key)
     node.heads.append(block[at:tail])
+    node.places.append(tail)
 
     if block[tail : tail + 3] == _NO_TREE:
         node.trees.append(None)

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from indexer.atproto.limits import DEFAULT_LIMITS
+from indexer.atproto.mst import inversion as inversion_module
 from indexer.atproto.mst.inversion import Inversion, NetOp, Verdict, invert
 from indexer.atproto.mst.node import EMPTY_TREE
 from indexer.errors import UpstreamError
@@ -118,6 +119,55 @@ def test_each_lie_about_one_operation_has_its_verdict(before: Records, data: st.
 
 
 # --------------------------------------------------------------------------------------------- odd commits
+
+
+@settings(max_examples=500)
+@given(records_strategy, st.sampled_from(KEYS), st.sampled_from([A, B, C, None]), st.data())
+def test_what_is_undone_in_place_is_what_building_the_tree_anew_gives(
+    before: Records, key: bytes, value: bytes | None, data: st.DataObject
+) -> None:
+    """With the true blocks, and with nodes put where they don't belong."""
+    after = edited(before, {key: value})
+    ops = oracle.difference(before, after)
+    prev_data = oracle.build(before)[0]
+    root, blocks = oracle.build(after)
+    if data.draw(st.booleans()):
+        moved, place = data.draw(st.sampled_from(sorted(blocks))), data.draw(st.sampled_from(sorted(blocks)))
+        blocks[place] = blocks[moved]
+
+    def outcome() -> Inversion | str:
+        try:
+            return undo(blocks, root, ops, prev_data)
+        except UpstreamError as error:
+            return error.reason
+
+    quickly = outcome()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inversion_module, "_undo_in_place", lambda _tree, _op: None)
+        assert outcome() == quickly
+
+
+def test_most_single_operations_are_undone_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = sorted(b"app.bsky.feed.like/%013d" % number for number in range(0, 3_000, 3))
+    before = dict.fromkeys(keys, A)
+    seen: Counter[bool] = Counter()
+    in_place = inversion_module._undo_in_place
+
+    def counted(tree: Any, op: NetOp) -> bytes | None:
+        root = in_place(tree, op)
+        seen[root is not None] += 1
+        return root
+
+    monkeypatch.setattr(inversion_module, "_undo_in_place", counted)
+    prev_data = oracle.build(before)[0]
+    for number in range(1, 300, 12):
+        new = b"app.bsky.feed.like/%013d" % number
+        edit: tuple[dict[bytes, bytes | None], ...] = ({new: B}, {keys[number]: B}, {keys[number]: None})
+        for edits in edit:
+            after = edited(before, edits)
+            root, blocks = oracle.build(after)
+            assert undo(blocks, root, oracle.difference(before, after), prev_data).verdict is Verdict.OK
+    assert seen[True] > 2 * seen[False] > 0
 
 
 def test_an_empty_commit_needs_no_blocks() -> None:
