@@ -1,6 +1,7 @@
 """The live path, one stage after the other in this process: what each costs a core when nothing runs beside it."""
 
 import asyncio
+import gc
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
@@ -69,6 +70,7 @@ async def apply(dsn: str, frames: Sequence[bytes], keys: Mapping[str, PublicKey]
     "client" is this process's time in the two database stages, "database" the rest of their time by the clock.
     """
     clock = Clock()
+    gc.freeze()  # the world is large, and a collection of it would fall on whatever stage it comes in
     store = await Store.open(dsn)
     await store.repos(list(keys)[:1])  # connects
     signers = {did: Signer(key) for did, key in keys.items()}
