@@ -2,9 +2,9 @@
 
     python -m benchmarks.queue [--repos 15000000] [--plan]
 
-Makes a scratch database under the temporary directory (0.5 kB a repo), on an embedded Postgres of its own, and removes it
-in the end. Two thirds of the repos are synchronized; of the others most have never been, one in ten is put off, one in a
-hundred broke.
+Makes a scratch database under the temporary directory (0.5 kB a repo), on an embedded Postgres of its own, and removes
+it in the end. Two thirds of the repos are synchronized; of the others most have never been, one in ten is put off, one
+in a hundred broke.
 """
 
 import argparse
@@ -33,7 +33,8 @@ REPOS = """
         case when n % 10 = 0 then now() + interval '1 hour' when n % 10 = 1 then now() - n * interval '1 ms' end
     from (
         select n, 'did:plc:' || substr(md5(n::text), 1, 24) as did,
-            case when n % 3 = 0 then 'desynchronized' else 'synchronized' end as status, n % 3 > 0 or n % 100 = 0 as shown
+            case when n % 3 = 0 then 'desynchronized' else 'synchronized' end as status,
+            n % 3 > 0 or n % 100 = 0 as shown
         from generate_series($1::bigint, $2::bigint) n
     ) d
 """
