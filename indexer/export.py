@@ -15,7 +15,8 @@ from indexer.errors import SettingsError
 from indexer.store import ExportedRecord, Store
 
 Format = Literal["jsonl", "parquet"]
-GROUP_BYTES = 32 * 1024 * 1024  # of values in one row group: what a reader of Parquet takes in at a time
+GROUP_BYTES = 16 * 1024 * 1024  # of one row group: what a reader of Parquet takes in at a time, too
+ROW_BYTES = 250  # about, beside the value
 
 
 class Sheet(Protocol):
@@ -93,8 +94,8 @@ class Parquet:
             import pyarrow.parquet as pq  # noqa: PLC0415
         except ImportError:
             raise SettingsError("Parquet needs the library pyarrow: pip install 'indexer[parquet]'") from None
-        text = [(name, pa.string()) for name in ExportedRecord._fields if name != "indexed_at"]
-        self._schema = pa.schema([*text, ("indexed_at", pa.timestamp("us", tz="UTC"))])
+        types = {"indexed_at": pa.timestamp("us", tz="UTC")}
+        self._schema = pa.schema([(name, types.get(name, pa.string())) for name in ExportedRecord._fields])
         self._pa = pa
         self._writer = pq.ParquetWriter(file, self._schema, compression="zstd")
         self._group: list[ExportedRecord] = []
@@ -102,7 +103,7 @@ class Parquet:
 
     def write(self, page: Sequence[ExportedRecord]) -> None:
         self._group += page
-        self._bytes += sum(len(record.value or "") for record in page)
+        self._bytes += sum(ROW_BYTES + len(record.value or "") for record in page)
         if self._bytes >= GROUP_BYTES:
             self._write_group()
 
@@ -112,6 +113,6 @@ class Parquet:
 
     def _write_group(self) -> None:
         if self._group:
-            rows = [record._asdict() for record in self._group]
-            self._writer.write_table(self._pa.Table.from_pylist(rows, self._schema))
+            columns = [list(column) for column in zip(*self._group, strict=True)]
+            self._writer.write_table(self._pa.table(columns, schema=self._schema))
         self._group, self._bytes = [], 0

@@ -98,6 +98,7 @@ async def test_a_file_that_fails_leaves_what_was_there(
 
 async def test_row_groups_are_bounded_by_bytes(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(export_module, "GROUP_BYTES", 1_000)
+    monkeypatch.setattr(export_module, "ROW_BYTES", 0)
     [[record, *_]] = [page async for page in store.export("app.test")]
     file = BytesIO()
     sheet = Parquet(file)
@@ -128,6 +129,8 @@ async def test_the_command(store: Store, database: str, tmp_path: Path) -> None:
     assert len(rows_of(file)) == 1
     result = indexer("export", "--collection", "not an nsid", INDEXER_DATABASE_URL=database)
     assert (result.returncode, result.stdout) == (2, "")
-    result = indexer("export", "--collection", "app.test.more", "-o", f"{tmp_path}/none/out", INDEXER_DATABASE_URL=database)
+    result = indexer(
+        "export", "--collection", "app.test.more", "-o", f"{tmp_path}/none/out", INDEXER_DATABASE_URL=database
+    )
     assert result.returncode == 1
     assert len(result.stderr.splitlines()) == 1
