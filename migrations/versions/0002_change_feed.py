@@ -271,8 +271,7 @@ FACE = (
     begin
         update indexer.repo r
         set version = r.version + 1, status = 'desynchronized', attempts = 0, next_attempt_at = null,
-            updated_at = now(),
-            reason = case when r.status = 'synchronized' then 'requested' else coalesce(r.reason, 'requested') end
+            updated_at = now(), reason = 'requested'
         where r.did = $1 and r.bucket = indexer.bucket_of($1) and r.status <> 'in-progress';
         return exists (select from indexer.repo r where r.did = $1 and r.bucket = indexer.bucket_of($1));
     end $$
