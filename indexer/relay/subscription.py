@@ -42,6 +42,7 @@ class Connection:
     relay: str
     cursor: int | None
     frames: int = 0
+    reading: bool = True
 
 
 @dataclass(slots=True)
@@ -115,11 +116,27 @@ class Subscription:
             self.connection = Connection(relay, cursor)
             self.last_error = None
             log.info("relay.connected", relay=relay)
-            while True:
-                async with asyncio.timeout(self.pace.silence):
+            guard = asyncio.create_task(self._guard(socket, self.connection))
+            try:
+                while True:
                     frame = await socket.recv(decode=False)
-                self.connection.frames += 1
-                yield frame
+                    self.connection.frames += 1
+                    self.connection.reading = False
+                    yield frame
+                    self.connection.reading = True
+            finally:
+                guard.cancel()
+                await asyncio.wait([guard])
+                if not guard.cancelled():
+                    guard.result()
+
+    async def _guard(self, socket: ClientConnection, connection: Connection) -> None:
+        """Ends a connection on which we have waited too long for a frame; a timer for each frame would cost more."""
+        frames = -1
+        while frames != connection.frames or not connection.reading:
+            frames = connection.frames
+            await asyncio.sleep(self.pace.silence)
+        await socket.close(reason=f"no message for {self.pace.silence:g} s")
 
     async def _connect(self, relay: str, cursor: int | None) -> ClientConnection:
         try:

@@ -87,7 +87,7 @@ class KeyDesk:
         except (UnavailableError, TimeoutError) as error:
             log.info("key.unavailable", did=need.did, error=str(error) or type(error).__name__)
             self._answers[need.did] = UNAVAILABLE
-        await self._inbox.put_back(self._waiting.pop(need.did))
+        self._inbox.put_back(self._waiting.pop(need.did))
 
     async def _lookup(self, need: NeedsKey) -> Known:
         did, refresh = need.did, need.refresh

@@ -83,7 +83,7 @@ class Writer:
             except UnavailableError as error:  # nothing is settled, or was and will be seen as replayed
                 self.trouble = str(error)
                 log.warning("database.unavailable", error=self.trouble)
-                await self._inbox.put_back(messages)
+                self._inbox.put_back(messages)
                 await asyncio.sleep(self._pace.pause)
 
     async def _write(self, messages: Sequence[Received]) -> None:
@@ -132,8 +132,8 @@ class Writer:
             if did not in moved:
                 self._keys.wait(need, [message for message in plan.waiting if message.did == did])
         if moved:
-            await self._inbox.put_back([message for message in messages if message.did in moved])
-        await self._inbox.finished(done)
+            self._inbox.put_back([message for message in messages if message.did in moved])
+        self._inbox.finished(done)
 
     def _count(self, settled: Sequence[Settled], plan: BatchPlan, moved: frozenset[str]) -> None:
         for item in settled:

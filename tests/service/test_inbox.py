@@ -20,7 +20,7 @@ async def test_a_full_inbox_stops_the_reader_until_messages_are_settled() -> Non
     taken = await inbox.take(2, linger=0)
     await asyncio.sleep(0)
     assert not waiting.done(), "what was taken is still held"
-    await inbox.finished(taken)
+    inbox.finished(taken)
     await waiting
     assert [item.seq for item in await inbox.take(10, linger=0)] == [3, 4]
     assert inbox.held_bytes == 2 * (MESSAGE_BYTES + 10)
@@ -37,7 +37,7 @@ async def test_messages_put_back_come_first_in_their_order() -> None:
     for seq in range(1, 6):
         await inbox.put(message(seq))
     first = await inbox.take(3, linger=0)
-    await inbox.put_back(first[1:])
+    inbox.put_back(first[1:])
     assert [item.seq for item in await inbox.take(10, linger=0)] == [2, 3, 4, 5]
 
 
@@ -58,6 +58,6 @@ async def test_empty_means_settled_not_taken() -> None:
     taken = await inbox.take(1, linger=0)
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(inbox.empty(), 0.05)
-    await inbox.finished(taken)
+    inbox.finished(taken)
     await asyncio.wait_for(inbox.empty(), 5)
     assert (inbox.held, inbox.held_bytes) == (0, 0)

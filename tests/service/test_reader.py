@@ -80,7 +80,7 @@ async def test_one_of_ours_that_waits_does_not_let_those_of_others_pile_up(monke
         assert reading.place.watermark.position is None
         assert reading.count("ignored") == 10
         reading.place.watermark.done((1,))
-        await reading.inbox.finished(taken)
+        reading.inbox.finished(taken)
         await until(lambda: reading.place.watermark.position == 49)
 
 
