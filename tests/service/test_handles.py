@@ -172,6 +172,7 @@ async def test_the_rate_is_held(town: Town) -> None:
 
 async def test_a_bug_is_loud(town: Town, monkeypatch: pytest.MonkeyPatch) -> None:
     await town.claim("ann", "ann.test")
+    town.loopback.gone.add("ann.test")
     async with town.checking() as task:
         await town.shows("ann", INVALID_HANDLE)
 
