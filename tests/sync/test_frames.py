@@ -1,4 +1,4 @@
-from typing import Any
+from typing import Any, Literal
 
 import cbor2
 import pytest
@@ -152,7 +152,9 @@ def test_no_change_to_a_message_breaks_it(kind: str, changes: dict[str, Any], da
 
 
 @pytest.mark.parametrize("kind", ["commit", "sync", "identity", "account"])
-def test_a_message_of_another_shard_is_told_by_its_did_alone(kind: str) -> None:
+def test_a_message_of_another_shard_is_told_by_its_did_alone(
+    kind: Literal["commit", "sync", "identity", "account"],
+) -> None:
     ann = Person()
     payload = {
         "commit": ann.post("a"),
