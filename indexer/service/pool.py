@@ -49,11 +49,12 @@ class PutOffError(Exception):
 
 @dataclass(slots=True, eq=False)
 class Run:
-    """A claimed repo, and the place that it has."""
+    """A claimed repo, and the place that it has, at its host since it `came` to be known there."""
 
     claimed: Repo
     began: float
     host: str = UNKNOWN_HOST
+    came: float = 0.0
     large: bool = False
 
 
@@ -94,24 +95,30 @@ class Pool:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._heal(), name="values that no export had")
             while True:
-                await self._place()
+                while self.free <= 0:
+                    self._moved.clear()
+                    await self._rest(None)
+                self._moved.clear()
                 claimed = await self._claim(max(asked, self.free))
                 begun = await self._begin(group, claimed)
                 self.progress = monotonic()
                 # Where none of them had its turn, look behind them; there may be many more of the same host.
                 asked = 1 if begun else min(2 * len(claimed), CLAIMED_AT_ONCE)
                 if not begun:
-                    await asyncio.sleep(self._pace.idle / 4 if claimed else self._pace.idle)
+                    await self._rest(self._pace.idle / 4 if claimed else self._pace.idle)
 
     @property
     def free(self) -> int:
         """Places that no resync has."""
         return self._workers - sum(not run.large for run in self.running)
 
-    async def _place(self) -> None:
-        while self.free <= 0:
-            self._moved.clear()
-            await self._moved.wait()
+    async def _rest(self, seconds: float | None) -> None:
+        """So long, or until a place has become free."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._moved.wait()
+        except TimeoutError:
+            pass  # it was long enough
 
     async def _claim(self, count: int) -> list[Repo]:
         try:
@@ -148,7 +155,8 @@ class Pool:
 
     def _start(self, group: asyncio.TaskGroup, run: Run) -> None:
         self.running.append(run)
-        self._rota.begin(run.host)
+        run.came = run.began
+        self._rota.begin(run.host, run.came)
         group.create_task(self._whole(run), name=f"resync of {run.claimed.did}")
 
     async def _whole(self, run: Run) -> None:
@@ -158,7 +166,7 @@ class Pool:
         except (ClaimLostError, DatabaseError) as error:
             result = "lost"  # the lease runs out, and the repo is claimed again
             log.warning("resync.lost", did=run.claimed.did, error=str(error))
-        self._rota.end(run.host, monotonic() - started)
+        self._rota.end(run.host, run.came, time())
         self.running.remove(run)
         self._moved.set()
         self._metrics.resync(result, monotonic() - started)
@@ -219,9 +227,9 @@ class Pool:
         now = time()
         if not self._rota.admits(host, now):
             raise PutOffError(self._rota.later(host, now))
-        self._rota.end(run.host, now - run.began)
-        self._rota.begin(host)
-        run.host = host
+        self._rota.end(run.host, run.came, now)
+        self._rota.begin(host, now)
+        run.host, run.came = host, now
 
     def _grow(self, run: Run) -> None:
         """The export is large: it goes on among the large ones, or later, if their places are taken."""

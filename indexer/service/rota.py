@@ -1,8 +1,6 @@
 """Whose turn it is among hosts: none of them has all places, however slow it is or however many repos it has."""
 
-from collections import Counter
-
-FIRST_SECONDS = 1.0  # a resync's time, before any of its host has ended
+FIRST_SECONDS = 0.05  # a resync's time, before any of its host has ended, or one has taken longer
 MOST_SECONDS = 3_600.0  # no repo is put off for longer
 MOST_HOSTS = 10_000
 WEIGHT = 0.2  # of the newest time in a host's mean
@@ -17,24 +15,24 @@ class Rota:
 
     def __init__(self, places: int) -> None:
         self._most = max(1, places - max(1, places // 4))
-        self._running: Counter[str] = Counter()
+        self._running: dict[str, list[float]] = {}
         self._seconds: dict[str, float] = {}
         self._next: dict[str, float] = {}
         self._paused: dict[str, float] = {}
 
     def admits(self, host: str, now: float) -> bool:
-        return self._running[host] < self._most and self._paused.get(host, 0.0) <= now
+        return len(self._running.get(host, ())) < self._most and self._paused.get(host, 0.0) <= now
 
-    def begin(self, host: str) -> None:
-        self._running[host] += 1
+    def begin(self, host: str, now: float) -> None:
+        self._running.setdefault(host, []).append(now)
 
-    def end(self, host: str, seconds: float) -> None:
-        """One that was begun is over, after so many seconds."""
-        self._running[host] -= 1
+    def end(self, host: str, began: float, now: float) -> None:
+        """One that began then is over."""
+        self._running[host].remove(began)
         if not self._running[host]:
             del self._running[host]
         mean = self._seconds.pop(host, FIRST_SECONDS)
-        self._seconds[host] = mean + WEIGHT * (seconds - mean)
+        self._seconds[host] = mean + WEIGHT * (now - began - mean)
         _forget_oldest(self._seconds)
 
     def pause(self, host: str, until: float) -> None:
@@ -44,7 +42,8 @@ class Rota:
 
     def later(self, host: str, now: float) -> float:
         """When the next repo of this host, which it doesn't admit now, is to come up again."""
-        pace = self._seconds.get(host, FIRST_SECONDS) / self._most
+        longest = now - min(self._running.get(host, ()), default=now)
+        pace = max(self._seconds.get(host, FIRST_SECONDS), longest) / self._most
         earliest = max(now, self._paused.get(host, 0.0), self._next.pop(host, 0.0))
         self._next[host] = min(earliest + pace, now + MOST_SECONDS)
         _forget_oldest(self._next)

@@ -10,10 +10,10 @@ def test_a_host_never_has_all_places() -> None:
     rota = Rota(8)
     for _ in range(6):
         assert rota.admits("slow", 0)
-        rota.begin("slow")
+        rota.begin("slow", 0)
     assert not rota.admits("slow", 0)
     assert rota.admits("other", 0)
-    rota.end("slow", 1.0)
+    rota.end("slow", 0, 1)
     assert rota.admits("slow", 0)
 
 
@@ -24,8 +24,8 @@ def test_one_place_is_for_everyone() -> None:
 def test_those_put_off_stand_in_a_line_as_long_as_the_host_needs() -> None:
     rota = Rota(4)
     for _ in range(50):
-        rota.begin("slow")
-        rota.end("slow", 30.0)
+        rota.begin("slow", 0.0)
+        rota.end("slow", 0.0, 30.0)
     turns = [rota.later("slow", 100.0) for _ in range(10)]
     steps = [later - earlier for earlier, later in pairwise(turns)]
     assert all(9.0 < step < 10.1 for step in steps), "thirty seconds each, three at once"
@@ -34,7 +34,17 @@ def test_those_put_off_stand_in_a_line_as_long_as_the_host_needs() -> None:
 
 def test_nobody_is_put_off_for_ever() -> None:
     rota = Rota(4)
-    assert max(rota.later("huge", 0.0) for _ in range(100_000)) == MOST_SECONDS
+    rota.begin("huge", -1_000.0)
+    assert max(rota.later("huge", 0.0) for _ in range(100)) == MOST_SECONDS
+
+
+def test_a_host_that_hangs_is_slow_before_anything_of_it_has_ended() -> None:
+    rota = Rota(4)
+    for _ in range(3):
+        rota.begin("hangs", 100.0)
+    assert rota.later("hangs", 100.1) < 100.2
+    turns = [rota.later("hangs", 160.0) for _ in range(3)]
+    assert [round(turn - 160.0) for turn in turns] == [20, 40, 60]
 
 
 def test_a_pause_is_kept() -> None:
@@ -53,10 +63,10 @@ def test_what_ends_makes_room(steps: list[tuple[str, bool]]) -> None:
     for host, begins in steps:
         if begins and rota.admits(host, 0):
             assert running.count(host) < 3
-            rota.begin(host)
+            rota.begin(host, 1.0)
             running.append(host)
         elif not begins and host in running:
-            rota.end(host, 1.0)
+            rota.end(host, 1.0, 2.0)
             running.remove(host)
         assert rota.admits(host, 0) == (running.count(host) < 3)
 
