@@ -116,15 +116,15 @@ class Metrics:
     def received(self, kind: str) -> None:
         self._received[kind].inc()
 
-    def outcome(self, kind: str, outcome: Outcome) -> None:
+    def outcome(self, kind: str, outcome: Outcome, count: int = 1) -> None:
         """Exactly once for each message received."""
-        self._events[kind, outcome].inc()
+        self._events[kind, outcome].inc(count)
 
-    def rejected(self, reason: Rejection) -> None:
-        self._rejected[reason].inc()
+    def rejected(self, reason: Rejection, count: int = 1) -> None:
+        self._rejected[reason].inc(count)
 
-    def desynchronized(self, reason: Desync) -> None:
-        self._desynchronized[reason].inc()
+    def desynchronized(self, reason: Desync, count: int = 1) -> None:
+        self._desynchronized[reason].inc(count)
 
     def record_changes(self, action: Action | str, *, live: bool, count: int = 1) -> None:
         """`live` is False for what a resync found to be different."""

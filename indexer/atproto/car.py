@@ -15,6 +15,9 @@ from indexer.errors import UpstreamError
 from indexer.reasons import Rejection
 
 _VARINT_BYTES = 9
+# The header with one root of the usual form, before its hash and behind it: nearly every file has it.
+_USUAL_START = b"\x3a\xa2\x65roots\x81\xd8\x2a\x58\x25\0" + DAG_CBOR
+_USUAL_END = b"\x67version\x01"
 
 
 def split_car(data: bytes, limits: Limits, *, max_bytes: int) -> tuple[list[bytes], dict[bytes, bytes]]:
@@ -28,10 +31,7 @@ def split_car(data: bytes, limits: Limits, *, max_bytes: int) -> tuple[list[byte
     blocks: dict[bytes, bytes] = {}
     end = len(data)
     while at < end:
-        size = data[at]
-        at += 1
-        if size >= 0x80:  # noqa: PLR2004 - nearly every block is longer than 127 bytes
-            size, at = _read_varint(data, at - 1)
+        size, at = _read_varint(data, at)
         stop = at + size
         if stop > end:
             raise UpstreamError(Rejection.CAR_MALFORMED, "cut inside a block")
@@ -124,6 +124,8 @@ class CarReader:
 
 def _read_header(data: bytes, limits: Limits) -> tuple[list[bytes], int]:
     """The roots, and where the first section begins."""
+    if data.startswith(_USUAL_START) and data[50:59] == _USUAL_END:
+        return [data[14:50]], 59
     size, at = _read_varint(data, 0)
     if size > limits.car_header_bytes or at + size > len(data):
         raise UpstreamError(Rejection.CAR_MALFORMED, f"a header of {size} bytes")
@@ -142,6 +144,9 @@ def _read_header(data: bytes, limits: Limits) -> tuple[list[bytes], int]:
 
 def _read_varint(data: bytes | bytearray, at: int) -> tuple[int, int]:
     """(value, where it ends); raises `UpstreamError` at the end of the data, too."""
+    second = data[at + 1 : at + 2]
+    if b"\0" < second < b"\x80" and data[at] >= 0x80:  # noqa: PLR2004 - two bytes, as nearly every block has them
+        return data[at] & 0x7F | second[0] << 7, at + 2
     found = _try_varint(data, at)
     if found is None:
         raise UpstreamError(Rejection.CAR_MALFORMED, "cut inside a length")

@@ -122,8 +122,7 @@ class Pool:
 
     async def _claim(self, count: int) -> list[Repo]:
         try:
-            for _ in range(await self._store.expire_leases(time())):
-                self._metrics.desynchronized(Desync.LEASE_EXPIRED)
+            self._metrics.desynchronized(Desync.LEASE_EXPIRED, await self._store.expire_leases(time()))
             claimed = await self._store.claim(count, self._shard.buckets, self._pace.lease, time())
             await self._identities.warm([repo.did for repo in claimed])
         except UnavailableError as error:
@@ -279,5 +278,4 @@ class Pool:
             except DatabaseError as error:
                 log.warning("database.unavailable", error=str(error))
                 continue
-            for _ in range(marked):
-                self._metrics.desynchronized(Desync.RECORD_MISSING)
+            self._metrics.desynchronized(Desync.RECORD_MISSING, marked)

@@ -1,6 +1,7 @@
 """From the inbox to committed rows: rows and keys, plans, one transaction, cursor included."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -136,16 +137,17 @@ class Writer:
         self._inbox.finished(done)
 
     def _count(self, settled: Sequence[Settled], plan: BatchPlan, moved: frozenset[str]) -> None:
-        for item in settled:
-            self._metrics.outcome(item.received.event.kind, item.outcome)
-            if isinstance(item.why, Rejection):
-                self._metrics.rejected(item.why)
-            elif isinstance(item.why, Desync) and item.outcome in BREAKING:
-                self._metrics.desynchronized(item.why)
-        for write in plan.writes:
-            if write.repo.did not in moved:
-                for change in write.changes:
-                    self._metrics.record_changes(change.action, live=True)
+        for (kind, outcome, why), count in Counter(
+            [(item.received.event.kind, item.outcome, item.why) for item in settled]
+        ).items():
+            self._metrics.outcome(kind, outcome, count)
+            if isinstance(why, Rejection):
+                self._metrics.rejected(why, count)
+            elif isinstance(why, Desync) and outcome in BREAKING:
+                self._metrics.desynchronized(why, count)
+        written = [write for write in plan.writes if write.repo.did not in moved]
+        for action, count in Counter([change.action for write in written for change in write.changes]).items():
+            self._metrics.record_changes(action, live=True, count=count)
         if self._place.watermark.position is not None:
             self._metrics.cursor(self._place.relay, self._place.watermark.position)
 

@@ -227,3 +227,22 @@ def test_real_exports_split() -> None:
         roots, blocks = split(path.read_bytes())
         assert read(path.read_bytes(), [100, 1_000]) == (roots, blocks)
         assert roots[0] in blocks
+
+
+def test_the_usual_header_is_read_as_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is recognised by its bytes; with any of them changed, it is what the decoder says."""
+    block = b"a block"
+    good = car({cid_of(block): block})
+
+    def outcome(data: bytes) -> object:
+        try:
+            return split_car(data, DEFAULT_LIMITS, max_bytes=1_000)
+        except UpstreamError as error:
+            return error.reason
+
+    damaged = [good[:at] + bytes([good[at] ^ bit]) + good[at + 1 :] for at in range(60) for bit in (1, 0x10, 0x80)]
+    cut = [good[:size] for size in range(len(good))]
+    quickly = [outcome(data) for data in (good, *damaged, *cut)]
+    assert quickly[0] == ([cid_of(block)], {cid_of(block): block})
+    monkeypatch.setattr("indexer.atproto.car._USUAL_START", b"never")
+    assert [outcome(data) for data in (good, *damaged, *cut)] == quickly
