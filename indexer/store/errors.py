@@ -28,6 +28,8 @@ _PASSING = (
     exceptions.OutdatedSchemaCacheError,
 )
 
+_ENDING = "another operation (2) is in progress"  # the number of asyncpg's state `PROTOCOL_ERROR_CONSUME`
+
 
 class DatabaseError(UnavailableError):
     """The database could not be asked, or could not do it just now: nothing of it is done, or all of it."""
@@ -48,6 +50,11 @@ def database_errors() -> Iterator[None]:
     except asyncpg.InterfaceError as error:
         # The driver has no class of its own for the use of a connection that broke before.
         if "clos" not in str(error):
+            raise
+        raise _database_error(error) from error
+    except exceptions.InternalClientError as error:
+        # Nor has it for a session that the server has ended with a last word, but whose socket is still open.
+        if _ENDING not in str(error):
             raise
         raise _database_error(error) from error
 

@@ -1,0 +1,564 @@
+"""One account, its host, the live path and resyncs of its repo, step by step; and what must hold at every step.
+
+The truth is the account's own: it remembers what its records were at each of its revisions.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from random import Random
+from time import time
+from typing import Any
+
+import asyncpg
+import orjson
+
+from indexer.atproto.cid import cid_of, cid_text
+from indexer.atproto.crypto import PrivateKey, PublicKey
+from indexer.atproto.limits import DEFAULT_LIMITS
+from indexer.atproto.syntax import tid_of
+from indexer.errors import UnavailableError, UpstreamError
+from indexer.identity import Known
+from indexer.localnet.repo import Change, Write
+from indexer.metrics import Metrics
+from indexer.pds import Spool
+from indexer.reasons import FetchFailure
+from indexer.service.resync import ClaimLostError, Resync
+from indexer.store import DatabaseError, ResyncTransaction, Store
+from indexer.sync.batch import Received, Settled, plan_batch
+from indexer.sync.events import AccountEvent, CommitEvent, IdentityEvent, SyncEvent
+from indexer.sync.plan import Batch, KeptEvent, RecordChange, RepoWrite
+from indexer.sync.planning import UNAVAILABLE, Ground, Policy, Signer
+from indexer.sync.repo import Outcome, Repo, SyncStatus
+from indexer.sync.resync import plan_failure
+from tests.sync.people import EVERYTHING, Person, received
+
+PDS = "https://pds.test"
+MIRROR = "https://relay.test"
+COLLECTIONS = ("com.example.a", "com.example.note", "com.example.note.draft")
+NO_COLLECTION = "com.example.no-name"  # takes part in every tree, and names no records
+LATER = 1e7  # seconds from now: every back-off is over by then, and nothing that is parked comes up
+OUTWORN = -LATER - 1  # a lease from then, so that it has run out by now
+CONNECTIONS = 4
+
+Step = Callable[[str], Awaitable[None]]
+
+_STATE = """
+    select status, rev, (
+        select coalesce(jsonb_object_agg(collection || '/' || rkey, atproto.cid_text(cid)), '{}')
+        from indexer.record where did = $1
+    )::text as records
+    from indexer.repo where did = $1
+"""
+_CHANGES = """
+    select action, collection || '/' || rkey as path, cid from atproto.changes
+    where did = $1 and rkey is not null order by seq
+"""
+_WAITING = (
+    "select exists (select from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock')"
+)
+_TERMINATE = "select pg_terminate_backend(pid, 5000) from pg_stat_activity where application_name = $1"
+
+
+class Killed(BaseException):
+    """The worker is dead from here on."""
+
+
+class Owner(Person):
+    """An account that remembers its records at each revision, as its own repo has them, and what it exported."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.published = self.key  # what the directory says
+        self.active = True
+        self.history: dict[str, dict[str, str]] = {}
+        self.exports: list[bytes] = []
+        self._numbers = 0
+        self._remember()
+
+    @property
+    def rev(self) -> str:
+        return self.repo.head.rev
+
+    def change(self, *writes: Write) -> Change:
+        change = self.repo.write(writes, self.key, self._rev())
+        self._remember()
+        return change
+
+    def write(self, *writes: Write) -> dict[str, Any]:
+        return self.payload(self.change(*writes))
+
+    def some_writes(self, random: Random) -> list[Write]:
+        """Valid ones, which may name a path more than once."""
+        present, writes = set(self.repo.records), []
+        for _ in range(random.choice([1, 1, 2, 5])):
+            path = f"{random.choice([*COLLECTIONS, NO_COLLECTION])}/{random.randint(0, 5)}"
+            if path not in present:
+                writes.append(Write.create(path, self._record()))
+            elif random.random() < 0.5:
+                writes.append(Write.update(path, self._record()))
+            else:
+                writes.append(Write.delete(path))
+            present ^= {path} if writes[-1].action != "update" else set()
+        return writes
+
+    def swap_key(self) -> None:
+        self._numbers += 1
+        self.key = self.published = PrivateKey.from_seed("k256", f"{self.did} {self._numbers}".encode())
+
+    def _record(self) -> dict[str, Any]:
+        self._numbers += 1
+        return {"$type": COLLECTIONS[0], "number": self._numbers}
+
+    def _remember(self) -> None:
+        self.history[self.rev] = {
+            path: cid_text(cid_of(block))
+            for path, block in self.repo.records.items()
+            if not path.startswith(NO_COLLECTION)
+        }
+        self.exports.append(b"".join(self.repo.export()))
+
+    def _rev(self) -> str:
+        self._ticks += 1
+        return tid_of(int((time() - 3_600) * 1_000_000) + self._ticks)
+
+
+class Host:
+    """The account's PDS, and a mirror of it that may be `behind` by so many commits, as a resync asks them."""
+
+    def __init__(self, owner: Owner, spool_directory: Path, behind: Callable[[], int], step: Step) -> None:
+        self._owner = owner
+        self._spool_directory = spool_directory
+        self._behind = behind
+        self._step = step
+
+    async def latest_commit(self, _did: str, _host: str) -> tuple[bytes, str]:
+        await self._step("ask for the latest commit")
+        self._refuse()
+        answer = self._owner.repo.head.cid, self._owner.rev
+        await self._step("latest commit answered")
+        return answer
+
+    @asynccontextmanager
+    async def fetch_repo(self, _did: str, host: str, _large: Callable[[], None]) -> AsyncIterator[Spool]:
+        await self._step("ask for the export")
+        self._refuse()
+        behind = self._behind() if host == MIRROR else 0
+        export = self._owner.exports[max(-1 - behind, -len(self._owner.exports))]
+        await self._step("export under way")
+        with Spool(self._spool_directory, DEFAULT_LIMITS) as spool:
+            await spool.fill(_whole(export))
+            await self._step("export fetched")
+            yield spool
+
+    def _refuse(self) -> None:
+        if not self._owner.active:
+            raise UnavailableError(FetchFailure.REPO_DEACTIVATED)
+
+
+async def _whole(export: bytes) -> AsyncIterator[bytes]:
+    yield export
+
+
+class Directory:
+    """What the process knows of the account's key: `cached`, or else what the directory says, if it is `up`."""
+
+    def __init__(self, owner: Owner) -> None:
+        self._owner = owner
+        self.cached: PublicKey | None = None
+        self.up = True
+
+    def ask(self) -> PublicKey:
+        if not self.up:
+            raise UnavailableError(FetchFailure.IDENTITY_UNAVAILABLE)
+        self.cached = self._owner.published.public
+        return self.cached
+
+
+class Live:
+    """The live path: what arrives is planned and written in its order, as `service.writer` does it.
+
+    `newest` is the newest revision of a message that was proven when it came, while the account was active.
+    """
+
+    def __init__(self, store: Store, owner: Owner, directory: Directory, policy: Policy) -> None:
+        self._store = store
+        self._owner = owner
+        self._directory = directory
+        self._policy = policy
+        self._turn = asyncio.Lock()
+        self.newest = ""
+        self.outcomes = Counter[Outcome]()
+
+    async def deliver(self, messages: Sequence[Received]) -> None:
+        """In one batch, and another one for those that have to wait for a key."""
+        async with self._turn:
+            answer: Signer | None = None
+            while messages:
+                signer = answer or self._at_hand()
+                repos = await self._store.repos([self._owner.did])
+                ground = Ground(self._policy, MIRROR, time())
+                plan = plan_batch(messages, repos, lambda _did, signer=signer: signer, ground)  # type: ignore[misc]
+                stale = frozenset(plan.stale_identities)
+                try:
+                    moved = await self._store.apply(Batch(plan.writes, tuple(plan.dead_letters), stale))
+                except DatabaseError:  # a deadlock with a worker that has lost its claim and doesn't know yet
+                    continue
+                if moved:
+                    continue
+                self._note(plan.settled, repos, proven=signer is not None and signer.available)
+                if stale:
+                    self._directory.cached = None
+                messages = plan.waiting
+                answer = self._answer() if plan.needs else None
+
+    def _at_hand(self) -> Signer | None:
+        return Signer(self._directory.cached) if self._directory.cached else None
+
+    def _answer(self) -> Signer:
+        try:
+            return Signer(self._directory.ask(), final=True)
+        except UnavailableError:
+            return UNAVAILABLE
+
+    def _note(self, settled: Sequence[Settled], repos: Mapping[str, Repo], *, proven: bool) -> None:
+        active = repos.get(self._owner.did, Repo(self._owner.did)).active
+        for item in settled:
+            self.outcomes[item.outcome] += 1
+            match item.received.event:
+                case AccountEvent() as event if item.outcome is Outcome.APPLIED:
+                    active = event.active
+                case IdentityEvent():
+                    proven = False
+                case CommitEvent() | SyncEvent() as event if active and proven and item.outcome is not Outcome.REJECTED:
+                    self.newest = max(self.newest, event.rev)
+
+
+class Stepping:
+    """A store as a resync knows it, with a step between every two things that are done with it."""
+
+    def __init__(self, store: Store, step: Step) -> None:
+        self._store = store
+        self._step = step
+
+    @asynccontextmanager
+    async def resync(self, claimed: Repo) -> AsyncIterator["SteppingTransaction"]:
+        await self._step("begin")
+        async with self._store.resync(claimed) as transaction:
+            yield SteppingTransaction(transaction, self._step)
+            await self._step("commit")
+        await self._step("committed")
+
+
+class SteppingTransaction:
+    def __init__(self, transaction: ResyncTransaction, step: Step) -> None:
+        self._transaction = transaction
+        self._step = step
+
+    async def stored(self) -> AsyncIterator[list[tuple[bytes, bytes]]]:
+        await self._step("read")
+        async for chunk in self._transaction.stored():
+            yield chunk
+            await self._step("chunk compared")
+
+    async def write(self, changes: Sequence[RecordChange]) -> None:
+        await self._step("write")
+        await self._transaction.write(changes)
+        await self._step("written")
+
+    async def lock(self) -> Repo | None:
+        await self._step("lock")
+        return await self._transaction.lock()
+
+    async def kept(self) -> list[KeptEvent]:
+        await self._step("locked")
+        return await self._transaction.kept()
+
+    async def finish(self, write: RepoWrite) -> None:
+        await self._step("finish")
+        await self._transaction.finish(write)
+
+
+class Worker:
+    """Claims the repo and resyncs it over connections of its own; dies without a word at its `last` step."""
+
+    def __init__(self, world: "World", store: Store, name: str, last: int | None) -> None:
+        self._world = world
+        self._store = store
+        self._name = name
+        self._last = last
+        self.steps = 0
+        self.died_at: str | None = None
+        stepping: Any = Stepping(store, self._step)
+        host: Any = Host(world.owner, world.spool_directory, world.behind, self._step)
+        myself: Any = self
+        self._resync = Resync(stepping, myself, host, world.policy, Metrics(), (MIRROR, None))
+
+    async def attempt(self) -> bool:
+        """One claim, and the resync of what was claimed; whether there was anything. Raises `Killed`."""
+        claims = await self._store.claim(1, range(256), OUTWORN, time() + LATER)
+        for claimed in claims:
+            await self._attempt(claimed)
+        return bool(claims)
+
+    async def lookup(self, _did: str, *, refresh: bool = False) -> Known:
+        """As `Identities`."""
+        await self._step("look up the key")
+        directory = self._world.directory
+        key = directory.cached if directory.cached and not refresh else directory.ask()
+        return Known(key, PDS, problem=None, fetched_at=0.0, stale=False)
+
+    async def _attempt(self, claimed: Repo) -> None:
+        await self._step("claimed")
+        try:
+            known = await self.lookup(claimed.did, refresh=claimed.attempts > 0)
+            self._world.results[await self._resync.attempt(claimed, known, lambda: None)] += 1
+        except (ClaimLostError, DatabaseError):
+            if self.died_at is not None:
+                raise Killed from None
+            self._world.results["lost"] += 1
+        except UpstreamError as error:
+            await self._fail(claimed, UnavailableError(FetchFailure.EXPORT_REJECTED, str(error)))
+        except UnavailableError as error:
+            await self._fail(claimed, error)
+
+    async def _fail(self, claimed: Repo, failure: UnavailableError) -> None:
+        """As `Pool` does it."""
+
+        def failed(repo: Repo) -> Repo:
+            held = repo.lease == claimed.lease and repo.status is SyncStatus.IN_PROGRESS
+            return plan_failure(repo, claimed, failure, time()) if held else repo
+
+        self._world.results[failure.reason] += 1
+        await self._step("failed")
+        await self._store.amend(claimed.did, failed)
+        await self._step("failure written")
+
+    async def _step(self, name: str) -> None:
+        if self.died_at is not None:
+            raise Killed
+        self.steps += 1
+        await self._world.happen(name)
+        if self.steps == self._last:
+            self.died_at = name
+            await self._world.ask(_TERMINATE, self._name)
+            raise Killed
+
+
+class World:
+    """All of it. `random` decides what happens at each step; `restless` is how likely anything does."""
+
+    def __init__(
+        self,
+        dsn: str,
+        store: Store,
+        sql: asyncpg.Connection,
+        spool_directory: Path,
+        name: str,
+        policy: Policy = EVERYTHING,
+        seed: str = "",
+    ) -> None:
+        self.dsn = dsn
+        self._sql = sql
+        self._asking = asyncio.Lock()
+        self.spool_directory = spool_directory
+        self.policy = policy
+        self.random = Random(seed or name)
+        self.restless = 0.4
+        self.owner = Owner(name)
+        self.directory = Directory(self.owner)
+        self.live = Live(store, self.owner, self.directory, policy)
+        self.results = Counter[str]()
+        self.story: list[str] = []
+        self._store = store
+        self._mirror = self.random.choice([0, 3])
+        self._late: list[Received] = []
+        self._stands_still = False
+        self._under_way: list[asyncio.Task[Any]] = []
+        self._workers = 0
+        self._doings: dict[Callable[[], Awaitable[None]], int] = {
+            self._write: 10,
+            self._write_nothing: 1,
+            self._lose_commits: 2,
+            self._announce: 2,
+            self._rotate_key: 1,
+            self._rotate_key_in_silence: 1,
+            self._leave: 1,
+            self._come_back: 2,
+            self._be_away_for_a_moment: 3,
+            self._lose_directory_or_find_it: 1,
+            self._let_relay_stand_still_or_go_on: 2,
+            self._ask_for_resync: 1,
+            self._take_over: 1,
+        }
+
+    @asynccontextmanager
+    async def worker(self, last: int | None = None) -> AsyncIterator[Worker]:
+        self._workers += 1
+        name = f"{self.owner.did} {self._workers}"
+        pool = await asyncpg.create_pool(
+            self.dsn, min_size=1, max_size=CONNECTIONS, server_settings={"application_name": name, "jit": "off"}
+        )
+        try:
+            yield Worker(self, Store(pool, CONNECTIONS, self.dsn), name, last)
+        finally:
+            pool.terminate()
+
+    async def ask(self, statement: str, *values: Any) -> list[asyncpg.Record]:
+        async with self._asking:
+            rows: list[asyncpg.Record] = await self._sql.fetch(statement, *values)
+            return rows
+
+    def behind(self) -> int:
+        return self.random.randint(0, self._mirror)
+
+    async def begin(self) -> None:
+        """The repo is known: by its first commit, or because somebody asked for it."""
+        if self.random.random() < 0.5:
+            await self.live.deliver([received("commit", self.owner.first())])
+        else:
+            await self._store.add([self.owner.did])
+        for _ in range(self.random.randint(0, 4)):
+            self.owner.change(*self.owner.some_writes(self.random))
+
+    async def happen(self, where: str) -> None:
+        """A step: perhaps something happens, and in any case all is well."""
+        if self.random.random() < self.restless:
+            [doing] = self.random.choices(list(self._doings), list(self._doings.values()))
+            self.story.append(f"{where}: {doing.__name__}")
+            await doing()
+        await self.check()
+
+    async def check(self) -> None:
+        """The records are those of the row's revision, and a synchronized one is not older than what was proven."""
+        newest = self.live.newest
+        for status, rev, records in await self.ask(_STATE, self.owner.did):
+            assert orjson.loads(records) == (self.owner.history[rev] if rev else {}), (status, self.story)
+            assert status != "synchronized" or rev >= newest, self.story
+
+    async def check_changes(self) -> None:
+        """The change log, played from the beginning, never contradicts itself, and ends at the records."""
+        records: dict[str, str] = {}
+        for action, path, cid in await self.ask(_CHANGES, self.owner.did):
+            assert (action == "create") == (path not in records), (action, path, self.story)
+            if action == "delete":
+                del records[path]
+            else:
+                assert records.get(path) != cid, (action, path, self.story)
+                records[path] = cid
+        for *_, stored in await self.ask(_STATE, self.owner.did):
+            assert records == orjson.loads(stored), self.story
+
+    async def rest(self) -> None:
+        """Whatever was blocked by a transaction has been done."""
+        while self._under_way:
+            await self._under_way.pop(0)
+
+    async def settle(self) -> None:
+        """The account is active, everything late is delivered, and one more commit: then all ends equal."""
+        self.restless = 0.0
+        await self.rest()
+        self._stands_still = False
+        self._mirror = 0
+        self.directory.up = True
+        self.owner.active = True
+        await self._store.expire_leases(time())
+        await self.live.deliver(
+            [
+                *self._late,
+                received("account", self.owner.account(active=True)),
+                received("identity", self.owner.identity()),
+                received("commit", self.owner.write()),
+            ]
+        )
+        async with self.worker() as worker:
+            for _ in range(10):
+                if not await worker.attempt():
+                    break
+        [(status, rev, _)] = await self.ask(_STATE, self.owner.did)
+        assert (status, rev) == ("synchronized", self.owner.rev), (self.results, self.story)
+        await self.check()
+        await self.check_changes()
+        assert await self.ask("select seq from indexer.kept_event where did = $1", self.owner.did) == []
+
+    async def _write(self) -> None:
+        await self._tell("commit", self.owner.write(*self.owner.some_writes(self.random)))
+
+    async def _write_nothing(self) -> None:
+        await self._tell("commit", self.owner.write())
+
+    async def _lose_commits(self) -> None:
+        self.owner.change(*self.owner.some_writes(self.random))
+        await self._write()
+
+    async def _announce(self) -> None:
+        await self._tell("sync", self.owner.sync())
+
+    async def _rotate_key(self) -> None:
+        self.owner.swap_key()
+        self.owner.change()
+        await self._tell("identity", self.owner.identity())
+        await self._announce()
+
+    async def _rotate_key_in_silence(self) -> None:
+        self.owner.swap_key()
+
+    async def _leave(self) -> None:
+        self.owner.active = False
+        await self._tell("account", self.owner.account(active=False, status="deactivated"))
+
+    async def _come_back(self) -> None:
+        self.owner.active = True
+        await self._tell("account", self.owner.account(active=True))
+        await self._announce()
+
+    async def _be_away_for_a_moment(self) -> None:
+        await self._leave()
+        await self._come_back()
+
+    async def _lose_directory_or_find_it(self) -> None:
+        self.directory.up = not self.directory.up or self.random.random() < 0.5
+
+    async def _let_relay_stand_still_or_go_on(self) -> None:
+        self._stands_still = not self._stands_still
+
+    async def _ask_for_resync(self) -> None:
+        await self._in_time(self._request())
+
+    async def _take_over(self) -> None:
+        """Another worker comes, in the middle of the former one's resync."""
+        await self._in_time(self._resync_once_more())
+
+    async def _request(self) -> None:
+        await self._store.mark_resync([self.owner.did])
+
+    async def _resync_once_more(self) -> None:
+        if await self._store.expire_leases(time()):
+            async with self.worker() as worker:
+                await worker.attempt()
+
+    async def _tell(self, kind: str, payload: dict[str, Any]) -> None:
+        """The message arrives, or it is lost, or comes twice, or late, after newer ones perhaps."""
+        message, fate = received(kind, payload), self.random.random()
+        self.story.append(f"  {kind} {payload.get('rev', '')} {fate:.2f}")
+        if self._stands_still or fate < 0.15:
+            self._late.append(message)
+        elif fate < 0.75:
+            messages = [message]
+            if self.random.random() < 0.5:
+                messages, self._late = [*self._late, message], []
+            await self._in_time(self.live.deliver(messages))
+        elif fate < 0.85:
+            await self._in_time(self.live.deliver([message, message]))
+
+    async def _in_time(self, doing: Coroutine[Any, Any, None]) -> None:
+        """Waits for the end, unless a transaction stands in the way that is waiting for us: then `rest` does."""
+        task = asyncio.create_task(doing)
+        while not task.done():
+            await asyncio.wait({task}, timeout=0.02)
+            if not task.done() and (await self.ask(_WAITING))[0][0]:
+                self._under_way.append(task)
+                return
+        task.result()
