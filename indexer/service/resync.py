@@ -13,6 +13,7 @@ from time import time
 import structlog
 
 from indexer.atproto.record import Problem
+from indexer.atproto.syntax import tid_micros
 from indexer.errors import UnavailableError, UpstreamError
 from indexer.identity import Identities, Known
 from indexer.metrics import Metrics
@@ -74,8 +75,7 @@ class Resync:
             try:
                 async with self._pds.fetch_repo(claimed.did, host, large) as spool:
                     snapshot, known = await self._verify(claimed, spool, known)
-                    if source is not self._sources[-1]:
-                        _refuse_stale(snapshot, claimed.seen_rev)
+                    self._judge(claimed, snapshot, last=source is self._sources[-1])
                     return await self._complete(claimed, snapshot, known)
             except DatabaseError:
                 raise
@@ -98,18 +98,28 @@ class Resync:
 
     async def _verify(self, claimed: Repo, spool: Spool, known: Known) -> tuple[Snapshot, Known]:
         try:
-            snapshot = await self._prove(claimed, spool, known)
+            return await self._prove(claimed, spool, known), known
         except UpstreamError as error:
             if error.reason is not Rejection.SIGNATURE_INVALID:
                 raise
-            known = await self._identities.lookup(claimed.did, refresh=True)
-            snapshot = await self._prove(claimed, spool, known)
-        if claimed.head is not None:
-            _refuse_stale(snapshot, claimed.head.rev)
-            if snapshot.head.rev == claimed.head.rev and snapshot.head.data != claimed.head.data:
-                log.warning("resync.equivocation", did=claimed.did, rev=snapshot.head.rev)
-                self._metrics.desynchronized(Desync.EQUIVOCATION)
-        return snapshot, known
+        known = await self._identities.lookup(claimed.did, refresh=True)
+        return await self._prove(claimed, spool, known), known
+
+    def _judge(self, claimed: Repo, snapshot: Snapshot, *, last: bool) -> None:
+        """Refuses a proven export for its revision. Of two states with one revision, the last source has the say."""
+        rev = snapshot.head.rev
+        if tid_micros(rev) > (time() + self._policy.limits.clock_drift_seconds) * 1_000_000:
+            raise UpstreamError(Rejection.FUTURE_REV, rev)  # every commit to come would seem old
+        if not last:
+            _refuse_stale(snapshot, claimed.seen_rev)
+        if claimed.head is None:
+            return
+        _refuse_stale(snapshot, claimed.head.rev)
+        if rev == claimed.head.rev and snapshot.head.data != claimed.head.data:
+            if not last:
+                raise UnavailableError(FetchFailure.EXPORT_STALE, f"another state than ours at {rev}")
+            log.warning("resync.equivocation", did=claimed.did, rev=rev)
+            self._metrics.desynchronized(Desync.EQUIVOCATION)
 
     async def _prove(self, claimed: Repo, spool: Spool, known: Known) -> Snapshot:
         if known.key is None:
