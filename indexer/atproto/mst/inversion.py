@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
-from indexer.atproto.cid import cid_of, cid_text
+from indexer.atproto.cid import SIZE, cid_of, cid_text
 from indexer.atproto.limits import Limits
 from indexer.atproto.mst.node import (
     EMPTY_TREE,
@@ -26,6 +26,7 @@ from indexer.atproto.mst.node import (
     key_height,
     malformed,
     root_layer,
+    subtree_place,
 )
 
 
@@ -78,6 +79,8 @@ def invert(
     """
     if not ops:
         return Inversion(_verdict(root, prev_data), root, ops_hold=True)
+    if len(ops) == 1 and _undo_in_place(blocks, root, ops[0], limits) == prev_data:
+        return Inversion(Verdict.OK, prev_data, ops_hold=True)
     ops_hold = False
     try:
         tree = _PartialTree(blocks, root, limits)
@@ -85,11 +88,9 @@ def invert(
         if wrong is not None:
             return Inversion(Verdict.OPS_MISMATCH, None, ops_hold, f"{wrong.action} of {wrong.key!r}")
         ops_hold = True
-        before = _undo_in_place(tree, ops[0]) if len(ops) == 1 else None
-        if before is None:
-            builder = _Builder(tree)
-            builder.add_subtree(tree.root, tree.layer, sorted(ops, key=_key))
-            before = builder.finish(prev_data)
+        builder = _Builder(tree)
+        builder.add_subtree(tree.root, tree.layer, sorted(ops, key=_key))
+        before = builder.finish(prev_data)
     except _MissingNodeError as missing:
         return Inversion(Verdict.UNDECIDABLE, None, ops_hold, f"no node {cid_text(missing.cid)}")
     return Inversion(_verdict(before, prev_data), before, ops_hold)
@@ -139,24 +140,15 @@ class _PartialTree:
         check_layer(node, layer)
         return node
 
-    def path(self, key: bytes) -> list[tuple[Node, int]]:
-        """The nodes from the root to where `key` is, or would be, and its place among the keys of each."""
-        path = []
+    def find(self, key: bytes) -> bytes | None:
+        """The value of `key`, or None if the tree is open all the way to where it would be, and it is not there."""
         cid, layer = self.root, self.layer
         while cid is not None:
             node = self.node(cid, layer)
             at = bisect_left(node.keys, key)
-            path.append((node, at))
-            if at < len(node.keys) and node.keys[at] == key:
-                break
-            cid, layer = node.gap(at), layer - 1
-        return path
-
-    def find(self, key: bytes) -> bytes | None:
-        """The value of `key`, or None if the tree is open all the way to where it would be, and it is not there."""
-        for node, at in self.path(key)[-1:]:
             if at < len(node.keys) and node.keys[at] == key:
                 return node.values[at]
+            cid, layer = node.gap(at), layer - 1
         return None
 
     def contradicted(self, ops: Sequence[NetOp]) -> NetOp | None:
@@ -173,40 +165,40 @@ class _PartialTree:
         return None
 
 
-def _undo_in_place(tree: _PartialTree, op: NetOp) -> bytes | None:
+def _undo_in_place(blocks: Mapping[bytes, bytes], root: bytes, op: NetOp, limits: Limits) -> bytes | None:
     """The root with one operation undone, where that changes entries of one node alone and no other node comes or goes.
 
-    None where it takes more than that, which is for `_Builder` to do. Most commits are of this kind.
+    None where it takes more than that, which is for `_Builder` to do; most commits take no more. The nodes above the
+    one that changes differ from those before in 36 bytes, and need not be decoded: if what comes of it is the tree
+    before, they are as much in order as that one is, and else nothing follows from it.
     """
-    path = tree.path(op.key)
-    if not path or not _in_order(path):
+    path: list[tuple[bytes, int]] = []
+    cid = root
+    while (block := blocks.get(cid)) is not None and len(path) <= limits.tree_depth:
+        place = subtree_place(block, op.key)
+        if place is None:
+            break
+        path.append((block, place))
+        cid = block[place : place + SIZE]
+    else:
         return None
-    node, at = path.pop()
-    block = _changed(node, at, op)
-    if block is None:
+    changed = _changed(decode_node(block, limits), op)
+    if changed is None:
         return None
-    cid = cid_of(block)
-    for parent, place in reversed(path):
-        cid = cid_of(parent.with_gap(place, cid))
+    cid = cid_of(changed)
+    for block, place in reversed(path):
+        cid = cid_of(block[:place] + cid + block[place + SIZE :])
     return cid
 
 
-def _in_order(path: Sequence[tuple[Node, int]]) -> bool:
-    """Whether the keys of each node lie within the gap of the one above."""
-    lower, upper = b"", None
-    for node, at in path:
-        keys = node.keys
-        if keys and (keys[0] <= lower or (upper is not None and keys[-1] >= upper)):
-            return False
-        lower = keys[at - 1] if at else lower
-        upper = keys[at] if at < len(keys) else upper
-    return True
-
-
-def _changed(node: Node, at: int, op: NetOp) -> bytes | None:
-    """The node's block with the operation undone; None where that isn't all."""
+def _changed(node: Node, op: NetOp) -> bytes | None:
+    """The node's block with the operation undone; None where that isn't all, or the node doesn't show its effect."""
+    at = bisect_left(node.keys, op.key)
     keys, values, trees, heads = node.keys, list(node.values), list(node.trees), list(node.heads)
-    if op.new is None:
+    found = values[at] if at < len(keys) and keys[at] == op.key else None
+    if found != op.new:
+        return None
+    if found is None:
         if op.old is None or node.gap(at) is not None or node.height != key_height(op.key):
             return None
         keys = [*keys[:at], op.key, *keys[at:]]

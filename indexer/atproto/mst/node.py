@@ -49,16 +49,14 @@ class Node:
 
     `keys`, `values`, `trees` and `heads` run in parallel; `trees[i]` is the subtree right of `keys[i]`, and
     `heads[i]` the entry's own bytes as far as they depend on its key and the key before it. `height` is the
-    height of all its keys, None if it has none. The field t of entry `i` stands at `places[i]` in `block`.
+    height of all its keys, None if it has none.
     """
 
-    __slots__ = ("block", "heads", "height", "keys", "left", "places", "trees", "values")
+    __slots__ = ("heads", "height", "keys", "left", "trees", "values")
 
-    def __init__(self, block: bytes) -> None:
-        self.block = block
+    def __init__(self) -> None:
         self.left: bytes | None = None
         self.height: int | None = None
-        self.places: list[int] = []
         self.keys: list[bytes] = []
         self.values: list[bytes] = []
         self.trees: list[bytes | None] = []
@@ -67,11 +65,6 @@ class Node:
     def gap(self, index: int) -> bytes | None:
         """The subtree before the entry at `index`, or behind the last one."""
         return self.trees[index - 1] if index else self.left
-
-    def with_gap(self, index: int, tree: bytes) -> bytes:
-        """The block with another subtree in a gap that has one."""
-        at = self.places[index - 1] + len(_TREE + _LINK) if index else len(self.block) - SIZE
-        return self.block[:at] + tree + self.block[at + SIZE :]
 
 
 def malformed(detail: str) -> NoReturn:
@@ -112,7 +105,7 @@ def _decode(block: bytes, limits: Limits) -> Node:
     count, at = _argument(block, 3, _ARRAY)
     if count > limits.node_entries:
         malformed(f"{count} entries")
-    node = Node(block)
+    node = Node()
     key = b""
     for _ in range(count):
         key, at = _decode_entry(block, at, key, node)
@@ -149,7 +142,6 @@ def _decode_entry(block: bytes, at: int, previous: bytes, node: Node) -> tuple[b
     key = previous[:shared] + block[start:end]
     node.keys.append(key)
     node.heads.append(block[at:tail])
-    node.places.append(tail)
 
     if block[tail : tail + 3] == _NO_TREE:
         node.trees.append(None)
@@ -197,6 +189,33 @@ def _check_heights(node: Node) -> None:
             malformed("keys of different heights")
     if height == 0 and (node.left is not None or any(node.trees)):
         malformed("a subtree below layer 0")
+
+
+def subtree_place(block: bytes, key: bytes) -> int | None:
+    """Where in a node's block the CID of the subtree stands into which `key` belongs.
+
+    None if there is none, or the key itself is here. It looks no further than it must and checks next to nothing: what
+    it gives of bytes that are no node is anything, but never an error.
+    """
+    place = len(block) - SIZE if block.startswith(_LEFT + _NODE_LINK, -len(_LEFT + _LINK) - SIZE) else None
+    try:
+        count, at = _argument(block, 3, _ARRAY)
+        found = b""
+        for _ in range(count):
+            size, start = block[at + 3] - _BYTES, at + 4
+            if size >= _ONE_BYTE:
+                size, start = _argument(block, at + 3, _BYTES)
+            shared, tail = block[start + size + 2], start + size + 3
+            if shared >= _ONE_BYTE:
+                shared, tail = _argument(block, tail - 1, _UNSIGNED)
+            found = found[:shared] + block[start : start + size]
+            if found >= key:
+                return None if found == key else place
+            place = None if block[tail + 2] == _NULL[0] else tail + len(_TREE + _LINK)
+            at = tail + len(_NO_TREE + _VALUE + _LINK) + SIZE if place is None else place + SIZE + 43
+    except (IndexError, UpstreamError):
+        return None
+    return place
 
 
 def root_layer(node: Node, limits: Limits) -> int | None:
