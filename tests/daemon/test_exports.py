@@ -12,6 +12,7 @@ from indexer.localnet.account import Account
 from indexer.localnet.network import LocalNetwork
 from indexer.localnet.pds import GET_REPO
 from indexer.localnet.server import Fault
+from indexer.localnet.tree import height
 from indexer.outbound.client import Patience
 from indexer.outbound.hosts import FAILURES
 from tests.daemon.stage import POST, Stage, post, staged
@@ -70,6 +71,15 @@ async def test_an_export_that_fails_changes_nothing(
         await assert_nothing_doubled(database)
 
 
+def with_a_long_last_leaf(stage: Stage) -> Account:
+    """An account whose exports end with a dozen records and no node between them, whatever else it writes."""
+    account = stage.account("ada.test", records=20)
+    rkeys = [rkey for number in range(100) if height(f"{POST}/{(rkey := f'zz{number:03}')}") == 0]
+    for rkey in rkeys[:12]:
+        account.create(POST, post(rkey), rkey=rkey)
+    return account
+
+
 def without_records(account: Account) -> Fault:
     """The account's next export has all tree nodes, and lacks its last records."""
     fault = Fault(GET_REPO, sections=sum(1 for _ in account.repo.export()) - 1)
@@ -80,7 +90,7 @@ def without_records(account: Account) -> Fault:
 @pytest.mark.slow
 async def test_an_export_that_lacks_a_record_is_asked_for_again(database: str, tmp_path: Path) -> None:
     async with staged(database, tmp_path, resync_source="pds") as stage:
-        account = stage.account("ada.test", records=20)
+        account = with_a_long_last_leaf(stage)
         await stage.equal()
         before = await stage.stored(account)
         fault = without_records(account)
@@ -98,7 +108,7 @@ async def test_a_record_that_no_export_has_keeps_its_cid_and_gets_its_value_late
     database: str, tmp_path: Path
 ) -> None:
     async with staged(database, tmp_path, resync_source="pds") as stage:
-        account = stage.account("ada.test", records=20)
+        account = with_a_long_last_leaf(stage)
         await stage.equal()
         faults = [without_records(account), without_records(account)]
         stage.lose_commit(account)
