@@ -22,14 +22,12 @@ from indexer.reasons import Desync, FetchFailure, Rejection
 from indexer.store import DatabaseError, ResyncTransaction, Store
 from indexer.sync.diff import Diff, Difference, without_value
 from indexer.sync.plan import RecordChange
-from indexer.sync.planning import Ground, Policy, Signer, record_change
+from indexer.sync.planning import DOUBTS, Ground, Policy, Signer, record_change
 from indexer.sync.repo import Repo, SyncStatus
 from indexer.sync.resync import plan_completion
 from indexer.sync.verify import Snapshot, VerifiedChange, verify_snapshot
 
 CHUNK = 2_000  # records of a statement
-# Our own copy may be what is wrong, or incomplete: then it proves nothing that the heads are equal.
-_ALWAYS_FETCHED = frozenset({Desync.REQUESTED, Desync.RECORD_MISSING})
 
 log = structlog.get_logger(__name__)
 
@@ -86,7 +84,7 @@ class Resync:
 
     async def _unchanged(self, claimed: Repo, known: Known) -> bool:
         """Whether the PDS says that our head is its latest commit: nothing to fetch then."""
-        if claimed.head is None or known.pds is None or claimed.reason in _ALWAYS_FETCHED:
+        if claimed.head is None or known.pds is None or claimed.reason in DOUBTS:
             return False
         try:
             latest = await self._pds.latest_commit(claimed.did, known.pds)

@@ -23,6 +23,8 @@ from indexer.sync.verify import VerifiedChange, VerifiedCommit, verify_commit, v
 SETTLED_SECONDS = 3_600.0  # a repo that stayed synchronized this long starts its back-off afresh
 DELETED = "deleted"  # the hosting status that ends in erasure
 TOMBSTONED = "tombstoned"  # no relay's word: what a directory says
+# Our own copy may be wrong or incomplete, so it proves nothing that its head is the network's: only an export does.
+DOUBTS = frozenset({Desync.REQUESTED, Desync.RECORD_MISSING})
 FIRST_COMMIT_SECONDS = 3.0  # a new account's first commit, which may be its whole repo, follows this soon
 
 
@@ -215,7 +217,7 @@ def plan_existence(repo: Repo, now: float, policy: Policy, *, exists: bool) -> R
 def _reactivated(repo: Repo) -> Repo:
     """Commits were ignored meanwhile, and an export under way may be older than they are."""
     _, status = transition(repo.status, Finding.REACTIVATED)
-    return _changed(repo, status=status, reason=Desync.REACTIVATED, buffered_events=0, buffered_bytes=0)
+    return _changed(repo, status=status, reason=_why(repo, Desync.REACTIVATED), buffered_events=0, buffered_bytes=0)
 
 
 def _erase_at(repo: Repo, event: AccountEvent, ground: Ground) -> float | None:
@@ -322,13 +324,18 @@ def desynchronize(repo: Repo, reason: Desync, now: float, *, seen_rev: str | Non
     return _changed(
         repo,
         status=SyncStatus.DESYNCHRONIZED,
-        reason=reason,
+        reason=_why(repo, reason),
         seen_rev=seen_rev,
         attempts=breaks + 1,
         next_attempt_at=now + backoff_seconds(breaks, repo.did) if breaks else None,
         buffered_events=0,
         buffered_bytes=0,
     )
+
+
+def _why(repo: Repo, reason: Desync) -> Desync:
+    """The reason from now on: a doubt lasts until it is settled, whatever ends a resync before."""
+    return repo.reason if repo.reason in DOUBTS else reason
 
 
 def synchronize(repo: Repo, head: Head, now: float) -> Repo:

@@ -1,0 +1,102 @@
+"""What a resync may take for the end, and what it may not."""
+
+from contextlib import suppress
+from pathlib import Path
+from time import time
+
+import asyncpg
+import pytest
+
+from indexer.reasons import Desync
+from indexer.store import Store
+from tests.service.resyncing import Killed, World
+from tests.sync.people import received
+
+
+class Damaged(World):
+    """Our copy of its records is wrong, and its head is not."""
+
+    async def check(self) -> None:
+        """There is nothing to be checked before the end."""
+
+    async def begin(self) -> None:
+        self.restless = 0.0
+        await super().begin()
+        while not self.owner.history[self.owner.rev]:
+            self.owner.change(*self.owner.some_writes(self.random))
+        await self.settle()
+        assert await self.ask("delete from indexer.record where did = $1 returning rkey", self.owner.did)
+        await self._store.mark_resync([self.owner.did])
+
+
+class Behind(World):
+    """Its mirror lacks the newest commit."""
+
+    def behind(self) -> int:
+        return 1
+
+
+async def whole(world: World, sql: asyncpg.Connection) -> bool:
+    rows = await sql.fetch("select collection || '/' || rkey from indexer.record where did = $1", world.owner.did)
+    return {path for (path,) in rows} == world.owner.history[world.owner.rev].keys()
+
+
+async def test_a_resync_that_was_asked_for_compares_every_record(
+    database: str, store: Store, sql: asyncpg.Connection, tmp_path: Path
+) -> None:
+    """Though the heads are equal: what is asked for is doubted."""
+    world = Damaged(database, store, sql, tmp_path, "ada")
+    await world.begin()
+    assert not await whole(world, sql)
+    async with world.worker() as worker:
+        assert await worker.attempt()
+    assert await whole(world, sql)
+
+
+@pytest.mark.parametrize("what", [Desync.LEASE_EXPIRED, Desync.REACTIVATED])
+async def test_what_ends_a_resync_early_doesnt_end_the_doubt(
+    database: str, store: Store, sql: asyncpg.Connection, tmp_path: Path, what: Desync
+) -> None:
+    world = Damaged(database, store, sql, tmp_path, "ada")
+    await world.begin()
+    async with world.worker(last=1) as dying:
+        with suppress(Killed):
+            await dying.attempt()
+    if what is Desync.LEASE_EXPIRED:
+        assert await store.expire_leases(time()) == 1
+    else:
+        away, back = world.owner.account(active=False), world.owner.account(active=True)
+        await world.live.deliver([received("account", away), received("account", back)])
+    repo = (await store.repos([world.owner.did]))[world.owner.did]
+    assert repo.reason is Desync.REQUESTED
+    async with world.worker() as worker:
+        assert await worker.attempt()
+    assert await whole(world, sql)
+
+
+async def test_a_mirror_behind_a_commit_that_was_ignored(
+    database: str, store: Store, sql: asyncpg.Connection, tmp_path: Path
+) -> None:
+    world = Behind(database, store, sql, tmp_path, "ada")
+    world.restless = 0.0
+    await store.add([world.owner.did])
+    world.directory.ask()
+    await world.live.deliver([received("commit", world.owner.write(*world.owner.some_writes(world.random)))])
+    async with world.worker() as worker:
+        assert await worker.attempt()
+    assert await whole(world, sql)
+    assert world.results == {"synchronized": 1}
+
+
+@pytest.mark.xfail(strict=True, reason="a commit that nobody could check leaves no mark that an export is too old")
+async def test_a_mirror_behind_a_commit_that_was_ignored_unchecked(
+    database: str, store: Store, sql: asyncpg.Connection, tmp_path: Path
+) -> None:
+    """The repo waits for its first resync, so nobody has looked its key up yet."""
+    world = Behind(database, store, sql, tmp_path, "ada")
+    world.restless = 0.0
+    await store.add([world.owner.did])
+    await world.live.deliver([received("commit", world.owner.write(*world.owner.some_writes(world.random)))])
+    async with world.worker() as worker:
+        assert await worker.attempt()
+    assert await whole(world, sql)
