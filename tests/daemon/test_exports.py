@@ -71,34 +71,39 @@ async def test_an_export_that_fails_changes_nothing(
         await assert_nothing_doubled(database)
 
 
-def with_a_long_last_leaf(stage: Stage) -> Account:
-    """An account whose exports end with a dozen records and no node between them, whatever else it writes."""
-    account = stage.account("ada.test", records=20)
-    rkeys = [rkey for number in range(100) if height(f"{POST}/{(rkey := f'zz{number:03}')}") == 0]
-    for rkey in rkeys[:12]:
+LAST = [f"zz{number:03}" for number in range(100) if height(f"{POST}/zz{number:03}") == 0][:6]
+
+
+def lose_last_records(stage: Stage, account: Account, exports: int) -> list[Fault]:
+    """The next exports have all tree nodes, and lack the last three records: two of them are new and not heard of."""
+    sections = sum(1 for _ in account.repo.export()) - 1
+    faults = [Fault(GET_REPO, sections=sections) for _ in range(exports)]
+    account.pds.faults += faults
+    stage.network.relay.drop(account.did)
+    for rkey in LAST[4:]:
         account.create(POST, post(rkey), rkey=rkey)
+    return faults
+
+
+async def with_a_long_last_leaf(stage: Stage) -> Account:
+    """An account whose exports end with records of one node, that come behind it."""
+    account = stage.account("ada.test", records=20)
+    for rkey in LAST[:4]:
+        account.create(POST, post(rkey), rkey=rkey)
+    await stage.equal()
     return account
-
-
-def without_records(account: Account) -> Fault:
-    """The account's next export has all tree nodes, and lacks its last records."""
-    fault = Fault(GET_REPO, sections=sum(1 for _ in account.repo.export()) - 1)
-    account.pds.faults.append(fault)
-    return fault
 
 
 @pytest.mark.slow
 async def test_an_export_that_lacks_a_record_is_asked_for_again(database: str, tmp_path: Path) -> None:
     async with staged(database, tmp_path, resync_source="pds") as stage:
-        account = with_a_long_last_leaf(stage)
-        await stage.equal()
+        account = await with_a_long_last_leaf(stage)
         before = await stage.stored(account)
-        fault = without_records(account)
-        stage.lose_commit(account)
+        [fault] = lose_last_records(stage, account, exports=1)
         await stage.counted(0, "resync", result="export-incomplete")
         assert fault.fired == 1
         assert await stage.stored(account) == before
-        assert (await stage.repo(account))["last_error"].startswith("export-incomplete: without the blocks of ")
+        assert (await stage.repo(account))["last_error"] == "export-incomplete: without the blocks of 2 records"
         await stage.healed(account)
         assert [row["rkey"] for row in await stage.stored(account) if row["value"] is None] == []
 
@@ -108,16 +113,13 @@ async def test_a_record_that_no_export_has_keeps_its_cid_and_gets_its_value_late
     database: str, tmp_path: Path
 ) -> None:
     async with staged(database, tmp_path, resync_source="pds") as stage:
-        account = with_a_long_last_leaf(stage)
-        await stage.equal()
-        faults = [without_records(account), without_records(account)]
-        stage.lose_commit(account)
+        account = await with_a_long_last_leaf(stage)
+        faults = lose_last_records(stage, account, exports=2)
         await stage.counted(0, "resync", result="export-incomplete")
         await stage.healed(account)
         assert [fault.fired for fault in faults] == [1, 1]
-        missing = [row["value_problem"] for row in await stage.stored(account) if row["value"] is None]
-        assert missing
-        assert set(missing) == {"missing"}
+        missing = [row for row in await stage.stored(account) if row["value"] is None]
+        assert [(row["rkey"], row["value_problem"]) for row in missing] == [(rkey, "missing") for rkey in LAST[4:]]
         account.create(POST, post("life goes on"))
         await stage.equal()
         assert await stage.running.store.mark_missing(range(256), 0.0, time() + 1) == 1
