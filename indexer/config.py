@@ -292,7 +292,9 @@ class Settings(BaseSettings):
         604_800,
         description="How long a deleted account's records, hidden at once, are kept before they are erased.",
     )
-    sweep_interval: Seconds = Field(86_400, description="Anti-entropy period; `0`: off.")
+    sweep_interval: Seconds = Field(
+        86_400, description="After so long, a repo that was given up on is tried again; `0`: never."
+    )
     change_retention: Seconds = Field(
         604_800, description="How long the change log is kept at least, up to `INDEXER_CHANGE_BYTES`; `0`: for ever."
     )

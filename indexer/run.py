@@ -148,7 +148,16 @@ class Daemon:
         )
         self.writer = Writer(store, identities, self.keys, self.inbox, self.place, policy, settings.shard, metrics)
         resync = Resync(store, identities, pds, policy, metrics, _sources(settings))
-        self.pool = Pool(store, identities, resync, policy, settings.shard, metrics, workers=settings.resync_workers)
+        self.pool = Pool(
+            store,
+            identities,
+            resync,
+            policy,
+            settings.shard,
+            metrics,
+            workers=settings.resync_workers,
+            sweep_interval=settings.sweep_interval,
+        )
         self.renewal = Renewal(store, identities, policy, settings.shard)
         self.erasure = Erasure(store, settings.shard, metrics)
         self.retention = Retention(

@@ -28,14 +28,14 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Seconds: between looks at an empty queue, of a lease, of an attempt at most, between searches for values that
-    no export had, and how long after its resync a repo is fetched again for them.
+    """Seconds: between looks at an empty queue, of a lease, of an attempt at most, between looks for repos to try
+    again, and how long after its resync one is fetched again for values that no export had.
     """
 
     idle: float = 1.0
     lease: float = 120.0
     attempt: float = 3_600.0
-    heal: float = 600.0
+    sweep: float = 600.0
     heal_after: float = 86_400.0
 
 
@@ -73,6 +73,7 @@ class Pool:
         metrics: Metrics,
         *,
         workers: int,
+        sweep_interval: float = 86_400.0,
         pace: Pace | None = None,
     ) -> None:
         self._store = store
@@ -82,6 +83,7 @@ class Pool:
         self._shard = shard
         self._metrics = metrics
         self._workers = workers
+        self._sweep_interval = sweep_interval
         self._large = max(1, workers // 4)
         self._pace = pace or Pace()
         self._rota = Rota(workers)
@@ -93,7 +95,7 @@ class Pool:
     async def run(self) -> None:
         asked = 1
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._heal(), name="values that no export had")
+            group.create_task(self._sweep(), name="repos to try again")
             while True:
                 while self.free <= 0:
                     self._moved.clear()
@@ -269,12 +271,14 @@ class Pool:
                 log.warning("database.unavailable", error=str(error))
                 return
 
-    async def _heal(self) -> None:
-        """Has those repos fetched again, at long intervals, whose exports lacked the blocks of records."""
+    async def _sweep(self) -> None:
+        """Has those repos fetched again, at long intervals, that were given up on, or whose exports lacked records."""
         while True:
-            await asyncio.sleep(self._pace.heal)
+            await asyncio.sleep(self._pace.sweep)
             try:
                 marked = await self._store.mark_missing(self._shard.buckets, self._pace.heal_after, time())
+                if self._sweep_interval:
+                    await self._store.wake_parked(self._shard.buckets, self._sweep_interval, time())
             except DatabaseError as error:
                 log.warning("database.unavailable", error=str(error))
                 continue

@@ -14,7 +14,7 @@ from indexer.store.feed import log_changes
 from indexer.store.rows import Connection, repo_columns, repo_of
 from indexer.sync.feed import record_changes
 from indexer.sync.plan import Batch, KeptEvent, RecordChange, RepoWrite
-from indexer.sync.planning import desynchronize
+from indexer.sync.planning import desynchronize, woken
 from indexer.sync.repo import Repo, SyncStatus
 from indexer.sync.shard import bucket_of
 
@@ -69,6 +69,13 @@ _INCOMPLETE = f"""
     limit $3 for update skip locked
 """
 
+_PARKED = f"""
+    select {repo_columns("r")} from indexer.repo r
+    where r.status = 'desynchronized' and r.active and {_DUE_AT} = 'infinity' and r.bucket = any($2::smallint[])
+        and r.updated_at < to_timestamp($1)
+    limit $3 for update skip locked
+"""
+
 _LOCK = f"select {repo_columns('r')} from indexer.repo r where did = $1 and bucket = $2 for update"
 
 _KEPT = "select seq, frame from indexer.kept_event where did = $1 and bucket = $2 order by id"
@@ -116,12 +123,23 @@ async def mark_missing(connection: Connection, buckets: range, before: float, no
     return await _desynchronize(connection, rows, Desync.RECORD_MISSING, now)
 
 
+async def wake_parked(connection: Connection, buckets: range, before: float, now: float) -> int:
+    """Within a transaction: has repos tried again that were given up on `before`."""
+    parked = [repo_of(row) for row in await connection.fetch(_PARKED, before, list(buckets), MARKED_AT_ONCE)]
+    await _write_locked(connection, [RepoWrite(repo.version, woken(repo, now)) for repo in parked])
+    return len(parked)
+
+
 async def _desynchronize(connection: Connection, locked: Sequence[Row], reason: Desync, now: float) -> int:
     repos = [repo_of(row) for row in locked]
     writes = [RepoWrite(repo.version, desynchronize(repo, reason, now, seen_rev=repo.seen_rev)) for repo in repos]
+    await _write_locked(connection, writes)
+    return len(repos)
+
+
+async def _write_locked(connection: Connection, writes: Sequence[RepoWrite]) -> None:
     if await apply(connection, Batch(tuple(writes))):
         raise BrokenInvariantError("a repo moved while it was locked")
-    return len(repos)
 
 
 def in_path_order(collections: Sequence[str]) -> list[tuple[str, str]]:

@@ -126,6 +126,11 @@ class Store:
         async with self._transaction() as connection:
             return await erase_some(connection, buckets, now)
 
+    async def wake_parked(self, buckets: range, seconds: float, now: float) -> int:
+        """Has repos tried again that were given up on so long ago."""
+        async with self._transaction() as connection:
+            return await resync.wake_parked(connection, buckets, now - seconds, now)
+
     @asynccontextmanager
     async def resync(self, claimed: Repo) -> AsyncIterator[ResyncTransaction]:
         """Commits at the end of the block if it was finished, and rolls back otherwise."""

@@ -197,7 +197,7 @@ def _plan_account(repo: Repo, event: AccountEvent, ground: Ground) -> Plan:
     if not event.active:
         return Plan(after, Outcome.APPLIED)
     if repo.active or repo.status is SyncStatus.DESYNCHRONIZED:
-        return Plan(_woken(after, ground.now), Outcome.APPLIED)
+        return Plan(woken(after, ground.now), Outcome.APPLIED)
     return Plan(_reactivated(after), Outcome.APPLIED, why=Desync.REACTIVATED)
 
 
@@ -210,7 +210,7 @@ def plan_existence(repo: Repo, now: float, policy: Policy, *, exists: bool) -> R
         return _changed(repo, active=False, hosting_status=TOMBSTONED, erase_at=now + policy.deletion_grace)
     if exists and not repo.active and repo.hosting_status == TOMBSTONED:
         after = _changed(repo, active=True, hosting_status=None, erase_at=None)
-        return _woken(after, now) if repo.status is SyncStatus.DESYNCHRONIZED else _reactivated(after)
+        return woken(after, now) if repo.status is SyncStatus.DESYNCHRONIZED else _reactivated(after)
     return repo
 
 
@@ -231,7 +231,7 @@ def _plan_identity(repo: Repo, ground: Ground) -> Plan:
         return Plan(_changed(repo, next_attempt_at=ground.now + FIRST_COMMIT_SECONDS), Outcome.APPLIED)
     if repo.status is SyncStatus.IN_PROGRESS:
         return Plan(_changed(repo), Outcome.APPLIED)  # so that `plan_failure` sees that something happened
-    return Plan(_woken(repo, ground.now), Outcome.APPLIED)
+    return Plan(woken(repo, ground.now), Outcome.APPLIED)
 
 
 def _plan_unchecked(repo: Repo, size: int, ground: Ground) -> Plan:
@@ -262,7 +262,7 @@ def _settle(
         return Plan(repo, outcome, why=why, detail=detail)
     if not repo.known:
         return Plan(_changed(repo, seen_rev=seen), Outcome.DESYNCHRONIZED, why=Desync.NEW)
-    return Plan(_changed(_woken(repo, ground.now), seen_rev=seen), outcome, why=why, detail=detail)
+    return Plan(_changed(woken(repo, ground.now), seen_rev=seen), outcome, why=why, detail=detail)
 
 
 def _keep(repo: Repo, size: int, rev: str | None, ground: Ground) -> Plan:
@@ -369,8 +369,8 @@ def erase(repo: Repo) -> Repo:
     )
 
 
-def _woken(repo: Repo, now: float) -> Repo:
-    """Something changed at a repo that was given up on: try again."""
+def woken(repo: Repo, now: float) -> Repo:
+    """The row of a repo that was given up on, to be tried again; the very same for any other."""
     return _changed(repo, next_attempt_at=now) if repo.next_attempt_at == PARKED else repo
 
 

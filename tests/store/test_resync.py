@@ -1,6 +1,7 @@
 import asyncio
 import random
 from dataclasses import replace
+from time import time
 
 import asyncpg
 import pytest
@@ -309,3 +310,18 @@ async def test_a_record_of_any_size_and_shape_survives_the_arrays(store: Store) 
     assert record["value"]["braces"] == "{a,b}"
     assert record["value"]["text"] == "\\ \n é 🦋"
     assert await stored(store, claimed) == [(b"app.test/NULL", odd.cid)]
+
+
+async def test_what_was_given_up_on_is_tried_again_after_a_long_time(store: Store, sql: asyncpg.Connection) -> None:
+    await insert(
+        store,
+        waiting("parked", next_attempt_at=PARKED, last_error="repo-not-found"),
+        waiting("later", next_attempt_at=time() + 60),
+        waiting("left", next_attempt_at=PARKED, active=False),
+    )
+    everything = Shard().buckets
+    assert await store.wake_parked(everything, 3_600.0, time()) == 0
+    assert await store.wake_parked(everything, -1.0, time()) == 1
+    rows = await store.repos([did(name) for name in ("parked", "later", "left")])
+    assert [rows[did(name)].next_attempt_at == PARKED for name in ("parked", "later", "left")] == [False, False, True]
+    assert rows[did("parked")].last_error == "repo-not-found"
