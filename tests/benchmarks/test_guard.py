@@ -27,9 +27,6 @@ pytestmark = pytest.mark.slow
 RECORDS, COMMITS, ROUNDS = 1_200, 150, 7
 LIKE = "app.bsky.feed.like"
 SUBJECT = {"uri": f"at://did:plc:{24 * 'a'}/app.bsky.feed.post/3laaaaaaaaaaa", "cid": "bafyreia" + 51 * "a"}
-    "uri": "at://did:plc:aaaaaaaaaaaaaaaaaaaaaaaa/app.bsky.feed.post/3laaaaaaaaaaa",
-    "cid": "bafyreia" + "a" * 51,
-}
 LIVE_PER_PROOF = 2 * 4.3  # decoding and planning a commit, by its decoding, hashing and signature alone
 RESYNC_PER_EXPORT = 2 * 10.6  # walking, comparing and preparing an export's rows, by hashing and decoding it alone
 
