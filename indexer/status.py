@@ -73,6 +73,7 @@ class Status:
     cursors: list[Place]
     repos: dict[str, int]
     reasons: dict[str, int]
+    failures: dict[str, int]
     records: int
     resync_queue: int
     parked: int
@@ -102,6 +103,7 @@ def status_of(shard: str, earlier: Sample, now: Sample) -> Status:
         cursors=places,
         repos={status.value: count for status, count in counts.statuses.items()},
         reasons=counts.reasons,
+        failures=counts.failures,
         records=counts.records,
         resync_queue=counts.queued,
         parked=counts.parked,
@@ -173,6 +175,7 @@ def status_picture(status: Status) -> Group:
     for name, count in [
         *status.repos.items(),
         *((f"because {reason}", count) for reason, count in status.reasons.items()),
+        *((f"last try: {failure}", count) for failure, count in status.failures.items()),
     ]:
         repos.add_row(_text(name), f"{count:,}")
     parts: list[RenderableType] = [verdict, cursors, repos]

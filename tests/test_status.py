@@ -103,10 +103,14 @@ def test_durations_in_words(seconds: float, words: str) -> None:
 
 def test_the_picture_shows_what_is_known() -> None:
     counts = replace(
-        repos(synchronized=1_234, queued=6), reasons={"new": 6}, records=56_789, cursors=[cursor(7_654_321)]
+        repos(synchronized=1_234, queued=6),
+        reasons={"new": 6},
+        failures={"timeout": 4},
+        records=56_789,
+        cursors=[cursor(7_654_321)],
     )
     text = shown(status_picture(status(counts)))
-    for part in (RELAY, "7,654,321", "1,234", "because new", "about 56,789", "99.5%", "ready"):
+    for part in (RELAY, "7,654,321", "1,234", "because new", "last try: timeout", "about 56,789", "99.5%", "ready"):
         assert part in text
 
 

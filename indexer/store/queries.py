@@ -19,7 +19,7 @@ AT_ONCE = 1_000
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Repos by sync status, and by reason where there is one; `queued` are due or wait for their time, `parked`
+    """Repos by sync status, by reason where there is one, and by why their last fetch failed; `queued` are due or wait for their time, `parked`
     wait for something to wake them. `records` is Postgres's estimate. `readers` are those of the change feed,
     `hosts` the worst few of those that are paused.
     """
@@ -30,15 +30,16 @@ class Counts:
     parked: int
     records: int
     cursors: list[Cursor]
+    failures: dict[str, int] = field(default_factory=dict)
     readers: list[ReaderState] = field(default_factory=list)
     hosts: list[HostState] = field(default_factory=list)
 
 
 _COUNT_REPOS = """
-    select status, reason, count(*) as repos,
+    select status, reason, split_part(last_error, ':', 1) as failure, count(*) as repos,
         count(*) filter (where status = 'desynchronized' and active) as waiting,
         count(*) filter (where status = 'desynchronized' and active and next_attempt_at = 'infinity') as parked
-    from indexer.repo group by status, reason
+    from indexer.repo group by status, reason, failure
 """
 
 _CURSORS = """
@@ -88,11 +89,14 @@ _MARK_PAGE = """
 async def counts(connection: Connection) -> Counts:
     statuses = dict.fromkeys(SyncStatus, 0)
     reasons: dict[str, int] = {}
+    failures: dict[str, int] = {}
     waiting = parked = 0
     for row in await connection.fetch(_COUNT_REPOS):
         statuses[SyncStatus(row["status"])] += row["repos"]
         if row["reason"] is not None:
             reasons[row["reason"]] = reasons.get(row["reason"], 0) + row["repos"]
+        if row["failure"] is not None:
+            failures[row["failure"]] = failures.get(row["failure"], 0) + row["repos"]
         waiting += row["waiting"]
         parked += row["parked"]
     cursors = await connection.fetch(_CURSORS)
@@ -103,6 +107,7 @@ async def counts(connection: Connection) -> Counts:
         parked,
         await connection.fetchval(_COUNT_RECORDS),
         [Cursor(**row) for row in cursors],
+        failures,
         await readers(connection),
         await hosts.worst(connection),
     )

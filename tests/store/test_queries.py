@@ -22,7 +22,7 @@ async def test_counts(store: Store, sql: asyncpg.Connection) -> None:
         store,
         Repo(did("at once"), version=1),
         Repo(did("later"), version=1, next_attempt_at=1e10),
-        Repo(did("parked"), version=1, next_attempt_at=PARKED),
+        Repo(did("parked"), version=1, next_attempt_at=PARKED, last_error="repo-not-found: 400 RepoNotFound"),
         Repo(did("inactive"), version=1, active=False),
         synchronized(1),
         changes=(put("app.test/a"),),
@@ -36,6 +36,7 @@ async def test_counts(store: Store, sql: asyncpg.Connection) -> None:
         SyncStatus.SYNCHRONIZED: 1,
     }
     assert counts.reasons == {"new": 4, "sync-event": 1}
+    assert counts.failures == {"repo-not-found": 1}
     assert (counts.queued, counts.parked, counts.records) == (2, 1, 5)
     assert counts.cursors == [Cursor("wss://relay.test", "0/1", 9, "now")]
 
