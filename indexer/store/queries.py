@@ -19,9 +19,9 @@ AT_ONCE = 1_000
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Repos by sync status, by reason where there is one, and by why their last fetch failed; `queued` are due or wait for their time, `parked`
-    wait for something to wake them. `records` is Postgres's estimate. `readers` are those of the change feed,
-    `hosts` the worst few of those that are paused.
+    """Repos by sync status, by reason where there is one, and by why their last fetch failed; `queued` are due or wait
+    for their time, `parked` wait for something to wake them. `records` is Postgres's estimate. `readers` are those of
+    the change feed, `hosts` the worst few of those that are paused.
     """
 
     statuses: dict[SyncStatus, int]
