@@ -6,7 +6,7 @@ The truth is the account's own: it remembers what its records were at each of it
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from random import Random
 from time import time
@@ -378,6 +378,7 @@ class World:
         self._stands_still = False
         self._under_way: list[asyncio.Task[Any]] = []
         self._workers = 0
+        self._risen = ""
         self._doings: dict[Callable[[], Awaitable[None]], int] = {
             self._write: 10,
             self._write_nothing: 1,
@@ -390,8 +391,8 @@ class World:
             self._be_away_for_a_moment: 3,
             self._lose_directory_or_find_it: 1,
             self._let_relay_stand_still_or_go_on: 2,
-            self._ask_for_resync: 1,
-            self._take_over: 1,
+            self._ask_for_resync: 2,
+            self._take_over: 2,
         }
 
     @asynccontextmanager
@@ -432,10 +433,12 @@ class World:
         await self.check()
 
     async def check(self) -> None:
-        """The records are those of the row's revision, and a synchronized one is not older than what was proven."""
-        newest = self.live.newest
+        """The records are those of the row's revision, which only rises, and if synchronized, up to what was proven."""
+        newest, risen = self.live.newest, self._risen
         for status, rev, records in await self.ask(_STATE, self.owner.did):
             assert orjson.loads(records) == (self.owner.history[rev] if rev else {}), (status, self.story)
+            assert (rev or "") >= risen, self.story
+            self._risen = max(self._risen, rev or "")
             assert status != "synchronized" or rev >= newest, self.story
 
     async def check_changes(self) -> None:
@@ -528,7 +531,7 @@ class World:
         await self._in_time(self._request())
 
     async def _take_over(self) -> None:
-        """Another worker comes, in the middle of the former one's resync."""
+        """Another worker comes, in the middle of the former one's resync, and perhaps dies as well."""
         await self._in_time(self._resync_once_more())
 
     async def _request(self) -> None:
@@ -536,8 +539,9 @@ class World:
 
     async def _resync_once_more(self) -> None:
         if await self._store.expire_leases(time()):
-            async with self.worker() as worker:
-                await worker.attempt()
+            async with self.worker(self.random.choice([None, None, 6, 12])) as worker:
+                with suppress(Killed):
+                    await worker.attempt()
 
     async def _tell(self, kind: str, payload: dict[str, Any]) -> None:
         """The message arrives, or it is lost, or comes twice, or late, after newer ones perhaps."""

@@ -41,7 +41,7 @@ async def live(world: World) -> None:
     await world.settle()
 
 
-@pytest.mark.parametrize("numbers", [range(6), pytest.param(range(6, 80), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("numbers", [range(6), pytest.param(range(6, 60), marks=pytest.mark.slow)], ids=str)
 async def test_anything_at_any_moment(
     database: str, store: Store, sql: asyncpg.Connection, tmp_path: Path, numbers: Sequence[int]
 ) -> None:

@@ -30,10 +30,20 @@ class Damaged(World):
 
 
 class Behind(World):
-    """Its mirror lacks the newest commit."""
+    """Its mirror lacks so many of the newest commits; nothing happens but what a test does."""
+
+    lag = 1
+
+    async def begin(self) -> None:
+        self.restless = 0.0
+        await self._store.add([self.owner.did])
 
     def behind(self) -> int:
-        return 1
+        return self.lag
+
+    async def hear(self) -> None:
+        """A commit arrives."""
+        await self.live.deliver([received("commit", self.owner.write(*self.owner.some_writes(self.random)))])
 
 
 async def whole(world: World, sql: asyncpg.Connection) -> bool:
@@ -74,14 +84,30 @@ async def test_what_ends_a_resync_early_doesnt_end_the_doubt(
     assert await whole(world, sql)
 
 
+async def test_a_mirror_behind_our_own_state(
+    database: str, store: Store, sql: asyncpg.Connection, tmp_path: Path
+) -> None:
+    world = Behind(database, store, sql, tmp_path, "ada")
+    world.lag = 0
+    await world.begin()
+    async with world.worker() as worker:
+        assert await worker.attempt()
+    await world.hear()
+    world.lag = 1
+    await store.mark_resync([world.owner.did])
+    async with world.worker() as worker:
+        assert await worker.attempt()
+    assert await whole(world, sql)
+    assert world.results == {"synchronized": 2}
+
+
 async def test_a_mirror_behind_a_commit_that_was_ignored(
     database: str, store: Store, sql: asyncpg.Connection, tmp_path: Path
 ) -> None:
     world = Behind(database, store, sql, tmp_path, "ada")
-    world.restless = 0.0
-    await store.add([world.owner.did])
+    await world.begin()
     world.directory.ask()
-    await world.live.deliver([received("commit", world.owner.write(*world.owner.some_writes(world.random)))])
+    await world.hear()
     async with world.worker() as worker:
         assert await worker.attempt()
     assert await whole(world, sql)
@@ -94,9 +120,8 @@ async def test_a_mirror_behind_a_commit_that_was_ignored_unchecked(
 ) -> None:
     """The repo waits for its first resync, so nobody has looked its key up yet."""
     world = Behind(database, store, sql, tmp_path, "ada")
-    world.restless = 0.0
-    await store.add([world.owner.did])
-    await world.live.deliver([received("commit", world.owner.write(*world.owner.some_writes(world.random)))])
+    await world.begin()
+    await world.hear()
     async with world.worker() as worker:
         assert await worker.attempt()
     assert await whole(world, sql)
