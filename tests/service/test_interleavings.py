@@ -18,7 +18,7 @@ from tests.sync.people import EVERYTHING
 
 ROUNDS = 8
 MANY = 50  # worlds, in which all of this happens
-ENDS = {"synchronized", "unchanged", "lost", "drain-break", "stale-export", "identity", "repo-deactivated"}
+ENDS = {"synchronized", "lost", "drain-break", "repo-deactivated"}
 LEAST_STEPS = 18
 NARROW = replace(EVERYTHING, limits=replace(EVERYTHING.limits, kept_events=2))
 

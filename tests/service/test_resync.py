@@ -9,6 +9,7 @@ import pytest
 
 from indexer.reasons import Desync
 from indexer.store import Store
+from indexer.sync.repo import Outcome
 from tests.service.resyncing import Killed, World
 from tests.sync.people import received
 
@@ -33,6 +34,7 @@ class Behind(World):
     """Its mirror lacks so many of the newest commits; nothing happens but what a test does."""
 
     lag = 1
+    heard_at = ""
 
     async def begin(self) -> None:
         self.restless = 0.0
@@ -40,6 +42,11 @@ class Behind(World):
 
     def behind(self) -> int:
         return self.lag
+
+    async def happen(self, where: str) -> None:
+        if where == self.heard_at:
+            await self.hear()
+        await super().happen(where)
 
     async def hear(self) -> None:
         """A commit arrives."""
@@ -82,6 +89,25 @@ async def test_what_ends_a_resync_early_doesnt_end_the_doubt(
     async with world.worker() as worker:
         assert await worker.attempt()
     assert await whole(world, sql)
+
+
+async def test_equal_heads_end_a_resync_and_what_came_meanwhile_is_kept(
+    database: str, store: Store, sql: asyncpg.Connection, tmp_path: Path
+) -> None:
+    world = Behind(database, store, sql, tmp_path, "ada")
+    world.lag = 0
+    await world.begin()
+    async with world.worker() as worker:
+        assert await worker.attempt()
+    away, back = world.owner.account(active=False), world.owner.account(active=True)
+    await world.live.deliver([received("account", away), received("account", back)])
+    world.heard_at = "latest commit answered"
+    async with world.worker() as worker:
+        assert await worker.attempt()
+    assert world.live.outcomes[Outcome.BUFFERED] == 1
+    assert world.results == {"synchronized": 1, "unchanged": 1}
+    assert await whole(world, sql)
+    await world.check_changes()
 
 
 async def test_a_mirror_behind_our_own_state(
