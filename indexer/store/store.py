@@ -1,6 +1,6 @@
 """The store: one pool of connections, and each thing that the service does with the database as a method."""
 
-from asyncio import Event, Semaphore
+from asyncio import Event, Semaphore, timeout
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from time import time
@@ -136,7 +136,7 @@ class Store:
         """Commits at the end of the block if it was finished, and rolls back otherwise."""
         async with self._resyncs:
             with database_errors():
-                connection = await self._pool.acquire(timeout=CONNECT_SECONDS)
+                connection = await self._acquire()
             try:
                 transaction = connection.transaction()
                 with database_errors():
@@ -255,8 +255,16 @@ class Store:
     @asynccontextmanager
     async def _connection(self) -> AsyncIterator[Connection]:
         with database_errors():
-            async with self._pool.acquire(timeout=CONNECT_SECONDS) as connection:
+            connection = await self._acquire()
+            try:
                 yield connection
+            finally:
+                await self._pool.release(connection)
+
+    async def _acquire(self) -> asyncpg.pool.PoolConnectionProxy:
+        """The pool's own time-out is Python 3.11's `wait_for`, in which a cancellation can get lost."""
+        async with timeout(CONNECT_SECONDS):
+            return await self._pool.acquire()
 
     @asynccontextmanager
     async def _transaction(self) -> AsyncIterator[Connection]:
