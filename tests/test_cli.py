@@ -262,6 +262,7 @@ def test_status_is_watched_until_interrupted(database: str) -> None:
         env=os.environ | {"INDEXER_DATABASE_URL": database},
         stdout=subprocess.PIPE,
         text=True,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - ignored in the background
     )
     with process:
         assert process.stdout is not None

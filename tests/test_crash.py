@@ -69,8 +69,9 @@ async def progressed(dsn: str, beyond: int) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
-async def test_killed_again_and_again(database: str, tmp_path: Path) -> None:
+@pytest.mark.timeout(900)
+async def test_killed_again_and_again(database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.serving.PATIENCE", 400.0)  # a claim of the killed one has to run out, and then a pause
     random = Random(7)
     async with LocalNetwork() as network:
         scenario = Scenario(network, seed=7)
