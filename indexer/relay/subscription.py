@@ -23,6 +23,13 @@ QUEUED = 4  # messages received and not asked for yet; more of them would only b
 log = structlog.get_logger(__name__)
 
 
+class _Direct(connect):
+    """Follows no redirect: it could lead to an address that only we can reach."""
+
+    def process_redirect(self, exc: Exception) -> Exception:
+        return exc
+
+
 @dataclass(frozen=True, slots=True)
 class Pace:
     """Seconds: how long to wait for what, and between attempts."""
@@ -139,21 +146,18 @@ class Subscription:
         await socket.close(reason=f"no message for {self.pace.silence:g} s")
 
     async def _connect(self, relay: str, cursor: int | None) -> ClientConnection:
-        try:
-            return await connect(
-                f"{relay.rstrip('/')}{PATH}" + ("" if cursor is None else f"?cursor={cursor}"),
-                max_size=self.max_bytes,
-                max_queue=QUEUED,
-                compression=None,
-                open_timeout=self.pace.open,
-                ping_interval=self.pace.ping,
-                ping_timeout=self.pace.ping,
-                close_timeout=1,
-                proxy=None,
-                user_agent_header=self.user_agent,
-            )
-        except ValueError as error:  # a redirect to what is no URL
-            raise ConnectionError(f"not a relay's answer: {error}") from error
+        return await _Direct(
+            f"{relay.rstrip('/')}{PATH}" + ("" if cursor is None else f"?cursor={cursor}"),
+            max_size=self.max_bytes,
+            max_queue=QUEUED,
+            compression=None,
+            open_timeout=self.pace.open,
+            ping_interval=self.pace.ping,
+            ping_timeout=self.pace.ping,
+            close_timeout=1,
+            proxy=None,
+            user_agent_header=self.user_agent,
+        )
 
     def _lost(self, relay: str, error: BaseException) -> None:
         self.last_error = f"{type(error).__name__}: {error}"[:300]

@@ -184,10 +184,14 @@ async def each_seq(source: Subscription, first: int, last: int) -> list[int]:
     return seen
 
 
-async def test_a_redirect_to_nonsense_is_one_more_lost_connection() -> None:
+@pytest.mark.parametrize("location", ["ws://[", "elsewhere"])
+async def test_a_redirect_is_one_more_lost_connection(net: LocalNetwork, location: str) -> None:
+    """Wherever it leads: nobody is asked for a stream whom the operator hasn't named."""
+
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 302 Found\r\nLocation: ws://[\r\nContent-Length: 0\r\n\r\n")
+        target = net.relay_url if location == "elsewhere" else location
+        writer.write(f"HTTP/1.1 302 Found\r\nLocation: {target}\r\nContent-Length: 0\r\n\r\n".encode())
         await writer.drain()
         writer.close()
 
@@ -207,7 +211,8 @@ async def test_a_redirect_to_nonsense_is_one_more_lost_connection() -> None:
             assert not reading.done()
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
-    assert "not a relay's answer" in (source.last_error or "")
+    assert "HTTP 302" in (source.last_error or "")
+    assert net.relay.requests.total() == 0
 
 
 async def test_the_next_relay_is_tried_when_one_is_away(net: LocalNetwork) -> None:
