@@ -4,7 +4,7 @@ import asyncio
 import os
 import secrets
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,7 +13,7 @@ from urllib.parse import urlsplit, urlunsplit
 import asyncpg
 import pytest
 
-from indexer.store import embedded
+from indexer.store import Store, embedded
 
 T = TypeVar("T")
 QUICK = {"fsync": "off", "shared_buffers": "64MB", "synchronous_commit": "off", "max_connections": "200"}
@@ -93,3 +93,18 @@ def empty_database(postgres: Server) -> Iterator[str]:
     dsn = postgres.create(migrated=False)
     yield dsn
     postgres.drop(dsn)
+
+
+@pytest.fixture
+async def store(database: str) -> AsyncIterator[Store]:
+    store = await Store.open(database, connections=5)
+    yield store
+    await store.close()
+
+
+@pytest.fixture
+async def sql(database: str) -> AsyncIterator[asyncpg.Connection]:
+    """A connection beside the store's."""
+    connection = await asyncpg.connect(database)
+    yield connection
+    await connection.close()

@@ -18,10 +18,9 @@ from tests.identity.conftest import Loopback, loopback, name_server
 from tests.identity.names import NameServer
 from tests.outbound.host import answer
 from tests.serving import until
-from tests.store.conftest import sql, store
 from tests.store.rows import did, insert, synchronized
 
-__all__ = ["loopback", "name_server", "sql", "store"]
+__all__ = ["loopback", "name_server"]
 
 QUICK = Pace(idle=0.02, first=100_000.0, most=100_000.0)
 PAGE = "/.well-known/atproto-did"
