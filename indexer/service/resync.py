@@ -110,6 +110,7 @@ class Resync:
             raise UpstreamError(Rejection.FUTURE_REV, rev)  # every commit to come would seem old
         if not last:
             _refuse_stale(snapshot, claimed.seen_rev)
+            _refuse_stale(snapshot, claimed.heard_rev)
         if claimed.head is None:
             return
         _refuse_stale(snapshot, claimed.head.rev)
@@ -136,12 +137,15 @@ class Resync:
             if locked is None or head is None:
                 raise ClaimLostError("claimed by another worker, or desynchronized again")
             ground = Ground(self._policy, "", time())
-            write = plan_completion(locked, head, await transaction.kept(), Signer(known.key), ground)
-            await transaction.finish(write)
+            batch = plan_completion(locked, head, await transaction.kept(), Signer(known.key), ground)
+            await transaction.finish(batch)
+        [write] = batch.writes
         for action, count in counts.items():
             self._metrics.record_changes(action, live=False, count=count)
         for change in write.changes:
             self._metrics.record_changes(change.action, live=True)
+        for letter in batch.dead_letters:
+            self._metrics.rejected(letter.reason)
         if write.repo.status is not SyncStatus.SYNCHRONIZED and write.repo.reason is not None:
             self._metrics.desynchronized(write.repo.reason)
             return write.repo.reason

@@ -69,11 +69,11 @@ _DELETE_RECORDS = f"""
     where r.did = w.did and r.collection = w.collection and r.rkey = w.rkey and r.bucket = w.bucket
 """
 
-_KEPT = {"did": "text", "bucket": "smallint", "seq": "bigint", "frame": "bytea"}
+_KEPT = {"did": "text", "bucket": "smallint", "relay": "text", "seq": "bigint", "frame": "bytea"}
 
 _INSERT_KEPT = f"""
-    insert into indexer.kept_event (did, bucket, seq, frame) select did, bucket, seq, frame from {unnest(_KEPT, "w")}
-    order by place
+    insert into indexer.kept_event ({", ".join(_KEPT)}) select {", ".join(_KEPT)}
+    from {unnest(_KEPT, "w")} order by place
 """
 
 _DIDS = {"did": "text", "bucket": "smallint"}
@@ -186,7 +186,7 @@ async def _write_kept(connection: Connection, writes: Iterable[RepoWrite]) -> No
     if ended:
         await connection.execute(_DELETE_KEPT, ended, buckets_of(ended))
     rows = [
-        (kept.did, bucket_of(kept.did), kept.seq, kept.frame)
+        (kept.did, bucket_of(kept.did), kept.relay, kept.seq, kept.frame)
         for write in writes
         if write.repo.status is SyncStatus.IN_PROGRESS
         for kept in write.kept

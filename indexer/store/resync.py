@@ -78,7 +78,7 @@ _PARKED = f"""
 
 _LOCK = f"select {repo_columns('r')} from indexer.repo r where did = $1 and bucket = $2 for update"
 
-_KEPT = "select seq, frame from indexer.kept_event where did = $1 and bucket = $2 order by id"
+_KEPT = "select relay, seq, frame from indexer.kept_event where did = $1 and bucket = $2 order by id"
 
 # A jump from each collection to the next one, whatever the number of records between.
 _COLLECTIONS = """
@@ -214,11 +214,11 @@ class ResyncTransaction:
         """What was buffered, in the order in which it came: seqs of two relays say nothing of each other."""
         with database_errors():
             rows = await self._connection.fetch(_KEPT, *self._key)
-        return [KeptEvent(self._claimed.did, seq, frame) for seq, frame in rows]
+        return [KeptEvent(self._claimed.did, relay, seq, frame) for relay, seq, frame in rows]
 
-    async def finish(self, write: RepoWrite) -> None:
+    async def finish(self, batch: Batch) -> None:
         """The repo's new row and what the kept events change. Raises `BrokenInvariantError` if it wasn't locked."""
         with database_errors():
-            if await apply(self._connection, Batch((write,))):
-                raise BrokenInvariantError(f"{write.repo.did} moved while it was locked")
+            if await apply(self._connection, batch):
+                raise BrokenInvariantError(f"{self._claimed.did} moved while it was locked")
         self.finished = True

@@ -116,15 +116,15 @@ def _plan_one(
     if plan.outcome is Outcome.REJECTED and isinstance(plan.why, Rejection):
         _refuse(result, received, event.kind, plan.why, plan.detail, ground)
         return
-    _draw(draft, received.frame, event, plan)
+    _draw(draft, received.frame, event, plan, ground)
     result.settled.append(Settled(received, plan.outcome, plan.why))
 
 
-def _draw(draft: _Draft, frame: bytes, event: RepoEvent, plan: Plan) -> None:
+def _draw(draft: _Draft, frame: bytes, event: RepoEvent, plan: Plan, ground: Ground) -> None:
     draft.after = plan.repo
     draft.changes.extend(plan.changes)
     if plan.keep:
-        draft.kept.append(KeptEvent(plan.repo.did, event.seq, frame))
+        draft.kept.append(KeptEvent(plan.repo.did, ground.relay, event.seq, frame))
     elif plan.repo.status is not SyncStatus.IN_PROGRESS:
         draft.kept.clear()
 

@@ -60,6 +60,7 @@ class KeptEvent:
     """A frame kept in the database until the resync of its repo is done."""
 
     did: str
+    relay: str
     seq: int
     frame: bytes
 

@@ -114,7 +114,7 @@ def _plan_signed(
     if signer is None and _worth_a_look_up(repo, event):
         return NeedsKey(repo.did, refresh=False)
     if signer is None or not signer.available:
-        return _plan_unchecked(repo, size, ground)
+        return _plan_unchecked(repo, event, size, ground)
     return _plan_proven(repo, event, size, signer, ground)
 
 
@@ -132,7 +132,7 @@ def _plan_proven(
         if error.reason is Rejection.SIGNATURE_INVALID and not signer.final:
             return NeedsKey(repo.did, refresh=True)
         if error.reason is Rejection.SIGNATURE_INVALID and signer.stale:
-            return _plan_unchecked(repo, size, ground)
+            return _plan_unchecked(repo, event, size, ground)
         return _settle(repo, Finding.AT_FAULT, size, ground, why=error.reason, detail=error.detail)
 
 
@@ -234,11 +234,12 @@ def _plan_identity(repo: Repo, ground: Ground) -> Plan:
     return Plan(woken(repo, ground.now), Outcome.APPLIED)
 
 
-def _plan_unchecked(repo: Repo, size: int, ground: Ground) -> Plan:
+def _plan_unchecked(repo: Repo, event: CommitEvent | SyncEvent, size: int, ground: Ground) -> Plan:
     """The key could not be had: nothing is lost, nothing is believed (spec §9-36)."""
     if not repo.known:
-        return Plan(_changed(repo, reason=Desync.IDENTITY), Outcome.DESYNCHRONIZED, why=Desync.IDENTITY)
-    return _settle(repo, Finding.UNCHECKED, size, ground, why=Desync.IDENTITY)
+        after = _changed(repo, reason=Desync.IDENTITY, heard_rev=event.rev)
+        return Plan(after, Outcome.DESYNCHRONIZED, why=Desync.IDENTITY)
+    return _settle(repo, Finding.UNCHECKED, size, ground, heard=event.rev, why=Desync.IDENTITY)
 
 
 def _settle(
@@ -248,16 +249,22 @@ def _settle(
     ground: Ground,
     *,
     rev: str | None = None,
+    heard: str | None = None,
     why: Rejection | Desync | None = None,
     detail: str = "",
 ) -> Plan:
-    """The plan for a finding that writes no records. `rev` is the event's, once it is proven authentic."""
+    """The plan for a finding that writes no records. The event's revision is `rev` if it is authentic, and `heard` if
+    nobody knows.
+    """
     outcome, _ = transition(repo.status, finding)
     if outcome is Outcome.BUFFERED:
         return _keep(repo, size, rev, ground)
-    seen = rev if rev is not None and (repo.seen_rev is None or rev > repo.seen_rev) else repo.seen_rev
+    seen, heard = _newer(repo.seen_rev, rev), _newer(repo.heard_rev, heard)
     if outcome is Outcome.DESYNCHRONIZED and isinstance(why, Desync):
-        return Plan(desynchronize(repo, why, ground.now, seen_rev=seen), outcome, why=why, detail=detail)
+        after = desynchronize(replace(repo, heard_rev=heard), why, ground.now, seen_rev=seen)
+        return Plan(after, outcome, why=why, detail=detail)
+    if heard != repo.heard_rev:
+        return Plan(_changed(repo, heard_rev=heard), outcome, why=why, detail=detail)
     if seen == repo.seen_rev:
         return Plan(repo, outcome, why=why, detail=detail)
     if not repo.known:
@@ -265,9 +272,13 @@ def _settle(
     return Plan(_changed(woken(repo, ground.now), seen_rev=seen), outcome, why=why, detail=detail)
 
 
+def _newer(mark: str | None, rev: str | None) -> str | None:
+    return max(mark or "", rev or "") or None
+
+
 def _keep(repo: Repo, size: int, rev: str | None, ground: Ground) -> Plan:
     events, total = repo.buffered_events + 1, repo.buffered_bytes + size
-    seen = max(rev or "", repo.seen_rev or "") or None
+    seen = _newer(repo.seen_rev, rev)
     if events > ground.policy.limits.kept_events or total > ground.policy.limits.kept_bytes:
         outcome, _ = transition(repo.status, Finding.FAILED)
         after = desynchronize(repo, Desync.BUFFER_OVERFLOW, ground.now, seen_rev=seen)
@@ -345,6 +356,7 @@ def synchronize(repo: Repo, head: Head, now: float) -> Repo:
         status=SyncStatus.SYNCHRONIZED,
         reason=None,
         head=head,
+        heard_rev=None,
         synchronized_at=now,
         next_attempt_at=None,
         last_error=None,

@@ -80,6 +80,7 @@ TRANSITIONS: dict[SyncStatus, dict[Finding, tuple[Outcome, SyncStatus]]] = {
         Finding.SYNC_OTHER: (Outcome.BUFFERED, _P),
         Finding.COMPLETED: (Outcome.APPLIED, _S),
         Finding.FAILED: (Outcome.DESYNCHRONIZED, _D),
+        Finding.REQUESTED: (Outcome.APPLIED, _D),
         Finding.REACTIVATED: (Outcome.APPLIED, _D),
         Finding.ERASED: (Outcome.APPLIED, _D),
     },
@@ -125,7 +126,9 @@ class Repo:
 
     `version` counts the row's changes and is what `apply` compares before it writes; 0 says that there is no
     row yet. `seen_rev` is the newest revision of an *authentic* message, ignored ones too: an export older
-    than it is not the end of a resync. `hosting_seq` orders #account messages of `hosting_relay`.
+    than it is not the end of a resync. `heard_rev` is the newest one of a message that nobody could check: reason
+    enough to ask the repo's own host where a mirror is behind it, and for nothing else.
+    `hosting_seq` orders #account messages of `hosting_relay`.
     `lease` numbers the claims of this repo, so that a worker can tell whether its claim still stands.
     From `erase_at` on, the records of a deleted account may be erased.
     Times are Unix seconds; `next_attempt_at` is None for "at once" and `PARKED` for "not until something wakes it".
@@ -137,6 +140,7 @@ class Repo:
     reason: Desync | None = Desync.NEW
     head: Head | None = None
     seen_rev: str | None = None
+    heard_rev: str | None = None
     active: bool = True
     hosting_status: str | None = None
     hosting_relay: str | None = None

@@ -7,18 +7,19 @@ had just arrived.
 from collections.abc import Iterable
 from dataclasses import replace
 
-from indexer.errors import UnavailableError
-from indexer.reasons import Desync
+from indexer.errors import BrokenInvariantError, UnavailableError
+from indexer.reasons import Desync, Rejection
 from indexer.sync.backoff import backoff_seconds
+from indexer.sync.batch import DEAD_LETTER_BYTES
 from indexer.sync.events import CommitEvent, SyncEvent
 from indexer.sync.frames import decode_frame
-from indexer.sync.plan import KeptEvent, NeedsKey, RecordChange, RepoWrite
+from indexer.sync.plan import Batch, DeadLetter, KeptEvent, NeedsKey, Plan, RecordChange, RepoWrite
 from indexer.sync.planning import Ground, Signer, desynchronize, plan_event, synchronize
 from indexer.sync.repo import PARKED, Finding, Head, Outcome, Repo, transition
 
 
-def plan_completion(claimed: Repo, head: Head, kept: Iterable[KeptEvent], signer: Signer, ground: Ground) -> RepoWrite:
-    """The last write of a resync whose records stand at `head`: `claimed` is the locked row.
+def plan_completion(claimed: Repo, head: Head, kept: Iterable[KeptEvent], signer: Signer, ground: Ground) -> Batch:
+    """The last writes of a resync whose records stand at `head`: `claimed` is the locked row.
 
     The repo ends synchronized, unless a kept event breaks the chain, or a state newer than all of this has
     been seen: then it waits for its next resync, at the head that was reached.
@@ -26,28 +27,34 @@ def plan_completion(claimed: Repo, head: Head, kept: Iterable[KeptEvent], signer
     _, status = transition(claimed.status, Finding.COMPLETED)
     repo = synchronize(claimed, head, ground.now)
     changes: list[RecordChange] = []
+    letters: list[DeadLetter] = []
     for event in kept:
         # Some were kept because they could not be checked: by a key newer than the one of the export, perhaps.
-        repo, more = _drain(repo, event, replace(signer, final=True, stale=True), ground)
-        changes += more
+        plan, letter = _drain(repo, event, replace(signer, final=True, stale=True), ground)
+        repo = plan.repo
+        changes += plan.changes
+        letters += [letter] if letter else []
         if repo.status is not status:
             break
     else:
         if repo.seen_rev is not None and repo.head is not None and repo.head.rev < repo.seen_rev:
             repo = desynchronize(repo, Desync.STALE_EXPORT, ground.now, seen_rev=repo.seen_rev)
-    return RepoWrite(claimed.version, repo, tuple(changes))
+    return Batch((RepoWrite(claimed.version, repo, tuple(changes)),), tuple(letters))
 
 
-def _drain(repo: Repo, kept: KeptEvent, signer: Signer, ground: Ground) -> tuple[Repo, tuple[RecordChange, ...]]:
+def _drain(repo: Repo, kept: KeptEvent, signer: Signer, ground: Ground) -> tuple[Plan, DeadLetter | None]:
     event = decode_frame(kept.frame, ground.policy.limits)
     if not isinstance(event, CommitEvent | SyncEvent):
-        return repo, ()
+        raise BrokenInvariantError(f"{repo.did}: a frame was kept that is no commit and no #sync")
     plan = plan_event(repo, event, 0, signer, ground)
-    if isinstance(plan, NeedsKey):  # not for a final signer
-        return desynchronize(repo, Desync.IDENTITY, ground.now, seen_rev=repo.seen_rev), ()
+    if isinstance(plan, NeedsKey):
+        raise BrokenInvariantError(f"{repo.did}: a final signer that another one is wanted for")
+    if isinstance(plan.why, Rejection):
+        frame = kept.frame[:DEAD_LETTER_BYTES]
+        return plan, DeadLetter(kept.relay, kept.seq, repo.did, event.kind, plan.why, plan.detail, frame)
     if plan.outcome is Outcome.DESYNCHRONIZED and plan.why is Desync.CHAIN_BREAK:
-        return replace(plan.repo, reason=Desync.DRAIN_BREAK), ()
-    return plan.repo, plan.changes
+        return replace(plan, repo=replace(plan.repo, reason=Desync.DRAIN_BREAK)), None
+    return plan, None
 
 
 def plan_failure(repo: Repo, claimed: Repo, failure: UnavailableError, now: float) -> Repo:

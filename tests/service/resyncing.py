@@ -29,7 +29,7 @@ from indexer.service.resync import ClaimLostError, Resync
 from indexer.store import DatabaseError, ResyncTransaction, Store
 from indexer.sync.batch import Received, Settled, plan_batch
 from indexer.sync.events import AccountEvent, CommitEvent, IdentityEvent, SyncEvent
-from indexer.sync.plan import Batch, KeptEvent, RecordChange, RepoWrite
+from indexer.sync.plan import Batch, KeptEvent, RecordChange
 from indexer.sync.planning import UNAVAILABLE, Ground, Policy, Signer
 from indexer.sync.repo import Outcome, Repo, SyncStatus
 from indexer.sync.resync import plan_failure
@@ -276,9 +276,9 @@ class SteppingTransaction:
         await self._step("locked")
         return await self._transaction.kept()
 
-    async def finish(self, write: RepoWrite) -> None:
+    async def finish(self, batch: Batch) -> None:
         await self._step("finish")
-        await self._transaction.finish(write)
+        await self._transaction.finish(batch)
 
 
 class Worker:

@@ -152,7 +152,7 @@ async def test_what_moved_is_left_out_and_the_cursor_with_it(store: Store, sql: 
     await insert(store, synchronized("stays"), synchronized("moves"))
     await store.apply(Batch((RepoWrite(1, synchronized("moves", version=2)),)))
     claimed = await in_progress(store, "claimed")
-    kept = (KeptEvent(claimed.did, 5, b"frame"),)
+    kept = (KeptEvent(claimed.did, RELAY, 5, b"frame"),)
     moved = await store.apply(
         Batch(
             (
@@ -225,7 +225,7 @@ async def test_events_are_kept_as_long_as_the_resync_lasts(store: Store, sql: as
     repo = await in_progress(store, 1)
     for seq in (7, 8, 8):
         repo = replace(repo, version=repo.version + 1, buffered_events=repo.buffered_events + 1)
-        await store.apply(Batch((RepoWrite(repo.version - 1, repo, (), (KeptEvent(repo.did, seq, b"frame"),)),)))
+        await store.apply(Batch((RepoWrite(repo.version - 1, repo, (), (KeptEvent(repo.did, RELAY, seq, b"frame"),)),)))
     assert [row[0] for row in await sql.fetch("select seq from indexer.kept_event order by seq")] == [7, 8, 8]
     assert await sql.fetchval("select lease_until from indexer.repo") is not None
     ended = replace(repo, version=repo.version + 1, status=SyncStatus.DESYNCHRONIZED)

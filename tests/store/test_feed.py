@@ -309,7 +309,7 @@ async def test_a_resync_ends_behind_its_changes(store: Store, sql: asyncpg.Conne
         locked = await transaction.lock()
         assert locked is not None
         whole = synchronized(1, version=locked.version + 1, lease=locked.lease)
-        await transaction.finish(RepoWrite(locked.version, whole, (delete("app.test/a"),)))
+        await transaction.finish(Batch((RepoWrite(locked.version, whole, (delete("app.test/a"),)),)))
     assert [(row["action"], row["rkey"], row["live"]) for row in await after(sql)] == [
         ("create", "a", False),
         ("create", "b", False),

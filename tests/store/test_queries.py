@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import asyncpg
 import pytest
 
@@ -6,7 +8,7 @@ from indexer.reasons import Desync
 from indexer.store import Store
 from indexer.store import queries as queries_module
 from indexer.sync.identity import HandleCheck, HandleClaim, StoredIdentity
-from indexer.sync.plan import Batch, Cursor
+from indexer.sync.plan import Batch, Cursor, KeptEvent, RepoWrite
 from indexer.sync.repo import PARKED, Repo, SyncStatus
 from tests.store.rows import did, head, in_progress, insert, put, synchronized
 
@@ -95,9 +97,12 @@ async def test_adding_leaves_what_is_there(store: Store, monkeypatch: pytest.Mon
     assert rows == {did(1): synchronized(1), did(2): Repo(did(2), version=1)}
 
 
-async def test_marking_for_a_resync(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_marking_for_a_resync(store: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queries_module, "AT_ONCE", 2)
     claimed = await in_progress(store, "in progress")
+    buffering = replace(claimed, version=claimed.version + 1, buffered_events=1, buffered_bytes=5)
+    kept = (KeptEvent(claimed.did, "wss://relay.test", 5, b"frame"),)
+    assert not await store.apply(Batch((RepoWrite(claimed.version, buffering, (), kept),)))
     failed = Repo(
         did("failed"), version=1, next_attempt_at=PARKED, attempts=4, last_error="timeout", reason=Desync.SYNC_EVENT
     )
@@ -108,7 +113,10 @@ async def test_marking_for_a_resync(store: Store, monkeypatch: pytest.MonkeyPatc
     marked = (await store.repos([did(0)]))[did(0)]
     assert (marked.status, marked.reason, marked.version) == (SyncStatus.DESYNCHRONIZED, Desync.REQUESTED, 2)
     assert marked.head == others[0].head
-    assert await store.repos([claimed.did]) == {claimed.did: claimed}
+    ended = (await store.repos([claimed.did]))[claimed.did]
+    assert (ended.status, ended.buffered_events) == (SyncStatus.DESYNCHRONIZED, 0), "it may have read what is doubted"
+    assert not await store.renew(claimed.did, claimed.lease, 10.0)
+    assert await sql.fetchval("select count(*) from indexer.kept_event") == 0
 
     assert await store.mark_resync(errored=True) == 1
     again = (await store.repos([failed.did]))[failed.did]
@@ -118,7 +126,7 @@ async def test_marking_for_a_resync(store: Store, monkeypatch: pytest.MonkeyPatc
     assert await store.mark_resync(all=True) == 7
     rows = await store.repos([repo.did for repo in others])
     assert {repo.status for repo in rows.values()} == {SyncStatus.DESYNCHRONIZED}
-    assert len(await store.claim(100, range(256), 10.0, 100.0)) == 6
+    assert len(await store.claim(100, range(256), 10.0, 100.0)) == 7
 
 
 async def test_identities_come_back_and_the_later_reading_stays(store: Store) -> None:

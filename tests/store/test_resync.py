@@ -19,6 +19,8 @@ from indexer.sync.repo import PARKED, Repo, SyncStatus
 from indexer.sync.shard import Shard
 from tests.store.rows import delete, did, head, in_progress, insert, put, synchronized
 
+RELAY = "wss://relay.test"
+
 ALL = range(256)
 
 
@@ -80,7 +82,7 @@ async def test_a_shard_claims_its_own(store: Store) -> None:
 async def test_a_lease_that_ran_out_ends_the_claim(store: Store, sql: asyncpg.Connection) -> None:
     claimed = await in_progress(store, 1, now=100.0, reason=Desync.SYNC_EVENT)
     buffering = replace(claimed, version=claimed.version + 1, buffered_events=1, buffered_bytes=5)
-    kept = (KeptEvent(claimed.did, 5, b"frame"),)
+    kept = (KeptEvent(claimed.did, RELAY, 5, b"frame"),)
     await store.apply(Batch((RepoWrite(claimed.version, buffering, (), kept),)))
     assert await store.expire_leases(109.0) == 0
     assert await store.expire_leases(111.0) == 1
@@ -216,7 +218,7 @@ async def test_writing_between_chunks_doesnt_disturb_the_reading(store: Store, m
             await write(list(diff.rest()))
             locked = await transaction.lock()
             assert locked == claimed
-            await transaction.finish(RepoWrite(claimed.version, await kept_up(store, claimed)))
+            await transaction.finish(Batch((RepoWrite(claimed.version, await kept_up(store, claimed)),)))
         assert await store.visible_records(repo.did) == {path: change.cid for path, change in theirs.items()}
 
 
@@ -227,14 +229,14 @@ async def test_nobody_sees_anything_before_the_end(store: Store, sql: asyncpg.Co
         await transaction.write([put("app.test/a"), put("app.test/b", '"old"')])
         row = (await store.repos([did(1)]))[did(1)]  # the live path goes on meanwhile
         buffering = replace(row, version=row.version + 1, buffered_events=1)
-        kept = tuple(KeptEvent(did(1), seq, b"frame") for seq in (9, 8))
+        kept = tuple(KeptEvent(did(1), RELAY, seq, b"frame") for seq in (9, 8))
         assert not await store.apply(Batch((RepoWrite(row.version, buffering, (), kept),)))
         assert await store.visible_records(did(1)) == {}
         locked = await transaction.lock()
         assert locked == buffering
         assert [event.seq for event in await transaction.kept()] == [9, 8]
         end = await kept_up(store, claimed)
-        await transaction.finish(RepoWrite(buffering.version, end, (replace(drained, action="update"),)))
+        await transaction.finish(Batch((RepoWrite(buffering.version, end, (replace(drained, action="update"),)),)))
         assert await store.visible_records(did(1)) == {}
     assert await store.repos([did(1)]) == {did(1): end}
     assert await store.visible_records(did(1)) == {"app.test/a": put("app.test/a").cid, "app.test/b": drained.cid}
@@ -260,7 +262,7 @@ async def test_a_block_left_early_leaves_nothing(store: Store, sql: asyncpg.Conn
             await transaction.write([put("app.test/a")])
             await transaction.lock()
             if finish:
-                await transaction.finish(RepoWrite(claimed.version, await kept_up(store, claimed)))
+                await transaction.finish(Batch((RepoWrite(claimed.version, await kept_up(store, claimed)),)))
             raise LeftError
     async with store.resync(claimed) as transaction:
         await transaction.write([put("app.test/a")])
@@ -273,7 +275,7 @@ async def test_a_finish_on_other_ground_is_a_fault_of_ours(store: Store) -> None
     claimed = await in_progress(store, 1)
     with pytest.raises(BrokenInvariantError):
         async with store.resync(claimed) as transaction:
-            await transaction.finish(RepoWrite(claimed.version - 1, claimed))
+            await transaction.finish(Batch((RepoWrite(claimed.version - 1, claimed),)))
 
 
 async def test_resyncs_leave_connections_to_the_live_path(store: Store) -> None:
@@ -304,7 +306,7 @@ async def test_a_record_of_any_size_and_shape_survives_the_arrays(store: Store) 
     async with store.resync(claimed) as transaction:
         await transaction.write([odd])
         await transaction.lock()
-        await transaction.finish(RepoWrite(claimed.version, await kept_up(store, claimed)))
+        await transaction.finish(Batch((RepoWrite(claimed.version, await kept_up(store, claimed)),)))
     record = await store.record(did(1), "app.test", "NULL")
     assert record is not None
     assert record["value"]["braces"] == "{a,b}"

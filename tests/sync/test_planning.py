@@ -160,7 +160,8 @@ def test_a_key_is_asked_for_where_it_matters() -> None:
         alice.did, refresh=False
     )
     made = plan_event(waiting, message, 0, None, GROUND)
-    assert made == Plan(waiting, Outcome.IGNORED, why=Desync.IDENTITY), "its resync will look the key up"
+    heard = replace(waiting, version=waiting.version + 1, heard_rev=message.rev)
+    assert made == Plan(heard, Outcome.IGNORED, why=Desync.IDENTITY), "its resync will look the key up"
 
 
 def test_an_account_without_a_key_can_sign_nothing() -> None:
@@ -183,7 +184,9 @@ def test_a_key_that_can_not_be_had_loses_nothing(status: SyncStatus, outcome: Ou
     before = stood(alice, status)
     made = plan(before, "commit", alice.post("a"), UNAVAILABLE)
     assert (made.outcome, made.repo.reason) == (outcome, reason)
-    assert made.repo.seen_rev is None, "nothing unproven is noted"
+    assert made.repo.seen_rev is None, "nothing unproven is believed"
+    heard = alice.repo.head.rev if made.outcome is not Outcome.BUFFERED else None
+    assert made.repo.heard_rev == heard, "a mirror may not have it, and what is kept needs no mark"
 
 
 def test_an_unknown_repo_is_noted_when_it_is_proven() -> None:

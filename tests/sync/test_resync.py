@@ -5,12 +5,14 @@ import pytest
 from indexer.atproto.crypto import PrivateKey
 from indexer.errors import UnavailableError
 from indexer.localnet.repo import Write
-from indexer.reasons import Desync, FetchFailure
+from indexer.reasons import Desync, FetchFailure, Rejection
 from indexer.sync.plan import KeptEvent, Plan, RepoWrite
 from indexer.sync.planning import UNAVAILABLE, plan_event
 from indexer.sync.repo import PARKED, Head, Repo, SyncStatus
 from indexer.sync.resync import plan_completion, plan_failure, plan_release
 from tests.sync.people import GROUND, NOW, POST, Person, event, frame
+
+RELAY = "wss://relay.test"
 
 
 def head_of(person: Person) -> Head:
@@ -24,13 +26,14 @@ def claimed(person: Person, **fields: object) -> Repo:
 
 def kept(person: Person, *payloads: dict[str, object]) -> list[KeptEvent]:
     return [
-        KeptEvent(person.did, place, frame("sync" if "did" in payload else "commit", payload))
+        KeptEvent(person.did, RELAY, place, frame("sync" if "did" in payload else "commit", payload))
         for place, payload in enumerate(payloads)
     ]
 
 
 def completed(person: Person, head: Head, events: list[KeptEvent], **fields: object) -> RepoWrite:
-    return plan_completion(claimed(person, **fields), head, events, person.signer, GROUND)
+    [write] = plan_completion(claimed(person, **fields), head, events, person.signer, GROUND).writes
+    return write
 
 
 def test_events_behind_the_export_are_applied_and_those_in_it_are_not() -> None:
@@ -71,7 +74,7 @@ def test_an_export_older_than_what_was_seen_is_not_the_end() -> None:
 def test_a_key_that_can_not_be_had_for_the_kept_events_loses_none() -> None:
     ann = Person()
     head = head_of(ann)
-    write = plan_completion(claimed(ann), head, kept(ann, ann.post("a")), UNAVAILABLE, GROUND)
+    [write] = plan_completion(claimed(ann), head, kept(ann, ann.post("a")), UNAVAILABLE, GROUND).writes
     assert (write.repo.status, write.repo.reason, write.changes) == (SyncStatus.DESYNCHRONIZED, Desync.IDENTITY, ())
 
 
@@ -84,8 +87,25 @@ def test_an_event_by_a_key_newer_than_the_export_is_not_dropped() -> None:
     made = plan_event(claimed(ann), event("commit", payload), 1_000, UNAVAILABLE, GROUND)
     assert isinstance(made, Plan)
     assert made.keep
-    write = plan_completion(made.repo, head, kept(ann, payload), old, GROUND)
+    [write] = plan_completion(made.repo, head, kept(ann, payload), old, GROUND).writes
     assert (write.repo.status, write.repo.reason) == (SyncStatus.DESYNCHRONIZED, Desync.IDENTITY)
+
+
+def test_a_kept_event_that_turns_out_to_be_at_fault_is_refused_and_the_others_are_not() -> None:
+    """It was kept because nobody could check it."""
+    ann = Person()
+    head = head_of(ann)
+    damaged, good = ann.post("damaged") | {"blocks": b"no CAR"}, ann.sync()
+    made = plan_event(claimed(ann), event("commit", damaged), 1_000, UNAVAILABLE, GROUND)
+    assert isinstance(made, Plan)
+    assert made.keep
+    batch = plan_completion(made.repo, head, kept(ann, damaged, good), ann.signer, GROUND)
+    [letter] = batch.dead_letters
+    assert (letter.relay, letter.seq, letter.did, letter.kind) == (RELAY, 0, ann.did, "commit")
+    assert letter.reason is Rejection.CAR_MALFORMED
+    assert letter.frame == frame("commit", damaged)
+    [write] = batch.writes
+    assert (write.repo.status, write.repo.reason) == (SyncStatus.DESYNCHRONIZED, Desync.SYNC_EVENT)
 
 
 def test_a_repo_that_was_away_during_its_resync_is_fetched_again() -> None:
