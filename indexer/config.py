@@ -245,7 +245,8 @@ class Settings(BaseSettings):
         Allowed("a comma list of NSIDs, each whole or ending in `.*`, or `*`"),
     ] = Field(
         CollectionFilter(),
-        description="Collections to keep; a trailing `.*` matches on whole segments.",
+        description="Collections to keep; a trailing `.*` matches on whole segments. After a change: "
+        "`indexer resync --all`, since what is there already follows with each repo's next resync.",
     )
     store_values: Switch = Field(True, description="Keep record values (JSON) beside their CIDs.")
     inversion: Annotated[Literal["strict", "lenient"], Allowed("`strict` or `lenient`")] = Field(

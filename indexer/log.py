@@ -11,6 +11,7 @@ from structlog.typing import Processor
 
 ACTIONS = {
     "changes.dropped": "The oldest part of the change log, up to this seq, was dropped: it is kept no longer.",
+    "collections.changed": "INDEXER_COLLECTIONS is another one than before: repos follow with their next resync.",
     "daemon.draining": "A signal came: what was received is written, nothing more is read.",
     "daemon.started": "The daemon serves; its health is to be had at this address.",
     "daemon.stopped": "Everything received is saved.",

@@ -138,6 +138,10 @@ class Metrics:
         self._resyncs[result].inc()
         self._resync_seconds.observe(seconds)
 
+    def put_off(self, count: int) -> None:
+        """Claimed repos of hosts that have their share: they took no time."""
+        self._resyncs["put-off"].inc(count)
+
     def identity_lookup(self, method: str, result: str) -> None:
         """One answer over the network: of a directory, a did:web's host, a name server, a handle's host."""
         self._lookups[method, result].inc()

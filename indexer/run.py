@@ -173,6 +173,7 @@ class Daemon:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Until `stop` is set, then drains; raises what ended a stage."""
+        await self._compare_choice()
         stages: dict[str, Coroutine[Any, Any, None]] = {
             "observe": self._observe(),
             "hosts": self._keep_hosts(),
@@ -199,6 +200,12 @@ class Daemon:
                 task.cancel()
             await asyncio.gather(*tasks.values(), stopped, return_exceptions=True)
             await self.keys.close()
+
+    async def _compare_choice(self) -> None:
+        chosen = str(self._settings.collections)
+        before = await self.store.choose("collections", chosen)
+        if before not in {None, chosen}:
+            log.warning("collections.changed", before=before, now=chosen, then="indexer resync --all")
 
     async def _read(self) -> None:
         """Nobody else works on our buckets."""

@@ -126,12 +126,15 @@ class Pool:
         try:
             self._metrics.desynchronized(Desync.LEASE_EXPIRED, await self._store.expire_leases(time()))
             claimed = await self._store.claim(count, self._shard.buckets, self._pace.lease, time())
-            await self._identities.warm([repo.did for repo in claimed])
-        except UnavailableError as error:
+        except DatabaseError as error:
             self.trouble = str(error)
             log.warning("database.unavailable", error=self.trouble)
             return []
         self.trouble = None
+        try:
+            await self._identities.warm([repo.did for repo in claimed])
+        except UnavailableError as error:  # each one looks its own up, then
+            log.warning("database.unavailable", error=str(error))
         return claimed
 
     async def _begin(self, group: asyncio.TaskGroup, claimed: Sequence[Repo]) -> int:
@@ -146,6 +149,7 @@ class Pool:
                 put_off.append(RepoWrite(repo.version, plan_release(repo)))
             else:
                 self._start(group, Run(repo, now, host))
+        self._metrics.put_off(len(put_off))
         try:
             moved = await self._store.apply(Batch(tuple(put_off)))
             for repo in (repo for repo in claimed if repo.did in moved):

@@ -13,7 +13,7 @@ from time import time
 import structlog
 
 from indexer.atproto.record import Problem
-from indexer.atproto.syntax import tid_micros
+from indexer.atproto.syntax import split_path, tid_micros
 from indexer.errors import UnavailableError, UpstreamError
 from indexer.identity import Identities, Known
 from indexer.metrics import Metrics
@@ -157,7 +157,7 @@ class Resync:
         Records whose blocks the export lacks are taken without values at the second time only: at the first, it may
         be an export that was cut behind its last tree node (spec RP-8).
         """
-        diff, counts, missing = Diff(snapshot.records()), Counter[str](), 0
+        diff, counts, missing = Diff(self._chosen(snapshot)), Counter[str](), 0
         async for chunk in transaction.stored():
             missing += await self._write_all(transaction, diff.against(chunk), snapshot, counts)
         missing += await self._write_all(transaction, diff.rest(), snapshot, counts)
@@ -166,6 +166,11 @@ class Resync:
         if missing:
             log.warning("resync.values-missing", did=claimed.did, records=missing)
         return counts
+
+    def _chosen(self, snapshot: Snapshot) -> Iterator[tuple[bytes, bytes]]:
+        """Of the collections that are to be kept. What we still have of others is deleted, as if it weren't there."""
+        matches = self._policy.collections.matches
+        return (entry for entry in snapshot.records() if matches(entry[0].partition(b"/")[0].decode(errors="replace")))
 
     async def _write_all(
         self,
@@ -181,11 +186,17 @@ class Resync:
                 exhausted, changes = await asyncio.to_thread(self._changes, differences, snapshot)
             if changes:
                 with self._metrics.stage("apply-export"):
-                    await transaction.write(changes)
+                    await self._write_chunk(transaction, changes)
             counts.update(change.action for change in changes)
             missing += sum(change.problem == Problem.MISSING for change in changes)
             if exhausted:
                 return missing
+
+    async def _write_chunk(self, transaction: ResyncTransaction, changes: Sequence[RecordChange]) -> None:
+        """Nothing more is written once the claim is lost: whoever has the repo now would wait for our end."""
+        if not await transaction.holds():
+            raise ClaimLostError("claimed by another worker, or desynchronized again")
+        await transaction.write(changes)
 
     def _changes(self, differences: Iterator[Difference], snapshot: Snapshot) -> tuple[bool, list[RecordChange]]:
         """The next chunk of differences as changes, and whether it is the last."""
@@ -195,8 +206,11 @@ class Resync:
 
     def _change(self, difference: Difference, snapshot: Snapshot) -> RecordChange | None:
         path, old, new = difference
-        block = snapshot.block_of(new) if new else None
-        if block is None and new is not None and old == without_value(new):
+        if new is None:
+            collection, rkey = split_path(path.decode())
+            return RecordChange("delete", collection, rkey, snapshot.head.rev)
+        block = snapshot.block_of(new)
+        if block is None and old == without_value(new):
             return None  # its value is missing here, and there as well
         return record_change(VerifiedChange(path, old, new, block), snapshot.head.rev, self._policy)
 

@@ -76,6 +76,12 @@ _PARKED = f"""
     limit $3 for update skip locked
 """
 
+_HOLDS = """
+    select exists (
+        select from indexer.repo where did = $1 and bucket = $2 and lease = $3 and status = 'in-progress'
+    )
+"""
+
 _LOCK = f"select {repo_columns('r')} from indexer.repo r where did = $1 and bucket = $2 for update"
 
 _KEPT = "select relay, seq, frame from indexer.kept_event where did = $1 and bucket = $2 order by id"
@@ -189,6 +195,12 @@ class ResyncTransaction:
                         chunk = []
         if chunk:
             yield chunk
+
+    async def holds(self) -> bool:
+        """Whether the claim stands, at this moment."""
+        with database_errors():
+            held: bool = await self._connection.fetchval(_HOLDS, *self._key, self._claimed.lease)
+        return held
 
     async def write(self, changes: Sequence[RecordChange]) -> None:
         """Differences that the export showed. Raises `BrokenInvariantError` if they differ from something else.

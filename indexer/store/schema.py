@@ -203,6 +203,13 @@ cursor = Table(
     Column("updated_at", TIME, nullable=False, server_default=NOW),
 )
 
+choice = Table(
+    "choice",
+    metadata,
+    Column("name", Text, primary_key=True),
+    Column("value", Text, nullable=False),
+)
+
 host = Table(
     "host",
     metadata,

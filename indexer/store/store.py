@@ -38,6 +38,12 @@ _REPOS = f"""
     join indexer.repo r on r.did = w.did and r.bucket = w.bucket
 """
 
+# The sub-query sees what was there before the statement.
+_CHOOSE = """
+    insert into indexer.choice (name, value) values ($1, $2) on conflict (name) do update set value = excluded.value
+    returning (select value from indexer.choice where name = $1)
+"""
+
 
 class Store:
     """Postgres. Every method raises `DatabaseError` for what another try may cure, and tries nothing twice itself."""
@@ -86,6 +92,12 @@ class Store:
         async with self._connection() as connection:
             rows = await connection.fetch("select shard, seq from indexer.cursor where relay = $1", relay)
         return resume({Shard.parse(name): seq for name, seq in rows}, Shard.parse(shard))
+
+    async def choose(self, name: str, value: str) -> str | None:
+        """Notes a setting that decides what is stored; gives what it was before, None if it is new."""
+        async with self._connection() as connection:
+            before: str | None = await connection.fetchval(_CHOOSE, name, value)
+        return before
 
     async def apply(self, batch: Batch) -> frozenset[str]:
         """Writes the batch in one transaction; gives the DIDs that moved, see `indexer.store.apply`."""

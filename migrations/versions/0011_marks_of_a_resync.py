@@ -1,6 +1,5 @@
-"""What was heard and could not be checked; where a kept event came from; a request ends a resync that is under way.
-
-The resync may have read what the request doubts before it was made.
+"""What was heard and could not be checked; where a kept event came from; what the operator chose to store; a request
+ends a resync that is under way: it may have read before what the request doubts.
 """
 
 from alembic import op
@@ -29,6 +28,8 @@ STATEMENTS = (
         return true;
     end $$
     """,
+    "create table indexer.choice (name text constraint choice_pkey primary key, value text not null)",
+    "comment on table indexer.choice is 'Settings that decide what is stored, as the last daemon to start had them.'",
     """
     comment on column indexer.repo.heard_rev is
     'The newest revision of a message that nobody could check, until the next resync is done.'

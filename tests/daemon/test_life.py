@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from indexer.localnet.load import Scenario
 from tests.daemon.stage import LIKE, POST, ChosenNetwork, post, staged
@@ -135,6 +136,30 @@ async def test_only_the_chosen_collections(database: str, tmp_path: Path) -> Non
         assert stage.exports == 1
         assert {row["collection"] for row in await stage.stored(account)} == {POST}
         assert len(account.records) == len(await stage.stored(account)) + 2
+
+
+async def test_other_collections_than_before(database: str, tmp_path: Path) -> None:
+    """What was stored of those that are not chosen any more goes with a resync, what lacks of the new ones comes."""
+    async with ChosenNetwork(collections=[POST]) as network:
+        async with staged(database, tmp_path / "before", network, collections=POST) as stage:
+            account = stage.account("ada.test")
+            account.create(LIKE, {"$type": LIKE}, rkey="like")
+            await stage.equal()
+        network.collections = {LIKE}
+        with capture_logs() as lines:
+            async with staged(database, tmp_path / "after", network, collections=LIKE) as stage:
+                await stage.read()
+        assert [(line["before"], line["now"]) for line in lines if line["event"] == "collections.changed"] == [
+            (POST, LIKE)
+        ]
+        async with staged(database, tmp_path / "later", network, collections=LIKE) as stage:
+            account.delete(f"{POST}/000")
+            await stage.read()
+            assert {row["collection"] for row in await stage.stored(account)} == {POST}
+            assert await stage.running.store.mark_resync(all=True) == 1
+            await stage.equal()
+            assert {row["collection"] for row in await stage.stored(account)} == {LIKE}
+        await assert_nothing_doubled(database)
 
 
 async def test_only_the_listed_accounts(database: str, tmp_path: Path) -> None:

@@ -263,6 +263,9 @@ class SteppingTransaction:
             yield chunk
             await self._step("chunk compared")
 
+    async def holds(self) -> bool:
+        return await self._transaction.holds()
+
     async def write(self, changes: Sequence[RecordChange]) -> None:
         await self._step("write")
         await self._transaction.write(changes)

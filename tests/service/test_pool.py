@@ -11,7 +11,7 @@ from indexer.identity import Known
 from indexer.metrics import Metrics
 from indexer.reasons import FetchFailure
 from indexer.service.pool import Pace, Pool, Run
-from indexer.store import Store
+from indexer.store import DatabaseError, Store
 from indexer.sync.plan import Batch
 from indexer.sync.repo import Repo, SyncStatus
 from indexer.sync.shard import Shard
@@ -68,12 +68,14 @@ class Hosts:
     def __init__(self, host_of: Callable[[str], str]) -> None:
         self.host_of = host_of
         self.cached = True
+        self.stored = True
 
     def known(self, did: str) -> Known:
         return Known(KEY, f"https://{self.host_of(did)}", problem=None, fetched_at=0, stale=False)
 
     async def warm(self, _dids: Sequence[str]) -> None:
-        pass
+        if not self.stored:
+            raise DatabaseError(FetchFailure.TIMEOUT, "just now")
 
     def peek(self, did: str) -> Known | None:
         return self.known(did) if self.cached else None
@@ -173,6 +175,13 @@ async def test_large_repos_leave_their_places_to_small_ones() -> None:
         later = [running.store.rows[did] for did in large[1:]]
         assert all(repo.status is SyncStatus.DESYNCHRONIZED and repo.next_attempt_at is not None for repo in later)
         assert all(repo.attempts == 0 for repo in later)
+
+
+async def test_claims_whose_identities_can_not_be_loaded_go_on_all_the_same() -> None:
+    running = Running([DID], lambda _did: "one.example", workers=2)
+    running.identities.stored = False
+    async with running:
+        await until(lambda: DID in running.resyncs.gates)
 
 
 async def test_a_claim_that_is_lost_ends_its_resync() -> None:
