@@ -184,6 +184,23 @@ async def each_seq(source: Subscription, first: int, last: int) -> list[int]:
     return seen
 
 
+async def test_a_relay_that_sends_nothing_but_too_large_messages_is_left_for_another(
+    net: LocalNetwork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("indexer.relay.subscription.STEPS", 2)
+    account = net.create_account()
+    before = net.relay.seq
+    for _ in range(9):
+        account.create("com.example.note", LARGE)
+    net.relay.inclusive = False
+    cursors = Cursors(before, before, 0)
+    async with LocalNetwork() as other:
+        other.create_account()
+        source = subscription(net.relay_url, other.relay_url, max_bytes=20_000)
+        await take(source, cursors, 1)
+    assert cursors.asked == [net.relay_url, net.relay_url, other.relay_url]
+
+
 @pytest.mark.parametrize("location", ["ws://[", "elsewhere"])
 async def test_a_redirect_is_one_more_lost_connection(net: LocalNetwork, location: str) -> None:
     """Wherever it leads: nobody is asked for a stream whom the operator hasn't named."""

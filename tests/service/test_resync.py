@@ -53,6 +53,25 @@ class Behind(World):
         await self.live.deliver([received("commit", self.owner.write(*self.owner.some_writes(self.random)))])
 
 
+class Contested(Behind):
+    """Somebody asks for another resync once a first chunk is written."""
+
+    lag = 0
+    written = 0
+
+    async def begin(self) -> None:
+        await super().begin()
+        while len(self.owner.history[self.owner.rev]) < 3:
+            self.owner.change(*self.owner.some_writes(self.random))
+
+    async def happen(self, where: str) -> None:
+        if where == "written":
+            self.written += 1
+            if self.written == 1:
+                await self._store.mark_resync([self.owner.did])
+        await super().happen(where)
+
+
 async def whole(world: World, sql: asyncpg.Connection) -> bool:
     rows = await sql.fetch("select collection || '/' || rkey from indexer.record where did = $1", world.owner.did)
     return {path for (path,) in rows} == world.owner.history[world.owner.rev].keys()
@@ -147,6 +166,24 @@ async def test_a_mirror_behind_a_commit_that_was_ignored_unchecked(
     world = Behind(database, store, sql, tmp_path, "ada")
     await world.begin()
     await world.hear()
+    assert (await store.repos([world.owner.did]))[world.owner.did].heard_rev == world.owner.rev
+    async with world.worker() as worker:
+        assert await worker.attempt()
+    assert await whole(world, sql)
+    assert (await store.repos([world.owner.did]))[world.owner.did].heard_rev is None
+
+
+async def test_a_worker_that_lost_its_claim_writes_nothing_more(
+    database: str, store: Store, sql: asyncpg.Connection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever has the repo now would wait for the end of its transaction."""
+    monkeypatch.setattr("indexer.service.resync.CHUNK", 1)
+    world = Contested(database, store, sql, tmp_path, "ada")
+    await world.begin()
+    async with world.worker() as worker:
+        assert await worker.attempt()
+    assert world.results == {"lost": 1}
+    assert world.written == 1
     async with world.worker() as worker:
         assert await worker.attempt()
     assert await whole(world, sql)

@@ -199,7 +199,7 @@ def _changed(node: Node, op: NetOp) -> bytes | None:
     if found != op.new:
         return None
     if found is None:
-        if op.old is None or node.gap(at) is not None or node.height != key_height(op.key):
+        if op.old is None or node.height != key_height(op.key):
             return None
         keys = [*keys[:at], op.key, *keys[at:]]
         values.insert(at, op.old)
