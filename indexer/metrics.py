@@ -24,7 +24,7 @@ from indexer.sync.repo import Outcome, SyncStatus
 
 KINDS = ("commit", "sync", "identity", "account", "info", "error", "unknown", "malformed")
 ACTIONS = ("create", "update", "delete")
-STAGES = ("load", "plan", "apply", "verify-export", "diff", "apply-export")
+STAGES = ("load", "plan", "apply", "fetch", "verify-export", "diff", "apply-export")
 RESYNC_RESULTS = ("synchronized", "unchanged", "lost", "put-off", *Desync, *FetchFailure)
 LOOKUP_METHODS = ("plc", "web", "dns", "https")
 LOOKUP_RESULTS = ("found", "missing", *FetchFailure)

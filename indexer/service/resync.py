@@ -7,6 +7,7 @@ meanwhile, and the repo's new state. Readers see the old state until it commits.
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack
 from itertools import islice
 from time import time
 
@@ -71,7 +72,9 @@ class Resync:
         for source in self._sources:
             host = source or known.pds or ""
             try:
-                async with self._pds.fetch_repo(claimed.did, host, large) as spool:
+                async with AsyncExitStack() as stack:
+                    with self._metrics.stage("fetch"):
+                        spool = await stack.enter_async_context(self._pds.fetch_repo(claimed.did, host, large))
                     snapshot, known = await self._verify(claimed, spool, known)
                     self._judge(claimed, snapshot, last=source is self._sources[-1])
                     return await self._complete(claimed, snapshot, known)

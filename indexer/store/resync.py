@@ -4,11 +4,12 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 
 from asyncpg import Record as Row
+from asyncpg import UniqueViolationError
 
 from indexer.atproto.record import Problem
 from indexer.errors import BrokenInvariantError
 from indexer.reasons import Desync
-from indexer.store.apply import apply, write_records
+from indexer.store.apply import apply, create_records, write_records
 from indexer.store.errors import database_errors
 from indexer.store.feed import log_changes
 from indexer.store.rows import Connection, repo_columns, repo_of
@@ -208,10 +209,20 @@ class ResyncTransaction:
         If the claim is lost, somebody else may have changed the records: then `lock` will tell, and nothing stays.
         """
         with database_errors():
-            found = await write_records(self._connection, [(self._claimed.did, change) for change in changes])
+            found = await self._write(changes)
             await log_changes(self._connection, list(record_changes(self._claimed.did, changes, live=False)))
         if found != Counter(change.action for change in changes) and await self.lock() is not None:
             raise BrokenInvariantError(f"{self._claimed.did}: the records are not those that were compared: {found}")
+
+    async def _write(self, changes: Sequence[RecordChange]) -> Counter[str]:
+        did = self._claimed.did
+        creates = [change for change in changes if change.action == "create"]
+        try:
+            await create_records(self._connection, did, creates)
+        except UniqueViolationError:  # what it really finds, tells the one that can do either
+            return await write_records(self._connection, [(did, change) for change in changes])
+        found = await write_records(self._connection, [(did, other) for other in changes if other.action != "create"])
+        return found + Counter(create=len(creates))
 
     async def lock(self) -> Repo | None:
         """The row, locked until the end; None if it isn't the claim's any more."""

@@ -90,7 +90,7 @@ record = Table(
     Column("value", JSONB),
     Column("value_problem", Text),
     Column("original", LargeBinary),
-    Column("indexed_at", TIME, nullable=False, server_default=NOW),
+    Column("indexed_at", TIME, nullable=False, server_default=text("statement_timestamp()")),
     Index("record_collection", "collection", "indexed_at"),
     Index("record_missing", "did", "bucket", postgresql_where=text("value_problem = 'missing'")),
     postgresql_with={

@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import sha256
 from typing import Self
 
 BUCKETS = 256
 
 
+@lru_cache(maxsize=8_192)
 def bucket_of(did: str) -> int:
     """The DID's bucket, 0 to 255: the first byte of its SHA-256, so that SQL can compute it as well."""
     return sha256(did.encode()).digest()[0]

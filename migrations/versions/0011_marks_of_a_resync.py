@@ -28,6 +28,7 @@ STATEMENTS = (
         return true;
     end $$
     """,
+    "alter table indexer.record alter column indexed_at set default statement_timestamp()",
     "create table indexer.choice (name text constraint choice_pkey primary key, value text not null)",
     "comment on table indexer.choice is 'Settings that decide what is stored, as the last daemon to start had them.'",
     """
