@@ -64,6 +64,11 @@ class Spool:
         """The CID of the commit."""
         return self._reader.roots[0]
 
+    @property
+    def size(self) -> int:
+        """Bytes on disk."""
+        return self._written
+
     def block(self, cid: bytes) -> bytes | None:
         """The block's bytes; None if the export lacks it."""
         file = self._file.fileno()

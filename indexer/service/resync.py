@@ -7,7 +7,9 @@ meanwhile, and the repo's new state. Readers see the old state until it commits.
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
+from functools import partial
 from itertools import islice
 from time import time
 
@@ -18,7 +20,7 @@ from indexer.atproto.syntax import split_path, tid_micros
 from indexer.errors import UnavailableError, UpstreamError
 from indexer.identity import Identities, Known
 from indexer.metrics import Metrics
-from indexer.pds import PdsClient, Spool
+from indexer.pds import LARGE_BYTES, PdsClient, Spool
 from indexer.reasons import Desync, FetchFailure, Rejection
 from indexer.store import DatabaseError, ResyncTransaction, Store
 from indexer.sync.diff import Diff, Difference, without_value
@@ -58,6 +60,10 @@ class Resync:
         self._policy = policy
         self._metrics = metrics
         self._sources = sources
+        # Threads keep the event loop free; more of them would only fight for the interpreter's lock. What takes long
+        # has one of its own.
+        self._thread = ThreadPoolExecutor(1, "resync")
+        self._thread_of_large = ThreadPoolExecutor(1, "resync of a large repo")
 
     async def attempt(self, claimed: Repo, known: Known, large: Callable[[], None]) -> str:
         """Gives what came of it, for the metrics: "synchronized", "unchanged", or why the repo still isn't.
@@ -126,10 +132,10 @@ class Resync:
     async def _prove(self, claimed: Repo, spool: Spool, known: Known) -> Snapshot:
         if known.key is None:
             raise UnavailableError(FetchFailure.IDENTITY_MISSING, known.problem or "no key")
+        thread = self._thread_of_large if spool.size > LARGE_BYTES else self._thread
+        proof = partial(verify_snapshot, claimed.did, spool.root, spool.block, known.key, self._policy.limits)
         with self._metrics.stage("verify-export"):
-            return await asyncio.to_thread(
-                verify_snapshot, claimed.did, spool.root, spool.block, known.key, self._policy.limits
-            )
+            return await asyncio.get_running_loop().run_in_executor(thread, proof)
 
     async def _complete(self, claimed: Repo, snapshot: Snapshot | None, known: Known) -> str:
         """Writes the difference to `snapshot` (None: our head stands), drains the kept events, ends the resync."""
@@ -183,10 +189,10 @@ class Resync:
         counts: Counter[str],
     ) -> int:
         """Gives how many records came without their blocks."""
-        missing = 0
+        loop, missing = asyncio.get_running_loop(), 0
         while True:
             with self._metrics.stage("diff"):
-                exhausted, changes = await asyncio.to_thread(self._changes, differences, snapshot)
+                exhausted, changes = await loop.run_in_executor(self._thread, self._changes, differences, snapshot)
             if changes:
                 with self._metrics.stage("apply-export"):
                     await self._write_chunk(transaction, changes)
