@@ -1,9 +1,9 @@
 """An export on disk: blocks by CID, in memory that hardly depends on the repo's size.
 
-The file holds each block once, behind its length (4 bytes, little-endian) and its CID. It has no name, so the
-system removes it when it is closed, by a crash too. The index holds 12 bytes a slot: part of a hash, and a place in
-the file, where the whole CID is compared. Blocks are read with `pread` and not through a mapping, so pages of the
-file never count as ours.
+The file holds each block once, behind its length (4 bytes, little-endian) and its CID, but for the last ones, which
+stay in memory: all of them, mostly. It has no name, so the system removes it when it is closed, by a crash too. The
+index holds 12 bytes a slot: part of a hash, and a place in the file, where the whole CID is compared. Blocks are read
+with `pread` and not through a mapping, so pages of the file never count as ours.
 """
 
 import os
@@ -57,7 +57,6 @@ class Spool:
             self._reader.close()
         except UpstreamError as error:
             raise UnavailableError(FetchFailure.EXPORT_INCOMPLETE, error.detail) from None
-        self._flush()
 
     @property
     def root(self) -> bytes:
@@ -66,18 +65,17 @@ class Spool:
 
     @property
     def size(self) -> int:
-        """Bytes on disk."""
-        return self._written
+        """Bytes of blocks, with what is put before them."""
+        return self._written + len(self._pending)
 
     def block(self, cid: bytes) -> bytes | None:
         """The block's bytes; None if the export lacks it."""
-        file = self._file.fileno()
         for place in self._index.candidates(cid):
-            start = os.pread(file, _FIRST_READ, place - _LENGTH)
+            start = self._read(place - _LENGTH, _FIRST_READ)
             if start[_LENGTH:_HEAD] == cid:
                 size = _HEAD + int.from_bytes(start[:_LENGTH], "little")
                 rest = size - _FIRST_READ
-                return start[_HEAD:size] + (os.pread(file, rest, place - _LENGTH + _FIRST_READ) if rest > 0 else b"")
+                return start[_HEAD:size] + (self._read(place - _LENGTH + _FIRST_READ, rest) if rest > 0 else b"")
         return None
 
     def close(self) -> None:
@@ -107,11 +105,12 @@ class Spool:
             self._flush()
 
     def _holds(self, cid: bytes) -> bool:
-        for place in self._index.candidates(cid):
-            self._flush()
-            if os.pread(self._file.fileno(), SIZE, place) == cid:
-                return True
-        return False
+        return any(self._read(place, SIZE) == cid for place in self._index.candidates(cid))
+
+    def _read(self, place: int, size: int) -> bytes:
+        """No block lies in both places."""
+        at = place - self._written
+        return bytes(self._pending[at : at + size]) if at >= 0 else os.pread(self._file.fileno(), size, place)
 
     def _flush(self) -> None:
         try:
