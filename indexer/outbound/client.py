@@ -5,6 +5,7 @@ import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from time import time
 
 import httpx
@@ -251,6 +252,7 @@ def _failures(url: httpx.URL) -> Iterator[None]:
         raise UnavailableError(FetchFailure.UNREACHABLE, f"{_shown(url)}: {_told(error)}") from error
 
 
+@lru_cache(maxsize=4_096)  # asked for each event, of a few hosts
 def host_of(url: str) -> str:
     """The name under which a host is counted: in lower case, with its port if that isn't the scheme's own.
 
