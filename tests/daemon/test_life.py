@@ -1,5 +1,6 @@
 """What happens on the network any day: the database ends equal to it."""
 
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -7,10 +8,11 @@ from structlog.testing import capture_logs
 
 from indexer.localnet.load import Scenario
 from tests.daemon.stage import LIKE, POST, ChosenNetwork, post, staged
-from tests.serving import until
+from tests.serving import serving, settings_for, until
 from tests.test_crash import assert_nothing_doubled
 
 STEPS = 400
+SYNCHRONIZED = {"result": "synchronized"}
 
 
 @pytest.mark.slow
@@ -59,6 +61,32 @@ async def test_a_repo_is_desynchronized_once(database: str, tmp_path: Path) -> N
         assert stage.metric("events", kind="commit", outcome="desynchronized") == 1
         assert stage.metric("events", kind="commit", outcome="ignored") == 3
         assert stage.metric("desynchronized", reason="chain-break") == 1
+
+
+async def test_hands_that_only_fetch(database: str, tmp_path: Path) -> None:
+    """Any number of them beside the one that follows the stream: each repo is fetched once, by one of them."""
+    async with AsyncExitStack() as stack:
+        stage = await stack.enter_async_context(staged(database, tmp_path / "live", roles="live"))
+        accounts = [stage.account(f"a{number}.test") for number in range(12)]
+        await stage.equal()
+        for account in accounts:
+            stage.lose_commit(account)
+        await stage.read()
+        assert stage.exports == 0
+        relay, plc = stage.network.relay_url, stage.network.plc_url
+        hands = [
+            await stack.enter_async_context(
+                serving(settings_for(relay, plc, tmp_path / f"hand {number}", roles="resync"), database)
+            )
+            for number in range(3)
+        ]
+        for number, account in enumerate(accounts):
+            account.create(POST, post(number))
+        await stage.equal()
+        assert stage.exports == len(accounts)
+        done = [hand.metrics.registry.get_sample_value("indexer_resync_total", SYNCHRONIZED) for hand in hands]
+        assert sum(filter(None, done)) == len(accounts)
+        await assert_nothing_doubled(database)
 
 
 async def test_an_account_leaves_and_comes_back(database: str, tmp_path: Path) -> None:
