@@ -1,0 +1,303 @@
+"""All SQL that the program sends and all that its schema runs: found, not listed, and parsed by Postgres's own parser.
+
+What is sent: the argument of every call of a driver's method that takes SQL, evaluated in the module where it stands.
+One that can't be evaluated is an error, and so is such a method that is passed on. What runs: every function and view.
+"""
+
+import ast
+import importlib
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from inspect import getmembers, isfunction, signature
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import asyncpg
+from pglast.parser import parse_plpgsql_json, parse_sql_json
+from sqlalchemy import TextClause
+from sqlalchemy.dialects.postgresql.asyncpg import PGDialect_asyncpg
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+import indexer
+
+Tree = Any  # dicts and lists: Postgres's own parse tree as JSON
+Node = dict[str, Any]
+
+SQL = {"query", "command", "table_name", "statement"}
+SENDERS = {
+    name
+    for driver in (asyncpg.Connection, asyncpg.Pool, AsyncConnection)
+    for name, method in getmembers(driver, isfunction)
+    if not name.startswith("_") and SQL & set(signature(method).parameters)
+}
+LOCALS = {"segment": 0}  # what is put into a statement at run time: the number of a segment of the log
+COPY = ("schema_name", "columns")
+CONNECTION = re.compile("connection|pool")
+LEVELS = ("SelectStmt", "InsertStmt", "UpdateStmt", "DeleteStmt")
+
+
+@dataclass(eq=False)
+class Level:
+    """A SELECT, INSERT, UPDATE or DELETE within a statement; in `items` its tables by alias, "" for what is none."""
+
+    kind: str
+    node: Node
+    outer: "Level | None"
+
+    @cached_property
+    def items(self) -> dict[str, str]:
+        return dict(_items(self.sources))
+
+    @property
+    def sources(self) -> list[Tree]:
+        target = [{"RangeVar": self.node["relation"]}] if self.kind in ("UpdateStmt", "DeleteStmt") else []
+        return [*target, *self.node.get("fromClause", ()), *self.node.get("usingClause", ())]
+
+    @property
+    def target(self) -> str:
+        """The table that is written; "" for a SELECT."""
+        return "" if self.kind == "SelectStmt" else _table(self.node["relation"])
+
+    @property
+    def around(self) -> "list[Level]":
+        """This one and those whose columns it may name, the innermost first."""
+        return [self, *(self.outer.around if self.outer else ())]
+
+
+# What a bucket is equal to: that of a table, by level and alias; or "one" value, which equals itself; or one of "some".
+Term = tuple[Level | str, str]
+
+
+@dataclass(frozen=True)
+class Statement:
+    name: str
+    sql: str
+
+    @cached_property
+    def trees(self) -> list[Node]:
+        return [command["stmt"] for command in json.loads(parse_sql_json(self.sql))["stmts"]]
+
+    @cached_property
+    def levels(self) -> list[Level]:
+        return list(_levels(self.trees, None))
+
+    @cached_property
+    def tables(self) -> set[str]:
+        """All that are named, with their schemas."""
+        named = [_table(node) for kind in ("RangeVar", "relation") for node in nodes(self.trees, kind)]
+        return {table for table in named if table}
+
+    @cached_property
+    def buckets(self) -> dict[tuple[Level, str], frozenset[Term]]:
+        """Of each table, by level and alias: all that the statement says its bucket is equal to."""
+        groups = [frozenset[Term]({(level, alias)}) for level in self.levels for alias in level.items]
+        for left, right in (pair for level in self.levels for pair in _equalities(level)):
+            if left is not None and right is not None:
+                touched = [group for group in groups if left in group or right in group]
+                groups = [group for group in groups if group not in touched]
+                groups.append(frozenset({left, right}).union(*touched))
+        return {(level, name): group for group in groups for level, name in group if isinstance(level, Level)}
+
+
+def nodes(tree: Tree, kind: str, but: tuple[str, ...] = ()) -> Iterator[Node]:
+    """Every node of this kind in the tree, but for what is within nodes of those kinds."""
+    if isinstance(tree, list):
+        for inner in tree:
+            yield from nodes(inner, kind, but)
+    elif isinstance(tree, dict):
+        for key, inner in tree.items():
+            if key == kind and isinstance(inner, dict):
+                yield inner
+            if key not in but:
+                yield from nodes(inner, kind, but)
+
+
+def _levels(tree: Tree, outer: Level | None) -> Iterator[Level]:
+    if isinstance(tree, list):
+        for inner in tree:
+            yield from _levels(inner, outer)
+    elif isinstance(tree, dict):
+        for key, inner in tree.items():
+            if key not in LEVELS:
+                yield from _levels(inner, outer)
+                continue
+            level = Level(key, inner, outer)
+            yield level
+            for field, part in inner.items():
+                if field in ("larg", "rarg"):  # of a UNION
+                    yield from _levels({"SelectStmt": part}, outer)
+                else:
+                    yield from _levels(part, None if field in ("withClause", "selectStmt") else level)
+
+
+def _table(node: Node) -> str:
+    return f"{node['schemaname']}.{node['relname']}" if "schemaname" in node else ""
+
+
+def _items(sources: list[Tree]) -> Iterator[tuple[str, str]]:
+    for source in sources:
+        [(kind, node)] = source.items()
+        if kind == "JoinExpr":
+            yield from _items([node["larg"], node["rarg"]])
+        elif kind == "RangeVar":
+            yield node.get("alias", {}).get("aliasname", node["relname"]), _table(node)
+        else:
+            yield node.get("alias", {}).get("aliasname", ""), ""
+
+
+def _conditions(tree: Tree) -> Iterator[Node]:
+    """What must all be true."""
+    if tree and tree.get("BoolExpr", {}).get("boolop") == "AND_EXPR":
+        for part in tree["BoolExpr"]["args"]:
+            yield from _conditions(part)
+    elif tree:
+        yield tree
+
+
+def _column(level: Level, node: Node) -> Term | None:
+    """None for any other column than a bucket; one that no table has is a variable of a function, a value."""
+    names = [field.get("String", {}).get("sval", "*") for field in node["fields"]]
+    for around in level.around:
+        tables = [alias for alias, table in around.items.items() if table] or list(around.items)
+        if len(names) > 1 and names[0] in around.items:
+            return (around, names[0]) if names[-1] == "bucket" else None
+        if names == ["bucket"] and tables:
+            return around, tables[0]
+    return ("one", ".".join(names)) if len(names) > 1 else None
+
+
+def _term(level: Level, node: Node) -> Term | None:
+    while "TypeCast" in node:
+        node = node["TypeCast"]["arg"]
+    if "ColumnRef" in node:
+        return _column(level, node["ColumnRef"])
+    columns = [_column(level, inner) for inner in nodes(node, "ColumnRef")]
+    varies = any(inner is None or inner[0] != "one" for inner in columns) or any(nodes(node, "SubLink"))
+    return None if varies else ("one", re.sub(r'"location": -?\d+', "", json.dumps(node)))
+
+
+def _equalities(level: Level) -> Iterator[tuple[Term | None, Term | None]]:
+    joins = [join for source in level.sources for join in nodes(source, "JoinExpr", LEVELS)]
+    for tree in (level.node.get("whereClause"), *(join.get("quals") for join in joins)):
+        for condition in _conditions(tree):
+            match condition.get("A_Expr"):
+                case {"kind": "AEXPR_OP", "name": [{"String": {"sval": "="}}], "lexpr": left, "rexpr": right}:
+                    yield _term(level, left), _term(level, right)
+                case {"kind": "AEXPR_OP_ANY", "name": [{"String": {"sval": "="}}], "lexpr": left, "rexpr": right}:
+                    yield _term(level, left), ("some", str(id(right))) if _term(level, right) else None
+    for join in joins:
+        if {"String": {"sval": "bucket"}} in join.get("usingClause", ()):
+            first, *others = Level("SelectStmt", {"fromClause": [{"JoinExpr": join}]}, None).items
+            yield from (((level, first), (level, other)) for other in others)
+
+
+def sources() -> dict[str, str]:
+    """The source of every module of the package, by its name."""
+    [root] = map(Path, indexer.__path__)
+    names = {path: path.relative_to(root.parent).with_suffix("").parts for path in root.rglob("*.py")}
+    return {".".join(name).removesuffix(".__init__"): path.read_text() for path, name in names.items()}
+
+
+def sent() -> list[Statement]:
+    """What the program sends, each named after its constant, or after its function where it has none."""
+    return [
+        statement
+        for name, source in sources().items()
+        if name.startswith("indexer.store")  # nothing else knows a driver, which a test holds
+        for statement in statements_of(importlib.import_module(name), source)
+    ]
+
+
+def statements_of(module: ModuleType, source: str) -> Iterator[Statement]:
+    """What a module sends. Raises `LookupError` for a statement that can't be told from the source alone."""
+    place = module.__name__.removeprefix("indexer.store.")
+    for call, function in _calls(ast.parse(source), None):
+        values = {word.arg: _value(word.value, function, module) for word in call.keywords if word.arg in COPY}
+        value = _value(call.args[0], function, module)
+        if values:
+            value = f"copy {values['schema_name']}.{value} ({', '.join(values['columns'])}) from stdin"
+        if isinstance(value, TextClause):
+            value = str(value.compile(dialect=PGDialect_asyncpg()))  # type: ignore[no-untyped-call]
+        if isinstance(value, str):  # and not the number of rows to be had of a cursor
+            constant = call.args[0].id if isinstance(call.args[0], ast.Name) else None
+            yield Statement(f"{place}.{constant if constant in vars(module) else function.name}", value)
+
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def _calls(tree: ast.AST, function: Function | None) -> Iterator[tuple[ast.Call, Function]]:
+    for node in ast.iter_child_nodes(tree):
+        inner = node
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in SENDERS:
+            if function is None or not node.args:
+                raise LookupError(ast.unparse(node))
+            yield node, function
+            inner = ast.Tuple([node.func.value, *node.args, *(word.value for word in node.keywords)])
+        elif isinstance(node, ast.Attribute) and node.attr in SENDERS and CONNECTION.search(ast.unparse(node.value)):
+            raise LookupError(f"{ast.unparse(node)} is passed on")
+        yield from _calls(inner, node if isinstance(node, Function) else function)
+
+
+def _value(node: ast.expr, function: Function, module: ModuleType) -> Any:
+    known: dict[str, Any] = dict(vars(module))
+    for name in {name.id for name in ast.walk(node) if isinstance(name, ast.Name)} & _own(function):
+        steps = [step for step in ast.walk(function) if isinstance(step, ast.Assign) and name in _names(step.targets)]
+        if name in LOCALS:
+            known[name] = LOCALS[name]
+        elif len(steps) == 1 and isinstance(steps[0].targets[0], ast.Name):
+            known[name] = _value(steps[0].value, function, module)
+        else:
+            raise LookupError(f"{name} in {function.name}")
+    return eval(compile(ast.Expression(node), "", "eval"), known)  # noqa: S307 - our own source
+
+
+def _own(function: Function) -> set[str]:
+    """Names that mean something else in the function than in its module."""
+    return _names(function.body) | {name.arg for name in ast.walk(function.args) if isinstance(name, ast.arg)}
+
+
+def _names(steps: Iterable[ast.AST]) -> set[str]:
+    """Those that are given a value."""
+    inner = (name for step in steps for name in ast.walk(step))
+    return {name.id for name in inner if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)}
+
+
+async def within(sql: asyncpg.Connection) -> list[Statement]:
+    """What the functions and views of the schema run."""
+    views = await sql.fetch(
+        "select oid::regclass::text as name, pg_get_viewdef(oid) as body from pg_class "
+        "where relkind in ('v', 'm') and relnamespace in ('indexer'::regnamespace, 'atproto'::regnamespace)"
+    )
+    functions = await sql.fetch(
+        "select oid::regproc::text as name, pg_get_functiondef(oid) as body, pg_get_function_sqlbody(oid) as sql "
+        "from pg_proc where pronamespace in ('indexer'::regnamespace, 'atproto'::regnamespace)"
+    )
+    return [
+        *(Statement(f"view {view['name']}", view["body"]) for view in views),
+        *(
+            Statement(f"function {function['name']}", body)
+            for function in functions
+            for body in ([_sql(function["sql"])] if function["sql"] else _plpgsql(function["body"]))
+        ),
+    ]
+
+
+def _sql(body: str) -> str:
+    if body.startswith("RETURN "):
+        return f"select {body.removeprefix('RETURN ')}"
+    return body.removeprefix("BEGIN ATOMIC").removesuffix("END")
+
+
+def _plpgsql(definition: str) -> Iterator[str]:
+    """The parser knows no row types of ours. Raises `LookupError` for what is put together at run time."""
+    body = json.loads(parse_plpgsql_json(re.sub(r"(?m)^(\s*\w+) indexer\.\w+;$", r"\1 record;", definition)))
+    if any(nodes(body, "PLpgSQL_stmt_dynexecute")):
+        raise LookupError(definition)
+    for expression in nodes(body, "PLpgSQL_expr"):
+        query = expression["query"]
+        yield query if expression["parseMode"] == 0 else f"select {query.rpartition(':=')[2]}"

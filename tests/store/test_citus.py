@@ -1,0 +1,465 @@
+"""The schema and the statements are fit for Citus, distributed by bucket. It can't be installed: rules stand for it.
+
+Each says where it is from. Measured: it failed or was slow on Citus 13.2 with two workers, and what keeps to the rule
+worked. Documented: unsupported, as its documentation says. Planner: refused by name in the source of its planner.
+`EXCEPTIONS` are what breaks them, each with what Citus would need.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import ModuleType
+
+import asyncpg
+import pytest
+from sqlalchemy import Engine, event
+
+from indexer.store.migrate import migrate
+from tests.store import statements
+from tests.store.statements import LEVELS, Level, Node, Statement, Term, Tree, nodes
+
+LOCAL = {
+    "alembic_version": "the migrations' own, a single row",
+    "batch": "its numbers are given by the commit, under one lock: docs/decisions/0005-change-feed.md",
+    "choice": "settings, a row each",
+    "cursor": "a row for each relay and process, which belongs to no DID",
+    "feed": "one row, locked by whoever changes the log",
+    "host": "a row for each host, of any DIDs",
+    "reader": "a row for each reader of the whole feed",
+    "turn": "nothing but a lock",
+}
+
+
+@dataclass(frozen=True)
+class Schema:
+    """Distributed tables, the views that show them, and columns that sequences number; how volatile each function is
+    (i, s or v) by name and number of arguments, and which of ours read or write.
+    """
+
+    distributed: set[str]
+    views: set[str]
+    numbered: set[tuple[str, str]]
+    volatility: dict[tuple[str, int], str]
+    ours: set[str]
+
+    @property
+    def spread(self) -> set[str]:
+        return self.distributed | self.views
+
+
+COLUMNS = """
+    select attrelid::regclass::text as name, attname, attidentity <> '' as numbered
+    from pg_attribute join pg_class c on c.oid = attrelid
+    where relnamespace = 'indexer'::regnamespace and relkind in ('r', 'p') and attnum > 0
+"""
+OURS = """
+    select oid::regproc::text from pg_proc
+    where provolatile <> 'i' and pronamespace in ('indexer'::regnamespace, 'atproto'::regnamespace)
+"""
+VOLATILITY = """
+    select proname, count, translate(max(translate(provolatile::text, 'isv', '123')), '123', 'isv')
+    from pg_proc, unnest(array[pronargs, -1]) count group by 1, 2
+"""
+
+
+def family(table: str) -> str:
+    """Its name without the schema, and the same one for all partitions."""
+    return re.sub(r"^indexer\.|_\d+$", "", table)
+
+
+@pytest.fixture
+async def schema(sql: asyncpg.Connection) -> Schema:
+    columns = await sql.fetch(COLUMNS)
+    distributed = {row["name"] for row in columns if row["attname"] == "bucket" and family(row["name"]) not in LOCAL}
+    return Schema(
+        distributed,
+        {body.name.removeprefix("view ") for body in await statements.within(sql) if body.tables & distributed},
+        {(row["name"], row["attname"]) for row in columns if row["numbered"]},
+        {(name, count): how for name, count, how in await sql.fetch(VOLATILITY)},
+        {name for (name,) in await sql.fetch(OURS)},
+    )
+
+
+def spread_items(statement: Statement, schema: Schema) -> Iterator[tuple[Level, frozenset[Term]]]:
+    """Each distributed table that is read, by the level that reads it, and all that its bucket is equal to there."""
+    for (level, alias), group in statement.buckets.items():
+        if level.items[alias] in schema.spread:
+            yield level, group
+
+
+def is_one(group: frozenset[Term]) -> bool:
+    return any(kind == "one" for kind, _ in group)
+
+
+def is_named(group: frozenset[Term]) -> bool:
+    """By a value, or by rows that are no table's, as those of arrays."""
+    return any(isinstance(of, str) or not of.items[alias] for of, alias in group)
+
+
+def mutable(tree: Tree, schema: Schema) -> Iterator[tuple[str, Node]]:
+    """Calls of functions that are stable or volatile."""
+    for call in nodes(tree, "FuncCall"):
+        name = call["funcname"][-1]["String"]["sval"]
+        known = schema.volatility.get((name, len(call.get("args", ()))), schema.volatility.get((name, -1), "v"))
+        if known != "i":
+            yield known, call
+    yield from (("s", value) for value in nodes(tree, "SQLValueFunction"))
+
+
+def written(statement: Statement, schema: Schema) -> list[Level]:
+    return [level for level in statement.levels if level.target in schema.distributed]
+
+
+def called(statement: Statement) -> set[str]:
+    calls = nodes(statement.trees, "FuncCall")
+    return {".".join(word["String"]["sval"] for word in call["funcname"]) for call in calls}
+
+
+def one_command(statement: Statement, _: Schema) -> bool:
+    """Measured: several commands at once fail. And it is one that the rules know; settings are the session's."""
+    kinds = [kind for tree in statement.trees for kind in tree]
+    known = {*LEVELS, "CopyStmt", "LockStmt", "TruncateStmt", "ExplainStmt", "CreateSchemaStmt", "CreatedbStmt"}
+    return set(kinds) == {"VariableSetStmt"} or (len(kinds) == 1 and kinds[0] in known)
+
+
+def rows_say_their_bucket(statement: Statement, schema: Schema) -> bool:
+    """Planner: a row comes with its bucket and keeps it."""
+    inserted = [level.node.get("cols", []) for level in written(statement, schema) if level.kind == "InsertStmt"]
+    copied = [copy["attlist"] for copy in nodes(statement.trees, "CopyStmt")]
+    changed = [level.node for level in written(statement, schema) if level.kind == "UpdateStmt"]
+    changed += nodes(statement.trees, "onConflictClause")
+    sets = [value for change in changed for value in change.get("targetList", ())]
+    return all('"bucket"' in json.dumps(row) for row in (*inserted, *copied)) and not any(
+        value["ResTarget"]["name"] == "bucket" for value in sets
+    )
+
+
+def conflicts_are_of_a_bucket(statement: Statement, schema: Schema) -> bool:
+    """Measured: what is unique includes the bucket."""
+    clauses = [level.node.get("onConflictClause", {}) for level in written(statement, schema)]
+    keys = [clause["infer"]["indexElems"] for clause in clauses if "indexElems" in clause.get("infer", {})]
+    return all("bucket" in {part["IndexElem"].get("name") for part in key} for key in keys)
+
+
+def conflicts_set_what_comes(statement: Statement, schema: Schema) -> bool:
+    """Measured: DO UPDATE SET x = now() fails. Documented: so does a query within an INSERT."""
+    clauses = [level.node.get("onConflictClause", {}) for level in written(statement, schema)]
+    return not any([*mutable(clauses, schema), *nodes(clauses, "SubLink")])
+
+
+def locks_are_of_one_bucket(statement: Statement, schema: Schema) -> bool:
+    """Measured: FOR UPDATE, with SKIP LOCKED too, works for a bucket = $1, and fails over more than one shard."""
+    return all(is_one(group) for level, group in spread_items(statement, schema) if level.node.get("lockingClause"))
+
+
+def buckets_are_named(statement: Statement, schema: Schema) -> bool:
+    """Measured: what names no bucket goes to every shard, at 12 ms each. A view leaves it to its readers."""
+    return statement.name.startswith("view ") or all(is_named(group) for _, group in spread_items(statement, schema))
+
+
+def joins_are_of_a_bucket(statement: Statement, schema: Schema) -> bool:
+    """Documented: tables are joined, and sub-queries correlated, by the column that distributes them."""
+    groups = {(level.around[-1], group) for level, group in spread_items(statement, schema)}
+    return len(groups) == len({level for level, _ in groups})
+
+
+def writes_are_pure(statement: Statement, schema: Schema) -> bool:
+    """Planner: in UPDATE and DELETE no volatile functions, no stable ones of columns, or within CASE and COALESCE. In
+    RETURNING none but immutable ones, and no queries.
+    """
+    for level in written(statement, schema):
+        given = [level.node.get(name) for name in ("returningList", "returningClause")]
+        changed = [] if level.kind == "InsertStmt" else [level.node]
+        lazy = [node for kind in ("CaseExpr", "CoalesceExpr") for node in nodes(changed, kind)]
+        calls = [how == "v" or any(nodes(call, "ColumnRef")) for how, call in mutable(changed, schema)]
+        if any(calls) or any([*mutable(given, schema), *nodes(given, "SubLink"), *mutable(lazy, schema)]):
+            return False
+    return True
+
+
+def order_is_of_one_bucket(statement: Statement, schema: Schema) -> bool:
+    """Measured: each node numbers for itself, so that an identity column is an order within a bucket only."""
+    for level, group in spread_items(statement, schema):
+        fields = [ref["fields"] for by in nodes(level.node, "SortBy", LEVELS) for ref in nodes(by, "ColumnRef")]
+        names = {(table, field[-1].get("String", {}).get("sval")) for field in fields for table in level.items.values()}
+        if names & schema.numbered and not is_one(group):
+            return False
+    return True
+
+
+def tables_are_of_one_kind(statement: Statement, schema: Schema) -> bool:
+    """Documented: what stays on the coordinator is joined by sending its rows to all workers, if at all."""
+    return not statement.tables & schema.spread or statement.tables <= schema.spread
+
+
+def functions_stay_outside(statement: Statement, schema: Schema) -> bool:
+    """Planner: a query on a shard runs no other distributed one. Measured: advisory locks, sequences and NOTIFY are the
+    coordinator's.
+    """
+    own = re.compile(r"pg_(try_)?advisory|nextval|setval|currval|pg_notify")
+    inside = {name for name in called(statement) if name in schema.ours or own.match(name)}
+    return not (inside and statement.tables & schema.spread)
+
+
+def sizes_are_not_asked(statement: Statement, schema: Schema) -> bool:
+    """Documented: on the coordinator a distributed table is an empty one, to the catalog and to the planner."""
+    asked = any(re.match(r"pg_(\w+_size|stat_get_\w+)$", name) for name in called(statement))
+    asked = asked or any(nodes(statement.trees, "ExplainStmt"))
+    return not (asked and any(table in statement.sql for table in schema.distributed))
+
+
+def limits_are_not_lateral(statement: Statement, schema: Schema) -> bool:
+    """Planner: no LIMIT for each row of what is not distributed, as of an array, but within one bucket."""
+    for level, group in spread_items(statement, schema):
+        names = {ref["fields"][0].get("String", {}).get("sval") for ref in nodes(level.node, "ColumnRef")}
+        of = {around.items.get(name) for name in names - level.items.keys() for around in level.around}
+        if "limitCount" in level.node and "" in of and not is_one(group):
+            return False
+    return True
+
+
+def recursion_is_of_one_bucket(statement: Statement, schema: Schema) -> bool:
+    """Documented: WITH RECURSIVE works within one shard."""
+    recursive = any(clause.get("recursive") for clause in nodes(statement.trees, "withClause"))
+    return not recursive or all(is_one(group) for _, group in spread_items(statement, schema))
+
+
+UPSERT = "insert into indexer.repo (did, bucket) values ($1, $2) on conflict (did, bucket) do update set"
+
+# Each rule with statements that break it.
+RULES: dict[Callable[[Statement, Schema], bool], tuple[str, ...]] = {
+    one_command: (
+        "select 1; select 2",
+        "merge into indexer.repo r using (select 1) on r.bucket = 1 when matched then delete",
+    ),
+    rows_say_their_bucket: (
+        "insert into indexer.repo (did) values ($1)",
+        "copy indexer.record (did) from stdin",
+        "update indexer.repo set bucket = 1 where bucket = $1",
+        f"{UPSERT} bucket = 1",
+    ),
+    conflicts_are_of_a_bucket: ("insert into indexer.repo (did, bucket) values ($1, $2) on conflict (did) do nothing",),
+    conflicts_set_what_comes: (
+        f"{UPSERT} updated_at = now()",
+        f"{UPSERT} rev = (select '3')",
+        f"{UPSERT} rev = $3 where repo.updated_at < current_timestamp",
+    ),
+    locks_are_of_one_bucket: (
+        "select from indexer.repo where bucket = any($1) for update skip locked",
+        "select from indexer.repo where bucket = $1 or active for update",
+        "with one as (select from indexer.repo where did = $1 for share) select from one",
+        "select from indexer.repo r join unnest($1) w(bucket) using (bucket) for update",
+    ),
+    buckets_are_named: (
+        "delete from indexer.record where did = $1",
+        "select from indexer.repo where bucket >= $1",
+        "select from indexer.repo where bucket = (select 1)",
+        "select from atproto.repos where did = $1",
+        "select from indexer.repo where bucket = $1 union select from indexer.repo",
+    ),
+    joins_are_of_a_bucket: (
+        "select from indexer.repo r join indexer.record c using (did) where r.bucket = any($1) and c.bucket = any($1)",
+        "select from indexer.repo r join indexer.record c using (did) where r.bucket = $1 and c.bucket = $2",
+        "select from indexer.repo r where r.bucket = $1 and r.did in (select did from indexer.record)",
+        "update indexer.repo r set rev = i.handle from indexer.identity i where i.did = r.did and i.bucket = any($1)",
+    ),
+    writes_are_pure: (
+        "update indexer.repo set updated_at = clock_timestamp() where bucket = $1",
+        "update indexer.repo set reason = to_char(updated_at, 'MM') where bucket = $1",
+        "update indexer.repo set updated_at = case when active then now() end where bucket = $1",
+        "delete from indexer.repo where bucket = $1 returning date_part('epoch', updated_at)",
+    ),
+    order_is_of_one_bucket: (
+        "select from indexer.kept_event where bucket = any($1) order by id",
+        "select row_number() over (order by k.id) from indexer.kept_event k",
+    ),
+    tables_are_of_one_kind: (
+        "select from indexer.change c join indexer.batch b on c.batch = b.id where c.bucket = $1",
+        "truncate indexer.change_1, indexer.batch_1",
+    ),
+    functions_stay_outside: (
+        "select atproto.request_resync(did) from indexer.repo where bucket = $1",
+        "select nextval('indexer.change_seq') from indexer.repo where bucket = $1",
+    ),
+    sizes_are_not_asked: ("select pg_table_size('indexer.repo')", "explain select from indexer.repo where bucket = $1"),
+    limits_are_not_lateral: (
+        "select from unnest($1) b(bucket), lateral (select from indexer.repo r where r.bucket = b.bucket limit 1) one",
+    ),
+    recursion_is_of_one_bucket: (
+        "with recursive c as (select from indexer.repo where bucket = any($1) union select from c) select from c",
+    ),
+}
+GOOD = (
+    "select did from indexer.repo r where bucket = $1 and did > $2 order by did limit 1 for update skip locked",
+    "update indexer.repo r set updated_at = now() where bucket = any($1::smallint[]) and attempts < $2 returning did",
+    "with a as (delete from indexer.repo where bucket = $1 returning *) select date_part('day', erase_at) from a",
+    f"{UPSERT} rev = excluded.rev where repo.rev < excluded.rev",
+    """
+    select from indexer.repo r where r.bucket = any($1) and exists (
+        select from indexer.record c where c.did = r.did and c.bucket = r.bucket and c.value_problem = 'missing'
+    )
+    """,
+)
+
+SHARDS = "works, at the cost of every shard"
+FACE = "works, at the cost of every shard; a column bucket at the end of the view would say which one"
+COMPARE = (
+    "leave out the lock: what is written is compared and set by version, so that what has moved can be passed over"
+)
+FEED = "not tried; it wants the change log on the coordinator, as its batches are"
+EXCEPTIONS = {
+    locks_are_of_one_bucket: {
+        "erasure._DUE": COMPARE,
+        "identities._CLAIM_HANDLES": "leave out the lock, and compare handle_due_at in the UPDATE once more",
+        "resync.CLAIM": "bucket by bucket",
+        "resync._EXPIRED": COMPARE,
+        "resync._INCOMPLETE": COMPARE,
+        "resync._PARKED": COMPARE,
+    },
+    buckets_are_named: {
+        "apply._TRIM_LETTERS": "dead letters on the coordinator: they are bounded by relay and reason, not by DID",
+        "export._ESTIMATE": "see sizes",
+        "export._EXPORT": SHARDS,
+        "function atproto.changes_after": FEED,
+        "identities._CONTEST": SHARDS,
+        "identities._DID_OF_HANDLE": SHARDS,
+        "queries._COUNT_REPOS": SHARDS,
+        "queries._MARK_PAGE": SHARDS,
+        "queries._RECORD": FACE,
+        "queries._REPO": FACE,
+        "queries.visible_records": FACE,
+        "queries.visible_repos": SHARDS,
+        "resync.CLAIM": "bucket by bucket",
+        "resync._EXPIRED": "the buckets of the process, as its siblings have them",
+        "resync._INCOMPLETE": "see joins",
+    },
+    joins_are_of_a_bucket: {
+        "queries._REPO": "the tables themselves, by did and bucket, instead of the view",
+        "resync._INCOMPLETE": "exists (… where c.did = r.did and c.bucket = r.bucket …) instead of did in (…)",
+    },
+    writes_are_pure: {"resync.CLAIM": "return plain columns to a WITH, and make seconds of them outside"},
+    conflicts_set_what_comes: {"identities._SAVE": "three CASE instead of a query"},
+    order_is_of_one_bucket: {"apply._TRIM_LETTERS": "dead letters on the coordinator"},
+    tables_are_of_one_kind: {
+        "function atproto.changes_after": FEED,
+        "function indexer.log_repo_change": FEED,
+        "retention._empty": FEED,
+        "view atproto.changes": FEED,
+    },
+    functions_stay_outside: {"queries._MARK_PAGE": "a statement for the page, and _MARK for its DIDs"},
+    sizes_are_not_asked: {
+        "export._ESTIMATE": "citus_shards has the sizes; now it says what the planner makes up",
+        "queries._COUNT_RECORDS": "citus_shards has the sizes; now it says none",
+        "retention._SEGMENT": f"{FEED}; now the log never seems too large",
+    },
+    limits_are_not_lateral: {"resync.CLAIM": "bucket by bucket"},
+}
+
+
+def broken(statement: Statement, schema: Schema) -> set[str]:
+    return {rule.__name__ for rule in RULES if not rule(statement, schema)}
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+async def test_a_rule_tells_what_breaks_it(schema: Schema, rule: Callable[[Statement, Schema], bool]) -> None:
+    for example in RULES[rule]:
+        assert rule.__name__ in broken(Statement("example", example), schema), example
+
+
+async def test_what_citus_would_need_keeps_to_the_rules(schema: Schema) -> None:
+    for example in GOOD:
+        assert broken(Statement("example", example), schema) == set(), example
+
+
+async def test_every_statement_keeps_to_the_rules(schema: Schema, sql: asyncpg.Connection) -> None:
+    every = [*statements.sent(), *await statements.within(sql)]
+    found = {(rule, statement.name) for statement in every for rule in broken(statement, schema)}
+    assert found == {(rule.__name__, name) for rule, names in EXCEPTIONS.items() for name in names}
+
+
+# Keys without the bucket, keys of others, and what runs where no coordinator is.
+UNFIT = """
+    select indexrelid::regclass::text from pg_index i
+    where (indisunique or indisexclusion) and indrelid::regclass::text = any($1) and not exists (
+        select from pg_attribute where attrelid = indrelid and attname = 'bucket' and attnum = any(indkey::smallint[])
+    )
+    union all
+    select conname from pg_constraint c
+    where contype = 'f' and $1 && array[conrelid::regclass::text, confrelid::regclass::text] and not exists (
+        select from pg_attribute a join pg_attribute b using (attname)
+        where attname = 'bucket' and a.attrelid = conrelid and b.attrelid = confrelid
+            and array_position(conkey, a.attnum) = array_position(confkey, b.attnum)
+    )
+    union all select tgname from pg_trigger where not tgisinternal and tgrelid::regclass::text = any($1)
+    union all select rulename from pg_rewrite where ev_class::regclass::text = any($1)
+"""
+BAD = """
+    create table indexer.bad (bucket smallint not null, id bigint primary key, other text references indexer.host,
+        unique (bucket, id), foreign key (bucket) references indexer.bad (id));
+    create trigger bad_trigger after insert on indexer.bad execute function suppress_redundant_updates_trigger()
+"""
+
+
+async def test_keys_are_of_a_bucket(schema: Schema, sql: asyncpg.Connection) -> None:
+    """Measured: keys without the distribution column fail. Documented: so do references to other keys, and triggers."""
+    assert await sql.fetch(UNFIT, schema.distributed) == []
+    await sql.execute(BAD)
+    unfit = {name for (name,) in await sql.fetch(UNFIT, [*schema.distributed, "indexer.bad"])}
+    assert unfit == {"indexer.bad_pkey", "bad_other_fkey", "bad_bucket_fkey", "bad_trigger"}
+
+
+async def test_tables_are_of_a_bucket_or_stay_on_the_coordinator(schema: Schema, sql: asyncpg.Connection) -> None:
+    tables = await sql.fetch("select schemaname || '.' || tablename from pg_tables where schemaname = 'indexer'")
+    assert {family(name) for (name,) in tables if name not in schema.distributed} == LOCAL.keys()
+
+
+async def test_migrations_make_views_after_tables_were_changed(empty_database: str, schema: Schema) -> None:
+    """Measured: a view can't be made after what ran on all shards in the same transaction, and all migrations are one.
+
+    An exception, of use only where tables are distributed already: `set local citus.multi_shard_modify_mode to
+    'sequential'` in `migrate`, which plain Postgres accepts.
+    """
+    heard: list[Statement] = []
+
+    def hear(_connection: object, _cursor: object, text: str, *_: object) -> None:
+        heard.append(Statement("migrate", text))
+
+    event.listen(Engine, "before_cursor_execute", hear)
+    try:
+        await migrate(empty_database)
+    finally:
+        event.remove(Engine, "before_cursor_execute", hear)
+    changed = [
+        place for place, one in enumerate(heard) if one.tables & schema.distributed and "create table" not in one.sql
+    ]
+    views = [place for place, one in enumerate(heard) if any(nodes(one.trees, "ViewStmt"))]
+    assert min(changed) < max(views)
+    assert not any("citus.multi_shard_modify_mode" in one.sql for one in heard)
+
+
+def test_only_the_store_knows_a_driver() -> None:
+    driver = re.compile(r"^\s*(?:from|import) (?:asyncpg|sqlalchemy|alembic|psycopg)\b", re.MULTILINE)
+    found = {name for name, source in statements.sources().items() if driver.search(source)}
+    assert len(found) > 5
+    assert all(name.startswith("indexer.store.") for name in found)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "await connection.fetch(words)",
+        "await connection.fetch(f'select {words}')",
+        "await connection.execute(query=words)",
+        "for SQL in words: await connection.execute(SQL)",
+        "await run(connection.fetch, SQL)",
+        "await connection.copy_records_to_table('record', schema_name=words, columns=())",
+    ],
+)
+def test_a_statement_that_cannot_be_told_is_an_error(line: str) -> None:
+    module = ModuleType("indexer.store.example")
+    module.SQL = "select 1"  # type: ignore[attr-defined]
+    good = "async def some(connection):\n    end = SQL + ', 2'\n    await connection.fetch(end)"
+    assert [one.sql for one in statements.statements_of(module, good)] == ["select 1, 2"]
+    with pytest.raises(LookupError):
+        list(statements.statements_of(module, f"async def some(connection, words):\n    {line}"))
