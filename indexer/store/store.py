@@ -30,6 +30,7 @@ RESERVED = 3  # connections that resyncs leave to the live path, the leases and 
 _SETTINGS = {
     "application_name": "indexer",
     "jit": "off",  # it costs more than any statement here
+    "max_parallel_workers_per_gather": "0",  # counting millions of repos can wait, and others want the cores
     "idle_in_transaction_session_timeout": "300s",
 }
 
