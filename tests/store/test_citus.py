@@ -22,8 +22,10 @@ from tests.store.statements import LEVELS, Level, Node, Statement, Term, Tree, n
 LOCAL = {
     "alembic_version": "the migrations' own, a single row",
     "batch": "its numbers are given by the commit, under one lock: docs/decisions/0005-change-feed.md",
+    "change": "numbered by its batch, read with it, and emptied with it: docs/decisions/0005-change-feed.md",
     "choice": "settings, a row each",
     "cursor": "a row for each relay and process, which belongs to no DID",
+    "dead_letter": "kept by relay and reason and not by DID, a thousand of each",
     "feed": "one row, locked by whoever changes the log",
     "host": "a row for each host, of any DIDs",
     "reader": "a row for each reader of the whole feed",
@@ -275,8 +277,8 @@ RULES: dict[Callable[[Statement, Schema], bool], tuple[str, ...]] = {
         "select row_number() over (order by k.id) from indexer.kept_event k",
     ),
     tables_are_of_one_kind: (
-        "select from indexer.change c join indexer.batch b on c.batch = b.id where c.bucket = $1",
-        "truncate indexer.change_1, indexer.batch_1",
+        "select from indexer.repo r join indexer.change c using (did, bucket) where r.bucket = $1",
+        "truncate indexer.record, indexer.batch_1",
     ),
     functions_stay_outside: (
         "select atproto.request_resync(did) from indexer.repo where bucket = $1",
@@ -307,7 +309,6 @@ FACE = "works, at the cost of every shard; a column bucket at the end of the vie
 COMPARE = (
     "leave out the lock: what is written is compared and set by version, so that what has moved can be passed over"
 )
-FEED = "not tried; it wants the change log on the coordinator, as its batches are"
 EXCEPTIONS = {
     locks_are_of_one_bucket: {
         "erasure._DUE": COMPARE,
@@ -318,10 +319,8 @@ EXCEPTIONS = {
         "resync._PARKED": COMPARE,
     },
     buckets_are_named: {
-        "apply._TRIM_LETTERS": "dead letters on the coordinator: they are bounded by relay and reason, not by DID",
         "export._ESTIMATE": "see sizes",
         "export._EXPORT": SHARDS,
-        "function atproto.changes_after": FEED,
         "identities._CONTEST": SHARDS,
         "identities._DID_OF_HANDLE": SHARDS,
         "queries._COUNT_REPOS": SHARDS,
@@ -340,18 +339,10 @@ EXCEPTIONS = {
     },
     writes_are_pure: {"resync.CLAIM": "return plain columns to a WITH, and make seconds of them outside"},
     conflicts_set_what_comes: {"identities._SAVE": "three CASE instead of a query"},
-    order_is_of_one_bucket: {"apply._TRIM_LETTERS": "dead letters on the coordinator"},
-    tables_are_of_one_kind: {
-        "function atproto.changes_after": FEED,
-        "function indexer.log_repo_change": FEED,
-        "retention._empty": FEED,
-        "view atproto.changes": FEED,
-    },
     functions_stay_outside: {"queries._MARK_PAGE": "a statement for the page, and _MARK for its DIDs"},
     sizes_are_not_asked: {
         "export._ESTIMATE": "citus_shards has the sizes; now it says what the planner makes up",
         "queries._COUNT_RECORDS": "citus_shards has the sizes; now it says none",
-        "retention._SEGMENT": f"{FEED}; now the log never seems too large",
     },
     limits_are_not_lateral: {"resync.CLAIM": "bucket by bucket"},
 }
