@@ -124,7 +124,8 @@ class Pool:
 
     async def _claim(self, count: int) -> list[Repo]:
         try:
-            self._metrics.desynchronized(Desync.LEASE_EXPIRED, await self._store.expire_leases(time()))
+            expired = await self._store.expire_leases(self._shard.buckets, time())
+            self._metrics.desynchronized(Desync.LEASE_EXPIRED, expired)
             claimed = await self._store.claim(count, self._shard.buckets, self._pace.lease, time())
         except DatabaseError as error:
             self.trouble = str(error)

@@ -11,10 +11,16 @@ from indexer.sync.shard import bucket_of
 
 AT_ONCE = 10_000
 
-_DUE = f"""
-    select {repo_columns("r")} from indexer.repo r
+_DUE = """
+    select did from indexer.repo
     where erase_at <= to_timestamp($1) and not active and bucket = any($2::smallint[])
-    order by erase_at limit 1 for update skip locked
+    order by erase_at limit 1
+"""
+
+# Once more what was asked, as the account may have come back while somebody else held the row.
+_LOCK = f"""
+    select {repo_columns("r")} from indexer.repo r
+    where did = $2 and bucket = $3 and erase_at <= to_timestamp($1) and not active for update
 """
 
 _ERASE = """
@@ -26,7 +32,7 @@ _ERASE = """
 
 @dataclass(frozen=True, slots=True)
 class Erased:
-    """How many records of a repo were erased; `finished` if it has none any more."""
+    """How many records of a repo were erased: none, if it just came back. `finished` if it has none any more."""
 
     did: str
     records: int
@@ -38,14 +44,17 @@ async def erase_some(connection: Connection, buckets: range, now: float) -> Eras
 
     The row says first that we hold nothing: should the account come back half-way, it is fetched and compared anew.
     """
-    row = await connection.fetchrow(_DUE, now, list(buckets))
-    if row is None:
+    did = await connection.fetchval(_DUE, now, list(buckets))
+    if did is None:
         return None
+    row = await connection.fetchrow(_LOCK, now, did, bucket_of(did))
+    if row is None:
+        return Erased(did, 0, finished=False)
     repo = repo_of(row)
-    status = await connection.execute(_ERASE, repo.did, bucket_of(repo.did), AT_ONCE)
+    status = await connection.execute(_ERASE, did, bucket_of(did), AT_ONCE)
     records = int(status.removeprefix("DELETE "))
     finished = records < AT_ONCE
     after = replace(erase(repo), erase_at=None if finished else repo.erase_at)
     if await apply(connection, Batch((RepoWrite(repo.version, after),))):
         raise BrokenInvariantError("a repo moved while it was locked")
-    return Erased(repo.did, records, finished)
+    return Erased(did, records, finished)

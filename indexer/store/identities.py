@@ -27,6 +27,7 @@ _LOAD = f"""
 """
 
 # The same claim again is checked at once if it doesn't hold so far, for that may be what has changed.
+_SAME = "i.claimed_handle is not distinct from excluded.claimed_handle"
 _SAVE = f"""
     with before as materialized (
         select did, bucket, pds from indexer.identity
@@ -43,29 +44,27 @@ _SAVE = f"""
         on conflict (did, bucket) do update
         set claimed_handle = excluded.claimed_handle, pds = excluded.pds, signing_key = excluded.signing_key,
             fetched_at = excluded.fetched_at, stale = excluded.stale, problem = excluded.problem,
-            (handle, handle_attempts, handle_due_at) = (
-                select
-                    case when same.claim then i.handle else excluded.handle end,
-                    case when same.claim then i.handle_attempts else 0 end,
-                    case when same.claim and i.handle = i.claimed_handle then i.handle_due_at
-                        else excluded.handle_due_at end
-                from (select i.claimed_handle is not distinct from excluded.claimed_handle as claim) same
-            )
+            handle = case when {_SAME} then i.handle else excluded.handle end,
+            handle_attempts = case when {_SAME} then i.handle_attempts else 0 end,
+            handle_due_at = case when {_SAME} and i.handle = i.claimed_handle then i.handle_due_at
+                else excluded.handle_due_at end
         where i.fetched_at <= excluded.fetched_at
         returning did, bucket, pds
     )
     select did from saved join before using (did, bucket) where saved.pds <> before.pds order by did
 """
 
-# The last to become due first, so that what is new waits for no backlog.
+# The last to become due first, so that what is new waits for no backlog. Of two at the same moment one finds that the
+# time has moved. By DID, as all take their locks; IS NOT DISTINCT, which no index knows, as thousands may share a time.
 _CLAIM_HANDLES = """
-    with due as (
-        select did, bucket from indexer.identity
+    with due as materialized (
+        select did, bucket, handle_due_at from indexer.identity
         where bucket = any($1::smallint[]) and handle_due_at <= to_timestamp($3)
-        order by handle_due_at desc limit $2 for update skip locked
+        order by handle_due_at desc limit $2
     )
     update indexer.identity i set handle_due_at = to_timestamp($4)
-    from due where i.did = due.did and i.bucket = due.bucket
+    from (select * from due order by did) d
+    where i.did = d.did and i.bucket = d.bucket and i.handle_due_at is not distinct from d.handle_due_at
     returning i.did, i.claimed_handle as claimed, i.handle as known, i.handle_attempts as attempts
 """
 

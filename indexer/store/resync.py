@@ -57,24 +57,29 @@ _RENEW = """
     returning true
 """
 
+# Here and in the next two nothing is locked: what is written is compared and set, so what has moved is passed over.
 _EXPIRED = f"""
-    select {repo_columns("r")} from indexer.repo r where status = 'in-progress' and lease_until < to_timestamp($1)
-    order by lease_until limit $2 for update skip locked
+    select {repo_columns("r")} from indexer.repo r
+    where status = 'in-progress' and lease_until < to_timestamp($1) and bucket = any($2::smallint[])
+    order by lease_until limit $3
 """
 
 # Few records lack a value, and an index has only these.
 _INCOMPLETE = f"""
     select {repo_columns("r")} from indexer.repo r
     where r.status = 'synchronized' and r.synchronized_at < to_timestamp($1) and r.bucket = any($2::smallint[])
-        and r.did in (select did from indexer.record where value_problem = '{Problem.MISSING}')
-    limit $3 for update skip locked
+        and exists (
+            select from indexer.record c
+            where c.did = r.did and c.bucket = r.bucket and c.value_problem = '{Problem.MISSING}'
+        )
+    limit $3
 """
 
 _PARKED = f"""
     select {repo_columns("r")} from indexer.repo r
     where r.status = 'desynchronized' and r.active and {_DUE_AT} = 'infinity' and r.bucket = any($2::smallint[])
         and r.updated_at < to_timestamp($1)
-    limit $3 for update skip locked
+    limit $3
 """
 
 _HOLDS = """
@@ -117,11 +122,13 @@ async def renew(connection: Connection, did: str, lease: int, until: float) -> b
     return await connection.fetchval(_RENEW, did, bucket_of(did), lease, until) is not None
 
 
-async def expire_leases(connection: Connection, now: float) -> int:
-    """Within a transaction. As with any other break, a repo that breaks again and again waits longer each time."""
-    return await _desynchronize(
-        connection, await connection.fetch(_EXPIRED, now, MARKED_AT_ONCE), Desync.LEASE_EXPIRED, now
-    )
+async def expire_leases(connection: Connection, buckets: range, now: float) -> int:
+    """Within a transaction. As with any other break, a repo that breaks again and again waits longer each time.
+
+    A renewal leaves the version as it is, so one that comes just now is in vain: its worker finds the claim lost.
+    """
+    rows = await connection.fetch(_EXPIRED, now, list(buckets), MARKED_AT_ONCE)
+    return await _desynchronize(connection, rows, Desync.LEASE_EXPIRED, now)
 
 
 async def mark_missing(connection: Connection, buckets: range, before: float, now: float) -> int:
@@ -133,20 +140,18 @@ async def mark_missing(connection: Connection, buckets: range, before: float, no
 async def wake_parked(connection: Connection, buckets: range, before: float, now: float) -> int:
     """Within a transaction: has repos tried again that were given up on `before`."""
     parked = [repo_of(row) for row in await connection.fetch(_PARKED, before, list(buckets), MARKED_AT_ONCE)]
-    await _write_locked(connection, [RepoWrite(repo.version, woken(repo, now)) for repo in parked])
-    return len(parked)
+    return await _write(connection, [RepoWrite(repo.version, woken(repo, now)) for repo in parked])
 
 
-async def _desynchronize(connection: Connection, locked: Sequence[Row], reason: Desync, now: float) -> int:
-    repos = [repo_of(row) for row in locked]
+async def _desynchronize(connection: Connection, rows: Sequence[Row], reason: Desync, now: float) -> int:
+    repos = [repo_of(row) for row in rows]
     writes = [RepoWrite(repo.version, desynchronize(repo, reason, now, seen_rev=repo.seen_rev)) for repo in repos]
-    await _write_locked(connection, writes)
-    return len(repos)
+    return await _write(connection, writes)
 
 
-async def _write_locked(connection: Connection, writes: Sequence[RepoWrite]) -> None:
-    if await apply(connection, Batch(tuple(writes))):
-        raise BrokenInvariantError("a repo moved while it was locked")
+async def _write(connection: Connection, writes: Sequence[RepoWrite]) -> int:
+    """How many were written; of the others somebody else was first."""
+    return len(writes) - len(await apply(connection, Batch(tuple(writes))))
 
 
 def in_path_order(collections: Sequence[str]) -> list[tuple[str, str]]:

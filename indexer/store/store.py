@@ -124,10 +124,10 @@ class Store:
         async with self._connection() as connection:
             return await resync.renew(connection, did, lease, time() + seconds)
 
-    async def expire_leases(self, now: float) -> int:
+    async def expire_leases(self, buckets: range, now: float) -> int:
         """Ends claims whose time is over, so that the repos can be claimed again."""
         async with self._transaction() as connection:
-            return await resync.expire_leases(connection, now)
+            return await resync.expire_leases(connection, buckets, now)
 
     async def mark_missing(self, buckets: range, seconds: float, now: float) -> int:
         """Has repos fetched again that have been synchronized for so long, and lack values that no export had."""

@@ -470,7 +470,7 @@ class World:
         self._mirror = 0
         self.directory.up = True
         self.owner.active = True
-        await self._store.expire_leases(time())
+        await self._store.expire_leases(range(256), time())
         await self.live.deliver(
             [
                 *self._late,
@@ -541,7 +541,7 @@ class World:
         await self._store.mark_resync([self.owner.did])
 
     async def _resync_once_more(self) -> None:
-        if await self._store.expire_leases(time()):
+        if await self._store.expire_leases(range(256), time()):
             async with self.worker(self.random.choice([None, None, 6, 12])) as worker:
                 with suppress(Killed):
                     await worker.attempt()

@@ -1,11 +1,13 @@
 """Deleted accounts: hidden at once, erased after the time of grace, and not if they come back."""
 
+import asyncio
 from dataclasses import replace
 from functools import partial
 from math import inf
 from pathlib import Path
 from time import time
 
+import asyncpg
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,12 +15,15 @@ from hypothesis import strategies as st
 from indexer.localnet.account import Account
 from indexer.service.erasure import Erasure
 from indexer.store import Store
+from indexer.store.erasure import Erased
 from indexer.sync.plan import Plan
 from indexer.sync.planning import Ground, plan_event, plan_existence
 from indexer.sync.repo import Repo, SyncStatus
 from indexer.sync.shard import Shard
 from tests.daemon.stage import POST, Stage, post, staged
 from tests.serving import until
+from tests.store.following import connected
+from tests.store.rows import did, held_up, insert, put, synchronized
 from tests.sync.people import EVERYTHING, NOW, Person, event
 
 
@@ -88,6 +93,23 @@ async def test_a_replayed_deletion_erases_nothing(database: str) -> None:
         assert await store.erase_some(range(256), NOW + 1e9) is None
     finally:
         await store.close()
+
+
+async def test_an_account_that_comes_back_at_that_moment_loses_nothing(
+    store: Store, database: str, sql: asyncpg.Connection
+) -> None:
+    """Between the look at what is due and the writing of its row."""
+    gone = synchronized(1, active=False, hosting_status="deleted", erase_at=5.0)
+    await insert(store, gone, changes=(put("app.test/a"), put("app.test/b")))
+    async with connected(database) as live, live.transaction():
+        await live.execute("update indexer.repo set version = 2, active = true, hosting_status = null, erase_at = null")
+        erasing = asyncio.create_task(store.erase_some(range(256), 10.0))
+        await until(partial(held_up, sql, 1))
+    assert await erasing == Erased(did(1), 0, finished=False)
+    assert await store.erase_some(range(256), 10.0) is None
+    row = (await store.repos([did(1)]))[did(1)]
+    assert row == replace(gone, version=2, active=True, hosting_status=None, erase_at=None)
+    assert len(await store.visible_records(did(1))) == 2
 
 
 STATUSES = [None, "deleted", "deactivated", "suspended", "takendown", "something-new"]

@@ -31,7 +31,7 @@ class Rows:
         self.claims: list[str] = []
         self.held = True
 
-    async def expire_leases(self, _now: float) -> int:
+    async def expire_leases(self, _buckets: range, _now: float) -> int:
         return 0
 
     async def claim(self, count: int, _buckets: range, _seconds: float, now: float) -> list[Repo]:

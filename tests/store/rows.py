@@ -4,6 +4,8 @@ from dataclasses import replace
 from hashlib import sha256
 from typing import Any
 
+import asyncpg
+
 from indexer.atproto.cid import cid_of
 from indexer.store import Store
 from indexer.sync.plan import Action, Batch, RecordChange, RepoWrite
@@ -38,6 +40,13 @@ def delete(path: str, rev: str = "3laaaaaaaaa22") -> RecordChange:
 async def insert(store: Store, *repos: Repo, changes: tuple[RecordChange, ...] = ()) -> None:
     """Repos with these records each."""
     assert not await store.apply(Batch(tuple(RepoWrite(0, repo, changes) for repo in repos)))
+
+
+async def held_up(sql: asyncpg.Connection, count: int) -> bool:
+    """Whether so many connections wait for locks; `sql` must not be within a transaction."""
+    query = "select count(*) from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'"
+    waiting: int = await sql.fetchval(query)
+    return waiting == count
 
 
 async def in_progress(store: Store, name: object, *, now: float = 100.0, **fields: Any) -> Repo:

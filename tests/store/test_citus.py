@@ -306,17 +306,9 @@ GOOD = (
 
 SHARDS = "works, at the cost of every shard"
 FACE = "works, at the cost of every shard; a column bucket at the end of the view would say which one"
-COMPARE = (
-    "leave out the lock: what is written is compared and set by version, so that what has moved can be passed over"
-)
 EXCEPTIONS = {
     locks_are_of_one_bucket: {
-        "erasure._DUE": COMPARE,
-        "identities._CLAIM_HANDLES": "leave out the lock, and compare handle_due_at in the UPDATE once more",
         "resync.CLAIM": "bucket by bucket",
-        "resync._EXPIRED": COMPARE,
-        "resync._INCOMPLETE": COMPARE,
-        "resync._PARKED": COMPARE,
     },
     buckets_are_named: {
         "export._ESTIMATE": "see sizes",
@@ -330,15 +322,11 @@ EXCEPTIONS = {
         "queries.visible_records": FACE,
         "queries.visible_repos": SHARDS,
         "resync.CLAIM": "bucket by bucket",
-        "resync._EXPIRED": "the buckets of the process, as its siblings have them",
-        "resync._INCOMPLETE": "see joins",
     },
     joins_are_of_a_bucket: {
         "queries._REPO": "the tables themselves, by did and bucket, instead of the view",
-        "resync._INCOMPLETE": "exists (… where c.did = r.did and c.bucket = r.bucket …) instead of did in (…)",
     },
     writes_are_pure: {"resync.CLAIM": "return plain columns to a WITH, and make seconds of them outside"},
-    conflicts_set_what_comes: {"identities._SAVE": "three CASE instead of a query"},
     functions_stay_outside: {"queries._MARK_PAGE": "a statement for the page, and _MARK for its DIDs"},
     sizes_are_not_asked: {
         "export._ESTIMATE": "citus_shards has the sizes; now it says what the planner makes up",

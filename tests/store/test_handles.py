@@ -1,11 +1,15 @@
+import asyncio
+from functools import partial
+
 import asyncpg
 
 from indexer.store import Store
 from indexer.store.identities import _CLAIM_HANDLES
 from indexer.store.migrate import migrate
 from indexer.sync.identity import INVALID_HANDLE, HandleCheck, HandleClaim, StoredIdentity
+from tests.serving import until
 from tests.store.following import connected
-from tests.store.rows import did, insert, synchronized
+from tests.store.rows import did, held_up, insert, synchronized
 from tests.store.test_migrations import migrate_to
 
 ALL = range(256)
@@ -48,6 +52,15 @@ async def test_what_is_claimed_comes_once_until_its_lease_is_over(store: Store) 
     assert len(await claimed(store)) == 1
     assert await claimed(store, now=NOON + 599) == []
     assert len(await claimed(store, now=NOON + 601)) == 1
+
+
+async def test_of_two_at_the_same_moment_one_claims(store: Store, database: str, sql: asyncpg.Connection) -> None:
+    await store.save([identity(1, "alice.test")])
+    async with connected(database) as first, first.transaction():
+        await first.execute("select from indexer.identity for update")
+        claims = [asyncio.create_task(claimed(store)) for _ in range(2)]
+        await until(partial(held_up, sql, 2))
+    assert sorted([len(await claim) for claim in claims]) == [0, 1]
 
 
 async def test_a_handle_that_is_invalid_leads_nowhere(store: Store, sql: asyncpg.Connection) -> None:

@@ -1,6 +1,7 @@
 import asyncio
 import random
 from dataclasses import replace
+from functools import partial
 from time import time
 
 import asyncpg
@@ -8,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from indexer.atproto.record import Problem
 from indexer.errors import BrokenInvariantError
 from indexer.reasons import Desync
 from indexer.store import Store
@@ -17,7 +19,9 @@ from indexer.sync.diff import Diff, Difference
 from indexer.sync.plan import Batch, KeptEvent, RecordChange, RepoWrite
 from indexer.sync.repo import PARKED, Repo, SyncStatus
 from indexer.sync.shard import Shard
-from tests.store.rows import delete, did, head, in_progress, insert, put, synchronized
+from tests.serving import until
+from tests.store.following import connected
+from tests.store.rows import delete, did, head, held_up, in_progress, insert, put, synchronized
 
 RELAY = "wss://relay.test"
 
@@ -84,8 +88,8 @@ async def test_a_lease_that_ran_out_ends_the_claim(store: Store, sql: asyncpg.Co
     buffering = replace(claimed, version=claimed.version + 1, buffered_events=1, buffered_bytes=5)
     kept = (KeptEvent(claimed.did, RELAY, 5, b"frame"),)
     await store.apply(Batch((RepoWrite(claimed.version, buffering, (), kept),)))
-    assert await store.expire_leases(109.0) == 0
-    assert await store.expire_leases(111.0) == 1
+    assert await store.expire_leases(ALL, 109.0) == 0
+    assert await store.expire_leases(ALL, 111.0) == 1
     ended = replace(
         claimed,
         version=buffering.version + 1,
@@ -110,7 +114,7 @@ async def test_a_repo_that_ends_its_workers_waits_longer_each_time(store: Store)
     await in_progress(store, 1, now=now)
     for _ in range(4):
         now += 11.0
-        assert await store.expire_leases(now) == 1
+        assert await store.expire_leases(ALL, now) == 1
         waits.append(((await store.repos([did(1)]))[did(1)].next_attempt_at or now) - now)
         now += waits[-1]
         assert len(await store.claim(1, ALL, 10.0, now)) == 1
@@ -118,11 +122,36 @@ async def test_a_repo_that_ends_its_workers_waits_longer_each_time(store: Store)
     assert waits == sorted(set(waits))
 
 
+async def test_whoever_writes_first_is_not_disturbed(store: Store, database: str, sql: asyncpg.Connection) -> None:
+    """What ends a claim, or wakes or doubts a repo, passes over one that has moved since it was found."""
+    claimed = await in_progress(store, "claimed", now=100.0)
+    await insert(store, waiting("parked", next_attempt_at=PARKED), waiting("parked too", next_attempt_at=PARKED))
+    lacking = replace(put("app.test/a"), value=None, problem=Problem.MISSING)
+    await insert(store, synchronized("lacking"), changes=(lacking,))
+    moved = [claimed.did, did("parked"), did("lacking")]
+    before = await store.repos(moved)
+    async with connected(database) as first, first.transaction():
+        await first.execute("update indexer.repo set version = version + 1 where did = any($1)", moved)
+        marking = [
+            asyncio.create_task(coroutine)
+            for coroutine in (
+                store.expire_leases(ALL, 200.0),
+                store.wake_parked(ALL, -1.0, time()),
+                store.mark_missing(ALL, 0.0, 200.0),
+            )
+        ]
+        await until(partial(held_up, sql, len(marking)))
+    assert await asyncio.gather(*marking) == [0, 1, 0]
+    after = {name: replace(repo, version=repo.version + 1) for name, repo in before.items()}
+    assert await store.repos(moved) == after
+    assert await store.expire_leases(ALL, 200.0) == 1
+
+
 async def test_a_renewed_lease_lasts_and_leaves_the_version(store: Store) -> None:
     claimed = await in_progress(store, 1, now=100.0)
     assert await store.renew(did(1), claimed.lease, 60.0)
     assert not await store.renew(did(1), claimed.lease + 1, 60.0)
-    assert await store.expire_leases(200.0) == 0
+    assert await store.expire_leases(ALL, 200.0) == 0
     assert await store.repos([did(1)]) == {did(1): claimed}
 
 
@@ -182,7 +211,7 @@ async def test_a_difference_from_other_records_than_ours_is_a_fault_of_ours(
     with pytest.raises(BrokenInvariantError, match="not those that were compared"):
         async with store.resync(claimed) as transaction:
             await transaction.write([put("app.test/new"), change])
-    await store.expire_leases(200.0)
+    await store.expire_leases(ALL, 200.0)
     async with store.resync(claimed) as transaction:
         await transaction.write([put("app.test/new"), change])
         assert await transaction.lock() is None
