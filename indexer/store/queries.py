@@ -53,13 +53,15 @@ _COUNT_RECORDS = """
 """
 
 _REPO = """
-    select v.did, v.handle, v.pds, v.sync_status, v.sync_reason, v.rev, v.data, atproto.cid_text(r.commit) as commit,
-        r.seen_rev, v.hosting_status, v.takedown, v.visible, v.resync_attempts,
-        nullif(v.next_attempt_at, 'infinity') as next_attempt_at,
-        coalesce(v.next_attempt_at = 'infinity', false) as parked,
-        v.last_error, v.synchronized_at, v.updated_at, r.lease_until, r.buffered_events, r.buffered_bytes, r.bucket,
+    select r.did, i.handle, i.pds, r.status as sync_status, r.reason as sync_reason,
+        r.rev, atproto.cid_text(r.data) as data, atproto.cid_text(r.commit) as commit, r.seen_rev,
+        coalesce(r.hosting_status, case when r.active then 'active' else 'inactive' end) as hosting_status,
+        r.takedown, r.active and not r.takedown as visible, r.attempts as resync_attempts,
+        nullif(r.next_attempt_at, 'infinity') as next_attempt_at,
+        coalesce(r.next_attempt_at = 'infinity', false) as parked,
+        r.last_error, r.synchronized_at, r.updated_at, r.lease_until, r.buffered_events, r.buffered_bytes, r.bucket,
         (select count(*) from indexer.record c where c.did = r.did and c.bucket = r.bucket) as records
-    from atproto.repos v join indexer.repo r using (did)
+    from indexer.repo r left join indexer.identity i using (did, bucket)
     where r.did = $1 and r.bucket = $2
 """
 
@@ -77,12 +79,9 @@ _ADD = f"""
 _MARK = "select count(*) filter (where atproto.request_resync(did)) from unnest($1::text[]) did"
 
 # Page by page and not all at once: the live path waits for the rows that a transaction has changed.
-_MARK_PAGE = """
-    with page as materialized (
-        select did, not $3 or (status = 'desynchronized' and last_error is not null) as meant
-        from indexer.repo where did > $1 order by did limit $2
-    )
-    select max(did), count(*) filter (where case when meant then atproto.request_resync(did) end) from page
+_PAGE = """
+    select did, not $3 or (status = 'desynchronized' and last_error is not null) as meant
+    from indexer.repo where did > $1 order by did limit $2
 """
 
 
@@ -150,5 +149,6 @@ async def mark(connection: Connection, dids: Sequence[str]) -> int:
 
 async def mark_page(connection: Connection, after: str, *, errored: bool) -> tuple[str | None, int]:
     """The last DID of the page, None behind the end, and how many of it are marked."""
-    [(last, marked)] = await connection.fetch(_MARK_PAGE, after, AT_ONCE, errored)
-    return last, marked
+    page = await connection.fetch(_PAGE, after, AT_ONCE, errored)
+    marked = await mark(connection, [did for did, meant in page if meant])
+    return (page[-1]["did"] if page else None), marked
