@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 import asyncpg
-from pglast.parser import parse_plpgsql_json, parse_sql_json
+import pgparse
 from sqlalchemy import TextClause
 from sqlalchemy.dialects.postgresql.asyncpg import PGDialect_asyncpg
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -79,7 +79,7 @@ class Statement:
 
     @cached_property
     def trees(self) -> list[Node]:
-        return [command["stmt"] for command in json.loads(parse_sql_json(self.sql))["stmts"]]
+        return [command["stmt"] for command in pgparse.parse(self.sql)]
 
     @cached_property
     def levels(self) -> list[Level]:
@@ -295,7 +295,7 @@ def _sql(body: str) -> str:
 
 def _plpgsql(definition: str) -> Iterator[str]:
     """The parser knows no row types of ours. Raises `LookupError` for what is put together at run time."""
-    body = json.loads(parse_plpgsql_json(re.sub(r"(?m)^(\s*\w+) indexer\.\w+;$", r"\1 record;", definition)))
+    body = pgparse.parse_pgsql(re.sub(r"(?m)^(\s*\w+) indexer\.\w+;$", r"\1 record;", definition))
     if any(nodes(body, "PLpgSQL_stmt_dynexecute")):
         raise LookupError(definition)
     for expression in nodes(body, "PLpgSQL_expr"):
