@@ -267,23 +267,21 @@ def _names(steps: Iterable[ast.AST]) -> set[str]:
     return {name.id for name in inner if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)}
 
 
+_WITHIN = """
+    select 'view ' || oid::regclass, null, pg_get_viewdef(oid) from pg_class
+    where relkind in ('v', 'm') and relnamespace in ('indexer'::regnamespace, 'atproto'::regnamespace)
+    union all
+    select 'function ' || oid::regproc, pg_get_functiondef(oid), pg_get_function_sqlbody(oid) from pg_proc
+    where pronamespace in ('indexer'::regnamespace, 'atproto'::regnamespace)
+"""
+
+
 async def within(sql: asyncpg.Connection) -> list[Statement]:
     """What the functions and views of the schema run."""
-    views = await sql.fetch(
-        "select oid::regclass::text as name, pg_get_viewdef(oid) as body from pg_class "
-        "where relkind in ('v', 'm') and relnamespace in ('indexer'::regnamespace, 'atproto'::regnamespace)"
-    )
-    functions = await sql.fetch(
-        "select oid::regproc::text as name, pg_get_functiondef(oid) as body, pg_get_function_sqlbody(oid) as sql "
-        "from pg_proc where pronamespace in ('indexer'::regnamespace, 'atproto'::regnamespace)"
-    )
     return [
-        *(Statement(f"view {view['name']}", view["body"]) for view in views),
-        *(
-            Statement(f"function {function['name']}", body)
-            for function in functions
-            for body in ([_sql(function["sql"])] if function["sql"] else _plpgsql(function["body"]))
-        ),
+        Statement(name, body)
+        for name, definition, own in await sql.fetch(_WITHIN)
+        for body in ([_sql(own)] if own else _plpgsql(definition))
     ]
 
 
