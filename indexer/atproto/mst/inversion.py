@@ -166,10 +166,10 @@ class _PartialTree:
 
 
 def _undo_in_place(blocks: Mapping[bytes, bytes], root: bytes, op: NetOp, limits: Limits) -> bytes | None:
-    """The root with one operation undone, where that changes entries of one node alone and no other node comes or goes.
+    """The root with one operation undone, where that changes entries of one node, and at most joins two subtrees below.
 
-    None where it takes more than that, which is for `_Builder` to do; most commits take no more. The nodes above the
-    one that changes differ from those before in 36 bytes, and need not be decoded: if what comes of it is the tree
+    None where it takes more than that, which is for `_Builder` to do; nearly all commits take no more. The nodes above
+    the one that changes differ from those before in 36 bytes, and need not be decoded: if what comes of it is the tree
     before, they are as much in order as that one is, and else nothing follows from it.
     """
     path: list[tuple[bytes, int]] = []
@@ -182,7 +182,10 @@ def _undo_in_place(blocks: Mapping[bytes, bytes], root: bytes, op: NetOp, limits
         cid = block[place : place + SIZE]
     else:
         return None
-    changed = _changed(decode_node(block, limits), op)
+    try:
+        changed = _changed(blocks, decode_node(block, limits), op, limits)
+    except _MissingNodeError:
+        return None
     if changed is None:
         return None
     cid = cid_of(changed)
@@ -191,10 +194,10 @@ def _undo_in_place(blocks: Mapping[bytes, bytes], root: bytes, op: NetOp, limits
     return cid
 
 
-def _changed(node: Node, op: NetOp) -> bytes | None:
+def _changed(blocks: Mapping[bytes, bytes], node: Node, op: NetOp, limits: Limits) -> bytes | None:
     """The node's block with the operation undone; None where that isn't all, or the node doesn't show its effect."""
     at = bisect_left(node.keys, op.key)
-    keys, values, trees, heads = node.keys, list(node.values), list(node.trees), list(node.heads)
+    keys, values, heads, gaps = node.keys, list(node.values), list(node.heads), [node.left, *node.trees]
     found = values[at] if at < len(keys) and keys[at] == op.key else None
     if found != op.new:
         return None
@@ -203,21 +206,42 @@ def _changed(node: Node, op: NetOp) -> bytes | None:
             return None
         keys = [*keys[:at], op.key, *keys[at:]]
         values.insert(at, op.old)
-        trees.insert(at, None)
+        gaps.insert(at, None)
         heads[at : at + 1] = _heads(keys, at, 2)
     elif op.old is not None:
         values[at] = op.old
     else:
-        if len(keys) == 1 or (node.gap(at) is not None and trees[at] is not None):
+        gaps[at : at + 2] = [_joined(blocks, gaps[at], gaps[at + 1], (node.height or 0) - 1, limits)]
+        if gaps == [None]:
             return None
-        if at and trees[at] is not None:
-            trees[at - 1] = trees[at]
-        left = node.left if at or trees[at] is None else trees[at]
         keys = keys[:at] + keys[at + 1 :]
-        del values[at], trees[at]
+        del values[at]
         heads[at : at + 2] = _heads(keys, at, 1)
-        return join_node(heads, values, left, trees)
-    return join_node(heads, values, node.left, trees)
+    left, *trees = gaps
+    return join_node(heads, values, left, trees)
+
+
+def _joined(
+    blocks: Mapping[bytes, bytes], left: bytes | None, right: bytes | None, layer: int, limits: Limits
+) -> bytes | None:
+    """The subtree that two on `layer` become once the key between them is gone. Raises `_MissingNodeError`."""
+    if left is None or right is None:
+        return left or right
+    first, second = _node(blocks, left, layer, limits), _node(blocks, right, layer, limits)
+    at = len(first.keys)
+    heads = [*first.heads, *_heads([*first.keys, *second.keys], at, 1), *second.heads[1:]]
+    gaps = [first.left, *first.trees, *second.trees]
+    gaps[at] = _joined(blocks, gaps[at], second.left, layer - 1, limits)
+    return cid_of(join_node(heads, first.values + second.values, gaps[0], gaps[1:]))
+
+
+def _node(blocks: Mapping[bytes, bytes], cid: bytes, layer: int, limits: Limits) -> Node:
+    block = blocks.get(cid)
+    if block is None:
+        raise _MissingNodeError(cid)
+    node = decode_node(block, limits)
+    check_layer(node, layer)
+    return node
 
 
 def _heads(keys: Sequence[bytes], at: int, count: int) -> list[bytes]:

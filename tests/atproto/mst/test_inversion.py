@@ -167,7 +167,7 @@ def test_most_single_operations_are_undone_in_place(monkeypatch: pytest.MonkeyPa
             after = edited(before, edits)
             root, blocks = oracle.build(after)
             assert undo(blocks, root, oracle.difference(before, after), prev_data).verdict is Verdict.OK
-    assert seen[True] > 2 * seen[False] > 0
+    assert seen[True] > 5 * seen[False] > 0, seen
 
 
 def test_an_empty_commit_needs_no_blocks() -> None:
