@@ -106,6 +106,8 @@ async def _through_daemons(world: World, plan: Plan, database: Database, load: L
             for index in range(plan.shards)
         ]
         await load.subscribed(plan.shards)
+        for daemon in daemons:
+            await daemon.counted()
         watching = await stack.enter_async_context(watch(database.dsn, world, daemons))
         parts = {"daemon": [daemon.process.pid for daemon in daemons], "Postgres": [database.pid]}
         parts["load"] = [load.process.pid]

@@ -130,6 +130,12 @@ class Daemon:
             for sample in family.samples
         }
 
+    async def counted(self) -> None:
+        """Waits until it has counted the repos, which reads them all: at the start, then a hundredth of the time."""
+        while not (await self.metrics())["indexer_repos synchronized"]:
+            self.check()
+            await asyncio.sleep(0.1)
+
     async def stop(self) -> None:
         """Asks it to drain and end; raises `BenchmarkError` if it doesn't do so in good order."""
         self.process.send_signal(signal.SIGTERM)
