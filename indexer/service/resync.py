@@ -16,7 +16,7 @@ from time import time
 import structlog
 
 from indexer.atproto.record import Problem
-from indexer.atproto.syntax import split_path, tid_micros
+from indexer.atproto.syntax import tid_micros
 from indexer.errors import UnavailableError, UpstreamError
 from indexer.identity import Identities, Known
 from indexer.metrics import Metrics
@@ -216,7 +216,7 @@ class Resync:
     def _change(self, difference: Difference, snapshot: Snapshot) -> RecordChange | None:
         path, old, new = difference
         if new is None:
-            collection, rkey = split_path(path.decode())
+            collection, _, rkey = path.decode().partition("/")
             return RecordChange("delete", collection, rkey, snapshot.head.rev)
         block = snapshot.block_of(new)
         if block is None and old == without_value(new):

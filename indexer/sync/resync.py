@@ -11,7 +11,7 @@ from indexer.errors import BrokenInvariantError, UnavailableError
 from indexer.reasons import Desync, Rejection
 from indexer.sync.backoff import backoff_seconds
 from indexer.sync.batch import DEAD_LETTER_BYTES
-from indexer.sync.events import CommitEvent, SyncEvent
+from indexer.sync.events import CommitEvent, MalformedEvent, SyncEvent
 from indexer.sync.frames import decode_frame
 from indexer.sync.plan import Batch, DeadLetter, KeptEvent, NeedsKey, Plan, RecordChange, RepoWrite
 from indexer.sync.planning import Ground, Signer, desynchronize, plan_event, synchronize
@@ -44,17 +44,22 @@ def plan_completion(claimed: Repo, head: Head, kept: Iterable[KeptEvent], signer
 
 def _drain(repo: Repo, kept: KeptEvent, signer: Signer, ground: Ground) -> tuple[Plan, DeadLetter | None]:
     event = decode_frame(kept.frame, ground.policy.limits)
+    if isinstance(event, MalformedEvent):  # by limits that were wider when it came
+        return Plan(repo, Outcome.REJECTED), _letter(repo, kept, event.type, event.reason, event.detail)
     if not isinstance(event, CommitEvent | SyncEvent):
         raise BrokenInvariantError(f"{repo.did}: a frame was kept that is no commit and no #sync")
     plan = plan_event(repo, event, 0, signer, ground)
     if isinstance(plan, NeedsKey):
         raise BrokenInvariantError(f"{repo.did}: a final signer that another one is wanted for")
     if isinstance(plan.why, Rejection):
-        frame = kept.frame[:DEAD_LETTER_BYTES]
-        return plan, DeadLetter(kept.relay, kept.seq, repo.did, event.kind, plan.why, plan.detail, frame)
+        return plan, _letter(repo, kept, event.kind, plan.why, plan.detail)
     if plan.outcome is Outcome.DESYNCHRONIZED and plan.why is Desync.CHAIN_BREAK:
         return replace(plan, repo=replace(plan.repo, reason=Desync.DRAIN_BREAK)), None
     return plan, None
+
+
+def _letter(repo: Repo, kept: KeptEvent, kind: str, reason: Rejection, detail: str) -> DeadLetter:
+    return DeadLetter(kept.relay, kept.seq, repo.did, kind, reason, detail, kept.frame[:DEAD_LETTER_BYTES])
 
 
 def plan_failure(repo: Repo, claimed: Repo, failure: UnavailableError, now: float) -> Repo:

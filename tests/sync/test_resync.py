@@ -3,6 +3,7 @@ from dataclasses import replace
 import pytest
 
 from indexer.atproto.crypto import PrivateKey
+from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.errors import UnavailableError
 from indexer.localnet.repo import Write
 from indexer.reasons import Desync, FetchFailure, Rejection
@@ -106,6 +107,18 @@ def test_a_kept_event_that_turns_out_to_be_at_fault_is_refused_and_the_others_ar
     assert letter.frame == frame("commit", damaged)
     [write] = batch.writes
     assert (write.repo.status, write.repo.reason) == (SyncStatus.DESYNCHRONIZED, Desync.SYNC_EVENT)
+
+
+def test_a_kept_event_over_limits_that_have_become_tighter_is_refused_and_missed() -> None:
+    ann = Person()
+    head = head_of(ann)
+    payload = ann.post("kept")
+    events = [KeptEvent(ann.did, RELAY, 7, frame("commit", payload))]
+    ground = replace(GROUND, policy=replace(GROUND.policy, limits=replace(DEFAULT_LIMITS, frame_bytes=100)))
+    batch = plan_completion(claimed(ann, seen_rev=payload["rev"]), head, events, ann.signer, ground)
+    assert [(letter.seq, letter.reason) for letter in batch.dead_letters] == [(7, Rejection.FRAME_TOO_LARGE)]
+    [write] = batch.writes
+    assert (write.repo.status, write.repo.reason) == (SyncStatus.DESYNCHRONIZED, Desync.STALE_EXPORT)
 
 
 def test_a_repo_that_was_away_during_its_resync_is_fetched_again() -> None:
