@@ -72,6 +72,12 @@ class Contested(Behind):
         await super().happen(where)
 
 
+async def resync(world: World) -> None:
+    """One attempt, by a worker of its own."""
+    async with world.worker() as worker:
+        assert await worker.attempt()
+
+
 async def whole(world: World, sql: asyncpg.Connection) -> bool:
     rows = await sql.fetch("select collection || '/' || rkey from indexer.record where did = $1", world.owner.did)
     return {path for (path,) in rows} == world.owner.history[world.owner.rev].keys()
@@ -84,8 +90,7 @@ async def test_a_resync_that_was_asked_for_compares_every_record(
     world = Damaged(database, store, sql, tmp_path, "ada")
     await world.begin()
     assert not await whole(world, sql)
-    async with world.worker() as worker:
-        assert await worker.attempt()
+    await resync(world)
     assert await whole(world, sql)
 
 
@@ -105,8 +110,7 @@ async def test_what_ends_a_resync_early_doesnt_end_the_doubt(
         await world.live.deliver([received("account", away), received("account", back)])
     repo = (await store.repos([world.owner.did]))[world.owner.did]
     assert repo.reason is Desync.REQUESTED
-    async with world.worker() as worker:
-        assert await worker.attempt()
+    await resync(world)
     assert await whole(world, sql)
 
 
@@ -116,13 +120,11 @@ async def test_equal_heads_end_a_resync_and_what_came_meanwhile_is_kept(
     world = Behind(database, store, sql, tmp_path, "ada")
     world.lag = 0
     await world.begin()
-    async with world.worker() as worker:
-        assert await worker.attempt()
+    await resync(world)
     away, back = world.owner.account(active=False), world.owner.account(active=True)
     await world.live.deliver([received("account", away), received("account", back)])
     world.heard_at = "latest commit answered"
-    async with world.worker() as worker:
-        assert await worker.attempt()
+    await resync(world)
     assert world.live.outcomes[Outcome.BUFFERED] == 1
     assert world.results == {"synchronized": 1, "unchanged": 1}
     assert await whole(world, sql)
@@ -135,13 +137,11 @@ async def test_a_mirror_behind_our_own_state(
     world = Behind(database, store, sql, tmp_path, "ada")
     world.lag = 0
     await world.begin()
-    async with world.worker() as worker:
-        assert await worker.attempt()
+    await resync(world)
     await world.hear()
     world.lag = 1
     await store.mark_resync([world.owner.did])
-    async with world.worker() as worker:
-        assert await worker.attempt()
+    await resync(world)
     assert await whole(world, sql)
     assert world.results == {"synchronized": 2}
 
@@ -153,8 +153,7 @@ async def test_a_mirror_behind_a_commit_that_was_ignored(
     await world.begin()
     world.directory.ask()
     await world.hear()
-    async with world.worker() as worker:
-        assert await worker.attempt()
+    await resync(world)
     assert await whole(world, sql)
     assert world.results == {"synchronized": 1}
 
@@ -167,8 +166,7 @@ async def test_a_mirror_behind_a_commit_that_was_ignored_unchecked(
     await world.begin()
     await world.hear()
     assert (await store.repos([world.owner.did]))[world.owner.did].heard_rev == world.owner.rev
-    async with world.worker() as worker:
-        assert await worker.attempt()
+    await resync(world)
     assert await whole(world, sql)
     assert (await store.repos([world.owner.did]))[world.owner.did].heard_rev is None
 
@@ -180,10 +178,8 @@ async def test_a_worker_that_lost_its_claim_writes_nothing_more(
     monkeypatch.setattr("indexer.service.resync.CHUNK", 1)
     world = Contested(database, store, sql, tmp_path, "ada")
     await world.begin()
-    async with world.worker() as worker:
-        assert await worker.attempt()
+    await resync(world)
     assert world.results == {"lost": 1}
     assert world.written == 1
-    async with world.worker() as worker:
-        assert await worker.attempt()
+    await resync(world)
     assert await whole(world, sql)
