@@ -6,6 +6,7 @@ writers take their locks in one order.
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from indexer.store.feed import log_changes
 from indexer.store.rows import (
@@ -167,10 +168,7 @@ async def write_records(connection: Connection, changes: Sequence[tuple[str, Rec
     puts = [(key, last[key]) for key in sorted(last) if last[key].action != "delete"]
     deletes = [key for key in sorted(last) if last[key].action == "delete"]
     if puts:
-        records = [
-            (*key, bucket_of(key[0]), change.cid, change.rev, change.value, change.problem, change.original)
-            for key, change in puts
-        ]
+        records = [_record(did, change) for (did, *_), change in puts]
         [counts] = await connection.fetch(_PUT_RECORDS, *columns_of(records, _RECORD))
         found.update(dict(counts))
     if deletes:
@@ -180,6 +178,11 @@ async def write_records(connection: Connection, changes: Sequence[tuple[str, Rec
     return found
 
 
+def _record(did: str, new: RecordChange) -> tuple[Any, ...]:
+    """As `_RECORD` has it."""
+    return (did, new.collection, new.rkey, bucket_of(did), new.cid, new.rev, new.value, new.problem, new.original)
+
+
 async def create_records(connection: Connection, did: str, creates: Sequence[RecordChange]) -> None:
     """Records of which none is there, by COPY: a third of the time that `write_records` takes.
 
@@ -187,11 +190,7 @@ async def create_records(connection: Connection, did: str, creates: Sequence[Rec
     """
     if not creates:
         return
-    bucket = bucket_of(did)
-    records = [
-        (did, new.collection, new.rkey, bucket, new.cid, new.rev, new.value, new.problem, new.original)
-        for new in creates
-    ]
+    records = [_record(did, change) for change in creates]
     async with connection.transaction():
         await connection.copy_records_to_table("record", schema_name="indexer", columns=_RECORD, records=records)
 

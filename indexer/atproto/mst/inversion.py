@@ -112,6 +112,13 @@ class _MissingNodeError(Exception):
         self.cid = cid
 
 
+def _load(blocks: Mapping[bytes, bytes], cid: bytes, limits: Limits) -> Node:
+    block = blocks.get(cid)
+    if block is None:
+        raise _MissingNodeError(cid)
+    return decode_node(block, limits)
+
+
 class _PartialTree:
     """The commit's tree as far as its nodes came with it, each decoded once.
 
@@ -129,10 +136,7 @@ class _PartialTree:
     def _load(self, cid: bytes) -> Node:
         node = self._nodes.get(cid)
         if node is None:
-            block = self._blocks.get(cid)
-            if block is None:
-                raise _MissingNodeError(cid)
-            node = self._nodes[cid] = decode_node(block, self._limits)
+            node = self._nodes[cid] = _load(self._blocks, cid, self._limits)
         return node
 
     def node(self, cid: bytes, layer: int) -> Node:
@@ -227,21 +231,14 @@ def _joined(
     """The subtree that two on `layer` become once the key between them is gone. Raises `_MissingNodeError`."""
     if left is None or right is None:
         return left or right
-    first, second = _node(blocks, left, layer, limits), _node(blocks, right, layer, limits)
+    first, second = _load(blocks, left, limits), _load(blocks, right, limits)
+    check_layer(first, layer)
+    check_layer(second, layer)
     at = len(first.keys)
     heads = [*first.heads, *_heads([*first.keys, *second.keys], at, 1), *second.heads[1:]]
     gaps = [first.left, *first.trees, *second.trees]
     gaps[at] = _joined(blocks, gaps[at], second.left, layer - 1, limits)
     return cid_of(join_node(heads, first.values + second.values, gaps[0], gaps[1:]))
-
-
-def _node(blocks: Mapping[bytes, bytes], cid: bytes, layer: int, limits: Limits) -> Node:
-    block = blocks.get(cid)
-    if block is None:
-        raise _MissingNodeError(cid)
-    node = decode_node(block, limits)
-    check_layer(node, layer)
-    return node
 
 
 def _heads(keys: Sequence[bytes], at: int, count: int) -> list[bytes]:
