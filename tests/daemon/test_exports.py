@@ -65,6 +65,7 @@ async def test_an_export_that_fails_changes_nothing(
         assert row["last_error"].split(":")[0] == result
         assert row["wait"] == inf if result == "repo-not-found" else 80 < row["wait"] < 160
         await stage.healed(account)  # by hand: by itself it would be tried again at that time
+        await stage.counted(0, "resync", result="synchronized")
         assert stage.metric("resync", result="synchronized") == 1
         assert (await stage.repo(account))["last_error"] is None
         assert not list((tmp_path / "spool").iterdir())
@@ -145,6 +146,7 @@ async def test_the_next_source_is_asked(database: str, tmp_path: Path) -> None:
         assert fault.fired == 1
         assert stage.network.relay.requests[GET_REPO] == 1
         assert account.pds.requests[GET_REPO] == 2
+        await stage.counted(0, "resync", result="synchronized")
         assert stage.metric("resync", result="synchronized") == 1
 
 
@@ -234,6 +236,7 @@ async def test_commits_during_a_resync_are_kept_and_drained(database: str, tmp_p
         assert kept == 3
         assert (await stage.repo(account))["status"] == "in-progress"
         await stage.equal()
+        await stage.counted(0, "resync", result="synchronized")
         assert stage.metric("resync", result="synchronized") == 1
         assert stage.exports == 1
         live = {action: stage.metric("record_changes", action=action, live="true") for action in ("update", "delete")}
@@ -297,6 +300,7 @@ async def test_stopped_during_a_resync(database: str, tmp_path: Path) -> None:
         assert row["next_attempt_at"] is None
         async with staged(database, tmp_path, network) as stage:
             await stage.equal()
+            await stage.counted(0, "resync", result="synchronized")
             assert stage.metric("resync", result="synchronized") == 1
         await assert_nothing_doubled(database)
 
