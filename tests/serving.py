@@ -57,10 +57,10 @@ async def until(condition: Callable[[], Awaitable[bool] | bool], otherwise: Call
 
 
 async def saved(running: Daemon, relay_url: str, seq: int) -> None:
-    """Waits until the database's own cursor has reached `seq`."""
+    """Waits until the database's own cursor has reached `seq`, and the metrics count what was written."""
 
     async def reached() -> bool:
         cursor = await running.store.cursor(relay_url, "0/1")
-        return cursor is not None and cursor >= seq
+        return cursor is not None and cursor >= seq and (running.place.watermark.position or 0) >= seq
 
     await until(reached, lambda: f"cursor at {running.place.watermark.position}, wanted {seq}: {running.status()}")
