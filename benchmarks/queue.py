@@ -18,7 +18,7 @@ import asyncpg
 
 from indexer.store import Store, embedded
 from indexer.store.migrate import migrate
-from indexer.store.resync import CLAIM
+from indexer.store.resync import DUE
 from indexer.sync.shard import BUCKETS
 
 CHUNK = 500_000
@@ -49,15 +49,20 @@ async def fill(connection: asyncpg.Connection, repos: int) -> None:
     print(f"\r{repos:,} repos, {size / repos:.0f} bytes each with their indexes")
 
 
-async def measure(store: Store, count: int, buckets: range) -> list[float]:
-    """Milliseconds of each of `ROUNDS` claims of so many repos."""
-    times = []
-    for _ in range(ROUNDS):
-        began = perf_counter()
-        claimed = await store.claim(count, buckets, 120.0, time())
-        times.append(1_000 * (perf_counter() - began))
-        assert len(claimed) == count, "the queue is empty"
-    return times
+async def measure(store: Store, count: int, buckets: range, hands: int) -> tuple[list[float], int]:
+    """Milliseconds of each of `ROUNDS` claims of so many repos, so many at a time; and how many came back with less."""
+    times, short = [], 0
+
+    async def claim(rounds: int) -> None:
+        nonlocal short
+        for _ in range(rounds):
+            began = perf_counter()
+            claimed = await store.claim(count, buckets, 120.0, time())
+            times.append(1_000 * (perf_counter() - began))
+            short += len(claimed) < count
+
+    await asyncio.gather(*(claim(ROUNDS // hands) for _ in range(hands)))
+    return sorted(times), short
 
 
 async def main(repos: int, *, plan: bool) -> None:
@@ -67,16 +72,16 @@ async def main(repos: int, *, plan: bool) -> None:
             connection = await asyncpg.connect(dsn)
             await fill(connection, repos)
             store = await Store.open(dsn)
-            for count in (1, 8, 256):
+            for count, hands in ((1, 1), (8, 1), (256, 1), (1, 8), (8, 8)):
                 for name, buckets in (("all buckets", range(BUCKETS)), ("a shard of 16", range(16))):
-                    times = sorted(await measure(store, count, buckets))
+                    times, short = await measure(store, count, buckets, hands)
                     print(
-                        f"claim of {count:3} from {name:14} median {statistics.median(times):7.2f} ms"
-                        f"   p99 {times[int(len(times) * 0.99)]:7.2f} ms"
+                        f"claim of {count:3} from {name:13} {hands} at a time: median {statistics.median(times):6.2f} ms"
+                        f"   p99 {times[int(len(times) * 0.99)]:6.2f} ms   {short} of {len(times)} got less"
                     )
             if plan:
                 rows = await connection.fetch(
-                    f"explain (analyze, buffers, costs off) {CLAIM}", 8, list(range(BUCKETS)), time(), time() + 120
+                    f"explain (analyze, buffers, costs off) {DUE}", 8, list(range(BUCKETS)), time(), 77
                 )
                 print("\n".join(row[0] for row in rows))
             await store.close()
@@ -86,6 +91,6 @@ async def main(repos: int, *, plan: bool) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repos", type=int, default=15_000_000)
-    parser.add_argument("--plan", action="store_true", help="show the plan of a claim")
+    parser.add_argument("--plan", action="store_true", help="show the plan of the look for what is due")
     arguments = parser.parse_args()
     asyncio.run(main(arguments.repos, plan=arguments.plan))

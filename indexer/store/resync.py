@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
+from random import randrange
 
 from asyncpg import Record as Row
 from asyncpg import UniqueViolationError
@@ -17,38 +18,41 @@ from indexer.sync.feed import record_changes
 from indexer.sync.plan import Batch, KeptEvent, RecordChange, RepoWrite
 from indexer.sync.planning import desynchronize, woken
 from indexer.sync.repo import Repo, SyncStatus
-from indexer.sync.shard import bucket_of
+from indexer.sync.shard import BUCKETS, bucket_of
 
 CHUNK = 5_000
 MARKED_AT_ONCE = 500
 
 
-# Bucket by bucket, what is due first, and no more of it than may be claimed: so the index is asked for a few rows and
-# never read through, whatever waits in it for later or for other shards. Repos that we have shown before go first:
-# they are wrong by now, not just missing. Some spare ones are looked up, as others claim at the same moment. Arrays
-# and no joins, because the planner takes an unknown limit for a tenth of the table, and would read all of it.
-_SPARE = 3
+# The head of each queue, and no more of it than may be claimed: so the index is asked for a few rows and never read
+# through, whatever waits in it for later or for other shards. Repos that we have shown before go first: they are wrong
+# by now, not just missing. The exclusive or gives each look an order of buckets of its own: those who look at the same
+# moment rarely find the same.
 _DUE_AT = "coalesce(next_attempt_at, '-infinity'::timestamptz)"
-CLAIM = f"""
-    with due as materialized (
-        select next.* from unnest(array[false, true]) as c(cold), unnest($2::smallint[]) as b(bucket), lateral (
-            select did, bucket, cold, {_DUE_AT} as at from indexer.repo
-            where bucket = b.bucket and cold = c.cold and status = 'desynchronized' and active
-                and {_DUE_AT} <= to_timestamp($3)
-            order by {_DUE_AT} limit $1::bigint + {_SPARE}
-        ) as next
-        order by next.cold, next.at limit $1::bigint + {_SPARE}
-    ), held as materialized (
-        select did, bucket from indexer.repo
-        where did = any(array(select did from due)) and bucket = any(array(select bucket from due))
-            and status = 'desynchronized' and active
-        order by array_position(array(select did from due), did) limit $1::bigint for update skip locked
+_WAITS = f"status = 'desynchronized' and active and {_DUE_AT} <= to_timestamp($3)"
+DUE = f"""
+    select due.did, due.bucket
+    from (
+        select bucket, cold, bucket # $4::smallint as place from indexer.queue
+        where bucket = any($2::smallint[]) order by cold, place
+    ) q, lateral (
+        select did, bucket, {_DUE_AT} as at from indexer.repo r
+        where r.bucket = q.bucket and r.cold = q.cold and {_WAITS}
+        order by {_DUE_AT} limit $1
+    ) due
+    order by q.cold, q.place, due.at limit $1
+"""
+
+# Nothing was locked: whoever is first has it.
+_CLAIM = f"""
+    with claimed as (
+        update indexer.repo
+        set status = 'in-progress', lease = lease + 1, version = version + 1, lease_until = to_timestamp($4),
+            updated_at = now()
+        where did = any($1::text[]) and bucket = any($2::smallint[]) and {_WAITS}
+        returning *
     )
-    update indexer.repo r
-    set status = 'in-progress', lease = r.lease + 1, version = r.version + 1, lease_until = to_timestamp($4),
-        updated_at = now()
-    where r.did = any(array(select did from held)) and r.bucket = any(array(select bucket from held))
-    returning {repo_columns("r")}
+    select {repo_columns("claimed")} from claimed order by cold, next_attempt_at nulls first
 """
 
 _RENEW = """
@@ -57,7 +61,7 @@ _RENEW = """
     returning true
 """
 
-# Here and in the next two nothing is locked: what is written is compared and set, so what has moved is passed over.
+# Nor is anything here and in the next two: what is written is compared and set, so what has moved is passed over.
 _EXPIRED = f"""
     select {repo_columns("r")} from indexer.repo r
     where status = 'in-progress' and lease_until < to_timestamp($1) and bucket = any($2::smallint[])
@@ -114,7 +118,11 @@ _STORED = f"""
 
 
 async def claim(connection: Connection, count: int, buckets: range, until: float, now: float) -> list[Repo]:
-    rows = await connection.fetch(CLAIM, count, list(buckets), now, until)
+    due = await connection.fetch(DUE, count, list(buckets), now, randrange(BUCKETS))  # noqa: S311 - spread, not secrecy
+    if not due:
+        return []
+    dids, of = sorted(row["did"] for row in due), sorted({row["bucket"] for row in due})
+    rows = await connection.fetch(_CLAIM, dids, of, now, until)
     return [repo_of(row) for row in rows]
 
 

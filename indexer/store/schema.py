@@ -78,6 +78,13 @@ repo = Table(
 Index("repo_erasures", repo.c.erase_at, postgresql_where=text("erase_at is not null"))
 Index("repo_leases", repo.c.lease_until, postgresql_where=text("status = 'in-progress'"))
 
+queue = Table(
+    "queue",
+    metadata,
+    Column("bucket", SmallInteger, primary_key=True, autoincrement=False),
+    Column("cold", Boolean, primary_key=True),
+)
+
 record = Table(
     "record",
     metadata,

@@ -95,7 +95,8 @@ class Statement:
     def buckets(self) -> dict[tuple[Level, str], frozenset[Term]]:
         """Of each table, by level and alias: all that the statement says its bucket is equal to."""
         groups = [frozenset[Term]({(level, alias)}) for level in self.levels for alias in level.items]
-        for left, right in (pair for level in self.levels for pair in _equalities(level)):
+        pairs = (pair for level in self.levels for pair in (*_equalities(level), *_derived(level, self.levels)))
+        for left, right in pairs:
             if left is not None and right is not None:
                 touched = [group for group in groups if left in group or right in group]
                 groups = [group for group in groups if group not in touched]
@@ -193,6 +194,16 @@ def _equalities(level: Level) -> Iterator[tuple[Term | None, Term | None]]:
         if {"String": {"sval": "bucket"}} in join.get("usingClause", ()):
             first, *others = Level("SelectStmt", {"fromClause": [{"JoinExpr": join}]}, None).items
             yield from (((level, first), (level, other)) for other in others)
+
+
+def _derived(level: Level, levels: list[Level]) -> Iterator[tuple[Term, Term | None]]:
+    """Buckets of sub-queries in FROM, each with that which it is of."""
+    for query in (source["RangeSubselect"] for source in level.sources if "RangeSubselect" in source):
+        [inner] = [inner for inner in levels if inner.node is query["subquery"]["SelectStmt"]]
+        for column in nodes(inner.node.get("targetList"), "ResTarget", LEVELS):
+            of = _column(inner, column["val"]["ColumnRef"]) if "ColumnRef" in column["val"] else None
+            if of is not None and column.get("name", "bucket") == "bucket":
+                yield (level, query["alias"]["aliasname"]), of
 
 
 def sources() -> dict[str, str]:

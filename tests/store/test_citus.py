@@ -215,11 +215,12 @@ def sizes_are_not_asked(statement: Statement, schema: Schema) -> bool:
 
 
 def limits_are_not_lateral(statement: Statement, schema: Schema) -> bool:
-    """Planner: no LIMIT for each row of what is not distributed, as of an array, but within one bucket."""
+    """Planner: no LIMIT for each row of something, as of an array, but of a distributed table and by its bucket."""
     for level, group in spread_items(statement, schema):
         names = {ref["fields"][0].get("String", {}).get("sval") for ref in nodes(level.node, "ColumnRef")}
-        of = {around.items.get(name) for name in names - level.items.keys() for around in level.around}
-        if "limitCount" in level.node and "" in of and not is_one(group):
+        lateral = any(names & around.items.keys() - level.items.keys() for around in level.around)
+        others = [of.items[alias] for of, alias in group if isinstance(of, Level) and of is not level]
+        if "limitCount" in level.node and lateral and not is_one(group) and not schema.spread.intersection(others):
             return False
     return True
 
@@ -290,12 +291,19 @@ RULES: dict[Callable[[Statement, Schema], bool], tuple[str, ...]] = {
     sizes_are_not_asked: ("select pg_table_size('indexer.repo')", "explain select from indexer.repo where bucket = $1"),
     limits_are_not_lateral: (
         "select from unnest($1) b(bucket), lateral (select from indexer.repo r where r.bucket = b.bucket limit 1) one",
+        "select from indexer.queue q, lateral (select from indexer.repo r where r.cold = q.cold limit 1) one",
+        "select from (select 1 as bucket) q, lateral (select from indexer.repo r where r.bucket = q.bucket limit 1) o",
     ),
     recursion_is_of_one_bucket: (
         "with recursive c as (select from indexer.repo where bucket = any($1) union select from c) select from c",
     ),
 }
 GOOD = (
+    """
+    select from (select bucket from indexer.queue where bucket = any($1)) q, lateral (
+        select from indexer.repo r where r.bucket = q.bucket limit 1
+    ) one
+    """,
     "select did from indexer.repo r where bucket = $1 and did > $2 order by did limit 1 for update skip locked",
     "update indexer.repo r set updated_at = now() where bucket = any($1::smallint[]) and attempts < $2 returning did",
     "with a as (delete from indexer.repo where bucket = $1 returning *) select date_part('day', erase_at) from a",
@@ -304,7 +312,6 @@ GOOD = (
 SHARDS = "works, at the cost of every shard"
 FACE = "works, at the cost of every shard; a column bucket at the end of the view would say which one"
 EXCEPTIONS = {
-    locks_are_of_one_bucket: {"resync.CLAIM": "bucket by bucket"},
     buckets_are_named: {
         "export._ESTIMATE": "see sizes",
         "export._EXPORT": SHARDS,
@@ -315,14 +322,11 @@ EXCEPTIONS = {
         "queries._RECORD": FACE,
         "queries.visible_records": FACE,
         "queries.visible_repos": SHARDS,
-        "resync.CLAIM": "bucket by bucket",
     },
-    writes_are_pure: {"resync.CLAIM": "return plain columns to a WITH, and make seconds of them outside"},
     sizes_are_not_asked: {
         "export._ESTIMATE": "citus_shards has the sizes; now it says what the planner makes up",
         "queries._COUNT_RECORDS": "citus_shards has the sizes; now it says none",
     },
-    limits_are_not_lateral: {"resync.CLAIM": "bucket by bucket"},
 }
 
 

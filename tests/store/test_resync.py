@@ -2,6 +2,7 @@ import asyncio
 import random
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from time import time
 
 import asyncpg
@@ -14,11 +15,11 @@ from indexer.errors import BrokenInvariantError
 from indexer.reasons import Desync
 from indexer.store import Store
 from indexer.store import resync as resync_module
-from indexer.store.resync import in_path_order
+from indexer.store.resync import DUE, in_path_order
 from indexer.sync.diff import Diff, Difference
 from indexer.sync.plan import Batch, KeptEvent, RecordChange, RepoWrite
 from indexer.sync.repo import PARKED, Repo, SyncStatus
-from indexer.sync.shard import Shard
+from indexer.sync.shard import Shard, bucket_of
 from tests.serving import until
 from tests.store.following import connected
 from tests.store.rows import delete, did, head, held_up, in_progress, insert, put, synchronized
@@ -45,25 +46,56 @@ async def stored(store: Store, claimed: Repo) -> list[tuple[bytes, bytes]]:
         return [entry async for chunk in transaction.stored() for entry in chunk]
 
 
-async def test_claims_go_to_what_is_due_and_what_was_shown_before_first(store: Store) -> None:
+def of_bucket(bucket: int, name: str) -> str:
+    """A name like it whose DID is of this bucket."""
+    return next(like for like in (f"{name} {n}" for n in count()) if bucket_of(did(like)) == bucket)
+
+
+async def test_claims_go_to_what_was_shown_before_and_what_is_due_first(store: Store) -> None:
+    """The first within a bucket; of what was shown, first among all of them."""
+    names = ["at once", "due", "later", "known, due", "known, due before", "known, later", "parked", "away", "whole"]
+    of = {name: of_bucket(200, name) for name in names}
     await insert(
         store,
-        waiting("new, at once"),
-        waiting("new, due", next_attempt_at=99.0),
-        waiting("new, later", next_attempt_at=101.0),
-        waiting("known, due", next_attempt_at=99.5, head=head()),
-        waiting("known, due before", next_attempt_at=98.0, head=head()),
-        waiting("known, later", next_attempt_at=101.0, head=head()),
-        waiting("parked", next_attempt_at=PARKED),
-        waiting("inactive", active=False),
-        synchronized("synchronized"),
+        waiting(of["at once"]),
+        waiting(of["due"], next_attempt_at=99.0),
+        waiting(of["later"], next_attempt_at=101.0),
+        waiting(of["known, due"], next_attempt_at=99.5, head=head()),
+        waiting(of["known, due before"], next_attempt_at=98.0, head=head()),
+        waiting(of["known, later"], next_attempt_at=101.0, head=head()),
+        waiting(of["parked"], next_attempt_at=PARKED),
+        waiting(of["away"], active=False),
+        synchronized(of["whole"]),
     )
-    claims = [await store.claim(1, ALL, 10.0, 100.0) for _ in range(5)]
-    expected = ["known, due before", "known, due", "new, at once", "new, due"]
-    assert [[repo.did for repo in claim] for claim in claims] == [[did(name)] for name in expected] + [[]]
-    claimed = claims[2][0]
-    assert claimed == waiting("new, at once", version=2, status=SyncStatus.IN_PROGRESS, lease=1)
+    others = [waiting(of_bucket(bucket, "new")) for bucket in range(0, 200, 10)]
+    await insert(store, *others)
+    known = [await store.claim(1, ALL, 10.0, 100.0) for _ in range(2)]
+    assert [[repo.did for repo in claim] for claim in known] == [
+        [did(of["known, due before"])],
+        [did(of["known, due"])],
+    ]
+    new = [repo for _ in range(22) for repo in await store.claim(1, ALL, 10.0, 100.0)]
+    assert {repo.did for repo in new} == {*(repo.did for repo in others), did(of["at once"]), did(of["due"])}
+    assert [repo.did for repo in new if bucket_of(repo.did) == 200] == [did(of["at once"]), did(of["due"])]
+    assert await store.claim(1, ALL, 10.0, 100.0) == []
+    claimed = next(repo for repo in new if repo.did == did(of["at once"]))
+    assert claimed == waiting(of["at once"], version=2, status=SyncStatus.IN_PROGRESS, lease=1)
     assert await store.repos([claimed.did]) == {claimed.did: claimed}
+
+
+async def test_a_claim_of_several_takes_what_was_shown_before_all_else(store: Store) -> None:
+    known = [waiting(of_bucket(bucket, "known"), head=head()) for bucket in (3, 77, 250)]
+    await insert(store, *known, *[waiting(n) for n in range(40)])
+    claimed = await store.claim(5, ALL, 10.0, 100.0)
+    assert [repo.head is not None for repo in claimed] == [True, True, True, False, False]
+
+
+async def test_those_who_look_at_the_same_moment_find_others(store: Store, sql: asyncpg.Connection) -> None:
+    """One of each bucket: whatever order a look has, it has all of them, and no two orders begin alike."""
+    await insert(store, *[waiting(of_bucket(bucket, "new")) for bucket in range(0, 256, 8)])
+    looks = [[row["bucket"] for row in await sql.fetch(DUE, 32, list(ALL), 100.0, place)] for place in range(0, 256, 8)]
+    assert all(sorted(look) == list(range(0, 256, 8)) for look in looks)
+    assert len({look[0] for look in looks}) == 32
 
 
 async def test_workers_never_claim_the_same(store: Store) -> None:
