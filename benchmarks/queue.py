@@ -76,8 +76,9 @@ async def main(repos: int, *, plan: bool) -> None:
                 for name, buckets in (("all buckets", range(BUCKETS)), ("a shard of 16", range(16))):
                     times, short = await measure(store, count, buckets, hands)
                     print(
-                        f"claim of {count:3} from {name:13} {hands} at a time: median {statistics.median(times):6.2f} ms"
-                        f"   p99 {times[int(len(times) * 0.99)]:6.2f} ms   {short} of {len(times)} got less"
+                        f"claim of {count:3} from {name:13} {hands} at a time   "
+                        f"median {statistics.median(times):6.2f} ms   p99 {times[int(len(times) * 0.99)]:6.2f} ms   "
+                        f"{short} of {len(times)} got less"
                     )
             if plan:
                 rows = await connection.fetch(
