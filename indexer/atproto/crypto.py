@@ -3,6 +3,7 @@
 A signature is the 64 bytes r‖s over the SHA-256 of the message, with s in the lower half of the curve's order.
 """
 
+from functools import lru_cache
 from hashlib import sha256
 from typing import Literal, Self
 
@@ -37,9 +38,12 @@ _K256 = GLOBAL_CONTEXT.ctx
 
 
 class PublicKey:
-    """A parsed key: parse once, verify often. Verifying on secp256k1 releases the interpreter's lock."""
+    """A parsed key: parse once, verify often. Verifying on secp256k1 releases the interpreter's lock.
 
-    __slots__ = ("_key", "_native", "compressed", "curve")
+    Nothing but bytes, as hundreds of thousands are kept: 64 in libsecp256k1's own form, or a point of P-256.
+    """
+
+    __slots__ = ("_parsed", "compressed", "curve")
 
     def __init__(self, curve: Curve, point: bytes) -> None:
         """`point` is 33 bytes compressed or 65 uncompressed; raises `UpstreamError` if it is on no curve."""
@@ -48,12 +52,12 @@ class PublicKey:
         self.curve = curve
         try:
             if curve == "k256":
-                self._key = Secp256k1PublicKey(point)
-                self._native = self._key.public_key
-                self.compressed = self._key.format(compressed=True)
+                key = Secp256k1PublicKey(point)
+                self.compressed = key.format(compressed=True)
+                self._parsed = bytes(ffi.buffer(key.public_key))
             else:
-                self._native = ec.EllipticCurvePublicKey.from_encoded_point(ec.SECP256R1(), point)
-                self.compressed = self._native.public_bytes(Encoding.X962, PublicFormat.CompressedPoint)
+                self.compressed = _p256(point).public_bytes(Encoding.X962, PublicFormat.CompressedPoint)
+                self._parsed = self.compressed
         except (ValueError, TypeError) as error:
             raise UpstreamError(Rejection.NO_SIGNING_KEY, f"not a point of {curve}: {error}") from None
 
@@ -77,14 +81,15 @@ class PublicKey:
         parsed = ffi.new("secp256k1_ecdsa_signature *")
         if not lib.secp256k1_ecdsa_signature_parse_compact(_K256, parsed, sig):
             return False
-        return bool(lib.secp256k1_ecdsa_verify(_K256, parsed, digest, self._native))  # refuses high-S itself
+        key = ffi.from_buffer("secp256k1_pubkey *", self._parsed)
+        return bool(lib.secp256k1_ecdsa_verify(_K256, parsed, digest, key))  # refuses high-S itself
 
     def _verify_p256(self, sig: bytes, digest: bytes) -> bool:
         r, s = int.from_bytes(sig[:32], "big"), int.from_bytes(sig[32:], "big")
         if not (0 < r < _P256_ORDER and 0 < s <= _P256_ORDER // 2):
             return False
         try:
-            self._native.verify(encode_dss_signature(r, s), digest, _PREHASHED)
+            _p256(self._parsed).verify(encode_dss_signature(r, s), digest, _PREHASHED)
         except InvalidSignature:
             return False
         return True
@@ -95,6 +100,12 @@ class PublicKey:
 
     def did_key(self) -> str:
         return f"did:key:{self.multikey()}"
+
+
+@lru_cache(maxsize=2_048)
+def _p256(point: bytes) -> ec.EllipticCurvePublicKey:
+    """OpenSSL's form of a point, of a kilobyte or two; raises ValueError."""
+    return ec.EllipticCurvePublicKey.from_encoded_point(ec.SECP256R1(), point)
 
 
 def parse_multikey(text: str) -> PublicKey:

@@ -12,6 +12,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal, NoReturn, Protocol
 
 import structlog
@@ -318,4 +319,10 @@ async def _arrival(flight: Flight | None) -> Known:
 
 def _known(stored: StoredIdentity) -> Known:
     key = parse_did_key(stored.signing_key) if stored.signing_key else None
-    return Known(key, stored.pds, stored.problem, stored.fetched_at, stored.stale)
+    return Known(key, stored.pds and _shared(stored.pds), stored.problem, stored.fetched_at, stored.stale)
+
+
+@lru_cache(maxsize=4_096)
+def _shared(pds: str) -> str:
+    """One and the same text for all accounts of a PDS."""
+    return pds
