@@ -32,6 +32,7 @@ from indexer.log import configure_logging, printable
 from indexer.reasons import Desync, FetchFailure
 from indexer.status import Sample, Status, facts_table, status_of, status_picture
 from indexer.store import Store
+from indexer.sync.shard import Shard
 
 if TYPE_CHECKING:
     from indexer.inspection import Export
@@ -177,7 +178,7 @@ async def status_command(settings: Settings, *, as_json: bool, watch: bool) -> i
     """
     try:
         async with _store(settings) as store:
-            statuses = _statuses(store, str(settings.shard))
+            statuses = _statuses(store, settings.shard)
             if watch:
                 await _watch(statuses, as_json=as_json)
             status = await anext(statuses)
@@ -348,13 +349,13 @@ async def _store(settings: Settings) -> AsyncIterator[Store]:
             await store.close()
 
 
-async def _statuses(store: Store, shard: str) -> AsyncIterator[Status]:
+async def _statuses(store: Store, shard: Shard) -> AsyncIterator[Status]:
     """One a second, for ever."""
     before = Sample(time(), await store.counts())
     while True:
         await asyncio.sleep(SAMPLE_SECONDS)
         now = Sample(time(), await store.counts())
-        yield status_of(shard, before, now)
+        yield status_of(store.address, shard, before, now)
         before = now
 
 

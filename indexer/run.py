@@ -146,7 +146,9 @@ class Daemon:
         self.reader = Reader(
             store, self.subscription, self.inbox, self.place, settings.shard, settings.start, settings.limits, metrics
         )
-        self.writer = Writer(store, identities, self.keys, self.inbox, self.place, policy, settings.shard, metrics)
+        self.writer = Writer(
+            store, identities, self.keys, self.inbox, self.place, policy, settings.shard, self.tenure.held, metrics
+        )
         resync = Resync(store, identities, pds, policy, metrics, _sources(settings))
         self.pool = Pool(
             store,
@@ -208,8 +210,7 @@ class Daemon:
             log.warning("collections.changed", before=before, now=chosen, then="indexer resync --all")
 
     async def _read(self) -> None:
-        """Nobody else works on our buckets."""
-        await self.tenure.begun.wait()
+        await self.tenure.held.wait()
         await self.reader.run()
 
     async def _drain(self, tasks: Mapping[str, asyncio.Task[None]]) -> None:
@@ -258,7 +259,7 @@ class Daemon:
         self.hosts.saved(states)
 
     def alive(self) -> str | None:
-        idle = self.inbox.held == len(self.keys)
+        idle = self.inbox.held == len(self.keys) or not self.tenure.held.is_set()
         if not idle and monotonic() - self.writer.progress > STALL_SECONDS and self.writer.trouble is None:
             return f"the writer has written nothing for {monotonic() - self.writer.progress:.0f} s"
         resyncs = "resync" in self._settings.roles and self.pool.free > 0 and self.pool.trouble is None

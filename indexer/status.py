@@ -1,6 +1,6 @@
 """What the database alone tells of the indexer's state: `indexer status`, as a picture and as JSON."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
@@ -13,6 +13,7 @@ from indexer.log import printable
 from indexer.store import Counts
 from indexer.sync.plan import Cursor
 from indexer.sync.repo import SyncStatus
+from indexer.sync.shard import Shard
 
 READY_LAG_SECONDS = 60.0
 
@@ -65,10 +66,12 @@ class Sample:
 class Status:
     """One shard's state. Rates are those between two samples; events are counted by their sequence numbers.
 
-    `progress` is the share of repos that are synchronized among those that are or wait to be, `seconds_left` the time
-    until all are, at the present rate; None if there is nothing to do, or nothing happens. `records` is an estimate.
+    `database` is what to connect with, but for a password. `progress` is the share of repos that are synchronized among
+    those that are or wait to be, `seconds_left` the time until all are, at the present rate; None if there is nothing
+    to do, or nothing happens. `records` is an estimate.
     """
 
+    database: str
     not_ready: str | None
     cursors: list[Place]
     repos: dict[str, int]
@@ -88,8 +91,8 @@ class Status:
         return {"ready": self.not_ready is None, **asdict(self)}
 
 
-def status_of(shard: str, earlier: Sample, now: Sample) -> Status:
-    """The status of the process with this shard, from two samples."""
+def status_of(database: str, shard: Shard, earlier: Sample, now: Sample) -> Status:
+    """The status of this shard, whoever works on it, from two samples."""
     counts, seconds = now.counts, max(now.at - earlier.at, 0.001)
     places = [
         Place(cursor.relay, cursor.shard, cursor.seq, cursor.event_time, _lag(cursor, now.at))
@@ -99,7 +102,8 @@ def status_of(shard: str, earlier: Sample, now: Sample) -> Status:
     waiting = counts.queued + counts.statuses[SyncStatus.IN_PROGRESS]
     pace = max(synchronized - earlier.counts.statuses[SyncStatus.SYNCHRONIZED], 0) / seconds
     return Status(
-        not_ready=_not_ready([place for place in places if place.shard == shard]),
+        database=database,
+        not_ready=_not_ready(shard, places),
         cursors=places,
         repos={status.value: count for status, count in counts.statuses.items()},
         reasons=counts.reasons,
@@ -134,21 +138,27 @@ def _age(event_time: str | None, now: float) -> float | None:
         return None
 
 
-def _not_ready(places: list[Place]) -> str | None:
-    """Cursors are kept per relay: the one that is furthest in time is the one in use."""
-    if not places:
-        return "no event has been saved yet"
-    lags = [place.lag_seconds for place in places if place.lag_seconds is not None]
-    if not lags:
+def _not_ready(shard: Shard, places: Sequence[Place]) -> str | None:
+    """Of the cursors that a bucket has, of several relays and of shards that were, that in use is furthest in time."""
+    cursors = [[place for place in places if bucket in Shard.parse(place.shard).buckets] for bucket in shard.buckets]
+    if not all(cursors):
+        return "no event has been saved yet" + (" of some of the shards" if any(cursors) else "")
+    known = [[place.lag_seconds for place in of if place.lag_seconds is not None] for of in cursors]
+    if not all(known):
         return "the relay's events have no time that can be read"
-    if min(lags) > READY_LAG_SECONDS:
-        return f"the newest saved event is {duration(min(lags))} old"
+    if (lag := max(min(lags) for lags in known)) > READY_LAG_SECONDS:
+        return f"the newest saved event is {duration(lag)} old"
     return None
 
 
 def _events(earlier: Counts, now: Counts) -> int:
+    """All shards go through the same stream of a relay."""
     before = {(cursor.relay, cursor.shard): cursor.seq for cursor in earlier.cursors}
-    return sum(max(c.seq - before.get((c.relay, c.shard), c.seq), 0) for c in now.cursors)
+    passed: dict[str, int] = {}
+    for cursor in now.cursors:
+        since = cursor.seq - before.get((cursor.relay, cursor.shard), cursor.seq)
+        passed[cursor.relay] = max(passed.get(cursor.relay, 0), since)
+    return sum(passed.values())
 
 
 def duration(seconds: float) -> str:
@@ -197,6 +207,7 @@ def status_picture(status: Status) -> Group:
 
 def _facts(status: Status) -> Mapping[str, Any]:
     return {
+        "database": status.database,
         "records": f"about {status.records:,}",
         "resync queue": f"{status.resync_queue:,}",
         "parked": f"{status.parked:,}",

@@ -15,9 +15,11 @@ from pathlib import Path
 import structlog
 
 from indexer.config import Settings, variable
+from indexer.errors import SettingsError
 from indexer.run import signals
 from indexer.store.embedded import database
 from indexer.store.migrate import migrate
+from indexer.sync.shard import BUCKETS
 
 PAUSE_FIRST, PAUSE_MOST = 1.0, 60.0  # seconds before a process is started again
 BAD_SETTINGS = 2  # the exit code: no other start would do better
@@ -26,7 +28,9 @@ log = structlog.get_logger(__name__)
 
 
 async def supervise(settings: Settings, processes: int, config: Path | None, *, migrate_first: bool = True) -> int:
-    """Runs them until a signal comes; gives the exit code."""
+    """Runs them until a signal comes; gives the exit code. Raises `SettingsError` if there are too few buckets."""
+    if settings.shard.count * processes > BUCKETS:
+        raise SettingsError(f"--processes: {processes} of shard {settings.shard} are more than {BUCKETS} shards")
     stop = asyncio.Event()
     url = settings.database_url.get_secret_value() if settings.database_url else None
     with signals(stop):
@@ -40,7 +44,7 @@ async def supervise(settings: Settings, processes: int, config: Path | None, *, 
 
 
 def environment(settings: Settings, index: int, processes: int) -> dict[str, str]:
-    """What is different for each: its buckets, its port, and its share of the rates that hosts see."""
+    """What is different for each: its buckets, its port, and its share of the rates that others see."""
     address = settings.http_bind
     own = {
         "shard": settings.shard.part(index, processes),
@@ -48,6 +52,9 @@ def environment(settings: Settings, index: int, processes: int) -> dict[str, str
         "plc_rate": settings.plc_rate / processes,
         "host_rate": settings.host_rate / processes,
         "host_concurrency": ceil(settings.host_concurrency / processes),
+        "handle_rate": settings.handle_rate / processes,
+        "outbound_rate": settings.outbound_rate / processes,
+        "outbound_concurrency": ceil(settings.outbound_concurrency / processes),
     }
     return {variable(name): str(value) for name, value in own.items()}
 

@@ -1,3 +1,4 @@
+import asyncio
 import json
 import os
 import signal
@@ -7,6 +8,7 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 
+import asyncpg
 import click
 import httpx
 import pytest
@@ -245,6 +247,28 @@ def test_status_is_ready_while_events_are_fresh(session: Session) -> None:
     assert (cursor["relay"], cursor["seq"]) == ("wss://one.example", 77)
     assert 0 < cursor["lag_seconds"] < 60
     assert "ready" in session("status").stdout
+
+
+@pytest.mark.usefixtures("known")
+def test_status_says_what_to_connect_with(session: Session) -> None:
+    async def count(address: str) -> int:
+        connection = await asyncpg.connect(address)
+        try:
+            repos: int = await connection.fetchval("select count(*) from atproto.repos")
+        finally:
+            await connection.close()
+        return repos
+
+    assert asyncio.run(count(json.loads(session("status", "--json").stdout)["database"])) == 1
+
+
+async def test_what_to_connect_with_has_no_password(database: str) -> None:
+    store = await Store.open(f"{database}&user=postgres&password=hunter2")
+    await store.close()
+    assert "user=postgres" in store.address
+    assert "hunter2" not in store.address
+    other = Store(store._pool, 1, "postgresql://me:hunter2@db.example:5433/indexer?sslmode=require")
+    assert other.address == "postgresql://me@db.example:5433/indexer?sslmode=require"
 
 
 def test_status_is_not_ready_without_events(session: Session) -> None:

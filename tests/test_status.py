@@ -10,9 +10,11 @@ from indexer.status import Sample, Status, duration, facts_table, status_of, sta
 from indexer.store import Counts
 from indexer.sync.plan import Cursor
 from indexer.sync.repo import SyncStatus
+from indexer.sync.shard import Shard
 
 RELAY = "wss://one.example"
 NOON = 1_767_268_800.0  # 2026-01-01T12:00:00Z
+OLD = "2026-01-01T11:58:00Z"
 NOTHING = Counts(dict.fromkeys(SyncStatus, 0), {}, 0, 0, 0, [])
 
 
@@ -32,7 +34,7 @@ def repos(synchronized: int = 0, in_progress: int = 0, queued: int = 0, parked: 
 
 
 def status(now: Counts, earlier: Counts | None = None, *, at: float = NOON, seconds: float = 2.0) -> Status:
-    return status_of("0/1", Sample(at - seconds, earlier or now), Sample(at, now))
+    return status_of("postgresql:///any", Shard(), Sample(at - seconds, earlier or now), Sample(at, now))
 
 
 def shown(renderable: RenderableType) -> str:
@@ -46,16 +48,20 @@ def shown(renderable: RenderableType) -> str:
     ("cursors", "reason"),
     [
         ([], "no event has been saved yet"),
-        ([cursor(shard="1/2")], "no event has been saved yet"),
+        ([cursor(shard="1/2")], "no event has been saved yet of some of the shards"),
+        ([cursor(shard="0/2"), cursor(shard="1/2")], None),
+        ([cursor(shard="0/2"), cursor(event_time=OLD, shard="1/2")], "the newest saved event is 2 min old"),
+        ([cursor(event_time=OLD), cursor(shard="0/2"), cursor(shard="1/2")], None),
+        ([cursor(), cursor(event_time=OLD, shard="0/2"), cursor(event_time=OLD, shard="1/2")], None),
         ([cursor()], None),
         ([cursor(event_time="2026-01-01T12:59:30+01:00")], None),
-        ([cursor(event_time="2026-01-01T11:58:00Z")], "the newest saved event is 2 min old"),
+        ([cursor(event_time=OLD)], "the newest saved event is 2 min old"),
         ([cursor(event_time="2020-01-01T00:00:00Z"), cursor(relay="wss://two.example")], None),
         ([cursor(event_time=None)], "the relay's events have no time that can be read"),
         ([cursor(event_time="yesterday")], "the relay's events have no time that can be read"),
     ],
 )
-def test_ready_is_a_fresh_cursor_of_this_shard(cursors: list[Cursor], reason: str | None) -> None:
+def test_ready_is_a_fresh_cursor_of_every_bucket(cursors: list[Cursor], reason: str | None) -> None:
     result = status(replace(NOTHING, cursors=cursors))
     assert result.not_ready == reason
     assert result.to_json()["ready"] is (reason is None)
@@ -67,6 +73,13 @@ def test_rates_are_those_between_the_samples() -> None:
     result = status(now, earlier, seconds=2)
     assert (result.events_per_second, result.resyncs_per_second) == (30, 5)
     assert (result.progress, result.seconds_left) == (0.2, 16)
+
+
+def test_shards_that_read_the_same_stream_count_once() -> None:
+    other = "wss://two.example"
+    earlier = replace(NOTHING, cursors=[cursor(100, shard="0/2"), cursor(90, shard="1/2"), cursor(5, relay=other)])
+    now = replace(NOTHING, cursors=[cursor(160, shard="0/2"), cursor(160, shard="1/2"), cursor(15, relay=other)])
+    assert status(now, earlier, seconds=2).events_per_second == 40
 
 
 def test_parked_repos_are_no_part_of_the_work_left() -> None:

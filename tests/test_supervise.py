@@ -12,9 +12,10 @@ import asyncpg
 import pytest
 
 from indexer.config import Settings
+from indexer.errors import SettingsError
 from indexer.localnet.load import Scenario
 from indexer.localnet.network import LocalNetwork
-from indexer.supervise import environment
+from indexer.supervise import environment, supervise
 from indexer.sync.shard import Shard
 from tests.serving import until
 from tests.test_crash import assert_nothing_doubled, environment_of, equal
@@ -27,8 +28,14 @@ def test_each_process_has_its_part_of_everything() -> None:
     assert [one["INDEXER_HTTP_BIND"] for one in own] == ["127.0.0.1:2580", "127.0.0.1:2581", "127.0.0.1:2582"]
     assert {one["INDEXER_HOST_RATE"] for one in own} == {"3.0"}
     assert {one["INDEXER_HOST_CONCURRENCY"] for one in own} == {"4"}
+    assert [float(own[0][f"INDEXER_{name}_RATE"]) * 3 for name in ("PLC", "OUTBOUND", "HANDLE")] == [10, 100, 10]
     buckets = [bucket for one in own for bucket in Shard.parse(one["INDEXER_SHARD"]).buckets]
     assert buckets == list(Shard(1, 2).buckets)
+
+
+async def test_more_processes_than_buckets_are_refused() -> None:
+    with pytest.raises(SettingsError, match="--processes: 32 of shard 0/16 are more than 256 shards"):
+        await supervise(Settings(shard="0/16"), 32, None)
 
 
 @asynccontextmanager

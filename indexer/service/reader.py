@@ -82,16 +82,22 @@ class Reader:
         async for frame in self._subscription.frames(self._begin):
             if self._skipped != self._subscription.skipped:
                 await self._report_skipped()
-            event = self._in_order(decode_frame(frame, self._limits, owns))
-            self._metrics.received(event.kind)
-            if isinstance(event, ForeignEvent):
-                await self._pass(event)
-            elif isinstance(event, InfoEvent):
-                self._info(event)
-            elif isinstance(event, StreamError):
-                self._error(event)
-            else:
-                await self._accept(Received(event.seq, frame, event, monotonic()))
+            await self._hear(self._in_order(decode_frame(frame, self._limits, owns)), frame)
+
+    async def _hear(self, event: Event, frame: bytes) -> None:
+        self._metrics.received(event.kind)
+        if isinstance(event, ForeignEvent) or (isinstance(event, MalformedEvent) and not self._refuses(event)):
+            await self._pass(event)
+        elif isinstance(event, InfoEvent):
+            self._info(event)
+        elif isinstance(event, StreamError):
+            self._error(event)
+        else:
+            await self._accept(Received(event.seq, frame, event, monotonic()))
+
+    def _refuses(self, event: MalformedEvent) -> bool:
+        """One shard does, though all read the stream: the DID's, or the first if it has none that can be read."""
+        return self._shard.index == 0 if event.did is None else self._shard.owns(event.did)
 
     async def _begin(self, relay: str) -> int | None:
         """Where to begin at `relay`, once everything received before is durable."""
@@ -106,9 +112,7 @@ class Reader:
     async def _report_skipped(self) -> None:
         """A message over the limit was never received, but it was sent, and is refused like any other."""
         for _ in range(self._subscription.skipped - self._skipped):
-            event = MalformedEvent(Rejection.FRAME_TOO_LARGE, f"behind {self._newest}", "", None, None)
-            self._metrics.received(event.kind)
-            await self._inbox.put(Received(None, b"", event, monotonic()))
+            await self._hear(MalformedEvent(Rejection.FRAME_TOO_LARGE, f"behind {self._newest}", "", None, None), b"")
         self._skipped = self._subscription.skipped
 
     async def _saved(self, relay: str) -> int | None:
@@ -131,12 +135,14 @@ class Reader:
         if received.seq is None or self._advance(received.event.kind, received.seq):
             await self._inbox.put(received)
 
-    async def _pass(self, event: ForeignEvent) -> None:
+    async def _pass(self, event: ForeignEvent | MalformedEvent) -> None:
         if len(self._place.watermark) > MOST_OPEN:  # one of ours has been waiting for as many messages of others
             await self._inbox.empty()
-        if self._advance(event.kind, event.seq):
+        if event.seq is not None:
+            if not self._advance(event.kind, event.seq):
+                return
             self._place.watermark.done((event.seq,))
-            self._metrics.outcome(event.kind, Outcome.IGNORED)
+        self._metrics.outcome(event.kind, Outcome.IGNORED)
 
     def _advance(self, kind: str, seq: int) -> bool:
         """Whether the message is a new one: many relays send the cursor's own message again."""

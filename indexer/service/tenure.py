@@ -1,4 +1,4 @@
-"""A process works on its buckets only while no other one does: overlapping shards wait for each other."""
+"""A process writes its buckets only while no other one does: overlapping shards wait for each other."""
 
 import asyncio
 
@@ -13,12 +13,12 @@ log = structlog.get_logger(__name__)
 
 
 class Tenure:
-    """`run` keeps the buckets of `shard`; `begun` is set once they are held for the first time."""
+    """`run` keeps the buckets of `shard`; `held` is set as long as they are ours."""
 
     def __init__(self, store: Store, shard: Shard) -> None:
         self._store = store
         self._shard = shard
-        self.begun = asyncio.Event()
+        self.held = asyncio.Event()
         self.trouble: str | None = None
 
     async def run(self) -> None:
@@ -38,5 +38,8 @@ class Tenure:
                 self.trouble = f"another process holds buckets of shard {self._shard}"
                 return
             self.trouble = None
-            self.begun.set()
+            self.held.set()
             await lost.wait()
+            self.held.clear()
+            self.trouble = f"the session that held the buckets of shard {self._shard} has ended"
+            log.warning("shard.lost", shard=str(self._shard))

@@ -42,7 +42,7 @@ class Pace:
 
 
 class Writer:
-    """The live path's only writer. `run` ends only with an error that is ours."""
+    """The live path's only writer, as long as `held` is set. `run` ends only with an error that is ours."""
 
     def __init__(
         self,
@@ -53,6 +53,7 @@ class Writer:
         place: Place,
         policy: Policy,
         shard: Shard,
+        held: asyncio.Event,
         metrics: Metrics,
         pace: Pace | None = None,
     ) -> None:
@@ -63,6 +64,7 @@ class Writer:
         self._place = place
         self._policy = policy
         self._shard = shard
+        self._held = held
         self._metrics = metrics
         self._pace = pace or Pace()
         self.trouble: str | None = None
@@ -73,6 +75,7 @@ class Writer:
         while True:
             taken = await self._inbox.take(self._pace.events, self._pace.linger, self._pace.quiet)
             messages = self._keys.hold_back(taken)
+            await self._held.wait()
             self.progress = monotonic()
             try:
                 if messages:

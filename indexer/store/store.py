@@ -7,6 +7,7 @@ from time import time
 from typing import Any, Self
 
 import asyncpg
+from sqlalchemy import make_url
 
 from indexer.outbound import HostState
 from indexer.store import export, hosts, identities, queries, resync, retention
@@ -70,6 +71,11 @@ class Store:
 
     async def close(self) -> None:
         await self._pool.close()
+
+    @property
+    def address(self) -> str:
+        """What others connect with, but for a password."""
+        return make_url(self._dsn)._replace(password=None).difference_update_query(["password"]).render_as_string()
 
     @asynccontextmanager
     async def hold(self, buckets: range) -> AsyncIterator[Event | None]:

@@ -105,6 +105,7 @@ class ForeignEvent:
 
     seq: int
     kind: Literal["commit", "sync", "identity", "account"]
+    did: str
 
 
 @dataclass(frozen=True, slots=True)

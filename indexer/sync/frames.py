@@ -62,7 +62,7 @@ def _foreign(header: dict[str, Any], payload: dict[str, Any], owns: Callable[[st
     if not (isinstance(kind, str) and isinstance(did, str)) or seq is None or len(did) > _DID_CHARACTERS or owns(did):
         return None
     known = _OF_ACCOUNTS.get(kind)
-    return None if known is None else ForeignEvent(seq, known)
+    return None if known is None else ForeignEvent(seq, known, did)
 
 
 def _decode_payload(header: dict[str, Any], payload: dict[str, Any], limits: Limits) -> Event:

@@ -9,6 +9,7 @@ from indexer.localnet.relay import message_frame
 from indexer.metrics import Metrics
 from indexer.service.inbox import Inbox
 from indexer.service.reader import Place, Reader
+from indexer.sync.events import MalformedEvent
 from indexer.sync.shard import Shard, bucket_of
 from tests.serving import until
 
@@ -69,6 +70,25 @@ async def test_messages_of_others_move_our_place_and_nothing_else() -> None:
     async with Reading(*frames, frames[-1], shard=Shard(0, 2)) as reading:
         await until(lambda: reading.count("replayed") == 1)
         assert (reading.place.watermark.position, reading.inbox.held, reading.count("ignored")) == (5, 0, 5)
+
+
+@pytest.mark.parametrize(
+    ("frame", "refuses"),
+    [
+        (b"", Shard(0, 2)),
+        (message_frame("#commit", {"seq": 6}), Shard(0, 2)),
+        (identity(3, OURS), Shard(0, 2)),
+        (identity(3, OTHERS), Shard(1, 2)),
+    ],
+    ids=["no frame", "no DID", "behind, ours", "behind, theirs"],
+)
+async def test_what_is_refused_is_refused_by_one_shard(frame: bytes, refuses: Shard) -> None:
+    for shard in (Shard(0, 2), Shard(1, 2)):
+        own = OURS if shard.index == 0 else OTHERS
+        async with Reading(identity(5, own), frame, identity(7, own), shard=shard) as reading:
+            await until(lambda reading=reading: reading.inbox.held >= 2)  # type: ignore[misc]
+            refused = [one.event for one in await reading.inbox.take(9, 0) if isinstance(one.event, MalformedEvent)]
+            assert len(refused) == (shard == refuses), (shard, refused)
 
 
 async def test_one_of_ours_that_waits_does_not_let_those_of_others_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:

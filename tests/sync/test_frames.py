@@ -170,7 +170,7 @@ def test_a_message_of_another_shard_is_told_by_its_did_alone(
 
     broken = payload | {"rev": 7, "active": 7, "blocks": 7}
     for message in (payload, broken):
-        assert decode_frame(frame(kind, message), DEFAULT_LIMITS, owns) == ForeignEvent(payload["seq"], kind)
+        assert decode_frame(frame(kind, message), DEFAULT_LIMITS, owns) == ForeignEvent(payload["seq"], kind, ann.did)
     assert asked == [ann.did] * 2
     assert decode_frame(frame(kind, payload), DEFAULT_LIMITS, lambda _did: True) == event(kind, payload)
 
