@@ -257,9 +257,9 @@ def _settle(
     nobody knows.
     """
     outcome, _ = transition(repo.status, finding)
-    if outcome is Outcome.BUFFERED:
-        return _keep(repo, size, rev, ground)
     seen, heard = _newer(repo.seen_rev, rev), _newer(repo.heard_rev, heard)
+    if outcome is Outcome.BUFFERED:
+        return _keep(replace(repo, seen_rev=seen, heard_rev=heard), size, ground)
     if outcome is Outcome.DESYNCHRONIZED and isinstance(why, Desync):
         after = desynchronize(replace(repo, heard_rev=heard), why, ground.now, seen_rev=seen)
         return Plan(after, outcome, why=why, detail=detail)
@@ -276,14 +276,14 @@ def _newer(mark: str | None, rev: str | None) -> str | None:
     return max(mark or "", rev or "") or None
 
 
-def _keep(repo: Repo, size: int, rev: str | None, ground: Ground) -> Plan:
+def _keep(repo: Repo, size: int, ground: Ground) -> Plan:
+    """What is kept is lost if the resync comes to nothing: the marks on the row stay."""
     events, total = repo.buffered_events + 1, repo.buffered_bytes + size
-    seen = _newer(repo.seen_rev, rev)
     if events > ground.policy.limits.kept_events or total > ground.policy.limits.kept_bytes:
         outcome, _ = transition(repo.status, Finding.FAILED)
-        after = desynchronize(repo, Desync.BUFFER_OVERFLOW, ground.now, seen_rev=seen)
+        after = desynchronize(repo, Desync.BUFFER_OVERFLOW, ground.now, seen_rev=repo.seen_rev)
         return Plan(after, outcome, why=Desync.BUFFER_OVERFLOW)
-    after = _changed(repo, buffered_events=events, buffered_bytes=total, seen_rev=seen)
+    after = _changed(repo, buffered_events=events, buffered_bytes=total)
     return Plan(after, Outcome.BUFFERED, keep=True)
 
 

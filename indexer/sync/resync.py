@@ -35,6 +35,7 @@ def plan_completion(claimed: Repo, head: Head, kept: Iterable[KeptEvent], signer
         changes += plan.changes
         letters += [letter] if letter else []
         if repo.status is not status:
+            repo = replace(repo, heard_rev=claimed.heard_rev)  # it may be of one behind this, which is lost
             break
     else:
         if repo.seen_rev is not None and repo.head is not None and repo.head.rev < repo.seen_rev:

@@ -146,7 +146,7 @@ class Directory:
 class Live:
     """The live path: what arrives is planned and written in its order, as `service.writer` does it.
 
-    `newest` is the newest revision of a message that was proven when it came, while the account was active.
+    `newest` is the newest revision of a message that came while the account was active, proven or not.
     """
 
     def __init__(self, store: Store, owner: Owner, directory: Directory, policy: Policy) -> None:
@@ -174,7 +174,7 @@ class Live:
                     continue
                 if moved:
                     continue
-                self._note(plan.settled, repos, proven=signer is not None and signer.available)
+                self._note(plan.settled, repos)
                 if stale:
                     self._directory.cached = None
                 messages = plan.waiting
@@ -189,14 +189,12 @@ class Live:
         except UnavailableError:
             return UNAVAILABLE
 
-    def _note(self, settled: Sequence[Settled], repos: Mapping[str, Repo], *, proven: bool) -> None:
+    def _note(self, settled: Sequence[Settled], repos: Mapping[str, Repo]) -> None:
         active = repos.get(self._owner.did, Repo(self._owner.did)).active
         for item in settled:
             self.outcomes[item.outcome] += 1
             match item.received.event:
                 case AccountEvent() as event if item.outcome is Outcome.APPLIED:
                     active = event.active
-                case IdentityEvent():
-                    proven = False
-                case CommitEvent() | SyncEvent() as event if active and proven and item.outcome is not Outcome.REJECTED:
+                case CommitEvent() | SyncEvent() as event if active and item.outcome is not Outcome.REJECTED:
                     self.newest = max(self.newest, event.rev)

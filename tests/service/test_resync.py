@@ -171,6 +171,22 @@ async def test_a_mirror_behind_a_commit_that_was_ignored_unchecked(
     assert (await store.repos([world.owner.did]))[world.owner.did].heard_rev is None
 
 
+async def test_a_mirror_behind_a_commit_that_was_kept_unchecked_and_lost(
+    database: str, store: Store, sql: asyncpg.Connection, tmp_path: Path
+) -> None:
+    """What is kept goes with a resync that comes to nothing; that it was heard does not."""
+    world = Behind(database, store, sql, tmp_path, "ada")
+    await world.begin()
+    world.directory.up = False
+    assert len(await store.claim(1, range(256), 10.0, time())) == 1
+    await world.hear()
+    assert world.live.outcomes[Outcome.BUFFERED] == 1
+    assert await store.expire_leases(range(256), time() + 11) == 1
+    world.directory.up = True
+    await resync(world)
+    assert await whole(world, sql)
+
+
 async def test_a_worker_that_lost_its_claim_writes_nothing_more(
     database: str, store: Store, sql: asyncpg.Connection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,9 +56,11 @@ def test_a_break_among_the_kept_events_ends_at_the_last_good_state() -> None:
     good = ann.post("good")
     good_head = head_of(ann)
     ann.post("never heard")
-    write = completed(ann, head, kept(ann, good, ann.post("too far"), ann.post("further")))
+    heard = kept(ann, good, ann.post("too far"), ann.post("further"))
+    write = completed(ann, head, heard, heard_rev=ann.repo.head.rev)
     assert (write.repo.status, write.repo.reason) == (SyncStatus.DESYNCHRONIZED, Desync.DRAIN_BREAK)
     assert write.repo.head == good_head
+    assert write.repo.heard_rev == ann.repo.head.rev, "behind the break it is lost"
     assert [change.rkey for change in write.changes] == ["good"]
 
 
