@@ -29,14 +29,18 @@ class UpstreamError(IndexerError):
 class UnavailableError(IndexerError):
     """Something outside could not be asked, or gave an answer that settles nothing.
 
-    `retry_after` is the least number of seconds to wait when the other side named one.
+    `retry_after` is the least number of seconds to wait when the other side named one, `host` the other side if it is
+    to be left alone for so long, by everybody.
     """
 
-    def __init__(self, reason: FetchFailure, detail: str = "", *, retry_after: float | None = None) -> None:
+    def __init__(
+        self, reason: FetchFailure, detail: str = "", *, retry_after: float | None = None, host: str | None = None
+    ) -> None:
         super().__init__(f"{reason}: {detail}" if detail else str(reason))
         self.reason = reason
         self.detail = detail
         self.retry_after = retry_after
+        self.host = host
 
 
 class BrokenInvariantError(IndexerError):

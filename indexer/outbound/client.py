@@ -125,7 +125,8 @@ class Outbound:
                 pause = pause_asked(stream.status, stream.headers, time())
                 turn.answered(stream.status, pause)
                 if pause is not None:
-                    raise UnavailableError(FetchFailure.THROTTLED, f"{host}: {stream.status}", retry_after=pause)
+                    detail = f"{host}: {stream.status}"
+                    raise UnavailableError(FetchFailure.THROTTLED, detail, retry_after=pause, host=host)
                 if stream.status not in _REDIRECTS:
                     stream.bound(max_bytes, min_rate)
                     yield stream

@@ -245,7 +245,7 @@ class Hosts:
         else:
             reason, why = FetchFailure.HOST_PAUSED, f"{host.name} failed {host.streak} times, {host.last_error}"
         self._on_request(reason)
-        raise UnavailableError(reason, why, retry_after=left if left > 0 else FIRST_PAUSE)
+        raise UnavailableError(reason, why, retry_after=left if left > 0 else FIRST_PAUSE, host=host.name)
 
     def _host(self, name: str) -> _Host:
         host = self._hosts.get(name)

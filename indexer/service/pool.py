@@ -248,8 +248,8 @@ class Pool:
 
     async def _fail(self, run: Run, failure: UnavailableError) -> str:
         claimed = run.claimed
-        if failure.reason.spares and failure.retry_after is not None:
-            self._rota.pause(run.host, time() + failure.retry_after)
+        if failure.host is not None and failure.retry_after is not None:
+            self._rota.pause(failure.host, time() + failure.retry_after)
         await self._end(claimed, lambda repo: self._failed(repo, claimed, failure))
         log.info("resync.failed", did=claimed.did, error=str(failure), attempts=claimed.attempts + 1)
         return failure.reason

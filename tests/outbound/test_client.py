@@ -317,6 +317,7 @@ async def test_a_host_that_asks_for_a_pause_gets_it(
     second = await failure_of(outbound.get(f"{host.url}/other", max_bytes=10))
     assert first.reason is second.reason is FetchFailure.THROTTLED
     assert first.retry_after == seconds
+    assert first.host == second.host == host.url.removeprefix("http://")
     assert second.retry_after is not None
     assert seconds - 5 < second.retry_after <= seconds
     assert len(host.requests) == 1

@@ -19,7 +19,7 @@ from indexer.pds import Spool
 from indexer.reasons import FetchFailure
 from indexer.store import DatabaseError, Store
 from indexer.sync.batch import Received, Settled, plan_batch
-from indexer.sync.events import AccountEvent, CommitEvent, IdentityEvent, SyncEvent
+from indexer.sync.events import AccountEvent, CommitEvent, SyncEvent
 from indexer.sync.plan import Batch
 from indexer.sync.planning import UNAVAILABLE, Ground, Policy, Signer
 from indexer.sync.repo import Outcome, Repo

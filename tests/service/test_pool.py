@@ -69,6 +69,7 @@ class Hosts:
         self.host_of = host_of
         self.cached = True
         self.stored = True
+        self.down: dict[str, UnavailableError] = {}
 
     def known(self, did: str) -> Known:
         return Known(KEY, f"https://{self.host_of(did)}", problem=None, fetched_at=0, stale=False)
@@ -81,6 +82,8 @@ class Hosts:
         return self.known(did) if self.cached else None
 
     async def lookup(self, did: str, *, refresh: bool = False) -> Known:  # noqa: ARG002
+        if did in self.down:
+            raise self.down[did]
         return self.known(did)
 
 
@@ -156,11 +159,24 @@ async def test_a_pause_that_a_host_asked_for_holds_for_all_of_its_repos() -> Non
     dids = [f"did:plc:{n:024}" for n in range(20)]
     async with Running(dids, lambda _did: "one.example", workers=1) as running:
         await until(lambda: len(running.resyncs.gates) == 1)
-        failure = UnavailableError(FetchFailure.THROTTLED, "429", retry_after=600)
+        failure = UnavailableError(FetchFailure.THROTTLED, "429", retry_after=600, host="one.example")
         running.resyncs.gates[running.resyncs.begun[0]].set_exception(failure)
         await until(lambda: all(repo.next_attempt_at is not None for repo in running.store.rows.values()))
         assert len(running.resyncs.begun) == 1
         assert all(repo.attempts == 0 for repo in running.store.rows.values())
+
+
+async def test_a_directory_that_is_down_for_one_holds_up_no_other() -> None:
+    """Before the look-up, all that are not known yet are of the same host, none."""
+    dids = [f"did:plc:{n:024}" for n in range(20)]
+    down = UnavailableError(FetchFailure.IDENTITY_UNAVAILABLE, "429", retry_after=600)
+    async with Running(dids, lambda did: f"{did[-2:]}.example", workers=1) as running:
+        running.identities.cached = False
+        running.identities.down = {dids[0]: down}
+        for did in dids[1:]:
+            await until(lambda did=did: did in running.resyncs.gates)  # type: ignore[misc]
+            running.resyncs.gates[did].set_result("synchronized")
+        await until(lambda: len(running.resyncs.ended) == len(dids) - 1)
 
 
 async def test_large_repos_leave_their_places_to_small_ones() -> None:
