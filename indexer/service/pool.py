@@ -96,6 +96,7 @@ class Pool:
         asked = 1
         async with asyncio.TaskGroup() as group:
             group.create_task(self._sweep(), name="repos to try again")
+            group.create_task(self._expire(), name="leases that ran out")
             while True:
                 while self.free <= 0:
                     self._moved.clear()
@@ -124,8 +125,6 @@ class Pool:
 
     async def _claim(self, count: int) -> list[Repo]:
         try:
-            expired = await self._store.expire_leases(self._shard.buckets, time())
-            self._metrics.desynchronized(Desync.LEASE_EXPIRED, expired)
             claimed = await self._store.claim(count, self._shard.buckets, self._pace.lease, time())
         except DatabaseError as error:
             self.trouble = str(error)
@@ -275,6 +274,16 @@ class Pool:
             except DatabaseError as error:
                 log.warning("database.unavailable", error=str(error))
                 return
+
+    async def _expire(self) -> None:
+        """Not before each claim, which may not wait for a row that somebody has."""
+        while True:
+            try:
+                expired = await self._store.expire_leases(self._shard.buckets, time())
+                self._metrics.desynchronized(Desync.LEASE_EXPIRED, expired)
+            except DatabaseError as error:
+                log.warning("database.unavailable", error=str(error))
+            await asyncio.sleep(self._pace.idle)
 
     async def _sweep(self) -> None:
         """Has those repos fetched again, at long intervals, that were given up on, or whose exports lacked records."""

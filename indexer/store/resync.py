@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
+from itertools import groupby
 from random import randrange
 
 from asyncpg import Record as Row
@@ -25,34 +26,40 @@ MARKED_AT_ONCE = 500
 
 
 # The head of each queue, and no more of it than may be claimed: so the index is asked for a few rows and never read
-# through, whatever waits in it for later or for other shards. Repos that we have shown before go first: they are wrong
+# through, whatever waits in it for later or for other shards. Repos that broke go first: what we show of them is wrong
 # by now, not just missing. The exclusive or gives each look an order of buckets of its own: those who look at the same
 # moment rarely find the same.
 _DUE_AT = "coalesce(next_attempt_at, '-infinity'::timestamptz)"
-_WAITS = f"status = 'desynchronized' and active and {_DUE_AT} <= to_timestamp($3)"
 DUE = f"""
     select due.did, due.bucket
     from (
-        select bucket, cold, bucket # $4::smallint as place from indexer.queue
-        where bucket = any($2::smallint[]) order by cold, place
+        select bucket, rank, bucket # $4::smallint as place from indexer.queue
+        where bucket = any($2::smallint[]) order by rank, place
     ) q, lateral (
         select did, bucket, {_DUE_AT} as at from indexer.repo r
-        where r.bucket = q.bucket and r.cold = q.cold and {_WAITS}
+        where r.bucket = q.bucket and r.rank = q.rank
+            and status = 'desynchronized' and active and {_DUE_AT} <= to_timestamp($3)
         order by {_DUE_AT} limit $1
     ) due
-    order by q.cold, q.place, due.at limit $1
+    order by q.rank, q.place, due.at limit $1
 """
 
-# Nothing was locked: whoever is first has it.
-_CLAIM = f"""
-    with claimed as (
+# Of one bucket, as no more can be locked at once on a distributed database; most looks find what they want in one. Who
+# has a row just now may have it for long. IS NOT DISTINCT, as an index of what is due would be read through for a DID.
+CLAIM = f"""
+    with held as materialized (
+        select did from indexer.repo
+        where bucket = $1 and did = any($2::text[]) and status is not distinct from 'desynchronized' and active
+            and {_DUE_AT} <= to_timestamp($3)
+        for update skip locked
+    ), claimed as (
         update indexer.repo
         set status = 'in-progress', lease = lease + 1, version = version + 1, lease_until = to_timestamp($4),
             updated_at = now()
-        where did = any($1::text[]) and bucket = any($2::smallint[]) and {_WAITS}
+        where bucket = $1 and did = any(array(select did from held))
         returning *
     )
-    select {repo_columns("claimed")} from claimed order by cold, next_attempt_at nulls first
+    select {repo_columns("claimed")} from claimed order by rank, next_attempt_at nulls first
 """
 
 _RENEW = """
@@ -61,7 +68,7 @@ _RENEW = """
     returning true
 """
 
-# Nor is anything here and in the next two: what is written is compared and set, so what has moved is passed over.
+# Nothing is locked here and in the next two: what is written is compared and set, so what has moved is passed over.
 _EXPIRED = f"""
     select {repo_columns("r")} from indexer.repo r
     where status = 'in-progress' and lease_until < to_timestamp($1) and bucket = any($2::smallint[])
@@ -119,11 +126,11 @@ _STORED = f"""
 
 async def claim(connection: Connection, count: int, buckets: range, until: float, now: float) -> list[Repo]:
     due = await connection.fetch(DUE, count, list(buckets), now, randrange(BUCKETS))  # noqa: S311 - spread, not secrecy
-    if not due:
-        return []
-    dids, of = sorted(row["did"] for row in due), sorted({row["bucket"] for row in due})
-    rows = await connection.fetch(_CLAIM, dids, of, now, until)
-    return [repo_of(row) for row in rows]
+    claimed: list[Repo] = []
+    for bucket, rows in groupby(due, lambda row: row["bucket"]):
+        dids = [row["did"] for row in rows]
+        claimed += [repo_of(row) for row in await connection.fetch(CLAIM, bucket, dids, now, until)]
+    return claimed
 
 
 async def renew(connection: Connection, did: str, lease: int, until: float) -> bool:

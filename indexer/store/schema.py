@@ -32,6 +32,7 @@ NAME = Text(collation="C")
 TIME = DateTime(timezone=True)
 NOW = text("now()")
 
+_RANK = "case when rev is null then 2 when reason = 'requested' then 1 else 0 end"
 _DUE_AT = text("coalesce(next_attempt_at, '-infinity'::timestamptz)")
 
 repo = Table(
@@ -63,12 +64,12 @@ repo = Table(
     Column("updated_at", TIME, nullable=False, server_default=NOW),
     Column("erase_at", TIME),
     # An index on `rev` itself, if only in its WHERE, would make every commit's update write to every index.
-    Column("cold", Boolean, Computed("rev is null", persisted=True), nullable=False),
+    Column("rank", SmallInteger, Computed(_RANK, persisted=True), nullable=False),
     CheckConstraint("status in ('desynchronized', 'in-progress', 'synchronized')", name="repo_status"),
     CheckConstraint("num_nulls(rev, data, commit) in (0, 3)", name="repo_head"),
     CheckConstraint("status <> 'synchronized' or rev is not null", name="repo_synchronized"),
     CheckConstraint("(status = 'in-progress') = (lease_until is not null)", name="repo_leased"),
-    Index("repo_due", "bucket", "cold", _DUE_AT, postgresql_where=text("status = 'desynchronized' and active")),
+    Index("repo_due", "bucket", "rank", _DUE_AT, postgresql_where=text("status = 'desynchronized' and active")),
     postgresql_with={
         "fillfactor": "80",
         "autovacuum_vacuum_scale_factor": "0.02",
@@ -82,7 +83,7 @@ queue = Table(
     "queue",
     metadata,
     Column("bucket", SmallInteger, primary_key=True, autoincrement=False),
-    Column("cold", Boolean, primary_key=True),
+    Column("rank", SmallInteger, primary_key=True, autoincrement=False),
 )
 
 record = Table(

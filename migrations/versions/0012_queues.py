@@ -1,4 +1,6 @@
-"""The queues of resyncs have a row each, so that one statement looks at the head of every one, distributed or not."""
+"""The queues of resyncs have a row each, so that one statement looks at the head of every one, distributed or not. What
+breaks comes before what somebody asked for, which may be everything.
+"""
 
 from alembic import op
 
@@ -8,16 +10,27 @@ branch_labels = None
 depends_on = None
 
 STATEMENTS = (
+    "alter table indexer.repo drop column cold",
+    """
+    alter table indexer.repo add column rank smallint not null generated always as (
+        case when rev is null then 2 when reason = 'requested' then 1 else 0 end
+    ) stored
+    """,
+    """
+    create index repo_due on indexer.repo (bucket, rank, coalesce(next_attempt_at, '-infinity'::timestamptz))
+    where status = 'desynchronized' and active
+    """,
     """
     create table indexer.queue (
-        bucket smallint not null, cold boolean not null, constraint queue_pkey primary key (bucket, cold)
+        bucket smallint not null, rank smallint not null, constraint queue_pkey primary key (bucket, rank)
     )
     """,
-    "insert into indexer.queue (bucket, cold) select b, c from generate_series(0, 255) b, unnest(array[false, true]) c",
+    "insert into indexer.queue (bucket, rank) select b, r from generate_series(0, 255) b, generate_series(0, 2) r",
     """
-    comment on table indexer.queue is
-    'A row for each queue of repos that wait for a resync: by bucket, those whose records are shown apart.'
+    comment on column indexer.repo.rank is
+    'Whose resync comes first: 0 of repos that we have and that broke, 1 that were asked for, 2 that we never had.'
     """,
+    "comment on table indexer.queue is 'A row for each queue of repos that wait for a resync.'",
 )
 
 

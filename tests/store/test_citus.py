@@ -291,7 +291,7 @@ RULES: dict[Callable[[Statement, Schema], bool], tuple[str, ...]] = {
     sizes_are_not_asked: ("select pg_table_size('indexer.repo')", "explain select from indexer.repo where bucket = $1"),
     limits_are_not_lateral: (
         "select from unnest($1) b(bucket), lateral (select from indexer.repo r where r.bucket = b.bucket limit 1) one",
-        "select from indexer.queue q, lateral (select from indexer.repo r where r.cold = q.cold limit 1) one",
+        "select from indexer.queue q, lateral (select from indexer.repo r where r.rank = q.rank limit 1) one",
         "select from (select 1 as bucket) q, lateral (select from indexer.repo r where r.bucket = q.bucket limit 1) o",
     ),
     recursion_is_of_one_bucket: (

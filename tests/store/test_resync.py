@@ -90,6 +90,26 @@ async def test_a_claim_of_several_takes_what_was_shown_before_all_else(store: St
     assert [repo.head is not None for repo in claimed] == [True, True, True, False, False]
 
 
+async def test_what_somebody_asked_for_waits_for_what_broke(store: Store) -> None:
+    """Which may be everything there is."""
+    await insert(store, *[synchronized(of_bucket(7, f"asked for {n}")) for n in range(3)], waiting(of_bucket(7, "new")))
+    assert await store.mark_resync(all=True) == 4
+    failed = waiting(of_bucket(7, "failed"), head=head(), attempts=1, next_attempt_at=time() - 1)
+    await insert(store, failed, waiting(of_bucket(7, "broke"), head=head()))
+    order = [repo.did for _ in range(6) for repo in await store.claim(1, ALL, 10.0, time())]
+    assert order[:2] == [did(of_bucket(7, "broke")), failed.did]
+    assert order[-1] == did(of_bucket(7, "new"))
+
+
+async def test_a_row_that_somebody_has_holds_up_nobody(store: Store, sql: asyncpg.Connection) -> None:
+    await insert(store, *[waiting(n) for n in range(10)])
+    async with sql.transaction():
+        await sql.execute("select atproto.request_resync($1)", did(3))
+        claimed = await asyncio.wait_for(store.claim(10, ALL, 10.0, 100.0), 5)
+        assert {repo.did for repo in claimed} == {did(n) for n in range(10)} - {did(3)}
+    assert [repo.did for repo in await store.claim(10, ALL, 10.0, 100.0)] == [did(3)]
+
+
 async def test_those_who_look_at_the_same_moment_find_others(store: Store, sql: asyncpg.Connection) -> None:
     """One of each bucket: whatever order a look has, it has all of them, and no two orders begin alike."""
     await insert(store, *[waiting(of_bucket(bucket, "new")) for bucket in range(0, 256, 8)])
