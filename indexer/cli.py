@@ -401,5 +401,5 @@ def _list_export(export: "Export") -> int:
         note = f"  ({printable(record.problem)})" if record.problem else ""
         click.echo(f"{cid_text(record.cid)} {record.path}{note}")
     if missing:
-        return _complain(f"{FetchFailure.EXPORT_INCOMPLETE}: {missing} records are not in the file", FAILED)
+        return _complain(f"{FetchFailure.EXPORT_LACKS_RECORDS}: {missing} records are not in the file", FAILED)
     return 0

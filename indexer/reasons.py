@@ -82,7 +82,8 @@ class FetchFailure(_Reason):
     IDENTITY_GONE = "identity-gone", "The directory doesn't know the DID, or not any more."
     IDENTITY_UNAVAILABLE = "identity-unavailable", "The directory could not be asked just now."
     EXPORT_REJECTED = "export-rejected", "The export broke a rule; the reason follows."
-    EXPORT_INCOMPLETE = "export-incomplete", "The export lacks tree nodes that it refers to."
+    EXPORT_INCOMPLETE = "export-incomplete", "The export was cut, or lacks tree nodes that it refers to."
+    EXPORT_LACKS_RECORDS = "export-lacks-records", "The export has all tree nodes, and lacks blocks of records."
     EXPORT_STALE = "export-stale", "The export is older than a state that we have seen or hold."
     SPOOL_FULL = "spool-full", "The spool directory has no room for the export, or can't be written."
 

@@ -163,15 +163,15 @@ class Resync:
     async def _write(self, claimed: Repo, transaction: ResyncTransaction, snapshot: Snapshot) -> Counter[str]:
         """Writes what differs.
 
-        Records whose blocks the export lacks are taken without values at the second time only: at the first, it may
-        be an export that was cut behind its last tree node (spec RP-8).
+        Records whose blocks the export lacks are taken without values at the second time in a row only: at the first,
+        it may be an export that was cut behind its last tree node (spec RP-8).
         """
         diff, counts, missing = Diff(self._chosen(snapshot)), Counter[str](), 0
         async for chunk in transaction.stored():
             missing += await self._write_all(transaction, diff.against(chunk), snapshot, counts)
         missing += await self._write_all(transaction, diff.rest(), snapshot, counts)
-        if missing and not _was_incomplete(claimed):
-            raise UnavailableError(FetchFailure.EXPORT_INCOMPLETE, f"without the blocks of {missing} records")
+        if missing and not _lacked_records(claimed):
+            raise UnavailableError(FetchFailure.EXPORT_LACKS_RECORDS, f"{missing} records")
         if missing:
             log.warning("resync.values-missing", did=claimed.did, records=missing)
         return counts
@@ -230,5 +230,6 @@ def _refuse_stale(snapshot: Snapshot, rev: str | None) -> None:
         raise UnavailableError(FetchFailure.EXPORT_STALE, f"{snapshot.head.rev} < {rev}")
 
 
-def _was_incomplete(claimed: Repo) -> bool:
-    return (claimed.last_error or "").partition(":")[0] == FetchFailure.EXPORT_INCOMPLETE
+def _lacked_records(claimed: Repo) -> bool:
+    """Whether the last export did, whole as its tree was; one that was cut says nothing of what the host has."""
+    return (claimed.last_error or "").partition(":")[0] == FetchFailure.EXPORT_LACKS_RECORDS

@@ -187,7 +187,7 @@ BROKEN: dict[str, tuple[Callable[[Signed], bytes], str]] = {
     ),
     "without its last block": (
         lambda host: b"".join(host.sections[:-1]),
-        "export-incomplete: without the blocks of 1 ",
+        "export-lacks-records: 1 records",
     ),
     "a page": (
         lambda _: b"<!DOCTYPE html><html><body>" + b"Sign in, please. " * 100,

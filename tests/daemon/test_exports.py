@@ -101,10 +101,27 @@ async def test_an_export_that_lacks_a_record_is_asked_for_again(database: str, t
         account = await with_a_long_last_leaf(stage)
         before = await stage.stored(account)
         [fault] = lose_last_records(stage, account, exports=1)
-        await stage.counted(0, "resync", result="export-incomplete")
+        await stage.counted(0, "resync", result="export-lacks-records")
         assert fault.fired == 1
         assert await stage.stored(account) == before
-        assert (await stage.repo(account))["last_error"] == "export-incomplete: without the blocks of 2 records"
+        assert (await stage.repo(account))["last_error"] == "export-lacks-records: 2 records"
+        await stage.healed(account)
+        assert [row["rkey"] for row in await stage.stored(account) if row["value"] is None] == []
+
+
+@pytest.mark.slow
+async def test_an_export_that_was_cut_before_says_nothing_of_the_records_that_the_next_one_lacks(
+    database: str, tmp_path: Path
+) -> None:
+    async with staged(database, tmp_path, resync_source="pds") as stage:
+        account = await with_a_long_last_leaf(stage)
+        before = await stage.stored(account)
+        account.pds.faults.append(Fault(GET_REPO, sections=3))
+        lose_last_records(stage, account, exports=1)
+        await stage.counted(0, "resync", result="export-incomplete")
+        await stage.execute("update indexer.repo set next_attempt_at = null")
+        await stage.counted(0, "resync", result="export-lacks-records")
+        assert await stage.stored(account) == before
         await stage.healed(account)
         assert [row["rkey"] for row in await stage.stored(account) if row["value"] is None] == []
 
@@ -116,7 +133,7 @@ async def test_a_record_that_no_export_has_keeps_its_cid_and_gets_its_value_late
     async with staged(database, tmp_path, resync_source="pds") as stage:
         account = await with_a_long_last_leaf(stage)
         faults = lose_last_records(stage, account, exports=2)
-        await stage.counted(0, "resync", result="export-incomplete")
+        await stage.counted(0, "resync", result="export-lacks-records")
         await stage.healed(account)
         assert [fault.fired for fault in faults] == [1, 1]
         missing = [row for row in await stage.stored(account) if row["value"] is None]
