@@ -125,7 +125,8 @@ class Server:
 
     async def _send(self, request: web.Request, answer: Answer, fault: Fault | None = None) -> web.StreamResponse:
         response = web.StreamResponse(status=answer.status, headers=answer.headers)
-        if "gzip" in request.headers.get(hdrs.ACCEPT_ENCODING, ""):
+        dripping = fault is not None and fault.rate is not None  # an encoder would hold it all back until the end
+        if "gzip" in request.headers.get(hdrs.ACCEPT_ENCODING, "") and not dripping:
             response.enable_compression(web.ContentCoding.gzip)
         elif isinstance(answer.chunks, tuple) and fault is None:
             response.content_length = sum(map(len, answer.chunks))

@@ -238,6 +238,26 @@ async def resyncing(stage: Stage, account: Account, fault: Fault) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "bound", "why"), [("export_rate", "1MB", " bytes in "), ("export_time", "500ms", ": TimeoutError")]
+)
+async def test_an_export_that_comes_more_slowly_than_is_allowed(
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, bound: str, why: str
+) -> None:
+    monkeypatch.setattr("indexer.outbound.client.Patience", lambda: Patience(judged_after=0.2))
+    async with staged(database, tmp_path, resync_source="pds", **{name: bound}) as stage:
+        account = stage.account("ada.test", records=20)
+        await stage.equal()
+        before = await stage.stored(account)
+        held(account)
+        stage.lose_commit(account)
+        await stage.counted(0, "resync", result="timeout")
+        assert why in (await stage.repo(account))["last_error"]
+        assert await stage.stored(account) == before
+        await stage.healed(account)
+
+
+@pytest.mark.slow
 async def test_commits_during_a_resync_are_kept_and_drained(database: str, tmp_path: Path) -> None:
     async with staged(database, tmp_path) as stage:
         account = stage.account("ada.test", records=30)

@@ -203,5 +203,8 @@ async def test_a_dripping_host_takes_its_time(account: Account, client: httpx.As
     account.pds.faults.append(Fault(GET_REPO, rate=len(whole) * 5))
     clock = asyncio.get_running_loop().time
     began = clock()
-    assert (await get(client, account, "getRepo")).content == whole
+    async with client.stream("GET", f"{account.pds.url}{GET_REPO}?did={account.did}") as response:
+        pieces = [piece async for piece in response.aiter_bytes()]
+    assert b"".join(pieces) == whole
+    assert len(pieces) >= 4, "not held back until the end"
     assert clock() - began > 0.15

@@ -1,5 +1,6 @@
 """Exports and answers from hosts and a relay, in good order and in bad."""
 
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -106,7 +107,6 @@ async def test_repos_that_are_not_to_be_had(account: Account, pds: PdsClient, do
     ("fault", "reason"),
     [
         (Fault(GET_REPO, hang=True), FetchFailure.TIMEOUT),
-        (Fault(GET_REPO, rate=400), FetchFailure.TIMEOUT),
         (Fault(GET_REPO, cut=1_000), FetchFailure.UNREACHABLE),
         (Fault(GET_REPO, status=200, headers=CAR), FetchFailure.EXPORT_INCOMPLETE),
         (Fault(GET_REPO, status=200, headers={"Content-Type": "text/html"}, body=b"<html>"), FetchFailure.BAD_ANSWER),
@@ -130,6 +130,30 @@ async def test_an_export_that_fails_and_the_next_that_does_not(
     if reason is not FetchFailure.THROTTLED:
         async with pds.fetch_repo(account.did, account.pds.url) as spool:
             assert spool.block(account.repo.head.cid)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "why"),
+    [
+        ({}, None),
+        ({"export_rate": 100_000}, r"\d+ bytes in \d+ s$"),
+        ({"export_seconds": 0.3}, "TimeoutError$"),
+    ],
+)
+async def test_an_export_that_comes_slowly(
+    account: Account, outbound: Outbound, tmp_path: Path, bounds: dict[str, float], why: str | None
+) -> None:
+    """In some three quarters of a second."""
+    account.pds.faults.append(Fault(GET_REPO, rate=sum(map(len, account.repo.export())) * 4 // 3))
+    pds = PdsClient(outbound, DEFAULT_LIMITS, tmp_path / "spool", **bounds)
+    if why is None:
+        async with pds.fetch_repo(account.did, account.pds.url) as spool:
+            assert spool.block(account.repo.head.cid)
+    else:
+        failure = await failure_of(pds, account)
+        assert failure.reason is FetchFailure.TIMEOUT
+        assert re.search(why, failure.detail), failure.detail
+    assert list((tmp_path / "spool").iterdir()) == []
 
 
 async def test_an_export_cut_between_two_blocks_looks_whole_until_it_is_walked(
