@@ -16,7 +16,7 @@ from indexer.localnet.server import Fault
 from indexer.run import daemon
 from indexer.sync.identity import StoredIdentity
 from tests.daemon.stage import FORGER, POST, Stage, commit_payload, post, staged
-from tests.serving import settings_for
+from tests.serving import settings_for, until
 
 
 def found(stage: Stage) -> float:
@@ -59,6 +59,23 @@ def rotate_silently(stage: Stage, account: Account) -> None:
     assert identity is not None
     account.swap_key()
     stage.network.plc.identities[account.did] = replace(identity, key=account.key.public.did_key())
+
+
+async def test_a_rotation_that_the_first_export_tells_of(database: str, tmp_path: Path) -> None:
+    """A new repo whose key is known already, or was: one look-up more, and no attempt lost."""
+    async with LocalNetwork() as network:
+        account = network.create_account("ada.test")
+        async with staged(database, tmp_path, network, start="live", resync_source="pds") as stage:
+            await stage.running.identities.lookup(account.did)
+            lookups = found(stage)
+            rotate_silently(stage, account)
+            network.relay.drop(account.did)
+            account.create(POST, post("by the new key, and not heard of"))
+            await stage.running.store.add([account.did])
+            await until(lambda: stage.total("resync") > 0)
+            assert stage.metric("resync", result="synchronized") == stage.total("resync") == 1
+            assert found(stage) == lookups + 1
+            assert set(await stage.running.store.visible_records(account.did)) == set(account.records)
 
 
 @pytest.mark.slow
