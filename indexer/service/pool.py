@@ -11,6 +11,7 @@ from indexer.errors import UnavailableError, UpstreamError
 from indexer.identity import Identities
 from indexer.metrics import Metrics
 from indexer.reasons import Desync, FetchFailure
+from indexer.service.lane import Lane, places_of_large
 from indexer.service.resync import ClaimLostError, Resync
 from indexer.service.rota import Rota
 from indexer.store import DatabaseError, Store
@@ -40,9 +41,9 @@ class Pace:
 
 
 class PutOffError(Exception):
-    """It is not this repo's turn yet: to be claimed again at `at`, in Unix seconds, at no cost."""
+    """It is not this repo's turn yet: to be claimed again, at `at` (Unix seconds) if that is known, at no cost."""
 
-    def __init__(self, at: float) -> None:
+    def __init__(self, at: float | None = None) -> None:
         super().__init__()
         self.at = at
 
@@ -59,8 +60,8 @@ class Run:
 
 
 class Pool:
-    """`workers` resyncs at once, and a quarter as many of large repos beside them. `run` ends only with an error that
-    is ours.
+    """`workers` resyncs at once, of which one host has three quarters at most, and some of large repos beside them.
+    `run` ends only with an error that is ours.
     """
 
     def __init__(
@@ -84,9 +85,9 @@ class Pool:
         self._metrics = metrics
         self._workers = workers
         self._sweep_interval = sweep_interval
-        self._large = max(1, workers // 4)
         self._pace = pace or Pace()
-        self._rota = Rota(workers)
+        self._rota = Rota(max(1, workers - max(1, workers // 4)))
+        self._lane = Lane(places_of_large(workers))
         self._moved = asyncio.Event()
         self.running: list[Run] = []
         self.trouble: str | None = None
@@ -142,13 +143,13 @@ class Pool:
         now, put_off = time(), []
         for repo in claimed:
             known = self._identities.peek(repo.did)
-            host = (known and known.host) or UNKNOWN_HOST
-            if not self._rota.admits(host, now):
-                put_off.append(RepoWrite(repo.version, plan_release(repo, self._rota.later(host, now))))
-            elif self.free <= 0:
-                put_off.append(RepoWrite(repo.version, plan_release(repo)))
+            run = Run(repo, now, (known and known.host) or UNKNOWN_HOST, now)
+            try:
+                self._place(run)
+            except PutOffError as error:
+                put_off.append(RepoWrite(repo.version, plan_release(repo, error.at)))
             else:
-                self._start(group, Run(repo, now, host))
+                group.create_task(self._whole(run), name=f"resync of {repo.did}")
         self._metrics.put_off(len(put_off))
         try:
             moved = await self._store.apply(Batch(tuple(put_off)))
@@ -158,11 +159,16 @@ class Pool:
             log.warning("database.unavailable", error=str(error))
         return len(claimed) - len(put_off)
 
-    def _start(self, group: asyncio.TaskGroup, run: Run) -> None:
-        self.running.append(run)
-        run.came = run.began
+    def _place(self, run: Run) -> None:
+        """Raises `PutOffError` if there is no place for it."""
+        if not self._rota.admits(run.host, run.came):
+            raise PutOffError(self._rota.later(run.host, run.came))
+        if self._lane.knows(run.claimed.did):
+            self._grow(run)
+        elif self.free <= 0:
+            raise PutOffError
         self._rota.begin(run.host, run.came)
-        group.create_task(self._whole(run), name=f"resync of {run.claimed.did}")
+        self.running.append(run)
 
     async def _whole(self, run: Run) -> None:
         started = monotonic()
@@ -172,6 +178,8 @@ class Pool:
             result = "lost"  # the lease runs out, and the repo is claimed again
             log.warning("resync.lost", did=run.claimed.did, error=str(error))
         self._rota.end(run.host, run.came, time())
+        if run.large:
+            self._lane.leave(run.began, time())
         self.running.remove(run)
         self._moved.set()
         self._metrics.resync(result, monotonic() - started)
@@ -237,11 +245,12 @@ class Pool:
         run.host, run.came = host, now
 
     def _grow(self, run: Run) -> None:
-        """The export is large: it goes on among the large ones, or later, if their places are taken."""
+        """The repo is large: it goes on among the large ones, or later, if their places are taken."""
         if run.large:
             return
-        if sum(other.large for other in self.running) >= self._large:
-            raise PutOffError(time() + self._pace.lease)
+        now = time()
+        if not self._lane.enter(run.claimed.did, run.began, now):
+            raise PutOffError(self._lane.later(now))
         run.large = True
         self._moved.set()
 

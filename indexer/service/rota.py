@@ -9,12 +9,12 @@ WEIGHT = 0.2  # of the newest time in a host's mean
 class Rota:
     """Counts the resyncs of each host, and tells those that can't begin now when they may. Times are Unix seconds.
 
-    A host has three quarters of the `places` at most. Repos beyond that are put off one behind the other, at the pace
-    at which the host has answered so far, so that they don't come up again and again in front of all others.
+    A host has `most` places. Repos beyond that are put off one behind the other, at the pace at which the host has
+    answered so far, so that they don't come up again and again in front of all others.
     """
 
-    def __init__(self, places: int) -> None:
-        self._most = max(1, places - max(1, places // 4))
+    def __init__(self, most: int) -> None:
+        self._most = most
         self._running: dict[str, list[float]] = {}
         self._seconds: dict[str, float] = {}
         self._next: dict[str, float] = {}

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from math import inf
 from pathlib import Path
 from time import time
+from typing import Any
 
 import pytest
 
@@ -242,7 +243,7 @@ async def resyncing(stage: Stage, account: Account, fault: Fault) -> None:
     ("name", "bound", "why"), [("export_rate", "1MB", " bytes in "), ("export_time", "500ms", ": TimeoutError")]
 )
 async def test_an_export_that_comes_more_slowly_than_is_allowed(
-    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, bound: str, why: str
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, bound: Any, why: str
 ) -> None:
     monkeypatch.setattr("indexer.outbound.client.Patience", lambda: Patience(judged_after=0.2))
     async with staged(database, tmp_path, resync_source="pds", **{name: bound}) as stage:
@@ -255,6 +256,32 @@ async def test_an_export_that_comes_more_slowly_than_is_allowed(
         assert why in (await stage.repo(account))["last_error"]
         assert await stage.stored(account) == before
         await stage.healed(account)
+
+
+@pytest.mark.slow
+async def test_large_repos_come_one_behind_the_other(
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four are begun at once, and one may go on: the others are known by then, and not fetched before their turn."""
+    monkeypatch.setattr("indexer.pds.client.LARGE_BYTES", 1_000)
+    async with staged(database, tmp_path, resync_source="pds", resync_workers="4") as stage:
+        accounts = [stage.account(f"a{number}.test", records=20) for number in range(6)]
+        await stage.equal()
+        fetches = [dripping(account) for account in accounts]
+        for account in accounts:
+            stage.lose_commit(account)
+        await stage.equal()
+        await stage.counted(5, "resync", result="synchronized")
+        assert max(fault.fired for fault in fetches) == 2
+        assert stage.metric("resync", result="put-off") > 0
+        assert stage.total("resync") == 6 + stage.metric("resync", result="put-off"), "none failed"
+
+
+def dripping(account: Account) -> Fault:
+    """Each export of the account takes a second."""
+    fault = Fault(GET_REPO, account.did, rate=sum(map(len, account.repo.export())), times=None)
+    account.pds.faults.append(fault)
+    return fault
 
 
 @pytest.mark.slow

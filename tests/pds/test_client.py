@@ -3,6 +3,7 @@
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -13,7 +14,7 @@ from indexer.localnet.network import LocalNetwork
 from indexer.localnet.repo import Write
 from indexer.localnet.server import Fault
 from indexer.outbound import Outbound, Patience, Rates
-from indexer.pds import PdsClient, RepoStatus
+from indexer.pds import PdsClient, RepoStatus, client
 from indexer.reasons import FetchFailure, Rejection
 from indexer.sync.verify import verify_snapshot
 
@@ -130,6 +131,34 @@ async def test_an_export_that_fails_and_the_next_that_does_not(
     if reason is not FetchFailure.THROTTLED:
         async with pds.fetch_repo(account.did, account.pds.url) as spool:
             assert spool.block(account.repo.head.cid)
+
+
+@pytest.mark.parametrize(("smaller", "times"), [(0, 0), (1, 1), (6_000, 1)])
+async def test_an_export_turns_out_to_be_large_once(
+    account: Account, pds: PdsClient, monkeypatch: pytest.MonkeyPatch, smaller: int, times: int
+) -> None:
+    """By its first byte beyond the number, which is so much smaller than it; it comes in some pieces."""
+    told: list[bool] = []
+    size = sum(map(len, account.repo.export()))
+    monkeypatch.setattr(client, "LARGE_BYTES", size - smaller)
+    account.pds.faults.append(Fault(GET_REPO, rate=5 * size))
+    async with pds.fetch_repo(account.did, account.pds.url, lambda: told.append(True)) as spool:
+        assert spool.block(account.repo.head.cid)
+    assert len(told) == times
+
+
+async def test_an_export_may_be_too_large_for_now(
+    account: Account, pds: PdsClient, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def later() -> NoReturn:
+        raise InterruptedError
+
+    monkeypatch.setattr(client, "LARGE_BYTES", 1_000)
+    account.pds.faults.append(Fault(GET_REPO, rate=10_000))
+    with pytest.raises(InterruptedError):
+        async with pds.fetch_repo(account.did, account.pds.url, later):
+            pytest.fail("it goes on")
+    assert list((tmp_path / "spool").iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -193,6 +193,27 @@ async def test_large_repos_leave_their_places_to_small_ones() -> None:
         assert all(repo.attempts == 0 for repo in later)
 
 
+def all_ended(resyncs: Resyncs, count: int) -> bool:
+    """Ends those that run, and tells whether so many have ended."""
+    while resyncs.gates:
+        resyncs.gates.popitem()[1].set_result("synchronized")
+    return len(resyncs.ended) == count
+
+
+async def test_a_repo_that_is_known_to_be_large_has_its_place_before_it_is_fetched() -> None:
+    """Eight of them, and two places: six begin in vain, and only once, however often they come up meanwhile."""
+    dids = [f"did:plc:{n:024}" for n in range(8)]
+    async with Running(dids, lambda did: f"{did}.example", workers=8) as running:
+        running.resyncs.large.update(dids)
+        await until(lambda: sum(running.store.claims.count(did) > 2 for did in dids) == 6)
+        assert sorted(running.resyncs.begun) == dids
+        assert running.pool.free == 8, "none of them has a small one's place"
+        await until(lambda: all_ended(running.resyncs, 8))
+        assert len(running.resyncs.begun) == 8 + 6
+        assert all(repo.status is SyncStatus.SYNCHRONIZED for repo in running.store.rows.values())
+        assert all(repo.attempts == 0 for repo in running.store.rows.values())
+
+
 async def test_claims_whose_identities_can_not_be_loaded_go_on_all_the_same() -> None:
     running = Running([DID], lambda _did: "one.example", workers=2)
     running.identities.stored = False
