@@ -29,6 +29,7 @@ from indexer.service.erasure import Erasure
 from indexer.service.handles import HandleChecks
 from indexer.service.inbox import Inbox
 from indexer.service.keys import KeyDesk
+from indexer.service.lane import places_of_large
 from indexer.service.pool import Pool
 from indexer.service.reader import Place, Reader
 from indexer.service.renewal import Renewal
@@ -37,7 +38,7 @@ from indexer.service.retention import Retention
 from indexer.service.tenure import Tenure
 from indexer.service.writer import Writer
 from indexer.status import READY_LAG_SECONDS
-from indexer.store import Keep, Store
+from indexer.store import RESERVED, Keep, Store
 from indexer.store.embedded import database
 from indexer.store.migrate import migrate, schema_is_current
 from indexer.sync.planning import Policy
@@ -52,6 +53,7 @@ KEY_PATIENCE_SECONDS = 15.0
 KEYS_AT_ONCE = 64
 HOSTS_SECONDS = 5.0
 HOSTS_SHOWN = 10
+MOST_CONNECTIONS = 40  # of one process: Postgres has a hundred by default, for other processes and for readers, too
 
 log = structlog.get_logger(__name__)
 
@@ -81,7 +83,7 @@ async def daemon(settings: Settings, dsn: str) -> AsyncIterator["Daemon"]:
     """A daemon over a migrated database, not yet running; closes what it opened."""
     async with AsyncExitStack() as stack:
         metrics = Metrics()
-        store = await Store.open(dsn)
+        store = await Store.open(dsn, connections=connections(settings.resync_workers))
         stack.push_async_callback(store.close)
         outbound = Outbound(
             user_agent=settings.user_agent,
@@ -304,6 +306,14 @@ def _settle_memory() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
+
+
+def connections(workers: int) -> int:
+    """How many to the database: one for each resync that may be under way, and those that resyncs leave to others.
+
+    Beyond the most, resyncs that write take turns.
+    """
+    return min(workers + places_of_large(workers) + RESERVED, MOST_CONNECTIONS)
 
 
 def _url(settings: Settings) -> str | None:

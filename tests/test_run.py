@@ -1,13 +1,17 @@
 """The composition root: what ends the daemon, and how loudly."""
 
 import asyncio
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
 
 from indexer.errors import BrokenInvariantError
 from indexer.localnet.network import LocalNetwork
-from indexer.run import daemon
+from indexer.run import connections, daemon
+from indexer.service.lane import places_of_large
+from indexer.store import RESERVED
+from indexer.sync.repo import Repo
 from tests.serving import settings_for, until
 
 
@@ -47,3 +51,17 @@ async def test_a_broken_invariant_while_draining_is_loud(
         network.create_account("ada.test")
         with pytest.raises(BrokenInvariantError, match="ours"):
             await asyncio.wait_for(running.run(stop), 10)
+
+
+async def test_all_resyncs_can_write_at_once_and_others_too(database: str, tmp_path: Path) -> None:
+    """Those of eight workers, and of two large repos beside them."""
+    settings = settings_for("ws://127.0.0.1:1", "http://127.0.0.1:1", tmp_path, resync_workers="8")
+    async with daemon(settings, database) as running, AsyncExitStack() as writing, asyncio.timeout(20):
+        for number in range(10):
+            await writing.enter_async_context(running.store.resync(Repo(f"did:plc:{number:024}")))
+        assert await running.store.repos([]) == {}
+
+
+def test_connections_are_bounded_and_never_all_for_large_repos() -> None:
+    assert [connections(workers) for workers in (1, 8, 28, 30, 31, 1_000)] == [5, 13, 38, 40, 40, 40]
+    assert all(places_of_large(workers) < connections(workers) - RESERVED for workers in range(1, 1_001))

@@ -5,6 +5,15 @@ from indexer.store.export import ExportedRecord
 from indexer.store.queries import Counts
 from indexer.store.resync import ResyncTransaction
 from indexer.store.retention import Keep, ReaderState
-from indexer.store.store import Store
+from indexer.store.store import RESERVED, Store
 
-__all__ = ["Counts", "DatabaseError", "ExportedRecord", "Keep", "ReaderState", "ResyncTransaction", "Store"]
+__all__ = [
+    "RESERVED",
+    "Counts",
+    "DatabaseError",
+    "ExportedRecord",
+    "Keep",
+    "ReaderState",
+    "ResyncTransaction",
+    "Store",
+]

@@ -261,6 +261,11 @@ async def test_a_start_that_fails_says_why_and_leaves_the_way_free(tmp_path: Pat
         assert await fetch(dsn, "select 1") == 1
 
 
+async def test_it_has_connections_for_several_processes(tmp_path: Path) -> None:
+    async with database(None, tmp_path, QUICK) as dsn:
+        assert await fetch(dsn, "show max_connections") == "300"
+
+
 async def test_no_binaries_are_a_bad_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INDEXER_PG_BINDIR", str(tmp_path))
     with pytest.raises(SettingsError, match="INDEXER_PG_BINDIR"):

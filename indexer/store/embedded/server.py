@@ -178,6 +178,7 @@ def _default_settings() -> dict[str, str]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "shared_buffers": f"{min(memory // 4, SHARED_BUFFERS_MOST) // 1024}kB",
+        "max_connections": "300",  # some twenty processes at their defaults, and readers
         "max_wal_size": "4GB",
         "checkpoint_timeout": "15min",
         "wal_compression": "off",  # the wheel has pglz only, which halves the write rate
