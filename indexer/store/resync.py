@@ -81,7 +81,8 @@ _INCOMPLETE = f"""
     where r.status = 'synchronized' and r.synchronized_at < to_timestamp($1) and r.bucket = any($2::smallint[])
         and exists (
             select from indexer.record c
-            where c.did = r.did and c.bucket = r.bucket and c.value_problem = '{Problem.MISSING}'
+            where c.did = r.did and c.bucket = r.bucket and c.bucket = any($2::smallint[])
+                and c.value_problem = '{Problem.MISSING}'
         )
     limit $3
 """

@@ -8,10 +8,12 @@ import ast
 import importlib
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import getmembers, isfunction, signature
+from itertools import takewhile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -38,18 +40,22 @@ LOCALS = {"segment": 0}  # what is put into a statement at run time: the number 
 COPY = ("schema_name", "columns")
 CONNECTION = re.compile("connection|pool")
 LEVELS = ("SelectStmt", "InsertStmt", "UpdateStmt", "DeleteStmt")
+SIDES = ("larg", "rarg")
+BESIDE = (*SIDES, "withClause", "selectStmt")  # parts of a level that name what it may name, but nothing of its own
+BOUND = {"JOIN_INNER": SIDES, "JOIN_LEFT": ("rarg",), "JOIN_RIGHT": ("larg",)}  # an outer join keeps what doesn't fit
+PURE = {"bucket_of"}  # functions whose value may be a bucket
 
 
 @dataclass(eq=False)
 class Level:
-    """A SELECT, INSERT, UPDATE or DELETE within a statement; in `items` its tables by alias, "" for what is none."""
+    """A SELECT, INSERT, UPDATE or DELETE within a statement; in `items` what it reads or changes, by alias."""
 
     kind: str
     node: Node
     outer: "Level | None"
 
     @cached_property
-    def items(self) -> dict[str, str]:
+    def items(self) -> dict[str, Node]:
         return dict(_items(self.sources))
 
     @property
@@ -60,7 +66,7 @@ class Level:
     @property
     def target(self) -> str:
         """The table that is written; "" for a SELECT."""
-        return "" if self.kind == "SelectStmt" else _table(self.node["relation"])
+        return "" if self.kind == "SelectStmt" else table_of(self.node["relation"])
 
     @property
     def around(self) -> "list[Level]":
@@ -68,7 +74,7 @@ class Level:
         return [self, *(self.outer.around if self.outer else ())]
 
 
-# What a bucket is equal to: that of a table, by level and alias; or "one" value, which equals itself; or one of "some".
+# What a bucket is equal to: that of an item, by level and alias; or "one" value, which equals itself; or one of "some".
 Term = tuple[Level | str, str]
 
 
@@ -79,7 +85,8 @@ class Statement:
 
     @cached_property
     def trees(self) -> list[Node]:
-        return [command["stmt"] for command in pgparse.parse(self.sql)]
+        commands = json.loads(json.dumps(pgparse.parse(self.sql)), object_hook=_branches)
+        return [command["stmt"] for command in commands]
 
     @cached_property
     def levels(self) -> list[Level]:
@@ -88,20 +95,26 @@ class Statement:
     @cached_property
     def tables(self) -> set[str]:
         """All that are named, with their schemas."""
-        named = [_table(node) for kind in ("RangeVar", "relation") for node in nodes(self.trees, kind)]
-        return {table for table in named if table}
+        named = {table_of(node) for kind in ("RangeVar", "relation") for node in nodes(self.trees, kind)}
+        return named - {""}
 
     @cached_property
     def buckets(self) -> dict[tuple[Level, str], frozenset[Term]]:
-        """Of each table, by level and alias: all that the statement says its bucket is equal to."""
-        groups = [frozenset[Term]({(level, alias)}) for level in self.levels for alias in level.items]
-        pairs = (pair for level in self.levels for pair in (*_equalities(level), *_derived(level, self.levels)))
-        for left, right in pairs:
-            if left is not None and right is not None:
-                touched = [group for group in groups if left in group or right in group]
-                groups = [group for group in groups if group not in touched]
-                groups.append(frozenset({left, right}).union(*touched))
-        return {(level, name): group for group in groups for level, name in group if isinstance(level, Level)}
+        """Of each item, by level and alias: all that its bucket is equal to, itself included."""
+        equal: defaultdict[Term, set[Term]] = defaultdict(set)
+        for level in self.levels:
+            for item, other in (*_equalities(level), *_derived(level, self.levels)):
+                equal[item].add(other)
+        return {(level, alias): _closure((level, alias), equal) for level in self.levels for alias in level.items}
+
+
+def _closure(item: Term, equal: Mapping[Term, set[Term]]) -> frozenset[Term]:
+    """A value is passed on from one to the next; that it is one of some is not, in Postgres nor in Citus."""
+    found, new = set[Term](), {item}
+    while new:
+        found |= new
+        new = {other for term in new for other in equal[term] if term == item or other[0] != "some"} - found
+    return frozenset(found)
 
 
 def nodes(tree: Tree, kind: str, but: tuple[str, ...] = ()) -> Iterator[Node]:
@@ -129,25 +142,41 @@ def _levels(tree: Tree, outer: Level | None) -> Iterator[Level]:
             level = Level(key, inner, outer)
             yield level
             for field, part in inner.items():
-                if field in ("larg", "rarg"):  # of a UNION
-                    yield from _levels({"SelectStmt": part}, outer)
-                else:
-                    yield from _levels(part, None if field in ("withClause", "selectStmt") else level)
+                yield from _levels(part, outer if field in BESIDE else level)
 
 
-def _table(node: Node) -> str:
-    return f"{node['schemaname']}.{node['relname']}" if "schemaname" in node else ""
+def _branches(node: Node) -> Node:
+    """Those of a UNION as statements, as all others are."""
+    return node | {side: {"SelectStmt": node[side]} for side in SIDES if "op" in node and side in node}
 
 
-def _items(sources: list[Tree]) -> Iterator[tuple[str, str]]:
+def table_of(item: Node) -> str:
+    """With its schema; "" for what is no table."""
+    return f"{item['schemaname']}.{item['relname']}" if "schemaname" in item else ""
+
+
+def query_of(item: Node, levels: list[Level]) -> Level | None:
+    """The sub-query that an item is."""
+    return next((level for level in levels if level.node is item.get("subquery", {}).get("SelectStmt")), None)
+
+
+def columns_of(item: Node) -> dict[str, Node]:
+    """Columns that the statement itself names, each with what it is, as far as that can be told."""
+    targets = [target["ResTarget"] for target in item.get("subquery", {}).get("SelectStmt", {}).get("targetList", ())]
+    targets = list(takewhile(lambda target: not any(nodes(target, "A_Star")), targets))
+    names = [name["String"]["sval"] for name in item.get("alias", {}).get("colnames", ())]
+    names += [target.get("name", _words(target["val"].get("ColumnRef", {}))[-1]) for target in targets[len(names) :]]
+    values = [target["val"] for target in targets]
+    return dict(zip(names, [*values, *[{}] * len(names)], strict=False))
+
+
+def _items(sources: list[Tree]) -> Iterator[tuple[str, Node]]:
     for source in sources:
         [(kind, node)] = source.items()
         if kind == "JoinExpr":
-            yield from _items([node["larg"], node["rarg"]])
-        elif kind == "RangeVar":
-            yield node.get("alias", {}).get("aliasname", node["relname"]), _table(node)
-        else:
-            yield node.get("alias", {}).get("aliasname", ""), ""
+            yield from _items([node[side] for side in SIDES])
+        if kind != "JoinExpr" or "alias" in node:
+            yield node.get("alias", {}).get("aliasname", node.get("relname", "")), node
 
 
 def _conditions(tree: Tree) -> Iterator[Node]:
@@ -159,51 +188,70 @@ def _conditions(tree: Tree) -> Iterator[Node]:
         yield tree
 
 
+def _words(column: Node) -> list[str]:
+    return [field.get("String", {}).get("sval", "*") for field in column.get("fields", ({},))]
+
+
+def _bucket_of(items: Mapping[str, Node]) -> str:
+    """Whose an unqualified bucket is."""
+    return next((alias for alias, item in items.items() if table_of(item)), next(iter(items), ""))
+
+
 def _column(level: Level, node: Node) -> Term | None:
-    """None for any other column than a bucket; one that no table has is a variable of a function, a value."""
-    names = [field.get("String", {}).get("sval", "*") for field in node["fields"]]
+    """None for any other column than a bucket; one that no item has is a variable of a function, a value."""
+    names = _words(node)
     for around in level.around:
-        tables = [alias for alias, table in around.items.items() if table] or list(around.items)
-        if len(names) > 1 and names[0] in around.items:
-            return (around, names[0]) if names[-1] == "bucket" else None
-        if names == ["bucket"] and tables:
-            return around, tables[0]
-    return ("one", ".".join(names)) if len(names) > 1 else None
+        alias = _bucket_of(around.items) if names == ["bucket"] else names[0]
+        if alias in around.items:
+            return (around, alias) if names[-1] == "bucket" else None
+    return ("one", ".".join(names)) if len(names) == 2 else None
 
 
 def _term(level: Level, node: Node) -> Term | None:
-    while "TypeCast" in node:
-        node = node["TypeCast"]["arg"]
+    """A bucket, or a value that is the same for all rows."""
     if "ColumnRef" in node:
         return _column(level, node["ColumnRef"])
-    columns = [_column(level, inner) for inner in nodes(node, "ColumnRef")]
-    varies = any(inner is None or inner[0] != "one" for inner in columns) or any(nodes(node, "SubLink"))
+    while "TypeCast" in node:
+        node = node["TypeCast"]["arg"]
+    columns = [_column(level, column) or (level, "") for column in nodes(node, "ColumnRef")]
+    calls = {call["funcname"][-1]["String"]["sval"] for call in nodes(node, "FuncCall")}
+    varies = any(kind != "one" for kind, _ in columns) or calls - PURE or any(nodes(node, "SubLink"))
     return None if varies else ("one", re.sub(r'"location": -?\d+', "", json.dumps(node)))
 
 
-def _equalities(level: Level) -> Iterator[tuple[Term | None, Term | None]]:
+def _equal(level: Level, condition: Node) -> tuple[Term | None, Term | None]:
+    match condition.get("A_Expr"):
+        case {"kind": "AEXPR_OP", "name": [{"String": {"sval": "="}}], "lexpr": left, "rexpr": right}:
+            return _term(level, left), _term(level, right)
+        case {"kind": "AEXPR_OP_ANY", "name": [{"String": {"sval": "="}}], "lexpr": left, "rexpr": right}:
+            array = _term(level, right)
+            return _term(level, left), ("some", str(id(right))) if array and array[0] == "one" else None
+    return None, None
+
+
+def _equalities(level: Level) -> Iterator[tuple[Term, Term]]:
+    """Buckets of the level's own items, each with what it is equal to in every row that counts."""
     joins = [join for source in level.sources for join in nodes(source, "JoinExpr", LEVELS)]
-    for tree in (level.node.get("whereClause"), *(join.get("quals") for join in joins)):
-        for condition in _conditions(tree):
-            match condition.get("A_Expr"):
-                case {"kind": "AEXPR_OP", "name": [{"String": {"sval": "="}}], "lexpr": left, "rexpr": right}:
-                    yield _term(level, left), _term(level, right)
-                case {"kind": "AEXPR_OP_ANY", "name": [{"String": {"sval": "="}}], "lexpr": left, "rexpr": right}:
-                    yield _term(level, left), ("some", str(id(right))) if _term(level, right) else None
+    said = [(level.items, _equal(level, part)) for part in _conditions(level.node.get("whereClause"))]
     for join in joins:
+        bound = dict(_items([join[side] for side in BOUND.get(join["jointype"], ())]))
+        said += [(bound, _equal(level, part)) for part in _conditions(join.get("quals"))]
         if {"String": {"sval": "bucket"}} in join.get("usingClause", ()):
-            first, *others = Level("SelectStmt", {"fromClause": [{"JoinExpr": join}]}, None).items
-            yield from (((level, first), (level, other)) for other in others)
+            owners = [_bucket_of(dict(_items([join[side]]))) for side in SIDES]
+            said.append((bound, ((level, owners[0]), (level, owners[1]))))
+    for bound, (left, right) in said:
+        for item, other in ((left, right), (right, left)):
+            if item and other and item in {(level, alias) for alias in bound}:
+                yield item, other
 
 
-def _derived(level: Level, levels: list[Level]) -> Iterator[tuple[Term, Term | None]]:
+def _derived(level: Level, levels: list[Level]) -> Iterator[tuple[Term, Term]]:
     """Buckets of sub-queries in FROM, each with that which it is of."""
-    for query in (source["RangeSubselect"] for source in level.sources if "RangeSubselect" in source):
-        [inner] = [inner for inner in levels if inner.node is query["subquery"]["SelectStmt"]]
-        for column in nodes(inner.node.get("targetList"), "ResTarget", LEVELS):
-            of = _column(inner, column["val"]["ColumnRef"]) if "ColumnRef" in column["val"] else None
-            if of is not None and column.get("name", "bucket") == "bucket":
-                yield (level, query["alias"]["aliasname"]), of
+    for alias, item in level.items.items():
+        query, bucket = query_of(item, levels), columns_of(item).get("bucket", {})
+        of = _column(query, bucket["ColumnRef"]) if query and "ColumnRef" in bucket else None
+        if of:
+            yield (level, alias), of
 
 
 def sources() -> dict[str, str]:

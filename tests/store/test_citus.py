@@ -17,7 +17,7 @@ from sqlalchemy import Engine, event
 
 from indexer.store.migrate import migrate
 from tests.store import statements
-from tests.store.statements import LEVELS, Level, Node, Statement, Term, Tree, nodes
+from tests.store.statements import LEVELS, Level, Node, Statement, Term, Tree, nodes, table_of
 
 LOCAL = {
     "alembic_version": "the migrations' own, a single row",
@@ -86,7 +86,7 @@ async def schema(sql: asyncpg.Connection) -> Schema:
 def spread_items(statement: Statement, schema: Schema) -> Iterator[tuple[Level, frozenset[Term]]]:
     """Each distributed table that is read, by the level that reads it, and all that its bucket is equal to there."""
     for (level, alias), group in statement.buckets.items():
-        if level.items[alias] in schema.spread:
+        if table_of(level.items[alias]) in schema.spread:
             yield level, group
 
 
@@ -96,7 +96,7 @@ def is_one(group: frozenset[Term]) -> bool:
 
 def is_named(group: frozenset[Term]) -> bool:
     """By a value, or by rows that are no table's, as those of arrays."""
-    return any(isinstance(of, str) or not of.items[alias] for of, alias in group)
+    return any(isinstance(of, str) or not table_of(of.items[alias]) for of, alias in group)
 
 
 def mutable(tree: Tree, schema: Schema) -> Iterator[tuple[str, Node]]:
@@ -165,8 +165,10 @@ def buckets_are_named(statement: Statement, schema: Schema) -> bool:
 
 def joins_are_of_a_bucket(statement: Statement, schema: Schema) -> bool:
     """Documented: tables are joined, and sub-queries correlated, by the column that distributes them."""
-    groups = {(level.around[-1], group) for level, group in spread_items(statement, schema)}
-    return len(groups) == len({level for level, _ in groups})
+    groups: dict[Level, list[frozenset[Term]]] = {}
+    for level, group in spread_items(statement, schema):
+        groups.setdefault(level.around[-1], []).append(group)
+    return all(frozenset.intersection(*joined) for joined in groups.values())
 
 
 def writes_are_pure(statement: Statement, schema: Schema) -> bool:
@@ -187,8 +189,9 @@ def order_is_of_one_bucket(statement: Statement, schema: Schema) -> bool:
     """Measured: each node numbers for itself, so that an identity column is an order within a bucket only."""
     for level, group in spread_items(statement, schema):
         fields = [ref["fields"] for by in nodes(level.node, "SortBy", LEVELS) for ref in nodes(by, "ColumnRef")]
-        names = {(table, field[-1].get("String", {}).get("sval")) for field in fields for table in level.items.values()}
-        if names & schema.numbered and not is_one(group):
+        names = {field[-1].get("String", {}).get("sval") for field in fields}
+        tables = {table_of(item) for item in level.items.values()}
+        if schema.numbered & {(table, name) for table in tables for name in names} and not is_one(group):
             return False
     return True
 
@@ -219,7 +222,7 @@ def limits_are_not_lateral(statement: Statement, schema: Schema) -> bool:
     for level, group in spread_items(statement, schema):
         names = {ref["fields"][0].get("String", {}).get("sval") for ref in nodes(level.node, "ColumnRef")}
         lateral = any(names & around.items.keys() - level.items.keys() for around in level.around)
-        others = [of.items[alias] for of, alias in group if isinstance(of, Level) and of is not level]
+        others = [table_of(of.items[alias]) for of, alias in group if isinstance(of, Level) and of is not level]
         if "limitCount" in level.node and lateral and not is_one(group) and not schema.spread.intersection(others):
             return False
     return True
@@ -256,6 +259,7 @@ RULES: dict[Callable[[Statement, Schema], bool], tuple[str, ...]] = {
         "select from indexer.repo where bucket = $1 or active for update",
         "with one as (select from indexer.repo where did = $1 for share) select from one",
         "select from indexer.repo r join unnest($1) w(bucket) using (bucket) for update",
+        "select from indexer.repo where bucket = (random() * 255)::smallint for update",
     ),
     buckets_are_named: (
         "delete from indexer.record where did = $1",
@@ -263,11 +267,17 @@ RULES: dict[Callable[[Statement, Schema], bool], tuple[str, ...]] = {
         "select from indexer.repo where bucket = (select 1)",
         "select from atproto.repos where did = $1",
         "select from indexer.repo where bucket = $1 union select from indexer.repo",
+        "select from indexer.repo r left join indexer.identity i on i.bucket = r.bucket and r.bucket = $1",
+        "select from indexer.repo r full join indexer.identity i on i.bucket = r.bucket and r.bucket = $1",
+        "select from indexer.repo r left join (select 1 as bucket) one using (bucket)",
+        "select from indexer.queue q, lateral (select from indexer.repo where bucket = q.bucket and bucket = $1) one",
+        "select from unnest($1) w(did) join indexer.repo r using (did) join indexer.record c using (did, bucket)",
     ),
     joins_are_of_a_bucket: (
         "select from indexer.repo r join indexer.record c using (did) where r.bucket = any($1) and c.bucket = any($1)",
         "select from indexer.repo r join indexer.record c using (did) where r.bucket = $1 and c.bucket = $2",
         "select from indexer.repo r where r.bucket = $1 and r.did in (select did from indexer.record)",
+        "select from (select rank, bucket from indexer.queue) q(bucket, n) join indexer.repo r using (bucket)",
         "update indexer.repo r set rev = i.handle from indexer.identity i where i.did = r.did and i.bucket = any($1)",
     ),
     writes_are_pure: (
