@@ -1,20 +1,33 @@
 """What this machine could do at best: the proofs with nothing around them, and the same rows from a bare script.
 
-No rule is checked here, nothing is retried, counted or looked up. What the measured part needs is laid out before.
+No rule is checked here, nothing is retried, counted or looked up, and what is measured calls libraries alone: if the
+product becomes slower, the floor doesn't. What the measured part needs is laid out before.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from hashlib import sha256
 from pathlib import Path
-from time import perf_counter, process_time
+from time import process_time
 from typing import Any, NamedTuple
 
 import asyncpg
+import coincurve
 import libipld
 import orjson
+from coincurve._libsecp256k1 import ffi, lib
+from coincurve.context import GLOBAL_CONTEXT
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.utils import encode_dss_signature
+from cryptography.hazmat.primitives.hashes import SHA256
 
-from benchmarks import tables
+from benchmarks import usage
+from benchmarks.clock import Clock
+from benchmarks.report import MICRO, Figures, cpu_of
+from benchmarks.tables import COLUMNS
+from benchmarks.world import Account
 from indexer.atproto import cbor
 from indexer.atproto.car import split_car
 from indexer.atproto.commit import decode_commit
@@ -22,7 +35,8 @@ from indexer.atproto.crypto import PublicKey
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.sync.shard import bucket_of
 
-BATCH = 500
+BATCH = 500  # commits of a transaction
+PIECE = 20_000  # changes of one
 
 _TABLES = """
     create schema benchmark;
@@ -38,7 +52,7 @@ _HEADS = """
     where r.did = w.did and r.bucket = w.bucket
 """
 _PUTS = """
-    insert into indexer.record (did, collection, rkey, bucket, cid, rev, value)
+    insert into {table} (did, collection, rkey, bucket, cid, rev, value)
     select did, collection, rkey, bucket, cid, rev, value::jsonb
     from unnest($1::text[], $2::text[], $3::text[], $4::smallint[], $5::bytea[], $6::text[], $7::text[])
         w(did, collection, rkey, bucket, cid, rev, value)
@@ -46,7 +60,7 @@ _PUTS = """
     set cid = excluded.cid, rev = excluded.rev, value = excluded.value, indexed_at = now()
 """
 _DELETES = """
-    delete from indexer.record r
+    delete from {table} r
     using unnest($1::text[], $2::text[], $3::text[], $4::smallint[]) w(did, collection, rkey, bucket)
     where r.did = w.did and r.collection = w.collection and r.rkey = w.rkey and r.bucket = w.bucket
 """
@@ -54,14 +68,20 @@ _CHANGES = """
     insert into benchmark.log (did, collection, rkey, action, cid, rev)
     select * from unnest($1::text[], $2::text[], $3::text[], $4::text[], $5::bytea[], $6::text[])
 """
-
-_COPIED = """
-    insert into benchmark.log (did, collection, rkey, action, cid, rev)
-    select did, collection, rkey, 'create', cid, rev from benchmark.record
+_WRITTEN = """
+    select c.action, c.did, c.collection, c.rkey, c.bucket, c.cid, c.rev, r.value::text
+    from indexer.change c left join indexer.record r using (did, collection, rkey, bucket)
+    where c.collection is not null and c.did = any($1::text[]) order by c.segment, c.batch, c.place
 """
+_LIVE, _COPY = "indexer.record", "benchmark.record"
+_LOG = ("did", "collection", "rkey", "action", "cid", "rev")
 
-Columns = list[list[Any]]
 Row = tuple[Any, ...]
+Statements = list[tuple[str, list[list[Any]]]]
+"""With their arguments, columns of rows."""
+
+Verifier = Callable[[bytes, bytes], bool]
+"""Of a signature of 64 bytes, and what was signed."""
 
 
 class Proof(NamedTuple):
@@ -69,9 +89,9 @@ class Proof(NamedTuple):
 
     frame: bytes
     blocks: list[bytes]
-    key: PublicKey
-    unsigned: bytes
+    verify: Verifier
     sig: bytes
+    unsigned: bytes
 
 
 class Message(NamedTuple):
@@ -82,74 +102,148 @@ class Message(NamedTuple):
     proof: Proof
 
 
-def take_apart(frame: bytes, keys: Mapping[str, PublicKey]) -> Message:
+def verifier(key: PublicKey) -> Verifier:
+    """What the key's library does, without the product around it."""
+    return _k256(key.compressed) if key.curve == "k256" else _p256(key.compressed)
+
+
+def _k256(point: bytes) -> Verifier:
+    key, context = coincurve.PublicKey(point).public_key, GLOBAL_CONTEXT.ctx
+
+    def verify(sig: bytes, message: bytes) -> bool:
+        parsed = ffi.new("secp256k1_ecdsa_signature *")
+        lib.secp256k1_ecdsa_signature_parse_compact(context, parsed, sig)
+        return bool(lib.secp256k1_ecdsa_verify(context, parsed, sha256(message).digest(), key))
+
+    return verify
+
+
+def _p256(point: bytes) -> Verifier:
+    key, algorithm = ec.EllipticCurvePublicKey.from_encoded_point(ec.SECP256R1(), point), ec.ECDSA(SHA256())
+
+    def verify(sig: bytes, message: bytes) -> bool:
+        parsed = encode_dss_signature(int.from_bytes(sig[:32], "big"), int.from_bytes(sig[32:], "big"))
+        try:
+            key.verify(parsed, message, algorithm)
+        except InvalidSignature:
+            return False
+        return True
+
+    return verify
+
+
+def take_apart(frame: bytes, verifiers: Mapping[str, Verifier]) -> Message:
     _, payload = cbor.decode_pair(frame)
     (root, *_), blocks = split_car(payload["blocks"], DEFAULT_LIMITS, max_bytes=len(frame))
     commit = decode_commit(blocks[root], root)
-    proof = Proof(frame, list(blocks.values()), keys[payload["repo"]], commit.unsigned, commit.sig)
+    proof = Proof(frame, list(blocks.values()), verifiers[payload["repo"]], commit.sig, commit.unsigned)
     return Message({**payload, "data": commit.data}, blocks, proof)
 
 
 def prove(proofs: Iterable[Proof]) -> float:
     """Seconds of one core to decode every frame, hash its blocks and verify its signature."""
     began = process_time()
-    for frame, blocks, key, unsigned, sig in proofs:
+    for frame, blocks, verify, sig, unsigned in proofs:
         libipld.decode_dag_cbor_multi(frame)
         for block in blocks:
             sha256(block).digest()
-        if not key.verify(sig, unsigned):
+        if not verify(sig, unsigned):
             raise ValueError("a commit isn't signed by its key")
     return process_time() - began
 
 
-async def write(dsn: str, messages: Sequence[Message]) -> tuple[float, float]:
-    """Writes what the commits change, in transactions of `BATCH` commits; seconds by the clock, and of this process.
-
-    What changed goes into a log of its own: the product's has rules.
-    """
-    batches = [_columns(messages[start : start + BATCH]) for start in range(0, len(messages), BATCH)]
-    connection = await asyncpg.connect(dsn)
-    await connection.execute(_TABLES)
-    began, used = perf_counter(), process_time()
-    for batch in batches:
-        async with connection.transaction():
-            for statement, columns in batch:
-                await connection.execute(statement, *columns)
-    took = perf_counter() - began, process_time() - used
-    await connection.close()
-    return took
-
-
-def read_exports(exports: Iterable[bytes]) -> float:
-    """Seconds of one core to hash every export, and to decode all its blocks."""
+def prove_export(export: bytes, verify: Verifier) -> float:
+    """Seconds of one core to hash and decode every block of an export, and to verify its signature."""
+    (root, *_), blocks = split_car(export, DEFAULT_LIMITS, max_bytes=len(export))
+    commit = decode_commit(blocks[root], root)
     began = process_time()
-    for export in exports:
-        sha256(export).digest()
-        libipld.decode_car(export)
+    for block in blocks.values():
+        sha256(block).digest()
+        libipld.decode_dag_cbor(block)
+    if not verify(commit.sig, commit.unsigned):
+        raise ValueError("an export isn't signed by its key")
     return process_time() - began
 
 
-async def copy(dsn: str, rows: Path) -> tuple[float, int]:
-    """Brings the rows of a file into a table like the product's, and into the log; seconds, and how many."""
+class Script:
+    """Writes rows by one connection, with nothing around. What changed goes into a log of its own: ours has rules."""
+
+    def __init__(self, connection: asyncpg.Connection, clock: Clock) -> None:
+        self.clock = clock
+        self._connection = connection
+
+    async def write(self, statements: Statements) -> None:
+        """In one transaction."""
+        with self.clock.database():
+            async with self._connection.transaction():
+                for statement, columns in statements:
+                    await self._connection.execute(statement, *columns)
+
+    async def copy(self, rows: Path) -> None:
+        """Begins with the rows of a file, for `rewrite`."""
+        schema, table = _COPY.split(".")
+        await self._connection.copy_to_table(table, schema_name=schema, source=rows, columns=COLUMNS, format="text")
+        await self._connection.execute(f"analyze {_COPY}")
+
+    async def rewrite(self, heads: Sequence[Row], changes: Sequence["Written"]) -> None:
+        """In one transaction: the heads of repos, and what has changed in the rows that `copy` began with."""
+        creates = [change.row for change in changes if change.action == "create"]
+        others = {
+            _PUTS: [change.row for change in changes if change.action == "update"],
+            _DELETES: [change.row[:4] for change in changes if change.action == "delete"],
+        }
+        statements = [(_HEADS, _columns(heads))] * bool(heads)
+        statements += [(statement.format(table=_COPY), _columns(rows)) for statement, rows in others.items() if rows]
+        log = [(*change.row[:3], change.action, *change.row[4:6]) for change in changes]
+        schema = _COPY.partition(".")[0]
+        copy = self._connection.copy_records_to_table
+        with self.clock.database():
+            async with self._connection.transaction():
+                await copy("record", schema_name=schema, columns=COLUMNS, records=creates)
+                for statement, columns in statements:
+                    await self._connection.execute(statement, *columns)
+                await copy("log", schema_name=schema, columns=_LOG, records=log)
+
+
+class Written(NamedTuple):
+    """A record that was written, or, but for its key, deleted; `row` is in the order of `COLUMNS`."""
+
+    action: str
+    row: Row
+
+
+def head_row(account: Account) -> Row:
+    """The head of a repo in the end."""
+    head = account.after
+    return account.did, bucket_of(account.did), head.rev, bytes.fromhex(head.data), bytes.fromhex(head.commit)
+
+
+async def written(dsn: str, dids: Sequence[str]) -> AsyncIterator[list[Written]]:
+    """What was changed in these repos, as the change log has it, in pieces."""
+    connection = await asyncpg.connect(dsn)
+    async with connection.transaction():
+        cursor = await connection.cursor(_WRITTEN, dids)
+        while rows := await cursor.fetch(PIECE):
+            yield [Written(action, tuple(row)) for action, *row in rows]
+    await connection.close()
+
+
+@asynccontextmanager
+async def script(dsn: str, postgres: Callable[[], float] | None = None) -> AsyncIterator[Script]:
+    """A bare script, and its clock, of its own backend unless `postgres` tells what Postgres has used."""
     connection = await asyncpg.connect(dsn)
     await connection.execute(_TABLES)
-    began = perf_counter()
-    async with connection.transaction():
-        await connection.copy_to_table(
-            "record", schema_name="benchmark", source=rows, columns=tables.COLUMNS, format="text"
-        )
-        status = await connection.execute(_COPIED)
-    passed = perf_counter() - began
+    backend = connection.get_server_pid()
+    yield Script(connection, Clock(postgres or (lambda: usage.backend_seconds([backend]))))
     await connection.close()
-    return passed, int(status.removeprefix("INSERT 0 "))
 
 
 def changes(messages: Iterable[Message]) -> Counter[str]:
     return Counter(op["action"] for message in messages for op in message.payload["ops"])
 
 
-def _columns(messages: Sequence[Message]) -> list[tuple[str, Columns]]:
-    """The statements of one batch, sorted by key, each key once."""
+def statements(messages: Sequence[Message]) -> Statements:
+    """Of one batch, sorted by key, each key once."""
     heads: dict[str, Row] = {}
     records: dict[Row, Row] = {}
     log: list[Row] = []
@@ -162,9 +256,35 @@ def _columns(messages: Sequence[Message]) -> list[tuple[str, Columns]]:
             records[key] = (*key, cid, rev, cid and orjson.dumps(cbor.decode_json(blocks[cid])).decode())
             log.append((did, collection, rkey, op["action"], cid, rev))
     ordered = [records[key] for key in sorted(records)]
-    puts, deletes = [row for row in ordered if row[4]], [row[:4] for row in ordered if not row[4]]
-    rows_of: dict[str, list[Row]] = {_HEADS: [heads[did] for did in sorted(heads)], _PUTS: puts}
-    rows_of |= {_DELETES: deletes, _CHANGES: log}
-    return [
-        (statement, [list(column) for column in zip(*rows, strict=True)]) for statement, rows in rows_of.items() if rows
-    ]
+    rows_of: dict[str, list[Row]] = {
+        _HEADS: [heads[did] for did in sorted(heads)],
+        _PUTS.format(table=_LIVE): [row for row in ordered if row[4]],
+        _DELETES.format(table=_LIVE): [row[:4] for row in ordered if not row[4]],
+        _CHANGES: log,
+    }
+    return [(statement, _columns(rows)) for statement, rows in rows_of.items() if rows]
+
+
+def _columns(rows: Sequence[Row]) -> list[list[Any]]:
+    return [list(column) for column in zip(*rows, strict=True)]
+
+
+def compared(unit: str, ours: Figures, rate: float, proof: float, clock: Clock, count: int) -> Figures:
+    """The floor beside `ours`, of `count` commits or records; `proof` is in seconds each.
+
+    There is one ratio, by CPU: whatever waits, however many processes share the work. Those by the clock depend on
+    how many cores there are, and on who else uses them.
+    """
+    script, postgres, passed = (
+        seconds / count for seconds in (clock.used["client"], clock.used["database"], clock.passed["client"])
+    )
+    used = sum(float(ours[cpu_of(part, unit)]) for part in ("daemon", "Postgres"))
+    return {
+        f"proof alone, one core, µs per {unit}": proof * MICRO,
+        f"rows alone, CPU of the script, µs per {unit}": script * MICRO,
+        f"rows alone, CPU of Postgres, µs per {unit}": postgres * MICRO,
+        f"rows alone, by the clock, µs per {unit}": passed * MICRO,
+        "CPU of the floor to ours, Postgres included": (proof + script + postgres) * MICRO / used,
+        "by the clock: our rate to the proof's on one core": rate * proof,
+        "by the clock: our rate to the bare script's": rate * passed,
+    }

@@ -1,31 +1,36 @@
 """`python -m benchmarks.live`: commits from a websocket to committed rows, through the real daemon.
 
 One database, one stream, four parts of it: as fast as it goes; at an offered rate, for the latency; one stage after
-the other in this process, for what each costs; and the rows alone, by a bare script. In the end the database must
-equal the world.
+the other in this process, for what each costs; and the rows alone, by a bare script. With `--known`, the daemon is
+made to hold the identities of so many more repos first. In the end the database must equal the world.
 """
 
 import asyncio
+import gc
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import median
+from time import monotonic
 
 import click
 
 from benchmarks import floor, stages, stand, tables, usage
-from benchmarks.report import MIB, MICRO, Figures, Report, machine, making, show
-from benchmarks.stand import Daemon, Database, Load
+from benchmarks.floor import Message
+from benchmarks.report import MIB, MICRO, Figures, Report, costs, cpu_of, machine, making, show
+from benchmarks.stand import PATIENCE, BenchmarkError, Daemon, Database, Load
 from benchmarks.watch import Watch, watch
 from benchmarks.world import Spec, World, load_world
 from indexer.atproto.crypto import parse_did_key
 from indexer.log import configure_logging
 from indexer.sync.repo import SyncStatus
+
+_IDENTITIES = "indexer_identity_cache_total database"  # brought into memory, where 200,000 stay
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,7 @@ class Plan:
     bare: int
     rate: int
     shards: int
+    known: int
     idle_repos: int
     idle_records: int
 
@@ -55,8 +61,10 @@ class Plan:
 @click.option("--staged", default=5_000, show_default=True, help="Commits applied stage by stage, without a daemon.")
 @click.option("--bare", default=10_000, show_default=True, help="Commits whose rows a bare script writes.")
 @click.option("--shards", default=1, show_default=True, help="Processes that share the stream.")
-@click.option("--idle-repos", default=0, show_default=True, help="More repos in the table, without commits.")
-@click.option("--idle-records", default=0, show_default=True, help="More records in the table.")
+@click.option(
+    "--known", default=0, show_default=True, help="Idle repos that the daemon meets first, at most a million."
+)
+@tables.idle_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def main(repos: int, records: int, as_json: bool, **plan: int) -> None:
     """Commits a second from a websocket to committed rows; exit code 1 if the database isn't the world's in the end."""
@@ -78,24 +86,29 @@ async def measure(world: World, plan: Plan, directory: Path) -> tuple[Report, li
     keys = {account.did: parse_did_key(account.key) for account in world.accounts}
     async with stand.database(directory) as database, stand.load("relay", world) as load:
         await tables.fill(database.dsn, world, lambda _: load.url, status=SyncStatus.SYNCHRONIZED)
-        await tables.add_idle(database.dsn, plan.idle_repos, plan.idle_records)
+        await tables.add_idle(database.dsn, world, max(plan.idle_repos, plan.known), plan.idle_records)
+        await tables.add_identities(database.dsn, plan.known)
         await tables.settle(database.dsn)
         report = await _through_daemons(world, plan, database, load, directory)
 
-        received = await stages.receive(load, staged)
+        received = await _receive(load, staged)
         spent = await stages.apply(database.dsn, list(world.frames(staged)), keys, load.url)
-        report["one after the other"] = _per_commit({"socket": received} | spent, len(staged))
+        report["one after the other"] = costs("commit", {"socket": received} | spent, len(staged))
 
-        messages = [floor.take_apart(frame, keys) for frame in world.frames(bare)]
-        proof = floor.prove([message.proof for message in messages])
-        used = usage.cpu_seconds([database.pid])
-        passed, script = await floor.write(database.dsn, messages)
-        used = usage.cpu_seconds([database.pid]) - used
-        report["floor"] = _floor(report["as fast as it goes"], len(bare), proof, passed, script + used)
+        verifiers = {did: floor.verifier(key) for did, key in keys.items()}
+        messages = [floor.take_apart(frame, verifiers) for frame in world.frames(bare)]
+        report["floor"] = await _floor(report["as fast as it goes"], database, messages)
 
         changes = sum((Counter(account.changes) for account in world.accounts), Counter[str]())
         wrong = await tables.differences(database.dsn, world, changes - floor.changes(messages))
     return report | {"machine": machine()}, wrong
+
+
+async def _receive(load: Load, seqs: range) -> float:
+    receiving = asyncio.create_task(stages.receive(load.url, len(seqs)))
+    await load.subscribed(1)
+    await load.tell(seqs[0], seqs[-1], 0)
+    return await receiving
 
 
 async def _through_daemons(world: World, plan: Plan, database: Database, load: Load, directory: Path) -> Report:
@@ -108,15 +121,19 @@ async def _through_daemons(world: World, plan: Plan, database: Database, load: L
         await load.subscribed(plan.shards)
         for daemon in daemons:
             await daemon.counted()
+        await _meet(load, daemons, plan.known)
         watching = await stack.enter_async_context(watch(database.dsn, world, daemons))
         parts = {"daemon": [daemon.process.pid for daemon in daemons], "Postgres": [database.pid]}
         parts["load"] = [load.process.pid]
         before = {name: usage.cpu_seconds(pids) for name, pids in parts.items()}
+        begun = await stand.sum_metrics(daemons)
         await load.tell(fast[0], fast[-1], 0)
         await watching.until(fast)
         used = {name: usage.cpu_seconds(pids) - before[name] for name, pids in parts.items()}
         speed = _speed(watching, fast, used)
         metrics = await stand.sum_metrics(daemons)
+        speed["identities in the daemons' memory"] = metrics[_IDENTITIES]
+        metrics.subtract(begun)
 
         await load.told("began")
         await load.tell(paced[0], paced[-1], plan.rate)
@@ -128,9 +145,23 @@ async def _through_daemons(world: World, plan: Plan, database: Database, load: L
         await load.subscribed(0)
     return {
         "as fast as it goes": speed,
-        "the daemon's own clocks": _clocks(metrics, len(fast)),
+        "the daemon's own clocks": costs("commit", _clocks(metrics), len(fast)),
         f"offered {plan.rate} commits/s": _latency(watching, paced, began, plan.rate),
     }
+
+
+async def _meet(load: Load, daemons: Sequence[Daemon], count: int) -> None:
+    """Has the daemons look up the keys of so many idle repos, and so keep them."""
+    if not count:
+        return
+    await load.tell(count)
+    await load.told("began")
+    began, found = monotonic(), 0.0
+    while (now := (await stand.sum_metrics(daemons))[_IDENTITIES]) < count:
+        began, found = (monotonic() if now > found else began), now
+        if monotonic() - began > PATIENCE:
+            raise BenchmarkError(f"of {count} identities only {found:.0f} are in the daemon's memory")
+        await asyncio.sleep(0.1)
 
 
 def _daemon(database: Database, load: Load, directory: Path, shard: str) -> AbstractAsyncContextManager[Daemon]:
@@ -147,16 +178,13 @@ def _speed(watching: Watch, seqs: range, used: Mapping[str, float]) -> Figures:
         "commits/s, verified and durable": rate,
         "commits a batch, median": median(batches.values()),
         "commits a batch, most": max(batches.values()),
-        **{f"CPU of the {name}, µs per commit": seconds / len(seqs) * MICRO for name, seconds in used.items()},
+        **{cpu_of(name, "commit"): seconds / len(seqs) * MICRO for name, seconds in used.items()},
     }
 
 
-def _clocks(metrics: Mapping[str, float], commits: int) -> Figures:
-    """What passed in each stage, waiting for a core or the database included; the stages of a batch don't overlap."""
-    return {
-        f"{stage}, µs per commit": metrics[f"indexer_batch_seconds_sum {stage}"] / commits * MICRO
-        for stage in ("load", "plan", "apply")
-    }
+def _clocks(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Seconds in each stage, waiting for a core or the database included; the stages of a batch don't overlap."""
+    return {stage: metrics[f"indexer_batch_seconds_sum {stage}"] for stage in ("load", "plan", "apply")}
 
 
 def _latency(watching: Watch, seqs: range, began: float, rate: int) -> Figures:
@@ -171,23 +199,15 @@ def _latency(watching: Watch, seqs: range, began: float, rate: int) -> Figures:
     }
 
 
-def _per_commit(seconds: Mapping[str, float], commits: int) -> Figures:
-    figures = {name: value / commits * MICRO for name, value in seconds.items()}
-    return {f"{name}, µs per commit": value for name, value in (figures | {"all": sum(figures.values())}).items()}
-
-
-def _floor(speed: Figures, commits: int, proof: float, passed: float, used: float) -> Figures:
-    """`proof` is the time of one core for the proofs, `passed` and `used` the clock's and all cores' for the rows."""
+async def _floor(speed: Figures, database: Database, messages: Sequence[Message]) -> Figures:
+    batches = [floor.statements(messages[at : at + floor.BATCH]) for at in range(0, len(messages), floor.BATCH)]
+    gc.freeze()
+    proof = floor.prove([message.proof for message in messages])
+    async with floor.script(database.dsn, lambda: usage.cpu_seconds([database.pid])) as script:
+        for batch in batches:
+            await script.write(batch)
     rate = float(speed["commits/s, verified and durable"])
-    ours = sum(float(speed[f"CPU of the {name}, µs per commit"]) for name in ("daemon", "Postgres"))
-    return {
-        "proof alone, one core, µs per commit": proof / commits * MICRO,
-        "rows alone, by the clock, µs per commit": passed / commits * MICRO,
-        "rows alone, CPU of script and Postgres, µs per commit": used / commits * MICRO,
-        "our rate to the proof's on one core": rate * proof / commits,
-        "our rate to the bare script's": rate * passed / commits,
-        "CPU of the floor to ours, Postgres included": (proof + used) / commits * MICRO / ours,
-    }
+    return floor.compared("commit", speed, rate, proof / len(messages), script.clock, len(messages))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ _COLLECTIONS = {LIKE: 55, POST: 17, FOLLOW: 16, REPOST: 8, BLOCK: 4}
 _OPERATIONS = {1: 92, 2: 5, 3: 2, 5: 1}  # of a commit
 _ACTIONS = {"create": 85, "delete": 12, "update": 3}
 _REPLIES, _PICTURES = 0.4, 0.2  # of posts
-_P256_EVERY = 20
+P256_EVERY = 20
 _SELF = f"{PROFILE}/self"
 
 _JOINED = 1_704_067_200_000_000  # 2024, in microseconds
@@ -53,7 +53,7 @@ class Person:
 
     def __init__(self, number: int, records: int, seed: int) -> None:
         self.did = did_of(number)
-        self.key = PrivateKey.from_seed("k256" if number % _P256_EVERY else "p256", self.did.encode())
+        self.key = PrivateKey.from_seed("k256" if number % P256_EVERY else "p256", self.did.encode())
         self.records: dict[str, bytes] = {}
         self.tree = Tree()
         self._random = Random(f"{seed} {number}")

@@ -1,8 +1,9 @@
 """The load of `benchmarks.live`, a process of its own: a relay that sends a world's messages when it is told to.
 
 Each line on its standard input, `first last rate`, sends those messages to every subscriber: at `rate` a second by the
-clock, or, for rate 0, as fast as they are taken. It says on its standard output, in lines of JSON: its `url`, the
-number of `subscribers` at each change, and when sending `began` (monotonic seconds).
+clock, or, for rate 0, as fast as they are taken. A number alone has it greet so many idle repos. It says on its
+standard output, in lines of JSON: its `url`, the number of `subscribers` at each change, and when sending `began`
+(monotonic seconds).
 """
 
 import asyncio
@@ -13,7 +14,8 @@ from time import monotonic
 import orjson
 from websockets.asyncio.server import ServerConnection, serve
 
-from benchmarks.world import World
+from benchmarks.tables import idle_did
+from benchmarks.world import World, greeting
 
 PIECE = 32  # messages handed to the socket at once, without a rate
 TICK = 0.002  # seconds between looks at the clock, with one
@@ -31,9 +33,10 @@ class Relay:
             reader = asyncio.StreamReader()
             await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
             while line := await reader.readline():
-                first, last, rate = map(int, line.split())
+                words = list(map(int, line.split()))
                 _say(began=monotonic())
-                await asyncio.gather(*(self._send(socket, first, last, rate) for socket in self._subscribers))
+                sending = self._greet if len(words) == 1 else self._send
+                await asyncio.gather(*(sending(socket, *words) for socket in self._subscribers))
 
     async def _subscribe(self, socket: ServerConnection) -> None:
         self._subscribers.add(socket)
@@ -43,6 +46,12 @@ class Relay:
         finally:
             self._subscribers.remove(socket)
             _say(subscribers=len(self._subscribers))
+
+    async def _greet(self, socket: ServerConnection, count: int) -> None:
+        for number in range(1, count + 1):
+            socket.transport.write(greeting(idle_did(number), number))
+            if number % PIECE == 0:
+                await socket.drain()
 
     async def _send(self, socket: ServerConnection, first: int, last: int, rate: int) -> None:
         """Straight to the transport: the messages have been framed before, so that sending costs next to nothing."""

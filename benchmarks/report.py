@@ -1,7 +1,7 @@
 """What a benchmark prints: tables for people, or JSON; and how far the making of a world is."""
 
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,6 +22,11 @@ Report = dict[str, Figures]
 MICRO, MIB = 1_000_000, 1 << 20
 
 
+def cpu_of(part: str, unit: str) -> str:
+    """The name of a figure."""
+    return f"CPU of the {part}, µs per {unit}"
+
+
 def machine() -> Figures:
     cpu = next(
         (line.partition(": ")[2] for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
@@ -29,6 +34,12 @@ def machine() -> Figures:
     )
     cores = Path("/proc/cpuinfo").read_text().count("processor\t:")
     return {"cpu": cpu, "cores": cores, "python": platform.python_version(), "indexer": indexer.__version__}
+
+
+def costs(unit: str, seconds: Mapping[str, float], count: int) -> Figures:
+    """µs for each of `count` units, by stage and all in all."""
+    figures = {stage: value / count * MICRO for stage, value in seconds.items()}
+    return {f"{stage}, µs per {unit}": value for stage, value in (figures | {"all": sum(figures.values())}).items()}
 
 
 def making(items: Iterable[T], count: int) -> Iterable[T]:

@@ -1,126 +1,172 @@
 """The live path, one stage after the other in this process: what each costs a core when nothing runs beside it."""
 
-import asyncio
 import gc
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
-from time import perf_counter, process_time, time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from time import process_time, time
+from unittest.mock import patch
 
-from benchmarks.stand import Load
+from benchmarks import usage
+from benchmarks.clock import Clock
 from indexer.atproto.car import split_car
-from indexer.atproto.commit import decode_commit
+from indexer.atproto.commit import Commit, decode_commit
 from indexer.atproto.crypto import PublicKey
 from indexer.atproto.limits import DEFAULT_LIMITS
-from indexer.atproto.mst import invert
-from indexer.atproto.record import decode_record
+from indexer.atproto.mst import Inversion, invert
+from indexer.atproto.record import Value, decode_record
 from indexer.atproto.syntax import CollectionFilter
 from indexer.relay.subscription import Subscription
 from indexer.store import Store
-from indexer.sync.batch import Received, plan_batch
+from indexer.sync import planning, verify
+from indexer.sync.batch import BatchPlan, Received, plan_batch
 from indexer.sync.events import CommitEvent
 from indexer.sync.frames import decode_frame
 from indexer.sync.ops import fold
 from indexer.sync.plan import Batch, Cursor
 from indexer.sync.planning import Ground, Policy, Signer
+from indexer.sync.repo import Repo
 
 BATCH = 500
-_POLICY = Policy(CollectionFilter(), DEFAULT_LIMITS)
+PROOFS = ("split", "commit", "signature", "inversion", "values")
+_LIMITS = DEFAULT_LIMITS
+_POLICY = Policy(CollectionFilter(), _LIMITS)
 
 
-class Clock:
-    """Seconds by stage: of this process's time, and by the clock."""
-
-    def __init__(self) -> None:
-        self.used: dict[str, float] = defaultdict(float)
-        self.passed: dict[str, float] = defaultdict(float)
-
-    @contextmanager
-    def __call__(self, stage: str) -> Iterator[None]:
-        began, used = perf_counter(), process_time()
-        yield
-        self.passed[stage] += perf_counter() - began
-        self.used[stage] += process_time() - used
-
-
-async def receive(load: Load, seqs: range) -> float:
-    """Seconds of this process to take these messages from a websocket, as the daemon does."""
+async def receive(url: str, count: int) -> float:
+    """Seconds of this process to take so many messages from a websocket, as the daemon does."""
 
     async def beginning(_: str) -> int:
         return 0
 
-    async def take() -> float:
-        subscription = Subscription((load.url,), DEFAULT_LIMITS.frame_bytes, "benchmark")
-        async with aclosing(subscription.frames(beginning)) as frames:
+    subscription = Subscription((url,), _LIMITS.frame_bytes, "benchmark")
+    async with aclosing(subscription.frames(beginning)) as frames:
+        await anext(frames)
+        began = process_time()
+        for _ in range(count - 1):
             await anext(frames)
-            began = process_time()
-            for _ in seqs[1:]:
-                await anext(frames)
-            return process_time() - began
-
-    taking = asyncio.create_task(take())
-    await load.subscribed(1)
-    await load.tell(seqs[0], seqs[-1], 0)
-    return await taking
+        return process_time() - began
 
 
 async def apply(dsn: str, frames: Sequence[bytes], keys: Mapping[str, PublicKey], relay: str) -> dict[str, float]:
     """Brings the commits into the database, batch by batch; seconds by stage.
 
-    "client" is this process's time in the two database stages, "database" the rest of their time by the clock.
+    "in turn" is what proofs and plans take more where each commit goes through all of them before the next one comes,
+    as in the daemon: the processor's caches hold less of each then.
     """
-    clock = Clock()
     gc.freeze()  # the world is large, and a collection of it would fall on whatever stage it comes in
+    async with opened(dsn) as (store, clock):
+        path = LivePath(clock, keys, relay)
+        for start in range(0, len(frames), BATCH):
+            await path.apply(store, frames[start : start + BATCH])
+    used = clock.used
+    apart = {stage: used[stage] for stage in ("decode", *PROOFS, "plan")}
+    in_turn = used["in turn"] - sum(used[stage] for stage in (*PROOFS, "plan"))
+    return apart | {"in turn": in_turn, "client": used["client"], "database": used["database"]}
+
+
+@asynccontextmanager
+async def opened(dsn: str) -> AsyncIterator[tuple[Store, Clock]]:
+    """A store that is connected, and the clock of its one connection."""
     store = await Store.open(dsn)
-    await store.repos(list(keys)[:1])  # connects
-    signers = {did: Signer(key) for did, key in keys.items()}
-    for start in range(0, len(frames), BATCH):
-        await _apply(store, clock, frames[start : start + BATCH], signers, relay)
-    await store.close()
-    used, passed = clock.used, clock.passed
-    proofs = ("split", "commit", "signature", "inversion", "values")
-    return {
-        "decode": used["decode"],
-        **{stage: used[stage] for stage in proofs},
-        "plan": used["plan"] - sum(used[stage] for stage in proofs),
-        "client": used["load"] + used["apply"],
-        "database": passed["load"] + passed["apply"] - used["load"] - used["apply"],
-    }
+    try:
+        backends = await usage.backends(dsn)
+        yield store, Clock(lambda: usage.backend_seconds(backends))
+    finally:
+        await store.close()
 
 
-async def _apply(
-    store: Store, clock: Clock, frames: Sequence[bytes], signers: Mapping[str, Signer], relay: str
-) -> None:
-    with clock("decode"):
-        events = [decode_frame(frame, DEFAULT_LIMITS) for frame in frames]
-    commits = [event for event in events if isinstance(event, CommitEvent)]
-    _prove(clock, commits, signers)
-    batch = [Received(event.seq, frame, event) for frame, event in zip(frames, commits, strict=True)]
-    with clock("load"):
-        repos = await store.repos(list({event.did for event in commits}))
-    with clock("plan"):
-        plan = plan_batch(batch, repos, signers.get, Ground(_POLICY, relay, time()))
-    with clock("apply"):
-        await store.apply(Batch(plan.writes, cursor=Cursor(relay, "0/1", commits[-1].seq)))
+class LivePath:
+    """Commits on the live path: all of a batch through one stage, and then through the next."""
+
+    def __init__(self, clock: Clock, keys: Mapping[str, PublicKey], relay: str) -> None:
+        self.clock = clock
+        self._signers = {did: Signer(key) for did, key in keys.items()}
+        self._ground = Ground(_POLICY, relay, time())
+
+    async def apply(self, store: Store, frames: Sequence[bytes]) -> None:
+        events = self.decode(frames)
+        with self.clock.database():
+            repos = await store.repos(list({event.did for event in events}))
+        writes = self.plan(frames, events, repos).writes
+        with self.clock.database():
+            await store.apply(Batch(writes, cursor=Cursor(self._ground.relay, "0/1", events[-1].seq)))
+
+    def decode(self, frames: Sequence[bytes]) -> list[CommitEvent]:
+        with self.clock("decode"):
+            events = [decode_frame(frame, _LIMITS) for frame in frames]
+        return [event for event in events if isinstance(event, CommitEvent)]
+
+    def plan(self, frames: Sequence[bytes], events: Sequence[CommitEvent], repos: Mapping[str, Repo]) -> BatchPlan:
+        """Twice: with all proofs at hand, for what is planning's own, and as the daemon does it."""
+        batch = [Received(event.seq, frame, event) for frame, event in zip(frames, events, strict=True)]
+        with self._prove(events).at_hand(), self.clock("plan"):
+            plan_batch(batch, repos, lambda _did: _TRUSTED, self._ground)
+        with self.clock("in turn"):
+            return plan_batch(batch, repos, self._signers.get, self._ground)
+
+    def _prove(self, events: Sequence[CommitEvent]) -> "_Proofs":
+        clock = self.clock
+        with clock("split"):
+            cars = [split_car(event.blocks, _LIMITS, max_bytes=_LIMITS.commit_blocks_bytes) for event in events]
+        with clock("commit"):
+            commits = [decode_commit(blocks[roots[0]], roots[0]) for roots, blocks in cars]
+        with clock("signature"):
+            for event, commit in zip(events, commits, strict=True):
+                key = self._signers[event.did].key
+                if key is None or not key.verify(commit.sig, commit.unsigned):
+                    raise ValueError(f"commit {event.seq} isn't signed by its key")
+        steps = [
+            (blocks, commit.data, fold(event.ops), event.prev_data or b"")
+            for event, commit, (_, blocks) in zip(events, commits, cars, strict=True)
+        ]
+        with clock("inversion"):
+            inversions = [invert(*step, _LIMITS) for step in steps]
+        records = [
+            (blocks[op.cid], op.path.partition("/")[0])
+            for event, (_, blocks) in zip(events, cars, strict=True)
+            for op in event.ops
+            if op.cid is not None
+        ]
+        with clock("values"):
+            values = [decode_record(block, collection, _LIMITS) for block, collection in records]
+        return _Proofs(
+            dict(zip((event.blocks for event in events), cars, strict=True)),
+            {commit.cid: commit for commit in commits},
+            dict(zip((commit.data for commit in commits), inversions, strict=True)),
+            dict(zip((block for block, _ in records), values, strict=True)),
+        )
 
 
-def _prove(clock: Clock, events: Sequence[CommitEvent], signers: Mapping[str, Signer]) -> None:
-    """What planning does within, apart: it is done again there."""
-    limits = DEFAULT_LIMITS
-    with clock("split"):
-        cars = [split_car(event.blocks, limits, max_bytes=limits.commit_blocks_bytes) for event in events]
-    with clock("commit"):
-        commits = [decode_commit(blocks[roots[0]], roots[0]) for roots, blocks in cars]
-    with clock("signature"):
-        for event, commit in zip(events, commits, strict=True):
-            key = signers[event.did].key
-            if key is None or not key.verify(commit.sig, commit.unsigned):
-                raise ValueError(f"commit {event.seq} isn't signed by its key")
-    with clock("inversion"):
-        for event, commit, (_, blocks) in zip(events, commits, cars, strict=True):
-            invert(blocks, commit.data, fold(event.ops), event.prev_data or b"", limits)
-    with clock("values"):
-        for event, (_, blocks) in zip(events, cars, strict=True):
-            for op in event.ops:
-                if op.cid is not None:
-                    decode_record(blocks[op.cid], op.path.partition("/")[0], limits)
+@dataclass(frozen=True, slots=True)
+class _Proofs:
+    """What came of a batch's proofs: by slice, by the commit's CID, by the tree's root, and by the record's block."""
+
+    cars: Mapping[bytes, tuple[list[bytes], dict[bytes, bytes]]]
+    commits: Mapping[bytes, Commit]
+    inversions: Mapping[bytes, Inversion]
+    values: Mapping[bytes, Value]
+
+    @contextmanager
+    def at_hand(self) -> Iterator[None]:
+        """Within the block, planning takes them from here."""
+        with (
+            patch.object(verify, "split_car", lambda data, *_, **__: self.cars[data]),
+            patch.object(verify, "decode_commit", lambda _, cid: self.commits[cid]),
+            patch.object(verify, "invert", lambda _, root, *__: self.inversions[root]),
+            patch.object(planning, "decode_record", lambda block, *_: self.values[block]),
+        ):
+            yield
+
+
+class _TrustedKey(PublicKey):
+    """Stands in where signatures have been verified before."""
+
+    def __init__(self) -> None:
+        pass
+
+    def verify(self, sig: bytes, message: bytes) -> bool:  # noqa: ARG002
+        return True
+
+
+_TRUSTED = Signer(_TrustedKey())

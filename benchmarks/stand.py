@@ -132,7 +132,7 @@ class Daemon:
 
     async def counted(self) -> None:
         """Waits until it has counted the repos, which reads them all: at the start, then a hundredth of the time."""
-        while not (await self.metrics())["indexer_repos synchronized"]:
+        while not any(value for name, value in (await self.metrics()).items() if name.startswith("indexer_repos ")):
             self.check()
             await asyncio.sleep(0.1)
 
@@ -169,6 +169,7 @@ async def daemon(dsn: str, directory: Path, **settings: object) -> AsyncIterator
 
 
 async def sum_metrics(daemons: Iterable[Daemon]) -> Counter[str]:
+    """Of all of them; see `Daemon.metrics`."""
     total = Counter[str]()
     for daemon in daemons:
         total.update(await daemon.metrics())

@@ -2,24 +2,46 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from hashlib import sha256
+from io import BytesIO
+from multiprocessing import get_context
 from time import time
+from typing import Any
 
 import asyncpg
+import click
 
+from benchmarks.people import P256_EVERY
 from benchmarks.world import Account, World
+from indexer.atproto.crypto import PrivateKey
 from indexer.reasons import Desync
 from indexer.store import Store
 from indexer.sync.identity import StoredIdentity
 from indexer.sync.plan import Batch, RepoWrite
 from indexer.sync.repo import Head, Repo, SyncStatus
+from indexer.sync.shard import bucket_of
 
 AT_ONCE = 1_000
 COLUMNS = ("did", "collection", "rkey", "bucket", "cid", "rev", "value")
 _SHOWN = 10
 
+HOSTS = 1_000  # that idle repos have
+
 _COLUMNS_OF = """
     select string_agg(quote_ident(attname), ', ') from pg_attribute
-    where attrelid = $1::regclass and attnum > 0 and not attisdropped and attgenerated = '' and attname <> all($2)
+    where attrelid = $1::regclass and attnum > 0 and not attisdropped and attgenerated = ''
+        and attname <> all(array['did', 'bucket'])
+"""
+_MULTIPLY = """
+    insert into indexer.{table} (did, bucket, {columns})
+    select idle.did, indexer.bucket_of(idle.did), {columns}
+    from (
+        select 'did:plc:' || left(encode(sha256(number::text::bytea), 'hex'), 24) as did
+        from generate_series(2, $1::bigint) number order by did
+    ) idle, indexer.{table} first
+    where first.did = $2
 """
 
 # In the order of the digest: rows come out of the primary key's index that way.
@@ -43,37 +65,93 @@ async def fill(dsn: str, world: World, pds_of: Callable[[str], str], *, status: 
     now = time()
     for start in range(0, len(world.accounts), AT_ONCE):
         accounts = world.accounts[start : start + AT_ONCE]
-        await store.apply(Batch(tuple([RepoWrite(0, _repo(account, status, now)) for account in accounts])))
+        await store.apply(Batch(tuple([RepoWrite(0, repo_of(account, status, now)) for account in accounts])))
         await store.save(
             [StoredIdentity(account.did, None, pds_of(account.did), account.key, now) for account in accounts]
         )
     await store.close()
 
 
-def _repo(account: Account, status: SyncStatus, now: float) -> Repo:
+def repo_of(account: Account, status: SyncStatus, now: float) -> Repo:
+    """As it is at first."""
     head = Head(account.before.rev, bytes.fromhex(account.before.data), bytes.fromhex(account.before.commit))
     if status is SyncStatus.SYNCHRONIZED:
         return Repo(account.did, version=1, status=status, reason=None, head=head, synchronized_at=now)
     return Repo(account.did, version=1, status=status, reason=Desync.REQUESTED, head=head)
 
 
-async def add_idle(dsn: str, repos: int, records: int) -> None:
-    """More rows like those that there are, of repos that nothing happens to."""
+def idle_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """What `add_idle` takes, as options of a command."""
+    for name, of in (("records", "records"), ("repos", "repos, to which nothing happens")):
+        text = f"More {of} in the table."
+        command = click.option(f"--idle-{name}", default=0, show_default=True, help=text)(command)
+    return command
+
+
+def idle_did(number: int) -> str:
+    """From 1 on; `_MULTIPLY` makes the same ones."""
+    return f"did:plc:{sha256(str(number).encode()).hexdigest()[:24]}"
+
+
+async def add_idle(dsn: str, world: World, repos: int, records: int) -> None:
+    """More rows like those of the world's first repo, of synchronized ones to which nothing happens."""
+    if not repos and not records:
+        return
+    first = replace(repo_of(world.accounts[0], SyncStatus.SYNCHRONIZED, time()), did=idle_did(1))
+    store = await Store.open(dsn)
+    await store.apply(Batch((RepoWrite(0, first),)))
+    await store.close()
     connection = await asyncpg.connect(dsn)
-    await _multiply(connection, "indexer.repo", ("did", "bucket"), "did, indexer.bucket_of(did)", repos)
-    keys = ("did", "bucket", "rkey")
-    await _multiply(connection, "indexer.record", keys, "did, indexer.bucket_of(did), 'idle'", records)
+    await connection.copy_to_table(
+        "record", schema_name="indexer", source=BytesIO(_row_of(first.did, world)), columns=COLUMNS, format="text"
+    )
+    for table, count in (("repo", repos), ("record", records)):
+        columns = await connection.fetchval(_COLUMNS_OF, f"indexer.{table}")
+        await connection.execute(_MULTIPLY.format(table=table, columns=columns), count, first.did)
     await connection.close()
 
 
-async def _multiply(connection: asyncpg.Connection, table: str, keys: Sequence[str], values: str, count: int) -> None:
-    columns = await connection.fetchval(_COLUMNS_OF, table, keys)
-    await connection.execute(
-        f"insert into {table} ({', '.join(keys)}, {columns}) select {values}, {columns}"
-        " from (select 'did:plc:' || left(md5(number::text), 24) as did from generate_series(1, $1::bigint) number"
-        f" order by did) idle, (select {columns} from {table} limit 1) one",
-        count,
-    )
+def _row_of(did: str, world: World) -> bytes:
+    """A line of COPY: the world's first record that has a value, as another repo's."""
+    with (world.directory / "rows").open("rb") as rows:
+        line = next(line for line in rows if not line.endswith(b"\t\\N\n"))
+    _, collection, rkey, _, *rest = line.split(b"\t")
+    return b"\t".join([did.encode(), collection, rkey, str(bucket_of(did)).encode(), *rest])
+
+
+async def add_identities(dsn: str, count: int) -> None:
+    """Identities of so many idle repos, each with a key of its own."""
+    numbers = [range(start, min(start + AT_ONCE, count + 1)) for start in range(1, count + 1, AT_ONCE)]
+    store = await Store.open(dsn)
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        for identities in pool.map(_identities, numbers):
+            await store.save(identities)
+    await store.close()
+
+
+def _identities(numbers: range) -> list[StoredIdentity]:
+    now, identities = time(), []
+    for number in numbers:
+        did = idle_did(number)
+        key = PrivateKey.from_seed("k256" if number % P256_EVERY else "p256", did.encode())
+        identities.append(StoredIdentity(did, None, f"https://pds{number % HOSTS}.test", key.public.did_key(), now))
+    return identities
+
+
+async def hold_back(dsn: str) -> None:
+    """None of the repos that wait for a resync is due any more."""
+    await _execute(dsn, "update indexer.repo set next_attempt_at = 'infinity' where status = 'desynchronized'")
+
+
+async def let_go(dsn: str, dids: Sequence[str]) -> None:
+    """These are due."""
+    await _execute(dsn, "update indexer.repo set next_attempt_at = null where did = any($1::text[])", dids)
+
+
+async def _execute(dsn: str, statement: str, *arguments: object) -> None:
+    connection = await asyncpg.connect(dsn)
+    await connection.execute(statement, *arguments)
+    await connection.close()
 
 
 async def settle(dsn: str) -> None:

@@ -4,8 +4,15 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+import asyncpg
+
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PARENT, _TIMES = 1, slice(11, 15)  # fields of `stat` behind the command: ppid; utime, stime, and of reaped children
+
+_BACKENDS = """
+    select pid from pg_stat_activity
+    where datname = current_database() and backend_type = 'client backend' and pid <> pg_backend_pid()
+"""
 
 
 def cpu_seconds(roots: Iterable[int]) -> float:
@@ -15,6 +22,19 @@ def cpu_seconds(roots: Iterable[int]) -> float:
     while more := {pid for pid, fields in stats.items() if int(fields[_PARENT]) in family} - family:
         family |= more
     return sum(int(ticks) for pid in family for ticks in stats[pid][_TIMES]) / _TICKS
+
+
+async def backends(dsn: str) -> list[int]:
+    """The processes that Postgres has for connections to this database, but this one."""
+    connection = await asyncpg.connect(dsn)
+    rows = await connection.fetch(_BACKENDS)
+    await connection.close()
+    return [row["pid"] for row in rows]
+
+
+def backend_seconds(pids: Iterable[int]) -> float:
+    """Time of processes that have one thread, as each of Postgres's; to the nanosecond, not the hundredth."""
+    return sum(int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) for pid in pids) / 1e9
 
 
 def parent(pid: int) -> int:

@@ -9,7 +9,7 @@ from time import monotonic
 import asyncpg
 
 from benchmarks.stand import PATIENCE, BenchmarkError, Daemon
-from benchmarks.world import World
+from benchmarks.world import AHEAD, World
 from indexer.sync.shard import Shard
 
 CHANNEL = "atproto_changes"
@@ -48,7 +48,7 @@ class Watch:
             cursors = {row[0]: row[1] for row in await connection.fetch("select shard, seq from indexer.cursor")}
             now = monotonic()
             for shard, seqs in self._owned.items():
-                upto = bisect_right(seqs, cursors.get(shard, 0))
+                upto = bisect_right(seqs, cursors.get(shard, 0) - AHEAD)
                 self.seen.update(dict.fromkeys(seqs[self._done[shard] : upto], now))
                 self._done[shard] = upto
 

@@ -1,7 +1,7 @@
 """A generated world on disk: accounts, what the database holds of them at first, commits or exports, and the truth.
 
 It is made once for its `Spec` and kept under the system's temporary directory. Commits are signed and framed, exports
-are whole CAR files, before any clock starts.
+are whole CAR files, before any clock starts. Messages are numbered from 1; their sequence numbers are `AHEAD` more.
 
     accounts    a line of JSON each, see `Account`
     rows        what the database holds before, for COPY into indexer.record
@@ -18,6 +18,7 @@ from dataclasses import asdict, astuple, dataclass
 from functools import cached_property, partial
 from hashlib import sha256
 from mmap import ACCESS_READ, mmap
+from multiprocessing import get_context
 from pathlib import Path
 from random import Random
 
@@ -31,7 +32,8 @@ from indexer.localnet.relay import message_frame
 from indexer.localnet.repo import Change, Commit
 from indexer.sync.shard import bucket_of
 
-FORMAT = 1  # of the files; another number makes every world anew
+FORMAT = 2  # of the files; another number makes every world anew
+AHEAD = 1_000_000  # sequence numbers before the first message's, for what a benchmark sends ahead of them
 
 Rows = dict[str, bytes]
 """Path to record CID."""
@@ -59,7 +61,7 @@ class Spec:
         return [max(1, round(size)) for size in drawn] + [self.huge] * bool(self.huge)
 
     def turns(self) -> list[list[int]]:
-        """The sequence numbers of each repo's commits: in every round each repo has one, in another order."""
+        """The numbers of each repo's commits: in every round each repo has one, in another order."""
         random, turns = Random(self.seed), [list[int]() for _ in range(self.repos)]
         order = list(range(self.repos))
         for seq in range(1, self.commits + 1):
@@ -173,7 +175,7 @@ def _make(spec: Spec, directory: Path, progress: Callable[[Iterable[Grown], int]
     messages = [b""] * spec.commits
     end = 0
     with (
-        ProcessPoolExecutor() as pool,
+        ProcessPoolExecutor(mp_context=get_context("spawn")) as pool,
         (directory / "accounts").open("wb") as accounts,
         (directory / "rows").open("wb") as rows,
         (directory / "exports").open("wb") as exports,
@@ -210,7 +212,7 @@ def _grow(spec: Spec, number: int, size: int, turns: list[int]) -> Grown:
         change = person.act()
         for op in change.ops:
             changes[op["action"]] += 1
-        messages.append((seq, _message(person.did, seq, change)))
+        messages.append((seq, _message(person.did, AHEAD + seq, change)))
     if turns:
         truth = _rows(person.records)
     if spec.exports:
@@ -285,6 +287,21 @@ def _message(did: str, seq: int, change: Change) -> bytes:
     return framed(message_frame("#commit", payload))
 
 
+def greeting(did: str, seq: int) -> bytes:
+    """The message of a commit of long ago: whoever knows the repo has its key looked up, and sees nothing new in it."""
+    payload = {
+        "seq": seq,
+        "repo": did,
+        "commit": cid_of(b""),
+        "rev": _LONG_AGO,
+        "since": None,
+        "ops": [],
+        "blocks": b"",
+    }
+    return framed(message_frame("#commit", payload | {"time": "2025-01-01T00:00:00.000Z"}))
+
+
+_LONG_AGO = "2222222222222"
 _BINARY = 0x82  # a whole message of bytes, from a server
 
 
