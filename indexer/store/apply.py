@@ -14,6 +14,7 @@ from indexer.store.rows import (
     Connection,
     buckets_of,
     columns_of,
+    of_buckets,
     plain,
     repo_arrays,
     repo_values,
@@ -39,16 +40,24 @@ _UPDATE_REPOS = f"""
     update indexer.repo r
     set {", ".join(f"{name} = {value}" for name, value in _VALUES.items() if name not in ("did", "bucket"))},
         lease_until = case when w.status = 'in-progress' then r.lease_until end, updated_at = now()
-    from {unnest({**REPO_COLUMNS, "expected": "bigint"}, "w")}
-    join indexer.repo before on before.did = w.did and before.bucket = w.bucket and before.version = w.expected
-    where r.did = w.did and r.bucket = w.bucket and r.version = w.expected
+    from {unnest({**REPO_COLUMNS, "expected": "bigint"}, "w", 2)}
+    join indexer.repo before on before.did = w.did and {of_buckets("before")} and before.version = w.expected
+    where r.did = before.did and r.bucket = before.bucket and {of_buckets("r")} and r.version = w.expected
     returning r.did, before.active and not before.takedown as visible,
         not before.active and before.hosting_status is not distinct from 'deleted' as deleted,
         before.status = 'synchronized' as synchronized
 """
 
-_KEY = {"did": "text", "collection": "text", "rkey": "text", "bucket": "smallint"}
-_RECORD = {**_KEY, "cid": "bytea", "rev": "text", "value": "text", "value_problem": "text", "original": "bytea"}
+_KEY = {"did": "text", "collection": "text", "rkey": "text"}
+_RECORD = {
+    **_KEY,
+    "bucket": "smallint",
+    "cid": "bytea",
+    "rev": "text",
+    "value": "text",
+    "value_problem": "text",
+    "original": "bytea",
+}
 
 # A row that was not there before has never been locked: its xmax is 0.
 _PUT_RECORDS = f"""
@@ -66,8 +75,8 @@ _PUT_RECORDS = f"""
 """
 
 _DELETE_RECORDS = f"""
-    delete from indexer.record r using {unnest(_KEY, "w")}
-    where r.did = w.did and r.collection = w.collection and r.rkey = w.rkey and r.bucket = w.bucket
+    delete from indexer.record r using {unnest(_KEY, "w", 2)}
+    where r.did = w.did and r.collection = w.collection and r.rkey = w.rkey and {of_buckets("r")}
 """
 
 _KEPT = {"did": "text", "bucket": "smallint", "relay": "text", "seq": "bigint", "frame": "bytea"}
@@ -77,15 +86,12 @@ _INSERT_KEPT = f"""
     from {unnest(_KEPT, "w")} order by place
 """
 
-_DIDS = {"did": "text", "bucket": "smallint"}
-
-_DELETE_KEPT = f"""
-    delete from indexer.kept_event k using {unnest(_DIDS, "w")} where k.did = w.did and k.bucket = w.bucket
-"""
+# In any order, as their repos' rows are locked.
+_DELETE_KEPT = "delete from indexer.kept_event where did = any($1::text[]) and bucket = any($2::smallint[])"
 
 _MARK_STALE = f"""
-    update indexer.identity i set stale = true from {unnest(_DIDS, "w")}
-    where i.did = w.did and i.bucket = w.bucket and not i.stale
+    update indexer.identity i set stale = true from {unnest({"did": "text"}, "w", 2)}
+    where i.did = w.did and {of_buckets("i")} and not i.stale
 """
 
 _LETTER = {
@@ -141,7 +147,7 @@ async def apply(connection: Connection, batch: Batch) -> frozenset[str]:
     await _write_letters(connection, [letter for letter in batch.dead_letters if letter.did not in moved])
     if batch.stale_identities:
         dids = sorted(batch.stale_identities)
-        await connection.execute(_MARK_STALE, dids, buckets_of(dids))
+        await connection.execute(_MARK_STALE, buckets_of(dids), dids)
     if batch.cursor is not None and not moved:
         await _save_cursor(connection, batch.cursor)
     return moved
@@ -155,8 +161,9 @@ async def _write_repos(connection: Connection, writes: Sequence[RepoWrite]) -> d
         rows = await connection.fetch(_INSERT_REPOS, *repo_arrays(new))
         written.update({did: standing(Repo(did)) for (did,) in rows})
     if known := [write for write in ordered if write.expected != 0]:
-        arrays = repo_arrays([write.repo for write in known])
-        rows = await connection.fetch(_UPDATE_REPOS, *arrays, [write.expected for write in known])
+        repos, versions = [write.repo for write in known], [write.expected for write in known]
+        buckets = buckets_of(repo.did for repo in repos)
+        rows = await connection.fetch(_UPDATE_REPOS, buckets, *repo_arrays(repos), versions)
         written.update({did: Standing(*before) for did, *before in rows})
     return written
 
@@ -172,8 +179,8 @@ async def write_records(connection: Connection, changes: Sequence[tuple[str, Rec
         [counts] = await connection.fetch(_PUT_RECORDS, *columns_of(records, _RECORD))
         found.update(dict(counts))
     if deletes:
-        keys = [(*key, bucket_of(key[0])) for key in deletes]
-        status = await connection.execute(_DELETE_RECORDS, *columns_of(keys, _KEY))
+        buckets = buckets_of(did for did, *_ in deletes)
+        status = await connection.execute(_DELETE_RECORDS, buckets, *columns_of(deletes, _KEY))
         found["delete"] = int(status.removeprefix("DELETE "))
     return found
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from indexer.store.feed import log_changes
-from indexer.store.rows import Connection, buckets_of, columns_of, plain, unnest
+from indexer.store.rows import Connection, buckets_of, columns_of, of_buckets, plain, unnest
 from indexer.sync.feed import Change
 from indexer.sync.identity import INVALID_HANDLE, HandleCheck, HandleClaim, StoredIdentity
 from indexer.sync.shard import bucket_of
@@ -19,11 +19,9 @@ _COLUMNS = {
     "problem": "text",
 }
 
-_LOAD = f"""
-    select i.did, i.claimed_handle as handle, i.pds, i.signing_key,
-        date_part('epoch', i.fetched_at) as fetched_at, i.stale, i.problem
-    from {unnest({"did": "text", "bucket": "smallint"}, "w")}
-    join indexer.identity i on i.did = w.did and i.bucket = w.bucket
+_LOAD = """
+    select did, claimed_handle as handle, pds, signing_key, date_part('epoch', fetched_at) as fetched_at, stale, problem
+    from indexer.identity where did = any($1::text[]) and bucket = any($2::smallint[])
 """
 
 # The same claim again is checked at once if it doesn't hold so far, for that may be what has changed.
@@ -56,15 +54,15 @@ _SAVE = f"""
 
 # The last to become due first, so that what is new waits for no backlog. Of two at the same moment one finds that the
 # time has moved. By DID, as all take their locks; IS NOT DISTINCT, which no index knows, as thousands may share a time.
-_CLAIM_HANDLES = """
+_CLAIM_HANDLES = f"""
     with due as materialized (
-        select did, bucket, handle_due_at from indexer.identity
+        select did, handle_due_at from indexer.identity
         where bucket = any($1::smallint[]) and handle_due_at <= to_timestamp($3)
         order by handle_due_at desc limit $2
     )
     update indexer.identity i set handle_due_at = to_timestamp($4)
     from (select * from due order by did) d
-    where i.did = d.did and i.bucket = d.bucket and i.handle_due_at is not distinct from d.handle_due_at
+    where i.did = d.did and {of_buckets("i", 5)} and i.handle_due_at is not distinct from d.handle_due_at
     returning i.did, i.claimed_handle as claimed, i.handle as known, i.handle_attempts as attempts
 """
 
@@ -120,7 +118,7 @@ async def claim_handles(
     connection: Connection, count: int, buckets: range, lease_until: float, now: float
 ) -> list[HandleClaim]:
     """Handles that are due to be checked; until `lease_until` they are nobody else's."""
-    rows = await connection.fetch(_CLAIM_HANDLES, list(buckets), count, now, lease_until)
+    rows = await connection.fetch(_CLAIM_HANDLES, list(buckets), count, now, lease_until, list(buckets))
     return [HandleClaim(**row) for row in rows]
 
 

@@ -18,7 +18,7 @@ from indexer.store.export import ExportedRecord
 from indexer.store.queries import Counts
 from indexer.store.resync import ResyncTransaction
 from indexer.store.retention import Keep, Log, Upkeep
-from indexer.store.rows import Connection, buckets_of, repo_columns, repo_of, unnest
+from indexer.store.rows import Connection, buckets_of, repo_columns, repo_of
 from indexer.store.tenure import hold
 from indexer.sync.identity import HandleCheck, HandleClaim, StoredIdentity
 from indexer.sync.plan import Batch, RepoWrite
@@ -36,8 +36,7 @@ _SETTINGS = {
 }
 
 _REPOS = f"""
-    select {repo_columns("r")} from {unnest({"did": "text", "bucket": "smallint"}, "w")}
-    join indexer.repo r on r.did = w.did and r.bucket = w.bucket
+    select {repo_columns("r")} from indexer.repo r where did = any($1::text[]) and bucket = any($2::smallint[])
 """
 
 # The sub-query sees what was there before the statement.

@@ -143,9 +143,8 @@ async def test_due_ones_are_found_by_index(store: Store, sql: asyncpg.Connection
         "from generate_series(1, 20000) n"
     )
     await sql.execute("analyze indexer.identity")
-    plan = "\n".join(
-        row[0] for row in await sql.fetch("explain (analyze, costs off) " + _CLAIM_HANDLES, list(ALL), 10, 1e4, 1e9)
-    )
+    explain = "explain (analyze, costs off) " + _CLAIM_HANDLES
+    plan = "\n".join(row[0] for row in await sql.fetch(explain, list(ALL), 10, 1e4, 1e9, list(ALL)))
     assert "identity_handle_due" in plan
     assert "Seq Scan" not in plan
     plan = "\n".join(

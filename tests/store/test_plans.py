@@ -7,7 +7,13 @@ import asyncpg
 import pytest
 
 from benchmarks import face
+from indexer.store import Store
+from indexer.store.apply import _UPDATE_REPOS
+from indexer.store.rows import buckets_of, repo_arrays
+from indexer.store.store import _REPOS
 from tests.conftest import Server
+from tests.store.following import connected
+from tests.store.rows import did, insert, synchronized
 
 RECORDS = 40_000
 SMALL_BATCHES = """
@@ -32,7 +38,7 @@ def large(postgres: Server) -> Iterator[str]:
     postgres.drop(dsn)
 
 
-async def plans(dsn: str, statement: str, *values: object) -> str:
+async def plans(dsn: str, statement: str, *values: object, mode: str = "auto") -> str:
     """The plans of a statement and of those within the functions that it calls, as they were run."""
     heard: list[str] = []
     connection = await asyncpg.connect(dsn)
@@ -40,6 +46,7 @@ async def plans(dsn: str, statement: str, *values: object) -> str:
         await connection.execute(
             "load 'auto_explain'; set auto_explain.log_min_duration = 0; set auto_explain.log_nested_statements = on; "
             "set auto_explain.log_analyze = on; set auto_explain.log_timing = off; set client_min_messages = log"
+            f"; set plan_cache_mode = {mode}"
         )
         connection.add_log_listener(lambda _, message: heard.append(str(message)))
         for _ in range(7):  # from the sixth on, a function's statements have a plan for any argument
@@ -86,3 +93,19 @@ async def test_readers_find_rows_by_index(large: str, statement: str, index: str
     assert not {name for name in scanned if name.startswith(("record", "repo", "change", "batch"))}, found
     for rows in re.findall(r"Scan.* using (?:change|batch|record|repo)\w* on .*rows=([\d.]+) loops=1\)", found):
         assert float(rows) <= 2_000, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["force_custom_plan", "force_generic_plan"])
+async def test_a_batch_finds_its_repos_by_key(store: Store, database: str, mode: str) -> None:
+    """And not by their buckets, which it names for others' sake."""
+    await insert(store, *[synchronized(number) for number in range(20_000)])
+    async with connected(database) as sql:
+        await sql.execute("analyze indexer.repo")
+    repos = list((await store.repos([did(number) for number in range(50)])).values())
+    dids, buckets = [repo.did for repo in repos], buckets_of(repo.did for repo in repos)
+    found = await plans(database, _REPOS, dids, buckets, mode=mode)
+    assert "Index Scan using repo_pkey" in found
+    found = await plans(database, _UPDATE_REPOS, buckets, *repo_arrays(repos), [1] * len(repos), mode=mode)
+    assert found.count("Index Scan using repo_pkey") == 2, found
+    assert not re.search("Index Cond:.* ANY ", found), found
