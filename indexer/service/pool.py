@@ -29,14 +29,16 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Seconds: between looks at an empty queue, of a lease, of an attempt at most, between looks for repos to try
-    again, and how long after its resync one is fetched again for values that no export had.
+    """Seconds: between looks at an empty queue, of a lease, of an attempt at most, between sweeps for repos to try
+    again and between the batches of one, and how long after its resync a repo is fetched again for values that no
+    export had.
     """
 
     idle: float = 1.0
     lease: float = 120.0
     attempt: float = 3_600.0
     sweep: float = 600.0
+    breath: float = 0.1
     heal_after: float = 86_400.0
 
 
@@ -299,10 +301,18 @@ class Pool:
         while True:
             await asyncio.sleep(self._pace.sweep)
             try:
-                marked = await self._store.mark_missing(self._shard.buckets, self._pace.heal_after, time())
-                if self._sweep_interval:
-                    await self._store.wake_parked(self._shard.buckets, self._sweep_interval, time())
+                await self._sweep_once(time())
             except DatabaseError as error:
                 log.warning("database.unavailable", error=str(error))
-                continue
+
+    async def _sweep_once(self, now: float) -> None:
+        """In batches, each a short transaction, until none is left that was due at `now`: so that all have their turn,
+        and not those in front again and again.
+        """
+        store, buckets, seconds = self._store, self._shard.buckets, self._sweep_interval
+        while marked := await store.mark_missing(buckets, self._pace.heal_after, now):
             self._metrics.desynchronized(Desync.RECORD_MISSING, marked)
+            await asyncio.sleep(self._pace.breath)
+        while seconds and (woken := await store.wake_parked(buckets, seconds, now)):
+            log.debug("sweep.woken", repos=woken)
+            await asyncio.sleep(self._pace.breath)

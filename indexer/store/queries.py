@@ -38,7 +38,7 @@ class Counts:
 _COUNT_REPOS = """
     select status, reason, split_part(last_error, ':', 1) as failure, count(*) as repos,
         count(*) filter (where status = 'desynchronized' and active) as waiting,
-        count(*) filter (where status = 'desynchronized' and active and next_attempt_at = 'infinity') as parked
+        count(parked_at) as parked
     from indexer.repo group by status, reason, failure
 """
 

@@ -75,23 +75,22 @@ _EXPIRED = f"""
     order by lease_until limit $3
 """
 
-# Few records lack a value, and an index has only these.
-_INCOMPLETE = f"""
-    select {repo_columns("r")} from indexer.repo r
-    where r.status = 'synchronized' and r.synchronized_at < to_timestamp($1) and r.bucket = any($2::smallint[])
-        and exists (
-            select from indexer.record c
-            where c.did = r.did and c.bucket = r.bucket and c.bucket = any($2::smallint[])
-                and c.value_problem = '{Problem.MISSING}'
-        )
-    limit $3
+# Few records lack a value, and an index has only these: it comes first, lest the planner reads through all repos.
+INCOMPLETE = f"""
+    select {repo_columns("r")}
+    from (
+        select distinct did, bucket from indexer.record
+        where value_problem = '{Problem.MISSING}' and bucket = any($2::smallint[])
+    ) c, indexer.repo r
+    where r.did = c.did and r.bucket = c.bucket and r.status = 'synchronized' and r.synchronized_at < to_timestamp($1)
+    order by r.synchronized_at limit $3
 """
 
-_PARKED = f"""
+# In the order of the index, so that no more is read than is given.
+PARKED = f"""
     select {repo_columns("r")} from indexer.repo r
-    where r.status = 'desynchronized' and r.active and {_DUE_AT} = 'infinity' and r.bucket = any($2::smallint[])
-        and r.updated_at < to_timestamp($1)
-    limit $3
+    where r.parked_at < to_timestamp($1) and r.bucket = any($2::smallint[])
+    order by r.bucket, r.parked_at limit $3
 """
 
 _HOLDS = """
@@ -149,13 +148,13 @@ async def expire_leases(connection: Connection, buckets: range, now: float) -> i
 
 async def mark_missing(connection: Connection, buckets: range, before: float, now: float) -> int:
     """Within a transaction: has repos fetched again that were synchronized `before`, and lack values."""
-    rows = await connection.fetch(_INCOMPLETE, before, list(buckets), MARKED_AT_ONCE)
+    rows = await connection.fetch(INCOMPLETE, before, list(buckets), MARKED_AT_ONCE)
     return await _desynchronize(connection, rows, Desync.RECORD_MISSING, now)
 
 
 async def wake_parked(connection: Connection, buckets: range, before: float, now: float) -> int:
     """Within a transaction: has repos tried again that were given up on `before`."""
-    parked = [repo_of(row) for row in await connection.fetch(_PARKED, before, list(buckets), MARKED_AT_ONCE)]
+    parked = [repo_of(row) for row in await connection.fetch(PARKED, before, list(buckets), MARKED_AT_ONCE)]
     return await _write(connection, [RepoWrite(repo.version, woken(repo, now)) for repo in parked])
 
 

@@ -34,6 +34,7 @@ NOW = text("now()")
 
 _RANK = "case when rev is null then 2 when reason = 'requested' then 1 else 0 end"
 _DUE_AT = text("coalesce(next_attempt_at, '-infinity'::timestamptz)")
+_PARKED_AT = text("case when status = 'desynchronized' and active and next_attempt_at = 'infinity' then updated_at end")
 
 repo = Table(
     "repo",
@@ -63,8 +64,9 @@ repo = Table(
     Column("synchronized_at", TIME),
     Column("updated_at", TIME, nullable=False, server_default=NOW),
     Column("erase_at", TIME),
-    # An index on `rev` itself, if only in its WHERE, would make every commit's update write to every index.
+    # An index on `rev` or `updated_at`, if only in its WHERE, would make every commit's update write to every index.
     Column("rank", SmallInteger, Computed(_RANK, persisted=True), nullable=False),
+    Column("parked_at", TIME, Computed(_PARKED_AT, persisted=True)),
     CheckConstraint("status in ('desynchronized', 'in-progress', 'synchronized')", name="repo_status"),
     CheckConstraint("num_nulls(rev, data, commit) in (0, 3)", name="repo_head"),
     CheckConstraint("status <> 'synchronized' or rev is not null", name="repo_synchronized"),
@@ -77,6 +79,7 @@ repo = Table(
     },
 )
 Index("repo_erasures", repo.c.erase_at, postgresql_where=text("erase_at is not null"))
+Index("repo_parked", repo.c.bucket, repo.c.parked_at, postgresql_where=text("parked_at is not null"))
 Index("repo_leases", repo.c.lease_until, postgresql_where=text("status = 'in-progress'"))
 
 queue = Table(

@@ -135,7 +135,7 @@ class Store:
             return await resync.expire_leases(connection, buckets, now)
 
     async def mark_missing(self, buckets: range, seconds: float, now: float) -> int:
-        """Has repos fetched again that have been synchronized for so long, and lack values that no export had."""
+        """Has some repos fetched again that have been synchronized for so long, and lack values that no export had."""
         async with self._transaction() as connection:
             return await resync.mark_missing(connection, buckets, now - seconds, now)
 
@@ -145,7 +145,7 @@ class Store:
             return await erase_some(connection, buckets, now)
 
     async def wake_parked(self, buckets: range, seconds: float, now: float) -> int:
-        """Has repos tried again that were given up on so long ago."""
+        """Has some repos tried again that were given up on so long ago, those of a bucket first that waited longest."""
         async with self._transaction() as connection:
             return await resync.wake_parked(connection, buckets, now - seconds, now)
 

@@ -12,7 +12,7 @@ from indexer.atproto.cid import cid_of, cid_text
 from indexer.store import DatabaseError, Store
 from indexer.store.apply import apply
 from indexer.store.migrate import migrate, schema_is_current
-from indexer.store.resync import CLAIM, DUE
+from indexer.store.resync import CLAIM, DUE, INCOMPLETE, PARKED
 from indexer.store.schema import metadata
 from indexer.sync.plan import Batch, RepoWrite
 from indexer.sync.shard import bucket_of
@@ -221,3 +221,26 @@ async def test_hot_statements_find_rows_by_index(store: Store, sql: asyncpg.Conn
         assert all(int(rows) <= 1 and int(loops) <= 3 * len(buckets) for rows, loops in reads), plan
     plan = "\n".join(row[0] for row in await sql.fetch("explain select * from atproto.repos where did = 'did:plc:7'"))
     assert "repo_pkey" in plan
+
+
+async def test_a_sweep_reads_what_is_due_however_much_is_not(store: Store, sql: asyncpg.Connection) -> None:
+    """Half of all repos are parked, a hundredth of them long enough, and only a few lack values."""
+    await sql.execute(
+        "insert into indexer.repo (did, bucket, version, status, rev, data, commit, active, hosting_seq, takedown, "
+        "buffered_events, buffered_bytes, lease, attempts, next_attempt_at, synchronized_at, updated_at) "
+        "select did, indexer.bucket_of(did), 1, case when n % 2 = 0 then 'synchronized' else 'desynchronized' end, "
+        "'3l', '', '', true, 0, false, 0, 0, 0, 0, case when n % 2 = 1 then 'infinity'::timestamptz end, "
+        "'epoch', to_timestamp(n) from generate_series(1, 20000) n, concat('did:plc:', n) did"
+    )
+    await sql.execute(
+        "insert into indexer.record (did, collection, rkey, bucket, cid, rev, value_problem) select did, 'a.b', 'c', "
+        "bucket, '', '3l', case when did like '%77' then 'missing' end from indexer.repo"
+    )
+    await sql.execute("analyze indexer.repo, indexer.record; set plan_cache_mode = force_generic_plan")
+    explain = "explain (analyze, costs off, timing off) "
+    plan = "\n".join(row[0] for row in await sql.fetch(explain + PARKED, 200.0, list(range(256)), 50))
+    assert re.search(r"Limit .*rows=50\b", plan), plan
+    assert re.search(r"Index Scan using repo_parked .*rows=50\b", plan), plan
+    plan = "\n".join(row[0] for row in await sql.fetch(explain + INCOMPLETE, 5.0, list(range(256)), 500))
+    assert "Seq Scan" not in plan
+    assert re.search(r"record_missing .*rows=200\b", plan), plan

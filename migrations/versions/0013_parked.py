@@ -1,0 +1,23 @@
+"""Since when a repo is parked, with an index: a sweep finds those that are due however many are not."""
+
+from alembic import op
+
+revision = "0013"
+down_revision = "0012"
+branch_labels = None
+depends_on = None
+
+STATEMENTS = (
+    """
+    alter table indexer.repo add column parked_at timestamptz generated always as (
+        case when status = 'desynchronized' and active and next_attempt_at = 'infinity' then updated_at end
+    ) stored
+    """,
+    "create index repo_parked on indexer.repo (bucket, parked_at) where parked_at is not null",
+    "comment on column indexer.repo.parked_at is 'Given up on since then, until something wakes it.'",
+)
+
+
+def upgrade() -> None:
+    for statement in STATEMENTS:
+        op.execute(statement)
