@@ -348,9 +348,14 @@ class TestWhole:
 
 
 class TestBounds:
-    def test_events_kept_are_bounded_by_count_and_bytes(self) -> None:
+    @pytest.mark.parametrize(
+        "limits",
+        [Limits(kept_events=2, kept_bytes=1_000_000), Limits(kept_events=1_000_000, kept_bytes=2_000)],
+        ids=["count", "bytes"],
+    )
+    def test_events_kept_are_bounded_by_count_and_bytes(self, limits: Limits) -> None:
+        """By each alone; a message is a thousand bytes here. What is just within is kept."""
         alice = Person()
-        limits = Limits(kept_events=2, kept_bytes=2_500)
         ground = replace(GROUND, policy=replace(EVERYTHING, limits=limits))
         repo = stood(alice, IN_PROGRESS)
         for n in range(2):
