@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import sys
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from datetime import datetime
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 FAILED, BAD_ARGUMENT, NOT_READY, UNKNOWN, INTERRUPTED = 1, 2, 3, 4, 130
 SAMPLE_SECONDS = 1.0
+SMOOTH_SECONDS = 60.0
 ADD_AT_ONCE = 10_000
 
 P = ParamSpec("P")
@@ -173,8 +175,8 @@ async def migrate_command(settings: Settings) -> int:
 async def status_command(settings: Settings, *, as_json: bool, watch: bool) -> int:
     """Show cursor, lag, repos by status, resync queue, throughput and progress, as the database has them.
 
-    Rates are measured over a second. Exit code 3 if not ready: no event saved yet, or the newest one is over a minute
-    old.
+    Rates are measured over a second, with --watch over the last minute. Exit code 3 if not ready: no event saved yet,
+    or the newest one is over a minute old.
     """
     try:
         async with _store(settings) as store:
@@ -350,13 +352,16 @@ async def _store(settings: Settings) -> AsyncIterator[Store]:
 
 
 async def _statuses(store: Store, shard: Shard) -> AsyncIterator[Status]:
-    """One a second, for ever."""
-    before = Sample(time(), await store.counts())
+    """One a second, for ever. Rates are those of the last minute, and at first of what there has been of it."""
+    at = time()
+    samples = deque([Sample(at, await store.counts())])
     while True:
         await asyncio.sleep(SAMPLE_SECONDS)
-        now = Sample(time(), await store.counts())
-        yield status_of(store.address, shard, before, now)
-        before = now
+        at = time()
+        while len(samples) > 1 and samples[1].at <= at - SMOOTH_SECONDS:
+            samples.popleft()
+        samples.append(Sample(at, await store.counts(since=samples[0].at)))
+        yield status_of(store.address, shard, samples[0], samples[-1])
 
 
 async def _watch(statuses: AsyncIterator[Status], *, as_json: bool) -> NoReturn:

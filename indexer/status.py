@@ -67,8 +67,9 @@ class Status:
     """One shard's state. Rates are those between two samples; events are counted by their sequence numbers.
 
     `database` is what to connect with, but for a password. `progress` is the share of repos that are synchronized among
-    those that are or wait to be, `seconds_left` the time until all are, at the present rate; None if there is nothing
-    to do, or nothing happens. `records` is an estimate.
+    those that are or wait to be. `resyncs_per_second` counts the repos that left the queue: done, or given up on;
+    those that broke and came into it meanwhile take nothing from it. `seconds_left` is what all that now wait take at
+    that rate; None if there is nothing to do, or nothing happens. `records` is an estimate.
     """
 
     database: str
@@ -92,7 +93,7 @@ class Status:
 
 
 def status_of(database: str, shard: Shard, earlier: Sample, now: Sample) -> Status:
-    """The status of this shard, whoever works on it, from two samples."""
+    """The status of this shard, whoever works on it, from two samples, the second one's `ended` since the first."""
     counts, seconds = now.counts, max(now.at - earlier.at, 0.001)
     places = [
         Place(cursor.relay, cursor.shard, cursor.seq, cursor.event_time, _lag(cursor, now.at))
@@ -100,7 +101,7 @@ def status_of(database: str, shard: Shard, earlier: Sample, now: Sample) -> Stat
     ]
     synchronized = counts.statuses[SyncStatus.SYNCHRONIZED]
     waiting = counts.queued + counts.statuses[SyncStatus.IN_PROGRESS]
-    pace = max(synchronized - earlier.counts.statuses[SyncStatus.SYNCHRONIZED], 0) / seconds
+    pace = counts.ended / seconds
     return Status(
         database=database,
         not_ready=_not_ready(shard, places),

@@ -4,9 +4,12 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from functools import partial
+from math import inf
 from pathlib import Path
+from typing import Any
 
 import asyncpg
 import click
@@ -16,14 +19,15 @@ import pytest
 from indexer import __version__
 from indexer.atproto.cid import cid_of, cid_text
 from indexer.atproto.crypto import PrivateKey
-from indexer.cli import commands, main
+from indexer.cli import _statuses, commands, main
 from indexer.localnet import repo as signed
 from indexer.localnet.repo import Write
 from indexer.reasons import Desync
-from indexer.store import Store
+from indexer.store import Counts, Store
 from indexer.sync.identity import HandleCheck, HandleClaim, StoredIdentity
 from indexer.sync.plan import Batch, Cursor, RecordChange, RepoWrite
 from indexer.sync.repo import Head, Repo, SyncStatus
+from indexer.sync.shard import Shard
 
 ROOT = Path(__file__).parents[1]
 DID = "did:plc:" + "a" * 24
@@ -275,6 +279,38 @@ def test_status_is_not_ready_without_events(session: Session) -> None:
     result = session("status", "--json")
     assert result.returncode == 3
     assert json.loads(result.stdout)["not_ready"] == "no event has been saved yet"
+
+
+class Backlog:
+    """A store on whose queue work goes on by fits and starts; each look at it is a second after the one before."""
+
+    address = "postgresql:///any"
+
+    def __init__(self, ended: Mapping[int, int]) -> None:
+        self._ended = ended  # in each second, how many
+        self.now = 0
+
+    async def counts(self, since: float = inf) -> Counts:
+        ended = sum(count for second, count in self._ended.items() if since <= second < self.now)
+        cursor = Cursor("wss://one.example", "0/1", 1_000 * self.now, None)
+        self.now += 1
+        return Counts(dict.fromkeys(SyncStatus, 0), {}, 600, 0, 0, [cursor], ended=ended)
+
+
+async def test_rates_are_those_of_the_last_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first ones are of a second, as those are that `status` shows once."""
+    backlog = Backlog({0: 6, 30: 60})
+    monkeypatch.setattr("indexer.cli.time", lambda: float(backlog.now))
+    monkeypatch.setattr("indexer.cli.SAMPLE_SECONDS", 0.0)
+    store: Any = backlog
+    statuses = _statuses(store, Shard())
+    shown = {second: await anext(statuses) for second in range(1, 100)}
+    rates = {second: status.resyncs_per_second for second, status in shown.items()}
+    assert [rates[second] for second in (1, 2, 30, 31, 60, 61, 90, 91)] == pytest.approx(
+        [6, 3, 6 / 30, 66 / 31, 66 / 60, 60 / 60, 60 / 60, 0]
+    )
+    assert [shown[second].seconds_left for second in (2, 61, 90, 91)] == pytest.approx([200, 600, 600, None])
+    assert {status.events_per_second for status in shown.values()} == {1_000}
 
 
 @pytest.mark.slow

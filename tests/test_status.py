@@ -1,3 +1,4 @@
+import re
 from dataclasses import replace
 from io import StringIO
 
@@ -70,9 +71,23 @@ def test_ready_is_a_fresh_cursor_of_every_bucket(cursors: list[Cursor], reason: 
 def test_rates_are_those_between_the_samples() -> None:
     earlier = replace(repos(synchronized=10, queued=90), cursors=[cursor(100)])
     now = replace(repos(synchronized=20, in_progress=5, queued=75), cursors=[cursor(160), cursor(9, shard="1/2")])
-    result = status(now, earlier, seconds=2)
+    result = status(replace(now, ended=10), earlier, seconds=2)
     assert (result.events_per_second, result.resyncs_per_second) == (30, 5)
     assert (result.progress, result.seconds_left) == (0.2, 16)
+
+
+@pytest.mark.parametrize(
+    ("earlier", "now"),
+    [
+        (repos(synchronized=60, queued=40), repos(synchronized=60, queued=40)),  # as many broke as were done
+        (repos(synchronized=60, queued=50), repos(synchronized=60, queued=40, parked=10)),
+        (repos(synchronized=60, queued=10), repos(synchronized=70, queued=40)),  # more were added meanwhile
+    ],
+    ids=["breaks", "parked", "added"],
+)
+def test_what_leaves_the_queue_is_progress_whatever_comes_into_it(earlier: Counts, now: Counts) -> None:
+    result = status(replace(now, ended=10), earlier, seconds=2)
+    assert (result.resyncs_per_second, result.seconds_left) == (5, 8)
 
 
 def test_shards_that_read_the_same_stream_count_once() -> None:
@@ -92,10 +107,9 @@ def test_nothing_to_do_has_no_progress_and_no_motion_no_end() -> None:
     assert status(repos(queued=5)).seconds_left is None
 
 
-def test_a_cursor_or_a_count_that_went_back_is_no_negative_rate() -> None:
-    earlier = replace(repos(synchronized=9), cursors=[cursor(100)])
-    result = status(replace(repos(synchronized=1), cursors=[cursor(5)]), earlier)
-    assert (result.events_per_second, result.resyncs_per_second) == (0, 0)
+def test_a_cursor_that_went_back_is_no_negative_rate() -> None:
+    result = status(replace(NOTHING, cursors=[cursor(5)]), replace(NOTHING, cursors=[cursor(100)]))
+    assert result.events_per_second == 0
 
 
 @pytest.mark.parametrize(
@@ -114,17 +128,57 @@ def test_durations_in_words(seconds: float, words: str) -> None:
     assert duration(seconds) == words
 
 
+AT_WORK = replace(
+    repos(synchronized=1_234, in_progress=7, queued=2_993, parked=11),
+    reasons={"new": 2_900, "chain-break": 93},
+    failures={"timeout": 4, "repo-not-found": 12},
+    records=56_789,
+    cursors=[cursor(7_654_321)],
+    ended=50,
+)
+
+
 def test_the_picture_shows_what_is_known() -> None:
-    counts = replace(
-        repos(synchronized=1_234, queued=6),
-        reasons={"new": 6},
-        failures={"timeout": 4},
-        records=56_789,
-        cursors=[cursor(7_654_321)],
-    )
-    text = shown(status_picture(status(counts)))
-    for part in (RELAY, "7,654,321", "1,234", "because new", "last try: timeout", "about 56,789", "99.5%", "ready"):
-        assert part in text
+    text = shown(status_picture(status(AT_WORK, replace(AT_WORK, cursors=[cursor(7_654_021)]))))
+    rows = [re.split("[│ ]{2,}", line.strip("│ ")) for line in text.splitlines()]
+    expected = [
+        ["ready"],
+        [RELAY, "0/1", "7,654,321", "0 s"],
+        ["synchronized", "1,234"],
+        ["in-progress", "7"],
+        ["desynchronized", "3,004"],
+        ["because new", "2,900"],
+        ["because chain-break", "93"],
+        ["last try: timeout", "4"],
+        ["last try: repo-not-found", "12"],
+        ["records", "about 56,789"],
+        ["resync queue", "2,993"],
+        ["parked", "11"],
+        ["events a second", "150.0"],
+        ["resyncs a second", "25.0"],
+        ["progress", "29.1%"],
+        ["time left", "2 min"],
+    ]
+    assert [row for row in expected if row not in rows] == []
+
+
+def test_all_of_it_is_in_the_json() -> None:
+    result = status(AT_WORK, replace(AT_WORK, cursors=[cursor(7_654_021)])).to_json()
+    expected = {
+        "ready": True,
+        "repos": {"synchronized": 1_234, "in-progress": 7, "desynchronized": 3_004},
+        "reasons": {"new": 2_900, "chain-break": 93},
+        "failures": {"timeout": 4, "repo-not-found": 12},
+        "records": 56_789,
+        "resync_queue": 2_993,
+        "parked": 11,
+        "events_per_second": 150,
+        "resyncs_per_second": 25,
+        "progress": 1_234 / 4_234,
+        "seconds_left": 120,
+    }
+    assert result.items() >= expected.items()
+    assert [(place["relay"], place["seq"]) for place in result["cursors"]] == [(RELAY, 7_654_321)]
 
 
 def test_what_others_wrote_is_shown_literally() -> None:

@@ -20,8 +20,9 @@ AT_ONCE = 1_000
 @dataclass(frozen=True, slots=True)
 class Counts:
     """Repos by sync status, by reason where there is one, and by why their last fetch failed; `queued` are due or wait
-    for their time, `parked` wait for something to wake them. `records` is Postgres's estimate. `readers` are those of
-    the change feed, `hosts` the worst few of those that are paused.
+    for their time, `parked` wait for something to wake them, `ended` have left the queue since a given time:
+    synchronized, though they may have broken again, or parked. `records` is Postgres's estimate. `readers` are those
+    of the change feed, `hosts` the worst few of those that are paused.
     """
 
     statuses: dict[SyncStatus, int]
@@ -33,12 +34,14 @@ class Counts:
     failures: dict[str, int] = field(default_factory=dict)
     readers: list[ReaderState] = field(default_factory=list)
     hosts: list[HostState] = field(default_factory=list)
+    ended: int = 0
 
 
 _COUNT_REPOS = """
     select status, reason, split_part(last_error, ':', 1) as failure, count(*) as repos,
         count(*) filter (where status = 'desynchronized' and active) as waiting,
-        count(parked_at) as parked
+        count(parked_at) as parked,
+        count(*) filter (where greatest(synchronized_at, parked_at) >= to_timestamp($1)) as ended
     from indexer.repo group by status, reason, failure
 """
 
@@ -85,12 +88,12 @@ _PAGE = """
 """
 
 
-async def counts(connection: Connection) -> Counts:
+async def counts(connection: Connection, since: float) -> Counts:
     statuses = dict.fromkeys(SyncStatus, 0)
     reasons: dict[str, int] = {}
     failures: dict[str, int] = {}
-    waiting = parked = 0
-    for row in await connection.fetch(_COUNT_REPOS):
+    waiting = parked = ended = 0
+    for row in await connection.fetch(_COUNT_REPOS, since):
         statuses[SyncStatus(row["status"])] += row["repos"]
         if row["reason"] is not None:
             reasons[row["reason"]] = reasons.get(row["reason"], 0) + row["repos"]
@@ -98,6 +101,7 @@ async def counts(connection: Connection) -> Counts:
             failures[row["failure"]] = failures.get(row["failure"], 0) + row["repos"]
         waiting += row["waiting"]
         parked += row["parked"]
+        ended += row["ended"]
     cursors = await connection.fetch(_CURSORS)
     return Counts(
         statuses,
@@ -109,6 +113,7 @@ async def counts(connection: Connection) -> Counts:
         failures,
         await readers(connection),
         await hosts.worst(connection),
+        ended,
     )
 
 

@@ -3,6 +3,7 @@
 from asyncio import Event, Semaphore, timeout
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from math import inf
 from time import time
 from typing import Any, Self
 
@@ -213,9 +214,10 @@ class Store:
         async with self._transaction() as connection:
             await identities.save_check(connection, check)
 
-    async def counts(self) -> Counts:
+    async def counts(self, since: float = inf) -> Counts:
+        """As of now; `ended` since then, in Unix seconds."""
         async with self._connection() as connection:
-            return await queries.counts(connection)
+            return await queries.counts(connection, since)
 
     async def repo_report(self, did: str) -> dict[str, Any] | None:
         """All that is known of a repo, by column."""

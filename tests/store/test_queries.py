@@ -43,6 +43,23 @@ async def test_counts(store: Store, sql: asyncpg.Connection) -> None:
     assert counts.cursors == [Cursor("wss://relay.test", "0/1", 9, "now")]
 
 
+async def test_counts_what_has_left_the_queue_since(store: Store, sql: asyncpg.Connection) -> None:
+    """Done or given up on; what was done and broke again was done all the same."""
+    await insert(
+        store,
+        synchronized("done", synchronized_at=100.0),
+        synchronized("broken", synchronized_at=100.0, status=SyncStatus.DESYNCHRONIZED),
+        synchronized("done before", synchronized_at=99.0),
+        Repo(did("parked"), version=1, next_attempt_at=PARKED),
+        Repo(did("parked before"), version=1, next_attempt_at=PARKED),
+        Repo(did("failed"), version=1, next_attempt_at=1e10, attempts=1),
+    )
+    await sql.execute("update indexer.repo set updated_at = to_timestamp(99)")
+    await sql.execute("update indexer.repo set updated_at = to_timestamp(100) where did = $1", did("parked"))
+    assert [(await store.counts(since)).ended for since in (98.0, 100.0, 101.0)] == [5, 3, 0]
+    assert (await store.counts()).ended == 0
+
+
 async def test_counts_of_nothing(store: Store) -> None:
     counts = await store.counts()
     assert counts.statuses == dict.fromkeys(SyncStatus, 0)
