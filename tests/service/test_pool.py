@@ -244,6 +244,19 @@ async def test_one_repo_claimed_twice_by_one_process_ends_nothing_else() -> None
         assert not running.task.done()
 
 
+async def test_a_failure_ends_no_claim_but_its_own() -> None:
+    """As above: by the time the former one fails, the repo is another's."""
+    async with Running([DID], lambda _did: "one.example", workers=3) as running:
+        await until(lambda: DID in running.resyncs.gates)
+        former = running.resyncs.gates.pop(DID)
+        running.store.rows[DID] = replace(running.store.rows[DID], status=SyncStatus.DESYNCHRONIZED)
+        await until(lambda: DID in running.resyncs.gates)
+        claimed = running.store.rows[DID]
+        former.set_exception(UnavailableError(FetchFailure.TIMEOUT))
+        await until(lambda: len(running.pool.running) == 1)
+        assert running.store.rows[DID] == claimed
+
+
 async def test_an_attempt_without_an_end_is_ended() -> None:
     pace = Pace(idle=0.01, lease=30.0, attempt=0.05)
     async with Running([DID], lambda _did: "one.example", workers=1, pace=pace) as running:
