@@ -14,7 +14,7 @@ from indexer.reasons import Desync
 from indexer.store.apply import apply, create_records, write_records
 from indexer.store.errors import database_errors
 from indexer.store.feed import log_changes
-from indexer.store.rows import Connection, repo_columns, repo_of
+from indexer.store.rows import Connection, of_buckets, repo_columns, repo_of
 from indexer.sync.feed import record_changes
 from indexer.sync.plan import Batch, KeptEvent, RecordChange, RepoWrite
 from indexer.sync.planning import desynchronize, woken
@@ -82,7 +82,8 @@ INCOMPLETE = f"""
         select distinct did, bucket from indexer.record
         where value_problem = '{Problem.MISSING}' and bucket = any($2::smallint[])
     ) c, indexer.repo r
-    where r.did = c.did and r.bucket = c.bucket and r.status = 'synchronized' and r.synchronized_at < to_timestamp($1)
+    where r.did = c.did and r.bucket = c.bucket and {of_buckets("r", 4)}
+        and r.status = 'synchronized' and r.synchronized_at < to_timestamp($1)
     order by r.synchronized_at limit $3
 """
 
@@ -148,7 +149,7 @@ async def expire_leases(connection: Connection, buckets: range, now: float) -> i
 
 async def mark_missing(connection: Connection, buckets: range, before: float, now: float) -> int:
     """Within a transaction: has repos fetched again that were synchronized `before`, and lack values."""
-    rows = await connection.fetch(INCOMPLETE, before, list(buckets), MARKED_AT_ONCE)
+    rows = await connection.fetch(INCOMPLETE, before, list(buckets), MARKED_AT_ONCE, list(buckets))
     return await _desynchronize(connection, rows, Desync.RECORD_MISSING, now)
 
 

@@ -241,6 +241,7 @@ async def test_a_sweep_reads_what_is_due_however_much_is_not(store: Store, sql: 
     plan = "\n".join(row[0] for row in await sql.fetch(explain + PARKED, 200.0, list(range(256)), 50))
     assert re.search(r"Limit .*rows=50\b", plan), plan
     assert re.search(r"Index Scan using repo_parked .*rows=50\b", plan), plan
-    plan = "\n".join(row[0] for row in await sql.fetch(explain + INCOMPLETE, 5.0, list(range(256)), 500))
+    every = list(range(256))
+    plan = "\n".join(row[0] for row in await sql.fetch(explain + INCOMPLETE, 5.0, every, 500, every))
     assert "Seq Scan" not in plan
     assert re.search(r"record_missing .*rows=200\b", plan), plan
