@@ -15,7 +15,7 @@ from tests.service.dying import Point, Village, When, process
 
 RENEWAL = "_renew renew"
 PLACES = [
-    "run _claim expire_leases",
+    "_expire expire_leases",
     "run _claim claim",
     "run _begin apply",
     "_begin _end apply",
