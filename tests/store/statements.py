@@ -48,11 +48,15 @@ PURE = {"bucket_of"}  # functions whose value may be a bucket
 
 @dataclass(eq=False)
 class Level:
-    """A SELECT, INSERT, UPDATE or DELETE within a statement; in `items` what it reads or changes, by alias."""
+    """A SELECT, INSERT, UPDATE or DELETE within a statement; in `items` what it reads or changes, by alias.
+
+    `outer` is the one whose columns it may name, `part_of` the one in which it stands.
+    """
 
     kind: str
     node: Node
     outer: "Level | None"
+    part_of: "Level | None"
 
     @cached_property
     def items(self) -> dict[str, Node]:
@@ -73,6 +77,16 @@ class Level:
         """This one and those whose columns it may name, the innermost first."""
         return [self, *(self.outer.around if self.outer else ())]
 
+    @property
+    def whole(self) -> "list[Level]":
+        """This one and all that it is part of, the innermost first."""
+        return [self, *(self.part_of.whole if self.part_of else ())]
+
+    @cached_property
+    def columns(self) -> list[list[str]]:
+        """The words of each column that it names itself."""
+        return [_words(column) for column in nodes(self.node, "ColumnRef", LEVELS) if _words(column) != ["*"]]
+
 
 # What a bucket is equal to: that of an item, by level and alias; or "one" value, which equals itself; or one of "some".
 Term = tuple[Level | str, str]
@@ -90,7 +104,7 @@ class Statement:
 
     @cached_property
     def levels(self) -> list[Level]:
-        return list(_levels(self.trees, None))
+        return list(_levels(self.trees, None, None))
 
     @cached_property
     def tables(self) -> set[str]:
@@ -130,19 +144,24 @@ def nodes(tree: Tree, kind: str, but: tuple[str, ...] = ()) -> Iterator[Node]:
                 yield from nodes(inner, kind, but)
 
 
-def _levels(tree: Tree, outer: Level | None) -> Iterator[Level]:
+def calls(tree: Tree, but: tuple[str, ...] = ()) -> set[str]:
+    """Names of the functions that are called, without their schemas."""
+    return {call["funcname"][-1]["String"]["sval"] for call in nodes(tree, "FuncCall", but)}
+
+
+def _levels(tree: Tree, outer: Level | None, part_of: Level | None) -> Iterator[Level]:
     if isinstance(tree, list):
         for inner in tree:
-            yield from _levels(inner, outer)
+            yield from _levels(inner, outer, part_of)
     elif isinstance(tree, dict):
         for key, inner in tree.items():
             if key not in LEVELS:
-                yield from _levels(inner, outer)
+                yield from _levels(inner, outer, part_of)
                 continue
-            level = Level(key, inner, outer)
+            level = Level(key, inner, outer, part_of)
             yield level
             for field, part in inner.items():
-                yield from _levels(part, outer if field in BESIDE else level)
+                yield from _levels(part, outer if field in BESIDE else level, level)
 
 
 def _branches(node: Node) -> Node:
@@ -214,8 +233,7 @@ def _term(level: Level, node: Node) -> Term | None:
     while "TypeCast" in node:
         node = node["TypeCast"]["arg"]
     columns = [_column(level, column) or (level, "") for column in nodes(node, "ColumnRef")]
-    calls = {call["funcname"][-1]["String"]["sval"] for call in nodes(node, "FuncCall")}
-    varies = any(kind != "one" for kind, _ in columns) or calls - PURE or any(nodes(node, "SubLink"))
+    varies = any(kind != "one" for kind, _ in columns) or calls(node) - PURE or any(nodes(node, "SubLink"))
     return None if varies else ("one", re.sub(r'"location": -?\d+', "", json.dumps(node)))
 
 

@@ -17,7 +17,19 @@ from sqlalchemy import Engine, event
 
 from indexer.store.migrate import migrate
 from tests.store import statements
-from tests.store.statements import LEVELS, Level, Node, Statement, Term, Tree, nodes, table_of
+from tests.store.statements import (
+    LEVELS,
+    Level,
+    Node,
+    Statement,
+    Term,
+    Tree,
+    calls,
+    columns_of,
+    nodes,
+    query_of,
+    table_of,
+)
 
 LOCAL = {
     "alembic_version": "the migrations' own, a single row",
@@ -35,14 +47,17 @@ LOCAL = {
 
 @dataclass(frozen=True)
 class Schema:
-    """Distributed tables, the views that show them, and columns that sequences number; how volatile each function is
-    (i, s or v) by name and number of arguments, and which of ours read or write.
+    """Distributed tables, the views that show them, all columns by table, and those that sequences number; how volatile
+    each function is (i, s or v) by name and number of arguments, which make one value of many rows, and which of ours
+    read or write.
     """
 
     distributed: set[str]
     views: set[str]
+    columns: set[tuple[str, str]]
     numbered: set[tuple[str, str]]
     volatility: dict[tuple[str, int], str]
+    aggregates: set[str]
     ours: set[str]
 
     @property
@@ -63,6 +78,7 @@ VOLATILITY = """
     select proname, count, translate(max(translate(provolatile::text, 'isv', '123')), '123', 'isv')
     from pg_proc, unnest(array[pronargs, -1]) count group by 1, 2
 """
+AGGREGATES = "select proname from pg_proc where prokind in ('a', 'w')"
 
 
 def family(table: str) -> str:
@@ -77,8 +93,10 @@ async def schema(sql: asyncpg.Connection) -> Schema:
     return Schema(
         distributed,
         {body.name.removeprefix("view ") for body in await statements.within(sql) if body.tables & distributed},
+        {(row["name"], row["attname"]) for row in columns},
         {(row["name"], row["attname"]) for row in columns if row["numbered"]},
         {(name, count): how for name, count, how in await sql.fetch(VOLATILITY)},
+        {name for (name,) in await sql.fetch(AGGREGATES)},
         {name for (name,) in await sql.fetch(OURS)},
     )
 
@@ -96,6 +114,39 @@ def is_one(group: frozenset[Term]) -> bool:
 
 def is_named(group: frozenset[Term]) -> bool:
     return any(kind in ("one", "some") for kind, _ in group)
+
+
+def merges(level: Level, schema: Schema) -> bool:
+    """Whether it makes one row of several, or chooses among them."""
+    clauses = {"limitCount", "limitOffset", "distinctClause", "groupClause", "havingClause"}
+    return bool(clauses & level.node.keys() or calls(level.node, LEVELS) & schema.aggregates)
+
+
+def is_spread(item: Node, statement: Statement, schema: Schema) -> bool:
+    """Whether it is a distributed table, or as good as one."""
+    query = query_of(item, statement.levels)
+    if query is None:
+        return table_of(item) in schema.spread
+    return not merges(query, schema) and any(is_spread(inner, statement, schema) for inner in query.items.values())
+
+
+def is_of(words: list[str], alias: str, item: Node, schema: Schema) -> bool:
+    """Whether a column of these words is one of the item's, or all of it."""
+    known = words[0] in columns_of(item) or (table_of(item), words[0]) in schema.columns
+    return words[0] == alias or (len(words) == 1 and known)
+
+
+def named_outside(query: Level, statement: Statement, schema: Schema) -> Iterator[Node]:
+    """Items around a query that it names, anywhere within. A name that nobody is known to have may be anyone's."""
+    others = [item for around in query.around[1:] for item in around.items.values()]
+    for level in statement.levels:
+        visible = [(around, alias, item) for around in level.around for alias, item in around.items.items()]
+        for words in level.columns if query in level.whole else ():
+            owners = [(around, item) for around, alias, item in visible if is_of(words, alias, item, schema)]
+            if not owners:
+                yield from others
+            elif query not in owners[0][0].whole:
+                yield owners[0][1]
 
 
 def mutable(tree: Tree, schema: Schema) -> Iterator[tuple[str, Node]]:
@@ -218,14 +269,16 @@ def sizes_are_not_asked(statement: Statement, schema: Schema) -> bool:
     return not (asked and any(table in statement.sql for table in schema.distributed))
 
 
-def limits_are_not_lateral(statement: Statement, schema: Schema) -> bool:
-    """Planner: no LIMIT for each row of something, as of an array, but of a distributed table and by its bucket."""
+def merges_are_not_lateral(statement: Statement, schema: Schema) -> bool:
+    """Planner: what is asked for each row of anything but a distributed table, as of an array, is no expression, and
+    merges no rows, as by LIMIT.
+    """
     for level, group in spread_items(statement, schema):
-        names = {ref["fields"][0].get("String", {}).get("sval") for ref in nodes(level.node, "ColumnRef")}
-        lateral = any(names & around.items.keys() - level.items.keys() for around in level.around)
-        others = [table_of(of.items[alias]) for of, alias in group if isinstance(of, Level) and of is not level]
-        if "limitCount" in level.node and lateral and not is_one(group) and not schema.spread.intersection(others):
-            return False
+        for query in () if is_one(group) else level.whole:
+            joined = query.outer and any(query_of(item, [query]) for item in query.outer.items.values())
+            named = named_outside(query, statement, schema)
+            if (merges(query, schema) or not joined) and not all(is_spread(item, statement, schema) for item in named):
+                return False
     return True
 
 
@@ -236,6 +289,14 @@ def recursion_is_of_one_bucket(statement: Statement, schema: Schema) -> bool:
 
 
 UPSERT = "insert into indexer.repo (did, bucket) values ($1, $2) on conflict (did, bucket) do update set"
+ONE = "select from indexer.repo r where r.bucket = w.bucket limit 1"
+ARRAYS = "unnest($1::text[], $2::smallint[]) w(start, bucket)"
+
+
+def each(query: str, of: str = ARRAYS) -> str:
+    """The query for each row of something."""
+    return f"select from {of}, lateral ({query}) one"
+
 
 # Each rule with statements that break it.
 RULES: dict[Callable[[Statement, Schema], bool], tuple[str, ...]] = {
@@ -271,7 +332,7 @@ RULES: dict[Callable[[Statement, Schema], bool], tuple[str, ...]] = {
         "delete from indexer.record r using unnest($1, $2) w(did, bucket) where r.did = w.did and r.bucket = w.bucket",
         "select from indexer.repo r join unnest($1) w(bucket) on r.bucket = w.bucket and w.bucket = any($1)",
         "select from indexer.queue q join indexer.repo r using (bucket) where q.bucket = any($1)",
-        "select from (select $1::smallint[] as buckets) w join indexer.repo r on r.bucket = any(w.buckets)",
+        "select from (select $1::smallint[] as bucket) w join indexer.repo r on r.bucket = any(w.bucket)",
         "select from unnest($1) w(b), lateral (with r as (select from indexer.repo where bucket = w.b) table r) one",
         "select from indexer.repo r left join indexer.identity i on i.bucket = r.bucket and r.bucket = $1",
         "select from indexer.repo r full join indexer.identity i on i.bucket = r.bucket and r.bucket = $1",
@@ -285,6 +346,7 @@ RULES: dict[Callable[[Statement, Schema], bool], tuple[str, ...]] = {
         "select from indexer.repo r where r.bucket = $1 and r.did in (select did from indexer.record)",
         "select from (select rank, bucket from indexer.queue) q(bucket, n) join indexer.repo r using (bucket)",
         "update indexer.repo r set rev = i.handle from indexer.identity i where i.did = r.did and i.bucket = any($1)",
+        "select from indexer.queue q, lateral (select from indexer.repo r where r.rank = q.rank limit 1) one",
     ),
     writes_are_pure: (
         "update indexer.repo set updated_at = clock_timestamp() where bucket = $1",
@@ -305,21 +367,42 @@ RULES: dict[Callable[[Statement, Schema], bool], tuple[str, ...]] = {
         "select nextval('indexer.change_seq') from indexer.repo where bucket = $1",
     ),
     sizes_are_not_asked: ("select pg_table_size('indexer.repo')", "explain select from indexer.repo where bucket = $1"),
-    limits_are_not_lateral: (
-        "select from unnest($1) b(bucket), lateral (select from indexer.repo r where r.bucket = b.bucket limit 1) one",
-        "select from indexer.queue q, lateral (select from indexer.repo r where r.rank = q.rank limit 1) one",
-        "select from (select 1 as bucket) q, lateral (select from indexer.repo r where r.bucket = q.bucket limit 1) o",
+    merges_are_not_lateral: (
+        each(ONE),
+        each("select from indexer.repo where did > start and bucket = any($2) limit 1"),
+        each("select from indexer.repo r where r.bucket = w.bucket offset 1"),
+        each("select count(*) from indexer.repo r where r.bucket = w.bucket"),
+        each("select distinct rev from indexer.repo r where r.bucket = w.bucket"),
+        each("select rev from indexer.repo r where r.bucket = w.bucket group by rev"),
+        each("select row_number() over () from indexer.repo r where r.bucket = w.bucket"),
+        each("select from (select from indexer.repo r where r.bucket = w.bucket) x limit 1"),
+        each("select from indexer.repo r where r.bucket = w.bucket union all select from indexer.identity limit 1"),
+        each("select from indexer.repo r join indexer.queue q using (bucket) where q.bucket = w.bucket limit 1"),
+        each("select from indexer.queue q where q.bucket = w.bucket limit 1", of=f"{ARRAYS}, lateral ({ONE}) other"),
+        each(
+            "select from indexer.repo r where r.did > w.start limit 1", of=f"{ARRAYS} join indexer.queue using (bucket)"
+        ),
+        each(
+            "select from indexer.repo where rev = n and bucket = any($2) limit 1", of="json_to_recordset($1) w(n text)"
+        ),
+        each(ONE, of="(select 1 as bucket) w"),
+        each(ONE, of="(select bucket from indexer.queue limit 1) w"),
+        "select (select rev from indexer.repo r where r.bucket = w.bucket) from unnest($1) w(bucket)",
     ),
     recursion_is_of_one_bucket: (
         "with recursive c as (select from indexer.repo where bucket = any($1) union select from c) select from c",
     ),
 }
 GOOD = (
-    """
-    select from (select bucket from indexer.queue where bucket = any($1)) q, lateral (
-        select from indexer.repo r where r.bucket = q.bucket and r.bucket = any($1) limit 1
-    ) one
-    """,
+    each(
+        "select from indexer.repo r where r.bucket = w.bucket and r.bucket = any($1) limit 1",
+        of="(select bucket from indexer.queue where bucket = any($1)) w",
+    ),
+    each("select did from indexer.repo where bucket = any($2) order by did limit 1"),
+    each("select n from (select did from indexer.repo where bucket = any($2)) r(n) order by n limit 1"),
+    each("select from indexer.repo where bucket = any($2) and did = w.start"),
+    "select (select count(*) from indexer.record where bucket = r.bucket) from indexer.repo r where bucket = $1",
+    "select from indexer.repo r left join indexer.identity i using (did, bucket) where r.bucket = $1",
     "select did from indexer.repo r where bucket = $1 and did > $2 order by did limit 1 for update skip locked",
     "update indexer.repo r set updated_at = now() where bucket = any($1::smallint[]) and attempts < $2 returning did",
     "with a as (delete from indexer.repo where bucket = $1 returning *) select date_part('day', erase_at) from a",
