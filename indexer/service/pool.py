@@ -91,6 +91,7 @@ class Pool:
         self._rota = Rota(max(1, workers - max(1, workers // 4)))
         self._lane = Lane(places_of_large(workers))
         self._moved = asyncio.Event()
+        self._claiming: asyncio.Task[list[Repo]] | None = None
         self.running: list[Run] = []
         self.trouble: str | None = None
         self.progress = monotonic()
@@ -127,8 +128,11 @@ class Pool:
             pass  # it was long enough
 
     async def _claim(self, count: int) -> list[Repo]:
+        """A claim goes on to its end, though we be cancelled: what it brings can be given back."""
+        claim = self._store.claim(count, self._shard.buckets, self._pace.lease, time())
+        self._claiming = asyncio.create_task(claim, name="claim")
         try:
-            claimed = await self._store.claim(count, self._shard.buckets, self._pace.lease, time())
+            claimed = await asyncio.shield(self._claiming)
         except DatabaseError as error:
             self.trouble = str(error)
             log.warning("database.unavailable", error=self.trouble)
@@ -277,14 +281,16 @@ class Pool:
         )
 
     async def give_back(self) -> None:
-        """Ends the claims of resyncs that were cancelled, so that nobody has to wait for their leases."""
-        while self.running:
-            run = self.running.pop()
-            try:
-                await self._end(run.claimed, plan_release)
-            except DatabaseError as error:
-                log.warning("database.unavailable", error=str(error))
-                return
+        """Ends the claims of resyncs that were cancelled or not begun, so that nobody has to wait for their leases."""
+        claimed = [run.claimed for run in self.running]
+        self.running.clear()
+        try:
+            for repo in claimed:
+                await self._end(repo, plan_release)
+            for repo in await self._claiming if self._claiming else ():
+                await self._end(repo, plan_release)
+        except DatabaseError as error:
+            log.warning("database.unavailable", error=str(error))
 
     async def _expire(self) -> None:
         """Not before each claim, which may not wait for a row that somebody has."""

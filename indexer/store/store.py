@@ -121,8 +121,8 @@ class Store:
                 return
 
     async def claim(self, count: int, buckets: range, lease_seconds: float, now: float) -> list[Repo]:
-        """At most `count` repos that are due, now in progress, those first whose records we show."""
-        async with self._connection() as connection:
+        """At most `count` repos that are due, now in progress, those first that broke."""
+        async with self._transaction() as connection:
             return await resync.claim(connection, count, buckets, now + lease_seconds, now)
 
     async def renew(self, did: str, lease: int, seconds: float) -> bool:

@@ -16,7 +16,7 @@ from tests.service.dying import Point, Village, When, process
 RENEWAL = "_renew renew"
 PLACES = [
     "_expire expire_leases",
-    "run _claim claim",
+    "claim",
     "run _begin apply",
     "_begin _end apply",
     "_held _end apply",

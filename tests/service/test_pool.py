@@ -30,6 +30,8 @@ class Rows:
         self.rows = {did: Repo(did, version=1) for did in dids}
         self.claims: list[str] = []
         self.held = True
+        self.answers = asyncio.Event()
+        self.answers.set()
 
     async def expire_leases(self, _buckets: range, _now: float) -> int:
         return 0
@@ -45,6 +47,7 @@ class Rows:
         ]
         self.rows.update({repo.did: repo for repo in claimed})
         self.claims += [repo.did for repo in claimed]
+        await self.answers.wait()
         return claimed
 
     async def renew(self, _did: str, _lease: int, _seconds: float) -> bool:
@@ -177,6 +180,17 @@ async def test_a_directory_that_is_down_for_one_holds_up_no_other() -> None:
             await until(lambda did=did: did in running.resyncs.gates)  # type: ignore[misc]
             running.resyncs.gates[did].set_result("synchronized")
         await until(lambda: len(running.resyncs.ended) == len(dids) - 1)
+
+
+async def test_a_claim_that_is_under_way_at_the_end_is_given_back() -> None:
+    dids = [f"did:plc:{n:024}" for n in range(3)]
+    async with Running(dids, lambda _did: "one.example", workers=4) as running:
+        running.store.answers.clear()
+        await until(lambda: len(running.store.claims) == 3)
+    running.store.answers.set()
+    await running.pool.give_back()
+    assert {repo.status for repo in running.store.rows.values()} == {SyncStatus.DESYNCHRONIZED}
+    assert running.resyncs.begun == []
 
 
 async def test_large_repos_leave_their_places_to_small_ones() -> None:
