@@ -58,7 +58,11 @@ async def apply(dsn: str, frames: Sequence[bytes], keys: Mapping[str, PublicKey]
     async with opened(dsn) as (store, clock):
         path = LivePath(clock, keys, relay)
         for start in range(0, len(frames), BATCH):
-            await path.apply(store, frames[start : start + BATCH])
+            part = frames[start : start + BATCH]
+            events = path.decode(part)
+            repos = await path.load(store, events)
+            path.plan_apart(events, part, repos)
+            await path.write(store, path.plan_in_turn(events, part, repos))
     used = clock.used
     apart = {stage: used[stage] for stage in ("decode", *PROOFS, "plan")}
     in_turn = used["in turn"] - sum(used[stage] for stage in (*PROOFS, "plan"))
@@ -84,26 +88,33 @@ class LivePath:
         self._signers = {did: Signer(key) for did, key in keys.items()}
         self._ground = Ground(_POLICY, relay, time())
 
-    async def apply(self, store: Store, frames: Sequence[bytes]) -> None:
-        events = self.decode(frames)
-        with self.clock.database():
-            repos = await store.repos(list({event.did for event in events}))
-        writes = self.plan(frames, events, repos).writes
-        with self.clock.database():
-            await store.apply(Batch(writes, cursor=Cursor(self._ground.relay, "0/1", events[-1].seq)))
-
     def decode(self, frames: Sequence[bytes]) -> list[CommitEvent]:
         with self.clock("decode"):
             events = [decode_frame(frame, _LIMITS) for frame in frames]
         return [event for event in events if isinstance(event, CommitEvent)]
 
-    def plan(self, frames: Sequence[bytes], events: Sequence[CommitEvent], repos: Mapping[str, Repo]) -> BatchPlan:
-        """Twice: with all proofs at hand, for what is planning's own, and as the daemon does it."""
-        batch = [Received(event.seq, frame, event) for frame, event in zip(frames, events, strict=True)]
+    async def load(self, store: Store, events: Sequence[CommitEvent]) -> dict[str, Repo]:
+        dids = list({event.did for event in events})
+        with self.clock.database():
+            return await store.repos(dids)
+
+    def plan_apart(self, events: Sequence[CommitEvent], frames: Sequence[bytes], repos: Mapping[str, Repo]) -> None:
+        """The proofs, and then, with all of them at hand, what is planning's own."""
+        batch = _received(events, frames)
         with self._prove(events).at_hand(), self.clock("plan"):
             plan_batch(batch, repos, lambda _did: _TRUSTED, self._ground)
+
+    def plan_in_turn(
+        self, events: Sequence[CommitEvent], frames: Sequence[bytes], repos: Mapping[str, Repo]
+    ) -> BatchPlan:
+        batch = _received(events, frames)
         with self.clock("in turn"):
             return plan_batch(batch, repos, self._signers.get, self._ground)
+
+    async def write(self, store: Store, plan: BatchPlan) -> None:
+        cursor = Cursor(self._ground.relay, "0/1", plan.settled[-1].received.seq or 0)
+        with self.clock.database():
+            await store.apply(Batch(plan.writes, cursor=cursor))
 
     def _prove(self, events: Sequence[CommitEvent]) -> "_Proofs":
         clock = self.clock
@@ -136,6 +147,10 @@ class LivePath:
             dict(zip((commit.data for commit in commits), inversions, strict=True)),
             dict(zip((block for block, _ in records), values, strict=True)),
         )
+
+
+def _received(events: Sequence[CommitEvent], frames: Sequence[bytes]) -> list[Received]:
+    return [Received(event.seq, frame, event) for event, frame in zip(events, frames, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from functools import partial
 from itertools import islice
-from math import inf
+from math import fsum, inf
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ import pytest_asyncio
 
 from benchmarks import floor, stages, stand, tables
 from benchmarks.clock import Clock
-from benchmarks.floor import Proof, Verifier
+from benchmarks.floor import Proof, Script, Verifier
 from benchmarks.resync_stages import resyncs
 from benchmarks.stages import LivePath
 from benchmarks.stand import Load
@@ -31,31 +31,31 @@ from tests.benchmarks import twice
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 GROSS = 1.65
-LEAST, MOST = 4, 8  # rounds: more than the least as long as a stage seems to be too slow
+LEAST, MOST = 5, 8  # rounds: more than the least as long as a stage seems to be too slow
 
 # What each stage usually takes, by the floor: proofs alone, or the rows by a bare script. The rest of a resync is left
 # out: round trips, which cost what the machine makes of them.
 PLANNING = {
     "decode": 0.18,
     "split": 0.255,
-    "commit": 0.13,
+    "commit": 0.135,
     "signature": 0.85,
     "inversion": 1.17,
-    "values": 0.057,
-    "plan": 0.49,
-    "in turn": 3.3,
+    "values": 0.059,
+    "plan": 0.51,
+    "in turn": 3.4,
 }
 RECEIVING = {"socket": 0.135}
-WRITING = {"client": 4.4, "database": 1.35}
-RESYNCING = {"fetch": 5.8, "verify": 2.25, "diff": 7.5, "apply": 3.0, "database": 1.35}
+WRITING = {"client": 1.02, "database": 1.4}
+RESYNCING = {"fetch": 5.8, "verify": 2.25, "diff": 7.5, "apply": 0.49, "database": 1.3}
 
 RELAY = "wss://relay.test"
 REPOS, RECORDS = 400, 150
 LIVE = Spec(REPOS, RECORDS, sigma=0.4, commits=2 * MOST * REPOS)
 FRAMES = range(1, 301)  # of rounds without a database
-SENT = range(1, 1_201)
-AT_ONCE = 3  # resyncs of a round
-EXPORTS = Spec(MOST * AT_ONCE, 1_500, sigma=0.0, exports=True)
+SENT = range(1, 1_001)
+AT_ONCE = 2  # resyncs of a round
+EXPORTS = Spec(MOST * AT_ONCE, 1_900, sigma=0.0, exports=True)
 
 Costs = Mapping[str, float]
 """Seconds of a core, by stage."""
@@ -79,6 +79,16 @@ async def shares(measure: Measure, usual: Costs) -> Costs:
 
 def excess(found: Costs, usual: Costs) -> set[str]:
     return {stage for stage, share in found.items() if share > GROSS * usual[stage]}
+
+
+def of_script(script: Script, client: str) -> dict[str, float]:
+    """The floor of the stages of a database, of what the script has written since this was last asked.
+
+    Its own part is so little, sending and waiting, that it tells nothing without Postgres's.
+    """
+    used = dict(script.clock.used)
+    script.clock.used.clear()
+    return {client: used["client"] + used["database"], "database": used["database"]}
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +146,9 @@ def planning(live: World, keys: dict[str, PublicKey], proofs: list[Proof]) -> Me
 
     async def measure() -> tuple[Costs, Costs]:
         path = LivePath(Clock(), keys, RELAY)
-        path.plan(frames, path.decode(frames), repos)
+        events = path.decode(frames)
+        path.plan_apart(events, frames, repos)
+        path.plan_in_turn(events, frames, repos)
         return path.clock.used, dict.fromkeys(PLANNING, floor.prove(proofs[: len(frames)]))
 
     return measure
@@ -166,11 +178,13 @@ async def writing(
     commits = live.frames(range(1, LIVE.commits + 1))
 
     async def measure() -> tuple[Costs, Costs]:
+        frames = list(islice(commits, REPOS))
+        path = LivePath(clock, keys, RELAY)
+        events = path.decode(frames)
         clock.used.clear()
-        script.clock.used.clear()
-        await LivePath(clock, keys, RELAY).apply(store, list(islice(commits, REPOS)))
+        await path.write(store, path.plan_in_turn(events, frames, await path.load(store, events)))
         await script.write(floor.statements([floor.take_apart(one, verifiers) for one in islice(commits, REPOS)]))
-        return clock.used, script.clock.used
+        return clock.used, of_script(script, "client")
 
     async with stages.opened(database) as (store, clock), floor.script(database) as script:
         yield measure
@@ -190,14 +204,12 @@ async def resyncing(
         turn = {account.did: account for account in islice(accounts, AT_ONCE)}
         await tables.let_go(database, list(turn))
         spent = await running.run()
-        script.clock.used.clear()
         async for changes in floor.written(database, list(turn)):
             await script.rewrite([floor.head_row(account) for account in turn.values()], changes)
-        proof = sum(
+        proof = fsum(
             floor.prove_export(exports.exports[slice(*one.export)], verifiers[did]) for did, one in turn.items()
         )
-        written = {"apply": script.clock.used["client"], "database": script.clock.used["database"]}
-        return spent, dict.fromkeys(RESYNCING, proof) | written
+        return spent, dict.fromkeys(RESYNCING, proof) | of_script(script, "apply")
 
     async with resyncs(database, host.url, tmp_path) as running, floor.script(database) as script:
         yield measure
@@ -223,24 +235,32 @@ async def test_resyncing(resyncing: Measure) -> None:
     assert not excess(found, RESYNCING), found
 
 
-@pytest.mark.parametrize("stage", PLANNING)
-async def test_planning_twice(planning: Measure, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
-    twice.PLANNING[stage](monkeypatch)
-    assert stage in excess(await shares(planning, PLANNING), PLANNING)
+@pytest.mark.parametrize("slow", twice.PLANNING, ids="+".join)
+async def test_planning_twice(planning: Measure, monkeypatch: pytest.MonkeyPatch, slow: tuple[str, ...]) -> None:
+    twice.PLANNING[slow](monkeypatch)
+    found = await shares(planning, PLANNING)
+    assert excess(found, PLANNING) >= set(slow), found
 
 
 async def test_receiving_twice(receiving: Callable[[int], Measure], monkeypatch: pytest.MonkeyPatch) -> None:
     twice.received(monkeypatch)
-    assert excess(await shares(receiving(2), RECEIVING), RECEIVING)
+    found = await shares(receiving(2), RECEIVING)
+    assert excess(found, RECEIVING), found
 
 
-@pytest.mark.parametrize("stage", WRITING)
-async def test_writing_twice(writing: Measure, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
+async def test_writing_twice(writing: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
     twice.written(monkeypatch)
-    assert stage in excess(await shares(writing, WRITING), WRITING)
+    found = await shares(writing, WRITING)
+    assert excess(found, WRITING) == set(WRITING), found
 
 
-@pytest.mark.parametrize("stage", RESYNCING)
-async def test_resyncing_twice(resyncing: Measure, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
-    twice.RESYNCING[stage](monkeypatch)
-    assert stage in excess(await shares(resyncing, RESYNCING), RESYNCING)
+@pytest.mark.parametrize("slow", twice.RESYNCING, ids="+".join)
+async def test_resyncing_twice(resyncing: Measure, monkeypatch: pytest.MonkeyPatch, slow: tuple[str, ...]) -> None:
+    twice.RESYNCING[slow](monkeypatch)
+    found = await shares(resyncing, RESYNCING)
+    assert excess(found, RESYNCING) >= set(slow), found
+
+
+async def test_every_stage_is_doubled() -> None:
+    doubled = [stage for slow in (*twice.PLANNING, *twice.RESYNCING) for stage in slow]
+    assert sorted(doubled) == sorted((*PLANNING, *RESYNCING))
