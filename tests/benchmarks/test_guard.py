@@ -47,7 +47,7 @@ PLANNING = {
 }
 RECEIVING = {"socket": 0.135}
 WRITING = {"client": 1.02, "database": 1.4}
-RESYNCING = {"fetch": 5.8, "verify": 2.25, "diff": 7.5, "apply": 0.49, "database": 1.3}
+RESYNCING = {"fetch": 5.6, "verify": 2.25, "diff": 7.5, "apply": 0.49, "database": 1.3}
 
 RELAY = "wss://relay.test"
 REPOS, RECORDS = 400, 150
