@@ -79,7 +79,7 @@ def configure_logging(form: Format = "auto", level: str = "info") -> None:
     )
     logging.captureWarnings(capture=True)
     logging.basicConfig(handlers=[handler], level=threshold, force=True)
-    for library in ("alembic", "asyncio", "httpcore", "httpx", "websockets"):
+    for library in ("alembic", "asyncio", "websockets"):
         # They tell every step at info; what matters of it, we say ourselves.
         logging.getLogger(library).setLevel(max(threshold, logging.WARNING))
 

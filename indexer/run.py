@@ -8,6 +8,7 @@ stops at once; what is lost then comes again after the next start.
 import asyncio
 import gc
 import math
+import resource
 import signal
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
@@ -53,6 +54,7 @@ KEY_PATIENCE_SECONDS = 15.0
 KEYS_AT_ONCE = 64
 HOSTS_SECONDS = 5.0
 HOSTS_SHOWN = 10
+MOST_FILES = 65_536
 MOST_CONNECTIONS = 40  # of one process: Postgres has a hundred by default, for other processes and for readers, too
 
 log = structlog.get_logger(__name__)
@@ -61,6 +63,7 @@ log = structlog.get_logger(__name__)
 async def run(settings: Settings, *, migrate_first: bool = True) -> int:
     """The command `indexer run`: serves until a signal comes; gives the exit code."""
     stop = asyncio.Event()
+    open_many_files()
     with signals(stop):
         async with database(_url(settings), settings.data_dir) as dsn:
             if migrate_first:
@@ -299,6 +302,14 @@ class Daemon:
             },
             "resyncs running": {run.claimed.did: f"{now - run.began:.0f} s" for run in self.pool.running},
         }
+
+
+def open_many_files() -> None:
+    """Connections are files: up to `MOST_FILES` where the system lets us, as many start with a thousand."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _settle_memory() -> None:

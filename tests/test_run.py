@@ -1,6 +1,7 @@
 """The composition root: what ends the daemon, and how loudly."""
 
 import asyncio
+import resource
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 
 from indexer.errors import BrokenInvariantError
 from indexer.localnet.network import LocalNetwork
-from indexer.run import connections, daemon
+from indexer.run import MOST_FILES, connections, daemon, open_many_files
 from indexer.service.lane import places_of_large
 from indexer.store import RESERVED
 from indexer.sync.repo import Repo
@@ -65,3 +66,15 @@ async def test_all_resyncs_can_write_at_once_and_others_too(database: str, tmp_p
 def test_connections_are_bounded_and_never_all_for_large_repos() -> None:
     assert [connections(workers) for workers in (1, 8, 28, 30, 31, 1_000)] == [5, 13, 38, 40, 40, 40]
     assert all(places_of_large(workers) < connections(workers) - RESERVED for workers in range(1, 1_001))
+
+
+def test_as_many_files_as_the_system_allows() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+    try:
+        open_many_files()
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert hard == before[1]
+    assert soft == MOST_FILES or soft == hard < MOST_FILES

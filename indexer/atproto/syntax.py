@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Self
 
 from indexer.errors import UpstreamError
@@ -49,7 +50,12 @@ def is_resolvable(host: str, *, local: bool) -> bool:
 
 
 def is_nsid(text: str) -> bool:
-    return len(text) <= NSID_CHARACTERS and _NSID(text) is not None
+    return len(text) <= NSID_CHARACTERS and _is_nsid(text)
+
+
+@lru_cache(maxsize=4_096)  # asked for each record, of a few hundred collections
+def _is_nsid(text: str) -> bool:
+    return _NSID(text) is not None
 
 
 def is_record_key(text: str) -> bool:

@@ -1,19 +1,22 @@
 """The one door for outbound requests."""
 
 import asyncio
+import re
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from http import HTTPStatus
 from time import time
 
-import httpx
+import aiohttp
+from yarl import URL
 
 from indexer.errors import UnavailableError
 from indexer.outbound.encoding import ACCEPTED, decoder_of
 from indexer.outbound.hosts import Hosts, Rates, Turn
-from indexer.outbound.network import CheckedNetwork, CheckedTransport, NameServers, Resolve, system_addresses
+from indexer.outbound.network import NameServers, Resolve, checked_connector, system_addresses
 from indexer.outbound.throttle import pause_asked
 from indexer.reasons import FetchFailure
 
@@ -22,7 +25,7 @@ _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _CHUNK = 65_536
 _BRIEF_BYTES = 16_384  # of a body that is no success: enough for an error's name and message
 _HTTPS_PORT = 443
-_HOST_CHARACTERS = 253
+_HOST = re.compile(r"[a-z0-9._:-]{1,253}").fullmatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +65,7 @@ class Outbound:
     HOST_PAUSED for one that failed too often; these get no request until then. All other statuses are the caller's to
     judge.
 
-    It stands on httpx's transport and not on its client, which has ways of its own with cookies, redirects and the
-    environment.
+    Make it, and use it, in one event loop.
     """
 
     def __init__(
@@ -84,16 +86,20 @@ class Outbound:
         self._allow_private_hosts = allow_private_hosts
         self._patience = patience or Patience()
         resolve = resolve or (system_addresses if allow_private_hosts else NameServers(dns_servers))
-        network = CheckedNetwork(resolve, allow_private=allow_private_hosts)
-        tls = tls or httpx.create_ssl_context(trust_env=False)
-        self._transport = CheckedTransport(network, tls, rates.concurrency)
-        self._headers = {"User-Agent": user_agent, "Accept-Encoding": ACCEPTED, "Connection": "keep-alive"}
-        silence = self._patience.silence
-        waits = {"connect": self._patience.connect, "read": silence, "write": silence, "pool": silence}
-        self._extensions = {"timeout": waits}
+        connect, silence = self._patience.connect, self._patience.silence
+        self._session = aiohttp.ClientSession(
+            connector=checked_connector(
+                resolve, tls or ssl.create_default_context(), connect, allow_private=allow_private_hosts
+            ),
+            headers={"User-Agent": user_agent, "Accept-Encoding": ACCEPTED},
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect, sock_read=silence),
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            trust_env=False,
+        )
 
     async def close(self) -> None:
-        await self._transport.aclose()
+        await self._session.close()
 
     async def get(
         self,
@@ -120,7 +126,7 @@ class Outbound:
         """Like `get`, with the body in pieces as they come, at `min_rate` bytes a second on the wire or more."""
         target = self._checked(url)
         for _ in range(_MOST_HOPS):
-            host = target.netloc.decode("ascii")
+            host = target.host_port_subcomponent or ""
             async with self.hosts.turn(host) as turn, self._answer(target, accept, timeout, turn) as stream:
                 pause = pause_asked(stream.status, stream.headers, time())
                 turn.answered(stream.status, pause)
@@ -136,34 +142,32 @@ class Outbound:
         raise UnavailableError(FetchFailure.HTTP_STATUS, f"more than {_MOST_HOPS - 1} redirects from {url[:200]}")
 
     @asynccontextmanager
-    async def _answer(self, url: httpx.URL, accept: str, seconds: float, turn: Turn) -> AsyncIterator["Stream"]:
+    async def _answer(self, url: URL, accept: str, seconds: float, turn: Turn) -> AsyncIterator["Stream"]:
         deadline = asyncio.get_running_loop().time() + seconds
-        headers = self._headers | {"Accept": accept}
         with turn.watch(), _failures(url):
-            request = httpx.Request("GET", url, headers=headers, extensions=self._extensions)
             async with asyncio.timeout_at(deadline):
-                response = await self._transport.handle_async_request(request)
+                response = await self._session.get(url, headers={"Accept": accept}, allow_redirects=False)
         try:
             yield Stream(url, response, deadline, self._patience.judged_after, turn)
         finally:
-            await response.aclose()
+            response.release()
 
-    def _next_hop(self, url: httpx.URL, stream: "Stream") -> httpx.URL:
+    def _next_hop(self, url: URL, stream: "Stream") -> URL:
         location = stream.headers.get("location")
         if not location:
             raise UnavailableError(FetchFailure.HTTP_STATUS, f"{_shown(url)}: {stream.status} to nowhere")
         return self._checked(location, url)
 
-    def _checked(self, text: str, base: httpx.URL | None = None) -> httpx.URL:
+    def _checked(self, text: str, base: URL | None = None) -> URL:
         """The URL of a request that may be made; raises `UnavailableError(REFUSED_ADDRESS)`."""
         try:
-            url = _bare(base.join(text) if base else httpx.URL(text))
-        except (httpx.InvalidURL, ValueError) as error:
+            url = _bare(base.join(URL(text)) if base else URL(text))
+        except ValueError as error:
             raise self._refused(f"{text[:200]!r}: {error}") from None
         schemes = {"http", "https"} if self._allow_private_hosts else {"https"}
-        if url.scheme not in schemes or url.userinfo or not 0 < len(url.raw_host) <= _HOST_CHARACTERS:
+        if url.scheme not in schemes or url.raw_user is not None or not _HOST(url.raw_host or ""):
             raise self._refused(f"{_shown(url)}: not a URL that we may ask")
-        if not self._allow_private_hosts and url.port not in {None, _HTTPS_PORT}:
+        if not self._allow_private_hosts and url.port != _HTTPS_PORT:
             raise self._refused(f"{_shown(url)}: port {url.port}")
         return url
 
@@ -176,13 +180,14 @@ class Stream:
     """An answer whose body is still to be read, once. `headers` are looked up in any case."""
 
     def __init__(
-        self, url: httpx.URL, response: httpx.Response, deadline: float, judged_after: float, turn: Turn
+        self, url: URL, response: aiohttp.ClientResponse, deadline: float, judged_after: float, turn: Turn
     ) -> None:
-        self.status = response.status_code
-        self.headers: Mapping[str, str] = response.headers
+        self.status = response.status
+        self.headers = response.headers
         self.url = str(url)
         self._target = url
-        self._response = response
+        self._success = HTTPStatus.OK <= response.status < HTTPStatus.MULTIPLE_CHOICES
+        self._body = response.content
         self._deadline = deadline
         self._judged_after = judged_after
         self._turn = turn
@@ -193,16 +198,15 @@ class Stream:
 
     def bound(self, max_bytes: int, min_rate: float) -> None:
         """Sets the limits for a success; a body of another kind is read only at its beginning."""
-        if self._response.is_success:
+        if self._success:
             self._max_bytes, self._min_rate = max_bytes, min_rate
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
         """The decompressed body, at most 64 KiB at a time; raises `UnavailableError` as `Outbound` says."""
         with self._turn.watch():
-            decoder = decoder_of(self.headers.get("content-encoding", ""))
-            raw = self._response.aiter_raw()
+            decoder = decoder_of(", ".join(self.headers.getall("content-encoding", ())))
             decoded = 0
-            while (piece := await self._receive(raw)) is not None:
+            while piece := await self._receive():
                 for chunk in decoder.feed(piece):
                     decoded += len(chunk)
                     self._refuse_over(decoded)
@@ -212,7 +216,7 @@ class Stream:
 
     async def read(self) -> bytes:
         """The whole body of a success, the first 16 KiB of any other."""
-        most = self._max_bytes if self._response.is_success else _BRIEF_BYTES
+        most = self._max_bytes if self._success else _BRIEF_BYTES
         body = bytearray()
         async with aclosing(self.chunks()) as chunks:
             async for chunk in chunks:
@@ -221,17 +225,17 @@ class Stream:
                     break
         return bytes(body[:most])
 
-    async def _receive(self, raw: AsyncIterator[bytes]) -> bytes | None:
-        """The next bytes from the wire. Only the time spent waiting for them counts against the rate."""
+    async def _receive(self) -> bytes:
+        """The next bytes from the wire, none at the end. Only the time of waiting for them counts against the rate."""
         clock = asyncio.get_running_loop().time
         started = clock()
         with _failures(self._target):
             async with asyncio.timeout_at(self._deadline):
-                piece = await anext(raw, None)
+                piece = await self._body.read(_CHUNK)
         self._waited += clock() - started
-        self._received += len(piece or b"")
+        self._received += len(piece)
         self._refuse_over(self._received - _CHUNK)  # an encoding may add a little
-        if piece is not None and self._received < self._min_rate * (self._waited - self._judged_after):
+        if piece and self._received < self._min_rate * (self._waited - self._judged_after):
             raise UnavailableError(
                 FetchFailure.TIMEOUT, f"{_shown(self._target)}: {self._received} bytes in {self._waited:.0f} s"
             )
@@ -243,13 +247,15 @@ class Stream:
 
 
 @contextmanager
-def _failures(url: httpx.URL) -> Iterator[None]:
+def _failures(url: URL) -> Iterator[None]:
     """The transport's errors as this program's."""
     try:
         yield
-    except (TimeoutError, httpx.TimeoutException) as error:
+    except TimeoutError as error:
         raise UnavailableError(FetchFailure.TIMEOUT, f"{_shown(url)}: {_told(error)}") from error
-    except (httpx.TransportError, OSError, UnicodeError) as error:  # OSError: TLS records that break rules
+    except aiohttp.InvalidURL as error:  # addresses in unusual forms
+        raise UnavailableError(FetchFailure.REFUSED_ADDRESS, f"{_shown(url)}: {_told(error)}") from error
+    except (aiohttp.ClientError, OSError, UnicodeError) as error:  # OSError: TLS records that break rules
         raise UnavailableError(FetchFailure.UNREACHABLE, f"{_shown(url)}: {_told(error)}") from error
 
 
@@ -260,19 +266,20 @@ def host_of(url: str) -> str:
     Empty for what is no URL: nothing can be asked there.
     """
     try:
-        return _bare(httpx.URL(url)).netloc.decode("ascii")
-    except httpx.InvalidURL:
+        return _bare(URL(url)).host_port_subcomponent or ""
+    except ValueError:
         return ""
 
 
-def _bare(url: httpx.URL) -> httpx.URL:
+def _bare(url: URL) -> URL:
     """Without the dot that may stand behind a name and makes no other host of it."""
-    return url.copy_with(host=url.host.rstrip(".")) if url.host.endswith(".") else url
+    host = url.raw_host or ""
+    return url.with_host(host.rstrip(".")) if host.endswith(".") else url
 
 
-def _shown(url: httpx.URL) -> str:
+def _shown(url: URL) -> str:
     """Without what may be secret or long."""
-    return f"{url.scheme}://{url.netloc.decode()}{url.raw_path.partition(b'?')[0].decode()}"[:200]
+    return f"{url.scheme}://{url.host_port_subcomponent}{url.raw_path}"[:200]
 
 
 def _told(error: Exception) -> str:

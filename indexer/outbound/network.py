@@ -7,17 +7,18 @@ addresses: a name server that answers differently the next time (DNS rebinding) 
 import asyncio
 import socket
 import ssl
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from ipaddress import ip_address
 from itertools import zip_longest
 
+import aiohttp
 import dns.asyncresolver
 import dns.exception
 import dns.name
 import dns.nameserver
 import dns.resolver
-import httpcore
-import httpx
+from aiohttp import AddrInfoType
+from aiohttp.abc import AbstractResolver, ResolveResult
 
 from indexer.errors import SettingsError, UnavailableError
 from indexer.outbound.addresses import is_public
@@ -30,8 +31,7 @@ Raises `UnavailableError(NO_SUCH_HOST)` if it definitely has none, OSError if th
 """
 
 _MOST_ADDRESSES = 4
-_IDLE_CONNECTIONS = 64
-_IDLE_SECONDS = 15.0
+_IDLE_SECONDS = 5.0  # a host that is asked one question after the other keeps its connection; few others lie about
 
 
 class NameServers:
@@ -93,72 +93,65 @@ async def system_addresses(host: str, port: int) -> list[str]:
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
-class CheckedNetwork(httpcore.AsyncNetworkBackend):
-    """Connects by name to public addresses, or to any if `allow_private`.
+class CheckedResolver(AbstractResolver):
+    """Gives the public addresses of a name, or all if `allow_private`, within `seconds`.
 
     Raises `UnavailableError(REFUSED_ADDRESS)` for a name that has none that is allowed.
     """
 
-    def __init__(self, resolve: Resolve, *, allow_private: bool) -> None:
+    def __init__(self, resolve: Resolve, seconds: float, *, allow_private: bool) -> None:
         self._resolve = resolve
+        self._seconds = seconds
         self._allow_private = allow_private
-        self._inner = httpcore.AnyIOBackend()
 
-    async def connect_tcp(
+    async def resolve(
         self,
         host: str,
-        port: int,
-        timeout: float | None = None,  # noqa: ASYNC109 - the library's signature
-        local_address: str | None = None,
-        socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
-    ) -> httpcore.AsyncNetworkStream:
+        port: int = 0,
+        family: socket.AddressFamily = socket.AF_UNSPEC,  # noqa: ARG002 - the library's signature
+    ) -> list[ResolveResult]:
         try:
-            async with asyncio.timeout(timeout):
-                addresses = await self._allowed(host, port)
-        except TimeoutError:
-            raise httpcore.ConnectTimeout(f"{host}: the name look-up took too long") from None
-        share = timeout / len(addresses) if timeout else None
-        for place, address in enumerate(addresses, start=1):
-            try:
-                return await self._inner.connect_tcp(address, port, share, local_address, socket_options)
-            except (httpcore.ConnectError, httpcore.ConnectTimeout):
-                if place == len(addresses):
-                    raise
-        raise httpcore.ConnectError(f"{host}: no address")
-
-    async def connect_unix_socket(
-        self,
-        path: str,
-        timeout: float | None = None,  # noqa: ASYNC109, ARG002
-        socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,  # noqa: ARG002
-    ) -> httpcore.AsyncNetworkStream:
-        raise UnavailableError(FetchFailure.REFUSED_ADDRESS, path)
-
-    async def sleep(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)
-
-    async def _allowed(self, host: str, port: int) -> Sequence[str]:
-        try:
-            addresses = await self._resolve(host, port)
+            async with asyncio.timeout(self._seconds):
+                addresses = await self._resolve(host, port)
         except TimeoutError:
             raise
-        except (OSError, UnicodeError) as error:  # UnicodeError: a label that is empty or too long
-            raise httpcore.ConnectError(f"{host[:253]}: {error}") from None
+        except UnicodeError as error:  # a label that is empty or too long
+            raise OSError(str(error)) from None
         allowed = addresses if self._allow_private else [address for address in addresses if is_public(address)]
         if not allowed:
             raise UnavailableError(FetchFailure.REFUSED_ADDRESS, f"{host[:253]}: {', '.join(addresses[:4])}")
-        return allowed[:_MOST_ADDRESSES]
+        return [_result(host, address, port) for address in allowed[:_MOST_ADDRESSES]]
+
+    async def close(self) -> None:
+        """Nothing is held."""
 
 
-class CheckedTransport(httpx.AsyncHTTPTransport):
-    """httpx over a `CheckedNetwork`; it has no argument for that, so its pool is put in place."""
+def _result(host: str, address: str, port: int) -> ResolveResult:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    flags = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
+    return ResolveResult(hostname=host, host=address, port=port, family=family, proto=0, flags=flags)
 
-    def __init__(self, network: CheckedNetwork, context: ssl.SSLContext, connections: int) -> None:
-        super().__init__(verify=context, trust_env=False)
-        self._pool = httpcore.AsyncConnectionPool(
-            ssl_context=context,
-            max_connections=connections,
-            max_keepalive_connections=_IDLE_CONNECTIONS,
-            keepalive_expiry=_IDLE_SECONDS,
-            network_backend=network,
-        )
+
+def public_socket(address: AddrInfoType) -> socket.socket:
+    """A socket for this very address, whichever way it was come by: a URL may name it without any look-up.
+
+    Raises `UnavailableError(REFUSED_ADDRESS)`.
+    """
+    family, kind, protocol, _, (host, *_) = address
+    if not is_public(str(host)):
+        raise UnavailableError(FetchFailure.REFUSED_ADDRESS, str(host))
+    return socket.socket(family, kind, protocol)
+
+
+def checked_connector(
+    resolve: Resolve, tls: ssl.SSLContext, seconds: float, *, allow_private: bool
+) -> aiohttp.TCPConnector:
+    """Connects by name to addresses that `resolve` gives within `seconds`, and only to public ones unless told."""
+    return aiohttp.TCPConnector(
+        resolver=CheckedResolver(resolve, seconds, allow_private=allow_private),
+        socket_factory=None if allow_private else public_socket,
+        use_dns_cache=False,
+        ssl=tls,
+        limit=0,  # `Hosts` has them
+        keepalive_timeout=_IDLE_SECONDS,
+    )

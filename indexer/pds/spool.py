@@ -2,13 +2,16 @@
 
 The file holds each block once, behind its length (4 bytes, little-endian) and its CID, but for the last ones, which
 stay in memory: all of them, mostly. It has no name, so the system removes it when it is closed, by a crash too. The
-index holds 12 bytes a slot: part of a hash, and a place in the file, where the whole CID is compared. Blocks are read
-with `pread` and not through a mapping, so pages of the file never count as ours.
+index holds 12 bytes a slot: part of a hash, and a place in the file, where the whole CID is compared. The file is read
+with `pread` and not through a mapping, so its pages never count as ours but for a few: hosts put blocks that are read
+one after the other near to each other, and each call would give the interpreter's lock away.
 """
 
 import os
 from array import array
 from collections.abc import AsyncIterable, Iterator
+from functools import lru_cache, partial
+from io import FileIO
 from pathlib import Path
 from tempfile import TemporaryFile
 from types import TracebackType
@@ -22,7 +25,8 @@ from indexer.reasons import FetchFailure
 
 _LENGTH = 4
 _HEAD = _LENGTH + SIZE
-_FIRST_READ = 4_096  # nearly every block is shorter
+_PAGE = 1 << 14
+_PAGES = 1 << 6
 _WRITE_BYTES = 1 << 20
 _PARTS = 1 << 8
 _FIRST_SLOTS = 1 << 4
@@ -44,6 +48,7 @@ class Spool:
         self._index = _Index()
         self._pending = bytearray()
         self._written = 0
+        self._page = lru_cache(_PAGES)(partial(_read_page, self._file))
 
     async def fill(self, chunks: AsyncIterable[bytes]) -> None:
         """Takes in a whole CAR file, every block of it hashed.
@@ -71,11 +76,9 @@ class Spool:
     def block(self, cid: bytes) -> bytes | None:
         """The block's bytes; None if the export lacks it."""
         for place in self._index.candidates(cid):
-            start = self._read(place - _LENGTH, _FIRST_READ)
-            if start[_LENGTH:_HEAD] == cid:
-                size = _HEAD + int.from_bytes(start[:_LENGTH], "little")
-                rest = size - _FIRST_READ
-                return start[_HEAD:size] + (self._read(place - _LENGTH + _FIRST_READ, rest) if rest > 0 else b"")
+            head = self._read(place - _LENGTH, _HEAD)
+            if head[_LENGTH:] == cid:
+                return self._read(place + SIZE, int.from_bytes(head[:_LENGTH], "little"))
         return None
 
     def close(self) -> None:
@@ -110,7 +113,13 @@ class Spool:
     def _read(self, place: int, size: int) -> bytes:
         """No block lies in both places."""
         at = place - self._written
-        return bytes(self._pending[at : at + size]) if at >= 0 else os.pread(self._file.fileno(), size, place)
+        if at >= 0:
+            return bytes(self._pending[at : at + size])
+        number, start = divmod(place, _PAGE)
+        stop = start + size
+        if stop <= _PAGE:
+            return self._page(number)[start:stop]
+        return b"".join(map(self._page, range(number, number + -(-stop // _PAGE))))[start:stop]
 
     def _flush(self) -> None:
         try:
@@ -122,6 +131,11 @@ class Spool:
             raise UnavailableError(FetchFailure.SPOOL_FULL, str(error)) from error
         self._written += done
         self._pending.clear()
+        self._page.cache_clear()  # the last page was not full
+
+
+def _read_page(file: FileIO, number: int) -> bytes:
+    return os.pread(file.fileno(), _PAGE, number * _PAGE)
 
 
 class _Index:

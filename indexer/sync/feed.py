@@ -1,7 +1,6 @@
 """Entries of the change log: of records, and of a whole repo, which follow from its row before and after."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from indexer.sync.plan import Action, RecordChange, RepoWrite
@@ -10,8 +9,7 @@ from indexer.sync.repo import Repo, SyncStatus
 RepoAction = Literal["hidden", "visible", "deleted", "moved", "completed"]
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
+class Change(NamedTuple):
     """One entry. Of a record: collection, rkey, and after it the CID, if there still is one. Of a repo: neither.
 
     `live` says that it is an event of the stream, and not what a resync found.

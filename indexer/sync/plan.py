@@ -5,7 +5,7 @@ changes repos or records.
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from indexer.reasons import Desync, Rejection
 from indexer.sync.repo import Outcome, Repo
@@ -13,8 +13,7 @@ from indexer.sync.repo import Outcome, Repo
 Action = Literal["create", "update", "delete"]
 
 
-@dataclass(frozen=True, slots=True)
-class RecordChange:
+class RecordChange(NamedTuple):
     """One record's change. `cid`, `value`, `problem` and `original` are None for a delete.
 
     `value` is AT Protocol JSON text; `problem` says why it is None or not as it came; `original` is the

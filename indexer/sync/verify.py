@@ -8,6 +8,7 @@ its signature is proven raises `UpstreamError`: the message is refused and chang
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from indexer.atproto.car import split_car
 from indexer.atproto.commit import Commit, decode_commit
@@ -23,8 +24,7 @@ from indexer.sync.repo import Head
 BlockOf = Callable[[bytes], bytes | None]
 
 
-@dataclass(frozen=True, slots=True)
-class VerifiedChange:
+class VerifiedChange(NamedTuple):
     """The net effect of a commit on one path: `old` None for a create, `new` and `block` None for a delete."""
 
     path: bytes

@@ -1,12 +1,14 @@
 """Hosts on loopback, and a small world of public names and addresses that lead to them."""
 
 import datetime as dt
+import socket
 import ssl
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
-import httpcore
+import aiohappyeyeballs
 import pytest
+from aiohappyeyeballs.types import AddrInfoType, SocketFactoryType
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -84,18 +86,15 @@ async def world(certificate: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIter
     serving.load_cert_chain(certificate)
     async with Host(serving) as host:
         world = World(host, ssl.create_default_context(cafile=str(certificate)))
-        dial = httpcore.AnyIOBackend.connect_tcp
+        dial = aiohappyeyeballs.start_connection
 
         async def to_loopback(
-            self: httpcore.AnyIOBackend,
-            address: str,
-            port: int,
-            timeout: float | None = None,  # noqa: ASYNC109
-            local_address: str | None = None,
-            socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
-        ) -> httpcore.AsyncNetworkStream:
-            world.connected.append((address, port))
-            return await dial(self, "127.0.0.1", world.host.port, timeout, local_address, socket_options)
+            addr_infos: Sequence[AddrInfoType], *, socket_factory: SocketFactoryType, **_options: object
+        ) -> socket.socket:
+            socket_factory(addr_infos[0]).close()
+            world.connected.append(addr_infos[0][4][:2])
+            here = (socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", world.host.port))
+            return await dial([here])
 
-        monkeypatch.setattr(httpcore.AnyIOBackend, "connect_tcp", to_loopback)
+        monkeypatch.setattr(aiohappyeyeballs, "start_connection", to_loopback)
         yield world

@@ -71,7 +71,6 @@ async def test_a_request_says_who_asks_and_nothing_more(host: Host, outbound: Ou
         "user-agent": "test (mailto:someone@example.com)",
         "accept": "application/json",
         "accept-encoding": "gzip, zstd",
-        "connection": "keep-alive",
     }
 
 

@@ -7,7 +7,6 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from random import Random
@@ -109,7 +108,7 @@ class Village:
         head = self.owners[lacking].repo.head
         done = synchronized("", did=lacking, head=Head(head.rev, head.data, head.cid))
         changes = tuple(
-            replace(put(path), rev=head.rev, cid=parse_cid(cid), value=None, problem=Problem.MISSING)
+            put(path)._replace(rev=head.rev, cid=parse_cid(cid), value=None, problem=Problem.MISSING)
             for path, cid in self.owners[lacking].history[head.rev].items()
         )
         await self._store.apply(Batch((RepoWrite(0, given_up), RepoWrite(0, done, changes))))

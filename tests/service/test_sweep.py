@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from time import time
 from typing import Any
 
@@ -27,7 +26,7 @@ from tests.sync.people import EVERYTHING
 
 QUICK = Pace(idle=0.01, sweep=0.02, breath=0.0)
 DAY = 86_400.0
-LACKING = (replace(put("app.test/a"), value=None, problem=Problem.MISSING),)
+LACKING = (put("app.test/a")._replace(value=None, problem=Problem.MISSING),)
 _AGE = """
     update indexer.repo set updated_at = now() - interval '1 day 1 second',
         synchronized_at = case when status = 'synchronized' then now() - interval '1 day 1 second' end

@@ -178,7 +178,7 @@ async def test_whoever_writes_first_is_not_disturbed(store: Store, database: str
     """What ends a claim, or wakes or doubts a repo, passes over one that has moved since it was found."""
     claimed = await in_progress(store, "claimed", now=100.0)
     await insert(store, waiting("parked", next_attempt_at=PARKED), waiting("parked too", next_attempt_at=PARKED))
-    lacking = replace(put("app.test/a"), value=None, problem=Problem.MISSING)
+    lacking = put("app.test/a")._replace(value=None, problem=Problem.MISSING)
     await insert(store, synchronized("lacking"), changes=(lacking,))
     moved = [claimed.did, did("parked"), did("lacking")]
     before = await store.repos(moved)
@@ -287,7 +287,7 @@ async def test_writing_between_chunks_doesnt_disturb_the_reading(store: Store, m
             async def write(differences: list[Difference]) -> None:
                 await transaction.write(
                     [
-                        replace(theirs[d.path.decode()], action="update" if d.old else "create")  # noqa: B023
+                        theirs[d.path.decode()]._replace(action="update" if d.old else "create")  # noqa: B023
                         if d.new
                         else delete(d.path.decode())
                         for d in differences
@@ -317,7 +317,7 @@ async def test_nobody_sees_anything_before_the_end(store: Store, sql: asyncpg.Co
         assert locked == buffering
         assert [event.seq for event in await transaction.kept()] == [9, 8]
         end = await kept_up(store, claimed)
-        await transaction.finish(Batch((RepoWrite(buffering.version, end, (replace(drained, action="update"),)),)))
+        await transaction.finish(Batch((RepoWrite(buffering.version, end, (drained._replace(action="update"),)),)))
         assert await store.visible_records(did(1)) == {}
     assert await store.repos([did(1)]) == {did(1): end}
     assert await store.visible_records(did(1)) == {"app.test/a": put("app.test/a").cid, "app.test/b": drained.cid}
