@@ -60,6 +60,7 @@ blocks = st.binary(max_size=40) | st.integers(0, 9).map(lambda n: bytes([n]) * 1
     st.lists(blocks, max_size=5),
     st.integers(1, 5_000),
     st.sampled_from([1, 20_000, 1 << 20]),
+    st.sampled_from([41, 1 << 14]),
     st.booleans(),
 )
 def test_it_holds_what_was_put_in(
@@ -68,6 +69,7 @@ def test_it_holds_what_was_put_in(
     others: list[bytes],
     size: int,
     in_memory: int,
+    page: int,
     crowded: bool,
 ) -> None:
     oracle = {cid_of(block): block for block in present}
@@ -76,6 +78,7 @@ def test_it_holds_what_was_put_in(
         Spool(tmp_path_factory.getbasetemp(), DEFAULT_LIMITS) as spool,
     ):
         patch.setattr(spooling, "_WRITE_BYTES", in_memory)
+        patch.setattr(spooling, "_PAGE", page)
         if crowded:  # as if all hashes were nearly alike
             patch.setattr(spooling, "_HASH", 1)
         fill(spool, car(present) + section(FOREIGN), size)
