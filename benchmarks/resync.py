@@ -70,6 +70,8 @@ class Plan:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def main(repos: int, records: int, huge: bool, as_json: bool, **plan: Any) -> None:
     """Records a second from exports to rows; exit code 1 if the database isn't the world's in the end."""
+    if plan["staged"] >= repos + huge:
+        raise click.UsageError("--staged must leave repos for the daemons")
     world = load_world(Spec(repos, records, SIGMA, huge=1_000_000 * huge, exports=True), making)
     configure_logging(level="warning")
     with tempfile.TemporaryDirectory(prefix="indexer-benchmark-") as directory:
