@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from typing import IO, TypeVar
+from urllib.parse import urlsplit
 
 import click
 
@@ -66,12 +67,26 @@ def parse_key(text: str) -> PublicKey:
         raise ValueError(f"not a did:key of the protocol: {error.detail}") from None
 
 
+def parse_origin(text: str) -> str:
+    """The base URL of a host, which may be written as that of its stream."""
+    try:
+        parts = urlsplit(text)
+        scheme = {"ws": "http", "wss": "https"}.get(parts.scheme, parts.scheme)
+        known = scheme in {"http", "https"} and parts.hostname and parts.port != 0
+    except ValueError:
+        known = False
+    if not known or parts.path.strip("/") or parts.query or parts.fragment:
+        raise ValueError(f"{text[:_SHOWN]!r} is not the URL of a host")
+    return f"{scheme}://{parts.netloc}"
+
+
 DID = Checked("did", parse_did)
 DID_OR_STDIN = Checked("did", lambda text: text if text == STDIN else parse_did(text))
 ACCOUNT = Checked("account", parse_account)
 RECORD_URI = Checked("uri", parse_record_uri)
 KEY = Checked("key", parse_key)
 NSID = Checked("nsid", parse_nsid)
+ORIGIN = Checked("url", parse_origin)
 
 
 def dids_of(file: IO[str]) -> Iterator[str]:

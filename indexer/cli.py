@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.live import Live
 
 from indexer import __version__
-from indexer.arguments import ACCOUNT, DID, DID_OR_STDIN, KEY, NSID, RECORD_URI, STDIN, dids_of
+from indexer.arguments import ACCOUNT, DID, DID_OR_STDIN, KEY, NSID, ORIGIN, RECORD_URI, STDIN, dids_of
 from indexer.atproto.cid import cid_text
 from indexer.atproto.crypto import PublicKey
 from indexer.atproto.record import Problem
@@ -30,6 +30,7 @@ from indexer.atproto.syntax import AtUri, is_did
 from indexer.config import Settings, load_settings
 from indexer.errors import SettingsError, UnavailableError, UpstreamError
 from indexer.log import configure_logging, printable
+from indexer.progress import Accounts
 from indexer.reasons import Desync, FetchFailure
 from indexer.status import Sample, Status, facts_table, status_of, status_picture
 from indexer.store import Store
@@ -271,6 +272,57 @@ async def resync_command(settings: Settings, *, dids: tuple[str, ...], errored: 
     return _complain(f"{len(named) - marked} of them are not known here", UNKNOWN) if marked < len(named) else 0
 
 
+@_command("discover")
+@click.option("--collection", "collections", multiple=True, metavar="NSID", type=NSID, help="May be given again.")
+@click.option("--relay", metavar="URL", type=ORIGIN, help="Ask this relay instead of the first of INDEXER_RELAYS.")
+@click.option("--pds", metavar="URL", type=ORIGIN, help="Ask this PDS instead.")
+async def discover_command(
+    settings: Settings, *, collections: tuple[str, ...], relay: str | None, pds: str | None
+) -> int:
+    """Track all accounts that a host lists, or, with --collection, those that may have records of it.
+
+    Each is fetched by the daemon and followed from then on. A discovery that was interrupted goes on where it was
+    left. Few hosts but relays list the accounts of a collection.
+    """
+    from indexer.run import origin_of, requests_of  # noqa: PLC0415
+    from indexer.service.discovery import Discovery  # noqa: PLC0415
+
+    if relay and pds:
+        raise click.UsageError("Name a --relay or a --pds, not both.")
+    source = relay or pds or origin_of(settings.relays[0])
+    async with _store(settings) as store, requests_of(settings, lambda _result: None) as outbound:
+        discovery = Discovery(store, outbound)
+        for collection in collections or ("",):
+            listing = await discovery.begin(source, collection)
+            name = f"{collection or 'all accounts'} of {source}"
+            if listing.cursor is not None:
+                click.echo(f"{name}: goes on behind {listing.listed:,} accounts", err=True)
+            with Accounts(_progress(), name, None) as progress:
+                listing = await discovery.run(listing, progress.heard)
+            click.echo(f"{name}: {listing.listed} listed, {listing.found} added")
+    if discovery.refused:
+        click.echo(f"{discovery.refused} entries of the lists were no accounts, and are left out", err=True)
+    return 0
+
+
+@_command("sweep")
+async def sweep_command(settings: Settings) -> int:
+    """Hold the revisions that the relay lists against ours, and have those repos fetched that are behind.
+
+    A repo that seems behind is looked at again half a minute later, since the stream may be about to bring what it
+    lacks. The daemon does the same every INDEXER_SWEEP_INTERVAL, and when the relay has lost something.
+    """
+    from indexer.metrics import Metrics  # noqa: PLC0415
+    from indexer.run import requests_of, sweep_of  # noqa: PLC0415
+
+    async with _store(settings) as store, requests_of(settings, lambda _result: None) as outbound:
+        known = sum((await store.counts()).statuses.values())
+        with Accounts(_progress(), "accounts that the relay lists", known) as progress:
+            listing = await sweep_of(settings, store, outbound, Metrics()).sweep(progress.heard)
+    click.echo(f"{listing.listed} listed, {listing.found} behind and marked")
+    return 0
+
+
 @_command("takedown")
 @click.argument("did", metavar="DID", type=DID)
 @click.option("--reverse", is_flag=True, help="Show it again.")
@@ -377,6 +429,11 @@ async def _watch(statuses: AsyncIterator[Status], *, as_json: bool) -> NoReturn:
 async def _did(store: Store, account: str) -> str | None:
     """The DID of an account named by it or by a handle; None if nobody is known by that handle."""
     return account if is_did(account) else await store.did_of_handle(account)
+
+
+def _progress() -> Console:
+    """For what moves while a command works: it shows nothing off a terminal."""
+    return Console(stderr=True, highlight=False, markup=False, emoji=False)
 
 
 def _console() -> Console:

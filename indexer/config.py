@@ -294,7 +294,9 @@ class Settings(BaseSettings):
         description="How long a deleted account's records, hidden at once, are kept before they are erased.",
     )
     sweep_interval: Seconds = Field(
-        86_400, description="After so long, a repo that was given up on is tried again; `0`: never."
+        86_400,
+        description="How often all accounts that the relay lists are held against ours, and those behind are fetched; "
+        "after so long, too, a repo that was given up on is tried again. `0`: never.",
     )
     change_retention: Seconds = Field(
         604_800, description="How long the change log is kept at least, up to `INDEXER_CHANGE_BYTES`; `0`: for ever."

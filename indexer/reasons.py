@@ -58,6 +58,7 @@ class Desync(_Reason):
     BUFFER_OVERFLOW = "buffer-overflow", "More events arrived during the resync than may be kept."
     DRAIN_BREAK = "drain-break", "The events kept during the resync don't follow the export that was fetched."
     STALE_EXPORT = "stale-export", "Every export to be had is older than a state that we have seen or hold."
+    BEHIND = "behind", "A relay lists a newer revision than ours, and the stream didn't bring it."
     ERASED = "erased", "The account stayed deleted for the time of grace, and its records were erased."
     LEASE_EXPIRED = "lease-expired", "The worker that held the repo stopped without finishing."
 

@@ -10,7 +10,7 @@ import gc
 import math
 import resource
 import signal
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from time import monotonic, time
 from typing import Any
@@ -23,7 +23,7 @@ from indexer.errors import SettingsError, UnavailableError
 from indexer.health import serve_health
 from indexer.identity import Handles, Identities, Resolver
 from indexer.metrics import Metrics
-from indexer.outbound import Hosts, Outbound, Rates, host_of
+from indexer.outbound import Outbound, Rates, host_of
 from indexer.pds import PdsClient
 from indexer.relay.subscription import Subscription
 from indexer.service.erasure import Erasure
@@ -36,6 +36,7 @@ from indexer.service.reader import Place, Reader
 from indexer.service.renewal import Renewal
 from indexer.service.resync import Resync
 from indexer.service.retention import Retention
+from indexer.service.sweep import Sweep
 from indexer.service.tenure import Tenure
 from indexer.service.writer import Writer
 from indexer.status import READY_LAG_SECONDS
@@ -88,14 +89,7 @@ async def daemon(settings: Settings, dsn: str) -> AsyncIterator["Daemon"]:
         metrics = Metrics()
         store = await Store.open(dsn, connections=connections(settings.resync_workers))
         stack.push_async_callback(store.close)
-        outbound = Outbound(
-            user_agent=settings.user_agent,
-            allow_private_hosts=settings.allow_private_hosts,
-            rates=_rates(settings),
-            on_request=metrics.outbound_request,
-            dns_servers=settings.dns_servers,
-        )
-        stack.push_async_callback(outbound.close)
+        outbound = await stack.enter_async_context(requests_of(settings, metrics.outbound_request))
         outbound.hosts.load(await store.load_hosts())
         resolver = Resolver(
             outbound,
@@ -113,7 +107,23 @@ async def daemon(settings: Settings, dsn: str) -> AsyncIterator["Daemon"]:
             export_seconds=settings.export_time,
             export_rate=settings.export_rate,
         )
-        yield Daemon(settings, store, identities, _handles(settings, outbound, metrics), pds, outbound.hosts, metrics)
+        yield Daemon(settings, store, identities, _handles(settings, outbound, metrics), pds, outbound, metrics)
+
+
+@asynccontextmanager
+async def requests_of(settings: Settings, on_request: Callable[[str], None]) -> AsyncIterator[Outbound]:
+    """The door for outbound requests; `on_request` hears what came of each."""
+    outbound = Outbound(
+        user_agent=settings.user_agent,
+        allow_private_hosts=settings.allow_private_hosts,
+        rates=_rates(settings),
+        on_request=on_request,
+        dns_servers=settings.dns_servers,
+    )
+    try:
+        yield outbound
+    finally:
+        await outbound.close()
 
 
 class Daemon:
@@ -126,12 +136,12 @@ class Daemon:
         identities: Identities,
         handles: Handles | None,
         pds: PdsClient,
-        hosts: Hosts,
+        outbound: Outbound,
         metrics: Metrics,
     ) -> None:
         self.metrics = metrics
         self.store = store
-        self.hosts = hosts
+        self.hosts = outbound.hosts
         self._settings = settings
         policy = Policy(
             collections=settings.collections,
@@ -148,8 +158,17 @@ class Daemon:
         self.tenure = Tenure(store, settings.shard)
         self.subscription = Subscription(settings.relays, RECEIVED_FRAMES * settings.frame_bytes, settings.user_agent)
         self.place = Place(lambda: self.subscription.connection is not None, of_pds=settings.upstream == "pds")
+        self.sweep = sweep_of(settings, store, outbound, metrics)
         self.reader = Reader(
-            store, self.subscription, self.inbox, self.place, settings.shard, settings.start, settings.limits, metrics
+            store,
+            self.subscription,
+            self.inbox,
+            self.place,
+            settings.shard,
+            settings.start,
+            settings.limits,
+            metrics,
+            self.sweep.ask,
         )
         self.writer = Writer(
             store, identities, self.keys, self.inbox, self.place, policy, settings.shard, self.tenure.held, metrics
@@ -190,6 +209,8 @@ class Daemon:
         if "live" in self._settings.roles:
             stages |= {"tenure": self.tenure.run(), "renewal": self.renewal.run(), "erasure": self.erasure.run()}
             stages |= {"reader": self._read(), "keys": self.keys.run(), "writer": self.writer.run()}
+            if self._settings.sweep_interval and self._settings.shard.index == 0:  # one for all shards
+                stages |= {"sweep": self._sweep()}
         if "resync" in self._settings.roles:
             stages |= {"pool": self.pool.run()}
             if self.handles is not None:
@@ -217,6 +238,10 @@ class Daemon:
     async def _read(self) -> None:
         await self.tenure.held.wait()
         await self.reader.run()
+
+    async def _sweep(self) -> None:
+        await self.tenure.held.wait()
+        await self.sweep.run()
 
     async def _drain(self, tasks: Mapping[str, asyncio.Task[None]]) -> None:
         """Raises what ends a stage meanwhile."""
@@ -337,7 +362,7 @@ def _rates(settings: Settings) -> Rates:
         host_concurrency=settings.host_concurrency,
         total=settings.outbound_rate,
         concurrency=settings.outbound_concurrency,
-        own={host_of(_http(relay)): settings.host_rate for relay in settings.relays}
+        own={host_of(origin_of(relay)): settings.host_rate for relay in settings.relays}
         | {host_of(url): settings.plc_rate for url in settings.plc_url},
     )
 
@@ -354,10 +379,17 @@ def _handles(settings: Settings, outbound: Outbound, metrics: Metrics) -> Handle
 
 
 def _sources(settings: Settings) -> list[str | None]:
-    return [_http(settings.relays[0]) if source == "relay" else None for source in settings.resync_source]
+    return [origin_of(settings.relays[0]) if source == "relay" else None for source in settings.resync_source]
 
 
-def _http(relay: str) -> str:
+def sweep_of(settings: Settings, store: Store, outbound: Outbound, metrics: Metrics) -> Sweep:
+    """Of the first relay's list."""
+    drift = settings.limits.clock_drift_seconds
+    return Sweep(store, outbound, metrics, origin_of(settings.relays[0]), interval=settings.sweep_interval, drift=drift)
+
+
+def origin_of(relay: str) -> str:
+    """Where a relay answers questions, by its stream's URL."""
     return relay.replace("ws", "http", 1)
 
 

@@ -35,7 +35,7 @@ structlog.get_logger("indexer.relay").info("relay.lost", relay="wss://one.exampl
 logging.getLogger("somebody.else").warning("told %s", "you", extra={"host": "one.example"})
 warnings.warn("old", stacklevel=1)
 structlog.get_logger("indexer.relay").debug("relay.info")
-logging.getLogger("httpx").info("GET /")
+logging.getLogger("websockets").info("GET /")
 """
     )
     assert result.stdout == ""

@@ -16,7 +16,6 @@ GET_LATEST_COMMIT = "/xrpc/com.atproto.sync.getLatestCommit"
 GET_REPO_STATUS = "/xrpc/com.atproto.sync.getRepoStatus"
 LIST_REPOS = "/xrpc/com.atproto.sync.listRepos"
 
-_PAGE_SIZES = range(1, 1_001)
 _STATUS_ERRORS = {
     "deactivated": "RepoDeactivated",
     "takendown": "RepoTakendown",
@@ -102,8 +101,10 @@ def repo_row(did: str, head: bytes, rev: str, status: str | None) -> dict[str, A
     return row | {"status": status} if status else row
 
 
-def page_answer(request: web.Request, rows: Sequence[dict[str, Any] | None], *, cursor_on_last_page: bool) -> Answer:
-    """One page of `listRepos`: `rows` are all entries, None at the place of one that is gone.
+def page_answer(
+    request: web.Request, rows: Sequence[dict[str, Any] | None], *, cursor_on_last_page: bool, most: int = 1_000
+) -> Answer:
+    """One page of `listRepos`, of at most `most` entries: `rows` are all, None at the place of one that is gone.
 
     A reference host gives a cursor until a page is empty, a relay omits it on the last page.
     """
@@ -111,8 +112,8 @@ def page_answer(request: web.Request, rows: Sequence[dict[str, Any] | None], *, 
         start, limit = int(request.query.get("cursor", "0")), int(request.query.get("limit", "500"))
     except ValueError:
         raise Refused("InvalidRequest", "cursor and limit must be integers") from None
-    if start < 0 or limit not in _PAGE_SIZES:
-        raise Refused("InvalidRequest", f"limit must be 1 to {max(_PAGE_SIZES)}")
+    if start < 0 or not 0 < limit <= most:
+        raise Refused("InvalidRequest", f"limit must be 1 to {most}")
     end = start + limit
     body: dict[str, Any] = {"repos": [row for row in rows[start:end] if row is not None]}
     if end < len(rows) or (cursor_on_last_page and start < len(rows)):

@@ -4,7 +4,7 @@ import asyncio
 from bisect import bisect_left
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import ClientConnectionResetError, WSCloseCode, hdrs, web
@@ -32,6 +32,7 @@ _STATUS_ERRORS = {
     "deleted": "RepoDeleted",
 }
 
+LIST_REPOS_BY_COLLECTION = "/xrpc/com.atproto.sync.listReposByCollection"
 SUBSCRIBE_REPOS = "/xrpc/com.atproto.sync.subscribeRepos"
 
 
@@ -64,11 +65,14 @@ class Sent:
 
 @dataclass
 class Listed:
-    """What the relay knows of an account from its events; `status` None is active."""
+    """What the relay knows of an account from its events; `status` None is active, `collections` are those that it has,
+    or had.
+    """
 
     head: bytes | None = None
     rev: str | None = None
     status: str | None = None
+    collections: set[str] = field(default_factory=set)
 
     def row(self, did: str) -> dict[str, Any] | None:
         """The entry of `listRepos`, which has active repos only."""
@@ -106,6 +110,7 @@ class Relay(Server):
         self.route(GET_LATEST_COMMIT, self._get_latest_commit)
         self.route(GET_REPO_STATUS, self._get_repo_status)
         self.route(LIST_REPOS, self._list_repos)
+        self.route(LIST_REPOS_BY_COLLECTION, self._list_repos_by_collection)
 
     @property
     def subscribers(self) -> int:
@@ -164,6 +169,7 @@ class Relay(Server):
         match kind:
             case "#commit":
                 listed.head, listed.rev = payload["commit"], payload["rev"]
+                listed.collections |= {op["path"].partition("/")[0] for op in payload["ops"]}
             case "#sync":
                 (listed.head, *_), _ = split_car(payload["blocks"], DEFAULT_LIMITS, max_bytes=len(payload["blocks"]))
                 listed.rev = payload["rev"]
@@ -249,6 +255,11 @@ class Relay(Server):
     def _list_repos(self, request: web.Request) -> Answer:
         rows = [listed.row(did) for did, listed in self._listed.items()]
         return page_answer(request, rows, cursor_on_last_page=False)
+
+    def _list_repos_by_collection(self, request: web.Request) -> Answer:
+        collection = request.query.get("collection", "")
+        rows = [{"did": did} for did, listed in self._listed.items() if collection in listed.collections]
+        return page_answer(request, rows, cursor_on_last_page=False, most=2_000)
 
     def _known(self, request: web.Request) -> tuple[str, Listed]:
         did = request.query.get("did", "")

@@ -6,9 +6,6 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode, urlsplit
-
-import orjson
 
 from indexer.atproto.cid import parse_cid
 from indexer.atproto.limits import Limits
@@ -16,7 +13,7 @@ from indexer.atproto.syntax import is_tid
 from indexer.errors import UnavailableError
 from indexer.outbound import Outbound
 from indexer.pds.spool import Spool
-from indexer.pds.xrpc import xrpc_error
+from indexer.pds.xrpc import query, xrpc_error, xrpc_url
 from indexer.reasons import FetchFailure
 
 LARGE_BYTES = 32 * 1024 * 1024  # of an export; one in a thousand repos has more
@@ -68,7 +65,7 @@ class PdsClient:
         """
         with Spool(self._spool_directory, self._limits) as spool:
             async with self._outbound.stream(
-                _url(host, "com.atproto.sync.getRepo", did),
+                xrpc_url(host, "com.atproto.sync.getRepo", {"did": did}),
                 max_bytes=self._limits.repo_bytes,
                 timeout=self._export_seconds,
                 min_rate=self._export_rate,
@@ -102,16 +99,7 @@ class PdsClient:
         return RepoStatus(active, status, rev)
 
     async def _ask(self, host: str, method: str, did: str) -> dict[str, Any]:
-        response = await self._outbound.get(_url(host, method, did), max_bytes=_ANSWER_BYTES, timeout=_ANSWER_SECONDS)
-        if response.status != HTTPStatus.OK:
-            raise xrpc_error(response.status, response.body)
-        try:
-            answer: Any = orjson.loads(response.body)
-        except orjson.JSONDecodeError as error:
-            raise UnavailableError(FetchFailure.BAD_ANSWER, f"{method}: {error}") from None
-        if not isinstance(answer, dict):
-            raise UnavailableError(FetchFailure.BAD_ANSWER, f"{method}: not an object")
-        return answer
+        return await query(self._outbound, host, method, {"did": did}, max_bytes=_ANSWER_BYTES, seconds=_ANSWER_SECONDS)
 
 
 async def _watched(chunks: AsyncIterable[bytes], large: Callable[[], None]) -> AsyncIterator[bytes]:
@@ -121,11 +109,3 @@ async def _watched(chunks: AsyncIterable[bytes], large: Callable[[], None]) -> A
             large()
         size += len(chunk)
         yield chunk
-
-
-def _url(host: str, method: str, did: str) -> str:
-    try:
-        parts = urlsplit(host)
-    except ValueError as error:
-        raise UnavailableError(FetchFailure.REFUSED_ADDRESS, f"{host[:200]!r}: {error}") from None
-    return f"{parts.scheme}://{parts.netloc}/xrpc/{method}?{urlencode({'did': did})}"

@@ -63,8 +63,10 @@ class Reader:
         start: Start,
         limits: Limits,
         metrics: Metrics,
+        on_gap: Callable[[], None] = lambda: None,
     ) -> None:
         self._store = store
+        self._on_gap = on_gap
         self._start = start
         self._subscription = subscription
         self._inbox = inbox
@@ -158,6 +160,7 @@ class Reader:
         self._metrics.outcome(event.kind, Outcome.IGNORED)
         if event.name == "OutdatedCursor":
             self.gaps += 1
+            self._on_gap()
             log.error("relay.gap", relay=self._place.relay, cursor=self._newest, message=event.message[:300])
         else:
             log.info("relay.info", relay=self._place.relay, name=event.name[:64])

@@ -221,6 +221,19 @@ choice = Table(
     Column("value", Text, nullable=False),
 )
 
+listing = Table(
+    "listing",
+    metadata,
+    Column("purpose", Text, primary_key=True),
+    Column("source", Text, primary_key=True),
+    Column("collection", Text, primary_key=True),
+    Column("cursor", Text),
+    Column("listed", BigInteger, nullable=False),
+    Column("found", BigInteger, nullable=False),
+    Column("began_at", TIME, nullable=False),
+    Column("finished_at", TIME),
+)
+
 host = Table(
     "host",
     metadata,

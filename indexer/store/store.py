@@ -11,7 +11,7 @@ import asyncpg
 from sqlalchemy import make_url
 
 from indexer.outbound import HostState
-from indexer.store import export, hosts, identities, queries, resync, retention
+from indexer.store import export, hosts, identities, listings, queries, resync, retention
 from indexer.store.apply import apply
 from indexer.store.erasure import Erased, erase_some
 from indexer.store.errors import CONNECT_SECONDS, database_errors
@@ -22,7 +22,9 @@ from indexer.store.retention import Keep, Log, Upkeep
 from indexer.store.rows import Connection, buckets_of, repo_columns, repo_of
 from indexer.store.tenure import hold
 from indexer.sync.identity import HandleCheck, HandleClaim, StoredIdentity
+from indexer.sync.listing import Listing, Purpose
 from indexer.sync.plan import Batch, RepoWrite
+from indexer.sync.planning import plan_listed
 from indexer.sync.repo import Repo
 from indexer.sync.shard import Shard, resume
 
@@ -254,6 +256,34 @@ class Store:
         """Repos to be tracked from now on; gives how many were not yet."""
         async with self._connection() as connection:
             return await queries.add(connection, dids)
+
+    async def listing(self, purpose: Purpose, source: str, collection: str = "") -> Listing | None:
+        """How far this list was read the last time; None if it never was."""
+        async with self._connection() as connection:
+            return await listings.load(connection, purpose, source, collection)
+
+    async def save_listing(self, listing: Listing) -> None:
+        async with self._connection() as connection:
+            await listings.save(connection, listing)
+
+    async def add_listed(self, dids: Sequence[str], place: Callable[[int], Listing]) -> Listing:
+        """Tracks the repos of a page, and notes the place behind it, which is made of how many were new."""
+        async with self._transaction() as connection:
+            listing = place(await queries.add(connection, dids))
+            await listings.save(connection, listing)
+        return listing
+
+    async def behind(self, revs: Mapping[str, str]) -> list[str]:
+        """DIDs of those repos that are synchronized at an older revision than the one given."""
+        async with self._connection() as connection:
+            return await listings.behind(connection, revs)
+
+    async def mark_behind(self, revs: Mapping[str, str], now: float) -> int:
+        """Has those repos fetched again that are still at an older revision; gives how many."""
+        repos = await self.repos(list(revs))
+        after = {did: plan_listed(repo, revs[did], now) for did, repo in repos.items()}
+        writes = [RepoWrite(repos[did].version, repo) for did, repo in after.items() if repo is not repos[did]]
+        return len(writes) - len(await self.apply(Batch(tuple(writes))))
 
     async def mark_resync(self, dids: Sequence[str] = (), *, errored: bool = False, all: bool = False) -> int:  # noqa: A002
         """Asks for resyncs of these, or of those whose last one failed, or of all; gives how many are known."""

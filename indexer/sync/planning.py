@@ -214,6 +214,15 @@ def plan_existence(repo: Repo, now: float, policy: Policy, *, exists: bool) -> R
     return repo
 
 
+def plan_listed(repo: Repo, rev: str, now: float) -> Repo:
+    """The row of a repo that a host lists at `rev`: to be fetched if that is newer than what we hold, else the very
+    same. Nobody has signed a list.
+    """
+    if repo.status is not SyncStatus.SYNCHRONIZED or not repo.active or repo.head is None or rev <= repo.head.rev:
+        return repo
+    return desynchronize(replace(repo, heard_rev=rev), Desync.BEHIND, now, seen_rev=repo.seen_rev)
+
+
 def _reactivated(repo: Repo) -> Repo:
     """Commits were ignored meanwhile, and an export under way may be older than they are."""
     _, status = transition(repo.status, Finding.REACTIVATED)

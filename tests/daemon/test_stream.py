@@ -2,6 +2,7 @@
 
 from collections import Counter
 from copy import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from indexer.localnet.load import Scenario
 from indexer.localnet.network import LocalNetwork
 from indexer.localnet.relay import message_frame
 from indexer.localnet.repo import Write
+from indexer.service import sweep
 from tests.daemon.stage import POST, Stage, commit_payload, post, staged
 from tests.serving import until
 from tests.test_crash import assert_nothing_doubled
@@ -163,8 +165,11 @@ async def test_the_same_commit_under_another_number(database: str, tmp_path: Pat
 
 
 @pytest.mark.slow
-async def test_the_cursor_is_older_than_the_relay_remembers(database: str, tmp_path: Path) -> None:
-    """The gap is reported; who has written in it is noticed at the next commit, or fetched on request."""
+async def test_the_cursor_is_older_than_the_relay_remembers(
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gap is reported, and a sweep finds who has written in it and not since."""
+    monkeypatch.setattr(sweep, "Pause", partial(sweep.Pause, settle=0.5))
     async with LocalNetwork() as network:
         async with staged(database, tmp_path, network) as stage:
             loud, quiet = stage.account("ada.test"), stage.account("bob.test")
@@ -180,10 +185,10 @@ async def test_the_cursor_is_older_than_the_relay_remembers(database: str, tmp_p
             assert stage.metric("events", kind="info", outcome="ignored") == 1
             await stage.read()
             await until(lambda: loud_is_whole(stage, loud.did, len(loud.records)))
-            [(known,)] = await stage.execute("select atproto.request_resync($1)", quiet.did)
-            assert known
             await stage.equal()
-            assert stage.exports == 2
+            assert stage.metric("desynchronized", reason="behind") >= 1
+            assert stage.running.sweep.listing is not None
+            assert stage.running.sweep.listing.found >= 1
             assert stage.running.ready() is None
 
 

@@ -23,12 +23,6 @@ CAR = {"Content-Type": "application/vnd.ipld.car"}
 
 
 @pytest.fixture
-async def net() -> AsyncIterator[LocalNetwork]:
-    async with LocalNetwork() as network:
-        yield network
-
-
-@pytest.fixture
 def account(net: LocalNetwork) -> Account:
     account = net.create_account("ada.test", pds=0)
     account.apply_writes([Write.create(f"com.example.note/{n}", {"text": "x" * 100, "n": n}) for n in range(40)])

@@ -1,152 +1,226 @@
-"""The pool's sweep, on a real database: what was given up on is tried again, and what lacks values is fetched again."""
+"""The relay's list held against our repos: what is behind is fetched, what only seems so is left alone."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from time import time
 from typing import Any
 
 import asyncpg
 import pytest
+import stamina
 
-from indexer.atproto.record import Problem
+from indexer.atproto.syntax import tid_of
 from indexer.errors import UnavailableError
-from indexer.identity import Known
 from indexer.metrics import Metrics
-from indexer.reasons import Desync, FetchFailure
-from indexer.service.pool import Pace, Pool
+from indexer.outbound import Outbound, Rates
+from indexer.reasons import Desync
+from indexer.service import sweep as sweeping
+from indexer.service.sweep import Pause, Sweep
 from indexer.store import Store
-from indexer.sync.planning import synchronize
-from indexer.sync.repo import PARKED, Repo
-from indexer.sync.shard import Shard
-from tests.service.test_pool import Hosts
+from indexer.sync.listing import Listing
+from indexer.sync.plan import Batch, RepoWrite
+from indexer.sync.repo import Repo, SyncStatus
+from tests.outbound.host import Host
+from tests.service.lists import BROKEN, asked, page, path
 from tests.serving import until
-from tests.store.rows import did, head, insert, put, synchronized
-from tests.sync.people import EVERYTHING
+from tests.store.rows import did, head, in_progress, insert, synchronized
 
-QUICK = Pace(idle=0.01, sweep=0.02, breath=0.0)
+OLD, OURS, NEWER = "3laaaaaaaaa22", "3laaaaaaaab22", "3laaaaaaaac22"
 DAY = 86_400.0
-LACKING = (put("app.test/a")._replace(value=None, problem=Problem.MISSING),)
-_AGE = """
-    update indexer.repo set updated_at = now() - interval '1 day 1 second',
-        synchronized_at = case when status = 'synchronized' then now() - interval '1 day 1 second' end
-    where did = any($1)
-"""
+AT_ONCE = Pause(settle=0.0, retry=0.0)
 
 
-class Sweeps:
-    """The store, and how many repos each sweep found; a sweep is known by the time at which it began."""
+@pytest.fixture
+async def host() -> AsyncIterator[Host]:
+    async with Host() as serving:
+        yield serving
+
+
+@pytest.fixture
+async def outbound() -> AsyncIterator[Outbound]:
+    client = Outbound(user_agent="test", allow_private_hosts=True, rates=Rates(host=1_000, total=1_000))
+    yield client
+    await client.close()
+
+
+def ours(name: object, **fields: Any) -> Repo:
+    return synchronized(name, head=head(OURS), **fields)
+
+
+def sweep_of(store: Any, outbound: Outbound, host: Host, *, interval: float = DAY, pause: Pause = AT_ONCE) -> Sweep:
+    return Sweep(store, outbound, Metrics(), host.url, interval=interval, drift=300.0, pause=pause)
+
+
+def quiet(_listing: Listing) -> None:
+    pass
+
+
+async def behind(sql: asyncpg.Connection) -> dict[str, str]:
+    rows = await sql.fetch("select did, heard_rev from indexer.repo where reason = 'behind'")
+    return {row["did"]: row["heard_rev"] for row in rows}
+
+
+async def test_what_is_behind_is_fetched_again_and_nothing_else(
+    store: Store, sql: asyncpg.Connection, host: Host, outbound: Outbound
+) -> None:
+    alone = [ours("equal"), ours("ahead"), ours("inactive", active=False), ours("future"), ours("not listed")]
+    broken = replace(ours("broken"), status=SyncStatus.DESYNCHRONIZED, reason=Desync.CHAIN_BREAK)
+    held = await in_progress(store, "held", now=time())
+    await insert(store, ours("behind"), broken, *alone)
+    late = tid_of(int((time() + 3_600) * 1_000_000))
+    listed = {"equal": OURS, "ahead": OLD, "inactive": NEWER, "future": late, "broken": NEWER, "held": NEWER}
+    host.pages[path()] = page(*[(did(name), rev) for name, rev in listed.items()], cursor="x")
+    host.pages[path("x")] = page((did("behind"), NEWER), (did("unknown"), NEWER))
+    sweep = sweep_of(store, outbound, host)
+    listing = await sweep.sweep(quiet)
+    assert (listing.listed, listing.found) == (8, 1)
+    assert await behind(sql) == {did("behind"): NEWER}
+    assert await store.repos([repo.did for repo in alone]) == {repo.did: repo for repo in alone}
+    assert await store.repos([broken.did, held.did, did("unknown")]) == {broken.did: broken, held.did: held}
+    marked = (await store.repos([did("behind")]))[did("behind")]
+    assert (marked.status, marked.head, marked.next_attempt_at) == (SyncStatus.DESYNCHRONIZED, head(OURS), None)
+
+
+class Moving:
+    """A store in which the stream brings what `did` lacked, once it was seen to be behind."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self.found: dict[float, int] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
-    async def mark_missing(self, buckets: range, seconds: float, now: float) -> int:
-        return self._note(now, await self._store.mark_missing(buckets, seconds, now))
-
-    async def wake_parked(self, buckets: range, seconds: float, now: float) -> int:
-        return self._note(now, await self._store.wake_parked(buckets, seconds, now))
-
-    def _note(self, now: float, found: int) -> int:
-        self.found[now] = self.found.get(now, 0) + found
+    async def behind(self, revs: Mapping[str, str]) -> list[str]:
+        found = await self._store.behind(revs)
+        for repo in (await self._store.repos(found)).values():
+            after = replace(repo, version=repo.version + 1, head=head(NEWER))
+            assert not await self._store.apply(Batch((RepoWrite(repo.version, after),)))
         return found
 
 
-class Tries:
-    """Resyncs that find no repo, or, of one that was synchronized before, what it was, and still not its value."""
+async def test_what_the_stream_brings_meanwhile_is_not_behind(
+    store: Store, sql: asyncpg.Connection, host: Host, outbound: Outbound
+) -> None:
+    await insert(store, ours("late"))
+    host.pages[path()] = page((did("late"), NEWER))
+    listing = await sweep_of(Moving(store), outbound, host).sweep(quiet)
+    assert listing.found == 0
+    assert await behind(sql) == {}
+    assert (await store.repos([did("late")]))[did("late")].head == head(NEWER)
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self.tried: dict[str, list[Desync | None]] = {}
 
-    async def attempt(self, claimed: Repo, _known: Known, _large: Callable[[], None]) -> str:
-        self.tried.setdefault(claimed.did, []).append(claimed.reason)
-        if claimed.head is None:
-            raise UnavailableError(FetchFailure.REPO_NOT_FOUND)
-        await self._store.amend(claimed.did, lambda repo: synchronize(repo, head(), time()))
-        return "synchronized"
+async def test_the_stream_is_given_its_time(
+    store: Store, sql: asyncpg.Connection, host: Host, outbound: Outbound
+) -> None:
+    await insert(store, ours("behind"))
+    host.pages[path()] = page((did("behind"), NEWER))
+    task = asyncio.create_task(sweep_of(store, outbound, host, pause=Pause(settle=600.0)).sweep(quiet))
+    await until(lambda: len(host.requests) == 1)
+    await asyncio.sleep(0.2)
+    assert not task.done()
+    assert await behind(sql) == {}
+    left = await store.listing("sweep", host.url)
+    assert left is not None
+    assert (left.listed, left.cursor, left.finished_at) == (0, None, None)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_sweep_goes_on_where_it_was_left(store: Store, host: Host, outbound: Outbound) -> None:
+    host.pages[path()] = page((did(1), OURS), cursor="x")
+    host.pages[path("x")] = BROKEN
+    sweep = sweep_of(store, outbound, host)
+    with stamina.set_testing(True, attempts=1), pytest.raises(UnavailableError):
+        await sweep.sweep(quiet)
+    host.pages[path("x")] = page((did(2), OURS))
+    listing = await sweep_of(store, outbound, host).sweep(quiet)
+    assert asked(host) == [None, "x", "x"]
+    assert listing.listed == 2
+    assert listing.finished_at is not None
+
+
+async def test_one_that_was_left_long_ago_begins_anew(store: Store, host: Host, outbound: Outbound) -> None:
+    await store.save_listing(Listing("sweep", host.url, "", "x", 7, 3, began_at=time() - DAY - 1))
+    host.pages[path()] = page((did(1), OURS))
+    listing = await sweep_of(store, outbound, host).sweep(quiet)
+    assert asked(host) == [None]
+    assert listing.listed == 1
+
+
+async def test_what_waits_is_bounded(
+    store: Store, host: Host, outbound: Outbound, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No third page is read while two wait."""
+    monkeypatch.setattr(sweeping, "_MOST_LOOKS", 1)
+    await insert(store, *[ours(number) for number in range(3)])
+    for number in range(3):
+        host.pages[path(str(number) if number else None)] = page((did(number), NEWER), cursor=str(number + 1))
+    task = asyncio.create_task(sweep_of(store, outbound, host, pause=Pause(settle=600.0)).sweep(quiet))
+    await until(lambda: len(host.requests) == 2)
+    await asyncio.sleep(0.2)
+    assert asked(host) == [None, "1"]
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+# As a stage of the daemon
 
 
 @asynccontextmanager
-async def sweeping(store: Store, *, interval: float = DAY) -> AsyncIterator[tuple[Tries, Sweeps]]:
-    """A pool at work, whose sweeps follow each other at once."""
-    tries, sweeps, identities = Tries(store), Sweeps(store), Hosts(lambda _did: "one.example")
-    parties: tuple[Any, Any, Any] = (sweeps, identities, tries)
-    pool = Pool(*parties, EVERYTHING, Shard(), Metrics(), workers=4, sweep_interval=interval, pace=QUICK)
-    task = asyncio.create_task(pool.run())
+async def running(sweep: Sweep) -> AsyncIterator[None]:
+    task = asyncio.create_task(sweep.run())
     try:
-        yield tries, sweeps
+        yield
         assert not task.done()
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
 
-def parked(name: object) -> Repo:
-    return Repo(did(name), version=1, next_attempt_at=PARKED, last_error="repo-not-found")
-
-
-async def three_more(sweeps: Sweeps) -> None:
-    before = len(sweeps.found)
-    await until(lambda: len(sweeps.found) > before + 3)
-
-
-async def test_what_was_given_up_on_is_tried_again_once_in_an_interval(store: Store, sql: asyncpg.Connection) -> None:
-    await insert(store, parked("long ago"), parked("just now"))
-    await sql.execute(_AGE, [did("long ago")])
-    async with sweeping(store) as (tries, sweeps):
-        await until(lambda: did("long ago") in tries.tried)
-        await three_more(sweeps)
-    assert tries.tried == {did("long ago"): [Desync.NEW]}
-    rows = await store.repos([did("long ago"), did("just now")])
-    assert {(row.did, row.next_attempt_at, row.attempts) for row in rows.values()} == {
-        (did("long ago"), PARKED, 1),
-        (did("just now"), PARKED, 0),
-    }
-
-
-async def test_one_sweep_comes_to_all_that_are_due(
-    store: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+async def test_the_first_is_an_interval_after_the_start_and_a_restart_leaves_it_there(
+    store: Store, host: Host, outbound: Outbound
 ) -> None:
-    """However few are of a batch: the next sweep would find the first ones again, parked once more."""
-    monkeypatch.setattr("indexer.store.resync.MARKED_AT_ONCE", 3)
-    names = [did(n) for n in range(10)]
-    await insert(store, *map(parked, range(10)))
-    await sql.execute(_AGE, names)
-    async with sweeping(store) as (tries, sweeps):
-        await until(lambda: len(tries.tried) == len(names))
-        await three_more(sweeps)
-    assert [found for found in sweeps.found.values() if found] == [len(names)]
-    assert sorted(tries.tried) == sorted(names)
+    host.pages[path()] = page()
+    for _ in range(2):
+        async with running(sweep_of(store, outbound, host)):
+            await until(lambda: begun(store, host))
+    first = await store.listing("sweep", host.url)
+    assert first is not None
+    assert host.requests == []
+    await store.save_listing(replace(first, finished_at=time() - DAY - 1))
+    async with running(sweep_of(store, outbound, host)):
+        await until(lambda: len(host.requests) == 1)
 
 
-async def test_values_that_no_export_had_are_wanted_a_day_later(
-    store: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+async def begun(store: Store, host: Host) -> bool:
+    return await store.listing("sweep", host.url) is not None
+
+
+async def test_it_is_begun_when_asked_for_and_anew_if_it_is_under_way(
+    store: Store, sql: asyncpg.Connection, host: Host, outbound: Outbound
 ) -> None:
-    """Of all such repos in one sweep."""
-    monkeypatch.setattr("indexer.store.resync.MARKED_AT_ONCE", 3)
-    names = [did(n) for n in range(7)]
-    await insert(store, *map(synchronized, range(7)), changes=LACKING)
-    await insert(store, synchronized("just now", synchronized_at=time()), changes=LACKING)
-    await insert(store, synchronized("whole"), changes=(put("app.test/a"),))
-    await sql.execute(_AGE, [*names, did("whole")])
-    async with sweeping(store) as (tries, sweeps):
-        await until(lambda: len(tries.tried) == len(names))
-        await three_more(sweeps)
-    assert [found for found in sweeps.found.values() if found] == [len(names)]
-    assert tries.tried == {name: [Desync.RECORD_MISSING] for name in names}
+    await insert(store, ours("behind"))
+    host.pages[path()] = page((did(1), OURS), cursor="x")
+    host.pages[path("x")] = page((did("behind"), NEWER))
+    sweep = sweep_of(store, outbound, host, pause=Pause(settle=600.0))
+    async with running(sweep):
+        sweep.ask()
+        await until(lambda: asked(host) == [None, "x"])
+        sweep.ask()
+        await until(lambda: asked(host) == [None, "x", None, "x"])
+    assert await behind(sql) == {}
 
 
-async def test_an_interval_of_none_wakes_nothing(store: Store, sql: asyncpg.Connection) -> None:
-    """Values are wanted all the same."""
-    await insert(store, parked("long ago"))
-    await insert(store, synchronized("lacking"), changes=LACKING)
-    await sql.execute(_AGE, [did("long ago"), did("lacking")])
-    async with sweeping(store, interval=0.0) as (tries, sweeps):
-        await until(lambda: did("lacking") in tries.tried)
-        await three_more(sweeps)
-    assert list(tries.tried) == [did("lacking")]
-    assert (await store.repos([did("long ago")]))[did("long ago")] == parked("long ago")
+async def test_a_relay_that_fails_is_asked_again_from_there(store: Store, host: Host, outbound: Outbound) -> None:
+    host.pages[path()] = page((did(1), OURS), cursor="x")
+    host.pages[path("x")] = BROKEN
+    sweep = sweep_of(store, outbound, host)
+    with stamina.set_testing(True, attempts=1):
+        async with running(sweep):
+            sweep.ask()
+            await until(lambda: asked(host)[-2:] == ["x", "x"])
+            host.pages[path("x")] = page()
+            await until(lambda: sweep.listing is not None and sweep.listing.finished_at is not None)
+    assert asked(host).count(None) == 1

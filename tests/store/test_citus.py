@@ -40,6 +40,7 @@ LOCAL = {
     "dead_letter": "kept by relay and reason and not by DID, a thousand of each",
     "feed": "one row, locked by whoever changes the log",
     "host": "a row for each host, of any DIDs",
+    "listing": "a row for each list of accounts that is read",
     "reader": "a row for each reader of the whole feed",
     "turn": "nothing but a lock",
 }

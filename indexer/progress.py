@@ -1,0 +1,39 @@
+"""The progress of long commands, for a person at a terminal; elsewhere nothing is shown."""
+
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from indexer.sync.listing import Listing
+
+
+class Accounts:
+    """A list of accounts being read, of about `total`, if anybody can say."""
+
+    def __init__(self, console: Console, name: str, total: int | None) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[found]:,} found"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._progress.add_task(name, total=total, found=0)
+
+    def heard(self, listing: Listing) -> None:
+        """Shows how far it is by now."""
+        self._progress.update(self._task, completed=listing.listed, found=listing.found)
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()

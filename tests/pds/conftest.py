@@ -1,0 +1,11 @@
+from collections.abc import AsyncIterator
+
+import pytest
+
+from indexer.localnet.network import LocalNetwork
+
+
+@pytest.fixture
+async def net() -> AsyncIterator[LocalNetwork]:
+    async with LocalNetwork() as network:
+        yield network
