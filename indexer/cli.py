@@ -307,7 +307,7 @@ async def discover_command(
 
 @_command("sweep")
 async def sweep_command(settings: Settings) -> int:
-    """Hold the revisions that the relay lists against ours, and have those repos fetched that are behind.
+    """Hold what the relay lists against what is here, and have those repos fetched again that differ.
 
     A repo that seems behind is looked at again half a minute later, since the stream may be about to bring what it
     lacks. The daemon does the same every INDEXER_SWEEP_INTERVAL, and when the relay has lost something.
@@ -319,7 +319,7 @@ async def sweep_command(settings: Settings) -> int:
         known = sum((await store.counts()).statuses.values())
         with Accounts(_progress(), "accounts that the relay lists", known) as progress:
             listing = await sweep_of(settings, store, outbound, Metrics()).sweep(progress.heard)
-    click.echo(f"{listing.listed} listed, {listing.found} behind and marked")
+    click.echo(f"{listing.listed} listed, {listing.found} differ and are fetched again")
     return 0
 
 

@@ -126,7 +126,7 @@ async def test_sweep_marks_what_the_stream_did_not_bring(
     for name, value in indexer.environment.items():
         monkeypatch.setenv(name, value)
     assert await asyncio.to_thread(main, ["sweep"]) == 0
-    assert capsys.readouterr().out == "3 listed, 1 behind and marked\n"
+    assert capsys.readouterr().out == "3 listed, 1 differ and are fetched again\n"
     repos = await store.repos(list(net.accounts))
     assert {did: repo.reason for did, repo in repos.items() if repo.reason} == {ada.did: Desync.BEHIND}
 

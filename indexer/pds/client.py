@@ -2,7 +2,6 @@
 
 from collections.abc import AsyncIterable, AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -21,15 +20,6 @@ CAR_TYPE = "application/vnd.ipld.car"
 _CAR_TYPES = frozenset({CAR_TYPE, "application/octet-stream", ""})  # the latter two from proxies
 _ANSWER_SECONDS = 20.0
 _ANSWER_BYTES = 65_536
-
-
-@dataclass(frozen=True, slots=True)
-class RepoStatus:
-    """What a host says of an account: `active` decides, `status` explains (an open set), `rev` if active."""
-
-    active: bool
-    status: str | None
-    rev: str | None
 
 
 class PdsClient:
@@ -89,14 +79,6 @@ class PdsClient:
             return parse_cid(cid), rev
         except ValueError as error:
             raise UnavailableError(FetchFailure.BAD_ANSWER, str(error)) from None
-
-    async def repo_status(self, did: str, host: str) -> RepoStatus:
-        """The account's hosting status (`getRepoStatus`)."""
-        answer = await self._ask(host, "com.atproto.sync.getRepoStatus", did)
-        active, status, rev = answer.get("active"), answer.get("status"), answer.get("rev")
-        if not isinstance(active, bool) or not isinstance(status, str | None) or not isinstance(rev, str | None):
-            raise UnavailableError(FetchFailure.BAD_ANSWER, f"no status: {answer}"[:200])
-        return RepoStatus(active, status, rev)
 
     async def _ask(self, host: str, method: str, did: str) -> dict[str, Any]:
         return await query(self._outbound, host, method, {"did": did}, max_bytes=_ANSWER_BYTES, seconds=_ANSWER_SECONDS)

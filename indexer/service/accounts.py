@@ -6,7 +6,7 @@ import stamina
 
 from indexer.errors import UnavailableError
 from indexer.outbound import Outbound
-from indexer.pds.listing import Page, list_repos
+from indexer.pds.accounts import Page, list_repos
 
 TRIES = 6  # of one page, over about a minute
 

@@ -1,12 +1,13 @@
-"""Anti-entropy: the revisions that a relay lists, held against ours. What the stream has not brought is fetched.
+"""Anti-entropy: what a relay lists, held against what we have. What the stream has not brought is fetched.
 
 A list is ahead of the stream by what is under way, so a repo that seems behind is looked at once more after a while;
-and nobody has signed it, so it is reason enough to fetch, and for nothing else.
+and nobody has signed it, so it is reason enough to fetch, and for nothing else. An account that is listed, and hidden
+here, is shown again if the relay says once more that it is active.
 """
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic, time
 
@@ -16,11 +17,13 @@ from indexer.atproto.syntax import tid_micros
 from indexer.errors import UnavailableError
 from indexer.metrics import Metrics
 from indexer.outbound import Outbound
-from indexer.pds.listing import Page
+from indexer.pds.accounts import Page, repo_status
 from indexer.reasons import Desync
 from indexer.service.accounts import pages
 from indexer.store import Store
 from indexer.sync.listing import Listing
+from indexer.sync.plan import Batch, RepoWrite
+from indexer.sync.planning import plan_active
 
 _MOST_LOOKS = 100  # pages that wait, each with a thousand repos at most
 
@@ -37,12 +40,15 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """A page's repos that seemed behind, with the revisions that it has; to be looked at again `at` (monotonic)."""
+    """A page's repos that seemed behind, with the revisions that it has, to be looked at again `at` (monotonic); and
+    those that are `hidden` here.
+    """
 
     at: float
     cursor: str | None
     listed: int
     revs: Mapping[str, str]
+    hidden: Sequence[str]
 
 
 class Sweep:
@@ -141,18 +147,32 @@ class Sweep:
             for account in page.accounts
             if account.active and account.rev is not None and tid_micros(account.rev) <= newest
         }
-        behind = {did: revs[did] for did in await self._store.behind(revs)}
+        behind, hidden = await self._store.different(revs)
         at = monotonic() + (self._pause.settle if behind else 0.0)
-        return _Look(at, page.cursor, len(page.accounts), behind)
+        return _Look(at, page.cursor, len(page.accounts), {did: revs[did] for did in behind}, hidden)
 
     async def _look_again(self, listing: Listing, look: _Look, heard: Callable[[Listing], None]) -> Listing:
-        """Marks what is still behind, and notes the place behind the page."""
+        """Marks what is still behind, shows what has come back, and notes the place behind the page."""
         marked = await self._store.mark_behind(look.revs, time()) if look.revs else 0
         self._metrics.desynchronized(Desync.BEHIND, marked)
-        listing = listing.after(look.cursor, look.listed, marked, time())
+        shown = sum([await self._show(did) for did in look.hidden])
+        self._metrics.desynchronized(Desync.REACTIVATED, shown)
+        listing = listing.after(look.cursor, look.listed, marked + shown, time())
         await self._store.save_listing(listing)
         heard(listing)
         return listing
+
+    async def _show(self, did: str) -> bool:
+        """The row is read first: if the stream hides it while the relay is asked, that is what stays."""
+        repo = (await self._store.repos([did]))[did]
+        try:
+            status = await repo_status(self._outbound, self._source, did)
+        except UnavailableError as error:
+            if not error.reason.parks:
+                raise
+            return False
+        after = plan_active(repo, time()) if status.active else repo
+        return after is not repo and not await self._store.apply(Batch((RepoWrite(repo.version, after),)))
 
     def _heard(self, listing: Listing) -> None:
         self.listing = listing

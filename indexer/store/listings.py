@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from indexer.store.rows import Connection, buckets_of, of_buckets, unnest
 from indexer.sync.listing import Listing, Purpose
+from indexer.sync.planning import TOMBSTONED
 
 _LOAD = """
     select purpose, source, collection, cursor, listed, found, date_part('epoch', began_at) as began_at,
@@ -19,10 +20,11 @@ _SAVE = """
         finished_at = excluded.finished_at
 """
 
-BEHIND = f"""
-    select r.did from {unnest({"did": "text", "rev": "text"}, "w", 2)}
+DIFFERENT = f"""
+    select r.did, r.active from {unnest({"did": "text", "rev": "text"}, "w", 2)}
     join indexer.repo r on r.did = w.did and {of_buckets("r")}
-    where r.status = 'synchronized' and r.active and r.rev < w.rev
+    where r.active and r.status = 'synchronized' and r.rev < w.rev
+        or not r.active and r.hosting_status is distinct from '{TOMBSTONED}'
 """
 
 
@@ -45,7 +47,9 @@ async def save(connection: Connection, listing: Listing) -> None:
     )
 
 
-async def behind(connection: Connection, revs: Mapping[str, str]) -> list[str]:
-    """The DIDs of those that are synchronized at an older revision than the one in `revs`."""
-    rows = await connection.fetch(BEHIND, buckets_of(revs), list(revs), list(revs.values()))
-    return [row["did"] for row in rows]
+async def different(connection: Connection, revs: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """Of active accounts at these revisions: the DIDs of repos that are synchronized at an older one, and of those that
+    are hidden here by a relay's word.
+    """
+    rows = await connection.fetch(DIFFERENT, buckets_of(revs), list(revs), list(revs.values()))
+    return [did for did, active in rows if active], [did for did, active in rows if not active]

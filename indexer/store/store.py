@@ -273,10 +273,10 @@ class Store:
             await listings.save(connection, listing)
         return listing
 
-    async def behind(self, revs: Mapping[str, str]) -> list[str]:
-        """DIDs of those repos that are synchronized at an older revision than the one given."""
+    async def different(self, revs: Mapping[str, str]) -> tuple[list[str], list[str]]:
+        """Of accounts that a relay lists as active at these revisions: who is behind here, and who is hidden."""
         async with self._connection() as connection:
-            return await listings.behind(connection, revs)
+            return await listings.different(connection, revs)
 
     async def mark_behind(self, revs: Mapping[str, str], now: float) -> int:
         """Has those repos fetched again that are still at an older revision; gives how many."""

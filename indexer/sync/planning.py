@@ -208,10 +208,17 @@ def plan_existence(repo: Repo, now: float, policy: Policy, *, exists: bool) -> R
     """
     if not exists and repo.active and repo.head is not None:
         return _changed(repo, active=False, hosting_status=TOMBSTONED, erase_at=now + policy.deletion_grace)
-    if exists and not repo.active and repo.hosting_status == TOMBSTONED:
-        after = _changed(repo, active=True, hosting_status=None, erase_at=None)
-        return woken(after, now) if repo.status is SyncStatus.DESYNCHRONIZED else _reactivated(after)
-    return repo
+    return _returned(repo, now) if exists and not repo.active and repo.hosting_status == TOMBSTONED else repo
+
+
+def plan_active(repo: Repo, now: float) -> Repo:
+    """The row of a repo that its relay says is active; the very same if it is, or no relay's word hides it."""
+    return repo if repo.active or repo.hosting_status == TOMBSTONED else _returned(repo, now)
+
+
+def _returned(repo: Repo, now: float) -> Repo:
+    after = _changed(repo, active=True, hosting_status=None, erase_at=None)
+    return woken(after, now) if repo.status is SyncStatus.DESYNCHRONIZED else _reactivated(after)
 
 
 def plan_listed(repo: Repo, rev: str, now: float) -> Repo:

@@ -14,7 +14,7 @@ from indexer.localnet.network import LocalNetwork
 from indexer.localnet.repo import Write
 from indexer.localnet.server import Fault
 from indexer.outbound import Outbound, Patience, Rates
-from indexer.pds import PdsClient, RepoStatus, client
+from indexer.pds import PdsClient, client
 from indexer.reasons import FetchFailure, Rejection
 from indexer.sync.verify import verify_snapshot
 
@@ -72,12 +72,6 @@ async def test_the_connection_is_given_back_before_the_export_is_used(account: A
 async def test_the_newest_commit(net: LocalNetwork, account: Account, pds: PdsClient) -> None:
     for host in (account.pds.url, net.relay.url):
         assert await pds.latest_commit(account.did, host) == (account.repo.head.cid, account.rev)
-
-
-async def test_the_hosting_status(account: Account, pds: PdsClient) -> None:
-    assert await pds.repo_status(account.did, account.pds.url) == RepoStatus(True, None, account.rev)
-    account.takedown()
-    assert await pds.repo_status(account.did, account.pds.url) == RepoStatus(False, "takendown", None)
 
 
 @pytest.mark.parametrize(
@@ -219,10 +213,9 @@ async def test_an_export_that_is_no_car_and_one_that_is_too_large(
 )
 async def test_answers_that_are_none(account: Account, pds: PdsClient, body: bytes) -> None:
     account.pds.faults.append(Fault("", status=200, body=body, times=None))
-    for ask in (pds.latest_commit, pds.repo_status):
-        with pytest.raises(UnavailableError) as failure:
-            await ask(account.did, account.pds.url)
-        assert failure.value.reason is FetchFailure.BAD_ANSWER
+    with pytest.raises(UnavailableError) as failure:
+        await pds.latest_commit(account.did, account.pds.url)
+    assert failure.value.reason is FetchFailure.BAD_ANSWER
 
 
 @pytest.mark.parametrize("host", ["", "pds.example", "//", "https://[::1", "at://did:plc:x", "http://\x00/"])

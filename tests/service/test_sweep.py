@@ -8,6 +8,7 @@ from time import time
 from typing import Any
 
 import asyncpg
+import orjson
 import pytest
 import stamina
 
@@ -21,8 +22,9 @@ from indexer.service.sweep import Pause, Sweep
 from indexer.store import Store
 from indexer.sync.listing import Listing
 from indexer.sync.plan import Batch, RepoWrite
+from indexer.sync.planning import TOMBSTONED
 from indexer.sync.repo import Repo, SyncStatus
-from tests.outbound.host import Host
+from tests.outbound.host import Host, answer
 from tests.service.lists import BROKEN, asked, page, path
 from tests.serving import until
 from tests.store.rows import did, head, in_progress, insert, synchronized
@@ -65,12 +67,13 @@ async def behind(sql: asyncpg.Connection) -> dict[str, str]:
 async def test_what_is_behind_is_fetched_again_and_nothing_else(
     store: Store, sql: asyncpg.Connection, host: Host, outbound: Outbound
 ) -> None:
-    alone = [ours("equal"), ours("ahead"), ours("inactive", active=False), ours("future"), ours("not listed")]
+    gone = ours("gone", active=False, hosting_status=TOMBSTONED)
+    alone = [ours("equal"), ours("ahead"), gone, ours("future"), ours("not listed")]
     broken = replace(ours("broken"), status=SyncStatus.DESYNCHRONIZED, reason=Desync.CHAIN_BREAK)
     held = await in_progress(store, "held", now=time())
     await insert(store, ours("behind"), broken, *alone)
     late = tid_of(int((time() + 3_600) * 1_000_000))
-    listed = {"equal": OURS, "ahead": OLD, "inactive": NEWER, "future": late, "broken": NEWER, "held": NEWER}
+    listed = {"equal": OURS, "ahead": OLD, "gone": NEWER, "future": late, "broken": NEWER, "held": NEWER}
     host.pages[path()] = page(*[(did(name), rev) for name, rev in listed.items()], cursor="x")
     host.pages[path("x")] = page((did("behind"), NEWER), (did("unknown"), NEWER))
     sweep = sweep_of(store, outbound, host)
@@ -83,6 +86,51 @@ async def test_what_is_behind_is_fetched_again_and_nothing_else(
     assert (marked.status, marked.head, marked.next_attempt_at) == (SyncStatus.DESYNCHRONIZED, head(OURS), None)
 
 
+def status(host: Host, name: str, *, active: bool) -> None:
+    said = {"did": did(name), "active": active} | ({} if active else {"status": "deactivated"})
+    host.pages[f"/xrpc/com.atproto.sync.getRepoStatus?did={did(name)}"] = answer(orjson.dumps(said))
+
+
+async def test_an_account_that_came_back_unheard_is_shown_and_fetched(
+    store: Store, sql: asyncpg.Connection, host: Host, outbound: Outbound
+) -> None:
+    hidden = {"active": False, "hosting_status": "deactivated", "hosting_relay": "wss://r.test", "hosting_seq": 7}
+    await insert(store, *[ours(name, **hidden) for name in ("back", "still hidden", "moved")])
+    host.pages[path()] = page(*[(did(name), OURS) for name in ("back", "still hidden", "moved")])
+    status(host, "back", active=True)
+    status(host, "still hidden", active=False)
+    host.pages[f"/xrpc/com.atproto.sync.getRepoStatus?did={did('moved')}"] = answer(
+        b'{"error": "RepoNotFound"}', status=404
+    )
+    listing = await sweep_of(store, outbound, host).sweep(quiet)
+    assert listing.found == 1
+    repos = await store.repos([did(name) for name in ("back", "still hidden", "moved")])
+    assert [repo.active for repo in repos.values()].count(True) == 1
+    back = repos[did("back")]
+    assert (back.active, back.hosting_status, back.hosting_seq) == (True, None, 7)
+    assert (back.status, back.reason) == (SyncStatus.DESYNCHRONIZED, Desync.REACTIVATED)
+    assert await sql.fetchval("select count(*) from atproto.changes where action = 'visible'") == 1
+
+
+async def test_what_the_stream_hides_while_the_relay_is_asked_stays_hidden(
+    store: Store, host: Host, outbound: Outbound
+) -> None:
+    await insert(store, ours("back", active=False, hosting_status="deactivated"))
+    host.pages[path()] = page((did("back"), OURS))
+
+    async def hide(writer: asyncio.StreamWriter) -> None:
+        """The account is deleted just before the answer arrives."""
+        await store.amend(did("back"), lambda repo: replace(repo, version=repo.version + 1, hosting_status="deleted"))
+        writer.write(answer(orjson.dumps({"did": did("back"), "active": True})))
+        await writer.drain()
+
+    host.pages[f"/xrpc/com.atproto.sync.getRepoStatus?did={did('back')}"] = hide
+    listing = await sweep_of(store, outbound, host).sweep(quiet)
+    assert listing.found == 0
+    repo = (await store.repos([did("back")]))[did("back")]
+    assert (repo.active, repo.hosting_status) == (False, "deleted")
+
+
 class Moving:
     """A store in which the stream brings what `did` lacked, once it was seen to be behind."""
 
@@ -92,12 +140,12 @@ class Moving:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
-    async def behind(self, revs: Mapping[str, str]) -> list[str]:
-        found = await self._store.behind(revs)
-        for repo in (await self._store.repos(found)).values():
+    async def different(self, revs: Mapping[str, str]) -> tuple[list[str], list[str]]:
+        behind, hidden = await self._store.different(revs)
+        for repo in (await self._store.repos(behind)).values():
             after = replace(repo, version=repo.version + 1, head=head(NEWER))
             assert not await self._store.apply(Batch((RepoWrite(repo.version, after),)))
-        return found
+        return behind, hidden
 
 
 async def test_what_the_stream_brings_meanwhile_is_not_behind(

@@ -1,4 +1,4 @@
-"""The accounts that a relay or a PDS lists, page by page (`listRepos`, `listReposByCollection`; spec §2.2)."""
+"""The accounts of a relay or a PDS: listed page by page, and asked for one by one (spec §2.2)."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,6 +14,8 @@ _PAGE_OF_COLLECTION = 2_000
 _PAGE_BYTES = 4 * 1024 * 1024
 _PAGE_SECONDS = 60.0
 _CURSOR_CHARACTERS = 2_048
+_STATUS_BYTES = 65_536
+_STATUS_SECONDS = 20.0
 
 
 class Account(NamedTuple):
@@ -33,8 +35,18 @@ class Page:
     cursor: str | None
 
 
+@dataclass(frozen=True, slots=True)
+class RepoStatus:
+    """What a host says of an account: `active` decides, `status` explains (an open set), `rev` if active."""
+
+    active: bool
+    status: str | None
+    rev: str | None
+
+
 async def list_repos(outbound: Outbound, host: str, collection: str, cursor: str | None) -> Page:
-    """The page behind `cursor` of all accounts of `host`, or of those that may have records of `collection`.
+    """The page behind `cursor` of all accounts of `host` (`listRepos`), or, unless it is empty, of those that may have
+    records of `collection` (`listReposByCollection`).
 
     The pages are as long as `host` will have them. Raises `UnavailableError`, BAD_ANSWER for what is no page.
     """
@@ -50,6 +62,16 @@ async def list_repos(outbound: Outbound, host: str, collection: str, cursor: str
         raise UnavailableError(FetchFailure.BAD_ANSWER, f"{method}: the list goes round at {cursor!r:.100}")
     accounts = [account for entry in entries if (account := _account(entry))]
     return Page(tuple(accounts), len(entries) - len(accounts), behind or None)
+
+
+async def repo_status(outbound: Outbound, host: str, did: str) -> RepoStatus:
+    """The account's hosting status (`getRepoStatus`). Raises `UnavailableError`: REPO_NOT_FOUND if it isn't there."""
+    method = "com.atproto.sync.getRepoStatus"
+    answer = await query(outbound, host, method, {"did": did}, max_bytes=_STATUS_BYTES, seconds=_STATUS_SECONDS)
+    active, status, rev = answer.get("active"), answer.get("status"), answer.get("rev")
+    if not isinstance(active, bool) or not isinstance(status, str | None) or not isinstance(rev, str | None):
+        raise UnavailableError(FetchFailure.BAD_ANSWER, f"no status: {answer}"[:200])
+    return RepoStatus(active, status, rev)
 
 
 def _account(entry: Any) -> Account | None:

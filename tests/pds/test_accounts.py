@@ -9,7 +9,7 @@ import pytest
 from indexer.errors import UnavailableError
 from indexer.localnet.network import LocalNetwork
 from indexer.outbound import Outbound, Rates
-from indexer.pds.listing import Account, list_repos
+from indexer.pds.accounts import Account, RepoStatus, list_repos, repo_status
 from indexer.reasons import FetchFailure
 from tests.outbound.host import Host, answer
 
@@ -49,6 +49,24 @@ async def test_the_accounts_of_a_collection(net: LocalNetwork, outbound: Outboun
     bob.create("com.example.other", {"text": "hello"})
     page = await list_repos(outbound, net.relay.url, "com.example.note", None)
     assert page.accounts == (Account(ada.did),)
+
+
+async def test_the_hosting_status(net: LocalNetwork, outbound: Outbound) -> None:
+    account = net.create_account("ada.test")
+    assert await repo_status(outbound, account.pds.url, account.did) == RepoStatus(True, None, account.rev)
+    account.takedown()
+    for host in (account.pds.url, net.relay.url):
+        assert await repo_status(outbound, host, account.did) == RepoStatus(False, "takendown", None)
+
+
+@pytest.mark.parametrize(
+    "body", [b"{}", b'{"active": 1}', b'{"active": true, "rev": 3}', b'{"active": true, "status": 3}']
+)
+async def test_what_is_no_status(host: Host, outbound: Outbound, body: bytes) -> None:
+    host.pages[f"/xrpc/com.atproto.sync.getRepoStatus?did={DID}"] = answer(body)
+    with pytest.raises(UnavailableError) as failure:
+        await repo_status(outbound, host.url, DID)
+    assert failure.value.reason is FetchFailure.BAD_ANSWER
 
 
 async def test_a_cursor_is_sent_as_it_came(host: Host, outbound: Outbound) -> None:
