@@ -11,7 +11,17 @@ from indexer.atproto.syntax import CollectionFilter, tid_of
 from indexer.localnet.repo import Write, car
 from indexer.reasons import Desync, Rejection
 from indexer.sync.plan import NeedsKey, Plan
-from indexer.sync.planning import UNAVAILABLE, Ground, Policy, Signer, desynchronize, plan_event
+from indexer.sync.planning import (
+    TOMBSTONED,
+    UNAVAILABLE,
+    Ground,
+    Policy,
+    Signer,
+    desynchronize,
+    plan_active,
+    plan_event,
+    plan_listed,
+)
 from indexer.sync.repo import PARKED, Head, Outcome, Repo, SyncStatus
 from tests.sync.people import EVERYTHING, GROUND, NOW, POST, Person, event
 
@@ -444,3 +454,45 @@ def test_lenient_applies_what_can_not_be_undone_but_holds_against_the_tree() -> 
             if lenient.outcome is Outcome.APPLIED:
                 assert lenient.repo.head == head_of(alice)
     assert Outcome.APPLIED in seen
+
+
+# What a relay's list says
+
+
+OURS, NEWER = tid_of(1_000), tid_of(2_000)
+HELD = Repo("did:plc:x", 7, SyncStatus.SYNCHRONIZED, None, Head(OURS, cid_of(b"data"), cid_of(b"commit")))
+
+
+@pytest.mark.parametrize(
+    ("repo", "rev"),
+    [
+        (HELD, OURS),
+        (HELD, tid_of(500)),
+        (replace(HELD, active=False), NEWER),
+        (replace(HELD, status=SyncStatus.IN_PROGRESS), NEWER),
+        (replace(HELD, status=SyncStatus.DESYNCHRONIZED, reason=Desync.NEW), NEWER),
+    ],
+)
+def test_a_list_that_says_nothing_new_changes_nothing(repo: Repo, rev: str) -> None:
+    assert plan_listed(repo, rev, NOW) is repo
+
+
+def test_a_newer_revision_in_a_list_is_heard_and_fetched_and_not_believed() -> None:
+    after = plan_listed(HELD, NEWER, NOW)
+    assert (after.status, after.reason) == (SyncStatus.DESYNCHRONIZED, Desync.BEHIND)
+    assert (after.head, after.seen_rev, after.heard_rev) == (HELD.head, None, NEWER)
+    assert after.version > HELD.version
+
+
+@pytest.mark.parametrize("repo", [HELD, replace(HELD, active=False, hosting_status=TOMBSTONED)])
+def test_a_relay_has_no_say_over_what_no_relay_hides(repo: Repo) -> None:
+    assert plan_active(repo, NOW) is repo
+
+
+def test_an_account_that_came_back_is_shown_and_fetched() -> None:
+    after = plan_active(replace(HELD, active=False, hosting_status="deleted", erase_at=NOW + 5), NOW)
+    assert (after.active, after.hosting_status, after.erase_at) == (True, None, None)
+    assert (after.status, after.reason) == (SyncStatus.DESYNCHRONIZED, Desync.REACTIVATED)
+    waiting = replace(HELD, active=False, status=SyncStatus.DESYNCHRONIZED, reason=Desync.NEW, next_attempt_at=PARKED)
+    after = plan_active(waiting, NOW)
+    assert (after.active, after.reason, after.next_attempt_at) == (True, Desync.NEW, NOW)
