@@ -317,6 +317,7 @@ class Daemon:
             "cursor": self.place.watermark.position,
             "lag seconds": self.writer.lag,
             "gaps": self.reader.gaps,
+            "sweep": self.sweep.progress,
             "messages in hand": self.inbox.held,
             "bytes in hand": self.inbox.held_bytes,
             "waiting for keys": len(self.keys),

@@ -79,6 +79,14 @@ class Sweep:
         """Has a whole sweep begin at once: the stream has lost something, and nobody knows of whom."""
         self._asked.set()
 
+    @property
+    def progress(self) -> str | None:
+        """How far the last one of this process came, for people."""
+        if self.listing is None:
+            return None
+        state = "under way" if self.listing.finished_at is None else "done"
+        return f"{state}: {self.listing.listed:,} accounts listed, {self.listing.found:,} differ"
+
     async def run(self) -> None:
         while True:
             try:

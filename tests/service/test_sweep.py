@@ -270,5 +270,6 @@ async def test_a_relay_that_fails_is_asked_again_from_there(store: Store, host: 
             sweep.ask()
             await until(lambda: asked(host)[-2:] == ["x", "x"])
             host.pages[path("x")] = page()
-            await until(lambda: sweep.listing is not None and sweep.listing.finished_at is not None)
+            assert sweep.progress == "under way: 1 accounts listed, 0 differ"
+            await until(lambda: sweep.progress == "done: 1 accounts listed, 0 differ")
     assert asked(host).count(None) == 1
