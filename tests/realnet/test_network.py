@@ -1,19 +1,31 @@
 """Bluesky's own PDS and directory, live: what people do there must end in the database as it ends there."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import asyncpg
 import pytest
 
+from indexer.outbound import Outbound, Rates
 from indexer.run import Daemon
+from indexer.service import sweep
+from indexer.service.discovery import Discovery
+from indexer.store import Store
 from tests.realnet.network import Account, Pds, real_network
 from tests.serving import saved, serving, settings_for, until
 
 THING, NOTE = "com.example.thing", "com.example.note"
+
+
+@pytest.fixture
+async def outbound() -> AsyncIterator[Outbound]:
+    client = Outbound(user_agent="test", allow_private_hosts=True, rates=Rates(host=1_000, total=1_000))
+    yield client
+    await client.close()
 
 
 def truth(pds: Pds, account: Account) -> dict[str, str]:
@@ -112,6 +124,35 @@ async def test_people_on_a_real_pds(database: str, tmp_path: Path) -> None:
             await until(lambda: bool(metric("indexer_resync_total", {"result": "synchronized"})))  # it mended that
             assert not {leaver.did for leaver in leavers} & (await shown(database)).keys()
             assert f"{THING}/unheard" in wanted[stayers[0].did]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_what_only_its_list_tells(
+    database: str, tmp_path: Path, store: Store, outbound: Outbound, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Accounts that were there before we came, and a commit that was never heard of."""
+    monkeypatch.setattr(sweep, "Pause", partial(sweep.Pause, settle=0.1))
+    with real_network(1, tmp_path) as network:
+        pds = network.pds[0]
+        stayers, leavers = await asyncio.to_thread(live_a_little, pds)
+        settings = settings_for(pds.stream_url, network.plc_url, tmp_path, start="live", resync_source="pds")
+        async with serving(settings, database) as running:
+            discovery = Discovery(store, outbound)
+            listing = await discovery.run(await discovery.begin(pds.url, ""), lambda _: None)
+            assert (listing.found, discovery.refused) == (len(stayers), 0)
+            wanted = {account.did: await asyncio.to_thread(truth, pds, account) for account in stayers}
+            await settled(database, wanted)
+            writer = stayers[0]
+            silent = {"action": "create", "collection": NOTE, "rkey": "silent", "record": {"$type": NOTE}}
+            await asyncio.to_thread(writer.write_silently, [silent])
+            wanted[writer.did] = await asyncio.to_thread(truth, pds, writer)
+            assert f"{NOTE}/silent" in wanted[writer.did]
+            running.sweep.ask()
+            await settled(database, wanted)
+            assert running.sweep.progress is not None
+            assert running.sweep.progress.endswith("1 differ")
+            assert not {leaver.did for leaver in leavers} & (await shown(database)).keys()
 
 
 async def settled(dsn: str, wanted: dict[str, dict[str, str]]) -> None:
