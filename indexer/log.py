@@ -40,7 +40,7 @@ ACTIONS = {
     "process.started": "One of several processes was started.",
     "shard.lost": "The session that held our buckets has ended: nothing is written until they are held again.",
     "shard.waiting": "Another process holds buckets of our shard; we begin when it ends.",
-    "sweep.done": "All accounts that the relay lists were held against ours; those behind are fetched again.",
+    "sweep.done": "All accounts that the relay lists were held against ours; those that differ are fetched again.",
     "sweep.failed": "The relay's list of accounts could not be read to its end; it is tried again from there.",
     "sweep.woken": "So many repos that were given up on are tried again.",
     "resync.done": "A resync ended, with this result.",

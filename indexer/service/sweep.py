@@ -92,7 +92,7 @@ class Sweep:
             try:
                 await self._wait(await self._due())
                 listing = await self.sweep(self._heard)
-                log.info("sweep.done", relay=self._source, listed=listing.listed, behind=listing.found)
+                log.info("sweep.done", relay=self._source, listed=listing.listed, different=listing.found)
             except UnavailableError as error:
                 log.warning("sweep.failed", relay=self._source, error=str(error))
                 await asyncio.sleep(self._pause.retry)
