@@ -125,6 +125,7 @@ async def test_sweep_marks_what_the_stream_did_not_bring(
     monkeypatch.setattr(sweep, "Pause", partial(sweep.Pause, settle=0.1))
     for name, value in indexer.environment.items():
         monkeypatch.setenv(name, value)
+    capsys.readouterr()
     assert await asyncio.to_thread(main, ["sweep"]) == 0
     assert capsys.readouterr().out == "3 listed, 1 differ and are fetched again\n"
     repos = await store.repos(list(net.accounts))
