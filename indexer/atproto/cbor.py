@@ -4,7 +4,7 @@
   links as their 36 binary bytes, which nothing then tells from byte strings. It recurses on the native stack, as deep
   as Python's own recursion limit lets it: the default 1,000 levels fit a stack of 1 MiB, so that limit is never raised.
 - `decode_canonical`, `decode_json`: cbrrr, strict, without recursion; links are `Link`s, or in their JSON form.
-- `explain`, `explain_frame`: cbor2, to tell a person what is wrong.
+- `explain`, `explain_frame`: cbor2, to tell a person what is wrong; `abridged`: what is there.
 """
 
 import re
@@ -15,13 +15,16 @@ import cbor2
 import cbrrr
 import libipld
 
-from indexer.atproto.cid import is_link
+from indexer.atproto.cid import cid_text, is_link
 
 # A link to anything but a CID of the protocol's kind; or bytes within a string that look like one.
 _ODD_LINK = re.compile(rb"\xd8\x2a(?!\x58\x25\x00\x01[\x55\x71]\x12\x20)")
 
 EXPLAINED_BYTES = 10_000
 EXPLAINED_OBJECTS = 3
+SHOWN_BYTES = 32
+SHOWN_CHARACTERS = 300
+SHOWN_LEVELS = 8
 
 
 class CborError(ValueError):
@@ -105,6 +108,29 @@ def explain_frame(data: bytes) -> str:
     except (cbor2.CBORDecodeError, ValueError, RecursionError) as error:
         found.append(f"bytes that are not CBOR ({_message(error)})")
     return ", then ".join(found) or "nothing"
+
+
+def abridged(value: Any, levels: int = SHOWN_LEVELS) -> Any:
+    """What `decode` gave, for people: JSON, links in their text form, of long bytes and texts the beginning."""
+    match value:
+        case bytes() if is_link(value):
+            return {"$link": cid_text(value)}
+        case bytes():
+            return f"{len(value):,} bytes: {_cut(value.hex(), 2 * SHOWN_BYTES)}"
+        case str():
+            return _cut(value, SHOWN_CHARACTERS)
+        case dict() | list() if not levels:
+            return "…"
+        case dict():
+            return {key: abridged(inner, levels - 1) for key, inner in value.items()}
+        case list():
+            return [abridged(inner, levels - 1) for inner in value]
+        case _:
+            return value
+
+
+def _cut(text: str, characters: int) -> str:
+    return text if len(text) <= characters else f"{text[:characters]}…"
 
 
 def _link(data: bytes) -> Link:

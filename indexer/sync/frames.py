@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, Literal
 
-from indexer.atproto.cbor import CborError, decode_pair, explain_frame
+from indexer.atproto.cbor import CborError, abridged, decode_pair, explain_frame
 from indexer.atproto.cid import is_cid, is_link
 from indexer.atproto.limits import Limits
 from indexer.atproto.syntax import is_did, is_tid
@@ -33,8 +33,10 @@ def decode_frame(frame: bytes, limits: Limits, owns: Callable[[str], bool] | Non
 
     Of a DID that we don't own, a `ForeignEvent`, which takes half the time or less.
     """
+    if len(frame) > limits.frame_bytes:
+        return _malformed({}, {}, UpstreamError(Rejection.FRAME_TOO_LARGE, f"{len(frame)} bytes"))
     try:
-        header, payload = _parts(frame, limits)
+        header, payload = _parts(frame)
     except UpstreamError as error:
         return _malformed({}, {}, error)
     if owns is not None and (foreign := _foreign(header, payload, owns)) is not None:
@@ -45,9 +47,13 @@ def decode_frame(frame: bytes, limits: Limits, owns: Callable[[str], bool] | Non
         return _malformed(header, payload, error)
 
 
-def _parts(frame: bytes, limits: Limits) -> tuple[dict[str, Any], dict[str, Any]]:
-    if len(frame) > limits.frame_bytes:
-        raise UpstreamError(Rejection.FRAME_TOO_LARGE, f"{len(frame)} bytes")
+def show_frame(frame: bytes) -> dict[str, Any]:
+    """A message's header and payload for people, as JSON, see `abridged`. Raises `UpstreamError` if it hasn't both."""
+    header, payload = _parts(frame)
+    return {"header": abridged(header), "payload": abridged(payload)}
+
+
+def _parts(frame: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
     try:
         header, payload = decode_pair(frame)
     except CborError as error:

@@ -11,8 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from indexer.atproto.cbor import (
+    SHOWN_BYTES,
+    SHOWN_CHARACTERS,
+    SHOWN_LEVELS,
     CborError,
     Link,
+    abridged,
     decode,
     decode_canonical,
     decode_json,
@@ -253,3 +257,15 @@ def test_no_change_of_good_bytes_breaks_a_reader(value: Any, source: random.Rand
 def test_what_is_wrong_is_said_in_words(data: bytes, words: str) -> None:
     assert words in explain(data)
     assert bool(explain(data)) is bool(words)
+
+
+def test_what_is_shown_of_a_value_is_bounded() -> None:
+    value = decode(encode({"bytes": b"\1" * 100, "few": b"\1", "text": "x" * 1_000, "n": [1, None, True, "y"]}))
+    assert abridged(value) == {
+        "bytes": f"100 bytes: {'01' * SHOWN_BYTES}…",
+        "few": "1 bytes: 01",
+        "text": "x" * SHOWN_CHARACTERS + "…",
+        "n": [1, None, True, "y"],
+    }
+    deep: Any = decode(b"\x81" * 900 + b"\x80")
+    assert json.dumps(abridged(deep), ensure_ascii=False) == "[" * SHOWN_LEVELS + '"…"' + "]" * SHOWN_LEVELS

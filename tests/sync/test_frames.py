@@ -5,11 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from indexer.atproto.cid import cid_text
 from indexer.atproto.limits import DEFAULT_LIMITS, Limits
+from indexer.errors import UpstreamError
 from indexer.localnet import dag_cbor
 from indexer.reasons import Rejection
 from indexer.sync.events import CommitEvent, ForeignEvent, InfoEvent, MalformedEvent, StreamError, UnknownEvent
-from indexer.sync.frames import decode_frame
+from indexer.sync.frames import decode_frame, show_frame
 from tests.sync.people import Person, event, frame
 
 
@@ -183,3 +185,19 @@ def test_what_names_no_account_is_nobody_elses() -> None:
         frame("later", {"did": "x"}),
     ):
         assert decode_frame(message, DEFAULT_LIMITS, lambda _did: False) == decode_frame(message, DEFAULT_LIMITS)
+
+
+def test_a_message_for_people() -> None:
+    """Of any size and kind, right or wrong, if it has a header and a payload."""
+    alice = Person()
+    payload = alice.post("a")
+    shown = show_frame(frame("commit", payload))
+    assert shown["header"] == {"op": 1, "t": "#commit"}
+    assert shown["payload"]["ops"] == [
+        {"action": "create", "path": "app.bsky.feed.post/a", "cid": {"$link": cid_text(payload["ops"][0]["cid"])}}
+    ]
+    assert shown["payload"]["blocks"].startswith(f"{len(payload['blocks']):,} bytes: ")
+    assert show_frame(frame("later", {"seq": -1}))["payload"] == {"seq": -1}
+    for broken in (b"", frame("commit", payload)[:-1], dag_cbor.encode({}) + dag_cbor.encode([])):
+        with pytest.raises(UpstreamError, match="frame-malformed"):
+            show_frame(broken)
