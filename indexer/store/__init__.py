@@ -2,6 +2,7 @@
 
 from indexer.store.errors import DatabaseError
 from indexer.store.export import ExportedRecord
+from indexer.store.letters import Letter, LetterGoneError
 from indexer.store.queries import Counts
 from indexer.store.resync import ResyncTransaction
 from indexer.store.retention import Keep, ReaderState
@@ -13,6 +14,8 @@ __all__ = [
     "DatabaseError",
     "ExportedRecord",
     "Keep",
+    "Letter",
+    "LetterGoneError",
     "ReaderState",
     "ResyncTransaction",
     "Store",

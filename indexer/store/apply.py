@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from indexer.store import letters
 from indexer.store.feed import log_changes
 from indexer.store.rows import (
     REPO_COLUMNS,
@@ -21,12 +22,9 @@ from indexer.store.rows import (
     unnest,
 )
 from indexer.sync.feed import Standing, changes_of, standing
-from indexer.sync.plan import Batch, Cursor, DeadLetter, RecordChange, RepoWrite
+from indexer.sync.plan import Batch, Cursor, RecordChange, RepoWrite
 from indexer.sync.repo import Repo, SyncStatus
 from indexer.sync.shard import bucket_of
-
-LETTERS = 1_000  # kept of each reason and relay, the newest
-LETTERS_BYTES = 64 * 1024 * 1024  # and their frames' bytes
 
 _VALUES = repo_values("w")
 
@@ -94,33 +92,6 @@ _MARK_STALE = f"""
     where i.did = w.did and {of_buckets("i")} and not i.stale
 """
 
-_LETTER = {
-    "bucket": "smallint",
-    "relay": "text",
-    "seq": "bigint",
-    "did": "text",
-    "kind": "text",
-    "reason": "text",
-    "detail": "text",
-    "frame": "bytea",
-}
-
-_INSERT_LETTERS = f"""
-    insert into indexer.dead_letter ({", ".join(_LETTER)}) select {", ".join(_LETTER)}
-    from {unnest(_LETTER, "w")} order by place
-"""
-
-# By reason, so that a flood of one kind leaves the others where they are.
-_TRIM_LETTERS = """
-    with letter as (
-        select id, bucket, row_number() over newer as place, sum(octet_length(frame)) over newer as bytes
-        from indexer.dead_letter where relay = $1 and reason = any($2::text[])
-        window newer as (partition by reason order by id desc)
-    )
-    delete from indexer.dead_letter d using letter l
-    where d.id = l.id and d.bucket = l.bucket and (l.place > $3::bigint or l.bytes > $4::bigint)
-"""
-
 _SAVE_CURSOR = """
     insert into indexer.cursor as c (relay, shard, seq, event_time, caught_up_at, updated_at)
     values ($1, $2, $3, $4, to_timestamp($5), now())
@@ -144,7 +115,7 @@ async def apply(connection: Connection, batch: Batch) -> frozenset[str]:
     await write_records(connection, [(write.repo.did, change) for write in writes for change in write.changes])
     await log_changes(connection, [change for write in writes for change in changes_of(written[write.repo.did], write)])
     await _write_kept(connection, writes)
-    await _write_letters(connection, [letter for letter in batch.dead_letters if letter.did not in moved])
+    await letters.write(connection, [letter for letter in batch.dead_letters if letter.did not in moved])
     if batch.stale_identities:
         dids = sorted(batch.stale_identities)
         await connection.execute(_MARK_STALE, buckets_of(dids), dids)
@@ -215,28 +186,6 @@ async def _write_kept(connection: Connection, writes: Iterable[RepoWrite]) -> No
     ]
     if rows:
         await connection.execute(_INSERT_KEPT, *columns_of(rows, _KEPT))
-
-
-async def _write_letters(connection: Connection, letters: Sequence[DeadLetter]) -> None:
-    if not letters:
-        return
-    rows = [
-        (
-            bucket_of(letter.did or ""),
-            letter.relay,
-            letter.seq,
-            plain(letter.did),
-            plain(letter.kind),
-            letter.reason,
-            plain(letter.detail),
-            letter.frame,
-        )
-        for letter in letters
-    ]
-    await connection.execute(_INSERT_LETTERS, *columns_of(rows, _LETTER))
-    for relay in sorted({letter.relay for letter in letters}):
-        reasons = sorted({letter.reason for letter in letters if letter.relay == relay})
-        await connection.execute(_TRIM_LETTERS, relay, reasons, LETTERS, LETTERS_BYTES)
 
 
 async def _save_cursor(connection: Connection, cursor: Cursor) -> None:

@@ -11,11 +11,13 @@ import asyncpg
 from sqlalchemy import make_url
 
 from indexer.outbound import HostState
-from indexer.store import export, hosts, identities, listings, queries, resync, retention
+from indexer.reasons import Rejection
+from indexer.store import export, hosts, identities, letters, listings, queries, resync, retention
 from indexer.store.apply import apply
 from indexer.store.erasure import Erased, erase_some
 from indexer.store.errors import CONNECT_SECONDS, database_errors
 from indexer.store.export import ExportedRecord
+from indexer.store.letters import Letter
 from indexer.store.queries import Counts
 from indexer.store.resync import ResyncTransaction
 from indexer.store.retention import Keep, Log, Upkeep
@@ -23,7 +25,7 @@ from indexer.store.rows import Connection, buckets_of, repo_columns, repo_of
 from indexer.store.tenure import hold
 from indexer.sync.identity import HandleCheck, HandleClaim, StoredIdentity
 from indexer.sync.listing import Listing, Purpose
-from indexer.sync.plan import Batch, RepoWrite
+from indexer.sync.plan import Batch, DeadLetter, RepoWrite
 from indexer.sync.planning import plan_listed
 from indexer.sync.repo import Repo
 from indexer.sync.shard import Shard, resume
@@ -295,6 +297,38 @@ class Store:
                 last, more = await queries.mark_page(connection, last, errored=not all)
                 marked += more
         return marked
+
+    async def letters(self, reason: Rejection | None = None, did: str | None = None, *, most: int) -> list[Letter]:
+        """Dead letters, the newest first; of this reason and this DID, if given."""
+        async with self._connection() as connection:
+            return await letters.newest(connection, reason, did, most)
+
+    async def letters_of(self, reason: Rejection) -> list[int]:
+        """The numbers of all dead letters of the reason, in the order in which they came."""
+        async with self._connection() as connection:
+            return await letters.of_reason(connection, reason)
+
+    async def letter(self, number: int) -> tuple[Letter, bytes] | None:
+        """A dead letter, and what is kept of its frame."""
+        async with self._connection() as connection:
+            return await letters.read(connection, number)
+
+    async def amend_letter(self, number: int, refused: DeadLetter) -> None:
+        """Notes how the letter's message was refused once more. Raises `LetterGoneError`."""
+        async with self._connection() as connection:
+            await letters.amend(connection, number, refused)
+
+    async def settle_letter(self, number: int, batch: Batch) -> bool:
+        """Writes what the letter's message changes, of one repo, and deletes the letter, in one transaction.
+
+        False if the repo moved; then nothing is done. Nor is it if the letter is gone: raises `LetterGoneError`.
+        """
+        async with self._transaction() as connection:
+            if await apply(connection, batch):
+                return False
+            # Behind the repo's row, in the order in which the live path takes its locks.
+            await letters.delete(connection, number)
+        return True
 
     async def takedown(self, did: str, *, on: bool) -> bool:
         """Hides a repo here, or shows it again; whether it is known."""

@@ -9,8 +9,7 @@ import pytest
 
 from indexer.atproto.cid import cid_of, cid_text
 from indexer.reasons import Desync, Rejection
-from indexer.store import DatabaseError, Store
-from indexer.store import apply as apply_module
+from indexer.store import DatabaseError, Store, letters
 from indexer.sync.plan import Batch, Cursor, DeadLetter, KeptEvent, RecordChange, RepoWrite
 from indexer.sync.repo import PARKED, Repo, SyncStatus
 from tests.store.rows import delete, did, head, in_progress, insert, put, synchronized
@@ -237,7 +236,7 @@ async def test_events_are_kept_as_long_as_the_resync_lasts(store: Store, sql: as
 async def test_dead_letters_are_kept_whole_and_not_without_end(
     store: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(apply_module, "LETTERS", 5)
+    monkeypatch.setattr(letters, "MOST", 5)
     hostile = letter(0, seq=None, did="did:\0", kind="#\0", detail="half a pair \ud800 and \0")
     await store.apply(Batch(dead_letters=(hostile,)))
     row = await sql.fetchrow("select seq, did, kind, detail, frame from indexer.dead_letter")
@@ -252,7 +251,7 @@ async def test_a_flood_of_dead_letters_leaves_the_others(
     store: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bounded in bytes too, and for each relay and reason by itself."""
-    monkeypatch.setattr(apply_module, "LETTERS_BYTES", 100)
+    monkeypatch.setattr(letters, "MOST_BYTES", 100)
     await store.apply(
         Batch(dead_letters=(letter(1, reason=Rejection.FUTURE_REV), letter(2, relay="wss://other.test"), letter(3)))
     )
