@@ -21,7 +21,7 @@ from indexer import __version__
 from indexer.config import Settings
 from indexer.errors import SettingsError, UnavailableError
 from indexer.health import serve_health
-from indexer.identity import Handles, Identities, Resolver
+from indexer.identity import Freshness, Handles, Identities, Resolver
 from indexer.metrics import Metrics
 from indexer.outbound import Outbound, Rates, host_of
 from indexer.pds import PdsClient
@@ -34,6 +34,7 @@ from indexer.service.lane import places_of_large
 from indexer.service.pool import Pool
 from indexer.service.reader import Place, Reader
 from indexer.service.renewal import Renewal
+from indexer.service.replay import Replay
 from indexer.service.resync import Resync
 from indexer.service.retention import Retention
 from indexer.service.sweep import Sweep
@@ -91,13 +92,7 @@ async def daemon(settings: Settings, dsn: str) -> AsyncIterator["Daemon"]:
         stack.push_async_callback(store.close)
         outbound = await stack.enter_async_context(requests_of(settings, metrics.outbound_request))
         outbound.hosts.load(await store.load_hosts())
-        resolver = Resolver(
-            outbound,
-            settings.plc_url,
-            plc_rate=settings.plc_rate,
-            allow_private_hosts=settings.allow_private_hosts,
-            clock=time,
-        )
+        resolver = _resolver(settings, outbound)
         identities = Identities(resolver, store, metrics, clock=time, refresh_rate=settings.plc_rate / 2)
         stack.push_async_callback(identities.close)
         pds = PdsClient(
@@ -126,6 +121,24 @@ async def requests_of(settings: Settings, on_request: Callable[[str], None]) -> 
         await outbound.close()
 
 
+@asynccontextmanager
+async def replay(settings: Settings, store: Store) -> AsyncIterator[Replay]:
+    """Dead letters are taken up as the daemon of these settings would; closes what it opened.
+
+    Only an operator causes look-ups here: none is too many, and that there was no key is no answer.
+    """
+    async with AsyncExitStack() as stack:
+        metrics = Metrics()
+        outbound = await stack.enter_async_context(requests_of(settings, metrics.outbound_request))
+        outbound.hosts.load(await store.load_hosts())
+        resolver, freshness = _resolver(settings, outbound), Freshness(missing=0.0)
+        identities = Identities(resolver, store, metrics, clock=time, refresh_rate=math.inf, freshness=freshness)
+        stack.push_async_callback(identities.close)
+        of_pds = settings.upstream == "pds"
+        yield Replay(store, identities, _policy(settings), of_pds=of_pds, patience=KEY_PATIENCE_SECONDS)
+        await store.save_hosts(outbound.hosts.unsaved())
+
+
 class Daemon:
     """The stages of one process, and what they tell of themselves (`health.Probe`)."""
 
@@ -143,14 +156,7 @@ class Daemon:
         self.store = store
         self.hosts = outbound.hosts
         self._settings = settings
-        policy = Policy(
-            collections=settings.collections,
-            limits=settings.limits,
-            store_values=settings.store_values,
-            lenient=settings.inversion == "lenient",
-            track_all=settings.track == "all",
-            deletion_grace=settings.deletion_grace,
-        )
+        policy = _policy(settings)
         self.identities = identities
         self.handles = HandleChecks(store, handles, settings.shard, rate=settings.handle_rate) if handles else None
         self.inbox = Inbox(INBOX_BYTES)
@@ -355,6 +361,27 @@ def connections(workers: int) -> int:
 
 def _url(settings: Settings) -> str | None:
     return settings.database_url.get_secret_value() if settings.database_url else None
+
+
+def _policy(settings: Settings) -> Policy:
+    return Policy(
+        collections=settings.collections,
+        limits=settings.limits,
+        store_values=settings.store_values,
+        lenient=settings.inversion == "lenient",
+        track_all=settings.track == "all",
+        deletion_grace=settings.deletion_grace,
+    )
+
+
+def _resolver(settings: Settings, outbound: Outbound) -> Resolver:
+    return Resolver(
+        outbound,
+        settings.plc_url,
+        plc_rate=settings.plc_rate,
+        allow_private_hosts=settings.allow_private_hosts,
+        clock=time,
+    )
 
 
 def _rates(settings: Settings) -> Rates:
