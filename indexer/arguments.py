@@ -9,6 +9,7 @@ import click
 from indexer.atproto.crypto import PublicKey, parse_did_key
 from indexer.atproto.syntax import AtUri, is_did, is_handle, is_nsid, normalize_nsid
 from indexer.errors import UpstreamError
+from indexer.reasons import Rejection
 
 STDIN = "-"
 _SHOWN = 80
@@ -80,6 +81,13 @@ def parse_origin(text: str) -> str:
     return f"{scheme}://{parts.netloc}"
 
 
+def parse_reason(text: str) -> Rejection:
+    reason = next((reason for reason in Rejection if reason == text), None)
+    if reason is None:
+        raise ValueError(f"{text[:_SHOWN]!r} is none of {', '.join(Rejection)}")
+    return reason
+
+
 DID = Checked("did", parse_did)
 DID_OR_STDIN = Checked("did", lambda text: text if text == STDIN else parse_did(text))
 ACCOUNT = Checked("account", parse_account)
@@ -87,6 +95,8 @@ RECORD_URI = Checked("uri", parse_record_uri)
 KEY = Checked("key", parse_key)
 NSID = Checked("nsid", parse_nsid)
 ORIGIN = Checked("url", parse_origin)
+REASON = Checked("reason", parse_reason)
+LETTER = click.IntRange(1, 2**63 - 1)
 
 
 def dids_of(file: IO[str]) -> Iterator[str]:

@@ -22,7 +22,19 @@ from rich.console import Console
 from rich.live import Live
 
 from indexer import __version__
-from indexer.arguments import ACCOUNT, DID, DID_OR_STDIN, KEY, NSID, ORIGIN, RECORD_URI, STDIN, dids_of
+from indexer.arguments import (
+    ACCOUNT,
+    DID,
+    DID_OR_STDIN,
+    KEY,
+    LETTER,
+    NSID,
+    ORIGIN,
+    REASON,
+    RECORD_URI,
+    STDIN,
+    dids_of,
+)
 from indexer.atproto.cid import cid_text
 from indexer.atproto.crypto import PublicKey
 from indexer.atproto.record import Problem
@@ -31,7 +43,7 @@ from indexer.config import Settings, load_settings
 from indexer.errors import SettingsError, UnavailableError, UpstreamError
 from indexer.log import configure_logging, printable
 from indexer.progress import Accounts
-from indexer.reasons import Desync, FetchFailure
+from indexer.reasons import Desync, FetchFailure, Rejection
 from indexer.status import Sample, Status, facts_table, status_of, status_picture
 from indexer.store import Store
 from indexer.sync.shard import Shard
@@ -103,7 +115,24 @@ def commands(config: Path | None) -> None:
     """
 
 
-def _command(name: str) -> Callable[[Command[P]], click.Command]:
+class ListedByDefault(click.Group):
+    """A group that lists where no other command of it is named."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        named = {*self.commands, *ctx.help_option_names} & set(args) or not all(arg.startswith("-") for arg in args[:1])
+        return super().parse_args(ctx, args if named else ["list", *args])
+
+
+@commands.group("rejected", cls=ListedByDefault)
+@config_option
+def rejected(config: Path | None) -> None:
+    """The dead letters: messages that were refused by their own fault.
+
+    Of each relay and reason the newest thousand are kept. Without a command: list.
+    """
+
+
+def _command(name: str, group: click.Group = commands) -> Callable[[Command[P]], click.Command]:
     """Registers a coroutine function as a command that takes the settings first."""
 
     def register(function: Command[P]) -> click.Command:
@@ -114,15 +143,17 @@ def _command(name: str) -> Callable[[Command[P]], click.Command]:
             configure_logging(settings.log_format, settings.log_level)
             return asyncio.run(function(settings, *args, **options))
 
-        return commands.command(name)(config_option(invoke))
+        return group.command(name)(config_option(invoke))
 
     return register
 
 
 def _config_file() -> Path | None:
     """As given to the command, or before it."""
-    context = click.get_current_context()
-    file: Path | None = context.params["config"] or context.find_root().params["config"]
+    context: click.Context | None = click.get_current_context()
+    file: Path | None = None
+    while context is not None and file is None:
+        file, context = context.params["config"], context.parent
     return file
 
 
@@ -356,6 +387,85 @@ async def export_command(
         count = await export(store, collection, form, output)
     click.echo(f"records: {count:,}", err=True)
     return 0
+
+
+@_command("list", rejected)
+@click.option("--reason", metavar="REASON", type=REASON, help="Those refused for this reason (docs/reasons.md).")
+@click.option("--did", metavar="DID", type=DID, help="Those that claim to be of this DID.")
+@click.option("--limit", default=50, show_default=True, type=click.IntRange(1, 1_000_000), help="So many at most.")
+@click.option("--json", "as_json", is_flag=True, help="JSON, one line each.")
+async def list_rejected_command(
+    settings: Settings, *, reason: Rejection | None, did: str | None, limit: int, as_json: bool
+) -> int:
+    """List dead letters, the newest first.
+
+    Each with its ID, when it was refused, its relay, sequence number, DID and kind, and the reason.
+    """
+    from indexer.rejected import letter_facts, letter_lines  # noqa: PLC0415
+
+    async with _store(settings) as store:
+        letters = await store.letters(reason, did, most=limit)
+    for letter in letters:
+        click.echo(_json(letter_facts(letter)) if as_json else letter_lines(letter))
+    if not letters:
+        click.echo("No such message is kept.", err=True)
+    return 0
+
+
+@_command("show", rejected)
+@click.argument("number", metavar="ID", type=LETTER)
+@click.option("--json", "as_json", is_flag=True, help="JSON.")
+@click.option("--frame", type=click.File("wb", lazy=True), help="Write the message's bytes to a file, and no more.")
+async def show_rejected_command(settings: Settings, *, number: int, as_json: bool, frame: IO[bytes] | None) -> int:
+    """Show all that is kept of one dead letter, with its message by field."""
+    from indexer.rejected import letter_report, report_facts  # noqa: PLC0415
+
+    async with _store(settings) as store:
+        found = await store.letter(number)
+    if found is None:
+        return _complain(f"{number} is not known here", UNKNOWN)
+    if frame is not None:
+        frame.write(found[1])
+        return 0
+    report = letter_report(*found)
+    if as_json:
+        click.echo(_json(report))
+        return 0
+    _console().print(facts_table(report_facts(report)))
+    if report["unreadable"] is None:
+        click.echo(_readable({"header": report["header"], "payload": report["payload"]}))
+    else:
+        click.echo(f"\nIts fields can't be shown: {printable(report['unreadable'])}")
+    return 0
+
+
+@_command("replay", rejected)
+@click.argument("numbers", nargs=-1, metavar="ID…", type=LETTER)
+@click.option("--reason", metavar="REASON", type=REASON, help="All that were refused for this reason.")
+async def replay_rejected_command(settings: Settings, *, numbers: tuple[int, ...], reason: Rejection | None) -> int:
+    """Take messages up once more, in the order of their IDs, as if they had just arrived.
+
+    By the settings, keys and states of now, while a daemon runs or without one. A line for each: its ID, the outcome,
+    the reason. Applied, replayed (nothing new), buffered, ignored or desynchronized, it is a dead letter no more.
+    Rejected again, or untried (its frame was cut, no key could be had), it stays.
+
+    Exit code 4 if an ID is not known here, otherwise 1 if a letter stays.
+    """
+    from indexer.rejected import replayed_line  # noqa: PLC0415
+    from indexer.run import replay  # noqa: PLC0415
+
+    if bool(numbers) == (reason is not None):
+        raise click.UsageError("Name IDs, or give a --reason.")
+    stay = unknown = 0
+    async with _store(settings) as store, replay(settings, store) as letters:
+        for number in sorted(set(numbers)) if reason is None else await store.letters_of(reason):
+            replayed = await letters.take(number)
+            click.echo(replayed_line(replayed))
+            stay += replayed.stays
+            unknown += not replayed.known
+    if unknown and numbers:
+        return _complain(f"{unknown} of them are not known here", UNKNOWN)
+    return _complain(f"{stay} of them stay", FAILED) if stay else 0
 
 
 @_command("inspect")

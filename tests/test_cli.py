@@ -21,11 +21,12 @@ from indexer.atproto.cid import cid_of, cid_text
 from indexer.atproto.crypto import PrivateKey
 from indexer.cli import _statuses, commands, main
 from indexer.localnet import repo as signed
+from indexer.localnet.relay import message_frame
 from indexer.localnet.repo import Write
-from indexer.reasons import Desync
+from indexer.reasons import Desync, Rejection
 from indexer.store import Counts, Store
 from indexer.sync.identity import HandleCheck, HandleClaim, StoredIdentity
-from indexer.sync.plan import Batch, Cursor, RecordChange, RepoWrite
+from indexer.sync.plan import Batch, Cursor, DeadLetter, RecordChange, RepoWrite
 from indexer.sync.repo import Head, Repo, SyncStatus
 from indexer.sync.shard import Shard
 
@@ -78,8 +79,9 @@ def test_the_program_and_every_command_have_help(
     for name, command in commands.commands.items():
         assert name in page
         assert isinstance(command, click.Command)
-        assert main([name, "--help"]) == 0
-        assert "--config" in capsys.readouterr().out
+        for words in ([name], *([name, inner] for inner in getattr(command, "commands", ()))):
+            assert main([*words, "--help"]) == 0
+            assert "--config" in capsys.readouterr().out
 
 
 def test_the_version() -> None:
@@ -367,6 +369,15 @@ def test_unknown_repos_and_records(session: Session) -> None:
         ["resync"],
         ["resync", DID, "--all"],
         ["resync", "someone.example"],
+        ["rejected", "list", "--reason", "nonsense"],
+        ["rejected", "--did", "someone.example"],
+        ["rejected", "--limit", "0"],
+        ["rejected", "lost"],
+        ["rejected", "show"],
+        ["rejected", "show", "one"],
+        ["rejected", "show", str(2**63)],
+        ["rejected", "replay"],
+        ["rejected", "replay", "1", "--reason", "future-rev"],
     ],
 )
 def test_bad_arguments_of_commands_on_the_database(arguments: list[str], session: Session) -> None:
@@ -421,6 +432,110 @@ def test_resync_marks(session: Session) -> None:
     result = session("resync", DID, "did:web:nobody.example")
     assert (result.returncode, result.stdout) == (4, "1 marked\n")
     assert result.stderr == "indexer: 1 of them are not known here\n"
+
+
+@pytest.fixture
+async def letters(database: str) -> None:
+    """Three messages that were refused, the second as nasty as can be."""
+    payload = {"did": DID, "seq": 8, "time": "now", "blocks": bytes(60), "rev": "x" * 400, "commit": CID}
+    nasty = DeadLetter(
+        "wss://one.example", None, "did:\x1b[2J", "\u202e", Rejection.FRAME_MALFORMED, "\x1b]0;\n", b"\xff\x1b"
+    )
+    sound = message_frame("#sync", payload | {"text": "\x1b[2J\u202e"})
+    store = await Store.open(database, connections=1)
+    try:
+        for letter in (
+            DeadLetter("wss://one.example", 7, DID, "commit", Rejection.FUTURE_REV, REV, sound),
+            nasty,
+            DeadLetter("wss://two.example", 8, None, "", Rejection.FRAME_TOO_LARGE, "", b""),
+        ):
+            await store.apply(Batch(dead_letters=(letter,)))
+    finally:
+        await store.close()
+
+
+@pytest.mark.usefixtures("letters")
+def test_rejected_lists_the_newest_first(session: Session) -> None:
+    result = session("rejected", "list", "--json")
+    assert (result.returncode, result.stderr) == (0, "")
+    listed = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [letter["id"] for letter in listed] == [3, 2, 1]
+    expected = {
+        "relay": "wss://one.example",
+        "seq": 7,
+        "did": DID,
+        "kind": "commit",
+        "reason": "future-rev",
+        "detail": REV,
+    }
+    assert listed[-1].items() >= {**expected, "meaning": Rejection.FUTURE_REV.text, "whole": True}.items()
+    assert listed[0]["whole"] is False
+    assert session("rejected", "--json").stdout == result.stdout
+    assert len(session("rejected", "list", "--limit", "2").stdout.splitlines()) == 5
+    shown = session("rejected", "--reason", "future-rev").stdout
+    assert f"  wss://one.example  7  {DID}  commit\n" in shown
+    assert f"    future-rev: {Rejection.FUTURE_REV.text}\n    {REV}\n" in shown
+    assert session("rejected", "list", "--did", DID).stdout == shown
+
+
+def test_rejected_says_that_there_is_nothing(session: Session) -> None:
+    for arguments in ([], ["list", "--did", DID], ["--reason", "future-rev", "--json"]):
+        result = session("rejected", *arguments)
+        assert (result.returncode, result.stdout, result.stderr) == (0, "", "No such message is kept.\n")
+    assert session("rejected", "replay", "--reason", "future-rev").returncode == 0
+
+
+def test_rejected_names_the_reasons_that_there_are(session: Session) -> None:
+    assert ", ".join(Rejection) in complaint(session("rejected", "--reason", "future"))
+
+
+@pytest.mark.usefixtures("letters")
+def test_rejected_shows_a_message_by_field(session: Session) -> None:
+    result = session("rejected", "show", "1", "--json")
+    assert (result.returncode, result.stderr) == (0, "")
+    report = json.loads(result.stdout)
+    assert report.items() >= {"id": 1, "seq": 7, "detail": REV, "header": {"op": 1, "t": "#sync"}}.items()
+    assert report["payload"]["commit"] == {"$link": cid_text(CID)}
+    assert report["payload"]["blocks"] == f"60 bytes: {'00' * 32}…"
+    assert report["payload"]["rev"] == "x" * 300 + "…"
+    shown = session("rejected", "show", "1").stdout
+    assert f"future-rev: {Rejection.FUTURE_REV.text}" in shown
+    assert f'"$link": "{cid_text(CID)}"' in shown
+    assert '"text": "\\u001b[2J\\u202e"' in shown
+    assert session("rejected", "show", "3").stdout.count("0 bytes kept of more") == 1
+
+
+@pytest.mark.usefixtures("letters")
+def test_what_was_refused_cannot_steer_a_terminal(session: Session) -> None:
+    for arguments in (["list"], ["show", "2"], ["show", "1"]):
+        assert "".join(session("rejected", *arguments).stdout.split("\n")).isprintable()
+    assert "bytes that are not CBOR" in session("rejected", "show", "2").stdout
+
+
+@pytest.mark.usefixtures("letters")
+def test_rejected_gives_the_bytes(session: Session, tmp_path: Path) -> None:
+    result = session("rejected", "show", "2", "--frame", str(tmp_path / "frame"))
+    assert (result.returncode, result.stdout, (tmp_path / "frame").read_bytes()) == (0, "", b"\xff\x1b")
+    result = session("rejected", "show", "9", "--frame", str(tmp_path / "none"))
+    assert (result.returncode, complaint(result)) == (4, "9 is not known here")
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.usefixtures("letters")
+def test_replays_tell_of_each(session: Session) -> None:
+    result = session("rejected", "replay", "3", "2", "3")
+    sentence = Rejection.FRAME_MALFORMED.text
+    refused, untried = result.stdout.splitlines()
+    assert (result.returncode, result.stderr) == (1, "indexer: 2 of them stay\n")
+    assert refused.startswith(f"2  rejected  frame-malformed: {sentence}  ")
+    assert untried.startswith("3  untried  the frame is not kept whole")
+    result = session("rejected", "replay", "2", "9")
+    assert (result.returncode, result.stderr) == (4, "indexer: 1 of them are not known here\n")
+    assert result.stdout.splitlines()[1] == "9  unknown"
+    result = session("rejected", "replay", "--reason", "future-rev")
+    assert (result.returncode, result.stderr) == (1, "indexer: 1 of them stay\n")
+    assert result.stdout.endswith("(before: future-rev)\n")
+    assert json.loads(session("rejected", "show", "1", "--json").stdout)["reason"] == "field-invalid"
 
 
 @pytest.mark.slow
