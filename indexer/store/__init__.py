@@ -4,6 +4,7 @@ from indexer.store.errors import DatabaseError
 from indexer.store.export import ExportedRecord
 from indexer.store.letters import Letter, LetterGoneError
 from indexer.store.queries import Counts
+from indexer.store.records import Reading, StoredRecord
 from indexer.store.resync import ResyncTransaction
 from indexer.store.retention import Keep, ReaderState
 from indexer.store.store import RESERVED, Store
@@ -17,6 +18,8 @@ __all__ = [
     "Letter",
     "LetterGoneError",
     "ReaderState",
+    "Reading",
     "ResyncTransaction",
     "Store",
+    "StoredRecord",
 ]

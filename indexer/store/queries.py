@@ -15,6 +15,9 @@ from indexer.sync.repo import Repo, SyncStatus
 from indexer.sync.shard import bucket_of
 
 AT_ONCE = 1_000
+PAGES_EACH = 4  # of the table, to be read for each repo of a sample at first
+MOST_PAGES = 32_768  # a quarter of a gigabyte
+MORE = 8  # times as many, where too few of the rows were fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,15 @@ _PAGE = """
 """
 
 
+_PAGES = "select pg_relation_size('indexer.repo') / current_setting('block_size')::integer"
+
+# Whole pages are chosen, and only those are read; of neighbours on one of them, few.
+_SAMPLE = """
+    select did from indexer.repo tablesample system ($1)
+    where status = 'synchronized' and active order by random() limit $2
+"""
+
+
 async def counts(connection: Connection, since: float) -> Counts:
     statuses = dict.fromkeys(SyncStatus, 0)
     reasons: dict[str, int] = {}
@@ -127,6 +139,21 @@ async def record(connection: Connection, did: str, collection: str, rkey: str) -
     if row is None:
         return None
     return {**row, "value": None if row["value"] is None else json.loads(row["value"])}
+
+
+async def sample(connection: Connection, count: int) -> list[str]:
+    """At most `count` DIDs of active synchronized repos, at random.
+
+    Fewer in a table where hardly any are: no more of it is read than `MOST_PAGES`, or `PAGES_EACH` of those asked for.
+    """
+    pages = await connection.fetchval(_PAGES)
+    read = PAGES_EACH * count
+    while True:
+        share = 100.0 * min(1.0, read / max(pages, 1))
+        rows = await connection.fetch(_SAMPLE, share, count)
+        if len(rows) == count or read >= min(pages, MOST_PAGES):
+            return [did for (did,) in rows]
+        read = min(MORE * read, MOST_PAGES)
 
 
 async def visible_repos(connection: Connection) -> dict[str, tuple[str, str | None]]:

@@ -1,7 +1,7 @@
 """The queue of resyncs in the table `repo`, and the transaction that ends one."""
 
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Sequence
 from itertools import groupby
 from random import randrange
 
@@ -14,6 +14,7 @@ from indexer.reasons import Desync
 from indexer.store.apply import apply, create_records, write_records
 from indexer.store.errors import database_errors
 from indexer.store.feed import log_changes
+from indexer.store.records import in_chunks
 from indexer.store.rows import Connection, of_buckets, repo_columns, repo_of
 from indexer.sync.feed import record_changes
 from indexer.sync.plan import Batch, KeptEvent, RecordChange, RepoWrite
@@ -104,19 +105,6 @@ _LOCK = f"select {repo_columns('r')} from indexer.repo r where did = $1 and buck
 
 _KEPT = "select relay, seq, frame from indexer.kept_event where did = $1 and bucket = $2 order by id"
 
-# A jump from each collection to the next one, whatever the number of records between.
-_COLLECTIONS = """
-    with recursive c as (
-        (select collection from indexer.record where did = $1 and bucket = $2 order by collection limit 1)
-        union all
-        select (
-            select r.collection from indexer.record r
-            where r.did = $1 and r.bucket = $2 and r.collection > c.collection order by r.collection limit 1
-        ) from c where c.collection is not null
-    )
-    select collection from c where collection is not null order by collection
-"""
-
 # A CID whose value is missing is told apart by a byte behind it: it equals none in an export.
 _STORED = f"""
     select collection, rkey, case when value_problem = '{Problem.MISSING}' then cid || '\\x00' else cid end
@@ -170,22 +158,6 @@ async def _write(connection: Connection, writes: Sequence[RepoWrite]) -> int:
     return len(writes) - len(await apply(connection, Batch(tuple(writes))))
 
 
-def in_path_order(collections: Sequence[str]) -> list[tuple[str, str]]:
-    """Collections, sorted by name, as ranges from first to last.
-
-    Path order is bytewise over `collection/rkey`, and `-` and `.` sort before `/`: it is not the order of the pair
-    if one name continues another one. Records in the order of the pair, range after range, are in path order.
-    """
-    places = {collection: place for place, collection in enumerate(collections)}
-    ranges: list[tuple[str, str]] = []
-    for collection in sorted(collections, key=lambda collection: f"{collection}/"):
-        if ranges and places[collection] == places[ranges[-1][1]] + 1:
-            ranges[-1] = (ranges[-1][0], collection)
-        else:
-            ranges.append((collection, collection))
-    return ranges
-
-
 class ResyncTransaction:
     """What a resync does to its repo, in the order of these methods; `Store.resync` begins and ends it.
 
@@ -205,18 +177,12 @@ class ResyncTransaction:
         What is written meanwhile is not read: it lies before what was read, and a cursor shows what was there when it
         was opened.
         """
-        chunk: list[tuple[bytes, bytes]] = []
-        with database_errors():
-            collections = [row[0] for row in await self._connection.fetch(_COLLECTIONS, *self._key)]
-            for first, last in in_path_order(collections):
-                rows = self._connection.cursor(_STORED, *self._key, first, last, prefetch=CHUNK)
-                async for collection, rkey, cid in rows:
-                    chunk.append((f"{collection}/{rkey}".encode(), cid))
-                    if len(chunk) == CHUNK:
-                        yield chunk
-                        chunk = []
-        if chunk:
-            yield chunk
+
+        def rows(first: str, last: str) -> AsyncIterable[Row]:
+            return self._connection.cursor(_STORED, *self._key, first, last, prefetch=CHUNK)
+
+        async for chunk in in_chunks(self._connection, self._key, rows, CHUNK):
+            yield [(f"{collection}/{rkey}".encode(), cid) for collection, rkey, cid in chunk]
 
     async def holds(self) -> bool:
         """Whether the claim stands, at this moment."""

@@ -19,6 +19,7 @@ from indexer.store.errors import CONNECT_SECONDS, database_errors
 from indexer.store.export import ExportedRecord
 from indexer.store.letters import Letter
 from indexer.store.queries import Counts
+from indexer.store.records import Reading
 from indexer.store.resync import ResyncTransaction
 from indexer.store.retention import Keep, Log, Upkeep
 from indexer.store.rows import Connection, buckets_of, repo_columns, repo_of
@@ -60,8 +61,9 @@ class Store:
         self._resyncs = Semaphore(max(1, connections - RESERVED))
 
     @classmethod
-    async def open(cls, dsn: str, *, connections: int = 10) -> Self:
-        """With at most so many connections; resyncs share all but three of them."""
+    async def open(cls, dsn: str, *, connections: int = 10, readonly: bool = False) -> Self:
+        """With at most so many connections; resyncs share all but three of them. `readonly`, none of them can write."""
+        settings = _SETTINGS | ({"default_transaction_read_only": "on"} if readonly else {})
         with database_errors():
             pool = await asyncpg.create_pool(
                 dsn,
@@ -69,7 +71,7 @@ class Store:
                 max_size=connections,
                 timeout=CONNECT_SECONDS,
                 command_timeout=STATEMENT_SECONDS,
-                server_settings=_SETTINGS,
+                server_settings=settings,
             )
         return cls(pool, connections, dsn)
 
@@ -157,25 +159,34 @@ class Store:
     @asynccontextmanager
     async def resync(self, claimed: Repo) -> AsyncIterator[ResyncTransaction]:
         """Commits at the end of the block if it was finished, and rolls back otherwise."""
-        async with self._resyncs:
+        async with self._resyncs, self._lent() as connection:
+            transaction = connection.transaction()
             with database_errors():
-                connection = await self._acquire()
+                await transaction.start()
+            resyncing = ResyncTransaction(connection, claimed)
             try:
-                transaction = connection.transaction()
+                yield resyncing
+            except BaseException:
                 with database_errors():
-                    await transaction.start()
-                resyncing = ResyncTransaction(connection, claimed)
-                try:
-                    yield resyncing
-                except BaseException:
-                    with database_errors():
-                        await transaction.rollback()
-                    raise
-                with database_errors():
-                    await (transaction.commit() if resyncing.finished else transaction.rollback())
+                    await transaction.rollback()
+                raise
+            with database_errors():
+                await (transaction.commit() if resyncing.finished else transaction.rollback())
+
+    @asynccontextmanager
+    async def reading(self, did: str) -> AsyncIterator[Reading]:
+        """A repo, its row and its records, as of one moment: that of the first question."""
+        async with self._lent() as connection:
+            transaction = connection.transaction(isolation="repeatable_read", readonly=True)
+            with database_errors():
+                await transaction.start()
+                # Between two questions, its reader may have other things to do.
+                await connection.execute("set local idle_in_transaction_session_timeout = 0")
+            try:
+                yield Reading(connection, did)
             finally:
                 with database_errors():
-                    await self._pool.release(connection)
+                    await transaction.rollback()
 
     async def load(self, dids: Sequence[str]) -> Mapping[str, StoredIdentity]:
         async with self._connection() as connection:
@@ -243,6 +254,11 @@ class Store:
         """About how many records a collection has."""
         async with self._connection() as connection:
             return await export.estimate(connection, collection)
+
+    async def sample(self, count: int) -> list[str]:
+        """At most `count` DIDs of active synchronized repos, at random; see `queries.sample`."""
+        async with self._connection() as connection:
+            return await queries.sample(connection, count)
 
     async def visible_repos(self) -> dict[str, tuple[str, str | None]]:
         """Sync status and reason of each repo that the face calls visible."""
@@ -339,10 +355,18 @@ class Store:
     @asynccontextmanager
     async def _connection(self) -> AsyncIterator[Connection]:
         with database_errors():
-            connection = await self._acquire()
-            try:
+            async with self._lent() as connection:
                 yield connection
-            finally:
+
+    @asynccontextmanager
+    async def _lent(self) -> AsyncIterator[asyncpg.pool.PoolConnectionProxy]:
+        """For a block whose errors are not all the database's."""
+        with database_errors():
+            connection = await self._acquire()
+        try:
+            yield connection
+        finally:
+            with database_errors():
                 await self._pool.release(connection)
 
     async def _acquire(self) -> asyncpg.pool.PoolConnectionProxy:

@@ -194,6 +194,9 @@ def _items(sources: list[Tree]) -> Iterator[tuple[str, Node]]:
         [(kind, node)] = source.items()
         if kind == "JoinExpr":
             yield from _items([node[side] for side in SIDES])
+        if kind == "RangeTableSample":
+            yield from _items([node["relation"]])
+            continue
         if kind != "JoinExpr" or "alias" in node:
             yield node.get("alias", {}).get("aliasname", node.get("relname", "")), node
 

@@ -289,6 +289,12 @@ def recursion_is_of_one_bucket(statement: Statement, schema: Schema) -> bool:
     return not recursive or all(is_one(group) for _, group in spread_items(statement, schema))
 
 
+def samples_are_of_one_bucket(statement: Statement, schema: Schema) -> bool:
+    """Planner: TABLESAMPLE works within one shard."""
+    sampled = any(nodes(statement.trees, "RangeTableSample"))
+    return not sampled or all(is_one(group) for _, group in spread_items(statement, schema))
+
+
 UPSERT = "insert into indexer.repo (did, bucket) values ($1, $2) on conflict (did, bucket) do update set"
 ONE = "select from indexer.repo r where r.bucket = w.bucket limit 1"
 ARRAYS = "unnest($1::text[], $2::smallint[]) w(start, bucket)"
@@ -329,6 +335,7 @@ RULES: dict[Callable[[Statement, Schema], bool], tuple[str, ...]] = {
         "select from indexer.repo where bucket >= $1",
         "select from indexer.repo where bucket = (select 1)",
         "select from atproto.repos where did = $1",
+        "select from indexer.repo r tablesample system ($1)",
         "select from indexer.repo where bucket = $1 union select from indexer.repo",
         "delete from indexer.record r using unnest($1, $2) w(did, bucket) where r.did = w.did and r.bucket = w.bucket",
         "select from indexer.repo r join unnest($1) w(bucket) on r.bucket = w.bucket and w.bucket = any($1)",
@@ -393,6 +400,10 @@ RULES: dict[Callable[[Statement, Schema], bool], tuple[str, ...]] = {
     recursion_is_of_one_bucket: (
         "with recursive c as (select from indexer.repo where bucket = any($1) union select from c) select from c",
     ),
+    samples_are_of_one_bucket: (
+        "select from indexer.repo tablesample system (1) where bucket = any($1)",
+        "select from indexer.repo r tablesample bernoulli ($1)",
+    ),
 }
 GOOD = (
     each(
@@ -420,6 +431,7 @@ EXCEPTIONS = {
         "queries._COUNT_REPOS": SHARDS,
         "queries._PAGE": SHARDS,
         "queries._RECORD": FACE,
+        "queries._SAMPLE": "see samples",
         "queries.visible_records": FACE,
         "queries.visible_repos": SHARDS,
         "resync.DUE": f"{SHARDS}; with the array in the look-up, too, the planner sorts all that is due",
@@ -427,6 +439,10 @@ EXCEPTIONS = {
     sizes_are_not_asked: {
         "export._ESTIMATE": "citus_shards has the sizes; now it says what the planner makes up",
         "queries._COUNT_RECORDS": "citus_shards has the sizes; now it says none",
+        "queries._PAGES": "citus_relation_size has them; now it says none",
+    },
+    samples_are_of_one_bucket: {
+        "queries._SAMPLE": "an audit's alone, for whom it may choose buckets first, and sample within each",
     },
 }
 

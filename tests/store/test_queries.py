@@ -1,4 +1,6 @@
+import json
 from dataclasses import replace
+from typing import Any
 
 import asyncpg
 import pytest
@@ -162,3 +164,66 @@ async def test_identities_come_back_and_the_later_reading_stays(store: Store) ->
 async def test_a_document_of_nuls_is_stored(store: Store) -> None:
     await store.save([identity(1, "nul\0.test", pds="https://\ud800")])
     assert (await store.load([did(1)]))[did(1)].handle == "nul\ufffd.test"
+
+
+async def pages_of(sql: asyncpg.Connection, dids: list[str]) -> set[int]:
+    """Which of the table's pages these repos are on."""
+    rows = await sql.fetch("select ctid::text as place from indexer.repo where did = any($1::text[])", dids)
+    return {int(row["place"].strip("()").partition(",")[0]) for row in rows}
+
+
+async def test_a_sample_is_from_all_over_the_table_and_reads_little_of_it(
+    store: Store, sql: asyncpg.Connection
+) -> None:
+    await insert(store, *[synchronized(number) for number in range(20_000)])
+    pages = await sql.fetchval("select pg_relation_size('indexer.repo') / 8192")
+    samples = [await store.sample(40) for _ in range(4)]
+    assert [len(set(sample)) for sample in samples] == [40] * 4
+    assert len(set().union(*samples)) > 140, "each is another one"
+    for sample in samples:
+        places = sorted(await pages_of(sql, sample))
+        assert len(places) > 20, "few are neighbours"
+        assert places[0] < pages / 3 < pages * 2 / 3 < places[-1]
+    assert pages > 4 * queries_module.PAGES_EACH * 40, "so this shows that little was read"
+    plan = await sql.fetchval(f"explain (analyze, format json) {queries_module._SAMPLE}", 100 * 160 / pages, 40)
+    [read] = [node for node in nodes_of(plan) if node["Node Type"] == "Sample Scan"]
+    assert read["Actual Rows"] < 20_000 / 4
+
+
+def nodes_of(plan: str) -> list[dict[str, Any]]:
+    """All nodes of a plan."""
+    [top] = json.loads(plan)
+    found = [top["Plan"]]
+    for node in found:
+        found += node.get("Plans", ())
+    return found
+
+
+async def test_a_sample_is_of_active_synchronized_repos_however_few(store: Store) -> None:
+    fit = [synchronized(number) for number in range(5)]
+    others = [Repo(did(f"new {number}"), version=1) for number in range(3_000)]
+    away = [synchronized("deactivated", active=False), synchronized("broken", status=SyncStatus.DESYNCHRONIZED)]
+    assert await store.sample(3) == []
+    await insert(store, *others, *fit, *away)
+    assert set(await store.sample(100)) == {repo.did for repo in fit}
+    assert set(await store.sample(3)) < {repo.did for repo in fit}
+
+
+async def test_a_sample_of_a_table_with_hardly_any_reads_no_more_than_its_share(
+    store: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queries_module, "MOST_PAGES", 16)
+    await insert(store, *[Repo(did(number), version=1) for number in range(20_000)])
+    await insert(store, synchronized("last"))
+    shares = []
+    fetch = asyncpg.Connection.fetch
+
+    async def heard(self: asyncpg.Connection, query: str, *values: Any) -> Any:
+        if query == queries_module._SAMPLE:
+            shares.append(values[0])
+        return await fetch(self, query, *values)
+
+    monkeypatch.setattr(asyncpg.Connection, "fetch", heard)
+    pages = await sql.fetchval("select pg_relation_size('indexer.repo') / 8192")
+    await store.sample(1)
+    assert shares == [pytest.approx(100 * read / pages) for read in (4, 16)]

@@ -7,15 +7,13 @@ from time import time
 
 import asyncpg
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from indexer.atproto.record import Problem
 from indexer.errors import BrokenInvariantError
 from indexer.reasons import Desync
 from indexer.store import Store
 from indexer.store import resync as resync_module
-from indexer.store.resync import DUE, in_path_order
+from indexer.store.resync import DUE
 from indexer.sync.diff import Diff, Difference
 from indexer.sync.plan import Batch, KeptEvent, RecordChange, RepoWrite
 from indexer.sync.repo import PARKED, Repo, SyncStatus
@@ -219,18 +217,6 @@ async def test_stored_paths_come_in_the_order_of_the_tree(store: Store, monkeypa
     assert max(map(len, chunks)) == 2
     assert min(map(len, chunks)) > 0
     assert [path for chunk in chunks for path, _ in chunk] == sorted(path.encode() for path in paths)
-
-
-NAMES = st.lists(st.text("ab.-", min_size=1, max_size=4), unique=True, max_size=12)
-
-
-@given(NAMES)
-def test_ranges_of_collections_are_in_path_order(names: list[str]) -> None:
-    names = sorted(names)
-    ranges = in_path_order(names)
-    read = [name for first, last in ranges for name in names if first <= name <= last]
-    assert read == sorted(names, key=lambda name: f"{name}/")
-    assert len(ranges) <= 1 or read != names
 
 
 async def test_reading_many_collections_leaves_no_cursor_open(store: Store) -> None:
