@@ -1,6 +1,8 @@
 """The command line: results to stdout, log lines to stderr, exit codes that scripts can hold on to.
 
-0 done · 1 failed · 2 a bad argument or setting · 3 not ready · 4 unknown here
+0 done · 1 failed · 2 a bad argument or setting · 3 not ready · 4 unknown here · 5 differences
+
+Of several that hold for an audit, the first of 5, 1, 4.
 """
 
 import asyncio
@@ -9,7 +11,7 @@ import os
 import sys
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext
 from datetime import datetime
 from functools import wraps
 from itertools import islice
@@ -42,19 +44,21 @@ from indexer.atproto.syntax import AtUri, is_did
 from indexer.config import Settings, load_settings
 from indexer.errors import SettingsError, UnavailableError, UpstreamError
 from indexer.log import configure_logging, printable
-from indexer.progress import Accounts
+from indexer.progress import Accounts, counted
 from indexer.reasons import Desync, FetchFailure, Rejection
 from indexer.status import Sample, Status, facts_table, status_of, status_picture
 from indexer.store import Store
 from indexer.sync.shard import Shard
 
 if TYPE_CHECKING:
+    from indexer.audit import Tally, Verdict
     from indexer.inspection import Export
 
-FAILED, BAD_ARGUMENT, NOT_READY, UNKNOWN, INTERRUPTED = 1, 2, 3, 4, 130
+FAILED, BAD_ARGUMENT, NOT_READY, UNKNOWN, DIFFERENT, INTERRUPTED = 1, 2, 3, 4, 5, 130
 SAMPLE_SECONDS = 1.0
 SMOOTH_SECONDS = 60.0
 ADD_AT_ONCE = 10_000
+SAMPLE = 100
 
 P = ParamSpec("P")
 Command = Callable[Concatenate[Settings, P], Coroutine[Any, Any, int]]
@@ -315,13 +319,13 @@ async def discover_command(
     Each is fetched by the daemon and followed from then on. A discovery that was interrupted goes on where it was
     left. Few hosts but relays list the accounts of a collection.
     """
-    from indexer.run import origin_of, requests_of  # noqa: PLC0415
+    from indexer.clients import origin_of, requests_of  # noqa: PLC0415
     from indexer.service.discovery import Discovery  # noqa: PLC0415
 
     if relay and pds:
         raise click.UsageError("Name a --relay or a --pds, not both.")
     source = relay or pds or origin_of(settings.relays[0])
-    async with _store(settings) as store, requests_of(settings, lambda _result: None) as outbound:
+    async with _store(settings) as store, requests_of(settings) as outbound:
         discovery = Discovery(store, outbound)
         for collection in collections or ("",):
             listing = await discovery.begin(source, collection)
@@ -343,10 +347,11 @@ async def sweep_command(settings: Settings) -> int:
     A repo that seems behind is looked at again half a minute later, since the stream may be about to bring what it
     lacks. The daemon does the same every INDEXER_SWEEP_INTERVAL, and when the relay has lost something.
     """
+    from indexer.clients import requests_of  # noqa: PLC0415
     from indexer.metrics import Metrics  # noqa: PLC0415
-    from indexer.run import requests_of, sweep_of  # noqa: PLC0415
+    from indexer.run import sweep_of  # noqa: PLC0415
 
-    async with _store(settings) as store, requests_of(settings, lambda _result: None) as outbound:
+    async with _store(settings) as store, requests_of(settings) as outbound:
         known = sum((await store.counts()).statuses.values())
         with Accounts(_progress(), "accounts that the relay lists", known) as progress:
             listing = await sweep_of(settings, store, outbound, Metrics()).sweep(progress.heard)
@@ -468,6 +473,47 @@ async def replay_rejected_command(settings: Settings, *, numbers: tuple[int, ...
     return _complain(f"{stay} of them stay", FAILED) if stay else 0
 
 
+@_command("audit")
+@click.argument("dids", nargs=-1, metavar="[DID…]", type=DID)
+@click.option(
+    "--sample",
+    type=click.IntRange(1, 1_000_000),
+    metavar="N",
+    help=f"So many synchronized repos at random. Default, if no DID is named: {SAMPLE}.",
+)
+async def audit_command(settings: Settings, *, dids: tuple[str, ...], sample: int | None) -> int:
+    """Fetch repos again and compare every record with the database, changing nothing.
+
+    Each is fetched from its own host, proven whole, and compared as of one moment: head, records, their CIDs and
+    values. If the host is ahead of us, the daemon gets some seconds to come up to it; it need not run.
+
+    A line for each difference (of one repo, the first hundred) and for each repo that could not be compared, then a
+    summary. Exit code 5 if there are differences; else 1 if a repo that is known could not be compared; else 4 if a DID
+    is not known here.
+    """
+    from indexer.audit import Tally, at_once, auditing  # noqa: PLC0415
+
+    if dids and sample is not None:
+        raise click.UsageError("Name DIDs, or give a --sample.")
+    tally = Tally()
+    async with (
+        _store(settings, connections=at_once(settings), readonly=True) as store,
+        auditing(settings, store) as audit,
+    ):
+        repos = list(dict.fromkeys(dids)) or await store.sample(sample or SAMPLE)
+        with counted("repos", _progress()) as progress:
+            task = progress.add_task("repos", total=len(repos))
+            async with aclosing(audit.verdicts(repos)) as verdicts:
+                async for verdict in verdicts:
+                    tally.add(verdict)
+                    if lines := _verdict_lines(verdict):
+                        progress.stop()  # it may be on the same terminal
+                        click.echo("\n".join(lines))
+                        progress.start()
+                    progress.advance(task)
+    return _conclude_audit(tally)
+
+
 @_command("inspect")
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE.car")
 @click.option(
@@ -500,13 +546,13 @@ def _database(settings: Settings) -> AbstractAsyncContextManager[str]:
 
 
 @asynccontextmanager
-async def _store(settings: Settings) -> AsyncIterator[Store]:
+async def _store(settings: Settings, *, connections: int = 1, readonly: bool = False) -> AsyncIterator[Store]:
     from indexer.store.migrate import schema_is_current  # noqa: PLC0415
 
     async with _database(settings) as dsn:
         if not await schema_is_current(dsn):
             raise SchemaError("the database's schema is not this program's: run `indexer migrate`")
-        store = await Store.open(dsn, connections=1)
+        store = await Store.open(dsn, connections=connections, readonly=readonly)
         try:
             yield store
         finally:
@@ -560,6 +606,28 @@ def _readable(value: Any) -> str:
     """JSON for people: other scripts as they are, whatever could steer a terminal escaped."""
     text = json.dumps(value, indent=2, ensure_ascii=False)
     return "".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text)
+
+
+def _verdict_lines(verdict: "Verdict") -> list[str]:
+    lines = [f"{printable(place)} {printable(what)}" for place, what in verdict.shown]
+    if more := verdict.differences - len(verdict.shown):
+        lines.append(f"{printable(verdict.did)} {more:,} more differences")
+    if verdict.hindrance is not None:
+        lines.append(f"{printable(verdict.did)} not compared: {printable(verdict.hindrance)}")
+    return lines
+
+
+def _conclude_audit(tally: "Tally") -> int:
+    click.echo(f"repos: {tally.repos:,} compared, {tally.equal:,} equal")
+    click.echo(f"records: {tally.records:,} compared, {tally.differences:,} differences")
+    if tally.hindered:
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(tally.hindrances.items()))
+        click.echo(f"not compared: {tally.hindered:,} ({reasons})")
+    if tally.differences:
+        return DIFFERENT
+    if tally.hindered > tally.unknown:
+        return FAILED
+    return UNKNOWN if tally.unknown else 0
 
 
 def _list_export(export: "Export") -> int:

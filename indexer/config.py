@@ -29,6 +29,7 @@ from indexer import __version__
 from indexer.atproto.limits import DEFAULT_LIMITS, Limits
 from indexer.atproto.syntax import CollectionFilter
 from indexer.errors import SettingsError
+from indexer.sync.planning import Policy
 from indexer.sync.shard import BUCKETS, Shard
 
 PREFIX = "INDEXER_"
@@ -372,6 +373,17 @@ class Settings(BaseSettings):
     @property
     def limits(self) -> Limits:
         return Limits(**{limit.name: int(getattr(self, limit.name)) for limit in fields(Limits)})
+
+    @property
+    def policy(self) -> Policy:
+        return Policy(
+            collections=self.collections,
+            limits=self.limits,
+            store_values=self.store_values,
+            lenient=self.inversion == "lenient",
+            track_all=self.track == "all",
+            deletion_grace=self.deletion_grace,
+        )
 
 
 def load_settings(file: Path | None = None) -> Settings:

@@ -9,9 +9,9 @@ from typing import IO, Literal, Protocol
 
 import orjson
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from indexer.errors import SettingsError
+from indexer.progress import counted
 from indexer.store import ExportedRecord, Store
 
 Format = Literal["jsonl", "parquet"]
@@ -42,10 +42,8 @@ async def export(store: Store, collection: str, form: Format, output: Path | Non
 
 
 async def _fill(sheet: Sheet, pages: AsyncGenerator[list[ExportedRecord]], estimate: int) -> int:
-    console = Console(stderr=True)
-    columns = (TextColumn("records"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     count = 0
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+    with counted("records", Console(stderr=True)) as progress:
         task = progress.add_task("records", total=estimate)
         async with aclosing(pages):
             async for page in pages:

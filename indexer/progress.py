@@ -9,6 +9,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from indexer.sync.listing import Listing
 
 
+def counted(what: str, console: Console) -> Progress:
+    """How many of how many, with the time left; gone in the end, and no other output goes through it."""
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console, disable=not console.is_terminal, transient=True, redirect_stdout=False)
+
+
 class Accounts:
     """A list of accounts being read, of about `total`, if anybody can say."""
 

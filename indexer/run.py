@@ -10,7 +10,7 @@ import gc
 import math
 import resource
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from time import monotonic, time
 from typing import Any
@@ -18,12 +18,13 @@ from typing import Any
 import structlog
 
 from indexer import __version__
+from indexer.clients import origin_of, pds_client_of, requests_of, resolver_of
 from indexer.config import Settings
 from indexer.errors import SettingsError, UnavailableError
 from indexer.health import serve_health
-from indexer.identity import Freshness, Handles, Identities, Resolver
+from indexer.identity import Freshness, Handles, Identities
 from indexer.metrics import Metrics
-from indexer.outbound import Outbound, Rates, host_of
+from indexer.outbound import Outbound
 from indexer.pds import PdsClient
 from indexer.relay.subscription import Subscription
 from indexer.service.erasure import Erasure
@@ -44,7 +45,6 @@ from indexer.status import READY_LAG_SECONDS
 from indexer.store import RESERVED, Keep, Store
 from indexer.store.embedded import database
 from indexer.store.migrate import migrate, schema_is_current
-from indexer.sync.planning import Policy
 
 DRAIN_SECONDS = 20.0
 STALL_SECONDS = 120.0
@@ -92,33 +92,11 @@ async def daemon(settings: Settings, dsn: str) -> AsyncIterator["Daemon"]:
         stack.push_async_callback(store.close)
         outbound = await stack.enter_async_context(requests_of(settings, metrics.outbound_request))
         outbound.hosts.load(await store.load_hosts())
-        resolver = _resolver(settings, outbound)
+        resolver = resolver_of(settings, outbound)
         identities = Identities(resolver, store, metrics, clock=time, refresh_rate=settings.plc_rate / 2)
         stack.push_async_callback(identities.close)
-        pds = PdsClient(
-            outbound,
-            settings.limits,
-            settings.data_dir / "spool",
-            export_seconds=settings.export_time,
-            export_rate=settings.export_rate,
-        )
+        pds = pds_client_of(settings, outbound)
         yield Daemon(settings, store, identities, _handles(settings, outbound, metrics), pds, outbound, metrics)
-
-
-@asynccontextmanager
-async def requests_of(settings: Settings, on_request: Callable[[str], None]) -> AsyncIterator[Outbound]:
-    """The door for outbound requests; `on_request` hears what came of each."""
-    outbound = Outbound(
-        user_agent=settings.user_agent,
-        allow_private_hosts=settings.allow_private_hosts,
-        rates=_rates(settings),
-        on_request=on_request,
-        dns_servers=settings.dns_servers,
-    )
-    try:
-        yield outbound
-    finally:
-        await outbound.close()
 
 
 @asynccontextmanager
@@ -131,11 +109,11 @@ async def replay(settings: Settings, store: Store) -> AsyncIterator[Replay]:
         metrics = Metrics()
         outbound = await stack.enter_async_context(requests_of(settings, metrics.outbound_request))
         outbound.hosts.load(await store.load_hosts())
-        resolver, freshness = _resolver(settings, outbound), Freshness(missing=0.0)
+        resolver, freshness = resolver_of(settings, outbound), Freshness(missing=0.0)
         identities = Identities(resolver, store, metrics, clock=time, refresh_rate=math.inf, freshness=freshness)
         stack.push_async_callback(identities.close)
         of_pds = settings.upstream == "pds"
-        yield Replay(store, identities, _policy(settings), of_pds=of_pds, patience=KEY_PATIENCE_SECONDS)
+        yield Replay(store, identities, settings.policy, of_pds=of_pds, patience=KEY_PATIENCE_SECONDS)
         await store.save_hosts(outbound.hosts.unsaved())
 
 
@@ -156,7 +134,7 @@ class Daemon:
         self.store = store
         self.hosts = outbound.hosts
         self._settings = settings
-        policy = _policy(settings)
+        policy = settings.policy
         self.identities = identities
         self.handles = HandleChecks(store, handles, settings.shard, rate=settings.handle_rate) if handles else None
         self.inbox = Inbox(INBOX_BYTES)
@@ -363,38 +341,6 @@ def _url(settings: Settings) -> str | None:
     return settings.database_url.get_secret_value() if settings.database_url else None
 
 
-def _policy(settings: Settings) -> Policy:
-    return Policy(
-        collections=settings.collections,
-        limits=settings.limits,
-        store_values=settings.store_values,
-        lenient=settings.inversion == "lenient",
-        track_all=settings.track == "all",
-        deletion_grace=settings.deletion_grace,
-    )
-
-
-def _resolver(settings: Settings, outbound: Outbound) -> Resolver:
-    return Resolver(
-        outbound,
-        settings.plc_url,
-        plc_rate=settings.plc_rate,
-        allow_private_hosts=settings.allow_private_hosts,
-        clock=time,
-    )
-
-
-def _rates(settings: Settings) -> Rates:
-    return Rates(
-        host=settings.host_rate,
-        host_concurrency=settings.host_concurrency,
-        total=settings.outbound_rate,
-        concurrency=settings.outbound_concurrency,
-        own={host_of(origin_of(relay)): settings.host_rate for relay in settings.relays}
-        | {host_of(url): settings.plc_rate for url in settings.plc_url},
-    )
-
-
 def _handles(settings: Settings, outbound: Outbound, metrics: Metrics) -> Handles | None:
     if not settings.handle_rate:
         return None
@@ -414,11 +360,6 @@ def sweep_of(settings: Settings, store: Store, outbound: Outbound, metrics: Metr
     """Of the first relay's list."""
     drift = settings.limits.clock_drift_seconds
     return Sweep(store, outbound, metrics, origin_of(settings.relays[0]), interval=settings.sweep_interval, drift=drift)
-
-
-def origin_of(relay: str) -> str:
-    """Where a relay answers questions, by its stream's URL."""
-    return relay.replace("ws", "http", 1)
 
 
 @contextmanager

@@ -16,7 +16,6 @@ from time import time
 import structlog
 
 from indexer.atproto.record import Problem
-from indexer.atproto.syntax import tid_micros
 from indexer.errors import UnavailableError, UpstreamError
 from indexer.identity import Identities, Known
 from indexer.metrics import Metrics
@@ -25,7 +24,7 @@ from indexer.reasons import Desync, FetchFailure, Rejection
 from indexer.store import DatabaseError, ResyncTransaction, Store
 from indexer.sync.diff import Diff, Difference, without_value
 from indexer.sync.plan import RecordChange
-from indexer.sync.planning import DOUBTS, Ground, Policy, Signer, record_change
+from indexer.sync.planning import DOUBTS, Ground, Policy, Signer, is_future, record_change
 from indexer.sync.repo import Repo, SyncStatus
 from indexer.sync.resync import plan_completion
 from indexer.sync.verify import Snapshot, VerifiedChange, verify_snapshot
@@ -115,8 +114,8 @@ class Resync:
     def _judge(self, claimed: Repo, snapshot: Snapshot, *, last: bool) -> None:
         """Refuses a proven export for its revision. Of two states with one revision, the last source has the say."""
         rev = snapshot.head.rev
-        if tid_micros(rev) > (time() + self._policy.limits.clock_drift_seconds) * 1_000_000:
-            raise UpstreamError(Rejection.FUTURE_REV, rev)  # every commit to come would seem old
+        if is_future(rev, time(), self._policy.limits):
+            raise UpstreamError(Rejection.FUTURE_REV, rev)
         if not last:
             _refuse_stale(snapshot, claimed.seen_rev)
             _refuse_stale(snapshot, claimed.heard_rev)

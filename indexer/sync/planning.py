@@ -105,7 +105,7 @@ def _hosted_elsewhere(repo: Repo, signer: Signer | None, ground: Ground) -> Plan
 def _plan_signed(
     repo: Repo, event: CommitEvent | SyncEvent, size: int, signer: Signer | None, ground: Ground
 ) -> Plan | NeedsKey:
-    if tid_micros(event.rev) > (ground.now + ground.policy.limits.clock_drift_seconds) * 1_000_000:
+    if is_future(event.rev, ground.now, ground.policy.limits):
         return _settle(repo, Finding.AT_FAULT, size, ground, why=Rejection.FUTURE_REV, detail=event.rev)
     if _replayed(repo, event):
         return _settle(repo, Finding.NOT_NEWER, size, ground)
@@ -134,6 +134,11 @@ def _plan_proven(
         if error.reason is Rejection.SIGNATURE_INVALID and signer.stale:
             return _plan_unchecked(repo, event, size, ground)
         return _settle(repo, Finding.AT_FAULT, size, ground, why=error.reason, detail=error.detail)
+
+
+def is_future(rev: str, now: float, limits: Limits) -> bool:
+    """Whether a revision lies so far ahead of `now` (Unix seconds) that every commit to come would seem old."""
+    return tid_micros(rev) > (now + limits.clock_drift_seconds) * 1_000_000
 
 
 def _replayed(repo: Repo, event: CommitEvent | SyncEvent) -> bool:
@@ -322,17 +327,24 @@ def _fillable(repo: Repo, rev: str) -> bool:
     return repo.seen_rev is None or repo.seen_rev <= rev
 
 
-def record_change(change: VerifiedChange, rev: str, policy: Policy) -> RecordChange | None:
-    """A verified change as it is written; None for a path outside the chosen collections or the syntax.
+def chosen(path: bytes, policy: Policy) -> tuple[str, str] | None:
+    """Collection and record key; None for a path outside the chosen collections or the syntax.
 
     A path of bad syntax in a signed tree still takes part in every proof; it only names no record (spec §3.2).
     """
     try:
-        collection, rkey = split_path(change.path.decode())
+        collection, rkey = split_path(path.decode())
     except (UpstreamError, UnicodeDecodeError):
         return None
-    if not policy.collections.matches(collection):
+    return (collection, rkey) if policy.collections.matches(collection) else None
+
+
+def record_change(change: VerifiedChange, rev: str, policy: Policy) -> RecordChange | None:
+    """A verified change as it is written; None for a path that is not `chosen`."""
+    names = chosen(change.path, policy)
+    if names is None:
         return None
+    collection, rkey = names
     if change.new is None:
         return RecordChange("delete", collection, rkey, rev)
     action: Action = "create" if change.old is None else "update"
