@@ -10,9 +10,9 @@ from indexer.sync.listing import Listing
 
 
 def counted(what: str, console: Console) -> Progress:
-    """How many of how many, with the time left; gone in the end, and no other output goes through it."""
+    """How many of how many, with the time left; gone in the end, and to be stopped while there is other output."""
     columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=console, disable=not console.is_terminal, transient=True, redirect_stdout=False)
+    return Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
 
 
 class Accounts:

@@ -8,8 +8,9 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -104,9 +105,9 @@ class World:
         dids = [account if isinstance(account, str) else account.did for account in accounts]
         async with (
             auditing(self.settings(**changes), self.store, pace) as audit,
-            aclosing(audit.verdicts(dids)) as all_,
+            aclosing(audit.verdicts(dids)) as verdicts,
         ):
-            return {verdict.did: verdict async for verdict in all_}
+            return {verdict.did: verdict async for verdict in verdicts}
 
     async def lines(self, account: Account, **changes: Any) -> list[str]:
         """What differs in the one repo, which could be compared."""
@@ -439,9 +440,11 @@ async def test_what_cannot_be_compared_says_why_and_holds_nobody_else_up(databas
         for what, account in accounts.items():
             changing = UNCOMPARED[what][0](world, account)
             assert not asyncio.iscoroutine(changing) or await changing != [], what
-        before = await world.contents()
+        before, unfit = await world.contents(), [accounts[what] for what in ("taken down", "not synchronized")]
+        exports = [account.pds.requests[GET_REPO] for account in unfit]
         verdicts = await world.audit(*accounts.values(), bob)
         assert await world.contents() == before
+        assert [account.pds.requests[GET_REPO] for account in unfit] == exports, "nobody is asked in vain"
     for what, account in accounts.items():
         verdict = verdicts[account.did]
         assert (verdict.hindrance or "").startswith(UNCOMPARED[what][1]), (what, verdict.hindrance)
@@ -609,6 +612,7 @@ async def test_without_the_database_it_ends(world: World, monkeypatch: pytest.Mo
     with pytest.raises(DatabaseError, match="away"):
         await world.audit(*accounts)
     assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("audit of")]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("audit")]
 
 
 @pytest.mark.slow
@@ -634,7 +638,9 @@ async def test_an_interrupt_ends_it_quietly(world: World) -> None:
 
 
 @pytest.mark.slow
-async def test_progress_is_for_terminals_and_never_among_the_results(world: World) -> None:
+@pytest.mark.parametrize("together", [False, True])
+async def test_progress_is_for_terminals_and_never_among_the_results(world: World, together: bool) -> None:
+    """On one terminal with them, it makes room for each."""
     ada = world.account("ada")
     await world.fill()
     await world.delete(ada, "002")
@@ -643,18 +649,31 @@ async def test_progress_is_for_terminals_and_never_among_the_results(world: Worl
         sys.executable,
         *("-m", "indexer", "audit", ada.did),
         cwd=ROOT,
-        env=os.environ | world.environment() | {"TERM": "xterm", "COLUMNS": "80"},
-        stdout=subprocess.PIPE,
+        env=os.environ | world.environment() | {"TERM": "xterm", "COLUMNS": "100"},
+        stdout=its_end if together else subprocess.PIPE,
         stderr=its_end,
     )
     os.close(its_end)
-    written, _ = await asyncio.wait_for(process.communicate(), 30)
-    shown = os.read(terminal, 1 << 16).decode()
-    os.close(terminal)
-    assert written.decode().splitlines()[0] == f"at://{ada.did}/{POST}/002 missing here"
+    (results, _), shown = await asyncio.gather(process.communicate(), asyncio.to_thread(heard, terminal))
+    line = f"at://{ada.did}/{POST}/002 missing here"
+    if together:
+        before, _, _ = shown.partition(line)
+        assert before.endswith("\x1b[2K"), "the terminal's line was cleared"
+    else:
+        assert results.decode().startswith(line)
+        assert line not in shown
     assert "0/1" in shown
     assert "-:--:--" in shown
-    assert ada.did not in shown
+
+
+def heard(terminal: int) -> str:
+    """All that comes until nobody has the other end."""
+    found = bytearray()
+    with suppress(OSError):
+        while chunk := os.read(terminal, 1 << 16):
+            found += chunk
+    os.close(terminal)
+    return found.decode()
 
 
 # What follows holds the comparison against dictionaries, in random worlds.
