@@ -19,7 +19,7 @@ realnet:
 	else tests/realnet/setup.sh || echo "setup.sh failed: the tests of the live network will skip"; fi
 
 check: lint
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow" --hypothesis-profile quick
 
 # docs/performance.md says what they measure; each has options, see `python -m benchmarks.live --help`.
 bench-live bench-resync: bench-%: venv

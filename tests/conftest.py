@@ -5,6 +5,7 @@ import os
 import secrets
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator
+from concurrent.futures import Future
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,15 +13,20 @@ from urllib.parse import urlsplit, urlunsplit
 
 import asyncpg
 import pytest
+from hypothesis import settings
 
 from indexer.store import Store, embedded
 
 T = TypeVar("T")
+settings.register_profile("quick", max_examples=20)  # for `make check`
+
 QUICK = {"fsync": "off", "shared_buffers": "64MB", "synchronous_commit": "off", "max_connections": "200"}
 
 
 class Server:
-    """A Postgres and a thread with a loop, so that synchronous fixtures can talk to it."""
+    """A Postgres and a thread with a loop, so that synchronous fixtures can talk to it. While a test runs, the database
+    of the next one is made, and that of the one before dropped.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._loop = asyncio.new_event_loop()
@@ -31,25 +37,42 @@ class Server:
         self._name = f"test_{secrets.token_hex(4)}"  # the server may be one that others test on, too
         self._numbers = count()
         self._template: str | None = None
+        self._next: Future[str] | None = None
+        self._drops: list[Future[None]] = []
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout=120)
+        return self._begin(coroutine).result(timeout=120)
+
+    def _begin(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def close(self) -> None:
+        if self._next is not None:
+            self.drop(self._next.result(timeout=120))
         if self._template is not None:
             self.drop(self._named(self._template))
+        for drop in self._drops:
+            drop.result(timeout=120)
         self.run(self._context.__aexit__(None, None, None))
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
     def create(self, *, migrated: bool) -> str:
-        name = f"{self._name}_{next(self._numbers)}"
-        self.run(self._execute(f"create database {name} template {self.template() if migrated else 'template0'}"))
-        return self._named(name)
+        if not migrated:
+            return self.run(self._create("template0"))
+        made = self._next or self._begin(self._create(self.template()))
+        dsn = made.result(timeout=120)
+        self._next = self._begin(self._create(self.template()))
+        return dsn
 
     def drop(self, dsn: str) -> None:
-        self.run(self._execute(f"drop database {urlsplit(dsn).path[1:]} with (force)"))
+        self._drops.append(self._begin(self._execute(f"drop database {urlsplit(dsn).path[1:]} with (force)")))
+
+    async def _create(self, template: str) -> str:
+        name = f"{self._name}_{next(self._numbers)}"
+        await self._execute(f"create database {name} template {template}")
+        return self._named(name)
 
     def template(self) -> str:
         if self._template is None:

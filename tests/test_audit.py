@@ -241,6 +241,7 @@ TAMPERING: dict[str, tuple[str, str, list[str]]] = {
 }
 
 
+@pytest.mark.slow
 async def test_each_thing_changed_behind_the_daemons_back_is_told(
     world: World, ada: Account, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -316,6 +317,7 @@ async def test_a_sample_by_default(world: World, ada: Account) -> None:
     assert result.returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -579,7 +581,7 @@ async def test_commits_of_the_daemon_meanwhile_are_not_seen(world: World, monkey
 async def test_so_many_at_once_and_no_more(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     accounts = [world.account(f"account{number}") for number in range(7)]
     await world.fill()
-    running = most = 0
+    running, most, at_once = 0, 0, 3
     fetch = PdsClient.fetch_repo
 
     @asynccontextmanager
@@ -588,15 +590,16 @@ async def test_so_many_at_once_and_no_more(world: World, monkeypatch: pytest.Mon
         running += 1
         most = max(most, running)
         try:
+            await until(lambda: most == at_once)
             async with fetch(self, did, host) as spool:
                 yield spool
         finally:
             running -= 1
 
     monkeypatch.setattr(PdsClient, "fetch_repo", counted)
-    verdicts = await world.audit(*accounts, resync_workers="3")
+    verdicts = await world.audit(*accounts, resync_workers=str(at_once))
     assert verdicts == {account.did: Verdict(account.did, records=5) for account in accounts}
-    assert most == 3
+    assert most == at_once
     assert audit_module.at_once(world.settings(resync_workers="1000")) == audit_module.MOST_AT_ONCE
 
 

@@ -108,6 +108,7 @@ def test_a_bad_argument_costs_one_line(arguments: list[str], expected: str, caps
     assert written.err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_bad_settings_stop_every_command_with_one_line(export: Path, tmp_path: Path) -> None:
     result = indexer("inspect", str(export), INDEXER_RESYNC_WORKERS="many")
     assert result.returncode == 2
@@ -121,12 +122,14 @@ def test_bad_settings_stop_every_command_with_one_line(export: Path, tmp_path: P
         assert complaint(result).startswith(f"'shard' in {tmp_path}/bad.toml: '9/4' is not allowed")
 
 
+@pytest.mark.slow
 def test_what_others_chose_cannot_forge_lines(tmp_path: Path) -> None:
     result = indexer("inspect", str(tmp_path / "a\n\x1b[2Jb.car"))
     assert result.returncode == 2
     assert complaint(result).isprintable()
 
 
+@pytest.mark.slow
 def test_inspect_lists_a_valid_export(export: Path) -> None:
     result = indexer("inspect", str(export), "--key", KEY.public.did_key())
     assert (result.returncode, result.stderr) == (0, "")
@@ -136,10 +139,12 @@ def test_inspect_lists_a_valid_export(export: Path) -> None:
     assert listing == f"{cid_text(cid_of(NOTE))} com.example.note/one\n"
 
 
+@pytest.mark.slow
 def test_inspect_says_that_it_did_not_check_a_signature(export: Path) -> None:
     assert "signature  not checked" in indexer("inspect", str(export)).stdout
 
 
+@pytest.mark.slow
 def test_inspect_refuses_an_invalid_export_with_the_reason(export: Path) -> None:
     export.write_bytes(export.read_bytes()[:-1])
     result = indexer("inspect", str(export))
@@ -150,6 +155,7 @@ def test_inspect_refuses_an_invalid_export_with_the_reason(export: Path) -> None
     assert indexer("inspect", str(export), "--key", other).returncode == 1
 
 
+@pytest.mark.slow
 def test_inspect_tells_a_key_of_another_account(export: Path) -> None:
     other = PrivateKey.from_seed("p256", b"other").public.did_key()
     result = indexer("inspect", str(export), "--key", other)
@@ -157,12 +163,14 @@ def test_inspect_tells_a_key_of_another_account(export: Path) -> None:
     assert complaint(result) == f"{export} is invalid: signature-invalid"
 
 
+@pytest.mark.slow
 def test_inspect_refuses_what_is_no_key(export: Path) -> None:
     result = indexer("inspect", str(export), "--key", "did:key:nonsense")
     assert result.returncode == 2
     assert complaint(result).startswith("Invalid value for '--key': ")
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_had_enough_is_no_error(export: Path) -> None:
     repo = signed.Repo(DID, KEY, "3jzfcijpj2z2a")
     repo.write([Write.create(f"com.example.note/{n}", NOTE) for n in range(3_000)], KEY, "3jzfcijpj2z2b")
@@ -235,6 +243,7 @@ def test_migrate_brings_the_schema_to_head_and_other_commands_want_it(empty_data
     assert session("repo", DID).returncode == 4
 
 
+@pytest.mark.slow
 def test_a_database_that_cannot_be_had_costs_one_line() -> None:
     result = indexer("status", INDEXER_DATABASE_URL="postgresql://me:hunter2@127.0.0.1:1/none")
     assert result.returncode == 1
@@ -315,6 +324,7 @@ async def test_rates_are_those_of_the_last_minute(monkeypatch: pytest.MonkeyPatc
     assert {status.events_per_second for status in shown.values()} == {1_000}
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.usefixtures("known")
 def test_status_is_watched_until_interrupted(database: str) -> None:
@@ -538,6 +548,7 @@ def test_replays_tell_of_each(session: Session) -> None:
     assert json.loads(session("rejected", "show", "1", "--json").stdout)["reason"] == "field-invalid"
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_the_daemon_serves_its_health_and_ends_cleanly_on_a_signal(database: str, tmp_path: Path) -> None:
     settings = {

@@ -21,6 +21,8 @@ from indexer.sync.repo import SyncStatus
 from tests.serving import saved, serving, settings_for, until
 from tests.test_cli import ROOT
 
+pytestmark = pytest.mark.slow
+
 NOTE = "com.example.note"
 
 

@@ -118,6 +118,7 @@ async def test_without_the_library_one_line_says_what_to_install(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 async def test_the_command(store: Store, database: str, tmp_path: Path) -> None:
     result = indexer("export", "--collection", "app.test.more", INDEXER_DATABASE_URL=database)
     assert (result.returncode, result.stderr) == (0, "records: 1\n")

@@ -18,6 +18,8 @@ from indexer.sync.identity import StoredIdentity
 from tests.daemon.stage import FORGER, POST, Stage, commit_payload, post, staged
 from tests.serving import settings_for, until
 
+pytestmark = pytest.mark.slow
+
 
 def found(stage: Stage) -> float:
     return stage.metric("identity_lookups", method="plc", result="found")

@@ -11,6 +11,8 @@ from tests.daemon.stage import LIKE, POST, ChosenNetwork, post, staged
 from tests.serving import serving, settings_for, until
 from tests.test_crash import assert_nothing_doubled
 
+pytestmark = pytest.mark.slow
+
 STEPS = 400
 SYNCHRONIZED = {"result": "synchronized"}
 

@@ -25,6 +25,8 @@ from tests.store.following import connected
 from tests.store.rows import held_up
 from tests.test_crash import assert_nothing_doubled, environment_of, equal
 
+pytestmark = pytest.mark.slow
+
 
 @dataclass(frozen=True)
 class Operator:

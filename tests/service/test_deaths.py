@@ -73,6 +73,7 @@ async def check_end(village: Village, dead: dict[str, Repo], costs: Counter[str]
     assert await village.ask("select from indexer.record where value_problem = 'missing'") == []
 
 
+@pytest.mark.slow
 async def test_a_life_comes_by_every_place_and_leaves_nothing_claimed(
     database: str, store: Store, sql: asyncpg.Connection, tmp_path: Path
 ) -> None:

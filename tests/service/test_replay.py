@@ -220,6 +220,7 @@ async def test_a_forged_one_stays_as_it_was(desk: Desk) -> None:
     assert (await desk.repo(), await desk.records()) == (before, set())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("claimed", [False, True])
 @pytest.mark.parametrize("known", ["nothing", "a key", "a key that has changed"])
 async def test_without_a_directory_nothing_is_believed_nor_settled(desk: Desk, claimed: bool, known: str) -> None:

@@ -17,6 +17,8 @@ import pytest
 from indexer.errors import SettingsError, UnavailableError
 from indexer.store.embedded import cluster, database, server
 
+pytestmark = pytest.mark.slow
+
 QUICK = {"fsync": "off", "shared_buffers": "16MB"}
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
