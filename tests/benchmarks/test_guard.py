@@ -42,12 +42,12 @@ PLANNING = {
     "signature": 0.85,
     "inversion": 1.17,
     "values": 0.059,
-    "plan": 0.51,
+    "plan": 0.49,
     "in turn": 3.4,
 }
 RECEIVING = {"socket": 0.135}
-WRITING = {"client": 1.02, "database": 1.4}
-RESYNCING = {"fetch": 5.6, "verify": 2.25, "diff": 7.5, "apply": 0.49, "database": 1.3}
+WRITING = {"client": 0.95, "database": 1.4}
+RESYNCING = {"fetch": 4.5, "verify": 2.25, "diff": 6.3, "apply": 0.4, "database": 1.27}
 
 RELAY = "wss://relay.test"
 REPOS, RECORDS = 400, 150
