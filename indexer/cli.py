@@ -44,7 +44,7 @@ from indexer.atproto.syntax import AtUri, is_did
 from indexer.config import Settings, load_settings
 from indexer.errors import SettingsError, UnavailableError, UpstreamError
 from indexer.log import configure_logging, printable
-from indexer.progress import Accounts, counted
+from indexer.progress import accounts, counted
 from indexer.reasons import Desync, FetchFailure, Rejection
 from indexer.status import Sample, Status, facts_table, status_of, status_picture
 from indexer.store import Store
@@ -332,8 +332,8 @@ async def discover_command(
             name = f"{collection or 'all accounts'} of {source}"
             if listing.cursor is not None:
                 click.echo(f"{name}: goes on behind {listing.listed:,} accounts", err=True)
-            with Accounts(_progress(), name, None) as progress:
-                listing = await discovery.run(listing, progress.heard)
+            with accounts(name, None, _progress()) as heard:
+                listing = await discovery.run(listing, heard)
             click.echo(f"{name}: {listing.listed} listed, {listing.found} added")
     if discovery.refused:
         click.echo(f"{discovery.refused} entries of the lists were no accounts, and are left out", err=True)
@@ -353,8 +353,8 @@ async def sweep_command(settings: Settings) -> int:
 
     async with _store(settings) as store, requests_of(settings) as outbound:
         known = sum((await store.counts()).statuses.values())
-        with Accounts(_progress(), "accounts that the relay lists", known) as progress:
-            listing = await sweep_of(settings, store, outbound, Metrics()).sweep(progress.heard)
+        with accounts("accounts that the relay lists", known, _progress()) as heard:
+            listing = await sweep_of(settings, store, outbound, Metrics()).sweep(heard)
     click.echo(f"{listing.listed} listed, {listing.found} differ and are fetched again")
     return 0
 

@@ -1,7 +1,7 @@
 """The progress of long commands, for a person at a terminal; elsewhere nothing is shown."""
 
-from types import TracebackType
-from typing import Self
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -15,31 +15,11 @@ def counted(what: str, console: Console) -> Progress:
     return Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
 
 
-class Accounts:
-    """A list of accounts being read, of about `total`, if anybody can say."""
-
-    def __init__(self, console: Console, name: str, total: int | None) -> None:
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[found]:,} found"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal,
-        )
-        self._task = self._progress.add_task(name, total=total, found=0)
-
-    def heard(self, listing: Listing) -> None:
-        """Shows how far it is by now."""
-        self._progress.update(self._task, completed=listing.listed, found=listing.found)
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.stop()
+@contextmanager
+def accounts(name: str, total: int | None, console: Console) -> Iterator[Callable[[Listing], None]]:
+    """A list of accounts being read, of about `total`, if anybody can say: call what it gives as it goes on."""
+    columns = (TextColumn(name), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[found]:,} found"))
+    times = (TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, *times, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task(name, total=total, found=0)
+        yield lambda listing: progress.update(task, completed=listing.listed, found=listing.found)

@@ -1,6 +1,5 @@
 """Lists of accounts, of the local network's hosts and of worse ones."""
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import orjson
@@ -8,7 +7,7 @@ import pytest
 
 from indexer.errors import UnavailableError
 from indexer.localnet.network import LocalNetwork
-from indexer.outbound import Outbound, Rates
+from indexer.outbound import Outbound
 from indexer.pds.accounts import Account, RepoStatus, list_repos, repo_status
 from indexer.reasons import FetchFailure
 from tests.outbound.host import Host, answer
@@ -16,19 +15,6 @@ from tests.outbound.host import Host, answer
 ALL = "/xrpc/com.atproto.sync.listRepos?limit=1000"
 DID = "did:plc:" + "a" * 24
 REV = "3jzfcijpj2z2a"
-
-
-@pytest.fixture
-async def outbound() -> AsyncIterator[Outbound]:
-    client = Outbound(user_agent="test", allow_private_hosts=True, rates=Rates(host=1_000, total=1_000))
-    yield client
-    await client.close()
-
-
-@pytest.fixture
-async def host() -> AsyncIterator[Host]:
-    async with Host() as serving:
-        yield serving
 
 
 async def test_all_accounts_of_a_relay_and_of_a_pds(net: LocalNetwork, outbound: Outbound) -> None:

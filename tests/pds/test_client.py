@@ -1,7 +1,6 @@
 """Exports and answers from hosts and a relay, in good order and in bad."""
 
 import re
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -13,7 +12,7 @@ from indexer.localnet.account import Account
 from indexer.localnet.network import LocalNetwork
 from indexer.localnet.repo import Write
 from indexer.localnet.server import Fault
-from indexer.outbound import Outbound, Patience, Rates
+from indexer.outbound import Outbound, Rates
 from indexer.pds import PdsClient, client
 from indexer.reasons import FetchFailure, Rejection
 from indexer.sync.verify import verify_snapshot
@@ -27,13 +26,6 @@ def account(net: LocalNetwork) -> Account:
     account = net.create_account("ada.test", pds=0)
     account.apply_writes([Write.create(f"com.example.note/{n}", {"text": "x" * 100, "n": n}) for n in range(40)])
     return account
-
-
-@pytest.fixture
-async def outbound() -> AsyncIterator[Outbound]:
-    client = Outbound(user_agent="test", allow_private_hosts=True, patience=Patience(silence=0.3, judged_after=0.1))
-    yield client
-    await client.close()
 
 
 @pytest.fixture

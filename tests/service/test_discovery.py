@@ -1,13 +1,11 @@
 """Accounts that a host lists, tracked, whatever ends the reading of the list on the way."""
 
-from collections.abc import AsyncIterator
-
 import asyncpg
 import pytest
 import stamina
 
 from indexer.errors import UnavailableError
-from indexer.outbound import Outbound, Rates
+from indexer.outbound import Outbound
 from indexer.service.discovery import Discovery
 from indexer.store import Store
 from indexer.sync.listing import Listing
@@ -16,19 +14,6 @@ from tests.service.lists import BROKEN, asked, page, path
 from tests.store.rows import did, insert, synchronized
 
 REV = "3laaaaaaaaa22"
-
-
-@pytest.fixture
-async def host() -> AsyncIterator[Host]:
-    async with Host() as serving:
-        yield serving
-
-
-@pytest.fixture
-async def outbound() -> AsyncIterator[Outbound]:
-    client = Outbound(user_agent="test", allow_private_hosts=True, rates=Rates(host=1_000, total=1_000))
-    yield client
-    await client.close()
 
 
 async def discover(store: Store, outbound: Outbound, host: Host) -> list[Listing]:

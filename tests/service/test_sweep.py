@@ -15,7 +15,7 @@ import stamina
 from indexer.atproto.syntax import tid_of
 from indexer.errors import UnavailableError
 from indexer.metrics import Metrics
-from indexer.outbound import Outbound, Rates
+from indexer.outbound import Outbound
 from indexer.reasons import Desync
 from indexer.service import sweep as sweeping
 from indexer.service.sweep import Pause, Sweep
@@ -26,25 +26,12 @@ from indexer.sync.planning import TOMBSTONED
 from indexer.sync.repo import Repo, SyncStatus
 from tests.outbound.host import Host, answer
 from tests.service.lists import BROKEN, asked, page, path
-from tests.serving import until
+from tests.serving import PATIENCE, until
 from tests.store.rows import did, head, in_progress, insert, synchronized
 
 OLD, OURS, NEWER = "3laaaaaaaaa22", "3laaaaaaaab22", "3laaaaaaaac22"
 DAY = 86_400.0
 AT_ONCE = Pause(settle=0.0, retry=0.0)
-
-
-@pytest.fixture
-async def host() -> AsyncIterator[Host]:
-    async with Host() as serving:
-        yield serving
-
-
-@pytest.fixture
-async def outbound() -> AsyncIterator[Outbound]:
-    client = Outbound(user_agent="test", allow_private_hosts=True, rates=Rates(host=1_000, total=1_000))
-    yield client
-    await client.close()
 
 
 def ours(name: object, **fields: Any) -> Repo:
@@ -159,21 +146,36 @@ async def test_what_the_stream_brings_meanwhile_is_not_behind(
     assert (await store.repos([did("late")]))[did("late")].head == head(NEWER)
 
 
+@asynccontextmanager
+async def waiting(sweep: Sweep) -> AsyncIterator[float]:
+    """For how many seconds a sweep waits before it looks again; meanwhile it does."""
+    asked: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+
+    async def wait(seconds: float) -> None:
+        asked.set_result(seconds)
+        await asyncio.get_running_loop().create_future()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sweep, "_wait", wait)
+        task = asyncio.create_task(sweep.sweep(quiet))
+        try:
+            yield await asyncio.wait_for(asked, PATIENCE)
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
 async def test_the_stream_is_given_its_time(
     store: Store, sql: asyncpg.Connection, host: Host, outbound: Outbound
 ) -> None:
     await insert(store, ours("behind"))
     host.pages[path()] = page((did("behind"), NEWER))
-    task = asyncio.create_task(sweep_of(store, outbound, host, pause=Pause(settle=600.0)).sweep(quiet))
-    await until(lambda: len(host.requests) == 1)
-    await asyncio.sleep(0.2)
-    assert not task.done()
-    assert await behind(sql) == {}
+    async with waiting(sweep_of(store, outbound, host, pause=Pause(settle=600.0))) as seconds:
+        assert 590 < seconds <= 600
+        assert await behind(sql) == {}
     left = await store.listing("sweep", host.url)
     assert left is not None
     assert (left.listed, left.cursor, left.finished_at) == (0, None, None)
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
 
 
 async def test_a_sweep_goes_on_where_it_was_left(store: Store, host: Host, outbound: Outbound) -> None:
@@ -205,12 +207,8 @@ async def test_what_waits_is_bounded(
     await insert(store, *[ours(number) for number in range(3)])
     for number in range(3):
         host.pages[path(str(number) if number else None)] = page((did(number), NEWER), cursor=str(number + 1))
-    task = asyncio.create_task(sweep_of(store, outbound, host, pause=Pause(settle=600.0)).sweep(quiet))
-    await until(lambda: len(host.requests) == 2)
-    await asyncio.sleep(0.2)
-    assert asked(host) == [None, "1"]
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    async with waiting(sweep_of(store, outbound, host, pause=Pause(settle=600.0))):
+        assert asked(host) == [None, "1"]
 
 
 # As a stage of the daemon
