@@ -1,4 +1,4 @@
-"""A record-level sync indexer for the AT Protocol. Start reading at docs/architecture.md."""
+"""A record-level sync indexer for the AT Protocol. docs/architecture.md is the overview."""
 
 from importlib.metadata import version
 

@@ -1,5 +1,7 @@
+"""Run the command line as `python -m indexer`."""
+
 import sys
 
-from indexer.cli import main
+from indexer.cli.main import main
 
 sys.exit(main())

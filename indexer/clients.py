@@ -1,35 +1,37 @@
-"""What asks the world, as the settings have it: outbound requests, the directories, the hosts of repos."""
+"""Build the clients for outbound requests from the settings."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from time import time
 
-from indexer.config import Settings
-from indexer.identity import Resolver
-from indexer.outbound import Outbound, Rates, host_of
+from indexer.identity import DidResolver
+from indexer.outbound import OutboundClient, OutboundSettings, RateLimits, Timeouts, host_of
 from indexer.pds import PdsClient
+from indexer.settings import Settings
+
+TIMEOUTS = Timeouts()
+"""Timeouts of outbound requests."""
 
 
 @asynccontextmanager
-async def requests_of(
+async def open_outbound_client(
     settings: Settings, on_request: Callable[[str], None] = lambda _result: None
-) -> AsyncIterator[Outbound]:
-    """The door for outbound requests; `on_request` hears what came of each."""
-    outbound = Outbound(
-        user_agent=settings.user_agent,
+) -> AsyncIterator[OutboundClient]:
+    """Open the client for all outbound requests. It calls `on_request` with the result of each request."""
+    outbound_settings = OutboundSettings(
+        settings.user_agent,
         allow_private_hosts=settings.allow_private_hosts,
-        rates=_rates(settings),
-        on_request=on_request,
+        rates=_rate_limits(settings),
+        timeouts=TIMEOUTS,
         dns_servers=settings.dns_servers,
     )
-    try:
+    async with OutboundClient(outbound_settings, on_request=on_request) as outbound:
         yield outbound
-    finally:
-        await outbound.close()
 
 
-def resolver_of(settings: Settings, outbound: Outbound) -> Resolver:
-    return Resolver(
+def make_did_resolver(settings: Settings, outbound: OutboundClient) -> DidResolver:
+    """Return the resolver for did:plc and did:web."""
+    return DidResolver(
         outbound,
         settings.plc_url,
         plc_rate=settings.plc_rate,
@@ -38,28 +40,32 @@ def resolver_of(settings: Settings, outbound: Outbound) -> Resolver:
     )
 
 
-def pds_client_of(settings: Settings, outbound: Outbound) -> PdsClient:
-    """Raises OSError if there can be no spool directory."""
+def make_pds_client(settings: Settings, outbound: OutboundClient) -> PdsClient:
+    """Return the client that fetches exports into the spool directory.
+
+    Raises:
+        OSError: The spool directory cannot be created.
+    """
     return PdsClient(
         outbound,
         settings.limits,
         settings.data_dir / "spool",
-        export_seconds=settings.export_time,
-        export_rate=settings.export_rate,
+        export_timeout=settings.export_time,
+        export_min_rate=settings.export_rate,
     )
 
 
-def origin_of(relay: str) -> str:
-    """Where a relay answers questions, by its stream's URL."""
+def http_origin(relay: str) -> str:
+    """Return the HTTP base URL of a relay from the URL of its stream."""
     return relay.replace("ws", "http", 1)
 
 
-def _rates(settings: Settings) -> Rates:
-    return Rates(
+def _rate_limits(settings: Settings) -> RateLimits:
+    return RateLimits(
         host=settings.host_rate,
         host_concurrency=settings.host_concurrency,
         total=settings.outbound_rate,
-        concurrency=settings.outbound_concurrency,
-        own={host_of(origin_of(relay)): settings.host_rate for relay in settings.relays}
+        total_concurrency=settings.outbound_concurrency,
+        configured_hosts={host_of(http_origin(relay)): settings.host_rate for relay in settings.relays}
         | {host_of(url): settings.plc_rate for url in settings.plc_url},
     )

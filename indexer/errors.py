@@ -1,23 +1,26 @@
-"""The error tree, by whose fault it is.
+"""The errors that this program raises on purpose, by who has to act.
 
 IndexerError
-├── UpstreamError      somebody else broke a rule: count it, refuse it, go on
-├── UnavailableError   it could not be checked or fetched just now: try again later
-├── BrokenInvariantError   we broke a rule of our own: crash loudly
-└── SettingsError      the operator gave a bad setting: one line, exit code 2
+├── UpstreamError            another host broke a rule: count and reject its message, then continue
+├── UnavailableError         a check or a fetch was not possible now: try again later
+├── BrokenInvariantError     this program broke one of its own rules: stop the process
+└── SettingsError            the operator has to correct something: one line, exit code 2
+    └── SchemaVersionError   the operator has to migrate the database
 """
 
 from indexer.reasons import FetchFailure, Rejection
 
 
 class IndexerError(Exception):
-    """Root of all errors that this program raises on purpose."""
+    """Base class of all errors that this program raises on purpose."""
 
 
 class UpstreamError(IndexerError):
-    """Bytes or a message from outside break a rule of the protocol.
+    """A message, a file or bytes from another host break a rule of the protocol.
 
-    `reason` is from a closed set and is what gets counted; `detail` is for people.
+    Attributes:
+        reason: The reason from a closed set, for metrics and columns.
+        detail: More about this case, for people.
     """
 
     def __init__(self, reason: Rejection, detail: str = "") -> None:
@@ -27,10 +30,13 @@ class UpstreamError(IndexerError):
 
 
 class UnavailableError(IndexerError):
-    """Something outside could not be asked, or gave an answer that settles nothing.
+    """A host or the database did not answer, or its answer decides nothing.
 
-    `retry_after` is the least number of seconds to wait when the other side named one, `host` the other side if it is
-    to be left alone for so long, by everybody.
+    Attributes:
+        reason: The reason from a closed set, for metrics and columns.
+        detail: More about this case, for people.
+        retry_after: The minimum number of seconds to wait, if the other side named one.
+        host: The host that gets no requests from any part of the program for `retry_after` seconds, if any.
     """
 
     def __init__(
@@ -44,8 +50,23 @@ class UnavailableError(IndexerError):
 
 
 class BrokenInvariantError(IndexerError):
-    """Our own promise is broken; going on would let the database lie."""
+    """This program broke one of its own rules. Continuing could store wrong data, so the process stops."""
 
 
 class SettingsError(IndexerError):
-    """A setting is unknown or has a bad value; the message is one line that names it."""
+    """A setting is unknown or has a bad value. The message is one line that names it."""
+
+
+class SchemaVersionError(SettingsError):
+    """The database schema has another version than this release needs.
+
+    Attributes:
+        database: The version of the database schema; None if there is no schema.
+        release: The version that this release needs.
+    """
+
+    def __init__(self, database: str | None, release: str) -> None:
+        found = "has no schema" if database is None else f"schema is version {database}"
+        super().__init__(f"The database {found}; this release needs {release}. Run `indexer migrate`.")
+        self.database = database
+        self.release = release

@@ -1,105 +1,106 @@
-"""Every reason this program gives, in three closed sets. docs/reasons.md is held to this file by a test."""
+"""Every reason that this program reports, in three closed sets. docs/reasons.md is generated from this module."""
 
 from enum import StrEnum
 from typing import Self
 
 
-class _Reason(StrEnum):
-    """A value for counters and columns, with the sentence a person reads."""
+class DescribedEnum(StrEnum):
+    """Values for metric labels and columns, each with a sentence for people in `text`."""
 
     text: str
 
     def __new__(cls, value: str, text: str) -> Self:
+        """Create a member that equals `value`."""
         member = str.__new__(cls, value)
         member._value_ = value
         member.text = text
         return member
 
 
-class Rejection(_Reason):
-    """Why a message or an export was refused, by its own fault. It changed nothing."""
+class Rejection(DescribedEnum):
+    """Why a message or an export is rejected by its own fault. A rejection changes nothing."""
 
-    FRAME_TOO_LARGE = "frame-too-large", "The websocket message is over the frame limit."
+    FRAME_TOO_LARGE = "frame-too-large", "The websocket message exceeds the frame limit."
     FRAME_MALFORMED = "frame-malformed", "The message is not a header and a payload map in DAG-CBOR."
-    FIELD_INVALID = "field-invalid", "A field that we use is missing, of the wrong type, or of the wrong syntax."
-    SEQ_NOT_INCREASING = "seq-not-increasing", "The sequence number is not above the one before it on this connection."
-    BLOCKS_TOO_LARGE = "blocks-too-large", "The CAR slice is over the protocol's limit."
+    FIELD_INVALID = "field-invalid", "A required field is missing, or has the wrong type or syntax."
+    SEQ_NOT_INCREASING = "seq-not-increasing", "The sequence number is below the previous one on this connection."
+    BLOCKS_TOO_LARGE = "blocks-too-large", "The CAR slice exceeds the limit of the protocol."
     TOO_MANY_OPS = "too-many-ops", "The commit has more operations than the protocol allows."
-    WRONG_HOST = "wrong-host", "The stream is a PDS's own, and the account is hosted elsewhere."
-    FUTURE_REV = "future-rev", "The revision lies further in the future than clocks may drift."
+    WRONG_HOST = "wrong-host", "The stream belongs to a PDS that does not host the account."
+    FUTURE_REV = "future-rev", "The rev is further in the future than clocks may drift."
     CAR_MALFORMED = "car-malformed", "The blocks are not a well-formed CAR v1 file within the limits."
-    BLOCK_HASH_MISMATCH = "block-hash-mismatch", "A block's bytes don't hash to its CID."
-    COMMIT_MISSING = "commit-missing", "The CAR doesn't hold the commit that it names as its root."
-    COMMIT_MISMATCH = "commit-mismatch", "The CAR's root is not the commit that the message names."
+    BLOCK_HASH_MISMATCH = "block-hash-mismatch", "The bytes of a block do not hash to its CID."
+    COMMIT_MISSING = "commit-missing", "The CAR does not contain the commit that it names as its root."
+    COMMIT_MISMATCH = "commit-mismatch", "The root of the CAR is not the commit that the message names."
     COMMIT_MALFORMED = "commit-malformed", "The commit is not a canonical version 3 commit object."
-    ENVELOPE_MISMATCH = "envelope-mismatch", "The message and the signed commit name another repo or revision."
-    SIGNATURE_INVALID = "signature-invalid", "The signature is not by the account's current key over these bytes."
-    NO_SIGNING_KEY = "no-signing-key", "The account's identity is gone or holds no usable atproto signing key."
+    ENVELOPE_MISMATCH = "envelope-mismatch", "The message and the signed commit name different repos or revs."
+    SIGNATURE_INVALID = "signature-invalid", "The account's current signing key does not verify the signature."
+    NO_SIGNING_KEY = "no-signing-key", "The identity does not exist or has no usable atproto signing key."
     NODE_MALFORMED = "node-malformed", "A tree node is not canonical, out of order, or on the wrong layer."
     OPS_MISMATCH = "ops-mismatch", "The operations contradict each other, the tree, or the blocks."
 
 
-class Desync(_Reason):
+class Desync(DescribedEnum):
     """Why a repo is not synchronized: the column `sync_reason`."""
 
-    NEW = "new", "Seen for the first time; its export has not been fetched yet."
-    REQUESTED = "requested", "An operator or an AppView asked for a resync."
-    CHAIN_BREAK = "chain-break", "A valid commit doesn't follow the revision that we hold: something was missed."
-    SYNC_EVENT = "sync-event", "An authentic #sync announced another state than ours."
-    EQUIVOCATION = "equivocation", "Two authentic states with one revision were seen."
-    INVERSION = "inversion", "Undoing an authentic commit's operations doesn't give the tree it says it came from."
-    UNDECIDABLE = "undecidable", "An authentic commit came with too few blocks to undo its operations."
-    STRUCTURE = "structure", "An authentic commit's tree nodes break the rules of the tree."
-    OPS = "ops", "An authentic commit's operations contradict each other or its tree."
-    RECORD_MISSING = "record-missing", "A record's block was missing, in an authentic commit or in the export."
-    LEGACY = "legacy", "An authentic commit lacks prevData or prev, so it can't be proven complete."
-    IDENTITY = "identity", "An event could not be checked because the account's key could not be had."
-    REACTIVATED = "reactivated", "The account became active again; its state may have moved on meanwhile."
-    BUFFER_OVERFLOW = "buffer-overflow", "More events arrived during the resync than may be kept."
-    DRAIN_BREAK = "drain-break", "The events kept during the resync don't follow the export that was fetched."
-    STALE_EXPORT = "stale-export", "Every export to be had is older than a state that we have seen or hold."
-    BEHIND = "behind", "A relay lists a newer revision than ours, and the stream didn't bring it."
-    ERASED = "erased", "The account stayed deleted for the time of grace, and its records were erased."
-    LEASE_EXPIRED = "lease-expired", "The worker that held the repo stopped without finishing."
+    NEW = "new", "The repo was seen for the first time; its export has not been fetched yet."
+    REQUESTED = "requested", "An operator or an AppView requested a resync."
+    CHAIN_BREAK = "chain-break", "A valid commit does not follow the stored rev: an event was missed."
+    SYNC_EVENT = "sync-event", "An authentic #sync announced a state that differs from the stored one."
+    EQUIVOCATION = "equivocation", "Two authentic states with the same rev were received."
+    INVERSION = "inversion", "Inverting the operations of an authentic commit does not give its prevData."
+    UNDECIDABLE = "undecidable", "An authentic commit has too few blocks to invert its operations."
+    STRUCTURE = "structure", "The tree nodes of an authentic commit break the rules of the MST."
+    OPS = "ops", "The operations of an authentic commit contradict each other or its tree."
+    RECORD_MISSING = "record-missing", "The block of a record was missing in an authentic commit or in the export."
+    LEGACY = "legacy", "An authentic commit has no prevData or prev, so its operations cannot be proven complete."
+    IDENTITY = "identity", "An event could not be verified because the signing key could not be fetched."
+    REACTIVATED = "reactivated", "The account became active again; commits may have been missed meanwhile."
+    BUFFER_OVERFLOW = "buffer-overflow", "More events arrived during the resync than the resync buffer holds."
+    DRAIN_BREAK = "drain-break", "The events buffered during the resync do not follow the fetched export."
+    STALE_EXPORT = "stale-export", "Every available export is older than a rev that was received or stored."
+    BEHIND = "behind", "A relay lists a newer rev than the stored one, and the stream did not deliver it."
+    ERASED = "erased", "The account stayed deleted for the grace period, and its records were erased."
+    LEASE_EXPIRED = "lease-expired", "The resync worker stopped without finishing, and its lease expired."
 
 
-class FetchFailure(_Reason):
-    """Why a fetch came to nothing: the first word of the column `last_error`."""
+class FetchFailure(DescribedEnum):
+    """Why a fetch failed: the first word of the column `last_error`."""
 
-    UNREACHABLE = "unreachable", "The host could not be connected to, or the connection broke."
-    NO_SUCH_HOST = "no-such-host", "The host's name doesn't exist, or has no address."
-    TIMEOUT = "timeout", "The host took too long, or sent too slowly."
+    UNREACHABLE = "unreachable", "The connection to the host failed or broke."
+    NO_SUCH_HOST = "no-such-host", "The host name does not exist or has no address."
+    TIMEOUT = "timeout", "The host took too long or sent too slowly."
     HTTP_STATUS = "http-status", "The host answered with an error status."
-    THROTTLED = "throttled", "The host asked us to come back later."
-    HOST_PAUSED = "host-paused", "Requests to the host failed one after the other; it is left alone for a while."
-    TOO_LARGE = "too-large", "The answer is over the limit for its kind."
-    REFUSED_ADDRESS = "refused-address", "The address is not one that we may connect to."
-    BAD_ANSWER = "bad-answer", "The answer is not what was asked for."
-    REPO_NOT_FOUND = "repo-not-found", "The host doesn't know the repo."
+    THROTTLED = "throttled", "The host asked for a pause."
+    HOST_PAUSED = "host-paused", "Too many requests to the host failed in a row; requests to it are paused."
+    TOO_LARGE = "too-large", "The response exceeds the limit for its kind."
+    REFUSED_ADDRESS = "refused-address", "Connections to this address are not allowed."
+    BAD_ANSWER = "bad-answer", "The response has the wrong form."
+    REPO_NOT_FOUND = "repo-not-found", "The host does not know the repo."
     REPO_TAKENDOWN = "repo-takendown", "The host has taken the repo down."
     REPO_SUSPENDED = "repo-suspended", "The host has suspended the repo."
-    REPO_DEACTIVATED = "repo-deactivated", "The repo's owner has deactivated it."
-    IDENTITY_MISSING = "identity-missing", "The DID doesn't exist, or names no key or PDS that we can use."
-    IDENTITY_GONE = "identity-gone", "The directory doesn't know the DID, or not any more."
-    IDENTITY_UNAVAILABLE = "identity-unavailable", "The directory could not be asked just now."
+    REPO_DEACTIVATED = "repo-deactivated", "The owner of the repo has deactivated it."
+    IDENTITY_MISSING = "identity-missing", "The DID does not exist, or its document has no usable key or PDS."
+    IDENTITY_GONE = "identity-gone", "The directory does not know the DID, or has tombstoned it."
+    IDENTITY_UNAVAILABLE = "identity-unavailable", "The directory could not be queried."
     EXPORT_REJECTED = "export-rejected", "The export broke a rule; the reason follows."
-    EXPORT_INCOMPLETE = "export-incomplete", "The export was cut, or lacks tree nodes that it refers to."
-    EXPORT_LACKS_RECORDS = "export-lacks-records", "The export has all tree nodes, and lacks blocks of records."
-    EXPORT_STALE = "export-stale", "The export is older than a state that we have seen or hold."
-    SPOOL_FULL = "spool-full", "The spool directory has no room for the export, or can't be written."
+    EXPORT_INCOMPLETE = "export-incomplete", "The export was cut off, or lacks tree nodes that it refers to."
+    EXPORT_LACKS_RECORDS = "export-lacks-records", "The export has all tree nodes but lacks blocks of records."
+    EXPORT_STALE = "export-stale", "The export is older than a rev that was received or stored."
+    SPOOL_FULL = "spool-full", "The spool directory is full or cannot be written."
 
     @property
-    def parks(self) -> bool:
-        """Whether the failure is definite: no retry until something wakes the repo."""
-        return self in _PARKING
+    def is_permanent(self) -> bool:
+        """True if no retry follows until an event unparks the repo."""
+        return self in _PERMANENT
 
     @property
-    def spares(self) -> bool:
-        """Whether it is no fault of the repo, and costs it no attempt."""
-        return self in _SPARING
+    def counts_as_attempt(self) -> bool:
+        """True if the failure is the repo's own, so that its back-off grows."""
+        return self not in _NOT_THE_REPOS_OWN
 
 
-_PARKING = frozenset(
+_PERMANENT = frozenset(
     {
         FetchFailure.REPO_NOT_FOUND,
         FetchFailure.REPO_TAKENDOWN,
@@ -109,7 +110,7 @@ _PARKING = frozenset(
         FetchFailure.IDENTITY_GONE,
     }
 )
-_SPARING = frozenset(
+_NOT_THE_REPOS_OWN = frozenset(
     {
         FetchFailure.THROTTLED,
         FetchFailure.HOST_PAUSED,

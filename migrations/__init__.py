@@ -1,1 +1,1 @@
-"""The schema's history, for Alembic. Databases are brought to its head by `indexer.store.migrate`."""
+"""The migrations of the database schema, for Alembic. `indexer.store.migrate` runs them."""

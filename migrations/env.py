@@ -1,13 +1,16 @@
-"""Alembic's entry: runs the migrations in the transaction that `indexer.store.migrate` has begun."""
+"""Entry point of Alembic: run the migrations in the transaction of the caller.
+
+The caller (`indexer/store/migrate.py`) passes everything in `config.attributes`, so that this package imports nothing
+of the application.
+"""
 
 from alembic import context
 
-from indexer.store.schema import metadata
-
+attributes = context.config.attributes
 context.configure(
-    connection=context.config.attributes["connection"],
-    target_metadata=metadata,
-    version_table_schema=metadata.schema,
+    connection=attributes["connection"],
+    target_metadata=attributes["target_metadata"],
+    version_table_schema=attributes["version_table_schema"],
     include_schemas=True,
 )
 context.run_migrations()

@@ -1,7 +1,7 @@
-"""CAR version 1, split into blocks whose hashes hold (spec §3.5).
+"""CAR files, version 1: split into blocks, each compared with its CID (docs/protocol.md#car-files).
 
-Nothing about order is trusted, and nothing but the hash about content. A file has no total length: one that was
-cut between two blocks splits well, so only a walk of the tree proves an export whole.
+A CAR file has no end mark. A file that was cut between two blocks is well-formed, so only a walk of the tree proves
+that an export is complete. The order of the blocks means nothing.
 """
 
 from collections.abc import Iterator
@@ -9,168 +9,226 @@ from hashlib import sha256
 from typing import Any
 
 from indexer.atproto.cbor import CborError, Link, decode_canonical
-from indexer.atproto.cid import DAG_CBOR, RAW, SIZE, link_size
+from indexer.atproto.cid import CID_BYTES, DAG_CBOR, RAW, link_size
 from indexer.atproto.limits import Limits
 from indexer.errors import UpstreamError
 from indexer.reasons import Rejection
 
-_VARINT_BYTES = 9
-# The header with one root of the usual form, before its hash and behind it: nearly every file has it.
-_USUAL_START = b"\x3a\xa2\x65roots\x81\xd8\x2a\x58\x25\0" + DAG_CBOR
-_USUAL_END = b"\x67version\x01"
+_PREFIX_BYTES = len(DAG_CBOR)  # of a CID; its SHA-256 digest follows
+
+_MAX_VARINT_BYTES = 9
+_CONTINUES = 0x80  # set in each byte of a varint except the last
+
+# Nearly every file has one root of the protocol's form, and then a header of 59 bytes:
+#
+#     offset
+#      0    3A                 varint: 58 bytes follow
+#      1    A2                 map of 2 entries
+#      2    65 "roots"
+#      8    81                 list of 1 item
+#      9    D8 2A              tag 42: a link
+#     11    58 25              byte string of 37 bytes
+#     13    00                 prefix of a binary CID
+#     14    01 71 12 20        first bytes of the CID: DAG_CBOR
+#     18    <32 bytes>         SHA-256 of the commit
+#     50    67 "version"
+#     58    01
+_HEADER_START = b"\x3a\xa2\x65roots\x81\xd8\x2a\x58\x25\x00" + DAG_CBOR
+_HEADER_END = b"\x67version\x01"
+_ROOT_OFFSET = len(_HEADER_START) - len(DAG_CBOR)
+_VERSION_OFFSET = _ROOT_OFFSET + CID_BYTES
+_HEADER_BYTES = _VERSION_OFFSET + len(_HEADER_END)
 
 
 def split_car(data: bytes, limits: Limits, *, max_bytes: int) -> tuple[list[bytes], dict[bytes, bytes]]:
-    """A whole CAR at once: its roots and its blocks by CID, every one hashed. Raises `UpstreamError`.
+    """Return the roots of a whole CAR file, and its blocks by CID.
 
-    Blocks under CIDs of another kind than the protocol's are left out: they can't be checked, so not used.
+    Blocks under a CID that is not of the protocol's form cannot be checked and are not returned.
+
+    Raises:
+        UpstreamError: With BLOCKS_TOO_LARGE, CAR_MALFORMED or BLOCK_HASH_MISMATCH.
     """
     if len(data) > max_bytes:
         raise UpstreamError(Rejection.BLOCKS_TOO_LARGE, f"{len(data)} bytes")
-    roots, at = _read_header(data, limits)
+    roots, position = read_header(data, limits)
     blocks: dict[bytes, bytes] = {}
     end = len(data)
-    while at < end:
-        size, at = _read_varint(data, at)
-        stop = at + size
-        if stop > end:
+    while position < end:
+        size, start = _read_varint(data, position)
+        position = start + size
+        if position > end:
             raise UpstreamError(Rejection.CAR_MALFORMED, "cut inside a block")
-        cid = data[at : at + SIZE]
-        if size >= SIZE and cid.startswith((DAG_CBOR, RAW)):
-            block = data[at + SIZE : stop]
-            if sha256(block).digest() != cid[4:]:
+        cid = data[start : start + CID_BYTES]
+        if size >= CID_BYTES and cid.startswith((DAG_CBOR, RAW)):
+            block = data[start + CID_BYTES : position]
+            if sha256(block).digest() != cid[_PREFIX_BYTES:]:
                 raise UpstreamError(Rejection.BLOCK_HASH_MISMATCH, cid.hex())
             blocks[cid] = block
         else:
-            _check_foreign(data, at, stop)
-        at = stop
+            _check_unsupported_cid(data, start, position)
     return roots, blocks
 
 
 class CarReader:
-    """A push parser for exports: `feed` it chunks cut anywhere, `close` it at the end.
+    """Parses a CAR file while it arrives: call `feed` for each chunk and `close` at the end.
 
-    Holds no more than the section that is being read. Raises `UpstreamError` for what `split_car` refuses, and for
-    more bytes or blocks than the limits allow.
+    It holds at most one section and one chunk in memory.
+
+    Attributes:
+        roots: The roots of the file; empty until the header has arrived.
     """
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._buffer = bytearray()
-        self._offset = 0  # of the buffer's first byte in the file
-        self._blocks = 0
+        self._buffer_offset = 0  # of the first byte of the buffer, in the file
+        self._block_count = 0
         self.roots: list[bytes] = []
 
     def feed(self, chunk: bytes) -> Iterator[tuple[bytes, bytes, int]]:
-        """(CID, block, offset of the block's first byte in the file) for each block that `chunk` completes.
+        """Yield the CID, the bytes, and the offset in the file of each block that ends in this chunk.
 
-        Parses as it is iterated, so it has to be exhausted before the next chunk.
+        The iterator must be exhausted before the next call.
+
+        Raises:
+            UpstreamError: The file is malformed, exceeds a limit, or contains a block that does not match its CID.
         """
         self._buffer += chunk
-        if self._offset + len(self._buffer) > self._limits.repo_bytes:
+        if self._buffer_offset + len(self._buffer) > self._limits.repo_bytes:
             raise UpstreamError(Rejection.CAR_MALFORMED, f"over {self._limits.repo_bytes} bytes")
-        at = 0
+        position = 0
         if not self.roots:
             header = self._header()
             if header is None:
                 return
-            self.roots, at = header
-        while (section := self._section(at)) is not None:
-            start, stop = section
-            found = self._block(start, stop)
+            self.roots, position = header
+        while (section := self._section(position)) is not None:
+            start, position = section
+            found = self._block(start, position)
             if found is not None:
-                yield *found, self._offset + start + SIZE
-            at = stop
-        self._offset += at
-        del self._buffer[:at]
+                yield *found, self._buffer_offset + start + CID_BYTES
+        self._buffer_offset += position
+        del self._buffer[:position]
 
     def close(self) -> None:
-        """The file ends here."""
+        """Check that the file ends here.
+
+        Raises:
+            UpstreamError: With CAR_MALFORMED, if the file is cut inside its header or a block.
+        """
         if self._buffer or not self.roots:
             raise UpstreamError(Rejection.CAR_MALFORMED, "cut inside a block")
 
     def _header(self) -> tuple[list[bytes], int] | None:
-        head = _try_varint(self._buffer, 0)
-        if head is None:
+        """Return the roots and the position after the header; None if its end has not arrived."""
+        length = _try_varint(self._buffer, 0)
+        if length is None:
             return None
-        size, at = head
+        size, start = length
         if size > self._limits.car_header_bytes:
             raise UpstreamError(Rejection.CAR_MALFORMED, f"a header of {size} bytes")
-        return _read_header(bytes(self._buffer[: at + size]), self._limits) if len(self._buffer) >= at + size else None
+        end = start + size
+        return read_header(bytes(self._buffer[:end]), self._limits) if len(self._buffer) >= end else None
 
-    def _section(self, at: int) -> tuple[int, int] | None:
-        head = _try_varint(self._buffer, at)
-        if head is None:
+    def _section(self, position: int) -> tuple[int, int] | None:
+        """Return where the CID of a section begins and where the section ends; None if its end has not arrived."""
+        length = _try_varint(self._buffer, position)
+        if length is None:
             return None
-        size, start = head
-        if size > self._limits.block_bytes + SIZE:
+        size, start = length
+        if size > self._limits.block_bytes + CID_BYTES:
             raise UpstreamError(Rejection.CAR_MALFORMED, f"a block of {size} bytes")
         return (start, start + size) if start + size <= len(self._buffer) else None
 
-    def _block(self, start: int, stop: int) -> tuple[bytes, bytes] | None:
-        self._blocks += 1
-        if self._blocks > self._limits.repo_blocks:
+    def _block(self, start: int, end: int) -> tuple[bytes, bytes] | None:
+        """Return the CID and the bytes of a block; None if the CID is not of the protocol's form."""
+        self._block_count += 1
+        if self._block_count > self._limits.repo_blocks:
             raise UpstreamError(Rejection.CAR_MALFORMED, f"over {self._limits.repo_blocks} blocks")
-        section = bytes(self._buffer[start:stop])
-        cid = section[:SIZE]
-        if len(section) < SIZE or not cid.startswith((DAG_CBOR, RAW)):
-            _check_foreign(section, 0, len(section))
+        section = bytes(self._buffer[start:end])
+        cid = section[:CID_BYTES]
+        if len(section) < CID_BYTES or not cid.startswith((DAG_CBOR, RAW)):
+            _check_unsupported_cid(section, 0, len(section))
             return None
-        block = section[SIZE:]
-        if sha256(block).digest() != cid[4:]:
+        block = section[CID_BYTES:]
+        if sha256(block).digest() != cid[_PREFIX_BYTES:]:
             raise UpstreamError(Rejection.BLOCK_HASH_MISMATCH, cid.hex())
         return cid, block
 
 
-def _read_header(data: bytes, limits: Limits) -> tuple[list[bytes], int]:
-    """The roots, and where the first section begins."""
-    if data.startswith(_USUAL_START) and data[50:59] == _USUAL_END:
-        return [data[14:50]], 59
-    size, at = _read_varint(data, 0)
-    if size > limits.car_header_bytes or at + size > len(data):
+def read_header(data: bytes, limits: Limits) -> tuple[list[bytes], int]:
+    """Return the roots, and the position of the first section.
+
+    A header with one root is recognized by its bytes. `decode_header` would return the same and is slower.
+
+    Raises:
+        UpstreamError: With CAR_MALFORMED, if this is not a header with at least one root.
+    """
+    if data.startswith(_HEADER_START) and data[_VERSION_OFFSET:_HEADER_BYTES] == _HEADER_END:
+        return [data[_ROOT_OFFSET:_VERSION_OFFSET]], _HEADER_BYTES
+    return decode_header(data, limits)
+
+
+def decode_header(data: bytes, limits: Limits) -> tuple[list[bytes], int]:
+    """Return the same as `read_header` for a header of any form.
+
+    Raises:
+        UpstreamError: With CAR_MALFORMED, if this is not a header with at least one root.
+    """
+    size, start = _read_varint(data, 0)
+    end = start + size
+    if size > limits.car_header_bytes or end > len(data):
         raise UpstreamError(Rejection.CAR_MALFORMED, f"a header of {size} bytes")
     try:
-        header: Any = decode_canonical(data[at : at + size])
+        header: Any = decode_canonical(data[start:end])
     except CborError as error:
         raise UpstreamError(Rejection.CAR_MALFORMED, f"header: {error}") from None
     version = header.get("version") if isinstance(header, dict) else None
-    if type(version) is not int or version != 1:  # True == 1.0 == 1 in Python, and not in CBOR
+    if type(version) is not int or version != 1:  # because True == 1.0 == 1 in Python, but not in CBOR
         raise UpstreamError(Rejection.CAR_MALFORMED, "not CAR version 1")
     roots = header.get("roots")
     if not isinstance(roots, list) or not roots or not all(isinstance(root, Link) for root in roots):
         raise UpstreamError(Rejection.CAR_MALFORMED, "no roots")
-    return [bytes(root) for root in roots], at + size
+    return [bytes(root) for root in roots], end
 
 
-def _read_varint(data: bytes | bytearray, at: int) -> tuple[int, int]:
-    """(value, where it ends); raises `UpstreamError` at the end of the data, too."""
-    second = data[at + 1 : at + 2]
-    if b"\0" < second < b"\x80" and data[at] >= 0x80:  # noqa: PLR2004 - two bytes, as nearly every block has them
-        return data[at] & 0x7F | second[0] << 7, at + 2
-    found = _try_varint(data, at)
+def _read_varint(data: bytes, position: int) -> tuple[int, int]:
+    """Return the value of a varint, and the position after it.
+
+    Raises:
+        UpstreamError: With CAR_MALFORMED, if this is not a valid varint or the data ends inside it.
+    """
+    second = data[position + 1 : position + 2]
+    if b"\x00" < second < b"\x80" and data[position] >= _CONTINUES:  # two bytes, as for nearly every block
+        return data[position] & 0x7F | second[0] << 7, position + 2
+    found = _try_varint(data, position)
     if found is None:
         raise UpstreamError(Rejection.CAR_MALFORMED, "cut inside a length")
     return found
 
 
-def _try_varint(data: bytes | bytearray, at: int) -> tuple[int, int] | None:
-    """An unsigned LEB128 in its shortest form; None if the data ends inside it."""
+def _try_varint(data: bytes | bytearray, position: int) -> tuple[int, int] | None:
+    """Return the value of an unsigned LEB128 varint, and the position after it; None if the data ends inside it.
+
+    Raises:
+        UpstreamError: With CAR_MALFORMED, if the value is zero, too long, or not in its shortest form.
+    """
     value = shift = 0
-    for position in range(at, min(at + _VARINT_BYTES, len(data))):
-        byte = data[position]
+    for index in range(position, min(position + _MAX_VARINT_BYTES, len(data))):
+        byte = data[index]
         value |= (byte & 0x7F) << shift
-        if byte < 0x80:  # noqa: PLR2004
-            if value == 0 or (byte == 0 and position > at):
+        if byte < _CONTINUES:
+            if value == 0 or (byte == 0 and index > position):
                 raise UpstreamError(Rejection.CAR_MALFORMED, "a length of zero, or not in its shortest form")
-            return value, position + 1
+            return value, index + 1
         shift += 7
-    if len(data) - at >= _VARINT_BYTES:
+    if len(data) - position >= _MAX_VARINT_BYTES:
         raise UpstreamError(Rejection.CAR_MALFORMED, "a length of too many bytes")
     return None
 
 
-def _check_foreign(data: bytes, at: int, stop: int) -> None:
-    """A section under a CID that isn't ours to check must still begin with one."""
-    size = link_size(data, at)
-    if size is None or at + size > stop:
+def _check_unsupported_cid(data: bytes, start: int, end: int) -> None:
+    """Raise UpstreamError with CAR_MALFORMED unless the section begins with a CID of any CIDv1 form."""
+    size = link_size(data, start)
+    if size is None or start + size > end:
         raise UpstreamError(Rejection.CAR_MALFORMED, "a section without a CID")

@@ -1,10 +1,13 @@
-"""DAG-CBOR, by the library that serves each use; nothing else in this program imports them (spec §6.1).
+"""DAG-CBOR, with the library that suits each use (docs/protocol.md#frames).
 
-- `decode`, `decode_pair`: libipld, the fastest; it takes integers and floats that are not in canonical form, and gives
-  links as their 36 binary bytes, which nothing then tells from byte strings. It recurses on the native stack, as deep
-  as Python's own recursion limit lets it: the default 1,000 levels fit a stack of 1 MiB, so that limit is never raised.
-- `decode_canonical`, `decode_json`: cbrrr, strict, without recursion; links are `Link`s, or in their JSON form.
-- `explain`, `explain_frame`: cbor2, to tell a person what is wrong; `abridged`: what is there.
+| functions | library | behaviour |
+|---|---|---|
+| `decode`, `decode_pair` | libipld | fastest; accepts long forms of numbers; a link is the 36 bytes of its CID |
+| `decode_canonical`, `decode_json` | cbrrr | strict; no recursion; a link is a `Link`, or in its JSON form |
+| `explain`, `explain_frame` | cbor2 | diagnosis of rejected bytes, for people |
+
+libipld recurses on the native stack, up to the recursion limit of Python. The default of 1,000 levels fits a stack of
+1 MiB, so this program never raises that limit.
 """
 
 import re
@@ -17,28 +20,34 @@ import libipld
 
 from indexer.atproto.cid import cid_text, is_link
 
-# A link to anything but a CID of the protocol's kind; or bytes within a string that look like one.
-_ODD_LINK = re.compile(rb"\xd8\x2a(?!\x58\x25\x00\x01[\x55\x71]\x12\x20)")
+MAX_EXPLAINED_BYTES = 10_000
+MAX_EXPLAINED_OBJECTS = 3
+MAX_EXPLAINED_KEYS = 8
+MAX_SHOWN_BYTES = 32
+MAX_SHOWN_CHARACTERS = 300
+MAX_SHOWN_LEVELS = 8
+_MAX_MESSAGE_CHARACTERS = 200
 
-EXPLAINED_BYTES = 10_000
-EXPLAINED_OBJECTS = 3
-SHOWN_BYTES = 32
-SHOWN_CHARACTERS = 300
-SHOWN_LEVELS = 8
+# Tag 42 without a CID of the protocol's form. The same bytes can occur inside a string.
+_UNUSUAL_LINK = re.compile(rb"\xd8\x2a(?!\x58\x25\x00\x01[\x55\x71]\x12\x20)")
 
 
 class CborError(ValueError):
-    """Bytes that are not one DAG-CBOR object, or not as many as asked for."""
+    """The bytes are not the expected number of valid DAG-CBOR objects."""
 
 
 class Link(bytes):
-    """A CID link, told apart from a byte string: the CID's binary bytes."""
+    """The bytes of a CID that was a link, so that it differs from a byte string with the same bytes."""
 
     __slots__ = ()
 
 
 def decode(data: bytes) -> Any:
-    """One object and nothing behind it; not necessarily canonical. Raises `CborError`."""
+    """Return the value of one object, which need not be canonical. Links are returned as bytes.
+
+    Raises:
+        CborError: The bytes are not exactly one object.
+    """
     try:
         return libipld.decode_dag_cbor(data)
     except (ValueError, RecursionError) as error:
@@ -46,7 +55,11 @@ def decode(data: bytes) -> Any:
 
 
 def decode_pair(data: bytes) -> tuple[Any, Any]:
-    """Exactly two objects, one behind the other: a frame's header and payload. Raises `CborError`."""
+    """Return the values of two objects in a row, which need not be canonical: header and payload of a frame.
+
+    Raises:
+        CborError: The bytes are not exactly two objects.
+    """
     try:
         objects = libipld.decode_dag_cbor_multi(data)
     except (ValueError, RecursionError) as error:
@@ -57,7 +70,11 @@ def decode_pair(data: bytes) -> tuple[Any, Any]:
 
 
 def decode_canonical(data: bytes) -> Any:
-    """One object in the only form that strict DAG-CBOR allows. Raises `CborError`."""
+    """Return the value of one canonical object. Links are returned as `Link`.
+
+    Raises:
+        CborError: The bytes are not exactly one object, or not canonical.
+    """
     try:
         return cbrrr.decode_dag_cbor(data, cid_ctor=_link)
     except (ValueError, cbrrr.CbrrrDecodeError, RecursionError, OverflowError) as error:
@@ -65,12 +82,14 @@ def decode_canonical(data: bytes) -> Any:
 
 
 def decode_json(data: bytes) -> Any:
-    """One canonical object with links and bytes in AT Protocol JSON's form (`$link`, `$bytes`). Raises `CborError`.
+    """Return the value of one canonical object, with links and bytes in the form of AT Protocol JSON.
 
-    Also for what that form can't hold: floats, and maps that have such a key themselves.
+    Raises:
+        CborError: The bytes are not exactly one canonical object, or its value has no JSON form: it contains a float,
+            or a map with the key `$link` or `$bytes`.
     """
-    if _ODD_LINK.search(data):
-        decode_canonical(data)  # the JSON mode takes any bytes for a CID
+    if _UNUSUAL_LINK.search(data):
+        decode_canonical(data)  # because the JSON mode of cbrrr accepts any bytes as a CID
     try:
         return cbrrr.decode_dag_cbor(data, atjson_mode=True)
     except (ValueError, cbrrr.CbrrrDecodeError, RecursionError, OverflowError) as error:
@@ -78,12 +97,15 @@ def decode_json(data: bytes) -> Any:
 
 
 def encode(value: Any) -> bytes:
-    """Canonical DAG-CBOR of plain values. Any `bytes` that parse as a CID become links, so not for free bytes."""
+    """Return the canonical DAG-CBOR of a value.
+
+    Any `bytes` that are a CID become a link, so a value must not contain byte strings of unknown content.
+    """
     return bytes(libipld.encode_dag_cbor(value))
 
 
 def explain(data: bytes) -> str:
-    """What strict DAG-CBOR refuses in these bytes, in a sentence; "" if nothing. Off the hot path."""
+    """Return a sentence for people that says why strict DAG-CBOR rejects the bytes; "" if it does not. Slow."""
     try:
         decode_canonical(data)
     except CborError as error:
@@ -92,33 +114,36 @@ def explain(data: bytes) -> str:
         return ""
     try:
         summary = _summary(cbor2.loads(data))
-    except (cbor2.CBORDecodeError, ValueError, RecursionError) as error:  # ValueError: a number too long to be shown
+    except (cbor2.CBORDecodeError, ValueError, RecursionError) as error:  # ValueError: an integer too long to print
         return f"not CBOR at all: {_message(error)}"
     return f"CBOR ({summary}), but not strict DAG-CBOR: {strict}"
 
 
 def explain_frame(data: bytes) -> str:
-    """What the objects are that a refused frame begins with, as far as `EXPLAINED_BYTES` go. Off the hot path."""
-    stream = BytesIO(data[:EXPLAINED_BYTES])
+    """Return a description for people of the objects in the first `MAX_EXPLAINED_BYTES` of a rejected frame. Slow."""
+    stream = BytesIO(data[:MAX_EXPLAINED_BYTES])
     decoder = cbor2.CBORDecoder(stream)
     found: list[str] = []
     try:
-        while stream.tell() < min(len(data), EXPLAINED_BYTES) and len(found) < EXPLAINED_OBJECTS:
+        while stream.tell() < min(len(data), MAX_EXPLAINED_BYTES) and len(found) < MAX_EXPLAINED_OBJECTS:
             found.append(_summary(decoder.decode()))
     except (cbor2.CBORDecodeError, ValueError, RecursionError) as error:
         found.append(f"bytes that are not CBOR ({_message(error)})")
     return ", then ".join(found) or "nothing"
 
 
-def abridged(value: Any, levels: int = SHOWN_LEVELS) -> Any:
-    """What `decode` gave, for people: JSON, links in their text form, of long bytes and texts the beginning."""
+def abridged(value: Any, levels: int = MAX_SHOWN_LEVELS) -> Any:
+    """Return a value of `decode` as short JSON for people.
+
+    Links are in text form. Of long bytes and texts, and of deep maps and lists, only the beginning is returned.
+    """
     match value:
         case bytes() if is_link(value):
             return {"$link": cid_text(value)}
         case bytes():
-            return f"{len(value):,} bytes: {_cut(value.hex(), 2 * SHOWN_BYTES)}"
+            return f"{len(value):,} bytes: {_shorten(value.hex(), 2 * MAX_SHOWN_BYTES)}"
         case str():
-            return _cut(value, SHOWN_CHARACTERS)
+            return _shorten(value, MAX_SHOWN_CHARACTERS)
         case dict() | list() if not levels:
             return "…"
         case dict():
@@ -129,22 +154,24 @@ def abridged(value: Any, levels: int = SHOWN_LEVELS) -> Any:
             return value
 
 
-def _cut(text: str, characters: int) -> str:
+def _shorten(text: str, characters: int) -> str:
     return text if len(text) <= characters else f"{text[:characters]}…"
 
 
 def _link(data: bytes) -> Link:
-    """The CID constructor for cbrrr: the bytes behind the leading zero."""
+    """Return the link for the bytes that cbrrr found in tag 42, after the leading zero."""
     if not is_link(data):
-        raise ValueError("tag 42 doesn't hold a CID of version 1")
+        raise ValueError("tag 42 does not contain a CIDv1")
     return Link(data)
 
 
 def _message(error: BaseException) -> str:
-    return str(error).removeprefix("Failed to decode DAG-CBOR. ").strip()[:200] or type(error).__name__
+    text = str(error).removeprefix("Failed to decode DAG-CBOR. ").strip()
+    return text[:_MAX_MESSAGE_CHARACTERS] or type(error).__name__
 
 
 def _summary(value: Any) -> str:
     if isinstance(value, dict):
-        return f"a map with the keys {', '.join(map(repr, list(value)[:8]))}"[:200]
+        keys = ", ".join(map(repr, list(value)[:MAX_EXPLAINED_KEYS]))
+        return f"a map with the keys {keys}"[:_MAX_MESSAGE_CHARACTERS]
     return f"a {type(value).__name__}"

@@ -1,4 +1,4 @@
-"""Commit objects, repository format version 3 (spec §3.1)."""
+"""Commit objects, repository format version 3 (docs/protocol.md#commit-objects)."""
 
 from dataclasses import dataclass
 
@@ -10,17 +10,24 @@ from indexer.reasons import Rejection
 
 VERSION = 3
 SIGNATURE_BYTES = 64
-BLOCK_BYTES = 8_192  # a usual commit has 188, the longest DID 2,048; the rest is room for fields of other times
+MAX_COMMIT_BYTES = 8_192
+"""Maximum size of a commit. Most have 188 bytes; the rest is for a DID of 2,048 bytes and for unknown fields."""
 
-_SIG_ENTRY = b"\x63sig\x58\x40"  # the key "sig" and the head of a 64 byte string
-_DATA_ENTRY = b"\x64data\xd8\x2a"  # the key "data" and the tag of a link
-_MAP_OF_TWO = 0xA2
-_MAP_OF_23 = 0xB7
+_SIG_KEY_AND_HEAD = b"\x63sig\x58\x40"  # the key "sig" and the head of a byte string of 64 bytes
+_DATA_KEY_AND_TAG = b"\x64data\xd8\x2a"  # the key "data" and tag 42, which marks a link
+_MAP_OF_2 = 0xA2
+_MAP_OF_23 = 0xB7  # the largest map whose size is in the first byte
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """A decoded commit. `unsigned` are the original bytes without the entry `sig`: what was signed."""
+    """A decoded commit.
+
+    Attributes:
+        data: The CID of the tree's root.
+        unsigned: The original bytes without the entry `sig`: the message that `sig` signs.
+        cid: The CID of the commit block.
+    """
 
     did: str
     rev: str
@@ -31,11 +38,14 @@ class Commit:
 
 
 def decode_commit(block: bytes, cid: bytes) -> Commit:
-    """Strict: canonical, version 3, every field we use of its type, at most `BLOCK_BYTES`. Raises `UpstreamError`.
+    """Return the commit in a block with this CID.
 
-    An absent `prev` and fields that this version doesn't name are accepted; they stay in the signed bytes.
+    `prev` may be absent. Unknown fields are accepted, and are part of the signed bytes.
+
+    Raises:
+        UpstreamError: With COMMIT_MALFORMED, if the block is not a canonical version 3 commit.
     """
-    if len(block) > BLOCK_BYTES:  # nobody has signed for the work of decoding it yet
+    if len(block) > MAX_COMMIT_BYTES:  # before decoding, because no signature has been verified yet
         raise UpstreamError(Rejection.COMMIT_MALFORMED, f"{len(block)} bytes")
     try:
         fields = decode_canonical(block)
@@ -48,7 +58,7 @@ def decode_commit(block: bytes, cid: bytes) -> Commit:
     if type(version) is not int or version != VERSION:
         raise UpstreamError(Rejection.COMMIT_MALFORMED, f"version {version!r:.20}")
     if not (isinstance(did, str) and is_did(did) and isinstance(rev, str) and is_tid(rev)):
-        raise UpstreamError(Rejection.COMMIT_MALFORMED, "did or rev is not one")
+        raise UpstreamError(Rejection.COMMIT_MALFORMED, "did is not a DID, or rev is not a TID")
     if not (isinstance(data, Link) and is_cid(data) and isinstance(prev, Link | None)):
         raise UpstreamError(Rejection.COMMIT_MALFORMED, "data or prev is not a link")
     if type(sig) is not bytes or len(sig) != SIGNATURE_BYTES:
@@ -57,28 +67,28 @@ def decode_commit(block: bytes, cid: bytes) -> Commit:
 
 
 def _without_sig(block: bytes, sig: bytes) -> bytes:
-    """The original bytes minus the entry `sig`, the map's head counting one less.
+    """Return the original bytes without the entry `sig`, and with a map head that counts one entry less.
 
-    Canonical order puts `sig` behind the keys of one to three letters that sort before it, so the entry is found
-    whole, key, head and value; no other place in a canonical commit can hold these 70 bytes unless a hostile
-    value repeats them, and then the signature over the result doesn't hold.
+    The entry has 70 bytes: key, head and value. A canonical map contains each key once, so these bytes can occur again
+    only inside another value. Then it is unclear which ones are the entry, and the commit is rejected.
     """
-    entry = _SIG_ENTRY + sig
-    if not _MAP_OF_TWO <= block[0] <= _MAP_OF_23 or block.count(entry) != 1:
-        raise UpstreamError(Rejection.COMMIT_MALFORMED, "sig is not where it belongs")
-    at = block.index(entry)
-    return bytes([block[0] - 1]) + block[1:at] + block[at + len(entry) :]
+    entry = _SIG_KEY_AND_HEAD + sig
+    if not _MAP_OF_2 <= block[0] <= _MAP_OF_23 or block.count(entry) != 1:
+        raise UpstreamError(Rejection.COMMIT_MALFORMED, "more than 23 fields, or the bytes of sig occur twice")
+    start = block.index(entry)
+    return bytes([block[0] - 1]) + block[1:start] + block[start + len(entry) :]
 
 
 def encode_unsigned(did: str, rev: str, data: bytes, prev: bytes | None = None) -> bytes:
-    """The bytes to sign for a commit."""
+    """Return the bytes to sign for a commit."""
     return encode({"did": did, "rev": rev, "data": data, "prev": prev, "version": VERSION})
 
 
 def encode_signed(unsigned: bytes, sig: bytes) -> bytes:
-    """The commit block for bytes of `encode_unsigned`: the entry `sig` put in its canonical place, before `data`.
+    """Return the commit block for bytes of `encode_unsigned`: with the entry `sig` before the entry `data`.
 
-    Before it stand only texts, which may well hold the letters "ddata", but never the link's head behind them.
+    The only values before `data` are texts. They may contain "ddata", but not the bytes of the tag after it, because
+    these are not valid UTF-8.
     """
-    at = unsigned.index(_DATA_ENTRY)
-    return bytes([unsigned[0] + 1]) + unsigned[1:at] + _SIG_ENTRY + sig + unsigned[at:]
+    start = unsigned.index(_DATA_KEY_AND_TAG)
+    return bytes([unsigned[0] + 1]) + unsigned[1:start] + _SIG_KEY_AND_HEAD + sig + unsigned[start:]

@@ -1,6 +1,7 @@
-"""Signing keys on secp256k1 and P-256; the only module that knows the curve libraries (spec §3.1, §5.4).
+"""Keys and signatures on the curves secp256k1 and P-256 (docs/protocol.md#commit-objects).
 
-A signature is the 64 bytes r‖s over the SHA-256 of the message, with s in the lower half of the curve's order.
+A signature is `r` and `s`, 32 bytes each, over the SHA-256 of the message. Only the smaller of the two possible values
+of `s` is valid (low-S). No other module uses the curve libraries.
 """
 
 from functools import lru_cache
@@ -24,29 +25,44 @@ from indexer.reasons import Rejection
 Curve = Literal["k256", "p256"]
 
 SIGNATURE_BYTES = 64
-_CODECS: dict[str, Curve] = {"secp256k1-pub": "k256", "p256-pub": "p256"}
-_CODEC_OF = {curve: codec for codec, curve in _CODECS.items()}
-_LEGACY: dict[str, Curve] = {
+COMPRESSED_POINT_BYTES = 33
+_INTEGER_BYTES = 32
+_MAX_KEY_CHARACTERS = 200
+_P256_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
+_PREHASHED = ec.ECDSA(Prehashed(SHA256()))
+_SECP256K1_CONTEXT = GLOBAL_CONTEXT.ctx
+
+# First byte of a point: compressed with even or odd y, or uncompressed. libsecp256k1 would also accept the hybrid forms
+# 06 and 07, which the protocol does not allow.
+_POINT_FORMS = (b"\x02", b"\x03", b"\x04")
+
+_CURVE_OF_CODEC: dict[str, Curve] = {"secp256k1-pub": "k256", "p256-pub": "p256"}
+_CODEC_OF_CURVE = {curve: codec for codec, curve in _CURVE_OF_CODEC.items()}
+_CURVE_OF_LEGACY_TYPE: dict[str, Curve] = {
     "EcdsaSecp256k1VerificationKey2019": "k256",
     "EcdsaSecp256r1VerificationKey2019": "p256",
 }
-_P256_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
-_KEY_TEXT_CHARACTERS = 200
-_POINT_FORMS = (b"\x02", b"\x03", b"\x04")  # libsecp256k1 reads the hybrid forms 06 and 07, too
-_PREHASHED = ec.ECDSA(Prehashed(SHA256()))
-_K256 = GLOBAL_CONTEXT.ctx
 
 
 class PublicKey:
-    """A parsed key: parse once, verify often. Verifying on secp256k1 releases the interpreter's lock.
+    """A public key, parsed once for many verifications. Verification on secp256k1 releases the GIL.
 
-    Nothing but bytes, as hundreds of thousands are kept: 64 in libsecp256k1's own form, or a point of P-256.
+    It contains only bytes, because the identity cache holds hundreds of thousands of keys: 64 bytes in the form of
+    libsecp256k1, or a compressed point of P-256.
+
+    Attributes:
+        curve: The curve of the key.
+        compressed: The point in its compressed form, 33 bytes.
     """
 
     __slots__ = ("_parsed", "compressed", "curve")
 
     def __init__(self, curve: Curve, point: bytes) -> None:
-        """`point` is 33 bytes compressed or 65 uncompressed; raises `UpstreamError` if it is on no curve."""
+        """Parse a point of 33 bytes (compressed) or 65 bytes (uncompressed).
+
+        Raises:
+            UpstreamError: With NO_SIGNING_KEY, if this is not a point of the curve.
+        """
         if not point.startswith(_POINT_FORMS):
             raise UpstreamError(Rejection.NO_SIGNING_KEY, f"a point of form {point[:1].hex()}")
         self.curve = curve
@@ -71,7 +87,7 @@ class PublicKey:
         return f"PublicKey({self.did_key()})"
 
     def verify(self, sig: bytes, message: bytes) -> bool:
-        """Whether `sig` is the signature of `message`: exactly 64 bytes, low-S, r and s in range."""
+        """Return True if `sig` is a valid signature of `message`: 64 bytes, `r` and `s` in range, low-S."""
         if len(sig) != SIGNATURE_BYTES:
             return False
         digest = sha256(message).digest()
@@ -79,13 +95,14 @@ class PublicKey:
 
     def _verify_k256(self, sig: bytes, digest: bytes) -> bool:
         parsed = ffi.new("secp256k1_ecdsa_signature *")
-        if not lib.secp256k1_ecdsa_signature_parse_compact(_K256, parsed, sig):
+        if not lib.secp256k1_ecdsa_signature_parse_compact(_SECP256K1_CONTEXT, parsed, sig):
             return False
         key = ffi.from_buffer("secp256k1_pubkey *", self._parsed)
-        return bool(lib.secp256k1_ecdsa_verify(_K256, parsed, digest, key))  # refuses high-S itself
+        return bool(lib.secp256k1_ecdsa_verify(_SECP256K1_CONTEXT, parsed, digest, key))  # rejects high-S
 
     def _verify_p256(self, sig: bytes, digest: bytes) -> bool:
-        r, s = int.from_bytes(sig[:32], "big"), int.from_bytes(sig[32:], "big")
+        r = int.from_bytes(sig[:_INTEGER_BYTES], "big")
+        s = int.from_bytes(sig[_INTEGER_BYTES:], "big")
         if not (0 < r < _P256_ORDER and 0 < s <= _P256_ORDER // 2):
             return False
         try:
@@ -95,44 +112,61 @@ class PublicKey:
         return True
 
     def multikey(self) -> str:
-        """`z` and base58btc of codec and compressed point, as in DID documents."""
-        return multibase.encode(multicodec.wrap(_CODEC_OF[self.curve], self.compressed), "base58btc")
+        """Return the key as in a Multikey of a DID document: `z` and base58btc of codec and compressed point."""
+        return multibase.encode(multicodec.wrap(_CODEC_OF_CURVE[self.curve], self.compressed), "base58btc")
 
     def did_key(self) -> str:
+        """Return the key as `did:key:z…`."""
         return f"did:key:{self.multikey()}"
 
 
-@lru_cache(maxsize=2_048)
+@lru_cache(maxsize=2_048)  # because the form of OpenSSL needs one to two kilobytes for each key
 def _p256(point: bytes) -> ec.EllipticCurvePublicKey:
-    """OpenSSL's form of a point, of a kilobyte or two; raises ValueError."""
+    """Return a point of P-256 in the form of OpenSSL.
+
+    Raises:
+        ValueError: This is not a point of P-256.
+    """
     return ec.EllipticCurvePublicKey.from_encoded_point(ec.SECP256R1(), point)
 
 
 def parse_multikey(text: str) -> PublicKey:
-    """A DID document's `publicKeyMultibase` of type Multikey; raises `UpstreamError`."""
-    codec, point = _unwrap(_decode_multibase(text))
-    if len(point) != 33:  # noqa: PLR2004
+    """Return the key of a `publicKeyMultibase` of type Multikey (docs/protocol.md#identity).
+
+    Raises:
+        UpstreamError: With NO_SIGNING_KEY, if this is not a key on one of the two curves.
+    """
+    curve, point = _split_codec(_decode_base58btc(text))
+    if len(point) != COMPRESSED_POINT_BYTES:
         raise UpstreamError(Rejection.NO_SIGNING_KEY, f"a point of {len(point)} bytes")
-    return PublicKey(codec, point)
+    return PublicKey(curve, point)
 
 
 def parse_did_key(text: str) -> PublicKey:
-    """`did:key:z…`; raises `UpstreamError`."""
+    """Return the key of a `did:key:z…`.
+
+    Raises:
+        UpstreamError: With NO_SIGNING_KEY, if this is not a key on one of the two curves.
+    """
     if not text.startswith("did:key:"):
         raise UpstreamError(Rejection.NO_SIGNING_KEY, "not a did:key")
     return parse_multikey(text.removeprefix("did:key:"))
 
 
-def parse_legacy(type_: str, text: str) -> PublicKey:
-    """The key types of old DID documents: a bare point, compressed or not; raises `UpstreamError`."""
-    curve = _LEGACY.get(type_)
+def parse_legacy_key(type_: str, text: str) -> PublicKey:
+    """Return the key of a `publicKeyMultibase` of a legacy type: a point without codec, compressed or not.
+
+    Raises:
+        UpstreamError: With NO_SIGNING_KEY, if the type is unknown or this is not a point of its curve.
+    """
+    curve = _CURVE_OF_LEGACY_TYPE.get(type_)
     if curve is None:
         raise UpstreamError(Rejection.NO_SIGNING_KEY, f"key type {type_:.60}")
-    return PublicKey(curve, _decode_multibase(text))
+    return PublicKey(curve, _decode_base58btc(text))
 
 
-def _decode_multibase(text: str) -> bytes:
-    if not text.startswith("z") or len(text) > _KEY_TEXT_CHARACTERS:
+def _decode_base58btc(text: str) -> bytes:
+    if not text.startswith("z") or len(text) > _MAX_KEY_CHARACTERS:
         raise UpstreamError(Rejection.NO_SIGNING_KEY, "not base58btc")
     try:
         return bytes(multibase.decode(text))
@@ -140,18 +174,19 @@ def _decode_multibase(text: str) -> bytes:
         raise UpstreamError(Rejection.NO_SIGNING_KEY, f"not base58btc: {error!s:.60}") from None
 
 
-def _unwrap(data: bytes) -> tuple[Curve, bytes]:
+def _split_codec(data: bytes) -> tuple[Curve, bytes]:
+    """Return the curve that the multicodec prefix names, and the bytes after the prefix."""
     try:
         codec, point = multicodec.unwrap(data)
     except (ValueError, KeyError) as error:
-        raise UpstreamError(Rejection.NO_SIGNING_KEY, f"no multicodec: {error!s:.60}") from None
-    if codec.name not in _CODECS:
+        raise UpstreamError(Rejection.NO_SIGNING_KEY, f"no multicodec prefix: {error!s:.60}") from None
+    if codec.name not in _CURVE_OF_CODEC:
         raise UpstreamError(Rejection.NO_SIGNING_KEY, f"a key of codec {codec.name}")
-    return _CODECS[codec.name], bytes(point)
+    return _CURVE_OF_CODEC[codec.name], bytes(point)
 
 
 class PrivateKey:
-    """A key that signs: for the local network and for tests."""
+    """A private key, for the local network and for tests."""
 
     __slots__ = ("_key", "curve")
 
@@ -165,19 +200,21 @@ class PrivateKey:
 
     @classmethod
     def from_seed(cls, curve: Curve, seed: bytes) -> Self:
-        """The same key for the same seed."""
+        """Return a key that depends only on the seed."""
         return cls(curve, sha256(seed).digest())
 
     @property
     def public(self) -> PublicKey:
+        """The public key of this key."""
         if isinstance(self._key, Secp256k1PrivateKey):
             return PublicKey("k256", self._key.public_key.format())
         return PublicKey("p256", self._key.public_key().public_bytes(Encoding.X962, PublicFormat.CompressedPoint))
 
     def sign(self, message: bytes) -> bytes:
-        """64 bytes r‖s, low-S."""
+        """Return the signature of a message: 64 bytes, low-S."""
         digest = sha256(message).digest()
         if isinstance(self._key, Secp256k1PrivateKey):
             return self._key.sign_recoverable(digest, hasher=None)[:SIGNATURE_BYTES]
         r, s = decode_dss_signature(self._key.sign(digest, _PREHASHED))
-        return r.to_bytes(32, "big") + min(s, _P256_ORDER - s).to_bytes(32, "big")
+        low_s = min(s, _P256_ORDER - s)
+        return r.to_bytes(_INTEGER_BYTES, "big") + low_s.to_bytes(_INTEGER_BYTES, "big")

@@ -1,6 +1,6 @@
-"""What the protocol takes from a DID document: signing key, PDS, claimed handle (spec §5.1, §5.4).
+"""DID documents: the signing key, the PDS and the claimed handle of an account (docs/protocol.md#identity).
 
-A document is a stranger's JSON. Parts of the wrong shape are passed over as if they were absent; unknown ones too.
+A document is JSON from another host. A part with the wrong shape is treated as absent.
 """
 
 import re
@@ -8,15 +8,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from indexer.atproto.crypto import PublicKey, parse_legacy, parse_multikey
+from indexer.atproto.crypto import PublicKey, parse_legacy_key, parse_multikey
 from indexer.atproto.syntax import is_handle
 from indexer.errors import UpstreamError
 from indexer.reasons import Rejection
 
-ENTRIES = 100  # of any list in a document; real ones have a handful
-URL_CHARACTERS = 2_048
-PORTS = 65_535
-# narrower than a URL parser, so that no two of them can read another host in it
+MAX_LIST_ENTRIES = 100
+"""Number of entries that are read of a list in a document. Most lists have fewer than ten."""
+MAX_URL_CHARACTERS = 2_048
+MAX_PORT = 65_535
+
+# Accepts less than a URL parser, so that two parsers cannot find different hosts in the same text.
 _BASE_URL = re.compile(
     r"(?P<scheme>https?)://(?P<host>[a-z0-9._-]+|\[[0-9a-f:.]+\])(:(?P<port>[0-9]{1,5}))?/?", re.IGNORECASE | re.ASCII
 ).fullmatch
@@ -24,7 +26,13 @@ _BASE_URL = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class DidDocument:
-    """`handle` is a claim, in lower case; `pds` is scheme, host and port. What is absent or unusable is None."""
+    """The parts of a DID document that the protocol uses. A part that is absent or unusable is None.
+
+    Attributes:
+        handle: The claimed handle in lower case. It is not verified.
+        pds: The base URL of the PDS: scheme, host and, if given, port.
+        signing_key: The key that verifies the commits of the account.
+    """
 
     did: str
     handle: str | None
@@ -33,14 +41,18 @@ class DidDocument:
 
 
 def parse_did_document(document: Any, did: str, *, allow_http: bool) -> DidDocument:
-    """Raises `UpstreamError` with FIELD_INVALID if this is not a document of `did`."""
+    """Return the parts of a decoded JSON document. With `allow_http`, the URL of the PDS may begin with `http:`.
+
+    Raises:
+        UpstreamError: With FIELD_INVALID, if this is not a document of the DID.
+    """
     if not isinstance(document, dict) or document.get("id") != did:
         raise UpstreamError(Rejection.FIELD_INVALID, f"not a document of {did}")
     return DidDocument(did, _handle(document), _pds(document, did, allow_http=allow_http), _signing_key(document, did))
 
 
 def _signing_key(document: dict[str, Any], did: str) -> PublicKey | None:
-    """The first valid `#atproto` key; others are ignored."""
+    """Return the first valid `#atproto` key."""
     for method in _maps(document, "verificationMethod"):
         type_, text = method.get("type"), method.get("publicKeyMultibase")
         if method.get("id") not in ("#atproto", f"{did}#atproto") or method.get("controller") != did:
@@ -48,13 +60,14 @@ def _signing_key(document: dict[str, Any], did: str) -> PublicKey | None:
         if not isinstance(type_, str) or not isinstance(text, str):
             continue
         try:
-            return parse_multikey(text) if type_ == "Multikey" else parse_legacy(type_, text)
+            return parse_multikey(text) if type_ == "Multikey" else parse_legacy_key(type_, text)
         except UpstreamError:
-            continue  # the next one may be usable; none at all is told by None
+            continue  # a later method may have a valid key
     return None
 
 
 def _pds(document: dict[str, Any], did: str, *, allow_http: bool) -> str | None:
+    """Return the base URL of the first `#atproto_pds`; None if its URL is invalid, even if there is a second one."""
     for service in _maps(document, "service"):
         if service.get("id") not in ("#atproto_pds", f"{did}#atproto_pds"):
             continue
@@ -64,27 +77,28 @@ def _pds(document: dict[str, Any], did: str, *, allow_http: bool) -> str | None:
 
 
 def _base_url(url: Any, *, allow_http: bool) -> str | None:
-    """Scheme, host and port, and nothing else but one slash behind them."""
-    if not isinstance(url, str) or len(url) > URL_CHARACTERS or (match := _BASE_URL(url)) is None:
+    """Return scheme, host and port of a URL that contains nothing else, except for one slash at the end."""
+    if not isinstance(url, str) or len(url) > MAX_URL_CHARACTERS or (match := _BASE_URL(url)) is None:
         return None
     scheme, host, port = match["scheme"].lower(), match["host"].lower(), match["port"]
-    if (scheme == "http" and not allow_http) or (port and not 0 < int(port) <= PORTS):
+    if (scheme == "http" and not allow_http) or (port and not 0 < int(port) <= MAX_PORT):
         return None
     return f"{scheme}://{host}:{port}" if port else f"{scheme}://{host}"
 
 
 def _handle(document: dict[str, Any]) -> str | None:
-    """The first syntactically valid one wins, even if it doesn't resolve."""
+    """Return the first handle with valid syntax."""
     aliases = document.get("alsoKnownAs")
     if not isinstance(aliases, list):
         return None
-    for alias in aliases[:ENTRIES]:
+    for alias in aliases[:MAX_LIST_ENTRIES]:
         if isinstance(alias, str) and alias.startswith("at://") and is_handle(alias.removeprefix("at://")):
             return alias.removeprefix("at://").lower()
     return None
 
 
 def _maps(document: dict[str, Any], name: str) -> Iterator[dict[str, Any]]:
+    """Yield the maps in a list of the document."""
     entries = document.get(name)
     if isinstance(entries, list):
-        yield from (entry for entry in entries[:ENTRIES] if isinstance(entry, dict))
+        yield from (entry for entry in entries[:MAX_LIST_ENTRIES] if isinstance(entry, dict))

@@ -1,26 +1,43 @@
-"""Bounds on everything that comes from outside, with their precedents. All of them are settings."""
+"""Limits on everything that comes from outside. Each one is a setting (docs/protocol.md#limits)."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Sizes in bytes, counts, and seconds. The defaults are the protocol's or the reference implementations'."""
+    """Maximum sizes and counts. The defaults come from the protocol or from reference implementations.
 
-    frame_bytes: int = 5_000_000  # the relay's own limit
-    commit_blocks_bytes: int = 2_000_000  # lexicon: #commit.blocks
-    commit_ops: int = 200  # lexicon: #commit.ops
-    sync_blocks_bytes: int = 10_000  # lexicon: #sync.blocks
-    record_bytes: int = 1_048_576  # data model guide: 1 MiB
-    car_header_bytes: int = 4_096  # a header with one root has 59
-    block_bytes: int = 2_097_152  # no record, node or commit comes near it
-    node_entries: int = 1_000  # more than 200 would need mined keys
-    tree_depth: int = 128  # SHA-256 has no more leading zero pairs
-    repo_bytes: int = 2_147_483_648  # an export, decompressed
-    repo_blocks: int = 20_000_000  # blocks of an export
-    clock_drift_seconds: int = 300  # how far a rev may lie in the future
-    kept_events: int = 2_048  # events kept for one repo during its resync
-    kept_bytes: int = 16_777_216  # and their frames' bytes
+    Attributes:
+        frame_bytes: One frame of the stream, in bytes.
+        commit_blocks_bytes: The CAR slice of a #commit, in bytes.
+        commit_ops: Operations of a #commit.
+        sync_blocks_bytes: The CAR slice of a #sync, in bytes.
+        record_bytes: One record, in bytes of DAG-CBOR.
+        car_header_bytes: The header of a CAR file, in bytes. A header with one root has 59.
+        block_bytes: One block of an export, in bytes.
+        node_entries: Entries of a tree node. More than 200 are only possible with keys that are chosen for their hash.
+        tree_depth: Layers of a tree. The SHA-256 of a key allows no more than 128.
+        repo_bytes: An export after decompression, in bytes.
+        repo_blocks: Blocks of an export.
+        clock_drift_seconds: How far a rev may be in the future, in seconds.
+        resync_buffer_events: Events that are buffered for one repo during its resync.
+        resync_buffer_bytes: Frames that are buffered for one repo during its resync, in bytes.
+    """
+
+    frame_bytes: int = 5_000_000
+    commit_blocks_bytes: int = 2_000_000
+    commit_ops: int = 200
+    sync_blocks_bytes: int = 10_000
+    record_bytes: int = 1_048_576
+    car_header_bytes: int = 4_096
+    block_bytes: int = 2_097_152
+    node_entries: int = 1_000
+    tree_depth: int = 128
+    repo_bytes: int = 2_147_483_648
+    repo_blocks: int = 20_000_000
+    clock_drift_seconds: int = 300
+    resync_buffer_events: int = 2_048
+    resync_buffer_bytes: int = 16_777_216
 
 
 DEFAULT_LIMITS = Limits()

@@ -1,4 +1,4 @@
-"""The syntax of identifiers: DID, handle, NSID, record key, TID, AT-URI, repo path (spec §3.9, §5.6, §6.6)."""
+"""Syntax of identifiers: DID, handle, NSID, record key, TID, AT-URI and path (docs/protocol.md#limits)."""
 
 import re
 from collections.abc import Iterable
@@ -9,19 +9,20 @@ from typing import Self
 from indexer.errors import UpstreamError
 from indexer.reasons import Rejection
 
-DID_CHARACTERS = 2_048
-HANDLE_CHARACTERS = 253
-NSID_CHARACTERS = 317
-URI_CHARACTERS = 8_192
-_URI_PARTS = 3
+MAX_DID_CHARACTERS = 2_048
+MAX_HANDLE_CHARACTERS = 253
+MAX_NSID_CHARACTERS = 317
+MAX_URI_CHARACTERS = 8_192
+_MAX_URI_PARTS = 3
 
 _RESERVED_TLDS = frozenset({"alt", "arpa", "example", "internal", "invalid", "local", "localhost", "onion"})
 
-TID_ALPHABET = "234567abcdefghijklmnopqrstuvwxyz"
-_TID_VALUES = {letter: value for value, letter in enumerate(TID_ALPHABET)}
-_CLOCK_BITS = 10
+_TID_ALPHABET = "234567abcdefghijklmnopqrstuvwxyz"
+_TID_VALUES = {character: value for value, character in enumerate(_TID_ALPHABET)}
+_TID_CHARACTERS = 13
+_CLOCK_ID_BITS = 10  # the lowest ones; the others are microseconds since the Unix epoch
 
-# fullmatch everywhere: `$` would accept a newline behind the end
+# `fullmatch`, because `$` would accept a newline at the end.
 _DID = re.compile(r"did:[a-z]+:[a-zA-Z0-9._:%-]*[a-zA-Z0-9._-]").fullmatch
 _HANDLE = re.compile(
     r"([a-zA-Z0-9]([a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?\.)+[a-zA-Z]([a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
@@ -35,71 +36,89 @@ _TID = re.compile(r"[234567abcdefghij][234567abcdefghijklmnopqrstuvwxyz]{12}").f
 
 
 def is_did(text: str) -> bool:
-    """A DID of any method, whether or not that method would give out such a one."""
-    return len(text) <= DID_CHARACTERS and _DID(text) is not None
+    """Return True if the text is a DID of any method. The rules of the method are not checked."""
+    return len(text) <= MAX_DID_CHARACTERS and _DID(text) is not None
 
 
 def is_handle(text: str) -> bool:
-    return len(text) <= HANDLE_CHARACTERS and _HANDLE(text) is not None
+    """Return True if the text is a handle."""
+    return len(text) <= MAX_HANDLE_CHARACTERS and _HANDLE(text) is not None
 
 
 def is_resolvable(host: str, *, local: bool) -> bool:
-    """Whether a handle or a did:web's host may be asked for at all (spec §5.6); `.test` only on a local network."""
+    """Return True if a handle or the host of a did:web may be looked up (docs/protocol.md#handles).
+
+    Names under `.test` may be looked up only in a local network (`local`).
+    """
     tld = host.rpartition(".")[2].lower()
     return tld not in _RESERVED_TLDS and (local or tld != "test")
 
 
 def is_nsid(text: str) -> bool:
-    return len(text) <= NSID_CHARACTERS and _is_nsid(text)
+    """Return True if the text is an NSID."""
+    return len(text) <= MAX_NSID_CHARACTERS and _is_nsid(text)
 
 
-@lru_cache(maxsize=4_096)  # asked for each record, of a few hundred collections
+@lru_cache(maxsize=4_096)  # because each record is checked, and there are only a few hundred collections
 def _is_nsid(text: str) -> bool:
     return _NSID(text) is not None
 
 
 def is_record_key(text: str) -> bool:
+    """Return True if the text is a record key."""
     return _RECORD_KEY(text) is not None and text not in {".", ".."}
 
 
 def is_tid(text: str) -> bool:
+    """Return True if the text is a TID."""
     return _TID(text) is not None
 
 
 def normalize_nsid(nsid: str) -> str:
-    """The authority in lower case; the name as it is, since its case matters."""
+    """Return the NSID with its authority in lower case. The name, its last segment, is case-sensitive."""
     authority, _, name = nsid.rpartition(".")
     return f"{authority.lower()}.{name}"
 
 
 def split_path(path: str) -> tuple[str, str]:
-    """A repo path, `collection/rkey`; raises `UpstreamError`.
+    """Return the collection and the record key of a path.
 
-    Hosts let collections through whose authority isn't in lower case, and so do we: the path is a key, byte for byte.
+    The collection is not normalized, because paths are compared byte by byte (docs/protocol.md#merkle-search-tree).
+
+    Raises:
+        UpstreamError: With FIELD_INVALID, if this is not a valid path.
     """
     collection, slash, rkey = path.partition("/")
     if not (slash and is_nsid(collection) and is_record_key(rkey)):
-        raise UpstreamError(Rejection.FIELD_INVALID, f"not a record's path: {path[:100]!r}")
+        raise UpstreamError(Rejection.FIELD_INVALID, f"not the path of a record: {path[:100]!r}")
     return collection, rkey
 
 
 def tid_micros(tid: str) -> int:
-    """Microseconds since the Unix epoch of a valid TID."""
+    """Return the microseconds since the Unix epoch in a valid TID."""
     value = 0
-    for letter in tid:
-        value = value << 5 | _TID_VALUES[letter]
-    return value >> _CLOCK_BITS
+    for character in tid:
+        value = value << 5 | _TID_VALUES[character]  # 32 characters: 5 bits each
+    return value >> _CLOCK_ID_BITS
 
 
-def tid_of(micros: int, clock: int = 0) -> str:
-    """The TID of a time in microseconds and a clock identifier of ten bits."""
-    value = micros << _CLOCK_BITS | clock
-    return "".join(TID_ALPHABET[value >> shift & 31] for shift in range(60, -1, -5))
+def tid_of(micros: int, clock_id: int = 0) -> str:
+    """Return the TID of a time in microseconds since the Unix epoch, and a clock identifier of 10 bits."""
+    value = micros << _CLOCK_ID_BITS | clock_id
+    characters = []
+    for _ in range(_TID_CHARACTERS):
+        value, index = divmod(value, len(_TID_ALPHABET))
+        characters.append(_TID_ALPHABET[index])
+    return "".join(reversed(characters))
 
 
 @dataclass(frozen=True, slots=True)
 class AtUri:
-    """`at://authority[/collection[/rkey]]`, without query and fragment. The authority is a DID or a handle."""
+    """An AT-URI: `at://authority[/collection[/rkey]]`, without query and fragment.
+
+    Attributes:
+        authority: A DID or a handle.
+    """
 
     authority: str
     collection: str | None = None
@@ -107,9 +126,13 @@ class AtUri:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Raises ValueError with a sentence that says what is wrong."""
+        """Return the parts of an AT-URI.
+
+        Raises:
+            ValueError: The text is not an AT-URI; the message says why.
+        """
         parts = text.removeprefix("at://").split("/")
-        if not text.startswith("at://") or len(parts) > _URI_PARTS or len(text) > URI_CHARACTERS:
+        if not text.startswith("at://") or len(parts) > _MAX_URI_PARTS or len(text) > MAX_URI_CHARACTERS:
             raise ValueError(f"not at://DID-or-handle[/collection[/rkey]]: {text[:80]!r}")
         uri = cls(*parts)
         if not (is_did(uri.authority) or is_handle(uri.authority)):
@@ -121,7 +144,7 @@ class AtUri:
         return uri
 
     def normalized(self) -> Self:
-        """A handle and the NSID's authority in lower case; DIDs, names and record keys as they are."""
+        """Return the AT-URI with the case-insensitive parts in lower case: a handle, and the authority of the NSID."""
         return type(self)(
             self.authority if self.authority.startswith("did:") else self.authority.lower(),
             normalize_nsid(self.collection) if self.collection else None,
@@ -133,12 +156,20 @@ class AtUri:
 
 
 class CollectionFilter:
-    """Which collections are stored: NSIDs, `prefix.*` on whole segments, or `*` for all."""
+    """Selects collections by patterns: an NSID, `prefix.*` on whole segments, or `*` for all.
+
+    Attributes:
+        patterns: The patterns as given.
+    """
 
     __slots__ = ("_exact", "_prefixes", "patterns")
 
     def __init__(self, patterns: Iterable[str] = ("*",)) -> None:
-        """Raises ValueError with a sentence that names the pattern."""
+        """Parse the patterns.
+
+        Raises:
+            ValueError: A pattern is invalid, or there is none; the message names it.
+        """
         self.patterns = tuple(patterns)
         exact, prefixes = set(), []
         for pattern in self.patterns:
@@ -149,13 +180,14 @@ class CollectionFilter:
             elif is_nsid(pattern):
                 exact.add(pattern)
             else:
-                raise ValueError(f"{pattern!r} is neither an NSID, nor one's beginning and '.*', nor '*'")
+                raise ValueError(f"{pattern!r} is neither an NSID, nor the beginning of one with '.*', nor '*'")
         if not self.patterns:
-            raise ValueError("no collection is named; '*' stands for all")
+            raise ValueError("no collection is named; use '*' for all collections")
         self._exact = frozenset(exact)
         self._prefixes = tuple(prefixes)
 
     def matches(self, nsid: str) -> bool:
+        """Return True if one of the patterns matches the NSID."""
         return nsid in self._exact or nsid.startswith(self._prefixes)
 
     def __str__(self) -> str:
@@ -163,5 +195,5 @@ class CollectionFilter:
 
 
 def _is_prefix(text: str) -> bool:
-    """Whether more segments make an NSID of it."""
+    """Return True if the text becomes an NSID when segments are appended."""
     return is_nsid(f"{text}.a.a") or is_nsid(f"{text}.a")

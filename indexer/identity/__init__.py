@@ -1,19 +1,26 @@
-"""Identities: DIDs to keys, hosts and handles."""
+"""Identities: resolve DIDs to signing keys, hosts and handles, and verify handles (docs/protocol.md#identity)."""
 
-from indexer.identity.cache import CAUSES, FOUND_IN, REFRESHES, Freshness, Identities, Known
-from indexer.identity.handle import Handles
-from indexer.identity.resolver import METHODS, Method, Resolver, method_of
+from indexer.identity.did_resolver import METHODS, DidResolver, Method, method_of
+from indexer.identity.handle_verifier import HandleVerifier
+from indexer.identity.identity_cache import (
+    FOUND_IN,
+    REFRESH_CAUSES,
+    REFRESH_RESULTS,
+    CachedIdentity,
+    IdentityCache,
+    IdentityLifetimes,
+)
 
 __all__ = [
-    "CAUSES",
     "FOUND_IN",
     "METHODS",
-    "REFRESHES",
-    "Freshness",
-    "Handles",
-    "Identities",
-    "Known",
+    "REFRESH_CAUSES",
+    "REFRESH_RESULTS",
+    "CachedIdentity",
+    "DidResolver",
+    "HandleVerifier",
+    "IdentityCache",
+    "IdentityLifetimes",
     "Method",
-    "Resolver",
     "method_of",
 ]

@@ -1,4 +1,4 @@
-"""DAG-CBOR written out by the book: canonical, small, and exact about what is a link."""
+"""Encode plain Python values as canonical DAG-CBOR, independently of `indexer.atproto.cbor`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,14 @@ from indexer.atproto.cid import is_cid
 
 
 def encode(value: Any) -> bytes:
-    """The canonical form of plain values without floats; the 36 bytes of a CID of the protocol's kind are a link."""
+    """Return the canonical DAG-CBOR of a value without floats.
+
+    Bytes that are a CID of the protocol's form (36 bytes) become a link, all other bytes a byte string.
+
+    Raises:
+        TypeError: The type has no DAG-CBOR form here.
+        OverflowError: An integer needs more than 64 bits.
+    """
     match value:
         case None:
             return b"\xf6"
@@ -25,15 +32,16 @@ def encode(value: Any) -> bytes:
         case list() | tuple():
             return _head(4, len(value)) + b"".join(map(encode, value))
         case Mapping():
-            items = sorted((encode(key), encode(item)) for key, item in value.items())  # so by the keys' length first
+            # Encoded keys begin with their length, so this is the canonical order: shorter keys first.
+            items = sorted((encode(key), encode(item)) for key, item in value.items())
             return _head(5, len(items)) + b"".join(key + item for key, item in items)
         case _:
             raise TypeError(f"no DAG-CBOR for {type(value).__name__}")
 
 
 def _head(major: int, number: int) -> bytes:
-    """A major type with its number in the fewest bytes."""
-    if number < 24:  # noqa: PLR2004  fits into the first byte
+    """Return a major type and its number in the fewest bytes."""
+    if number < 24:  # noqa: PLR2004 - fits into the first byte
         return bytes([major << 5 | number])
     for info, size in ((24, 1), (25, 2), (26, 4), (27, 8)):
         if number < 1 << 8 * size:

@@ -1,6 +1,17 @@
-"""Every outbound request of the daemon: to public addresses only, bounded in bytes, time and rate (spec §7.1)."""
+"""HTTP requests to other hosts, limited in address, size, time and rate (docs/protocol.md#outbound-requests)."""
 
-from indexer.outbound.client import Outbound, Patience, Response, Stream, host_of
-from indexer.outbound.hosts import RESULTS, Hosts, HostState, Rates
+from indexer.outbound.host_limits import REQUEST_RESULTS, HostLimits, HostState, RateLimits
+from indexer.outbound.http_client import OutboundClient, OutboundSettings, Response, ResponseStream, Timeouts, host_of
 
-__all__ = ["RESULTS", "HostState", "Hosts", "Outbound", "Patience", "Rates", "Response", "Stream", "host_of"]
+__all__ = [
+    "REQUEST_RESULTS",
+    "HostLimits",
+    "HostState",
+    "OutboundClient",
+    "OutboundSettings",
+    "RateLimits",
+    "Response",
+    "ResponseStream",
+    "Timeouts",
+    "host_of",
+]

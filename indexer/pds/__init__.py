@@ -1,6 +1,7 @@
-"""What hosts serve of a repo: exports, streamed to disk, and the small answers about it (spec §2.2)."""
+"""Requests to a PDS or relay about repos: exports, the latest commit, and lists (docs/protocol.md#exports)."""
 
-from indexer.pds.client import LARGE_BYTES, PdsClient
+from indexer.pds.export_download import ExportDownload
+from indexer.pds.pds_client import LARGE_BYTES, PdsClient
 from indexer.pds.spool import Spool
 
-__all__ = ["LARGE_BYTES", "PdsClient", "Spool"]
+__all__ = ["LARGE_BYTES", "ExportDownload", "PdsClient", "Spool"]

@@ -1,15 +1,17 @@
-"""An export on disk: blocks by CID, in memory that hardly depends on the repo's size.
+"""An export on disk: blocks by CID, with memory use that hardly depends on the size of the repo.
 
-The file holds each block once, behind its length (4 bytes, little-endian) and its CID, but for the last ones, which
-stay in memory: all of them, mostly. It has no name, so the system removes it when it is closed, by a crash too. The
-index holds 12 bytes a slot: part of a hash, and a place in the file, where the whole CID is compared. The file is read
-with `pread` and not through a mapping, so its pages never count as ours but for a few: hosts put blocks that are read
-one after the other near to each other, and each call would give the interpreter's lock away.
+The file holds each block once, after its length (4 bytes, little-endian) and its CID. The most recent blocks stay in a
+buffer; a small export fits into the buffer as a whole. The file has no name, so the system deletes it when it is closed
+or the process dies. The index holds 12 bytes per slot: a part of a hash, and an offset in the file, where the whole CID
+is compared. The file is not mapped into memory, because its pages would count as memory of this process. It is read in
+pages, and a few of them are cached: each read releases the GIL, and blocks that are read together are usually close to
+each other.
 """
 
 import os
 from array import array
-from collections.abc import AsyncIterable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from io import FileIO
 from pathlib import Path
@@ -18,46 +20,83 @@ from types import TracebackType
 from typing import Literal, Self
 
 from indexer.atproto.car import CarReader
-from indexer.atproto.cid import SIZE
+from indexer.atproto.cid import CID_BYTES
 from indexer.atproto.limits import Limits
 from indexer.errors import UnavailableError, UpstreamError
 from indexer.reasons import FetchFailure
 
-_LENGTH = 4
-_HEAD = _LENGTH + SIZE
-_PAGE = 1 << 14
-_PAGES = 1 << 6
-_WRITE_BYTES = 1 << 20
-_PARTS = 1 << 8
+_LENGTH_BYTES = 4
+_HEAD_BYTES = _LENGTH_BYTES + CID_BYTES
+_CACHED_PAGES = 1 << 6
+_TABLES = 1 << 8
 _FIRST_SLOTS = 1 << 4
-_HASH = (1 << 40) - 1  # the bits used: 8 for the part, 32 within it
+
+
+@dataclass(frozen=True, slots=True)
+class SpoolSizes:
+    """Sizes of the buffers of a spool. Only tests need other ones.
+
+    Attributes:
+        buffer_bytes: Write the buffer to the file when it has this size.
+        page_bytes: Read the file in pages of this size.
+        hash_mask: The bits of a hash that the index uses: 8 for the table, 32 within it.
+    """
+
+    buffer_bytes: int = 1 << 20
+    page_bytes: int = 1 << 14
+    hash_mask: int = (1 << 40) - 1
+
+
+DEFAULT_SIZES = SpoolSizes()
 
 
 class Spool:
-    """One export. `fill` it once, then ask for any `block`, from any thread; a context manager that deletes it.
+    """One export. `write` all of it, call `finish`, then read any `block`, from any thread.
 
-    Raises `UnavailableError(SPOOL_FULL)` if the directory takes no file.
+    It is a context manager that deletes the file.
     """
 
-    def __init__(self, directory: Path, limits: Limits) -> None:
+    def __init__(self, directory: Path, limits: Limits, sizes: SpoolSizes = DEFAULT_SIZES) -> None:
+        """Create the file.
+
+        Raises:
+            UnavailableError: SPOOL_FULL if the file cannot be created in `directory`.
+        """
         try:
             self._file = TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115 - `close` closes it
         except OSError as error:
             raise UnavailableError(FetchFailure.SPOOL_FULL, str(error)) from error
         self._reader = CarReader(limits)
-        self._index = _Index()
-        self._pending = bytearray()
-        self._written = 0
-        self._page = lru_cache(_PAGES)(partial(_read_page, self._file))
+        self._index = _Index(sizes.hash_mask)
+        self._buffer = bytearray()
+        self._buffer_bytes = sizes.buffer_bytes
+        self._file_size = 0
+        self._page_bytes = sizes.page_bytes
+        self._page = lru_cache(_CACHED_PAGES)(partial(_read_page, self._file, sizes.page_bytes))
 
-    async def fill(self, chunks: AsyncIterable[bytes]) -> None:
-        """Takes in a whole CAR file, every block of it hashed.
+    def write(self, chunk: bytes) -> None:
+        """Add the next bytes of the CAR file, and hash each block that they complete.
 
-        Raises `UpstreamError` for one that breaks a rule, `UnavailableError` for one that was cut inside a block or
-        that the disk has no room for, and whatever `chunks` raises.
+        Raises:
+            UpstreamError: The file breaks a rule of the CAR format.
+            UnavailableError: The disk is full.
         """
-        async for chunk in chunks:
-            self._take(chunk)
+        for cid, block, _ in self._reader.feed(chunk):
+            if self._contains(cid):
+                continue
+            self._buffer += len(block).to_bytes(_LENGTH_BYTES, "little")
+            self._index.add(cid, self._file_size + len(self._buffer))
+            self._buffer += cid
+            self._buffer += block
+        if len(self._buffer) >= self._buffer_bytes:
+            self._flush()
+
+    def finish(self) -> None:
+        """Check that the file did not end within a block.
+
+        Raises:
+            UnavailableError: EXPORT_INCOMPLETE if it did.
+        """
         try:
             self._reader.close()
         except UpstreamError as error:
@@ -70,22 +109,23 @@ class Spool:
 
     @property
     def size(self) -> int:
-        """Bytes of blocks, with what is put before them."""
-        return self._written + len(self._pending)
+        """The size of all blocks with their lengths and CIDs, in bytes."""
+        return self._file_size + len(self._buffer)
 
     def block(self, cid: bytes) -> bytes | None:
-        """The block's bytes; None if the export lacks it."""
-        for place in self._index.candidates(cid):
-            head = self._read(place - _LENGTH, _HEAD)
-            if head[_LENGTH:] == cid:
-                return self._read(place + SIZE, int.from_bytes(head[:_LENGTH], "little"))
+        """Return the bytes of a block; None if the export does not contain it."""
+        for offset in self._index.candidates(cid):
+            head = self._read(offset - _LENGTH_BYTES, _HEAD_BYTES)
+            if head[_LENGTH_BYTES:] == cid:
+                return self._read(offset + CID_BYTES, int.from_bytes(head[:_LENGTH_BYTES], "little"))
         return None
 
     def close(self) -> None:
+        """Delete the file."""
         self._file.close()
 
     def __len__(self) -> int:
-        """Blocks."""
+        """Return the number of different blocks."""
         return self._index.count
 
     def __enter__(self) -> Self:
@@ -96,113 +136,103 @@ class Spool:
     ) -> None:
         self.close()
 
-    def _take(self, chunk: bytes) -> None:
-        for cid, block, _ in self._reader.feed(chunk):
-            if self._holds(cid):
-                continue
-            self._pending += len(block).to_bytes(_LENGTH, "little")
-            self._index.add(cid, self._written + len(self._pending))
-            self._pending += cid
-            self._pending += block
-        if len(self._pending) >= _WRITE_BYTES:
-            self._flush()
+    def _contains(self, cid: bytes) -> bool:
+        return any(self._read(offset, CID_BYTES) == cid for offset in self._index.candidates(cid))
 
-    def _holds(self, cid: bytes) -> bool:
-        return any(self._read(place, SIZE) == cid for place in self._index.candidates(cid))
-
-    def _read(self, place: int, size: int) -> bytes:
-        """No block lies in both places."""
-        at = place - self._written
-        if at >= 0:
-            return bytes(self._pending[at : at + size])
-        number, start = divmod(place, _PAGE)
+    def _read(self, offset: int, size: int) -> bytes:
+        """Read from the buffer or from the file. No block is partly in both."""
+        start = offset - self._file_size
+        if start >= 0:
+            return bytes(self._buffer[start : start + size])
+        number, start = divmod(offset, self._page_bytes)
         stop = start + size
-        if stop <= _PAGE:
+        if stop <= self._page_bytes:
             return self._page(number)[start:stop]
-        return b"".join(map(self._page, range(number, number + -(-stop // _PAGE))))[start:stop]
+        return b"".join(map(self._page, range(number, number + -(-stop // self._page_bytes))))[start:stop]
 
     def _flush(self) -> None:
         try:
-            with memoryview(self._pending) as pending:
-                done = 0
-                while done < len(pending):
-                    done += self._file.write(pending[done:])
+            with memoryview(self._buffer) as buffer:
+                written = 0
+                while written < len(buffer):
+                    written += self._file.write(buffer[written:])
         except OSError as error:
             raise UnavailableError(FetchFailure.SPOOL_FULL, str(error)) from error
-        self._written += done
-        self._pending.clear()
-        self._page.cache_clear()  # the last page was not full
+        self._file_size += written
+        self._buffer.clear()
+        self._page.cache_clear()  # the last page was incomplete
 
 
-def _read_page(file: FileIO, number: int) -> bytes:
-    return os.pread(file.fileno(), _PAGE, number * _PAGE)
+def _read_page(file: FileIO, page_bytes: int, number: int) -> bytes:
+    return os.pread(file.fileno(), page_bytes, number * page_bytes)
 
 
 class _Index:
-    """Places by CID, in parts, so that none of them takes long to grow: the event loop is waiting.
+    """Offsets by CID, in many small tables, because the event loop waits while a table grows.
 
-    The hash is Python's own, keyed anew in each process: nobody can choose CIDs that crowd together in it.
+    It uses the hash function of Python, whose key differs in each process, so attackers cannot construct collisions.
     """
 
-    __slots__ = ("_parts", "count")
+    __slots__ = ("_hash_mask", "_tables", "count")
 
-    def __init__(self) -> None:
-        self._parts = [_Part() for _ in range(_PARTS)]
+    def __init__(self, hash_mask: int) -> None:
+        self._hash_mask = hash_mask
+        self._tables = [_Table() for _ in range(_TABLES)]
         self.count = 0
 
     def candidates(self, cid: bytes) -> Iterator[int]:
-        """Places where this block may be: hardly ever more than one."""
-        rest, part = divmod(hash(cid) & _HASH, _PARTS)
-        return self._parts[part].candidates(rest)
+        """Return the offsets at which this block may be; rarely more than one."""
+        hash_, table = divmod(hash(cid) & self._hash_mask, _TABLES)
+        return self._tables[table].candidates(hash_)
 
-    def add(self, cid: bytes, place: int) -> None:
-        """`place` is above 0."""
+    def add(self, cid: bytes, offset: int) -> None:
+        """Add a block; `offset` is above 0."""
         self.count += 1
-        rest, part = divmod(hash(cid) & _HASH, _PARTS)
-        self._parts[part].add(rest, place)
+        hash_, table = divmod(hash(cid) & self._hash_mask, _TABLES)
+        self._tables[table].add(hash_, offset)
 
 
-class _Part:
-    """An open-addressing table, at most two thirds full; a place of 0 is an empty slot."""
+class _Table:
+    """An open-addressing hash table, at most two thirds full. The offset 0 marks an empty slot."""
 
-    __slots__ = ("_count", "_hashes", "_places")
+    __slots__ = ("_count", "_hashes", "_offsets")
 
     def __init__(self) -> None:
         self._hashes = _zeros("I", _FIRST_SLOTS)
-        self._places = _zeros("Q", _FIRST_SLOTS)
+        self._offsets = _zeros("Q", _FIRST_SLOTS)
         self._count = 0
 
     def candidates(self, hash_: int) -> Iterator[int]:
-        places, hashes = self._places, self._hashes
-        mask = len(places) - 1
+        offsets, hashes = self._offsets, self._hashes
+        mask = len(offsets) - 1
         slot = hash_ & mask
-        while place := places[slot]:
+        while offset := offsets[slot]:
             if hashes[slot] == hash_:
-                yield place
+                yield offset
             slot = (slot + 1) & mask
 
-    def add(self, hash_: int, place: int) -> None:
+    def add(self, hash_: int, offset: int) -> None:
         self._count += 1
-        if 3 * self._count > 2 * len(self._places):
+        if 3 * self._count > 2 * len(self._offsets):
             self._grow()
-        self._put(hash_, place)
+        self._put(hash_, offset)
 
-    def _put(self, hash_: int, place: int) -> None:
-        places = self._places
-        mask = len(places) - 1
+    def _put(self, hash_: int, offset: int) -> None:
+        offsets = self._offsets
+        mask = len(offsets) - 1
         slot = hash_ & mask
-        while places[slot]:
+        while offsets[slot]:
             slot = (slot + 1) & mask
-        places[slot] = place
+        offsets[slot] = offset
         self._hashes[slot] = hash_
 
     def _grow(self) -> None:
-        hashes, places = self._hashes, self._places
+        hashes, offsets = self._hashes, self._offsets
         self._hashes = _zeros("I", 2 * len(hashes))
-        self._places = _zeros("Q", 2 * len(places))
-        for hash_, place in zip(hashes, places, strict=True):
-            if place:
-                self._put(hash_, place)
+        self._offsets = _zeros("Q", 2 * len(offsets))
+        for hash_, offset in zip(hashes, offsets, strict=True):
+            if offset:
+                self._put(hash_, offset)
 
 
 def _zeros(typecode: Literal["I", "Q"], count: int) -> "array[int]":

@@ -1,5 +1,6 @@
-"""Questions whose answer is JSON, and errors as hosts tell them: `{"error": name, "message": text}` under some 4xx or
-5xx (spec §2.2).
+"""XRPC queries with JSON responses, and XRPC errors (docs/protocol.md#exports).
+
+An error is `{"error": name, "message": text}` with any 4xx or 5xx status.
 """
 
 from collections.abc import Mapping
@@ -10,10 +11,10 @@ from urllib.parse import urlencode, urlsplit
 import orjson
 
 from indexer.errors import UnavailableError
-from indexer.outbound import Outbound
+from indexer.outbound import OutboundClient
 from indexer.reasons import FetchFailure
 
-_BY_NAME = {
+_FAILURES = {
     "RepoNotFound": FetchFailure.REPO_NOT_FOUND,
     "RepoDeleted": FetchFailure.REPO_NOT_FOUND,
     "RepoTakendown": FetchFailure.REPO_TAKENDOWN,
@@ -24,25 +25,37 @@ _BY_NAME = {
 
 
 async def query(
-    outbound: Outbound, host: str, method: str, parameters: Mapping[str, str], *, max_bytes: int, seconds: float
+    outbound: OutboundClient,
+    host: str,
+    method: str,
+    parameters: Mapping[str, str],
+    *,
+    max_bytes: int,
+    timeout: float,  # noqa: ASYNC109 - `outbound` enforces it
 ) -> dict[str, Any]:
-    """The object that `method` answers with. Raises `UnavailableError`: what `Outbound` raises, what the error's name
-    says, or BAD_ANSWER.
+    """Call `method` and return the JSON object in the response.
+
+    Raises:
+        UnavailableError: As `OutboundClient.get` raises it, from an XRPC error, or BAD_ANSWER if it is no JSON object.
     """
-    response = await outbound.get(xrpc_url(host, method, parameters), max_bytes=max_bytes, timeout=seconds)
+    response = await outbound.get(xrpc_url(host, method, parameters), max_bytes=max_bytes, timeout=timeout)
     if response.status != HTTPStatus.OK:
         raise xrpc_error(response.status, response.body)
     try:
-        answer: Any = orjson.loads(response.body)
+        body: Any = orjson.loads(response.body)
     except orjson.JSONDecodeError as error:
         raise UnavailableError(FetchFailure.BAD_ANSWER, f"{method}: {error}") from None
-    if not isinstance(answer, dict):
-        raise UnavailableError(FetchFailure.BAD_ANSWER, f"{method}: not an object")
-    return answer
+    if not isinstance(body, dict):
+        raise UnavailableError(FetchFailure.BAD_ANSWER, f"{method}: the response is not a JSON object")
+    return body
 
 
 def xrpc_url(host: str, method: str, parameters: Mapping[str, str]) -> str:
-    """Of the base URL `host`, only the origin counts."""
+    """Return the URL of a query. Only the origin of the base URL `host` is used.
+
+    Raises:
+        UnavailableError: REFUSED_ADDRESS if `host` is not a URL.
+    """
     try:
         parts = urlsplit(host)
     except ValueError as error:
@@ -51,22 +64,22 @@ def xrpc_url(host: str, method: str, parameters: Mapping[str, str]) -> str:
 
 
 def xrpc_error(status: int, body: bytes) -> UnavailableError:
-    """What an answer that is no success means.
+    """Return the failure that an error response means.
 
-    The error's name decides, since hosts send the same one under 400, 403 and 404 (§9-45); without a name that we
-    know it is HTTP_STATUS, which is tried again: a 404 may come from a proxy in front of a host that is down.
+    The name in the body decides, because hosts send the same name with status 400, 403 and 404. An unknown name or no
+    name means HTTP_STATUS, which is retried: a 404 may come from a proxy before a host that is down.
     """
-    name, message = _told(body)
-    failure = _BY_NAME.get(name, FetchFailure.HTTP_STATUS)
+    name, message = _name_and_message(body)
+    failure = _FAILURES.get(name, FetchFailure.HTTP_STATUS)
     return UnavailableError(failure, " ".join(filter(None, (str(status), name, message)))[:200])
 
 
-def _told(body: bytes) -> tuple[str, str]:
+def _name_and_message(body: bytes) -> tuple[str, str]:
     try:
-        answer: Any = orjson.loads(body)
-    except orjson.JSONDecodeError:  # a proxy's page, or cut
+        error: Any = orjson.loads(body)
+    except orjson.JSONDecodeError:  # HTML from a proxy, or truncated
         return "", ""
-    if not isinstance(answer, dict):
+    if not isinstance(error, dict):
         return "", ""
-    name, message = answer.get("error"), answer.get("message")
+    name, message = error.get("error"), error.get("message")
     return name if isinstance(name, str) else "", message if isinstance(message, str) else ""

@@ -1,0 +1,1 @@
+"""The connection to a relay's firehose."""

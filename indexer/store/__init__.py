@@ -1,25 +1,25 @@
-"""Postgres: the tables, their face, and the statements on them."""
+"""Access to Postgres: the schema of the tables, and every SQL statement of the program."""
 
-from indexer.store.errors import DatabaseError
-from indexer.store.export import ExportedRecord
-from indexer.store.letters import Letter, LetterGoneError
-from indexer.store.queries import Counts
-from indexer.store.records import Reading, StoredRecord
-from indexer.store.resync import ResyncTransaction
-from indexer.store.retention import Keep, ReaderState
-from indexer.store.store import RESERVED, Store
+from indexer.store.change_log_segments import ConsumerState, RetentionPolicy
+from indexer.store.collection_export import ExportedRecord
+from indexer.store.consistent_read import ConsistentRead, StoredRecord
+from indexer.store.database_errors import DatabaseError
+from indexer.store.dead_letters import DeadLetterGoneError, StoredDeadLetter
+from indexer.store.report_queries import Counts
+from indexer.store.resync_transaction import ResyncTransaction
+from indexer.store.store import RESERVED_CONNECTIONS, Store
 
 __all__ = [
-    "RESERVED",
+    "RESERVED_CONNECTIONS",
+    "ConsistentRead",
+    "ConsumerState",
     "Counts",
     "DatabaseError",
+    "DeadLetterGoneError",
     "ExportedRecord",
-    "Keep",
-    "Letter",
-    "LetterGoneError",
-    "ReaderState",
-    "Reading",
     "ResyncTransaction",
+    "RetentionPolicy",
     "Store",
+    "StoredDeadLetter",
     "StoredRecord",
 ]

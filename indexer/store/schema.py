@@ -1,8 +1,9 @@
-"""The tables of schema `indexer`, as SQLAlchemy Core metadata: what the migrations must add up to.
+"""The tables of schema `indexer`, as SQLAlchemy Core metadata. A test compares it with the result of the migrations.
 
-Layout and keys are as measured in docs/decisions/0001-layout.md: text DIDs, binary CIDs, `bucket` in every table
-of repos and last in keys that readers use, so that `where did = …` is an index scan and the same statements run
-distributed by bucket. Names compare bytewise, whatever the database's locale.
+DIDs are text and CIDs are binary. Every table with a DID has a column `bucket`, which comes last in the keys that the
+public views use. So `where did = …` is an index scan, and the same statements run on tables that are distributed by
+bucket. Names use the collation "C" in every locale of the database. The measurements are in
+docs/decisions/0001-table-layout-and-statements.md.
 """
 
 from sqlalchemy import (
@@ -32,9 +33,11 @@ NAME = Text(collation="C")
 TIME = DateTime(timezone=True)
 NOW = text("now()")
 
-_RANK = "case when rev is null then 2 when reason = 'requested' then 1 else 0 end"
+_PRIORITY = "case when rev is null then 2 when sync_reason = 'requested' then 1 else 0 end"
 _DUE_AT = text("coalesce(next_attempt_at, '-infinity'::timestamptz)")
-_PARKED_AT = text("case when status = 'desynchronized' and active and next_attempt_at = 'infinity' then updated_at end")
+_PARKED_AT = text(
+    "case when sync_status = 'desynchronized' and active and next_attempt_at = 'infinity' then updated_at end"
+)
 
 repo = Table(
     "repo",
@@ -42,13 +45,13 @@ repo = Table(
     Column("did", NAME, primary_key=True),
     Column("bucket", SmallInteger, primary_key=True),
     Column("version", BigInteger, nullable=False),
-    Column("status", Text, nullable=False),
-    Column("reason", Text),
+    Column("sync_status", Text, nullable=False),
+    Column("sync_reason", Text),
     Column("rev", NAME),
     Column("data", LargeBinary),
     Column("commit", LargeBinary),
-    Column("seen_rev", NAME),
-    Column("heard_rev", NAME),
+    Column("latest_verified_rev", NAME),
+    Column("latest_unverified_rev", NAME),
     Column("active", Boolean, nullable=False),
     Column("hosting_status", Text),
     Column("hosting_relay", Text),
@@ -64,14 +67,16 @@ repo = Table(
     Column("synchronized_at", TIME),
     Column("updated_at", TIME, nullable=False, server_default=NOW),
     Column("erase_at", TIME),
-    # An index on `rev` or `updated_at`, if only in its WHERE, would make every commit's update write to every index.
-    Column("rank", SmallInteger, Computed(_RANK, persisted=True), nullable=False),
+    # Do not index `rev` or `updated_at`, not even in a WHERE: then every commit would update every index (no HOT).
+    Column("priority", SmallInteger, Computed(_PRIORITY, persisted=True), nullable=False),
     Column("parked_at", TIME, Computed(_PARKED_AT, persisted=True)),
-    CheckConstraint("status in ('desynchronized', 'in-progress', 'synchronized')", name="repo_status"),
+    CheckConstraint("sync_status in ('desynchronized', 'in-progress', 'synchronized')", name="repo_sync_status"),
     CheckConstraint("num_nulls(rev, data, commit) in (0, 3)", name="repo_head"),
-    CheckConstraint("status <> 'synchronized' or rev is not null", name="repo_synchronized"),
-    CheckConstraint("(status = 'in-progress') = (lease_until is not null)", name="repo_leased"),
-    Index("repo_due", "bucket", "rank", _DUE_AT, postgresql_where=text("status = 'desynchronized' and active")),
+    CheckConstraint("sync_status <> 'synchronized' or rev is not null", name="repo_synchronized"),
+    CheckConstraint("(sync_status = 'in-progress') = (lease_until is not null)", name="repo_leased"),
+    Index(
+        "repo_due", "bucket", "priority", _DUE_AT, postgresql_where=text("sync_status = 'desynchronized' and active")
+    ),
     postgresql_with={
         "fillfactor": "80",
         "autovacuum_vacuum_scale_factor": "0.02",
@@ -80,13 +85,13 @@ repo = Table(
 )
 Index("repo_erasures", repo.c.erase_at, postgresql_where=text("erase_at is not null"))
 Index("repo_parked", repo.c.bucket, repo.c.parked_at, postgresql_where=text("parked_at is not null"))
-Index("repo_leases", repo.c.lease_until, postgresql_where=text("status = 'in-progress'"))
+Index("repo_leases", repo.c.lease_until, postgresql_where=text("sync_status = 'in-progress'"))
 
-queue = Table(
-    "queue",
+resync_queue = Table(
+    "resync_queue",
     metadata,
     Column("bucket", SmallInteger, primary_key=True, autoincrement=False),
-    Column("rank", SmallInteger, primary_key=True, autoincrement=False),
+    Column("priority", SmallInteger, primary_key=True, autoincrement=False),
 )
 
 record = Table(
@@ -111,26 +116,26 @@ record = Table(
     },
 )
 
-feed = Table(
-    "feed",
+change_log = Table(
+    "change_log",
     metadata,
-    Column("one", Boolean, primary_key=True, server_default=text("true")),
-    Column("segment", SmallInteger, nullable=False),
+    Column("singleton", Boolean, primary_key=True, server_default=text("true")),
+    Column("current_segment", SmallInteger, nullable=False),
     Column("opened_at", TIME, nullable=False, server_default=NOW),
-    CheckConstraint("one", name="feed_one"),
+    CheckConstraint("singleton", name="change_log_singleton"),
 )
 
-# Both in a ring of partitions, that Postgres makes in the migration.
-batch = Table(
-    "batch",
+# Both are partitioned by segment. The migration creates the partitions.
+change_batch = Table(
+    "change_batch",
     metadata,
     Column("segment", SmallInteger, nullable=False),
     Column("id", BigInteger, Identity(), nullable=False),
     Column("size", Integer, nullable=False),
     Column("first_seq", BigInteger),
     Column("time", TIME),
-    PrimaryKeyConstraint("id", "segment", name="batch_pkey"),
-    UniqueConstraint("first_seq", "segment", name="batch_first_seq"),
+    PrimaryKeyConstraint("id", "segment", name="change_batch_pkey"),
+    UniqueConstraint("first_seq", "segment", name="change_batch_first_seq"),
     postgresql_partition_by="LIST (segment)",
 )
 
@@ -138,7 +143,7 @@ change = Table(
     "change",
     metadata,
     Column("batch", BigInteger, nullable=False),
-    Column("place", Integer, nullable=False),
+    Column("ordinal", Integer, nullable=False),
     Column("segment", SmallInteger, nullable=False),
     Column("bucket", SmallInteger, nullable=False),
     Column("live", Boolean, nullable=False),
@@ -148,7 +153,7 @@ change = Table(
     Column("rkey", NAME),
     Column("rev", NAME),
     Column("cid", LargeBinary),
-    PrimaryKeyConstraint("batch", "place", "segment", "bucket", name="change_pkey"),
+    PrimaryKeyConstraint("batch", "ordinal", "segment", "bucket", name="change_pkey"),
     CheckConstraint(
         "action in ('create', 'update', 'delete', 'hidden', 'visible', 'deleted', 'moved', 'completed')",
         name="change_action",
@@ -161,10 +166,10 @@ change = Table(
     postgresql_partition_by="LIST (segment)",
 )
 
-turn = Table("turn", metadata)
+numbering_lock = Table("numbering_lock", metadata)
 
-reader = Table(
-    "reader",
+consumer = Table(
+    "consumer",
     metadata,
     Column("name", Text, primary_key=True),
     Column("seq", BigInteger, nullable=False),
@@ -174,8 +179,8 @@ reader = Table(
     postgresql_with={"fillfactor": "50"},
 )
 
-kept_event = Table(
-    "kept_event",
+buffered_event = Table(
+    "buffered_event",
     metadata,
     Column("did", NAME, primary_key=True),
     Column("id", BigInteger, Identity(always=True), primary_key=True),
@@ -214,15 +219,15 @@ cursor = Table(
     Column("updated_at", TIME, nullable=False, server_default=NOW),
 )
 
-choice = Table(
-    "choice",
+stored_setting = Table(
+    "stored_setting",
     metadata,
     Column("name", Text, primary_key=True),
     Column("value", Text, nullable=False),
 )
 
-listing = Table(
-    "listing",
+crawl_progress = Table(
+    "crawl_progress",
     metadata,
     Column("purpose", Text, primary_key=True),
     Column("source", Text, primary_key=True),
@@ -240,7 +245,7 @@ host = Table(
     Column("host", NAME, primary_key=True),
     Column("requests", BigInteger, nullable=False),
     Column("failures", BigInteger, nullable=False),
-    Column("streak", Integer, nullable=False),
+    Column("consecutive_failures", Integer, nullable=False),
     Column("paused_until", TIME),
     Column("pause_reason", Text),
     Column("last_error", Text),

@@ -1,4 +1,4 @@
-"""The store: one pool of connections, and each thing that the service does with the database as a method."""
+"""The store: a pool of database connections, with one method for each operation of the daemon and the commands."""
 
 from asyncio import Event, Semaphore, timeout
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
@@ -12,113 +12,125 @@ from sqlalchemy import make_url
 
 from indexer.outbound import HostState
 from indexer.reasons import Rejection
-from indexer.store import export, hosts, identities, letters, listings, queries, resync, retention
-from indexer.store.apply import apply
-from indexer.store.erasure import Erased, erase_some
-from indexer.store.errors import CONNECT_SECONDS, database_errors
-from indexer.store.export import ExportedRecord
-from indexer.store.letters import Letter
-from indexer.store.queries import Counts
-from indexer.store.records import Reading
-from indexer.store.resync import ResyncTransaction
-from indexer.store.retention import Keep, Log, Upkeep
-from indexer.store.rows import Connection, buckets_of, repo_columns, repo_of
-from indexer.store.tenure import hold
-from indexer.sync.identity import HandleCheck, HandleClaim, StoredIdentity
-from indexer.sync.listing import Listing, Purpose
-from indexer.sync.plan import Batch, DeadLetter, RepoWrite
-from indexer.sync.planning import plan_listed
-from indexer.sync.repo import Repo
-from indexer.sync.shard import Shard, resume
+from indexer.store import (
+    change_log_segments,
+    collection_export,
+    crawl_rows,
+    dead_letters,
+    erase_records,
+    host_states,
+    identities,
+    repo_requests,
+    report_queries,
+    resync_queue,
+    shard_lock,
+)
+from indexer.store.apply_batch import apply
+from indexer.store.change_log_segments import ChangeLogState, RetentionPolicy, TrimPlan
+from indexer.store.collection_export import ExportedRecord
+from indexer.store.columns import Connection, buckets_of, repo_columns, repo_of
+from indexer.store.consistent_read import ConsistentRead
+from indexer.store.database_errors import CONNECT_TIMEOUT, database_errors
+from indexer.store.dead_letters import StoredDeadLetter
+from indexer.store.erase_records import ErasedBatch
+from indexer.store.report_queries import Counts
+from indexer.store.resync_transaction import ResyncTransaction
+from indexer.sync.crawl_progress import CrawlProgress, Purpose
+from indexer.sync.plan_event import plan_listed
+from indexer.sync.plans import Batch, DeadLetter, RepoWrite
+from indexer.sync.repo_state import Repo
+from indexer.sync.shard import Shard, resume_seq
+from indexer.sync.stored_identity import HandleCheck, HandleClaim, StoredIdentity
 
-STATEMENT_SECONDS = 60.0
-RESERVED = 3  # connections that resyncs leave to the live path, the leases and the observers
+STATEMENT_TIMEOUT = 60.0
+"""Seconds after which a statement is cancelled."""
+RESERVED_CONNECTIONS = 3
+"""Connections that resyncs leave to the live path, to lease heartbeats, and to reports."""
 
-_SETTINGS = {
+_SERVER_SETTINGS = {
     "application_name": "indexer",
-    "jit": "off",  # it costs more than any statement here
-    "max_parallel_workers_per_gather": "0",  # counting millions of repos can wait, and others want the cores
+    "jit": "off",  # compiling costs more than executing any of these statements
+    "max_parallel_workers_per_gather": "0",  # reports are not urgent, and other processes need the cores
     "idle_in_transaction_session_timeout": "300s",
 }
 
-_REPOS = f"""
+LOAD_REPOS = f"""
     select {repo_columns("r")} from indexer.repo r where did = any($1::text[]) and bucket = any($2::smallint[])
 """
+"""Takes DIDs and their buckets."""
 
-# The sub-query sees what was there before the statement.
-_CHOOSE = """
-    insert into indexer.choice (name, value) values ($1, $2) on conflict (name) do update set value = excluded.value
-    returning (select value from indexer.choice where name = $1)
+# A sub-query in RETURNING sees the table as it was before the statement.
+_REMEMBER_SETTING = """
+    insert into indexer.stored_setting (name, value) values ($1, $2)
+    on conflict (name) do update set value = excluded.value
+    returning (select value from indexer.stored_setting where name = $1)
 """
+
+
+def without_password(dsn: str) -> str:
+    """Return the connection string without the password."""
+    return make_url(dsn)._replace(password=None).difference_update_query(["password"]).render_as_string()
 
 
 class Store:
-    """Postgres. Every method raises `DatabaseError` for what another try may cure, and tries nothing twice itself."""
+    """All access to Postgres. Every method raises `DatabaseError` for a transient error, and retries nothing itself."""
 
     def __init__(self, pool: asyncpg.Pool, connections: int, dsn: str) -> None:
         self._pool = pool
         self._dsn = dsn
-        self._resyncs = Semaphore(max(1, connections - RESERVED))
+        self._resync_connections = Semaphore(max(1, connections - RESERVED_CONNECTIONS))
 
     @classmethod
     async def open(cls, dsn: str, *, connections: int = 10, readonly: bool = False) -> Self:
-        """With at most so many connections; resyncs share all but three of them. `readonly`, none of them can write."""
-        settings = _SETTINGS | ({"default_transaction_read_only": "on"} if readonly else {})
+        """Connect to the database.
+
+        Args:
+            dsn: The database.
+            connections: The size of the pool. Resyncs use all but `RESERVED_CONNECTIONS` of them.
+            readonly: Let the server reject every write.
+        """
+        settings = _SERVER_SETTINGS | ({"default_transaction_read_only": "on"} if readonly else {})
         with database_errors():
             pool = await asyncpg.create_pool(
                 dsn,
                 min_size=1,
                 max_size=connections,
-                timeout=CONNECT_SECONDS,
-                command_timeout=STATEMENT_SECONDS,
+                timeout=CONNECT_TIMEOUT,
+                command_timeout=STATEMENT_TIMEOUT,
                 server_settings=settings,
             )
         return cls(pool, connections, dsn)
 
     async def close(self) -> None:
+        """Close all connections."""
         await self._pool.close()
 
     @property
     def address(self) -> str:
-        """What others connect with, but for a password."""
-        return make_url(self._dsn)._replace(password=None).difference_update_query(["password"]).render_as_string()
+        """The connection string without the password."""
+        return without_password(self._dsn)
 
-    @asynccontextmanager
-    async def hold(self, buckets: range) -> AsyncIterator[Event | None]:
-        """Keeps other processes off these buckets, by a connection of its own; see `indexer.store.tenure`."""
-        with database_errors():
-            connection = await asyncpg.connect(self._dsn, timeout=CONNECT_SECONDS, command_timeout=STATEMENT_SECONDS)
-            try:
-                async with hold(connection, buckets) as lost:
-                    yield lost
-            finally:
-                await connection.close(timeout=CONNECT_SECONDS)
+    # The live path: repos, batches, cursor, shard.
 
     async def repos(self, dids: Sequence[str]) -> dict[str, Repo]:
-        """The rows that there are."""
+        """Return the rows of the repos by DID; unknown DIDs are left out."""
         async with self._connection() as connection:
-            rows = await connection.fetch(_REPOS, list(dids), buckets_of(dids))
+            rows = await connection.fetch(LOAD_REPOS, list(dids), buckets_of(dids))
         return {row["did"]: repo_of(row) for row in rows}
 
-    async def cursor(self, relay: str, shard: str) -> int | None:
-        """Where the shard goes on; None if none of its buckets was ever worked on. See `indexer.sync.shard.resume`."""
-        async with self._connection() as connection:
-            rows = await connection.fetch("select shard, seq from indexer.cursor where relay = $1", relay)
-        return resume({Shard.parse(name): seq for name, seq in rows}, Shard.parse(shard))
-
-    async def choose(self, name: str, value: str) -> str | None:
-        """Notes a setting that decides what is stored; gives what it was before, None if it is new."""
-        async with self._connection() as connection:
-            before: str | None = await connection.fetchval(_CHOOSE, name, value)
-        return before
-
     async def apply(self, batch: Batch) -> frozenset[str]:
-        """Writes the batch in one transaction; gives the DIDs that moved, see `indexer.store.apply`."""
+        """Write the batch in one transaction; return the DIDs whose rows changed since their writes were planned.
+
+        See `indexer.store.apply_batch.apply`.
+        """
         async with self._transaction() as connection:
             return await apply(connection, batch)
 
-    async def amend(self, did: str, plan: Callable[[Repo], Repo]) -> None:
-        """Writes the row that `plan` makes of the present one, unless that is the very same, or there is none."""
+    async def update_repo(self, did: str, plan: Callable[[Repo], Repo]) -> None:
+        """Replace the row by `plan(row)`, which is called again if the row changes meanwhile.
+
+        Nothing is written if there is no row, or if `plan` returns the same object.
+        """
         while True:
             repo = (await self.repos([did])).get(did)
             if repo is None or (after := plan(repo)) is repo:
@@ -126,241 +138,332 @@ class Store:
             if not await self.apply(Batch((RepoWrite(repo.version, after),))):
                 return
 
+    async def cursor(self, relay: str, shard: str) -> int | None:
+        """Return the sequence number after which the shard resumes; None if it has never processed the relay.
+
+        See `indexer.sync.shard.resume_seq`.
+        """
+        async with self._connection() as connection:
+            rows = await connection.fetch("select shard, seq from indexer.cursor where relay = $1", relay)
+        return resume_seq({Shard.parse(name): seq for name, seq in rows}, Shard.parse(shard))
+
+    async def remember_setting(self, name: str, value: str) -> str | None:
+        """Store a setting that decides what is stored; return its previous value, None if there was none."""
+        async with self._connection() as connection:
+            before: str | None = await connection.fetchval(_REMEMBER_SETTING, name, value)
+        return before
+
+    @asynccontextmanager
+    async def hold_buckets(self, buckets: range) -> AsyncIterator[Event | None]:
+        """Hold the shard locks of the buckets during the block, on a connection of its own.
+
+        Yields:
+            An event that is set if the connection is lost; None if another process holds one of the locks.
+        """
+        with database_errors():
+            connection = await asyncpg.connect(self._dsn, timeout=CONNECT_TIMEOUT, command_timeout=STATEMENT_TIMEOUT)
+            try:
+                async with shard_lock.hold(connection, buckets) as lost:
+                    yield lost
+            finally:
+                await connection.close(timeout=CONNECT_TIMEOUT)
+
+    # Resyncs: the queue, and the transaction of one resync.
+
     async def claim(self, count: int, buckets: range, lease_seconds: float, now: float) -> list[Repo]:
-        """At most `count` repos that are due, now in progress, those first that broke."""
+        """Claim at most `count` repos that are due at `now`, in the order of the resync queue."""
         async with self._transaction() as connection:
-            return await resync.claim(connection, count, buckets, now + lease_seconds, now)
+            return await resync_queue.claim(connection, count, buckets, now + lease_seconds, now)
 
     async def renew(self, did: str, lease: int, seconds: float) -> bool:
-        """Whether the claim still stands; then it does so for `seconds` from now on."""
+        """Extend the lease to `seconds` from now; return False if the claim is lost."""
         async with self._connection() as connection:
-            return await resync.renew(connection, did, lease, time() + seconds)
+            return await resync_queue.renew(connection, did, lease, time() + seconds)
 
     async def expire_leases(self, buckets: range, now: float) -> int:
-        """Ends claims whose time is over, so that the repos can be claimed again."""
+        """End claims whose lease expired before `now`; return how many."""
         async with self._transaction() as connection:
-            return await resync.expire_leases(connection, buckets, now)
+            return await resync_queue.expire_leases(connection, buckets, now)
 
-    async def mark_missing(self, buckets: range, seconds: float, now: float) -> int:
-        """Has some repos fetched again that have been synchronized for so long, and lack values that no export had."""
-        async with self._transaction() as connection:
-            return await resync.mark_missing(connection, buckets, now - seconds, now)
+    async def request_missing_values(self, buckets: range, seconds: float, now: float) -> int:
+        """Desynchronize repos that lack record values and were synchronized `seconds` ago or earlier; return how many.
 
-    async def erase_some(self, buckets: range, now: float) -> Erased | None:
-        """Some records of one account that stayed deleted for long enough; None if there is none."""
+        One call processes a limited number of repos.
+        """
         async with self._transaction() as connection:
-            return await erase_some(connection, buckets, now)
+            return await resync_queue.request_missing_values(connection, buckets, now - seconds, now)
 
-    async def wake_parked(self, buckets: range, seconds: float, now: float) -> int:
-        """Has some repos tried again that were given up on so long ago, those of a bucket first that waited longest."""
+    async def unpark(self, buckets: range, seconds: float, now: float) -> int:
+        """Unpark repos that were parked `seconds` ago or earlier; return how many.
+
+        One call processes a limited number of repos.
+        """
         async with self._transaction() as connection:
-            return await resync.wake_parked(connection, buckets, now - seconds, now)
+            return await resync_queue.unpark(connection, buckets, now - seconds, now)
 
     @asynccontextmanager
     async def resync(self, claimed: Repo) -> AsyncIterator[ResyncTransaction]:
-        """Commits at the end of the block if it was finished, and rolls back otherwise."""
-        async with self._resyncs, self._lent() as connection:
+        """Begin the transaction of a resync. The end of the block commits it if it was finished, else rolls it back.
+
+        An exception in the block rolls it back, too. The block may raise any error: only errors of the database
+        become a `DatabaseError`.
+        """
+        async with self._resync_connections, self._acquired() as connection:
             transaction = connection.transaction()
             with database_errors():
                 await transaction.start()
-            resyncing = ResyncTransaction(connection, claimed)
+            resync = ResyncTransaction(connection, claimed)
+            commit = False
             try:
-                yield resyncing
-            except BaseException:
-                with database_errors():
-                    await transaction.rollback()
-                raise
-            with database_errors():
-                await (transaction.commit() if resyncing.finished else transaction.rollback())
-
-    @asynccontextmanager
-    async def reading(self, did: str) -> AsyncIterator[Reading]:
-        """A repo, its row and its records, as of one moment: that of the first question."""
-        async with self._lent() as connection:
-            transaction = connection.transaction(isolation="repeatable_read", readonly=True)
-            with database_errors():
-                await transaction.start()
-                # Between two questions, its reader may have other things to do.
-                await connection.execute("set local idle_in_transaction_session_timeout = 0")
-            try:
-                yield Reading(connection, did)
+                yield resync
+                commit = resync.finished
             finally:
                 with database_errors():
-                    await transaction.rollback()
+                    await (transaction.commit() if commit else transaction.rollback())
 
-    async def load(self, dids: Sequence[str]) -> Mapping[str, StoredIdentity]:
+    # Requests of commands: track, resync, takedown.
+
+    async def add_repos(self, dids: Iterable[str]) -> int:
+        """Start to track repos; return how many were not tracked yet."""
         async with self._connection() as connection:
-            return await identities.load(connection, dids)
+            return await repo_requests.add_repos(connection, dids)
 
-    async def save(self, stored: Sequence[StoredIdentity]) -> None:
+    async def request_resyncs(
+        self, dids: Sequence[str] = (), *, errored: bool = False, everything: bool = False
+    ) -> int:
+        """Request resyncs of these repos, of all whose last resync failed, or of all; return of how many repos."""
+        async with self._connection() as connection:
+            if errored or everything:
+                return await repo_requests.request_resyncs_of_all(connection, errored=not everything)
+            return await repo_requests.request_resyncs(connection, dids)
+
+    async def set_takedown(self, did: str, *, on: bool) -> bool:
+        """Hide a repo locally, or show it again; return False if the repo is unknown."""
+        async with self._connection() as connection:
+            return await repo_requests.set_takedown(connection, did, on=on)
+
+    # Deleted accounts.
+
+    async def erase_batch(self, buckets: range, now: float) -> ErasedBatch | None:
+        """Erase records of one account whose grace period is over; return None if there is no such account."""
         async with self._transaction() as connection:
-            await identities.save(connection, stored)
+            return await erase_records.erase_batch(connection, buckets, now)
 
-    async def tend_log(self, keep: Keep, now: float) -> tuple[Log, Upkeep]:
-        """Drops what is not to be kept of the change log; gives how it stood before, and what was done."""
+    # Identities and handles.
+
+    async def load_identities(self, dids: Sequence[str]) -> Mapping[str, StoredIdentity]:
+        """Return the stored identities by DID; unknown DIDs are left out."""
         async with self._connection() as connection:
-            log = await retention.load_log(connection)
-            return log, await retention.upkeep(connection, retention.plan_upkeep(log, keep, now))
+            return await identities.load_identities(connection, dids)
 
-    async def load_hosts(self) -> list[HostState]:
-        async with self._connection() as connection:
-            return await hosts.load(connection)
-
-    async def save_hosts(self, states: Sequence[HostState]) -> None:
+    async def save_identities(self, stored: Sequence[StoredIdentity]) -> None:
+        """Store identities, unless a later reading is stored."""
         async with self._transaction() as connection:
-            await hosts.save(connection, states)
+            await identities.save_identities(connection, stored)
 
-    async def stale_identities(self, buckets: range, most: int) -> list[str]:
-        """DIDs that are known to have changed since they were looked up, those first that have waited longest."""
+    async def stale_identities(self, buckets: range, limit: int) -> list[str]:
+        """Return DIDs whose document is known to have changed since it was read, longest ago first."""
         async with self._connection() as connection:
-            return await identities.stale(connection, buckets, most)
+            return await identities.stale_identities(connection, buckets, limit)
 
     async def did_of_handle(self, handle: str) -> str | None:
-        """The DID that the handle was found to belong to, as far as we have looked."""
+        """Return the DID for which the handle was verified; None if there is none."""
         async with self._connection() as connection:
             return await identities.did_of_handle(connection, handle)
 
     async def claim_handles(self, count: int, buckets: range, lease_seconds: float, now: float) -> list[HandleClaim]:
-        """At most `count` claimed handles that are due to be checked, the last to become so first."""
+        """Claim at most `count` handles that are due to be checked; those that became due last come first."""
         async with self._connection() as connection:
             return await identities.claim_handles(connection, count, buckets, now + lease_seconds, now)
 
-    async def save_check(self, check: HandleCheck) -> None:
+    async def save_handle_check(self, check: HandleCheck) -> None:
+        """Store the result of a check, unless the account claims another handle now."""
         async with self._transaction() as connection:
-            await identities.save_check(connection, check)
+            await identities.save_handle_check(connection, check)
 
-    async def counts(self, since: float = inf) -> Counts:
-        """As of now; `ended` since then, in Unix seconds."""
+    # Crawls and reconciliation: repo lists compared with the database.
+
+    async def crawl_progress(self, purpose: Purpose, source: str, collection: str = "") -> CrawlProgress | None:
+        """Return the progress of the last crawl of this list; None if there was none."""
         async with self._connection() as connection:
-            return await queries.counts(connection, since)
+            return await crawl_rows.load_progress(connection, purpose, source, collection)
 
-    async def repo_report(self, did: str) -> dict[str, Any] | None:
-        """All that is known of a repo, by column."""
+    async def save_crawl_progress(self, progress: CrawlProgress) -> None:
+        """Store the progress of a crawl."""
         async with self._connection() as connection:
-            return await queries.repo_report(connection, did)
+            await crawl_rows.save_progress(connection, progress)
 
-    async def record(self, did: str, collection: str, rkey: str) -> dict[str, Any] | None:
-        """A record of a visible repo as the face shows it, its value decoded."""
-        async with self._connection() as connection:
-            return await queries.record(connection, did, collection, rkey)
+    async def add_listed(self, dids: Sequence[str], progress: Callable[[int], CrawlProgress]) -> CrawlProgress:
+        """Add the repos of a page and store the progress, in one transaction; return the progress.
 
-    async def export(self, collection: str) -> AsyncGenerator[list[ExportedRecord]]:
-        """All visible records of a collection, page by page, of one moment."""
-        async with self._connection() as connection:
-            async for page in export.export(connection, collection):
-                yield page
-
-    async def estimate(self, collection: str) -> int:
-        """About how many records a collection has."""
-        async with self._connection() as connection:
-            return await export.estimate(connection, collection)
-
-    async def sample(self, count: int) -> list[str]:
-        """At most `count` DIDs of active synchronized repos, at random; see `queries.sample`."""
-        async with self._connection() as connection:
-            return await queries.sample(connection, count)
-
-    async def visible_repos(self) -> dict[str, tuple[str, str | None]]:
-        """Sync status and reason of each repo that the face calls visible."""
-        async with self._connection() as connection:
-            return await queries.visible_repos(connection)
-
-    async def visible_records(self, did: str) -> dict[str, bytes]:
-        """The CID of each record that the face shows, by path."""
-        async with self._connection() as connection:
-            return await queries.visible_records(connection, did)
-
-    async def add(self, dids: Iterable[str]) -> int:
-        """Repos to be tracked from now on; gives how many were not yet."""
-        async with self._connection() as connection:
-            return await queries.add(connection, dids)
-
-    async def listing(self, purpose: Purpose, source: str, collection: str = "") -> Listing | None:
-        """How far this list was read the last time; None if it never was."""
-        async with self._connection() as connection:
-            return await listings.load(connection, purpose, source, collection)
-
-    async def save_listing(self, listing: Listing) -> None:
-        async with self._connection() as connection:
-            await listings.save(connection, listing)
-
-    async def add_listed(self, dids: Sequence[str], place: Callable[[int], Listing]) -> Listing:
-        """Tracks the repos of a page, and notes the place behind it, which is made of how many were new."""
+        Args:
+            dids: The accounts of the page.
+            progress: Returns the progress after the page, given the number of repos that were not tracked yet.
+        """
         async with self._transaction() as connection:
-            listing = place(await queries.add(connection, dids))
-            await listings.save(connection, listing)
-        return listing
+            after_page = progress(await repo_requests.add_repos(connection, dids))
+            await crawl_rows.save_progress(connection, after_page)
+        return after_page
 
-    async def different(self, revs: Mapping[str, str]) -> tuple[list[str], list[str]]:
-        """Of accounts that a relay lists as active at these revisions: who is behind here, and who is hidden."""
+    async def find_differences(self, revs: Mapping[str, str]) -> tuple[list[str], list[str]]:
+        """Compare accounts that a relay lists as active, with their revs, to the stored repos.
+
+        Returns:
+            The DIDs of synchronized repos with an older rev, and the DIDs of accounts that are stored as inactive.
+        """
         async with self._connection() as connection:
-            return await listings.different(connection, revs)
+            return await crawl_rows.find_differences(connection, revs)
 
-    async def mark_behind(self, revs: Mapping[str, str], now: float) -> int:
-        """Has those repos fetched again that are still at an older revision; gives how many."""
+    async def desynchronize_behind(self, revs: Mapping[str, str], now: float) -> int:
+        """Desynchronize the repos that still have an older rev; return how many."""
         repos = await self.repos(list(revs))
         after = {did: plan_listed(repo, revs[did], now) for did, repo in repos.items()}
         writes = [RepoWrite(repos[did].version, repo) for did, repo in after.items() if repo is not repos[did]]
         return len(writes) - len(await self.apply(Batch(tuple(writes))))
 
-    async def mark_resync(self, dids: Sequence[str] = (), *, errored: bool = False, all: bool = False) -> int:  # noqa: A002
-        """Asks for resyncs of these, or of those whose last one failed, or of all; gives how many are known."""
+    # Hosts.
+
+    async def load_hosts(self) -> list[HostState]:
+        """Return the hosts that are paused, or whose last request failed recently."""
         async with self._connection() as connection:
-            if not (errored or all):
-                return await queries.mark(connection, dids)
-            last, marked = await queries.mark_page(connection, "", errored=not all)
-            while last is not None:
-                last, more = await queries.mark_page(connection, last, errored=not all)
-                marked += more
-        return marked
+            return await host_states.load_states(connection)
 
-    async def letters(self, reason: Rejection | None = None, did: str | None = None, *, most: int) -> list[Letter]:
-        """Dead letters, the newest first; of this reason and this DID, if given."""
+    async def save_hosts(self, states: Sequence[HostState]) -> None:
+        """Add the request statistics of hosts to the stored ones, and store their pauses."""
+        async with self._transaction() as connection:
+            await host_states.save_states(connection, states)
+
+    # The change log.
+
+    async def trim_change_log(self, policy: RetentionPolicy, now: float) -> tuple[ChangeLogState, TrimPlan]:
+        """Trim the change log; return its state before, and the steps that succeeded."""
         async with self._connection() as connection:
-            return await letters.newest(connection, reason, did, most)
+            log = await change_log_segments.load_state(connection)
+            plan = change_log_segments.plan_trim(log, policy, now)
+            return log, await change_log_segments.trim(connection, plan)
 
-    async def letters_of(self, reason: Rejection) -> list[int]:
-        """The numbers of all dead letters of the reason, in the order in which they came."""
+    # Dead letters.
+
+    async def dead_letters(
+        self, reason: Rejection | None = None, did: str | None = None, *, limit: int
+    ) -> list[StoredDeadLetter]:
+        """Return dead letters, newest first, only those of the reason and of the DID if they are given."""
         async with self._connection() as connection:
-            return await letters.of_reason(connection, reason)
+            return await dead_letters.load_newest(connection, reason, did, limit)
 
-    async def letter(self, number: int) -> tuple[Letter, bytes] | None:
-        """A dead letter, and what is kept of its frame."""
+    async def dead_letter_ids(self, reason: Rejection) -> list[int]:
+        """Return the IDs of all dead letters with this reason, oldest first."""
         async with self._connection() as connection:
-            return await letters.read(connection, number)
+            return await dead_letters.load_ids(connection, reason)
 
-    async def amend_letter(self, number: int, refused: DeadLetter) -> None:
-        """Notes how the letter's message was refused once more. Raises `LetterGoneError`."""
+    async def dead_letter(self, id_: int) -> tuple[StoredDeadLetter, bytes] | None:
+        """Return a dead letter and its stored frame; None if it does not exist."""
         async with self._connection() as connection:
-            await letters.amend(connection, number, refused)
+            return await dead_letters.load(connection, id_)
 
-    async def settle_letter(self, number: int, batch: Batch) -> bool:
-        """Writes what the letter's message changes, of one repo, and deletes the letter, in one transaction.
+    async def update_dead_letter(self, id_: int, rejected: DeadLetter) -> None:
+        """Store why a replayed message was rejected again.
 
-        False if the repo moved; then nothing is done. Nor is it if the letter is gone: raises `LetterGoneError`.
+        Raises:
+            DeadLetterGoneError: The dead letter does not exist.
+        """
+        async with self._connection() as connection:
+            await dead_letters.update(connection, id_, rejected)
+
+    async def resolve_dead_letter(self, id_: int, batch: Batch) -> bool:
+        """Write the effect of a replayed message and delete its dead letter, in one transaction.
+
+        Returns:
+            False if the row of the repo changed since the batch was planned; then nothing is written.
+
+        Raises:
+            DeadLetterGoneError: The dead letter does not exist; nothing is written.
         """
         async with self._transaction() as connection:
             if await apply(connection, batch):
                 return False
-            # Behind the repo's row, in the order in which the live path takes its locks.
-            await letters.delete(connection, number)
+            # After the row of the repo, because the live path locks them in this order, too.
+            await dead_letters.delete(connection, id_)
         return True
 
-    async def takedown(self, did: str, *, on: bool) -> bool:
-        """Hides a repo here, or shows it again; whether it is known."""
+    # Reports, reads and exports.
+
+    async def counts(self, since: float = inf) -> Counts:
+        """Return the numbers of the status report, with `ended` since the Unix time `since`."""
         async with self._connection() as connection:
-            known: bool = await connection.fetchval("select atproto.request_takedown($1, $2)", did, on)
-        return known
+            return await report_queries.counts(connection, since)
+
+    async def repo_report(self, did: str) -> dict[str, Any] | None:
+        """Return everything that is stored about a repo, by column; None if the repo is unknown."""
+        async with self._connection() as connection:
+            return await report_queries.repo_report(connection, did)
+
+    async def record(self, did: str, collection: str, rkey: str) -> dict[str, Any] | None:
+        """Return the row of `atproto.records` with its value decoded; None if there is none."""
+        async with self._connection() as connection:
+            return await report_queries.record(connection, did, collection, rkey)
+
+    async def visible_repos(self) -> dict[str, tuple[str, str | None]]:
+        """Return sync status and sync reason of each visible repo, by DID."""
+        async with self._connection() as connection:
+            return await report_queries.visible_repos(connection)
+
+    async def visible_records(self, did: str) -> dict[str, bytes]:
+        """Return the CID of each record of a visible repo, by path."""
+        async with self._connection() as connection:
+            return await report_queries.visible_records(connection, did)
+
+    async def sample_synchronized(self, count: int) -> list[str]:
+        """Return the DIDs of at most `count` active synchronized repos, chosen at random.
+
+        It may return fewer; see `indexer.store.report_queries.sample_synchronized`.
+        """
+        async with self._connection() as connection:
+            return await report_queries.sample_synchronized(connection, count)
+
+    @asynccontextmanager
+    async def consistent_read(self, did: str) -> AsyncIterator[ConsistentRead]:
+        """Read a repo from a single snapshot, which is taken by the first query of the block."""
+        async with self._acquired() as connection:
+            transaction = connection.transaction(isolation="repeatable_read", readonly=True)
+            with database_errors():
+                await transaction.start()
+                # The block may do other work between two queries.
+                await connection.execute("set local idle_in_transaction_session_timeout = 0")
+            try:
+                yield ConsistentRead(connection, did)
+            finally:
+                with database_errors():
+                    await transaction.rollback()
+
+    async def export_collection(self, collection: str) -> AsyncGenerator[list[ExportedRecord]]:
+        """Yield all visible records of a collection from one snapshot, in pages."""
+        async with self._connection() as connection:
+            async for page in collection_export.export_collection(connection, collection):
+                yield page
+
+    async def estimate_records(self, collection: str) -> int:
+        """Return an estimate of the number of records of a collection."""
+        async with self._connection() as connection:
+            return await collection_export.estimate_records(connection, collection)
+
+    # Connections.
+
+    @asynccontextmanager
+    async def _transaction(self) -> AsyncIterator[Connection]:
+        async with self._connection() as connection, connection.transaction():
+            yield connection
 
     @asynccontextmanager
     async def _connection(self) -> AsyncIterator[Connection]:
+        """Acquire a connection for a block in which all transient errors come from the database."""
         with database_errors():
-            async with self._lent() as connection:
+            async with self._acquired() as connection:
                 yield connection
 
     @asynccontextmanager
-    async def _lent(self) -> AsyncIterator[asyncpg.pool.PoolConnectionProxy]:
-        """For a block whose errors are not all the database's."""
+    async def _acquired(self) -> AsyncIterator[asyncpg.pool.PoolConnectionProxy]:
+        """Acquire a connection for a block that may raise other transient errors as well."""
         with database_errors():
             connection = await self._acquire()
         try:
@@ -370,11 +473,6 @@ class Store:
                 await self._pool.release(connection)
 
     async def _acquire(self) -> asyncpg.pool.PoolConnectionProxy:
-        """The pool's own time-out is Python 3.11's `wait_for`, in which a cancellation can get lost."""
-        async with timeout(CONNECT_SECONDS):
+        # `asyncio.timeout` never loses a cancellation. The timeout of `acquire` would apply to `release`, too.
+        async with timeout(CONNECT_TIMEOUT):
             return await self._pool.acquire()
-
-    @asynccontextmanager
-    async def _transaction(self) -> AsyncIterator[Connection]:
-        async with self._connection() as connection, connection.transaction():
-            yield connection

@@ -1,13 +1,14 @@
-"""How long to wait before the next attempt."""
+"""Exponential back-off with deterministic jitter."""
 
 from hashlib import sha256
 
 
-def backoff_seconds(attempts: int, key: str, *, first: float = 60.0, most: float = 3600.0) -> float:
-    """Doubling from `first` to `most` seconds, ±25 % of jitter that depends on `key` and `attempts` alone.
+def backoff_seconds(attempts: int, key: str, *, first: float = 60.0, maximum: float = 3600.0) -> float:
+    """Return how long to wait after `attempts` failures: doubled from `first` to `maximum` seconds, ±25 % jitter.
 
-    Jitter from a hash keeps planning a pure function and still spreads repos that failed together.
+    The jitter is a hash of `key` and `attempts`. So planning stays a pure function, and repos that failed at the same
+    time are still retried at different times.
     """
-    doubled = min(first * 2.0 ** min(max(attempts - 1, 0), 32), most)
-    spread = sha256(f"{key}/{attempts}".encode()).digest()[0] / 255
-    return doubled * (0.75 + spread / 2)
+    doubled = min(first * 2.0 ** min(max(attempts - 1, 0), 32), maximum)
+    jitter = sha256(f"{key}/{attempts}".encode()).digest()[0] / 255
+    return doubled * (0.75 + jitter / 2)

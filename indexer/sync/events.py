@@ -1,7 +1,7 @@
-"""What a relay says, as frozen values: the messages of `com.atproto.sync.subscribeRepos`.
+"""The messages of `com.atproto.sync.subscribeRepos` as immutable values (docs/protocol.md#frames).
 
-Fields carry the lexicon's names, in Python's case. CIDs are their 36 binary bytes. Syntax of DIDs, TIDs
-and paths, and the size limits, have been checked by `frames.decode_frame`; nothing has been verified yet.
+Fields have the names of the lexicon, in snake case. CIDs are their 36 binary bytes. `frames.decode_frame` has checked
+the syntax of DIDs and TIDs, and the size limits. Signatures and operations are not verified yet.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,12 @@ from indexer.reasons import Rejection
 
 @dataclass(frozen=True, slots=True)
 class RepoOp:
-    """One entry of `#commit.ops`: `cid` is None for a delete; `prev` None where the message has none."""
+    """One entry of `#commit.ops`.
+
+    Attributes:
+        cid: The record's CID after the operation; None for a delete.
+        prev: The record's CID before the operation; None if the message has none.
+    """
 
     action: str
     path: str
@@ -22,7 +27,14 @@ class RepoOp:
 
 @dataclass(frozen=True, slots=True)
 class CommitEvent:
-    """`#commit`: `since` and `prev_data` are hints of the sender; `blocks` is a CAR slice."""
+    """A `#commit` message (docs/protocol.md#commits).
+
+    Attributes:
+        commit: The CID of the commit object.
+        since: The rev before this commit, according to the sender; not signed.
+        prev_data: The root of the tree before this commit, according to the sender; inversion verifies it.
+        blocks: A CAR slice.
+    """
 
     seq: int
     did: str
@@ -38,7 +50,7 @@ class CommitEvent:
 
 @dataclass(frozen=True, slots=True)
 class SyncEvent:
-    """`#sync`: the repo's present commit, alone in `blocks`."""
+    """A `#sync` message: `blocks` is a CAR slice with the latest commit object (docs/protocol.md#sync-events)."""
 
     seq: int
     did: str
@@ -50,7 +62,10 @@ class SyncEvent:
 
 @dataclass(frozen=True, slots=True)
 class IdentityEvent:
-    """`#identity`: a prod to look the identity up again. The handle in it is never trusted, so not kept."""
+    """An `#identity` message: the identity may have changed (docs/protocol.md#identity).
+
+    It has no field for the handle in the message, because that handle is not verified.
+    """
 
     seq: int
     did: str
@@ -60,7 +75,11 @@ class IdentityEvent:
 
 @dataclass(frozen=True, slots=True)
 class AccountEvent:
-    """`#account`: `active` decides, `status` explains; an open set, as sent."""
+    """An `#account` message (docs/protocol.md#accounts).
+
+    Attributes:
+        status: Explains `active`, as sent; any string is allowed.
+    """
 
     seq: int
     did: str
@@ -72,7 +91,7 @@ class AccountEvent:
 
 @dataclass(frozen=True, slots=True)
 class InfoEvent:
-    """`#info`, without a sequence number: the stream goes on."""
+    """An `#info` message. It has no sequence number."""
 
     name: str
     message: str
@@ -82,7 +101,7 @@ class InfoEvent:
 
 @dataclass(frozen=True, slots=True)
 class StreamError:
-    """An error frame (`op: -1`): the sender closes the stream behind it."""
+    """An error frame (`op: -1`), after which the sender closes the stream."""
 
     error: str
     message: str
@@ -92,7 +111,7 @@ class StreamError:
 
 @dataclass(frozen=True, slots=True)
 class UnknownEvent:
-    """A message of a type or operation that this version of the protocol doesn't know: to be ignored."""
+    """A message of a type or operation that is not in this version of the protocol. It is ignored."""
 
     type: str
     seq: int | None
@@ -100,8 +119,8 @@ class UnknownEvent:
 
 
 @dataclass(frozen=True, slots=True)
-class ForeignEvent:
-    """A message of an account of another shard, looked at no further: whoever has the account judges it."""
+class OtherShardEvent:
+    """A message about an account of another shard. Its other fields are not decoded or checked."""
 
     seq: int
     kind: Literal["commit", "sync", "identity", "account"]
@@ -110,7 +129,7 @@ class ForeignEvent:
 
 @dataclass(frozen=True, slots=True)
 class MalformedEvent:
-    """A frame that broke a rule before it could become an event, with what could be read of it."""
+    """A frame that cannot be decoded, with the fields that could be read."""
 
     reason: Rejection
     detail: str
@@ -121,4 +140,4 @@ class MalformedEvent:
 
 
 RepoEvent = CommitEvent | SyncEvent | IdentityEvent | AccountEvent
-Event = RepoEvent | InfoEvent | StreamError | UnknownEvent | MalformedEvent | ForeignEvent
+Event = RepoEvent | InfoEvent | StreamError | UnknownEvent | MalformedEvent | OtherShardEvent

@@ -1,4 +1,7 @@
-"""Frames of `subscribeRepos` to events: wire protocol v0, two DAG-CBOR objects a message (spec §1.2, §2.1)."""
+"""Decode frames of `subscribeRepos` to events: each frame is two DAG-CBOR objects, a header and a payload.
+
+The rules are in docs/protocol.md#frames.
+"""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -13,10 +16,10 @@ from indexer.sync.events import (
     AccountEvent,
     CommitEvent,
     Event,
-    ForeignEvent,
     IdentityEvent,
     InfoEvent,
     MalformedEvent,
+    OtherShardEvent,
     RepoOp,
     StreamError,
     SyncEvent,
@@ -24,36 +27,53 @@ from indexer.sync.events import (
 )
 
 MAX_SEQ = 2**63 - 1
-_PATH_CHARACTERS = 1_024
+_MAX_PATH_CHARACTERS = 1_024
+_MAX_STATUS_CHARACTERS = 128
+_MAX_DID_CHARACTERS = 2_048
+_MAX_TYPE_CHARACTERS = 64
 _NAMESPACE = "com.atproto.sync.subscribeRepos"
+_REPO_EVENT_KINDS: dict[str, Literal["commit", "sync", "identity", "account"]] = {
+    "#commit": "commit",
+    "#sync": "sync",
+    "#identity": "identity",
+    "#account": "account",
+}
 
 
 def decode_frame(frame: bytes, limits: Limits, owns: Callable[[str], bool] | None = None) -> Event:
-    """One websocket message as an event; a `MalformedEvent` if it breaks a rule. Never raises.
+    """Return the event of a frame; a `MalformedEvent` if the frame breaks a rule. Never raises.
 
-    Of a DID that we don't own, a `ForeignEvent`, which takes half the time or less.
+    Args:
+        frame: One websocket message.
+        limits: Limits on sizes and counts.
+        owns: Returns True for a DID of this shard; None means all DIDs. An event about another DID becomes an
+            `OtherShardEvent`, which is at least twice as fast as decoding it completely.
     """
     if len(frame) > limits.frame_bytes:
         return _malformed({}, {}, UpstreamError(Rejection.FRAME_TOO_LARGE, f"{len(frame)} bytes"))
     try:
-        header, payload = _parts(frame)
+        header, payload = _split_frame(frame)
     except UpstreamError as error:
         return _malformed({}, {}, error)
-    if owns is not None and (foreign := _foreign(header, payload, owns)) is not None:
-        return foreign
+    if owns is not None and (other := _other_shard_event(header, payload, owns)) is not None:
+        return other
     try:
         return _decode_payload(header, payload, limits)
     except UpstreamError as error:
         return _malformed(header, payload, error)
 
 
-def show_frame(frame: bytes) -> dict[str, Any]:
-    """A message's header and payload for people, as JSON, see `abridged`. Raises `UpstreamError` if it hasn't both."""
-    header, payload = _parts(frame)
+def frame_for_display(frame: bytes) -> dict[str, Any]:
+    """Return a frame's header and payload for display, as JSON values with long strings shortened.
+
+    Raises:
+        UpstreamError: The frame is not a header and a payload.
+    """
+    header, payload = _split_frame(frame)
     return {"header": abridged(header), "payload": abridged(payload)}
 
 
-def _parts(frame: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
+def _split_frame(frame: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
     try:
         header, payload = decode_pair(frame)
     except CborError as error:
@@ -63,24 +83,30 @@ def _parts(frame: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
     return header, payload
 
 
-def _foreign(header: dict[str, Any], payload: dict[str, Any], owns: Callable[[str], bool]) -> ForeignEvent | None:
-    kind, did, seq = header.get("t"), payload.get("repo", payload.get("did")), _seq_or_none(payload)
-    if not (isinstance(kind, str) and isinstance(did, str)) or seq is None or len(did) > _DID_CHARACTERS or owns(did):
+def _other_shard_event(
+    header: dict[str, Any], payload: dict[str, Any], owns: Callable[[str], bool]
+) -> OtherShardEvent | None:
+    name, did, seq = header.get("t"), payload.get("repo", payload.get("did")), _seq_or_none(payload)
+    if not (isinstance(name, str) and isinstance(did, str)) or seq is None:
         return None
-    known = _OF_ACCOUNTS.get(kind)
-    return None if known is None else ForeignEvent(seq, known, did)
+    if len(did) > _MAX_DID_CHARACTERS or owns(did):
+        return None
+    kind = _REPO_EVENT_KINDS.get(name)
+    return None if kind is None else OtherShardEvent(seq, kind, did)
 
 
 def _decode_payload(header: dict[str, Any], payload: dict[str, Any], limits: Limits) -> Event:
     match header.get("op"):
-        case True | False:  # True == 1 in Python, and not in CBOR
+        case True | False:  # in Python, True == 1
             raise UpstreamError(Rejection.FRAME_MALFORMED, "op is not an integer")
         case 1:
-            kind = header.get("t")
-            if not isinstance(kind, str):
+            name = header.get("t")
+            if not isinstance(name, str):
                 raise UpstreamError(Rejection.FRAME_MALFORMED, "t is not a string")
-            decode = _DECODERS.get(kind.removeprefix(_NAMESPACE))
-            return decode(payload, limits) if decode else UnknownEvent(kind[:64], _seq_or_none(payload))
+            decode = _DECODERS.get(name.removeprefix(_NAMESPACE))
+            return (
+                decode(payload, limits) if decode else UnknownEvent(name[:_MAX_TYPE_CHARACTERS], _seq_or_none(payload))
+            )
         case -1:
             return StreamError(_text(payload, "error"), _text_or(payload, "message", ""))
         case int():
@@ -112,10 +138,10 @@ def _commit(payload: dict[str, Any], limits: Limits) -> CommitEvent:
 
 def _op(op: Any) -> RepoOp:
     if not isinstance(op, dict):
-        raise UpstreamError(Rejection.FIELD_INVALID, "an op is not a map")
+        raise UpstreamError(Rejection.FIELD_INVALID, "op is not a map")
     path = _text(op, "path")
-    if len(path) > _PATH_CHARACTERS:
-        raise UpstreamError(Rejection.FIELD_INVALID, f"a path of {len(path)} characters")
+    if len(path) > _MAX_PATH_CHARACTERS:
+        raise UpstreamError(Rejection.FIELD_INVALID, f"path has {len(path)} characters")
     return RepoOp(_text(op, "action"), path, _link_or_none(op, "cid"), _link_or_none(op, "prev"))
 
 
@@ -138,8 +164,10 @@ def _account(payload: dict[str, Any], _limits: Limits) -> AccountEvent:
     if not isinstance(active, bool):
         raise UpstreamError(Rejection.FIELD_INVALID, "active is not a boolean")
     status = payload.get("status")
-    if status is not None and not (isinstance(status, str) and len(status) <= _STATUS_CHARACTERS):
-        raise UpstreamError(Rejection.FIELD_INVALID, "status is not a short string")
+    if status is not None and not (isinstance(status, str) and len(status) <= _MAX_STATUS_CHARACTERS):
+        raise UpstreamError(
+            Rejection.FIELD_INVALID, f"status is not a string of at most {_MAX_STATUS_CHARACTERS} characters"
+        )
     return AccountEvent(_seq(payload), _did(payload, "did"), active, status, _text_or(payload, "time", ""))
 
 
@@ -147,14 +175,6 @@ def _info(payload: dict[str, Any], _limits: Limits) -> InfoEvent:
     return InfoEvent(_text(payload, "name"), _text_or(payload, "message", ""))
 
 
-_STATUS_CHARACTERS = 128
-_DID_CHARACTERS = 2_048
-_OF_ACCOUNTS: dict[str, Literal["commit", "sync", "identity", "account"]] = {
-    "#commit": "commit",
-    "#sync": "sync",
-    "#identity": "identity",
-    "#account": "account",
-}
 _DECODERS: dict[str, Callable[[dict[str, Any], Limits], Event]] = {
     "#commit": _commit,
     "#sync": _sync,
@@ -202,7 +222,7 @@ def _cid_or_none(payload: dict[str, Any], name: str) -> bytes | None:
 
 
 def _link_or_none(payload: dict[str, Any], name: str) -> bytes | None:
-    """A record's CID may be of any version 1 kind: its bytes are kept as they came (spec §3.3)."""
+    """Return the CID of a record, which may be any CID version 1 (docs/protocol.md#commits)."""
     cid = payload.get(name)
     if cid is None:
         return None
@@ -211,11 +231,11 @@ def _link_or_none(payload: dict[str, Any], name: str) -> bytes | None:
     return cid
 
 
-def _bytes(payload: dict[str, Any], name: str, most: int) -> bytes:
+def _bytes(payload: dict[str, Any], name: str, max_bytes: int) -> bytes:
     data = payload.get(name)
     if not isinstance(data, bytes):
         raise UpstreamError(Rejection.FIELD_INVALID, f"{name} is not a byte string")
-    if len(data) > most:
+    if len(data) > max_bytes:
         raise UpstreamError(Rejection.BLOCKS_TOO_LARGE, f"{len(data)} bytes")
     return data
 
@@ -233,13 +253,13 @@ def _text_or(payload: dict[str, Any], name: str, default: str) -> str:
 
 
 def _malformed(header: dict[str, Any], payload: dict[str, Any], error: UpstreamError) -> MalformedEvent:
-    """Keeps what can be read of a broken frame: enough to count it, find it again and pass its place."""
-    kind = header.get("t")
+    """Return the event with the fields that can be read: its dead letter names them, and the cursor passes its seq."""
+    name = header.get("t")
     did = payload.get("repo", payload.get("did"))
     return MalformedEvent(
         reason=error.reason,
         detail=error.detail,
-        type=kind[:64] if isinstance(kind, str) else "",
+        type=name[:_MAX_TYPE_CHARACTERS] if isinstance(name, str) else "",
         seq=_seq_or_none(payload),
         did=did if isinstance(did, str) and is_did(did) else None,
     )

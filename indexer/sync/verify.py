@@ -1,9 +1,11 @@
-"""Proof: from bytes and a key to values that may be planned from.
+"""Verify commits, #sync events and exports against the account's signing key.
 
-`VerifiedCommit`, `VerifiedSync` and `Snapshot` are made here and nowhere else (a test holds it), so a plan
-can't be made from an unsigned commit or a half-walked tree. Everything that a message can get wrong *before*
-its signature is proven raises `UpstreamError`: the message is refused and changes nothing. What is wrong
-*behind* a good signature is a `flaw`: the repo has moved on, and we can't follow (design: spec §4.2, §3.7).
+Only this module creates `VerifiedCommit`, `VerifiedSync` and `Snapshot`, which `tests/sync/test_verify.py` checks. So
+no plan is based on an unsigned commit or on a part of a tree.
+
+If a check up to that of the signature fails, a function raises `UpstreamError`: the message is rejected and changes
+nothing. An error after a valid signature is a `flaw`: the repo has a newer commit that cannot be applied, so it needs a
+resync (docs/protocol.md#order-of-checks, docs/protocol.md#inversion).
 """
 
 from collections.abc import Callable, Iterator
@@ -18,14 +20,22 @@ from indexer.atproto.mst import EMPTY_TREE, Verdict, invert, leaves, walk
 from indexer.errors import UpstreamError
 from indexer.reasons import Desync, Rejection
 from indexer.sync.events import CommitEvent, SyncEvent
-from indexer.sync.ops import LegacyOps, fold
-from indexer.sync.repo import Head
+from indexer.sync.fold_operations import LegacyOperationsError, fold_operations
+from indexer.sync.repo_state import Head
 
 BlockOf = Callable[[bytes], bytes | None]
+"""Returns the block of a CID; None if it is missing."""
+_DESYNC_OF_REJECTION = {Rejection.NODE_MALFORMED: Desync.STRUCTURE, Rejection.OPS_MISMATCH: Desync.OPS}
+_DESYNC_OF_VERDICT = {
+    Verdict.OK: None,
+    Verdict.MISMATCH: Desync.INVERSION,
+    Verdict.OPS_MISMATCH: Desync.OPS,
+    Verdict.UNDECIDABLE: Desync.UNDECIDABLE,
+}
 
 
 class VerifiedChange(NamedTuple):
-    """The net effect of a commit on one path: `old` None for a create, `new` and `block` None for a delete."""
+    """The net effect of a commit on one path: `old` is None for a create, `new` and `block` are None for a delete."""
 
     path: bytes
     old: bytes | None
@@ -35,10 +45,13 @@ class VerifiedChange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class VerifiedCommit:
-    """A commit whose signature holds. If `flaw` is None, its operations lead from `prev_data` to `head.data`.
+    """A commit with a valid signature. If `flaw` is None, its operations lead from `prev_data` to `head.data`.
 
-    `flaw` says why the commit can't be applied; with `UNDECIDABLE`, `ops_hold` says whether the new tree at least
-    shows the effect of every operation. `prev_data` is the empty tree for a first commit.
+    Attributes:
+        prev_data: The root of the tree before the commit; the empty tree for a first commit without `prevData`.
+        first: True if the message has no `since`.
+        flaw: Why the commit cannot be applied.
+        ops_hold: With the flaw `UNDECIDABLE`: True if the new tree shows the effect of every operation.
     """
 
     did: str
@@ -52,13 +65,13 @@ class VerifiedCommit:
 
     @property
     def whole(self) -> bool:
-        """Whether the commit carries the repo's entire content."""
+        """True if the commit contains the whole repo."""
         return self.flaw is None and self.first and self.prev_data == EMPTY_TREE
 
 
 @dataclass(frozen=True, slots=True)
 class VerifiedSync:
-    """A `#sync` whose commit is signed: the repo's head, taken from the signed commit alone."""
+    """A `#sync` with a valid signature. `head` is taken from the signed commit alone."""
 
     did: str
     head: Head
@@ -66,10 +79,11 @@ class VerifiedSync:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A whole repo: commit signed by the account's key, every tree node present, canonical and in order.
+    """A verified export: a valid signature, and every tree node present, canonical and in order.
 
-    `records()` gives (path, CID) in path order, bytewise, from the proven tree; `block_of` a record's bytes,
-    or None where the export lacks them.
+    Attributes:
+        count: The number of records.
+        block_of: Returns the block of a record; None if the export lacks it.
     """
 
     did: str
@@ -78,11 +92,16 @@ class Snapshot:
     block_of: BlockOf
 
     def records(self) -> Iterator[tuple[bytes, bytes]]:
+        """Yield the path and the CID of each record, in bytewise path order."""
         return leaves(self.block_of, self.head.data)
 
 
 def verify_commit(event: CommitEvent, key: PublicKey, limits: Limits) -> VerifiedCommit:
-    """Proves a `#commit`; raises `UpstreamError` for what is wrong up to and with its signature."""
+    """Return the verified commit of a `#commit`, which may have a flaw.
+
+    Raises:
+        UpstreamError: The message, its CAR slice, the commit object or its signature is invalid.
+    """
     commit, blocks = _signed_commit(event, key, limits, limits.commit_blocks_bytes)
     head = Head(commit.rev, commit.data, event.commit)
     first = event.since is None
@@ -90,16 +109,16 @@ def verify_commit(event: CommitEvent, key: PublicKey, limits: Limits) -> Verifie
     if prev_data is None:
         return VerifiedCommit(commit.did, head, b"", first, (), Desync.LEGACY, "no prevData")
     try:
-        ops = fold(event.ops)
+        ops = fold_operations(event.ops)
         inversion = invert(blocks, commit.data, ops, prev_data, limits)
-    except LegacyOps as error:
+    except LegacyOperationsError as error:
         return VerifiedCommit(commit.did, head, prev_data, first, (), Desync.LEGACY, str(error))
     except UpstreamError as error:
-        return VerifiedCommit(commit.did, head, prev_data, first, (), _FLAWS[error.reason], error.detail)
+        return VerifiedCommit(commit.did, head, prev_data, first, (), _DESYNC_OF_REJECTION[error.reason], error.detail)
     changes = tuple(
         [VerifiedChange(op.key, op.old, op.new, None if op.new is None else blocks.get(op.new)) for op in ops]
     )
-    flaw, detail = _VERDICTS[inversion.verdict], inversion.detail
+    flaw, detail = _DESYNC_OF_VERDICT[inversion.verdict], inversion.detail
     missing = next((change for change in changes if change.new and change.block is None), None)
     if missing and flaw in {None, Desync.UNDECIDABLE}:
         flaw, detail = Desync.RECORD_MISSING, missing.path.decode(errors="replace")
@@ -107,27 +126,42 @@ def verify_commit(event: CommitEvent, key: PublicKey, limits: Limits) -> Verifie
 
 
 def verify_sync(event: SyncEvent, key: PublicKey, limits: Limits) -> VerifiedSync:
-    """Proves a `#sync`; raises `UpstreamError`."""
+    """Return the verified head of a `#sync`.
+
+    Raises:
+        UpstreamError: The message, its CAR slice, the commit object or its signature is invalid.
+    """
     commit, _ = _signed_commit(event, key, limits, limits.sync_blocks_bytes)
     return VerifiedSync(commit.did, Head(commit.rev, commit.data, commit.cid))
 
 
 def verify_snapshot(did: str, root: bytes, block_of: BlockOf, key: PublicKey, limits: Limits) -> Snapshot:
-    """Proves a full export, whose blocks have been hashed, by walking its whole tree.
+    """Return the snapshot of a full export, after walking its whole tree. The blocks must have been hashed before.
 
-    Raises `UpstreamError` for an export that breaks a rule, `MissingNodeError` (an `UnavailableError`) for one
-    that lacks a node: cut short, or taken while the repo changed (spec §3.5 CAR-6, §9-17).
+    Raises:
+        UpstreamError: The export breaks a rule (docs/protocol.md#exports).
+        MissingNodeError: The export lacks a tree node: it was cut off, or created while the repo changed.
+    """
+    commit = verify_export_commit(root, block_of, key, did)
+    count = sum(1 for _ in walk(block_of, commit.data, limits))
+    return Snapshot(did, Head(commit.rev, commit.data, root), count, block_of)
+
+
+def verify_export_commit(root: bytes, block_of: BlockOf, key: PublicKey | None, did: str | None) -> Commit:
+    """Return the commit of an export. `key=None` skips the signature check, `did=None` the DID check.
+
+    Raises:
+        UpstreamError: The commit is missing or malformed, or a check fails.
     """
     block = block_of(root)
     if block is None:
         raise UpstreamError(Rejection.COMMIT_MISSING)
     commit = decode_commit(block, root)
-    if commit.did != did:
-        raise UpstreamError(Rejection.ENVELOPE_MISMATCH, f"export of {commit.did[:64]}")
-    if not key.verify(commit.sig, commit.unsigned):
+    if did is not None and commit.did != did:
+        raise UpstreamError(Rejection.ENVELOPE_MISMATCH, f"the export is of {commit.did[:64]}")
+    if key is not None and not key.verify(commit.sig, commit.unsigned):
         raise UpstreamError(Rejection.SIGNATURE_INVALID)
-    count = sum(1 for _ in walk(block_of, commit.data, limits))
-    return Snapshot(did, Head(commit.rev, commit.data, root), count, block_of)
+    return commit
 
 
 def _signed_commit(
@@ -146,12 +180,3 @@ def _signed_commit(
     if not key.verify(commit.sig, commit.unsigned):
         raise UpstreamError(Rejection.SIGNATURE_INVALID)
     return commit, blocks
-
-
-_FLAWS = {Rejection.NODE_MALFORMED: Desync.STRUCTURE, Rejection.OPS_MISMATCH: Desync.OPS}
-_VERDICTS = {
-    Verdict.OK: None,
-    Verdict.MISMATCH: Desync.INVERSION,
-    Verdict.OPS_MISMATCH: Desync.OPS,
-    Verdict.UNDECIDABLE: Desync.UNDECIDABLE,
-}

@@ -1,4 +1,4 @@
-"""An index on the few records whose blocks no export had, so that their repos are found and fetched again."""
+"""Index the records without a value that no export contained, so that their repos are found and fetched again."""
 
 from alembic import op
 
@@ -9,4 +9,5 @@ depends_on = None
 
 
 def upgrade() -> None:
+    """Apply the migration."""
     op.execute("create index record_missing on indexer.record (did, bucket) where value_problem = 'missing'")

@@ -1,4 +1,4 @@
-"""How hosts answer, and which of them are left alone for a while."""
+"""Create the table of hosts, with request statistics and pauses."""
 
 from alembic import op
 
@@ -22,7 +22,7 @@ TABLE = """
     ) with (fillfactor = 50)
 """
 
-FACE = """
+VIEW = """
     create view atproto.hosts as
     select host, requests, failures, streak as failures_in_a_row,
         case when paused_until > now() then paused_until end as paused_until,
@@ -45,7 +45,7 @@ COMMENTS = {
     "column atproto.hosts.updated_at": "When this row was last written.",
 }
 
-RIGHTS = """
+GRANTS = """
     do $$ declare
         role name;
     begin
@@ -57,8 +57,9 @@ RIGHTS = """
 
 
 def upgrade() -> None:
+    """Apply the migration."""
     op.execute(TABLE)
-    op.execute(FACE)
+    op.execute(VIEW)
     for thing, comment in COMMENTS.items():
         op.execute(f"comment on {thing} is '{comment}'")
-    op.execute(RIGHTS)
+    op.execute(GRANTS)

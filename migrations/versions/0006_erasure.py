@@ -1,4 +1,4 @@
-"""When the records of a deleted account may be erased."""
+"""Add the time from which the records of a deleted account may be erased."""
 
 from alembic import op
 
@@ -9,6 +9,7 @@ depends_on = None
 
 
 def upgrade() -> None:
+    """Apply the migration."""
     op.execute("alter table indexer.repo add column erase_at timestamptz")
     op.execute("create index repo_erasures on indexer.repo (erase_at) where erase_at is not null")
     op.execute(

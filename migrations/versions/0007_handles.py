@@ -1,7 +1,7 @@
-"""Handles that were verified, beside those that are claimed.
+"""Add verified handles, beside the handles that DID documents claim.
 
-What was stored until now is a claim, and is due to be checked. The default that says so is a constant in the catalog:
-no row is rewritten.
+The handles stored so far are claims, and become due for a check. The default that makes them due is a constant in the
+catalog, so no row is rewritten.
 """
 
 from alembic import op
@@ -52,6 +52,7 @@ COMMENTS = {
 
 
 def upgrade() -> None:
+    """Apply the migration."""
     for statement in STATEMENTS:
         op.execute(statement)
     for thing, comment in COMMENTS.items():

@@ -1,4 +1,4 @@
-"""When the daemon last had nothing more to do: so that a quiet stream is told from one that stands still."""
+"""Add the time at which a stream was last caught up, to tell a quiet stream from a stalled one."""
 
 from alembic import op
 
@@ -11,6 +11,7 @@ COMMENT = "When nothing more had come behind it for a while, on an open stream."
 
 
 def upgrade() -> None:
+    """Apply the migration."""
     op.execute("alter table indexer.cursor add column caught_up_at timestamptz")
     op.execute(
         "create or replace view atproto.cursors as "

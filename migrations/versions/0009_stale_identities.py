@@ -1,4 +1,4 @@
-"""An index on the identities that are known to have changed, so that they are looked up again."""
+"""Index the identities that are known to have changed, so that they are refreshed."""
 
 from alembic import op
 
@@ -9,4 +9,5 @@ depends_on = None
 
 
 def upgrade() -> None:
+    """Apply the migration."""
     op.execute("create index identity_stale on indexer.identity (fetched_at) where stale")

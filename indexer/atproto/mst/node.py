@@ -1,14 +1,38 @@
-"""Nodes of the Merkle search tree: one block each, in the one canonical form.
+"""Nodes of the Merkle search tree (docs/protocol.md#merkle-search-tree).
 
-A node holds the keys of one layer in ascending order; between, before and after them hang the subtrees, all
-one layer down. The layer of a key is its height, drawn from its hash:
+A node contains the keys of one layer in ascending order, and links to subtrees before, between and after them. The
+subtrees are one layer below.
 
-    layer 1    left ── key[0] ── trees[0] ── key[1] ── trees[1]
-                │                   │                     │
-    layer 0    keys below        keys between        keys above
+    layer 1    left ── keys[0] ── trees[0] ── keys[1] ── trees[1]
+                │                    │                      │
+    layer 0    keys below        keys between           keys above
 
-Keys are bytes here; what makes a valid path is not the tree's business. CIDs are their binary bytes.
-The tree is a pure function of its keys and values: spec/repository, "MST Structure".
+Each node is one DAG-CBOR block, and only one encoding of a node is valid. This module reads and writes the bytes
+itself, because inversion changes nodes without decoding all of them. In hexadecimal:
+
+    A2                                map of 2 fields
+      61 65  80+n | 98 nn | 99 nn nn    "e": list of n entries
+        A4                                map of 4 fields
+          61 6B  40+n | 58 nn | 59 nn nn    "k": byte string of n bytes, the end of the key
+          <n bytes>
+          61 70  00+n | 18 nn | 19 nn nn    "p": the key begins with n bytes of the previous key
+          61 74  F6 | <link>                "t": null or link, the subtree after the key
+          61 76  <link>                     "v": link, the record
+      61 6C  F6 | <link>                "l": null or link, the subtree before the first key
+
+Of the forms for n, only the shortest one is valid: n below 24 in the first byte, n below 256 in the second byte, or n
+in the second and third byte. A field with a link has 43 bytes:
+
+    offset
+       0    61 74           name of the field: "t", "v" or "l"
+       2    D8 2A           tag 42: link
+       4    58 25           byte string of 37 bytes
+       6    00              prefix of a binary CID
+       7    01 71 12 20     CIDv1, dag-cbor, SHA-256, 32 bytes
+      11    <32 bytes>      digest
+      43                    the next field
+
+Links to nodes always have this form. The CID of a record may have another form and another size.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,43 +40,61 @@ from hashlib import sha256
 from itertools import pairwise
 from typing import NoReturn
 
-from indexer.atproto.cid import DAG_CBOR, SIZE, cid_of, is_link
+from indexer.atproto.cid import CID_BYTES, DAG_CBOR, cid_of, is_link
 from indexer.atproto.limits import Limits
 from indexer.errors import UpstreamError
 from indexer.reasons import Rejection
 
-MAX_HEIGHT = 128  # of a key whose hash is all zeros
-MAX_KEY_BYTES = 1_024  # the reference implementation's cap; the longest legal path has 830
+MAX_HEIGHT = 128
+"""Height of a key whose SHA-256 is zero."""
+MAX_KEY_BYTES = 1_024
+"""Limit of the reference implementation. The longest valid path has 830 bytes."""
 
-# CBOR heads and field names, in the order in which a canonical node has them.
-_ENTRIES = b"\xa2\x61e"
-_LEFT = b"\x61l"
-_SUFFIX = b"\xa4\x61k"
-_SHARED = b"\x61p"
-_TREE = b"\x61t"
-_VALUE = b"\x61v"
+# Field names, and what else is always there, in the order of the fields.
+_NODE_START = b"\xa2\x61e"
+_ENTRY_START = b"\xa4\x61k"
+_NAME_P = b"\x61p"
+_NAME_T = b"\x61t"
+_NAME_V = b"\x61v"
+_NAME_L = b"\x61l"
 _NULL = b"\xf6"
 _TAG = b"\xd8\x2a"
-_LINK = _TAG + b"\x58\x25\x00"  # a CID of the usual size behind the multibase prefix of binary
-_NODE_LINK = _LINK + DAG_CBOR  # the only form of a link to a node
+_LINK_START = _TAG + b"\x58\x25\x00"  # 36 bytes of a CID follow
+_NODE_LINK_START = _LINK_START + DAG_CBOR  # 32 bytes of a digest follow
 
-_NO_TREE = _TREE + _NULL
-_TREE_LINK = _TREE + _NODE_LINK
-_VALUE_LINK = _VALUE + _NODE_LINK
+_T_NULL = _NAME_T + _NULL
+_L_NULL = _NAME_L + _NULL
+_T_LINK_START = _NAME_T + _NODE_LINK_START
+_V_LINK_START = _NAME_V + _NODE_LINK_START
+_L_LINK_START = _NAME_L + _NODE_LINK_START
 
-_UNSIGNED, _BYTES, _ARRAY = 0x00, 0x40, 0x80  # CBOR major types, in place
-_ONE_BYTE, _TWO_BYTES = 24, 25  # what a head says of its argument where it is not below 24 itself
+_NODE_START_BYTES = len(_NODE_START)
+_ENTRY_START_BYTES = len(_ENTRY_START)
+_NAME_BYTES = len(_NAME_T)
+_NULL_FIELD_BYTES = len(_T_NULL)
+_LINK_CID_OFFSET = len(_NAME_T + _LINK_START)
+_LINK_DIGEST_OFFSET = len(_T_LINK_START)
+_LINK_FIELD_BYTES = _LINK_CID_OFFSET + CID_BYTES
+
+# Heads: the major type is in the upper 3 bits of the first byte. The lower 5 bits are the argument if it is below 24;
+# otherwise they say how many bytes of argument follow.
+_UNSIGNED, _BYTES, _LIST = 0x00, 0x40, 0x80
+_ONE_BYTE, _TWO_BYTES = 24, 25
 
 
 class Node:
-    """One decoded node.
+    """A decoded node. The lists `keys`, `values`, `trees` and `key_fields` have one item for each entry.
 
-    `keys`, `values`, `trees` and `heads` run in parallel; `trees[i]` is the subtree right of `keys[i]`, and
-    `heads[i]` the entry's own bytes as far as they depend on its key and the key before it. `height` is the
-    height of all its keys, None if it has none.
+    Attributes:
+        left: The CID of the subtree before the first key.
+        height: The height of the keys; None without keys.
+        keys: The whole keys, ascending.
+        values: The CIDs of the records.
+        trees: The CIDs of the subtrees; `trees[i]` is the one after `keys[i]`.
+        key_fields: The bytes of each entry up to field "t". They depend only on its key and the previous key.
     """
 
-    __slots__ = ("heads", "height", "keys", "left", "trees", "values")
+    __slots__ = ("height", "key_fields", "keys", "left", "trees", "values")
 
     def __init__(self) -> None:
         self.left: bytes | None = None
@@ -60,19 +102,20 @@ class Node:
         self.keys: list[bytes] = []
         self.values: list[bytes] = []
         self.trees: list[bytes | None] = []
-        self.heads: list[bytes] = []
+        self.key_fields: list[bytes] = []
 
-    def gap(self, index: int) -> bytes | None:
-        """The subtree before the entry at `index`, or behind the last one."""
+    def subtree_before(self, index: int) -> bytes | None:
+        """Return the CID of the subtree before the entry at `index`; with the number of entries, after the last one."""
         return self.trees[index - 1] if index else self.left
 
 
-def malformed(detail: str) -> NoReturn:
+def raise_malformed(detail: str) -> NoReturn:
+    """Raise UpstreamError with NODE_MALFORMED."""
     raise UpstreamError(Rejection.NODE_MALFORMED, detail)
 
 
 def key_height(key: bytes) -> int:
-    """The layer that a key belongs to: half the leading zero bits of its SHA-256, rounded down; 0 to 128."""
+    """Return the layer that a key belongs to, 0 to 128: half the leading zero bits of its SHA-256, rounded down."""
     digest = sha256(key).digest()
     if digest[0] >> 6:
         return 0
@@ -80,204 +123,225 @@ def key_height(key: bytes) -> int:
 
 
 def common_prefix(left: bytes, right: bytes) -> int:
-    """How many bytes two keys have in common at their beginning."""
+    """Return the number of bytes that two keys share at their beginning."""
     size = min(len(left), len(right))
     difference = int.from_bytes(left[:size], "big") ^ int.from_bytes(right[:size], "big")
     return size - (difference.bit_length() + 7) // 8
 
 
 def decode_node(block: bytes, limits: Limits) -> Node:
-    """Decode one node, which must be what `encode_node` would have made of it, byte by byte.
+    """Return the node in a block, whose bytes must be those that `encode_node` would return.
 
-    The values may be any well-formed CID version 1; links to nodes have only one form. An entry-less node
-    is in order here: whether it may stand where it stands is for `check_layer` and `root_layer` to say.
-    Raises UpstreamError with NODE_MALFORMED.
+    A node without entries is accepted; `check_layer` and `root_layer` check whether it is allowed in its position.
+
+    Raises:
+        UpstreamError: With NODE_MALFORMED, if the block is not a canonical node.
     """
     try:
         return _decode(block, limits)
     except IndexError:
-        malformed("the block ends within the node")
+        raise_malformed("the block ends within the node")
 
 
 def _decode(block: bytes, limits: Limits) -> Node:
-    if not block.startswith(_ENTRIES):
-        malformed("not a map of e and l")
-    count, at = _argument(block, 3, _ARRAY)
+    if not block.startswith(_NODE_START):
+        raise_malformed("not a map of e and l")
+    count, position = _decode_head(block, _NODE_START_BYTES, _LIST)
     if count > limits.node_entries:
-        malformed(f"{count} entries")
+        raise_malformed(f"{count} entries")
     node = Node()
     key = b""
     for _ in range(count):
-        key, at = _decode_entry(block, at, key, node)
-    if block[at:] != _LEFT + _NULL:
-        if len(block) != at + 43 or not block.startswith(_LEFT + _NODE_LINK, at):
-            malformed("bad field l, or bytes behind the node")
-        node.left = block[at + 7 :]
+        key, position = _decode_entry(block, position, key, node)
+    if block[position:] != _L_NULL:
+        if len(block) != position + _LINK_FIELD_BYTES or not block.startswith(_L_LINK_START, position):
+            raise_malformed("bad field l, or bytes after the node")
+        node.left = block[position + _LINK_CID_OFFSET :]
     if count:
         _check_heights(node)
     return node
 
 
-def _decode_entry(block: bytes, at: int, previous: bytes, node: Node) -> tuple[bytes, int]:
-    """Append the entry at `at` to the node; give its key and the place behind it."""
-    if block[at : at + 3] != _SUFFIX:
-        malformed("an entry is not a map of k, p, t and v")
-    size = block[at + 3] - _BYTES
-    start = at + 4
+def _decode_entry(block: bytes, start: int, previous_key: bytes, node: Node) -> tuple[bytes, int]:
+    """Append the entry at `start` to the node; return its key and the position after the entry."""
+    k_head = start + _ENTRY_START_BYTES
+    if block[start:k_head] != _ENTRY_START:
+        raise_malformed("an entry is not a map of k, p, t and v")
+    size = block[k_head] - _BYTES
+    suffix = k_head + 1
     if not 0 < size < _ONE_BYTE:
-        size, start = _argument(block, at + 3, _BYTES)
-    end = start + size
-    if block[end : end + 2] != _SHARED:
-        malformed("bad field k")
-    shared = block[end + 2]
-    tail = end + 3
+        size, suffix = _decode_head(block, k_head, _BYTES)
+    suffix_end = suffix + size
+    p_head = suffix_end + _NAME_BYTES
+    if block[suffix_end:p_head] != _NAME_P:
+        raise_malformed("bad field k")
+    shared = block[p_head]
+    t = p_head + 1
     if shared >= _ONE_BYTE:
-        shared, tail = _argument(block, end + 2, _UNSIGNED)
+        shared, t = _decode_head(block, p_head, _UNSIGNED)
 
-    # A key shares with the one before it exactly `shared` bytes and is greater: the first byte that differs is.
-    if shared != len(previous) and (shared > len(previous) or block[start] <= previous[shared]):
-        malformed("keys out of order, or a prefix that is not the longest")
+    # A key shares exactly `shared` bytes with the previous key, and is above it, if the next byte is greater.
+    if shared != len(previous_key) and (shared > len(previous_key) or block[suffix] <= previous_key[shared]):
+        raise_malformed("keys out of order, or a prefix that is not the longest")
     if not 0 < size <= MAX_KEY_BYTES - shared:
-        malformed(f"a key of {shared + size} bytes")
-    key = previous[:shared] + block[start:end]
+        raise_malformed(f"a key of {shared + size} bytes")
+    key = previous_key[:shared] + block[suffix:suffix_end]
     node.keys.append(key)
-    node.heads.append(block[at:tail])
+    node.key_fields.append(block[start:t])
 
-    if block[tail : tail + 3] == _NO_TREE:
+    if block[t : t + _NULL_FIELD_BYTES] == _T_NULL:
+        v = t + _NULL_FIELD_BYTES
         node.trees.append(None)
-        tail += 3
-    elif block[tail : tail + 11] == _TREE_LINK:
-        node.trees.append(block[tail + 7 : tail + 43])
-        tail += 43
+    elif block[t : t + _LINK_DIGEST_OFFSET] == _T_LINK_START:
+        v = t + _LINK_FIELD_BYTES
+        node.trees.append(block[t + _LINK_CID_OFFSET : v])
     else:
-        malformed("bad field t")
-    if block[tail : tail + 11] == _VALUE_LINK:
-        node.values.append(block[tail + 7 : tail + 43])
-        return key, tail + 43
-    value, tail = _decode_foreign_value(block, tail)
+        raise_malformed("bad field t")
+    if block[v : v + _LINK_DIGEST_OFFSET] == _V_LINK_START:
+        end = v + _LINK_FIELD_BYTES
+        node.values.append(block[v + _LINK_CID_OFFSET : end])
+        return key, end
+    value, end = _decode_unusual_value(block, v)
     node.values.append(value)
-    return key, tail
+    return key, end
 
 
-def _decode_foreign_value(block: bytes, at: int) -> tuple[bytes, int]:
-    """A value whose CID is well-formed, but not of the usual form."""
-    if block[at : at + 4] != _VALUE + _TAG:
-        malformed("bad field v")
-    size, start = _argument(block, at + 4, _BYTES)
-    value = block[start + 1 : start + size]
-    if block[start] != 0 or len(value) != size - 1 or not is_link(value):
-        malformed("a value that is not a CID version 1")
-    return value, start + size
+def _decode_unusual_value(block: bytes, start: int) -> tuple[bytes, int]:
+    """Return the CID in a field "v" that is a CIDv1 of any form, and the position after the field."""
+    head = start + _NAME_BYTES + len(_TAG)
+    if block[start:head] != _NAME_V + _TAG:
+        raise_malformed("bad field v")
+    size, prefix = _decode_head(block, head, _BYTES)
+    end = prefix + size
+    cid = block[prefix + 1 : end]
+    if block[prefix] != 0 or len(cid) != size - 1 or not is_link(cid):
+        raise_malformed("a value that is not a CIDv1")
+    return cid, end
 
 
-def _argument(block: bytes, at: int, major: int) -> tuple[int, int]:
-    """The number in the CBOR head at `at`, in its shortest form, and the place behind it."""
-    first = block[at] - major
+def _decode_head(block: bytes, position: int, major_type: int) -> tuple[int, int]:
+    """Return the argument of a CBOR head in its shortest form, and the position after the head."""
+    first = block[position] - major_type
     if 0 <= first < _ONE_BYTE:
-        return first, at + 1
-    if first == _ONE_BYTE and block[at + 1] >= _ONE_BYTE:
-        return block[at + 1], at + 2
-    if first == _TWO_BYTES and block[at + 1] > 0:
-        return block[at + 1] << 8 | block[at + 2], at + 3
-    malformed("a field of another type, not in its shortest form, or too long")
+        return first, position + 1
+    if first == _ONE_BYTE and block[position + 1] >= _ONE_BYTE:
+        return block[position + 1], position + 2
+    if first == _TWO_BYTES and block[position + 1] > 0:
+        return block[position + 1] << 8 | block[position + 2], position + 3
+    raise_malformed("a field of another type, not in its shortest form, or too long")
 
 
 def _check_heights(node: Node) -> None:
     node.height = height = key_height(node.keys[0])
     for key in node.keys[1:]:
         if key_height(key) != height:
-            malformed("keys of different heights")
+            raise_malformed("keys of different heights")
     if height == 0 and (node.left is not None or any(node.trees)):
-        malformed("a subtree below layer 0")
+        raise_malformed("a subtree below layer 0")
 
 
-def subtree_place(block: bytes, key: bytes) -> int | None:
-    """Where in a node's block the CID of the subtree stands into which `key` belongs.
+def subtree_cid_offset(block: bytes, key: bytes) -> int | None:
+    """Return the offset, in the block of a node, of the CID of the subtree that `key` belongs into.
 
-    None if there is none, or the key itself is here. It looks no further than it must and checks next to nothing: what
-    it gives of bytes that are no node is anything, but never an error.
+    None means that the node contains the key, or has no subtree at its position. The function decodes no more entries
+    than it needs and checks almost nothing: for a block that is not a canonical node, the result is arbitrary, but
+    there is no error.
     """
-    place = len(block) - SIZE if block.startswith(_LEFT + _NODE_LINK, -len(_LEFT + _LINK) - SIZE) else None
+    offset = len(block) - CID_BYTES if block.startswith(_L_LINK_START, -_LINK_FIELD_BYTES) else None
     try:
-        count, at = _argument(block, 3, _ARRAY)
-        found = b""
+        count, position = _decode_head(block, _NODE_START_BYTES, _LIST)
+        current = b""
         for _ in range(count):
-            size, start = block[at + 3] - _BYTES, at + 4
+            k_head = position + _ENTRY_START_BYTES
+            size, suffix = block[k_head] - _BYTES, k_head + 1
             if size >= _ONE_BYTE:
-                size, start = _argument(block, at + 3, _BYTES)
-            shared, tail = block[start + size + 2], start + size + 3
+                size, suffix = _decode_head(block, k_head, _BYTES)
+            p_head = suffix + size + _NAME_BYTES
+            shared, t = block[p_head], p_head + 1
             if shared >= _ONE_BYTE:
-                shared, tail = _argument(block, tail - 1, _UNSIGNED)
-            found = found[:shared] + block[start : start + size]
-            if found >= key:
-                return None if found == key else place
-            place = None if block[tail + 2] == _NULL[0] else tail + len(_TREE + _LINK)
-            at = tail + len(_NO_TREE + _VALUE + _LINK) + SIZE if place is None else place + SIZE + 43
+                shared, t = _decode_head(block, p_head, _UNSIGNED)
+            current = current[:shared] + block[suffix : suffix + size]
+            if current >= key:
+                return None if current == key else offset
+            if block[t + _NAME_BYTES] == _NULL[0]:
+                offset, v = None, t + _NULL_FIELD_BYTES
+            else:
+                offset, v = t + _LINK_CID_OFFSET, t + _LINK_FIELD_BYTES
+            position = v + _LINK_FIELD_BYTES
     except (IndexError, UpstreamError):
         return None
-    return place
+    return offset
 
 
 def root_layer(node: Node, limits: Limits) -> int | None:
-    """The layer of a tree's root; None for the empty tree, the only root without keys."""
+    """Return the layer of a root; None for the empty tree, the only tree whose root has no keys.
+
+    Raises:
+        UpstreamError: With NODE_MALFORMED, if the node cannot be a root.
+    """
     if node.height is None and node.left is not None:
-        malformed("a root without keys")
+        raise_malformed("a root without keys")
     if node.height is not None and node.height > limits.tree_depth:
-        malformed(f"a tree of height {node.height}")
+        raise_malformed(f"a tree of height {node.height}")
     return node.height
 
 
 def check_layer(node: Node, layer: int) -> None:
-    """Check that a node other than the root is in order on `layer`: of that height, or a mere way further down."""
+    """Check that a node other than the root belongs on `layer`: by its keys, or without keys as a link to lower layers.
+
+    Raises:
+        UpstreamError: With NODE_MALFORMED, if it does not.
+    """
     if node.height is None:
         if node.left is None or layer == 0:
-            malformed("a leaf without keys")
+            raise_malformed("a leaf without keys")
     elif node.height != layer:
-        malformed(f"a node of layer {node.height} on layer {layer}")
+        raise_malformed(f"a node of layer {node.height} on layer {layer}")
 
 
 def encode_node(
     keys: Sequence[bytes], values: Sequence[bytes], left: bytes | None, trees: Sequence[bytes | None]
 ) -> bytes:
-    """The canonical bytes of a node: `keys` ascending, `values` and `trees` in parallel to them."""
-    heads = [entry_head(previous, key) for previous, key in pairwise([b"", *keys])]
-    return join_node(heads, values, left, trees)
+    """Return the block of a node. `keys` are ascending; `values` and `trees` have one item for each key."""
+    key_fields = [encode_key_fields(previous, key) for previous, key in pairwise([b"", *keys])]
+    return assemble_node(key_fields, values, left, trees)
 
 
-def entry_head(previous: bytes, key: bytes) -> bytes:
-    """The fields k and p of the entry of `key` behind that of `previous` (empty for the first)."""
-    shared = common_prefix(previous, key)
+def encode_key_fields(previous_key: bytes, key: bytes) -> bytes:
+    """Return the bytes of an entry up to field "t". The previous key is empty for the first entry of a node."""
+    shared = common_prefix(previous_key, key)
     suffix = key[shared:]
-    return _SUFFIX + _head(_BYTES, len(suffix)) + suffix + _SHARED + _head(_UNSIGNED, shared)
+    return _ENTRY_START + _encode_head(_BYTES, len(suffix)) + suffix + _NAME_P + _encode_head(_UNSIGNED, shared)
 
 
-def join_node(
-    heads: Sequence[bytes], values: Iterable[bytes], left: bytes | None, trees: Iterable[bytes | None]
+def assemble_node(
+    key_fields: Sequence[bytes], values: Iterable[bytes], left: bytes | None, trees: Iterable[bytes | None]
 ) -> bytes:
-    """The canonical bytes of a node whose entries' heads are there already."""
-    parts = [_ENTRIES, _head(_ARRAY, len(heads))]
-    for head, tree, value in zip(heads, trees, values, strict=True):
-        parts += head, _TREE, _link(tree), _VALUE, _link(value)
-    parts += _LEFT, _link(left)
+    """Return the block of a node whose keys have been encoded by `encode_key_fields`."""
+    parts = [_NODE_START, _encode_head(_LIST, len(key_fields))]
+    for fields, tree, value in zip(key_fields, trees, values, strict=True):
+        parts += fields, _NAME_T, _encode_link(tree), _NAME_V, _encode_link(value)
+    parts += _NAME_L, _encode_link(left)
     return b"".join(parts)
 
 
-def _link(cid: bytes | None) -> bytes:
+def _encode_link(cid: bytes | None) -> bytes:
     if cid is None:
         return _NULL
-    if len(cid) == SIZE:
-        return _LINK + cid
-    return _TAG + _head(_BYTES, len(cid) + 1) + b"\x00" + cid
+    if len(cid) == CID_BYTES:
+        return _LINK_START + cid
+    return _TAG + _encode_head(_BYTES, len(cid) + 1) + b"\x00" + cid
 
 
-def _head(major: int, argument: int) -> bytes:
+def _encode_head(major_type: int, argument: int) -> bytes:
     if argument < _ONE_BYTE:
-        return bytes((major | argument,))
+        return bytes((major_type | argument,))
     if argument >> 8 == 0:
-        return bytes((major | _ONE_BYTE, argument))
-    return bytes((major | _TWO_BYTES, *argument.to_bytes(2, "big")))
+        return bytes((major_type | _ONE_BYTE, argument))
+    return bytes((major_type | _TWO_BYTES, *argument.to_bytes(2, "big")))
 
 
 EMPTY_NODE = encode_node([], [], None, [])
+"""The block of the only node of the empty tree."""
 EMPTY_TREE = cid_of(EMPTY_NODE)
-"""The root of the tree without keys."""
+"""The CID of the root of the empty tree."""

@@ -1,4 +1,4 @@
-"""Walking whole trees: the only proof that an export is complete, since a CAR file has no end mark."""
+"""Walk a whole tree: the only proof that an export is complete (docs/protocol.md#merkle-search-tree)."""
 
 from collections.abc import Callable, Iterator
 from itertools import repeat
@@ -6,20 +6,24 @@ from itertools import repeat
 from indexer.atproto import cbor
 from indexer.atproto.cid import cid_text
 from indexer.atproto.limits import Limits
-from indexer.atproto.mst.node import Node, check_layer, decode_node, malformed, root_layer
+from indexer.atproto.mst.node import Node, check_layer, decode_node, raise_malformed, root_layer
 from indexer.errors import UnavailableError
 from indexer.reasons import FetchFailure
 
 BlockOf = Callable[[bytes], bytes | None]
-"""Gives the block of a CID, its hash already checked, or None."""
+"""Returns the block of a CID; None if it is missing. The hash of the block must have been checked."""
 
-# A stop on the walk: a key and its value (None for a node's left edge), the subtree to the right, that
-# subtree's layer, and the key above which nothing in it may lie (None: no bound).
-_Stop = tuple[bytes, bytes | None, bytes | None, int, bytes | None]
+# One step of a walk: a key and its value (None for the start of a node), then the subtree after the key, the layer of
+# this subtree, and the key that all its keys must be below (None: no limit).
+_Step = tuple[bytes, bytes | None, bytes | None, int, bytes | None]
 
 
 class MissingNodeError(UnavailableError):
-    """A tree refers to a node that is not there: the export was cut, or made while the repo changed."""
+    """A tree node is missing: the export was cut off, or created while the repo changed.
+
+    Attributes:
+        cid: The CID of the node.
+    """
 
     def __init__(self, cid: bytes) -> None:
         super().__init__(FetchFailure.EXPORT_INCOMPLETE, f"no node {cid_text(cid)}")
@@ -27,49 +31,53 @@ class MissingNodeError(UnavailableError):
 
 
 def walk(block_of: BlockOf, root: bytes, limits: Limits) -> Iterator[tuple[bytes, bytes]]:
-    """Yield every key with its value's CID in ascending order, proving the tree on the way.
+    """Yield each key with the CID of its record, in ascending order, and prove the tree.
 
-    Nothing is proven before the iterator is exhausted. Then every node was there, canonical, on its layer and
-    within the gap between keys that it hangs in. So the keys ascend over the whole walk, and no subtree can
-    come twice: the work is bounded by the blocks that are there, times the tree's depth.
-    Raises UpstreamError with NODE_MALFORMED, or MissingNodeError.
+    The tree is proven when the iterator is exhausted, and not before. Then every node was present, canonical, on its
+    layer, and between the keys beside it in the node above. So the keys ascend over the whole tree, no subtree occurs
+    twice, and the work is bounded by the number of blocks times the depth of the tree.
+
+    Raises:
+        UpstreamError: With NODE_MALFORMED, if a node breaks a rule.
+        MissingNodeError: A node is missing.
     """
     node = _load(block_of, root, limits)
     layer = root_layer(node, limits)
     if layer is None:
         return
-    todo = _stops(node, layer, b"", None)
-    while todo:
-        key, value, tree, layer, upper = todo.pop()
+    steps = _steps(node, layer, b"", None)
+    while steps:
+        key, value, tree, layer, upper = steps.pop()
         if value is not None:
             yield key, value
         if tree is not None:
             node = _load(block_of, tree, limits)
             check_layer(node, layer)
             if node.keys and not (key < node.keys[0] and (upper is None or node.keys[-1] < upper)):
-                malformed("a subtree reaches beyond the keys beside it")
-            todo += _stops(node, layer, key, upper)
+                raise_malformed("a subtree reaches beyond the keys beside it")
+            steps += _steps(node, layer, key, upper)
 
 
 def leaves(block_of: BlockOf, root: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Yield what `walk` has yielded, for a tree that it has proven: four times as fast, and checking nothing.
+    """Yield the same as `walk` for a tree that `walk` has proven. It checks nothing and is four times as fast.
 
-    Raises MissingNodeError if a node is gone since.
+    Raises:
+        MissingNodeError: A node is missing that was present before.
     """
-    todo: list[tuple[bytes, bytes | None, bytes | None]] = [(b"", None, root)]
-    while todo:
-        key, value, tree = todo.pop()
+    steps: list[tuple[bytes, bytes | None, bytes | None]] = [(b"", None, root)]
+    while steps:
+        key, value, tree = steps.pop()
         if value is not None:
             yield key, value
         if tree is not None:
             node = cbor.decode(_block(block_of, tree))
-            stops = [(b"", None, node["l"])]
+            next_steps = [(b"", None, node["l"])]
             key = b""
             for entry in node["e"]:
                 key = key[: entry["p"]] + entry["k"]
-                stops.append((key, entry["v"], entry["t"]))
-            stops.reverse()
-            todo += stops
+                next_steps.append((key, entry["v"], entry["t"]))
+            next_steps.reverse()
+            steps += next_steps
 
 
 def _load(block_of: BlockOf, cid: bytes, limits: Limits) -> Node:
@@ -83,10 +91,13 @@ def _block(block_of: BlockOf, cid: bytes) -> bytes:
     return block
 
 
-def _stops(node: Node, layer: int, lower: bytes, upper: bytes | None) -> list[_Stop]:
-    """The node's stops, the first at the end of the list."""
+def _steps(node: Node, layer: int, lower: bytes, upper: bytes | None) -> list[_Step]:
+    """Return the steps of a node in reverse order, since steps are taken from the end of a list.
+
+    `lower` and `upper` are the keys beside the node in the nodes above it.
+    """
     uppers = [*node.keys, upper]
-    edge: _Stop = (lower, None, node.left, layer - 1, uppers[0])
-    stops = [edge, *zip(node.keys, node.values, node.trees, repeat(layer - 1), uppers[1:], strict=False)]
-    stops.reverse()
-    return stops
+    start: _Step = (lower, None, node.left, layer - 1, uppers[0])
+    steps = [start, *zip(node.keys, node.values, node.trees, repeat(layer - 1), uppers[1:], strict=False)]
+    steps.reverse()
+    return steps

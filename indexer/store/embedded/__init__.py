@@ -1,8 +1,8 @@
-"""The embedded Postgres: a server of our own under the data directory, for those who bring none.
+"""The embedded Postgres: a server under the data directory, for installations without a database of their own.
 
-Whoever needs it first starts it as its child and keeps it alive; others find it running, and the next of them
-takes over when that process ends. It listens on a unix socket and nowhere else. `cluster` knows what is on the
-disk and by whom it may be reached, `server` starts, stops and restarts.
+The first process that needs the server starts it as its child process and restarts it if it ends. Other processes use
+the running server; one of them takes over when the owner ends. The server listens on a Unix socket only. `cluster`
+manages the files, `server` manages the process.
 """
 
 from indexer.store.embedded.server import EmbeddedPostgres, database

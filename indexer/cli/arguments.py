@@ -1,0 +1,120 @@
+"""Types of command line arguments, checked before a command opens anything."""
+
+from collections.abc import Callable, Iterator
+from typing import IO, TypeVar
+from urllib.parse import urlsplit
+
+import click
+
+from indexer.atproto.crypto import PublicKey, parse_did_key
+from indexer.atproto.syntax import AtUri, is_did, is_handle, is_nsid, normalize_nsid
+from indexer.errors import UpstreamError
+from indexer.reasons import Rejection
+
+STDIN = "-"
+_MAX_SHOWN = 80
+
+T = TypeVar("T")
+
+
+class CheckedParameter(click.ParamType[T]):
+    """A parameter type for click. `parse` returns the value, or raises ValueError with a message for the user."""
+
+    def __init__(self, name: str, parse: Callable[[str], T]) -> None:
+        self.name = name
+        self._parse = parse
+
+    def convert(self, value: str | T, param: click.Parameter | None, ctx: click.Context | None) -> T:
+        """Return the parsed value, or fail with the message of the parser."""
+        if not isinstance(value, str):
+            return value
+        try:
+            return self._parse(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+def parse_did(text: str) -> str:
+    """Return the DID; raise ValueError if it is not one."""
+    if not is_did(text):
+        raise ValueError(f"{text[:_MAX_SHOWN]!r} is not a DID")
+    return text
+
+
+def parse_account(text: str) -> str:
+    """Return a DID, or a handle in lower case and without a leading @; raise ValueError for anything else."""
+    handle = text.removeprefix("@").lower()
+    if not (is_did(text) or is_handle(handle)):
+        raise ValueError(f"{text[:_MAX_SHOWN]!r} is neither a DID nor a handle")
+    return text if is_did(text) else handle
+
+
+def parse_record_uri(text: str) -> AtUri:
+    """Return the URI of a record; raise ValueError for anything else."""
+    uri = AtUri.parse(text).normalized()
+    if uri.rkey is None:
+        raise ValueError(f"{text[:_MAX_SHOWN]!r} is not the URI of a record: at://DID-or-handle/collection/rkey")
+    return uri
+
+
+def parse_nsid(text: str) -> str:
+    """Return the normalized NSID; raise ValueError if it is not one."""
+    nsid = normalize_nsid(text) if is_nsid(text) else ""
+    if not nsid:
+        raise ValueError(f"{text[:_MAX_SHOWN]!r} is not an NSID")
+    return nsid
+
+
+def parse_key(text: str) -> PublicKey:
+    """Return the public key of a did:key; raise ValueError if the protocol does not allow it."""
+    try:
+        return parse_did_key(text)
+    except UpstreamError as error:
+        raise ValueError(f"not a did:key that the protocol allows: {error.detail}") from None
+
+
+def parse_origin(text: str) -> str:
+    """Return the HTTP base URL of a host from that URL or the URL of its stream; raise ValueError otherwise."""
+    try:
+        parts = urlsplit(text)
+        scheme = {"ws": "http", "wss": "https"}.get(parts.scheme, parts.scheme)
+        known = scheme in {"http", "https"} and parts.hostname and parts.port != 0
+    except ValueError:
+        known = False
+    if not known or parts.path.strip("/") or parts.query or parts.fragment:
+        raise ValueError(f"{text[:_MAX_SHOWN]!r} is not the URL of a host")
+    return f"{scheme}://{parts.netloc}"
+
+
+def parse_reason(text: str) -> Rejection:
+    """Return the reason of a rejection; raise ValueError if there is none with this name."""
+    reason = next((reason for reason in Rejection if reason == text), None)
+    if reason is None:
+        raise ValueError(f"{text[:_MAX_SHOWN]!r} is not one of {', '.join(Rejection)}")
+    return reason
+
+
+DID = CheckedParameter("did", parse_did)
+DID_OR_STDIN = CheckedParameter("did", lambda text: text if text == STDIN else parse_did(text))
+ACCOUNT = CheckedParameter("account", parse_account)
+RECORD_URI = CheckedParameter("uri", parse_record_uri)
+KEY = CheckedParameter("key", parse_key)
+NSID = CheckedParameter("nsid", parse_nsid)
+ORIGIN = CheckedParameter("url", parse_origin)
+REASON = CheckedParameter("reason", parse_reason)
+DEAD_LETTER_ID = click.IntRange(1, 2**63 - 1)
+
+
+def read_dids(file: IO[str]) -> Iterator[str]:
+    """Yield the DIDs of a file with one per line. Empty lines and lines that start with # are skipped.
+
+    Raises:
+        BadParameter: A line is not a DID.
+    """
+    for number, line in enumerate(file, 1):
+        text = line.strip()
+        if text and not text.startswith("#"):
+            if not is_did(text):
+                line_text = f"{text[:_MAX_SHOWN]!r} on line {number} of {file.name}"
+                raise click.BadParameter(f"{line_text} is not a DID; DIDs on earlier lines may have been added")
+            yield text

@@ -1,0 +1,111 @@
+"""Compare the verified snapshot of a repo with its stored records."""
+
+import json
+from collections.abc import Sequence
+from decimal import Decimal
+from typing import Any
+
+from indexer.atproto.cid import CID_BYTES, cid_text
+from indexer.atproto.record import Problem, decode_record
+from indexer.cli.audit_result import RepoAudit
+from indexer.reasons import FetchFailure
+from indexer.store import StoredRecord
+from indexer.sync.policy import Policy
+from indexer.sync.record_change import selected_path
+from indexer.sync.snapshot_diff import Difference, SnapshotDiff, without_value
+from indexer.sync.verify import Snapshot
+
+_NO_VALUE = (None, None, None)
+
+
+class RepoComparison:
+    """Compares a snapshot with stored records that come in chunks, in path order. Holds one chunk at a time.
+
+    Call `compare_chunk` for each chunk, then `finish`.
+
+    Attributes:
+        result: The result so far.
+    """
+
+    def __init__(self, snapshot: Snapshot, policy: Policy) -> None:
+        self.result = RepoAudit(snapshot.did)
+        self._snapshot = snapshot
+        self._policy = policy
+        self._diff = SnapshotDiff(entry for entry in snapshot.records() if selected_path(entry[0], policy))
+        self._values_not_compared = 0
+
+    def compare_chunk(self, chunk: Sequence[StoredRecord]) -> None:
+        """Compare the next stored records.
+
+        Raises:
+            BrokenInvariantError: The stored records are out of path order.
+        """
+        self.result.records += len(chunk)
+        matches = {record.path: self._value_matches(record) for record in chunk}
+        # A wrong value is marked like a missing one, so that the merge reports it.
+        entries = [(path, without_value(cid) if matches[path] is False else cid) for path, cid, *_ in chunk]
+        for difference in self._diff.compare(entries):
+            matches.pop(difference.path, None)
+            self._add_difference(difference)
+        self._values_not_compared += sum(match is None for match in matches.values())
+
+    def finish(self) -> None:
+        """Compare the rest of the snapshot, and complete the result."""
+        for difference in self._diff.remaining():
+            self._add_difference(difference)
+        if self._values_not_compared:
+            self.result.reason_skipped = f"{FetchFailure.EXPORT_LACKS_RECORDS}: {self._values_not_compared} records"
+
+    def _value_matches(self, record: StoredRecord) -> bool | None:
+        """Return True if the stored value is the value of the record's block; None if the export lacks the block.
+
+        If values are not to be stored, only values from before that setting are compared.
+        """
+        stored = (record.value, record.problem, record.original)
+        if stored == _NO_VALUE and not self._policy.store_values:
+            return True
+        block = self._snapshot.block_of(record.cid)
+        if block is None:
+            return True if record.problem == Problem.MISSING else None
+        value = decode_record(block, _collection(record.path), self._policy.limits)
+        return stored[1:] == value[1:] and equal_json(record.value, value.json)
+
+    def _add_difference(self, difference: Difference) -> None:
+        if difference.old is None:
+            self.result.records += 1
+        uri = f"at://{self.result.did}/{difference.path.decode()}"
+        self.result.add_difference(uri, self._describe(difference))
+
+    def _describe(self, difference: Difference) -> str:
+        path, stored, exported = difference
+        if stored is None:
+            return "missing in the database"
+        if exported is None:
+            selected = self._policy.collections.matches(_collection(path))
+            return "not in the repo" if selected else "not in a selected collection"
+        if stored == without_value(exported):
+            return "different value"
+        return f"different CID: database {cid_text(stored[:CID_BYTES])}, host {cid_text(exported)}"
+
+
+def equal_json(one: str | None, other: str | None) -> bool:
+    """Return True if both texts are equal as `jsonb`: numbers by value, objects in any order. None equals only None."""
+    if one is None or other is None:
+        return one is other
+    try:
+        return bool(_parse(one) == _parse(other))
+    except RecursionError:  # the indexer never stores values that are nested so deeply
+        return False
+
+
+def _parse(text: str) -> Any:
+    return json.loads(text, parse_int=_number, parse_float=_number)
+
+
+def _number(text: str) -> tuple[Decimal]:
+    """Return the exact number, in a tuple: in Python the number 1 equals True."""
+    return (Decimal(text),)
+
+
+def _collection(path: bytes) -> str:
+    return path.partition(b"/")[0].decode()

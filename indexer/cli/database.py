@@ -1,0 +1,35 @@
+"""Open the database that the settings name, for one command."""
+
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+from indexer.settings import Settings
+from indexer.store import Store
+from indexer.store.embedded import database
+from indexer.store.migrate import require_current_schema
+
+
+def open_database(settings: Settings) -> AbstractAsyncContextManager[str]:
+    """Return a context manager that yields the URL of the database.
+
+    It starts the embedded Postgres for the duration of the block, unless that is running already.
+    """
+    url = settings.database_url
+    return database(url.get_secret_value() if url else None, settings.data_dir)
+
+
+@asynccontextmanager
+async def open_store(settings: Settings, *, connections: int = 1, readonly: bool = False) -> AsyncIterator[Store]:
+    """Open the store.
+
+    Raises:
+        SchemaVersionError: The database schema is not the version that this release needs.
+        DatabaseError: The database does not answer.
+    """
+    async with open_database(settings) as dsn:
+        await require_current_schema(dsn)
+        store = await Store.open(dsn, connections=connections, readonly=readonly)
+        try:
+            yield store
+        finally:
+            await store.close()

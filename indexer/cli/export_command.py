@@ -1,0 +1,43 @@
+"""The command `export`."""
+
+import sys
+from pathlib import Path
+from typing import Literal
+
+import click
+
+from indexer.cli.arguments import NSID
+from indexer.cli.command import ExitCode, command
+from indexer.cli.database import open_store
+from indexer.cli.export_files import export
+from indexer.settings import Settings
+
+
+@command("export")
+@click.option("--collection", required=True, metavar="NSID", type=NSID, help="Export the records of this collection.")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["jsonl", "parquet"]),
+    default="jsonl",
+    show_default=True,
+    help="Format of the file.",
+)
+@click.option(
+    "--output", "-o", type=click.Path(path_type=Path, dir_okay=False), help="Write to this file. Default: stdout."
+)
+async def export_command(
+    settings: Settings, *, collection: str, form: Literal["jsonl", "parquet"], output: Path | None
+) -> int:
+    """Write all visible records of a collection to a file.
+
+    The file has the records of one point in time, as JSON lines or Parquet. Parquet needs the library pyarrow (pip
+    install 'indexer[parquet]'). The file appears only when it is complete. The memory use does not depend on the number
+    of records.
+    """
+    if form == "parquet" and output is None and sys.stdout.isatty():
+        raise click.UsageError("Parquet cannot be written to a terminal. Give --output.")
+    async with open_store(settings) as store:
+        count = await export(store, collection, form, output)
+    click.echo(f"records: {count:,}", err=True)
+    return ExitCode.OK

@@ -1,0 +1,130 @@
+"""Write the records of a collection to a file: JSON lines or Parquet, as of one point in time, in bounded memory."""
+
+import os
+import sys
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import ExitStack, aclosing, contextmanager
+from pathlib import Path
+from typing import IO, Literal, Protocol
+
+import orjson
+
+from indexer.cli.output import progress_console
+from indexer.cli.progress_bars import count_progress_bar
+from indexer.errors import SettingsError
+from indexer.store import ExportedRecord, Store
+
+Format = Literal["jsonl", "parquet"]
+ROW_GROUP_BYTES = 16 * 1024 * 1024
+"""Approximate size of one row group, which a Parquet reader loads as a whole."""
+ROW_BYTES = 250
+"""Approximate size of a row without its value."""
+
+
+class ExportWriter(Protocol):
+    """Writes records to a file, page by page."""
+
+    def write(self, page: Sequence[ExportedRecord]) -> None:
+        """Write a page of records."""
+
+    def finish(self) -> None:
+        """Write the end of the file."""
+
+
+async def export(store: Store, collection: str, form: Format, output: Path | None) -> int:
+    """Write the visible records of a collection to a file, or to stdout; return their number.
+
+    The file appears when it is complete. The records are in no particular order.
+
+    Raises:
+        UnavailableError: The database does not answer.
+        OSError: The file cannot be written.
+        SettingsError: The library for Parquet is not installed.
+    """
+    with ExitStack() as stack:
+        file = stack.enter_context(_new_file(output)) if output else sys.stdout.buffer
+        writer: ExportWriter = JsonLinesWriter(file) if form == "jsonl" else ParquetWriter(file)
+        count = await _write_pages(
+            writer, store.export_collection(collection), await store.estimate_records(collection)
+        )
+        writer.finish()
+        file.flush()
+    return count
+
+
+async def _write_pages(writer: ExportWriter, pages: AsyncGenerator[list[ExportedRecord]], estimate: int) -> int:
+    count = 0
+    with count_progress_bar("records", progress_console()) as progress:
+        task = progress.add_task("records", total=estimate)
+        async with aclosing(pages):
+            async for page in pages:
+                writer.write(page)
+                count += len(page)
+                progress.update(task, completed=count, total=max(count, estimate))
+        progress.update(task, completed=count, total=count)
+    return count
+
+
+@contextmanager
+def _new_file(path: Path) -> Iterator[IO[bytes]]:
+    """Yield a file that gets its name at the end of the block. If the block fails, nothing is left of it."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with part.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+class JsonLinesWriter:
+    """Writes one JSON object per line; `value` is the record as AT Protocol JSON."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+
+    def write(self, page: Sequence[ExportedRecord]) -> None:
+        """Write a page of records."""
+        for record in page:
+            value = None if record.value is None else orjson.Fragment(record.value)
+            self._file.write(orjson.dumps({**record._asdict(), "value": value}, option=orjson.OPT_APPEND_NEWLINE))
+
+    def finish(self) -> None:
+        """Do nothing: the format has no end mark."""
+
+
+class ParquetWriter:
+    """Writes Parquet with the same columns; `value` is JSON text."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        try:
+            import pyarrow as pa  # noqa: PLC0415 - a large optional library
+            import pyarrow.parquet as pq  # noqa: PLC0415
+        except ImportError:
+            raise SettingsError("Parquet needs the library pyarrow: pip install 'indexer[parquet]'") from None
+        types = {"indexed_at": pa.timestamp("us", tz="UTC")}
+        self._schema = pa.schema([(name, types.get(name, pa.string())) for name in ExportedRecord._fields])
+        self._pa = pa
+        self._writer = pq.ParquetWriter(file, self._schema, compression="zstd")
+        self._group: list[ExportedRecord] = []
+        self._bytes = 0
+
+    def write(self, page: Sequence[ExportedRecord]) -> None:
+        """Add a page of records to the present row group, and write the group if it is large enough."""
+        self._group += page
+        self._bytes += sum(ROW_BYTES + len(record.value or "") for record in page)
+        if self._bytes >= ROW_GROUP_BYTES:
+            self._write_group()
+
+    def finish(self) -> None:
+        """Write the last row group and the footer."""
+        self._write_group()
+        self._writer.close()
+
+    def _write_group(self) -> None:
+        if self._group:
+            columns = [list(column) for column in zip(*self._group, strict=True)]
+            self._writer.write_table(self._pa.table(columns, schema=self._schema))
+        self._group, self._bytes = [], 0

@@ -1,0 +1,103 @@
+"""Verify a CAR export of a repo offline, and list its records."""
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import gettempdir
+from typing import NamedTuple
+
+from indexer.atproto.cbor import explain
+from indexer.atproto.commit import Commit
+from indexer.atproto.crypto import PublicKey
+from indexer.atproto.limits import Limits
+from indexer.atproto.mst import leaves, walk
+from indexer.atproto.mst.walk import BlockOf
+from indexer.atproto.record import Problem, decode_record
+from indexer.atproto.syntax import split_path
+from indexer.errors import UpstreamError
+from indexer.pds import Spool
+from indexer.sync.verify import verify_export_commit
+
+_CHUNK_BYTES = 1 << 18
+
+
+class InspectedRecord(NamedTuple):
+    """A record of an export. `problem` describes what is unusual about its value; it is empty for a usual value."""
+
+    path: str
+    cid: bytes
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class InspectedExport:
+    """A verified export, whose tree is complete.
+
+    Attributes:
+        signature_checked: True if the signature was verified with a key, False if no key was given.
+        count: Number of records.
+    """
+
+    commit: Commit
+    signature_checked: bool
+    count: int
+    block_of: BlockOf
+    limits: Limits
+
+    def records(self) -> Iterator[InspectedRecord]:
+        """Yield the records in path order."""
+        for path, cid in leaves(self.block_of, self.commit.data):
+            yield InspectedRecord(path.decode(), cid, self._problem(path.decode(), self.block_of(cid)))
+
+    def _problem(self, path: str, block: bytes | None) -> str:
+        if block is None:
+            return Problem.MISSING
+        problem = decode_record(block, split_path(path)[0], self.limits).problem
+        return f"{problem}: {explain(block)}" if problem is Problem.NOT_DAG_CBOR else problem or ""
+
+
+@asynccontextmanager
+async def open_export(file: Path, key: PublicKey | None, limits: Limits) -> AsyncIterator[InspectedExport]:
+    """Read and verify a CAR file. The memory use hardly depends on its size.
+
+    Raises:
+        OSError: The file cannot be read.
+        UpstreamError: The file breaks a rule of the protocol.
+        UnavailableError: The file is incomplete.
+    """
+    with Spool(Path(gettempdir()), limits) as spool:
+        with file.open("rb") as opened:
+            while chunk := opened.read(_CHUNK_BYTES):
+                spool.write(chunk)
+        spool.finish()
+        blocks = _ObservedBlocks(spool)
+        try:
+            export = _verify(blocks, spool.root, key, limits)
+        except UpstreamError as error:
+            diagnosis = explain(blocks.last) if blocks.last else ""
+            raise UpstreamError(error.reason, "; ".join(filter(None, (error.detail, diagnosis)))) from None
+        yield export
+
+
+class _ObservedBlocks:
+    """The blocks of a spool. `last` is the block that was read last: the one at fault, if a block breaks a rule."""
+
+    def __init__(self, spool: Spool) -> None:
+        self._spool = spool
+        self.last = b""
+
+    def get(self, cid: bytes) -> bytes | None:
+        block = self._spool.block(cid)
+        if block is not None:
+            self.last = block
+        return block
+
+
+def _verify(blocks: _ObservedBlocks, root: bytes, key: PublicKey | None, limits: Limits) -> InspectedExport:
+    commit = verify_export_commit(root, blocks.get, key, did=None)
+    count = 0
+    for path, _ in walk(blocks.get, commit.data, limits):
+        split_path(path.decode(errors="replace"))
+        count += 1
+    return InspectedExport(commit, key is not None, count, blocks.get, limits)

@@ -1,0 +1,121 @@
+"""The command `rejected` and its subcommands `list`, `show` and `replay`."""
+
+from pathlib import Path
+from typing import IO
+
+import click
+
+from indexer.cli.arguments import DEAD_LETTER_ID, DID, REASON
+from indexer.cli.command import ExitCode, command, config_option, report_error
+from indexer.cli.database import open_store
+from indexer.cli.dead_letter_text import (
+    dead_letter_dict,
+    dead_letter_lines,
+    dead_letter_report,
+    replay_line,
+    report_facts,
+)
+from indexer.cli.output import fact_table, result_console, to_json, to_readable_json
+from indexer.monitoring.log import printable
+from indexer.reasons import Rejection
+from indexer.settings import Settings
+
+
+class ListByDefaultGroup(click.Group):
+    """A group that runs its command `list` if the arguments name none of its commands."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Put `list` before the arguments if they start with an option of `list`, or if there are none."""
+        named = {*self.commands, *ctx.help_option_names} & set(args) or not all(arg.startswith("-") for arg in args[:1])
+        return super().parse_args(ctx, args if named else ["list", *args])
+
+
+@click.group("rejected", cls=ListByDefaultGroup)
+@config_option
+def rejected_command(config: Path | None) -> None:
+    """List, show or replay dead letters.
+
+    Dead letters are messages that broke a rule of the protocol. The newest thousand of each relay and reason are
+    stored. Without a subcommand, list them.
+    """
+
+
+@command("list", rejected_command)
+@click.option(
+    "--reason", metavar="REASON", type=REASON, help="List only messages rejected for this reason (docs/reasons.md)."
+)
+@click.option("--did", metavar="DID", type=DID, help="List only messages that name this DID.")
+@click.option(
+    "--limit", default=50, show_default=True, type=click.IntRange(1, 1_000_000), help="Maximum number of messages."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON per message.")
+async def list_command(
+    settings: Settings, *, reason: Rejection | None, did: str | None, limit: int, as_json: bool
+) -> int:
+    """List dead letters, newest first.
+
+    Each line shows the ID, the time of the rejection, relay, sequence number, DID, kind, and the reason.
+    """
+    async with open_store(settings) as store:
+        dead_letters = await store.dead_letters(reason, did, limit=limit)
+    for dead_letter in dead_letters:
+        click.echo(to_json(dead_letter_dict(dead_letter)) if as_json else dead_letter_lines(dead_letter))
+    if not dead_letters:
+        click.echo("No matching dead letter.", err=True)
+    return ExitCode.OK
+
+
+@command("show", rejected_command)
+@click.argument("number", metavar="ID", type=DEAD_LETTER_ID)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option(
+    "--frame", type=click.File("wb", lazy=True), help="Write the bytes of the message to a file, and print nothing."
+)
+async def show_command(settings: Settings, *, number: int, as_json: bool, frame: IO[bytes] | None) -> int:
+    """Show one dead letter with the fields of its message."""
+    async with open_store(settings) as store:
+        found = await store.dead_letter(number)
+    if found is None:
+        return report_error(f"There is no dead letter {number}.", ExitCode.UNKNOWN)
+    if frame is not None:
+        frame.write(found[1])
+        return ExitCode.OK
+    report = dead_letter_report(*found)
+    if as_json:
+        click.echo(to_json(report))
+        return ExitCode.OK
+    result_console().print(fact_table(report_facts(report)))
+    if report["unreadable"] is None:
+        click.echo(to_readable_json({"header": report["header"], "payload": report["payload"]}))
+    else:
+        click.echo(f"\nThe message cannot be decoded: {printable(report['unreadable'])}")
+    return ExitCode.OK
+
+
+@command("replay", rejected_command)
+@click.argument("numbers", nargs=-1, metavar="ID…", type=DEAD_LETTER_ID)
+@click.option("--reason", metavar="REASON", type=REASON, help="Replay every message rejected for this reason.")
+async def replay_command(settings: Settings, *, numbers: tuple[int, ...], reason: Rejection | None) -> int:
+    """Process messages again as if they had just arrived.
+
+    They are processed in the order of their IDs. The present settings, keys and repo states apply. A daemon may run at
+    the same time. Each line shows the ID, the outcome, and the reason. With the outcome applied, replayed (nothing
+    new), buffered, ignored or desynchronized, the dead letter is deleted. With the outcome rejected or untried (frame
+    truncated, or no key available), it remains.
+
+    The exit code is 4 if an ID does not exist, otherwise 1 if a dead letter remains.
+    """
+    from indexer.daemon import open_replay  # noqa: PLC0415 - the other subcommands do not need it
+
+    if bool(numbers) == (reason is not None):
+        raise click.UsageError("Give IDs, or --reason.")
+    remaining = unknown = 0
+    async with open_store(settings) as store, open_replay(settings, store) as replay:
+        for number in sorted(set(numbers)) if reason is None else await store.dead_letter_ids(reason):
+            result = await replay.replay(number)
+            click.echo(replay_line(result))
+            remaining += result.remains
+            unknown += not result.exists
+    if unknown and numbers:
+        return report_error(f"IDs that do not exist: {unknown}", ExitCode.UNKNOWN)
+    return report_error(f"dead letters that remain: {remaining}", ExitCode.FAILED) if remaining else ExitCode.OK

@@ -1,0 +1,74 @@
+"""The commands `add`, `resync` and `takedown`."""
+
+from itertools import islice
+from typing import IO
+
+import click
+
+from indexer.cli.arguments import DID, DID_OR_STDIN, STDIN, read_dids
+from indexer.cli.command import ExitCode, command, report_error
+from indexer.cli.database import open_store
+from indexer.settings import Settings
+
+ADD_BATCH_SIZE = 10_000
+
+
+@command("add")
+@click.argument("dids", nargs=-1, metavar="DID…|-", type=DID_OR_STDIN)
+@click.option("--file", "-f", type=click.File(errors="replace"), help="Read DIDs from a file, one per line.")
+async def add_command(settings: Settings, *, dids: tuple[str, ...], file: IO[str] | None) -> int:
+    """Start to track repos.
+
+    The daemon fetches each repo and follows it from then on. With `-`, read DIDs from standard input, one per line.
+    Empty lines and lines that start with # are skipped.
+    """
+    if (file is None) != bool(dids):
+        raise click.UsageError("Give DIDs, or --file, or -.")
+    if STDIN in dids:
+        if len(dids) > 1:
+            raise click.UsageError("Give either DIDs or -, not both.")
+        file = click.open_file(STDIN, errors="replace")
+    given = read_dids(file) if file else iter(dids)
+    added = count = 0
+    async with open_store(settings) as store:
+        while batch := list(islice(given, ADD_BATCH_SIZE)):
+            count += len(batch)
+            added += await store.add_repos(batch)
+    click.echo(f"repos: {added} added, {count - added} already tracked")
+    return ExitCode.OK
+
+
+@command("resync")
+@click.argument("dids", nargs=-1, metavar="DID…", type=DID)
+@click.option("--errored", is_flag=True, help="Request a resync of every repo whose last resync failed.")
+@click.option("--all", "everything", is_flag=True, help="Request a resync of every repo.")
+async def resync_command(settings: Settings, *, dids: tuple[str, ...], errored: bool, everything: bool) -> int:
+    """Request a resync of repos.
+
+    The daemon fetches the repos again and compares them with the database. The records stay visible in the meantime.
+    """
+    if bool(dids) + errored + everything != 1:
+        raise click.UsageError("Give DIDs, or --errored, or --all.")
+    given = sorted(set(dids))
+    async with open_store(settings) as store:
+        requested = await store.request_resyncs(given, errored=errored, everything=everything)
+    click.echo(f"resyncs: {requested} requested")
+    if requested < len(given):
+        return report_error(f"{len(given) - requested} of the DIDs are not in the database", ExitCode.UNKNOWN)
+    return ExitCode.OK
+
+
+@command("takedown")
+@click.argument("did", metavar="DID", type=DID)
+@click.option("--reverse", is_flag=True, help="Make the repo visible again.")
+async def takedown_command(settings: Settings, *, did: str, reverse: bool) -> int:
+    """Hide a repo from the public views.
+
+    It stays hidden whatever its hosting status is. The daemon still keeps it up to date.
+    """
+    async with open_store(settings) as store:
+        known = await store.set_takedown(did, on=not reverse)
+    if not known:
+        return report_error(f"{did} is not in the database", ExitCode.UNKNOWN)
+    click.echo(f"{did} is {'no longer taken down' if reverse else 'taken down'}")
+    return ExitCode.OK

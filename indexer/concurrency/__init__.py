@@ -1,0 +1,1 @@
+"""Helpers for asyncio that do not depend on the rest of the program."""

@@ -1,0 +1,87 @@
+"""A local AT Protocol network: a PLC directory, PDSes and a relay on loopback, with signed repos."""
+
+from base64 import b32encode
+from hashlib import sha256
+from types import TracebackType
+from typing import Self
+
+from indexer.atproto import cid
+from indexer.atproto.crypto import Curve
+from indexer.localnet.http_server import HttpServer
+from indexer.localnet.local_account import LocalAccount
+from indexer.localnet.local_pds import LocalPds
+from indexer.localnet.local_plc import LocalPlc
+from indexer.localnet.local_relay import LocalRelay
+from indexer.localnet.tid_clock import TidClock
+
+RecordsByRepo = dict[str, dict[str, bytes]]
+"""DID to path to record CID."""
+
+
+class LocalNetwork:
+    """The network, serving inside `async with LocalNetwork() as net:`.
+
+    Attributes:
+        clock: Makes the TIDs and timestamps of all accounts.
+        plc: The PLC directory.
+        pdses: The PDSes.
+        relay: The relay, which receives the events of all PDSes.
+        accounts: The accounts by DID.
+    """
+
+    def __init__(self, *, pds: int = 2, clock: TidClock | None = None, relay_window: int | None = None) -> None:
+        self.clock = clock or TidClock()
+        self.plc = LocalPlc()
+        self.pdses = [LocalPds() for _ in range(pds)]
+        self.relay = LocalRelay(self.plc, window=relay_window)
+        self.accounts: dict[str, LocalAccount] = {}
+        for host in self.pdses:
+            host.listeners.append(self.relay.receive)
+
+    async def __aenter__(self) -> Self:
+        for server in self._servers():
+            await server.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for server in self._servers():
+            await server.stop()
+
+    def _servers(self) -> list[HttpServer]:
+        return [self.plc, *self.pdses, self.relay]
+
+    @property
+    def relay_url(self) -> str:
+        """The websocket URL of the relay."""
+        return self.relay.url.replace("http", "ws", 1)
+
+    @property
+    def plc_url(self) -> str:
+        """The URL of the PLC directory."""
+        return self.plc.url
+
+    def create_account(
+        self, handle: str | None = None, *, curve: Curve = "k256", pds: int | None = None
+    ) -> LocalAccount:
+        """Create an account, on PDS number `pds` or else on the PDSes in turn. Its DID is derived from the handle."""
+        number = len(self.accounts)
+        handle = handle or f"account{number}.test"
+        host = self.pdses[number % len(self.pdses) if pds is None else pds]
+        account = LocalAccount(did_of(handle), handle, curve=curve, pds=host, plc=self.plc, clock=self.clock)
+        self.accounts[account.did] = account
+        return account
+
+    def expected_records(self) -> RecordsByRepo:
+        """Return the records of all active accounts: exactly these an indexer of this network must show."""
+        return {
+            account.did: {path: cid.cid_of(block) for path, block in account.records.items()}
+            for account in self.accounts.values()
+            if account.status is None
+        }
+
+
+def did_of(handle: str) -> str:
+    """Return a did:plc derived from the handle, so that the same scenario always creates the same accounts."""
+    return "did:plc:" + b32encode(sha256(handle.encode()).digest()[:15]).decode().lower()

@@ -1,0 +1,1 @@
+"""Log lines, metrics, health checks and the status page."""

@@ -1,0 +1,170 @@
+"""Connect only to addresses that were checked (docs/protocol.md#outbound-requests).
+
+A name is resolved once, its addresses are checked, and the connection goes to one of these addresses. The name is not
+resolved again for the connection, so a name server that changes its answer (DNS rebinding) has no effect.
+"""
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Awaitable, Callable, Sequence
+from ipaddress import ip_address
+from itertools import zip_longest
+
+import aiohttp
+import dns.asyncresolver
+import dns.exception
+import dns.name
+import dns.nameserver
+import dns.resolver
+from aiohttp import AddrInfoType
+from aiohttp.abc import AbstractResolver, ResolveResult
+
+from indexer.errors import SettingsError, UnavailableError
+from indexer.outbound.public_addresses import is_public
+from indexer.reasons import FetchFailure
+
+Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
+"""Return the addresses of a host name and port, as IP literals in the order to try them.
+
+Raises `UnavailableError(NO_SUCH_HOST)` if the name does not exist or has no address, OSError if that is unknown.
+"""
+
+_MAX_ADDRESSES = 4
+_KEEPALIVE_SECONDS = 5.0  # a busy host reuses its connection; idle connections to many other hosts do not pile up
+
+
+class DnsResolver:
+    """Resolve names with DNS alone. A name server that does not answer delays only its own names."""
+
+    def __init__(self, servers: Sequence[tuple[str, int]] = (), timeout: float = 5.0) -> None:
+        """Use `servers` (IP addresses and ports), or the system's if there are none.
+
+        `timeout` is in seconds for each record type of a name.
+
+        Raises:
+            SettingsError: There are no servers and the system has none.
+        """
+        try:
+            self._dns = dns.asyncresolver.Resolver(configure=not servers)
+        except dns.resolver.NoResolverConfiguration:
+            raise SettingsError("dns_servers: no server is set, and the system has none") from None
+        self._dns.lifetime = timeout
+        if servers:
+            self._dns.nameservers = [dns.nameserver.Do53Nameserver(host, port) for host, port in servers]
+
+    async def __call__(self, host: str, _port: int) -> list[str]:
+        """Return the addresses of `host`, IPv4 and IPv6 alternating; see `Resolve` for the errors."""
+        if literal := _literal(host):
+            return [literal]
+        try:
+            answers = await self._dns.resolve_name(dns.name.from_text(host), search=False)
+        except (dns.resolver.NXDOMAIN, dns.resolver.NoAnswer):
+            raise UnavailableError(FetchFailure.NO_SUCH_HOST, host[:253]) from None
+        except dns.exception.Timeout as error:
+            raise TimeoutError(str(error)) from None
+        except dns.exception.DNSException as error:
+            raise OSError(str(error) or type(error).__name__) from None
+        families = [list(answers.addresses(family)) for family in (socket.AF_INET, socket.AF_INET6)]
+        addresses = [address for pair in zip_longest(*families) for address in pair if address]
+        if not addresses:
+            raise UnavailableError(FetchFailure.NO_SUCH_HOST, host[:253])
+        return addresses
+
+
+def _literal(host: str) -> str | None:
+    """Return the canonical form of an IP address in any notation that systems accept; None for a name."""
+    try:
+        return str(ip_address(host))
+    except ValueError:
+        pass
+    try:
+        return socket.inet_ntoa(socket.inet_aton(host))
+    except (OSError, ValueError):
+        return None
+
+
+async def resolve_with_system(host: str, port: int) -> list[str]:
+    """Return addresses from the system's resolver, which also knows local names; see `Resolve` for the errors.
+
+    Use it only on local networks: it runs in threads, and a hostile name server could occupy all of them.
+    """
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        if error.errno != socket.EAI_NONAME:
+            raise
+        raise UnavailableError(FetchFailure.NO_SUCH_HOST, host[:253]) from None
+    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+class CheckedResolver(AbstractResolver):
+    """Resolve names for aiohttp, and return only public addresses unless `allow_private`."""
+
+    def __init__(self, resolve: Resolve, timeout: float, *, allow_private: bool) -> None:
+        """Resolve with `resolve`, within `timeout` seconds."""
+        self._resolve = resolve
+        self._timeout = timeout
+        self._allow_private = allow_private
+
+    async def resolve(
+        self,
+        host: str,
+        port: int = 0,
+        family: socket.AddressFamily = socket.AF_UNSPEC,  # noqa: ARG002 - the library's signature
+    ) -> list[ResolveResult]:
+        """Return the allowed addresses of `host`.
+
+        Raises:
+            UnavailableError: NO_SUCH_HOST, or REFUSED_ADDRESS if no address is allowed.
+            OSError: The name could not be resolved; TimeoutError if that took too long.
+        """
+        try:
+            async with asyncio.timeout(self._timeout):
+                addresses = await self._resolve(host, port)
+        except TimeoutError:
+            raise
+        except UnicodeError as error:  # a label is empty or too long
+            raise OSError(str(error)) from None
+        allowed = addresses if self._allow_private else [address for address in addresses if is_public(address)]
+        if not allowed:
+            raise UnavailableError(FetchFailure.REFUSED_ADDRESS, f"{host[:253]}: {', '.join(addresses[:4])}")
+        return [_result(host, address, port) for address in allowed[:_MAX_ADDRESSES]]
+
+    async def close(self) -> None:
+        """Do nothing: there is nothing to release."""
+
+
+def _result(host: str, address: str, port: int) -> ResolveResult:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    flags = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
+    return ResolveResult(hostname=host, host=address, port=port, family=family, proto=0, flags=flags)
+
+
+def public_socket(address: AddrInfoType) -> socket.socket:
+    """Return a socket for `address`, also if a URL contained it and it was never resolved.
+
+    Raises:
+        UnavailableError: REFUSED_ADDRESS if the address is not public.
+    """
+    family, kind, protocol, _, (host, *_) = address
+    if not is_public(str(host)):
+        raise UnavailableError(FetchFailure.REFUSED_ADDRESS, str(host))
+    return socket.socket(family, kind, protocol)
+
+
+def checked_connector(
+    resolve: Resolve, tls: ssl.SSLContext, timeout: float, *, allow_private: bool
+) -> aiohttp.TCPConnector:
+    """Return a connector that resolves within `timeout` seconds and connects only to public addresses.
+
+    With `allow_private`, it connects to any address.
+    """
+    return aiohttp.TCPConnector(
+        resolver=CheckedResolver(resolve, timeout, allow_private=allow_private),
+        socket_factory=None if allow_private else public_socket,
+        use_dns_cache=False,
+        ssl=tls,
+        limit=0,  # `HostLimits` limits the connections
+        keepalive_timeout=_KEEPALIVE_SECONDS,
+    )

@@ -1,0 +1,112 @@
+"""Lists of the accounts of a relay or PDS, and the status of one account (docs/protocol.md#repo-lists)."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from indexer.atproto.syntax import is_did, is_tid
+from indexer.errors import UnavailableError
+from indexer.outbound import OutboundClient
+from indexer.pds.xrpc import query
+from indexer.reasons import FetchFailure
+
+_PAGE_SIZE = 1_000
+_COLLECTION_PAGE_SIZE = 2_000
+_PAGE_BYTES = 4 * 1024 * 1024
+_PAGE_TIMEOUT = 60.0
+_CURSOR_CHARACTERS = 2_048
+_STATUS_BYTES = 65_536
+_STATUS_TIMEOUT = 20.0
+
+
+class ListedAccount(NamedTuple):
+    """An entry of a repo list.
+
+    Attributes:
+        rev: None in the list of a collection.
+        active: Always True in the list of a collection, which does not contain the hosting status.
+    """
+
+    did: str
+    rev: str | None = None
+    active: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class RepoListPage:
+    """A page of a repo list.
+
+    Attributes:
+        accounts: The accounts in the order of the host.
+        invalid_entries: Number of entries that are not valid accounts.
+        cursor: Position of the next page; None on the last page.
+    """
+
+    accounts: tuple[ListedAccount, ...]
+    invalid_entries: int
+    cursor: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class RepoStatus:
+    """The hosting status of an account on one host.
+
+    Attributes:
+        status: Why the account is not active. The set of values is open.
+        rev: The latest rev of an active account.
+    """
+
+    active: bool
+    status: str | None
+    rev: str | None
+
+
+async def list_repos(outbound: OutboundClient, host: str, collection: str, cursor: str | None) -> RepoListPage:
+    """Fetch the page after `cursor` from `host`. The host decides its length.
+
+    With an empty `collection`, the list contains all accounts (`listRepos`). Otherwise it contains the accounts that
+    may have records in the collection (`listReposByCollection`).
+
+    Raises:
+        UnavailableError: As `query` raises it, or BAD_ANSWER if the response is not a page.
+    """
+    method = "com.atproto.sync.listReposByCollection" if collection else "com.atproto.sync.listRepos"
+    parameters = {"limit": str(_COLLECTION_PAGE_SIZE if collection else _PAGE_SIZE)}
+    parameters |= {"collection": collection} if collection else {}
+    parameters |= {"cursor": cursor} if cursor is not None else {}
+    body = await query(outbound, host, method, parameters, max_bytes=_PAGE_BYTES, timeout=_PAGE_TIMEOUT)
+    entries, next_cursor = body.get("repos"), body.get("cursor")
+    if (
+        not isinstance(entries, list)
+        or not isinstance(next_cursor, str | None)
+        or len(next_cursor or "") > _CURSOR_CHARACTERS
+    ):
+        raise UnavailableError(FetchFailure.BAD_ANSWER, f"{method}: the response is not a page of a list")
+    if next_cursor is not None and next_cursor == cursor:
+        raise UnavailableError(FetchFailure.BAD_ANSWER, f"{method}: the cursor {cursor!r:.100} leads to itself")
+    accounts = [account for entry in entries if (account := _account(entry))]
+    return RepoListPage(tuple(accounts), len(entries) - len(accounts), next_cursor or None)
+
+
+async def fetch_repo_status(outbound: OutboundClient, host: str, did: str) -> RepoStatus:
+    """Fetch the hosting status of an account (`getRepoStatus`).
+
+    Raises:
+        UnavailableError: As `query` raises it (REPO_NOT_FOUND: the host does not have the account), or BAD_ANSWER.
+    """
+    method = "com.atproto.sync.getRepoStatus"
+    body = await query(outbound, host, method, {"did": did}, max_bytes=_STATUS_BYTES, timeout=_STATUS_TIMEOUT)
+    active, status, rev = body.get("active"), body.get("status"), body.get("rev")
+    if not isinstance(active, bool) or not isinstance(status, str | None) or not isinstance(rev, str | None):
+        raise UnavailableError(FetchFailure.BAD_ANSWER, f"{method}: not a repo status: {body}"[:200])
+    return RepoStatus(active, status, rev)
+
+
+def _account(entry: Any) -> ListedAccount | None:
+    if not isinstance(entry, dict):
+        return None
+    did, rev, active = entry.get("did"), entry.get("rev"), entry.get("active", True)
+    if not isinstance(did, str) or not is_did(did) or not isinstance(active, bool):
+        return None
+    if rev is not None and not (isinstance(rev, str) and is_tid(rev)):
+        return None
+    return ListedAccount(did, rev, active)

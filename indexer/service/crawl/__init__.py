@@ -1,0 +1,1 @@
+"""Crawls of repo lists: discover accounts, and reconcile the database with a relay."""

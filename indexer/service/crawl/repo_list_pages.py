@@ -1,0 +1,43 @@
+"""Read a host's whole repo list page by page, with retries."""
+
+from collections.abc import AsyncIterator
+
+import stamina
+
+from indexer.errors import UnavailableError
+from indexer.outbound import OutboundClient
+from indexer.pds.repo_list import RepoListPage, list_repos
+
+MAX_ATTEMPTS = 6
+"""Attempts to fetch one page, over about a minute."""
+
+
+async def repo_list_pages(
+    outbound: OutboundClient, source: str, collection: str, cursor: str | None
+) -> AsyncIterator[RepoListPage]:
+    """Yield the pages of the repo list of `source`, from `cursor` to the end.
+
+    Raises:
+        UnavailableError: All attempts to fetch a page failed.
+    """
+    while True:
+        page = await _fetch_page(outbound, source, collection, cursor)
+        yield page
+        cursor = page.cursor
+        if cursor is None:
+            return
+
+
+async def _fetch_page(outbound: OutboundClient, source: str, collection: str, cursor: str | None) -> RepoListPage:
+    attempts = stamina.retry_context(
+        on=_retry_after, attempts=MAX_ATTEMPTS, timeout=None, wait_initial=1.0, wait_max=60.0
+    )
+    async for attempt in attempts:
+        with attempt:
+            return await list_repos(outbound, source, collection, cursor)
+    raise AssertionError("the last attempt raises")
+
+
+def _retry_after(error: Exception) -> bool | float:
+    """Return the seconds after which the host allows a retry, True if it named none, False if no retry is allowed."""
+    return isinstance(error, UnavailableError) and (error.retry_after or True)

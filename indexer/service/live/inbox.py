@@ -1,0 +1,97 @@
+"""The queue between the firehose consumer and the batch writer, bounded in bytes: a slow database slows the socket."""
+
+import asyncio
+from collections import deque
+from collections.abc import Iterable
+from time import monotonic
+
+from indexer.sync.plan_batch import ReceivedMessage
+
+MESSAGE_BYTES = 2_000
+"""Approximate memory of a decoded message besides its frame."""
+
+
+class Inbox:
+    """A queue with one taker. Messages of each DID are in stream order.
+
+    A message counts against `max_bytes` until it is settled, also while the taker has it. The taker wakes up once per
+    batch, not for each message.
+
+    Attributes:
+        unsettled: The number of messages that are not settled.
+        unsettled_bytes: Their approximate memory.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._queue: deque[ReceivedMessage] = deque()
+        self._first_queued_at = 0.0
+        self._wanted = 1
+        self._has_wanted = asyncio.Event()
+        self._has_room = asyncio.Event()
+        self._all_settled = asyncio.Event()
+        self._has_room.set()
+        self._all_settled.set()
+        self.unsettled_bytes = 0
+        self.unsettled = 0
+
+    async def put(self, received: ReceivedMessage) -> None:
+        """Wait for room and append a message. A message larger than `max_bytes` is appended if there is any room."""
+        while self.unsettled_bytes >= self._max_bytes:
+            self._has_room.clear()
+            await self._has_room.wait()
+        self.unsettled += 1
+        self.unsettled_bytes += MESSAGE_BYTES + len(received.frame)
+        self._all_settled.clear()
+        if not self._queue:
+            self._first_queued_at = monotonic()
+        self._queue.append(received)
+        if len(self._queue) >= self._wanted:
+            self._has_wanted.set()
+
+    def put_back(self, messages: Iterable[ReceivedMessage]) -> None:
+        """Return messages, in their order, to the front of the queue."""
+        self._queue.extendleft(reversed(list(messages)))
+        if len(self._queue) >= self._wanted:
+            self._has_wanted.set()
+
+    async def take(
+        self, max_count: int, *, linger: float = 0.0, idle_timeout: float | None = None
+    ) -> list[ReceivedMessage]:
+        """Return the next messages, at most `max_count`.
+
+        Args:
+            max_count: The maximum number of messages.
+            linger: Seconds to wait for more messages after the first one was queued.
+            idle_timeout: Seconds to wait for the first message before an empty list is returned; None waits forever.
+        """
+        if not await self._wait_for(1, idle_timeout):
+            return []
+        await self._wait_for(max_count, self._first_queued_at + linger - monotonic())
+        return [self._queue.popleft() for _ in range(min(max_count, len(self._queue)))]
+
+    def settle(self, messages: Iterable[ReceivedMessage]) -> None:
+        """Release the memory of messages that were taken and whose outcome is durable."""
+        for message in messages:
+            self.unsettled -= 1
+            self.unsettled_bytes -= MESSAGE_BYTES + len(message.frame)
+        if self.unsettled_bytes < self._max_bytes:
+            self._has_room.set()
+        if not self.unsettled:
+            self._all_settled.set()
+
+    async def wait_until_settled(self) -> None:
+        """Wait until all messages are settled."""
+        await self._all_settled.wait()
+
+    async def _wait_for(self, count: int, seconds: float | None) -> bool:
+        """Wait until `count` messages are queued, at most for `seconds`; return True if they are."""
+        if len(self._queue) < count and (seconds is None or seconds > 0):
+            self._wanted = count
+            self._has_wanted.clear()
+            try:
+                async with asyncio.timeout(seconds):
+                    await self._has_wanted.wait()
+            except TimeoutError:
+                pass  # the caller takes the messages that have arrived
+        return len(self._queue) >= count

@@ -1,0 +1,32 @@
+"""The position in the relay's stream that the firehose consumer and the batch writer share."""
+
+from collections.abc import Callable
+
+from indexer.outbound import host_of
+from indexer.sync.watermark import Watermark
+
+
+class StreamPosition:
+    """The position in the stream of the connected relay.
+
+    The consumer adds sequence numbers to the watermark when messages arrive; the writer marks them as done.
+
+    Attributes:
+        is_open: Return True while the stream is connected.
+        relay: The URL of the relay; "" before the first connection.
+        host: The host of the stream if the upstream is a PDS, else None.
+        watermark: The sequence numbers that are not done yet, and the position up to which all are done.
+    """
+
+    def __init__(self, is_open: Callable[[], bool], *, upstream_is_pds: bool = False) -> None:
+        self.is_open = is_open
+        self.relay = ""
+        self.host: str | None = None
+        self.watermark = Watermark()
+        self._upstream_is_pds = upstream_is_pds
+
+    def begin(self, relay: str, cursor: int | None) -> None:
+        """Start again after `cursor` in the stream of `relay`; all messages of the previous connection must be done."""
+        self.relay = relay
+        self.host = host_of(relay) if self._upstream_is_pds else None
+        self.watermark = Watermark(cursor)

@@ -1,0 +1,1 @@
+"""Resyncs: fetch, verify and compare full exports of repos that are desynchronized."""

@@ -1,0 +1,60 @@
+"""Limit concurrent resyncs per host, so that one slow host or one host with many repos never occupies all workers."""
+
+MAX_HOSTS = 10_000
+"""Hosts whose durations, retry times and pauses are remembered."""
+MAX_WAIT_SECONDS = 3_600.0
+"""No repo is postponed for longer."""
+
+_FIRST_ESTIMATE_SECONDS = 0.05  # duration of a resync, before any resync of the host has ended
+_NEWEST_WEIGHT = 0.2  # of the newest duration, in the moving average of a host
+
+
+class HostSlots:
+    """Counts the running resyncs of each host, and schedules repos that find no free slot. Times are Unix seconds.
+
+    Repos beyond the limit of a host are postponed one behind the other, at the rate at which the host has answered so
+    far. So they do not return to the front of the queue again and again, ahead of repos of other hosts.
+    """
+
+    def __init__(self, slots_per_host: int) -> None:
+        self._slots_per_host = slots_per_host
+        self._started: dict[str, list[float]] = {}
+        self._mean_seconds: dict[str, float] = {}
+        self._next_retry: dict[str, float] = {}
+        self._paused_until: dict[str, float] = {}
+
+    def is_free(self, host: str, now: float) -> bool:
+        """Return True if the host has a free slot and no pause."""
+        return len(self._started.get(host, ())) < self._slots_per_host and self._paused_until.get(host, 0.0) <= now
+
+    def acquire(self, host: str, now: float) -> None:
+        """Occupy a slot of the host from `now` on."""
+        self._started.setdefault(host, []).append(now)
+
+    def release(self, host: str, since: float, now: float) -> None:
+        """Free the slot that was acquired at `since`, and count its duration."""
+        self._started[host].remove(since)
+        if not self._started[host]:
+            del self._started[host]
+        mean = self._mean_seconds.pop(host, _FIRST_ESTIMATE_SECONDS)
+        self._mean_seconds[host] = mean + _NEWEST_WEIGHT * (now - since - mean)
+        _forget_oldest(self._mean_seconds)
+
+    def pause(self, host: str, until: float) -> None:
+        """Start no resync of the host before `until`, because the host asked for it."""
+        self._paused_until[host] = max(self._paused_until.pop(host, 0.0), until)
+        _forget_oldest(self._paused_until)
+
+    def schedule_retry(self, host: str, now: float) -> float:
+        """Return when to claim the next repo that found no free slot; each call schedules one repo."""
+        longest = now - min(self._started.get(host, ()), default=now)
+        seconds = max(self._mean_seconds.get(host, _FIRST_ESTIMATE_SECONDS), longest)
+        earliest = max(now, self._paused_until.get(host, 0.0), self._next_retry.pop(host, 0.0))
+        self._next_retry[host] = min(earliest + seconds / self._slots_per_host, now + MAX_WAIT_SECONDS)
+        _forget_oldest(self._next_retry)
+        return self._next_retry[host]
+
+
+def _forget_oldest(by_host: dict[str, float]) -> None:
+    if len(by_host) > MAX_HOSTS:
+        del by_host[next(iter(by_host))]

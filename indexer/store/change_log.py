@@ -1,0 +1,45 @@
+"""Append to the change log. COMMIT assigns the numbers of the changes (`seq`).
+
+    step                                   rows
+    log_changes inserts a batch            change_batch  id 7, size 3, first_seq null
+    log_changes copies its changes         change        batch 7, ordinal 0
+                                           change        batch 7, ordinal 1
+                                           change        batch 7, ordinal 2
+    COMMIT runs the trigger `publish`:
+      1. lock the table numbering_lock     (waits for other commits that number changes)
+      2. take 3 numbers                    change_batch  id 7, size 3, first_seq 41
+      3. notify atproto_changes
+    Postgres makes the commit visible
+    Postgres releases the lock             seq = first_seq + ordinal: 41, 42, 43
+
+The lock is released after the commit is visible. So the next transaction gets higher numbers, and a snapshot that shows
+a number shows all smaller ones. A consumer therefore needs one number to store its position. See
+docs/decisions/0005-number-changes-at-commit.md.
+"""
+
+from collections.abc import Sequence
+
+from indexer.store.columns import Connection
+from indexer.sync.changes import ChangeLogEntry
+from indexer.sync.shard import bucket_of
+
+_COLUMNS = (
+    "segment", "batch", "ordinal", "bucket", "live", "action", "did", "collection", "rkey", "rev", "cid",
+)  # fmt: skip
+
+_INSERT_BATCH = """
+    insert into indexer.change_batch (segment, size) select current_segment, $1 from indexer.change_log
+    returning segment, id
+"""
+
+
+async def log_changes(connection: Connection, changes: Sequence[ChangeLogEntry]) -> None:
+    """Append changes to the log, in this order, within the open transaction."""
+    if not changes:
+        return
+    [(segment, batch)] = await connection.fetch(_INSERT_BATCH, len(changes))
+    rows = [
+        (segment, batch, ordinal, bucket_of(c.did), c.live, c.action, c.did, c.collection, c.rkey, c.rev, c.cid)
+        for ordinal, c in enumerate(changes)
+    ]
+    await connection.copy_records_to_table("change", schema_name="indexer", columns=_COLUMNS, records=rows)

@@ -1,0 +1,240 @@
+"""Retention of the change log: eight segments that are reused. Whole segments are truncated, oldest first.
+
+A migration created the segments. One is the current segment, into which all changes are written. If no process trims
+the log, the current segment grows. A segment is not truncated while it has changes that a registered consumer has not
+received, unless the consumer is disconnected for being too far behind. See
+docs/decisions/0005-number-changes-at-commit.md.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import asyncpg
+
+from indexer.store.columns import Connection
+
+SEGMENTS = 8
+"""The number of segments that the migration created."""
+RETAINED_SEGMENTS = SEGMENTS - 2
+"""Segments that share the retained changes. Of the other two, one is the current segment and one is empty."""
+LOCK_TIMEOUT = "200ms"
+"""Maximum time that a truncation waits for its lock. Consumers that come after it wait as long."""
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionPolicy:
+    """The limits of the change log. Changes beyond `max_age` or `max_bytes` are trimmed.
+
+    A change that a registered consumer has not received is retained beyond these limits. The consumer is disconnected
+    when its lag exceeds `max_consumer_lag`, or when the log exceeds twice `max_bytes`.
+
+    Attributes:
+        max_age: Seconds; 0 means no limit.
+        max_bytes: Bytes of tables and indexes.
+        max_consumer_lag: Seconds; 0 means no limit.
+    """
+
+    max_age: float
+    max_bytes: int
+    max_consumer_lag: float
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The state of one segment.
+
+    Attributes:
+        last_seq: The number of the newest change; None if the segment is empty.
+        last_time: Unix seconds of the newest change; None if the segment is empty.
+    """
+
+    number: int
+    bytes: int
+    last_seq: int | None
+    last_time: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class ConsumerState:
+    """The state of a registered consumer.
+
+    Attributes:
+        seq: The number of the last change that it has received.
+        behind: The latest number minus `seq`.
+        behind_since: Unix seconds when its first unreceived change was committed; None if there is none.
+        seen_at: Unix seconds of its last request.
+        cut_off: True if it was disconnected.
+    """
+
+    name: str
+    seq: int
+    behind: int
+    behind_since: float | None
+    seen_at: float
+    cut_off: bool
+
+    def lag(self, now: float) -> float:
+        """Return the age in seconds of the oldest change that the consumer has not received."""
+        return 0.0 if self.behind_since is None else max(0.0, now - self.behind_since)
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeLogState:
+    """The state of the change log.
+
+    Attributes:
+        current: The number of the segment that is being written.
+        opened_at: Unix seconds at which it became the current segment.
+    """
+
+    current: int
+    opened_at: float
+    segments: Sequence[Segment]
+    consumers: Sequence[ConsumerState]
+
+    @property
+    def bytes(self) -> int:
+        """The size of all segments."""
+        return sum(segment.bytes for segment in self.segments)
+
+
+@dataclass(frozen=True, slots=True)
+class TrimPlan:
+    """The steps of one trim.
+
+    Attributes:
+        disconnect: Names of the consumers to disconnect.
+        truncate: Numbers of the segments to truncate.
+        next_segment: The segment that becomes the current one; None if the current one stays.
+    """
+
+    disconnect: tuple[str, ...]
+    truncate: tuple[int, ...]
+    next_segment: int | None
+
+
+def plan_trim(log: ChangeLogState, policy: RetentionPolicy, now: float) -> TrimPlan:
+    """Return the steps that bring the log within the policy."""
+    surplus = _surplus(log, policy, now)
+    overfull = log.bytes > 2 * policy.max_bytes
+    connected = [consumer for consumer in log.consumers if not consumer.cut_off]
+    disconnect = [
+        consumer.name
+        for consumer in connected
+        if 0 < policy.max_consumer_lag < consumer.lag(now)
+        or (overfull and any(consumer.seq < (segment.last_seq or 0) for segment in surplus))
+    ]
+    positions = [consumer.seq for consumer in connected if consumer.name not in disconnect]
+    truncate = [
+        segment.number
+        for segment in surplus
+        if segment.last_seq is not None and all(position >= segment.last_seq for position in positions)
+    ]
+    return TrimPlan(tuple(disconnect), tuple(truncate), _next_segment(log, policy, now))
+
+
+def _surplus(log: ChangeLogState, policy: RetentionPolicy, now: float) -> list[Segment]:
+    """Return the segments beyond the limits, oldest first."""
+    rest = log.bytes
+    surplus: list[Segment] = []
+    for segment in sorted(log.segments, key=lambda segment: segment.last_seq or 0):
+        if segment.number == log.current or segment.last_time is None:
+            continue
+        if rest > policy.max_bytes or 0 < policy.max_age < now - segment.last_time:
+            surplus.append(segment)
+            rest -= segment.bytes
+    return surplus
+
+
+def _next_segment(log: ChangeLogState, policy: RetentionPolicy, now: float) -> int | None:
+    """Return an empty segment if the current one has its share of the retained changes, by age or size."""
+    [current] = [segment for segment in log.segments if segment.number == log.current]
+    old = 0 < policy.max_age <= (now - log.opened_at) * RETAINED_SEGMENTS
+    large = current.bytes * RETAINED_SEGMENTS >= policy.max_bytes
+    if current.last_seq is None or not (old or large):
+        return None
+    return min((segment.number for segment in log.segments if segment.last_seq is None), default=None)
+
+
+_CURRENT = "select current_segment, date_part('epoch', opened_at) from indexer.change_log"
+
+_SEGMENTS = """
+    select s.number, pg_total_relation_size(format('indexer.change_%s', s.number)::regclass)
+            + pg_total_relation_size(format('indexer.change_batch_%s', s.number)::regclass) as bytes,
+        b.last_seq, date_part('epoch', b.time) as last_time
+    from generate_series(0, $1::integer - 1) as s(number) left join lateral (
+        select first_seq + size - 1 as last_seq, time from indexer.change_batch
+        where segment = s.number and first_seq is not null order by first_seq desc limit 1
+    ) b on true
+    order by s.number
+"""
+
+_CONSUMERS = """
+    select name, seq, behind, date_part('epoch', behind_since) as behind_since,
+        date_part('epoch', seen_at) as seen_at, cut_off_at is not null as cut_off
+    from atproto.readers order by name
+"""
+
+# SKIP LOCKED: do not wait for the open transaction of a consumer or of a registration.
+_DISCONNECT = """
+    update indexer.consumer set cut_off_at = now()
+    where name in (select name from indexer.consumer where name = any($1::text[]) for update skip locked)
+    returning name
+"""
+
+_SET_CURRENT = """
+    update indexer.change_log set current_segment = $1, opened_at = now()
+    where singleton in (select singleton from indexer.change_log for update skip locked)
+"""
+
+_LAST_SEQ = """
+    select first_seq + size - 1 from indexer.change_batch where segment = $1 and first_seq is not null
+    order by first_seq desc limit 1
+"""
+
+_NEEDED = "select exists (select from indexer.consumer where cut_off_at is null and seq < $1)"
+
+
+async def load_consumers(connection: Connection) -> list[ConsumerState]:
+    """Return the registered consumers, ordered by name."""
+    return [ConsumerState(**row) for row in await connection.fetch(_CONSUMERS)]
+
+
+async def load_state(connection: Connection) -> ChangeLogState:
+    """Return the state of the change log."""
+    [(current, opened_at)] = await connection.fetch(_CURRENT)
+    segments = [Segment(**row) for row in await connection.fetch(_SEGMENTS, SEGMENTS)]
+    return ChangeLogState(current, opened_at, segments, await load_consumers(connection))
+
+
+async def trim(connection: Connection, plan: TrimPlan) -> TrimPlan:
+    """Execute the plan; return the steps that succeeded. A step that would have to wait for a lock is skipped."""
+    disconnected = [name for (name,) in await connection.fetch(_DISCONNECT, plan.disconnect)] if plan.disconnect else []
+    if plan.next_segment is not None:
+        await connection.execute(_SET_CURRENT, plan.next_segment)
+    truncated = [segment for segment in plan.truncate if await _truncate(connection, segment)]
+    return TrimPlan(tuple(disconnected), tuple(truncated), plan.next_segment)
+
+
+async def _truncate(connection: Connection, segment: int) -> bool:
+    """Truncate a segment; return False if it is locked, is the current one, or is still needed by a consumer.
+
+    The conditions are checked again under the locks. `LOCK_TIMEOUT` limits the wait for an open transaction that used
+    the segment: a writer, a consumer, or a backup.
+    """
+    try:
+        async with connection.transaction():
+            await connection.execute(f"set local lock_timeout = '{LOCK_TIMEOUT}'")
+            current = await connection.fetchval("select current_segment from indexer.change_log for update")
+            tables = f"indexer.change_batch_{segment}, indexer.change_{segment}"
+            await connection.execute(f"lock table {tables} in access exclusive mode")
+            last = await connection.fetchval(_LAST_SEQ, segment)
+            if current == segment or last is None or await connection.fetchval(_NEEDED, last):
+                return False
+            await connection.execute(
+                "select setval('indexer.trimmed_seq', greatest(last_value, $1)) from indexer.trimmed_seq", last
+            )
+            await connection.execute(f"truncate {tables}")
+    except asyncpg.LockNotAvailableError:
+        return False
+    return True

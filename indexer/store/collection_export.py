@@ -1,0 +1,51 @@
+"""Read all visible records of a collection from one snapshot, through a server-side cursor."""
+
+import json
+from collections.abc import AsyncGenerator
+from datetime import datetime
+from typing import NamedTuple
+
+from indexer.store.columns import Connection
+
+PAGE_SIZE = 500
+"""Records in memory at a time. A record has up to a mebibyte, most have a few hundred bytes."""
+
+
+class ExportedRecord(NamedTuple):
+    """A row of the view `atproto.records`.
+
+    Attributes:
+        value: JSON text.
+    """
+
+    uri: str
+    did: str
+    collection: str
+    rkey: str
+    cid: str
+    rev: str
+    value: str | None
+    value_problem: str | None
+    indexed_at: datetime
+
+
+_EXPORT = f"select {', '.join(ExportedRecord._fields)} from atproto.records where collection = $1"
+
+_ESTIMATE = "explain (format json) select from indexer.record where collection = $1"
+
+
+async def export_collection(connection: Connection, collection: str) -> AsyncGenerator[list[ExportedRecord]]:
+    """Yield the visible records in pages, in no defined order."""
+    async with connection.transaction(isolation="repeatable_read", readonly=True):
+        # The consumer of the pages may be slow, and it may take long to find the first page.
+        await connection.execute("set local idle_in_transaction_session_timeout = 0; set local statement_timeout = 0")
+        cursor = await connection.cursor(_EXPORT, collection)
+        while page := await cursor.fetch(PAGE_SIZE):
+            yield [ExportedRecord(*row) for row in page]
+
+
+async def estimate_records(connection: Connection, collection: str) -> int:
+    """Return the planner's estimate of the number of records."""
+    [plan] = json.loads(await connection.fetchval(_ESTIMATE, collection))
+    rows: int = plan["Plan"]["Plan Rows"]
+    return rows

@@ -1,0 +1,141 @@
+"""The queue of resyncs in the table `repo`: claim repos that are due, renew and expire leases, unpark repos."""
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from random import randrange
+
+from indexer.atproto.record import Problem
+from indexer.reasons import Desync
+from indexer.store.apply_batch import apply
+from indexer.store.columns import Connection, of_buckets, repo_columns, repo_of
+from indexer.sync.plans import Batch, RepoWrite
+from indexer.sync.repo_state import Repo, SyncStatus
+from indexer.sync.repo_transitions import Trigger, desynchronize, transition, unparked
+from indexer.sync.shard import BUCKETS, bucket_of
+
+BATCH_SIZE = 500
+"""Repos that one transaction expires, unparks or desynchronizes."""
+
+_WAITING = SyncStatus.DESYNCHRONIZED
+_, _CLAIMED = transition(_WAITING, Trigger.CLAIMED)
+_DUE_AT = "coalesce(next_attempt_at, '-infinity'::timestamptz)"
+
+# Read only the head of each queue, and no more rows of it than may be claimed, so that the index scan stays short
+# whatever waits for later or for other shards. Repos that were synchronized before come first: their visible records
+# are wrong by now, not only missing. The exclusive or gives each caller its own order of buckets, so that concurrent
+# workers rarely find the same rows.
+DUE = f"""
+    select due.did, due.bucket
+    from (
+        select bucket, priority, bucket # $4::smallint as bucket_order from indexer.resync_queue
+        where bucket = any($2::smallint[]) order by priority, bucket_order
+    ) q, lateral (
+        select did, bucket, {_DUE_AT} as at from indexer.repo r
+        where r.bucket = q.bucket and r.priority = q.priority
+            and sync_status = '{_WAITING}' and active and {_DUE_AT} <= to_timestamp($3)
+        order by {_DUE_AT} limit $1
+    ) due
+    order by q.priority, q.bucket_order, due.at limit $1
+"""
+
+# One bucket per statement, because a distributed database locks rows of only one shard at a time. SKIP LOCKED, because
+# a row may stay locked for long. IS NOT DISTINCT keeps the planner from scanning the index of due repos for each DID.
+CLAIM = f"""
+    with locked as materialized (
+        select did from indexer.repo
+        where bucket = $1 and did = any($2::text[]) and sync_status is not distinct from '{_WAITING}' and active
+            and {_DUE_AT} <= to_timestamp($3)
+        for update skip locked
+    ), claimed as (
+        update indexer.repo
+        set sync_status = '{_CLAIMED}', lease = lease + 1, version = version + 1, lease_until = to_timestamp($4),
+            updated_at = now()
+        where bucket = $1 and did = any(array(select did from locked))
+        returning *
+    )
+    select {repo_columns("claimed")} from claimed order by priority, next_attempt_at nulls first
+"""
+
+_RENEW = f"""
+    update indexer.repo set lease_until = to_timestamp($4)
+    where did = $1 and bucket = $2 and lease = $3 and sync_status = '{_CLAIMED}'
+    returning true
+"""
+
+# This statement and the next two lock nothing: `apply` compares versions, so rows that changed are skipped.
+_EXPIRED = f"""
+    select {repo_columns("r")} from indexer.repo r
+    where sync_status = '{_CLAIMED}' and lease_until < to_timestamp($1) and bucket = any($2::smallint[])
+    order by lease_until limit $3
+"""
+
+# Few records lack a value, and an index lists them. It is in a sub-query, so that the planner does not scan all repos.
+INCOMPLETE = f"""
+    select {repo_columns("r")}
+    from (
+        select distinct did, bucket from indexer.record
+        where value_problem = '{Problem.MISSING}' and bucket = any($2::smallint[])
+    ) c, indexer.repo r
+    where r.did = c.did and r.bucket = c.bucket and {of_buckets("r", 4)}
+        and r.sync_status = '{SyncStatus.SYNCHRONIZED}' and r.synchronized_at < to_timestamp($1)
+    order by r.synchronized_at limit $3
+"""
+
+# In index order, so that no more rows are read than returned.
+PARKED = f"""
+    select {repo_columns("r")} from indexer.repo r
+    where r.parked_at < to_timestamp($1) and r.bucket = any($2::smallint[])
+    order by r.bucket, r.parked_at limit $3
+"""
+
+
+async def claim(connection: Connection, count: int, buckets: range, until: float, now: float) -> list[Repo]:
+    """Claim at most `count` repos that are due at `now`, with leases until `until`. Run it in a transaction."""
+    due = await connection.fetch(DUE, count, list(buckets), now, randrange(BUCKETS))  # noqa: S311 - spreads the load
+    claimed: list[Repo] = []
+    for bucket, rows in groupby(due, lambda row: row["bucket"]):
+        dids = [row["did"] for row in rows]
+        claimed += [repo_of(row) for row in await connection.fetch(CLAIM, bucket, dids, now, until)]
+    return claimed
+
+
+async def renew(connection: Connection, did: str, lease: int, until: float) -> bool:
+    """Extend a lease; return False if the claim is lost."""
+    return await connection.fetchval(_RENEW, did, bucket_of(did), lease, until) is not None
+
+
+async def expire_leases(connection: Connection, buckets: range, now: float) -> int:
+    """End claims whose lease expired; return how many. Run it in a transaction.
+
+    The back-off grows as with any other failure. A renewal does not change the version, so one that arrives at the same
+    moment has no effect: its worker finds the claim lost.
+    """
+    rows = await connection.fetch(_EXPIRED, now, list(buckets), BATCH_SIZE)
+    expire = _desynchronization(Trigger.LEASE_EXPIRED, Desync.LEASE_EXPIRED, now)
+    return await _write_repos(connection, [repo_of(row) for row in rows], expire)
+
+
+async def request_missing_values(connection: Connection, buckets: range, before: float, now: float) -> int:
+    """Desynchronize repos that lack record values and became synchronized before `before`; return how many.
+
+    Run it in a transaction.
+    """
+    rows = await connection.fetch(INCOMPLETE, before, list(buckets), BATCH_SIZE, list(buckets))
+    request = _desynchronization(Trigger.VALUES_MISSING, Desync.RECORD_MISSING, now)
+    return await _write_repos(connection, [repo_of(row) for row in rows], request)
+
+
+async def unpark(connection: Connection, buckets: range, before: float, now: float) -> int:
+    """Unpark repos that were parked before `before`; return how many. Run it in a transaction."""
+    rows = await connection.fetch(PARKED, before, list(buckets), BATCH_SIZE)
+    return await _write_repos(connection, [repo_of(row) for row in rows], lambda repo: unparked(repo, now))
+
+
+def _desynchronization(trigger: Trigger, reason: Desync, now: float) -> Callable[[Repo], Repo]:
+    return lambda repo: desynchronize(repo, trigger, reason, now)
+
+
+async def _write_repos(connection: Connection, repos: Sequence[Repo], change: Callable[[Repo], Repo]) -> int:
+    """Write the changed rows; return how many were still at the version that was read."""
+    writes = tuple([RepoWrite(repo.version, change(repo)) for repo in repos])
+    return len(writes) - len(await apply(connection, Batch(writes)))

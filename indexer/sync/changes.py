@@ -1,0 +1,76 @@
+"""Derive the entries of the change log from a write: entries of records, and entries of the repo itself."""
+
+from collections.abc import Iterable, Iterator
+from typing import Literal, NamedTuple
+
+from indexer.sync.plans import Action, RecordChange, RepoWrite
+from indexer.sync.repo_state import DELETED, Repo, SyncStatus
+
+RepoAction = Literal["hidden", "visible", "deleted", "moved", "completed"]
+
+
+class ChangeLogEntry(NamedTuple):
+    """One entry of the change log.
+
+    Attributes:
+        live: True if the stream caused the change, False if a resync did.
+        collection: None for an entry of a repo.
+        rkey: None for an entry of a repo.
+        cid: The new CID of the record; None for a delete and for an entry of a repo.
+    """
+
+    did: str
+    action: Action | RepoAction
+    rev: str | None
+    live: bool
+    collection: str | None = None
+    rkey: str | None = None
+    cid: bytes | None = None
+
+
+class RepoVisibility(NamedTuple):
+    """The properties of a repo that cause entries when they change.
+
+    Attributes:
+        visible: The public views show the records (`Repo.visible`).
+        deleted: The account is deleted upstream.
+        synchronized: The stored records are complete.
+    """
+
+    visible: bool
+    deleted: bool
+    synchronized: bool
+
+
+def visibility_of(repo: Repo) -> RepoVisibility:
+    """Return the logged properties of the row."""
+    return RepoVisibility(
+        visible=repo.visible,
+        deleted=not repo.active and repo.hosting_status == DELETED,
+        synchronized=repo.sync_status is SyncStatus.SYNCHRONIZED,
+    )
+
+
+def change_log_entries(before: RepoVisibility, write: RepoWrite) -> Iterator[ChangeLogEntry]:
+    """Yield the entries of one write, in the order in which a consumer can apply them.
+
+    Entries of records come while the repo is visible, if it is visible before or after the write, and before the
+    "completed" entry of the resync that wrote them.
+    """
+    repo, after = write.repo, visibility_of(write.repo)
+    rev = repo.head.rev if repo.head else None
+    if after.visible and not before.visible:
+        yield ChangeLogEntry(repo.did, "visible", rev, live=True)
+    yield from record_entries(repo.did, write.changes, live=write.live)
+    if after.synchronized and not before.synchronized:
+        yield ChangeLogEntry(repo.did, "completed", rev, live=False)
+    if before.visible and not after.visible:
+        yield ChangeLogEntry(repo.did, "hidden", rev, live=True)
+    if after.deleted and not before.deleted:
+        yield ChangeLogEntry(repo.did, "deleted", rev, live=True)
+
+
+def record_entries(did: str, changes: Iterable[RecordChange], *, live: bool) -> Iterator[ChangeLogEntry]:
+    """Yield one entry per change of a record."""
+    for change in changes:
+        yield ChangeLogEntry(did, change.action, change.rev, live, change.collection, change.rkey, change.cid)

@@ -1,0 +1,71 @@
+"""The inputs of planning besides the event and the repo: the operator's policy, the context, and the signing key."""
+
+from dataclasses import dataclass
+
+from indexer.atproto.crypto import PublicKey
+from indexer.atproto.limits import Limits
+from indexer.atproto.syntax import CollectionFilter, tid_micros
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """The settings that planning depends on.
+
+    Attributes:
+        lenient: Apply a commit whose inversion is undecidable, if its operations are consistent with the new tree.
+        track_all: Track every account on the firehose, not only accounts that were added.
+        deletion_grace: Seconds between an account's deletion and the erasure of its records.
+    """
+
+    collections: CollectionFilter
+    limits: Limits
+    store_values: bool = True
+    lenient: bool = False
+    track_all: bool = True
+    deletion_grace: float = 604_800.0
+
+
+@dataclass(frozen=True, slots=True)
+class PlanContext:
+    """The inputs that all plans of one batch share.
+
+    Attributes:
+        relay: The relay that sent the events.
+        now: Unix seconds.
+        host: The host of the stream if it is a PDS and not a relay. A PDS speaks only for accounts that it hosts.
+    """
+
+    policy: Policy
+    relay: str
+    now: float
+    host: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KeyState:
+    """The signing key of a repo, as far as it is known.
+
+    Attributes:
+        key: None if the identity has no key or, with `available` false, if the key could not be fetched.
+        available: False if no lookup succeeded.
+        final: True if no newer lookup is possible for this event.
+        stale: True if the identity is known to have changed: a signature that this key does not verify proves nothing.
+        host: The network location of the account's PDS.
+    """
+
+    key: PublicKey | None
+    available: bool = True
+    final: bool = False
+    stale: bool = False
+    host: str | None = None
+
+
+UNAVAILABLE = KeyState(None, available=False, final=True)
+
+
+def is_future(rev: str, now: float, limits: Limits) -> bool:
+    """Return True if `rev` is further ahead of `now` (Unix seconds) than clocks may drift.
+
+    Accepting such a rev would make every later commit look like a replay.
+    """
+    return tid_micros(rev) > (now + limits.clock_drift_seconds) * 1_000_000

@@ -1,0 +1,221 @@
+"""The state machine of a repo: every change of a repo's sync status in this program is an entry of `TRANSITIONS`.
+
+`move` is the only Python function that sets a sync status, which `tests/sync/test_repo_transitions.py` checks. Two SQL
+statements set it themselves: the claim of a resync worker and the function `atproto.request_resync`.
+`tests/store/test_sync_status_writes.py` compares them with the table.
+"""
+
+from dataclasses import replace
+from enum import StrEnum
+from typing import Any
+
+from indexer.errors import BrokenInvariantError
+from indexer.reasons import Desync
+from indexer.sync.backoff import backoff_seconds
+from indexer.sync.repo_state import PARKED, Head, Repo, SyncStatus
+
+STABLE_SECONDS = 3_600.0
+"""A repo that stayed synchronized for this long starts its back-off from the beginning."""
+
+UNPROVEN_REASONS = frozenset({Desync.REQUESTED, Desync.RECORD_MISSING})
+"""Reasons under which the stored records themselves are in doubt: only a complete export settles them, not a head that
+equals the network's."""
+
+
+class Outcome(StrEnum):
+    """The result of one received event. Every event has exactly one."""
+
+    APPLIED = "applied"
+    REPLAYED = "replayed"
+    BUFFERED = "buffered"
+    IGNORED = "ignored"
+    DESYNCHRONIZED = "desynchronized"
+    REJECTED = "rejected"
+
+
+class Trigger(StrEnum):
+    """An event, a step of a resync, or a request, as the state machine sees it."""
+
+    EXTENDS = "commit that extends the chain"
+    BREAKS = "authentic commit that breaks the chain or cannot be applied"
+    WHOLE = "first commit that contains the whole tree, or #sync to the empty tree"
+    NOT_NEWER = "commit or #sync that is not newer than the stored rev"
+    INVALID = "message that fails verification"
+    UNCHECKED = "message whose signature could not be checked"
+    SYNC_EQUAL = "#sync with the stored data and rev"
+    SYNC_ADVANCES = "#sync with the stored data and a higher rev"
+    SYNC_DIFFERS = "#sync with other data"
+    OVERFLOWS = "event that overflows the resync buffer"
+    CLAIMED = "claimed by a resync worker"
+    COMPLETED = "resync completed: export applied, buffer drained"
+    FAILED = "resync failed"
+    RELEASED = "claim released by its worker"
+    LEASE_EXPIRED = "lease of the resync worker expired"
+    BEHIND = "a newer rev is known than the stored one"
+    VALUES_MISSING = "record values are missing a day after the resync"
+    REQUESTED = "resync requested"
+    REACTIVATED = "account active again"
+    ERASED = "records of the deleted account erased"
+
+
+_D, _P, _S = SyncStatus.DESYNCHRONIZED, SyncStatus.IN_PROGRESS, SyncStatus.SYNCHRONIZED
+
+TRANSITIONS: dict[SyncStatus, dict[Trigger, tuple[Outcome, SyncStatus]]] = {
+    _D: {
+        Trigger.EXTENDS: (Outcome.IGNORED, _D),
+        Trigger.BREAKS: (Outcome.IGNORED, _D),
+        Trigger.WHOLE: (Outcome.APPLIED, _S),
+        Trigger.NOT_NEWER: (Outcome.REPLAYED, _D),
+        Trigger.INVALID: (Outcome.REJECTED, _D),
+        Trigger.UNCHECKED: (Outcome.IGNORED, _D),
+        Trigger.SYNC_EQUAL: (Outcome.IGNORED, _D),
+        Trigger.SYNC_ADVANCES: (Outcome.IGNORED, _D),
+        Trigger.SYNC_DIFFERS: (Outcome.IGNORED, _D),
+        Trigger.CLAIMED: (Outcome.APPLIED, _P),
+        Trigger.REQUESTED: (Outcome.APPLIED, _D),
+        Trigger.ERASED: (Outcome.APPLIED, _D),
+    },
+    _P: {
+        Trigger.EXTENDS: (Outcome.BUFFERED, _P),
+        Trigger.BREAKS: (Outcome.BUFFERED, _P),
+        Trigger.WHOLE: (Outcome.BUFFERED, _P),
+        Trigger.NOT_NEWER: (Outcome.REPLAYED, _P),
+        Trigger.INVALID: (Outcome.REJECTED, _P),
+        Trigger.UNCHECKED: (Outcome.BUFFERED, _P),
+        Trigger.SYNC_EQUAL: (Outcome.BUFFERED, _P),
+        Trigger.SYNC_ADVANCES: (Outcome.BUFFERED, _P),
+        Trigger.SYNC_DIFFERS: (Outcome.BUFFERED, _P),
+        Trigger.OVERFLOWS: (Outcome.DESYNCHRONIZED, _D),
+        Trigger.COMPLETED: (Outcome.APPLIED, _S),
+        Trigger.FAILED: (Outcome.DESYNCHRONIZED, _D),
+        Trigger.RELEASED: (Outcome.APPLIED, _D),
+        Trigger.LEASE_EXPIRED: (Outcome.DESYNCHRONIZED, _D),
+        Trigger.REQUESTED: (Outcome.APPLIED, _D),
+        Trigger.REACTIVATED: (Outcome.APPLIED, _D),
+        Trigger.ERASED: (Outcome.APPLIED, _D),
+    },
+    _S: {
+        Trigger.EXTENDS: (Outcome.APPLIED, _S),
+        Trigger.BREAKS: (Outcome.DESYNCHRONIZED, _D),
+        Trigger.NOT_NEWER: (Outcome.REPLAYED, _S),
+        Trigger.INVALID: (Outcome.REJECTED, _S),
+        Trigger.UNCHECKED: (Outcome.DESYNCHRONIZED, _D),
+        Trigger.SYNC_EQUAL: (Outcome.IGNORED, _S),
+        Trigger.SYNC_ADVANCES: (Outcome.APPLIED, _S),
+        Trigger.SYNC_DIFFERS: (Outcome.DESYNCHRONIZED, _D),
+        Trigger.BEHIND: (Outcome.DESYNCHRONIZED, _D),
+        Trigger.VALUES_MISSING: (Outcome.DESYNCHRONIZED, _D),
+        Trigger.REQUESTED: (Outcome.APPLIED, _D),
+        Trigger.REACTIVATED: (Outcome.APPLIED, _D),
+        Trigger.ERASED: (Outcome.APPLIED, _D),
+    },
+}
+
+
+def transition(status: SyncStatus, trigger: Trigger) -> tuple[Outcome, SyncStatus]:
+    """Return the outcome of the trigger and the next sync status.
+
+    Raises:
+        BrokenInvariantError: The trigger cannot happen in this status.
+    """
+    try:
+        return TRANSITIONS[status][trigger]
+    except KeyError:
+        raise BrokenInvariantError(f"no transition for a {status} repo: {trigger}") from None
+
+
+def move(repo: Repo, trigger: Trigger, **fields: Any) -> Repo:
+    """Return the next version of the row, in the status that follows from `trigger`, with `fields` replaced.
+
+    Raises:
+        BrokenInvariantError: The trigger cannot happen in this status.
+    """
+    _, status = transition(repo.sync_status, trigger)
+    return replace(repo, version=repo.version + 1, sync_status=status, **fields)
+
+
+def amend(repo: Repo, **fields: Any) -> Repo:
+    """Return the next version of the row with `fields` replaced, in the same sync status."""
+    return replace(repo, version=repo.version + 1, **fields)
+
+
+def desynchronize(repo: Repo, trigger: Trigger, reason: Desync, now: float) -> Repo:
+    """Return the row of a repo that needs a resync: immediately, or later if it also broke recently."""
+    since = repo.synchronized_at if repo.sync_status is SyncStatus.SYNCHRONIZED else None
+    recent_breaks = 0 if since is not None and now - since > STABLE_SECONDS else repo.attempts
+    return move(
+        repo,
+        trigger,
+        sync_reason=_keep_unproven(repo, reason),
+        attempts=recent_breaks + 1,
+        next_attempt_at=now + backoff_seconds(recent_breaks, repo.did) if recent_breaks else None,
+        buffered_events=0,
+        buffered_bytes=0,
+    )
+
+
+def synchronize(repo: Repo, trigger: Trigger, head: Head, now: float) -> Repo:
+    """Return the row of a repo whose stored records are those of `head`. `attempts` stays until the repo settles."""
+    return move(
+        repo,
+        trigger,
+        sync_reason=None,
+        head=head,
+        latest_unverified_rev=None,
+        synchronized_at=now,
+        next_attempt_at=None,
+        last_error=None,
+        buffered_events=0,
+        buffered_bytes=0,
+    )
+
+
+def reactivate(repo: Repo) -> Repo:
+    """Return the row of an account that became active again, with a resync requested.
+
+    Its commits were ignored while it was inactive, and an export that is being fetched may be older than they are.
+    """
+    reason = _keep_unproven(repo, Desync.REACTIVATED)
+    return move(repo, Trigger.REACTIVATED, sync_reason=reason, buffered_events=0, buffered_bytes=0)
+
+
+def release(repo: Repo, at: float | None = None) -> Repo:
+    """Return the row of a repo whose worker gives its claim back. It may be claimed again from `at` (None: now)."""
+    return _end_claim(repo, Trigger.RELEASED, next_attempt_at=at)
+
+
+def fail(repo: Repo, *, attempts: int, next_attempt_at: float, last_error: str) -> Repo:
+    """Return the row of a repo whose resync failed."""
+    return _end_claim(
+        repo, Trigger.FAILED, attempts=attempts, next_attempt_at=next_attempt_at, last_error=last_error[:500]
+    )
+
+
+def erase(repo: Repo) -> Repo:
+    """Return the row of a repo whose records are being erased: without a head, so that a reactivation fetches it."""
+    return move(
+        repo,
+        Trigger.ERASED,
+        sync_reason=Desync.ERASED,
+        head=None,
+        attempts=0,
+        next_attempt_at=PARKED,
+        synchronized_at=None,
+        buffered_events=0,
+        buffered_bytes=0,
+    )
+
+
+def unparked(repo: Repo, now: float) -> Repo:
+    """Return the row of a parked repo that is tried again; the same object for any other repo."""
+    return amend(repo, next_attempt_at=now) if repo.next_attempt_at == PARKED else repo
+
+
+def _end_claim(repo: Repo, trigger: Trigger, **fields: Any) -> Repo:
+    reason = repo.sync_reason or Desync.REQUESTED
+    return move(repo, trigger, sync_reason=reason, buffered_events=0, buffered_bytes=0, **fields)
+
+
+def _keep_unproven(repo: Repo, reason: Desync) -> Desync:
+    """Return the new reason, unless the present one puts the records in doubt. Only a complete export settles that."""
+    return repo.sync_reason if repo.sync_reason in UNPROVEN_REASONS else reason
