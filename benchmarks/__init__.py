@@ -1,6 +1,7 @@
-"""Benchmarks that anyone can run: `make bench-live`, `make bench-resync`. Results: docs/performance.md.
+"""Benchmarks: `make bench-live`, `make bench-resync` and `python -m benchmarks.guard`. Results: docs/performance.md.
 
-A generated world (`world`) is served by a process of its own (`relay`, `host`) to the real daemon, another process,
-on a real Postgres (`stand`). Afterwards the database is compared with the world's truth (`tables`), and what the
-machine could do at best is measured in the same run (`floor`), so that results compare by ratio.
+A separate process (`load_relay`, `export_host`) serves a generated workload (`workload`) to the real daemon, which runs
+in another process on a real Postgres (`harness`). Afterwards the database is compared with the workload
+(`database_rows`). The same run measures the floor (`floor`): the lower bound of the CPU time on this machine. Results
+from different machines are compared by their ratio to it.
 """

@@ -1,8 +1,9 @@
-"""`python -m benchmarks.live`: commits from a websocket to committed rows, through the real daemon.
+"""`python -m benchmarks.live`: measure commits from a websocket to committed rows, with the real daemon.
 
-One database, one stream, four parts of it: as fast as it goes; at an offered rate, for the latency; one stage after
-the other in this process, for what each costs; and the rows alone, by a bare script. With `--known`, the daemon is
-made to hold the identities of so many more repos first. In the end the database must equal the world.
+The stream of one workload has four parts. The first is sent at the maximum rate, the second at a given rate to measure
+the latency. The third is applied in this process to measure each stage. For the fourth, a bare script writes only the
+rows. With `--known`, the daemon first loads the identities of that many other repos. At the end, the database is
+compared with the expected result.
 """
 
 import asyncio
@@ -20,22 +21,36 @@ from time import monotonic
 
 import click
 
-from benchmarks import floor, stages, stand, tables, usage
-from benchmarks.floor import Message
-from benchmarks.report import MIB, MICRO, Figures, Report, costs, cpu_of, machine, making, show
-from benchmarks.stand import PATIENCE, BenchmarkError, Daemon, Database, Load
-from benchmarks.watch import Watch, watch
-from benchmarks.world import Spec, World, load_world
+from benchmarks import cpu_usage, database_rows, floor, harness, idle_rows, live_stages
+from benchmarks.arrival_watch import ArrivalWatch, watch_arrivals
+from benchmarks.floor import ParsedMessage
+from benchmarks.harness import TIMEOUT_SECONDS, BenchmarkError, DaemonProcess, Database, LoadProcess
+from benchmarks.report import MIB, MICRO, Figures, Report, costs, cpu_of, generation_progress, machine, show
+from benchmarks.workload import Workload, WorkloadSpec, load_workload
 from indexer.atproto.crypto import parse_did_key
-from indexer.log import configure_logging
-from indexer.sync.repo import SyncStatus
+from indexer.monitoring.log import configure_logging
+from indexer.sync.repo_state import SyncStatus
 
-_IDENTITIES = "indexer_identity_cache_total database"  # brought into memory, where 200,000 stay
+_CACHED_IDENTITIES = "indexer_identity_cache_total database"
+"""The metric of identities that were loaded from the database into memory, where up to 200,000 are cached."""
+_RATE = "commits/s, verified and durable"
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """How many commits go which way, at what offered rate a second the paced ones, to how many processes."""
+class LiveOptions:
+    """The options of the benchmark.
+
+    Attributes:
+        fast: Number of commits sent at the maximum rate.
+        paced: Number of commits sent at `rate`.
+        staged: Number of commits applied stage by stage.
+        bare: Number of commits whose rows a bare script writes.
+        rate: Commits per second.
+        shards: Number of daemon processes.
+        known: Number of idle repos whose identities are in memory.
+        idle_repos: Number of idle repos in the database.
+        idle_records: Number of records of idle repos in the database.
+    """
 
     fast: int
     paced: int
@@ -48,166 +63,186 @@ class Plan:
     idle_records: int
 
     def parts(self) -> list[range]:
+        """Return the commit numbers of the four parts."""
         ends = accumulate((0, self.fast, self.paced, self.staged, self.bare))
         return [range(start + 1, end + 1) for start, end in pairwise(ends)]
 
 
 @click.command()
-@click.option("--repos", default=1_000, show_default=True, help="Repos that commit.")
-@click.option("--records", default=1_200, show_default=True, help="Records of each, on average.")
-@click.option("--fast", default=30_000, show_default=True, help="Commits sent as fast as they are taken.")
-@click.option("--paced", default=10_000, show_default=True, help="Commits sent at --rate.")
-@click.option("--rate", default=1_000, show_default=True, help="Commits offered a second, for the latency.")
-@click.option("--staged", default=5_000, show_default=True, help="Commits applied stage by stage, without a daemon.")
-@click.option("--bare", default=10_000, show_default=True, help="Commits whose rows a bare script writes.")
-@click.option("--shards", default=1, show_default=True, help="Processes that share the stream.")
+@click.option("--repos", default=1_000, show_default=True, help="Number of repos with commits.")
+@click.option("--records", default=1_200, show_default=True, help="Mean number of records of a repo.")
+@click.option("--fast", default=30_000, show_default=True, help="Number of commits sent at the maximum rate.")
+@click.option("--paced", default=10_000, show_default=True, help="Number of commits sent at --rate.")
+@click.option("--rate", default=1_000, show_default=True, help="Commits per second for the latency.")
 @click.option(
-    "--known", default=0, show_default=True, help="Idle repos that the daemon meets first, at most a million."
+    "--staged", default=5_000, show_default=True, help="Number of commits applied stage by stage, without a daemon."
 )
-@tables.idle_options
+@click.option("--bare", default=10_000, show_default=True, help="Number of commits whose rows a bare script writes.")
+@click.option("--shards", default=1, show_default=True, help="Number of daemon processes that share the stream.")
+@click.option(
+    "--known",
+    default=0,
+    show_default=True,
+    help="Number of idle repos whose identities are in memory, at most 1000000.",
+)
+@idle_rows.idle_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def main(repos: int, records: int, as_json: bool, **plan: int) -> None:
-    """Commits a second from a websocket to committed rows; exit code 1 if the database isn't the world's in the end."""
-    chosen = Plan(**plan)
+def main(repos: int, records: int, as_json: bool, **options: int) -> None:
+    """Measure commits per second from a websocket to committed rows.
+
+    Exit code 1: the database differs from the expected result at the end.
+    """
+    chosen = LiveOptions(**options)
     commits = chosen.fast + chosen.paced + chosen.staged + chosen.bare
-    world = load_world(Spec(repos, records, sigma=0.4, commits=commits), making)
+    workload = load_workload(WorkloadSpec(repos, records, sigma=0.4, commits=commits), generation_progress)
     configure_logging(level="warning")
     with tempfile.TemporaryDirectory(prefix="indexer-benchmark-") as directory:
-        report, wrong = asyncio.run(measure(world, chosen, Path(directory)))
+        report, differences = asyncio.run(measure(workload, chosen, Path(directory)))
     show(report, as_json=as_json)
-    for difference in wrong:
+    for difference in differences:
         click.echo(f"DIFFERENT: {difference}", err=True)
-    sys.exit(1 if wrong else 0)
+    sys.exit(1 if differences else 0)
 
 
-async def measure(world: World, plan: Plan, directory: Path) -> tuple[Report, list[str]]:
-    """The figures, and what the database has otherwise than the world."""
-    _, _, staged, bare = plan.parts()
-    keys = {account.did: parse_did_key(account.key) for account in world.accounts}
-    async with stand.database(directory) as database, stand.load("relay", world) as load:
-        await tables.fill(database.dsn, world, lambda _: load.url, status=SyncStatus.SYNCHRONIZED)
-        await tables.add_idle(database.dsn, world, max(plan.idle_repos, plan.known), plan.idle_records)
-        await tables.add_identities(database.dsn, plan.known)
-        await tables.settle(database.dsn)
-        report = await _through_daemons(world, plan, database, load, directory)
+async def measure(workload: Workload, options: LiveOptions, directory: Path) -> tuple[Report, list[str]]:
+    """Run the benchmark; return the figures, and the differences between database and expected result."""
+    _, _, staged, bare = options.parts()
+    keys = {account.did: parse_did_key(account.key) for account in workload.accounts}
+    async with harness.database(directory) as database, harness.load_process("load_relay", workload) as load:
+        await database_rows.insert_workload(database.dsn, workload, lambda _: load.url, status=SyncStatus.SYNCHRONIZED)
+        await idle_rows.add_idle(database.dsn, workload, max(options.idle_repos, options.known), options.idle_records)
+        await idle_rows.add_identities(database.dsn, options.known)
+        await database_rows.vacuum_and_checkpoint(database.dsn)
+        report = await _measure_daemons(workload, options, database, load, directory)
 
-        received = await _receive(load, staged)
-        spent = await stages.apply(database.dsn, list(world.frames(staged)), keys, load.url)
-        report["one after the other"] = costs("commit", {"socket": received} | spent, len(staged))
+        received = await _receive_seconds(load, staged)
+        stages = await live_stages.apply_in_stages(database.dsn, list(workload.frames(staged)), keys, load.url)
+        report["stages measured one by one"] = costs("commit", {"socket": received} | stages, len(staged))
 
-        verifiers = {did: floor.verifier(key) for did, key in keys.items()}
-        messages = [floor.take_apart(frame, verifiers) for frame in world.frames(bare)]
-        report["floor"] = await _floor(report["as fast as it goes"], database, messages)
+        checks = {did: floor.signature_check(key) for did, key in keys.items()}
+        messages = [floor.parse_message(frame, checks) for frame in workload.frames(bare)]
+        report["floor"] = await _measure_floor(report["maximum rate"], database, messages)
 
-        changes = sum((Counter(account.changes) for account in world.accounts), Counter[str]())
-        wrong = await tables.differences(database.dsn, world, changes - floor.changes(messages))
-    return report | {"machine": machine()}, wrong
+        changes = sum((Counter(account.changes) for account in workload.accounts), Counter[str]())
+        differences = await database_rows.find_differences(
+            database.dsn, workload, changes - floor.count_changes(messages)
+        )
+    return report | {"machine": machine()}, differences
 
 
-async def _receive(load: Load, seqs: range) -> float:
-    receiving = asyncio.create_task(stages.receive(load.url, len(seqs)))
-    await load.subscribed(1)
-    await load.tell(seqs[0], seqs[-1], 0)
+async def _receive_seconds(load: LoadProcess, commits: range) -> float:
+    receiving = asyncio.create_task(live_stages.receive_seconds(load.url, len(commits)))
+    await load.wait_for_subscribers(1)
+    await load.command(commits[0], commits[-1], 0)
     return await receiving
 
 
-async def _through_daemons(world: World, plan: Plan, database: Database, load: Load, directory: Path) -> Report:
-    fast, paced, *_ = plan.parts()
+async def _measure_daemons(
+    workload: Workload, options: LiveOptions, database: Database, load: LoadProcess, directory: Path
+) -> Report:
+    fast, paced, *_ = options.parts()
     async with AsyncExitStack() as stack:
         daemons = [
-            await stack.enter_async_context(_daemon(database, load, directory, f"{index}/{plan.shards}"))
-            for index in range(plan.shards)
+            await stack.enter_async_context(_daemon(database, load, directory, f"{index}/{options.shards}"))
+            for index in range(options.shards)
         ]
-        await load.subscribed(plan.shards)
+        await load.wait_for_subscribers(options.shards)
         for daemon in daemons:
-            await daemon.counted()
-        await _meet(load, daemons, plan.known)
-        watching = await stack.enter_async_context(watch(database.dsn, world, daemons))
-        parts = {"daemon": [daemon.process.pid for daemon in daemons], "Postgres": [database.pid]}
-        parts["load"] = [load.process.pid]
-        before = {name: usage.cpu_seconds(pids) for name, pids in parts.items()}
-        begun = await stand.sum_metrics(daemons)
-        await load.tell(fast[0], fast[-1], 0)
-        await watching.until(fast)
-        used = {name: usage.cpu_seconds(pids) - before[name] for name, pids in parts.items()}
-        speed = _speed(watching, fast, used)
-        metrics = await stand.sum_metrics(daemons)
-        speed["identities in the daemons' memory"] = metrics[_IDENTITIES]
-        metrics.subtract(begun)
+            await daemon.wait_until_counted()
+        await _load_identities(load, daemons, options.known)
+        watch = await stack.enter_async_context(watch_arrivals(database.dsn, workload, daemons))
+        pids = {"daemon": [daemon.process.pid for daemon in daemons], "Postgres": [database.pid]}
+        pids["load"] = [load.process.pid]
 
-        await load.told("began")
-        await load.tell(paced[0], paced[-1], plan.rate)
-        began = await load.told("began")
-        await watching.until(paced)
-        speed["peak RSS of the daemon, MiB"] = max(map(usage.peak_rss, parts["daemon"])) / MIB
+        cpu_before = {part: cpu_usage.cpu_seconds(pids[part]) for part in pids}
+        metrics_before = await harness.sum_metrics(daemons)
+        await load.command(fast[0], fast[-1], 0)
+        await watch.wait_for(fast)
+        cpu = {part: cpu_usage.cpu_seconds(pids[part]) - cpu_before[part] for part in pids}
+        speed = _speed(watch, fast, cpu)
+        metrics = await harness.sum_metrics(daemons)
+        speed["identities in memory"] = metrics[_CACHED_IDENTITIES]
+        metrics.subtract(metrics_before)
+
+        await load.read("began")
+        await load.command(paced[0], paced[-1], options.rate)
+        began = await load.read("began")
+        await watch.wait_for(paced)
+        speed["peak RSS of the daemon, MiB"] = max(map(cpu_usage.peak_rss, pids["daemon"])) / MIB
         for daemon in daemons:
             await daemon.stop()
-        await load.subscribed(0)
+        await load.wait_for_subscribers(0)
     return {
-        "as fast as it goes": speed,
-        "the daemon's own clocks": costs("commit", _clocks(metrics), len(fast)),
-        f"offered {plan.rate} commits/s": _latency(watching, paced, began, plan.rate),
+        "maximum rate": speed,
+        "elapsed time by stage in the daemon": costs("commit", _stage_seconds(metrics), len(fast)),
+        f"latency at {options.rate} commits/s": _latency(watch, paced, began, options.rate),
     }
 
 
-async def _meet(load: Load, daemons: Sequence[Daemon], count: int) -> None:
-    """Has the daemons look up the keys of so many idle repos, and so keep them."""
+async def _load_identities(load: LoadProcess, daemons: Sequence[DaemonProcess], count: int) -> None:
+    """Let the daemons look up the keys of `count` idle repos, so that these identities are in memory."""
     if not count:
         return
-    await load.tell(count)
-    await load.told("began")
-    began, found = monotonic(), 0.0
-    while (now := (await stand.sum_metrics(daemons))[_IDENTITIES]) < count:
-        began, found = (monotonic() if now > found else began), now
-        if monotonic() - began > PATIENCE:
-            raise BenchmarkError(f"of {count} identities only {found:.0f} are in the daemon's memory")
+    await load.command(count)
+    await load.read("began")
+    last_progress, loaded = monotonic(), 0.0
+    while (now := (await harness.sum_metrics(daemons))[_CACHED_IDENTITIES]) < count:
+        last_progress, loaded = (monotonic() if now > loaded else last_progress), now
+        if monotonic() - last_progress > TIMEOUT_SECONDS:
+            raise BenchmarkError(f"only {loaded:.0f} of {count} identities are in memory")
         await asyncio.sleep(0.1)
 
 
-def _daemon(database: Database, load: Load, directory: Path, shard: str) -> AbstractAsyncContextManager[Daemon]:
-    place = directory / f"daemon {shard.replace('/', ' of ')}"
-    return stand.daemon(database.dsn, place, relays=load.url, start="oldest", roles="live", shard=shard)
+def _daemon(
+    database: Database, load: LoadProcess, directory: Path, shard: str
+) -> AbstractAsyncContextManager[DaemonProcess]:
+    data = directory / f"daemon {shard.replace('/', ' of ')}"
+    return harness.daemon(database.dsn, data, relays=load.url, start="oldest", roles="live", shard=shard)
 
 
-def _speed(watching: Watch, seqs: range, used: Mapping[str, float]) -> Figures:
-    """From the first batch that was seen, which is not counted, to the last one."""
-    batches = Counter(watching.seen[seq] for seq in seqs)
+def _speed(watch: ArrivalWatch, commits: range, cpu: Mapping[str, float]) -> Figures:
+    """Return the rate between the first and the last batch. The first batch itself is not counted."""
+    batches = Counter(watch.visible_at[number] for number in commits)
     first, last = min(batches), max(batches)
-    rate = (len(seqs) - batches[first]) / (last - first) if last > first else 0.0
+    rate = (len(commits) - batches[first]) / (last - first) if last > first else 0.0
     return {
-        "commits/s, verified and durable": rate,
-        "commits a batch, median": median(batches.values()),
-        "commits a batch, most": max(batches.values()),
-        **{cpu_of(name, "commit"): seconds / len(seqs) * MICRO for name, seconds in used.items()},
+        _RATE: rate,
+        "commits per batch, median": median(batches.values()),
+        "commits per batch, maximum": max(batches.values()),
+        **{cpu_of(part, "commit"): seconds / len(commits) * MICRO for part, seconds in cpu.items()},
     }
 
 
-def _clocks(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Seconds in each stage, waiting for a core or the database included; the stages of a batch don't overlap."""
+def _stage_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the elapsed time of each stage, including waits. The stages of a batch do not overlap."""
     return {stage: metrics[f"indexer_batch_seconds_sum {stage}"] for stage in ("load", "plan", "apply")}
 
 
-def _latency(watching: Watch, seqs: range, began: float, rate: int) -> Figures:
-    """From when a message was due to be sent to when its rows could be read."""
-    waits = sorted((watching.seen[seq] - began - place / rate) * 1_000 for place, seq in enumerate(seqs, 1))
-    batches = Counter(watching.seen[seq] for seq in seqs)
+def _latency(watch: ArrivalWatch, commits: range, began: float, rate: int) -> Figures:
+    """Return the time from when each commit was due to be sent until its rows were visible."""
+    latencies = sorted(
+        (watch.visible_at[number] - began - index / rate) * 1_000 for index, number in enumerate(commits, 1)
+    )
+    batches = Counter(watch.visible_at[number] for number in commits)
     return {
-        "p50, ms": waits[len(waits) // 2],
-        "p99, ms": waits[len(waits) * 99 // 100],
-        "most, ms": waits[-1],
-        "commits a batch, median": median(batches.values()),
+        "p50, ms": latencies[len(latencies) // 2],
+        "p99, ms": latencies[len(latencies) * 99 // 100],
+        "maximum, ms": latencies[-1],
+        "commits per batch, median": median(batches.values()),
     }
 
 
-async def _floor(speed: Figures, database: Database, messages: Sequence[Message]) -> Figures:
-    batches = [floor.statements(messages[at : at + floor.BATCH]) for at in range(0, len(messages), floor.BATCH)]
+async def _measure_floor(speed: Figures, database: Database, messages: Sequence[ParsedMessage]) -> Figures:
+    batches = [
+        floor.batch_statements(messages[start : start + floor.BATCH_SIZE])
+        for start in range(0, len(messages), floor.BATCH_SIZE)
+    ]
     gc.freeze()
-    proof = floor.prove([message.proof for message in messages])
-    async with floor.script(database.dsn, lambda: usage.cpu_seconds([database.pid])) as script:
+    verification = floor.verification_seconds([message.verification for message in messages]) / len(messages)
+    async with floor.bare_script(database.dsn, lambda: cpu_usage.cpu_seconds([database.pid])) as script:
         for batch in batches:
             await script.write(batch)
-    rate = float(speed["commits/s, verified and durable"])
-    return floor.compared("commit", speed, rate, proof / len(messages), script.clock, len(messages))
+    return floor.compare_with_floor("commit", speed, float(speed[_RATE]), verification, script.clock, len(messages))
 
 
 if __name__ == "__main__":

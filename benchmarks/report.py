@@ -1,4 +1,4 @@
-"""What a benchmark prints: tables for people, or JSON; and how far the making of a world is."""
+"""Print the results of a benchmark as tables or JSON, and show progress."""
 
 import platform
 from collections.abc import Iterable, Mapping
@@ -15,19 +15,21 @@ import indexer
 T = TypeVar("T")
 
 Figures = dict[str, float | str]
-"""By what they are; the unit is in the name."""
+"""By name, which contains the unit."""
 
 Report = dict[str, Figures]
+"""By section."""
 
 MICRO, MIB = 1_000_000, 1 << 20
 
 
 def cpu_of(part: str, unit: str) -> str:
-    """The name of a figure."""
-    return f"CPU of the {part}, µs per {unit}"
+    """Return the name of a figure of CPU time."""
+    return f"{part} CPU, µs per {unit}"
 
 
 def machine() -> Figures:
+    """Return the CPU, its cores, and the versions of Python and of the indexer."""
     cpu = next(
         (line.partition(": ")[2] for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
         platform.machine(),
@@ -37,16 +39,18 @@ def machine() -> Figures:
 
 
 def costs(unit: str, seconds: Mapping[str, float], count: int) -> Figures:
-    """µs for each of `count` units, by stage and all in all."""
+    """Return the µs per unit of each stage and in total, for `count` units."""
     figures = {stage: value / count * MICRO for stage, value in seconds.items()}
-    return {f"{stage}, µs per {unit}": value for stage, value in (figures | {"all": sum(figures.values())}).items()}
+    return {f"{stage}, µs per {unit}": value for stage, value in (figures | {"total": sum(figures.values())}).items()}
 
 
-def making(items: Iterable[T], count: int) -> Iterable[T]:
-    return track(items, "Making the world, once", count, console=Console(stderr=True))
+def generation_progress(items: Iterable[T], count: int) -> Iterable[T]:
+    """Yield `items` and show a progress bar on stderr."""
+    return track(items, "Generating the workload, once", count, console=Console(stderr=True))
 
 
 def show(report: Report, *, as_json: bool) -> None:
+    """Print a report."""
     if as_json:
         Console().print_json(orjson.dumps(report).decode())
         return

@@ -1,8 +1,8 @@
-"""`python -m benchmarks.resync`: exports of whole repos to rows, through the real daemon.
+"""`python -m benchmarks.resync`: measure exports of whole repos to rows, with the real daemon.
 
-Either nothing is stored yet, or, with `--stored`, everything but one record in a hundred. Some repos are left out and
-then resynchronized one stage after the other in this process, for what each costs. In the end the database must equal
-the world.
+At the beginning no record is stored or, with `--stored`, all records are, of which one in a hundred differs. Some repos
+are resynchronized in this process afterwards, to measure each stage. At the end, the database is compared with the
+expected result.
 """
 
 import asyncio
@@ -22,32 +22,42 @@ from typing import Any
 import asyncpg
 import click
 
-from benchmarks import floor, stand, tables, usage
-from benchmarks.host import host_of
-from benchmarks.report import MIB, MICRO, Figures, Report, costs, cpu_of, machine, making, show
-from benchmarks.resync_stages import STAGES, resyncs
-from benchmarks.stand import BenchmarkError, Daemon, Database, Load
-from benchmarks.world import Account, Spec, World, load_world
+from benchmarks import cpu_usage, database_rows, floor, harness, idle_rows
+from benchmarks.export_host import host_of
+from benchmarks.harness import BenchmarkError, DaemonProcess, Database, LoadProcess
+from benchmarks.report import MIB, MICRO, Figures, Report, costs, cpu_of, generation_progress, machine, show
+from benchmarks.resync_stages import STAGES, timed_resyncs
+from benchmarks.workload import Workload, WorkloadAccount, WorkloadSpec, load_workload
 from indexer.atproto.crypto import parse_did_key
-from indexer.log import configure_logging
+from indexer.monitoring.log import configure_logging
 from indexer.store import Store
-from indexer.sync.repo import SyncStatus
+from indexer.sync.repo_state import SyncStatus
 
-SIGMA = 1.5  # of the sizes' logarithms: half of the repos have less than a third of the mean
-HUGE_PATIENCE = 600.0  # seconds, for the one resync that is left
+SIGMA = 1.5
+"""Standard deviation of the logarithm of the sizes: half of the repos have less than a third of the mean."""
+TIMEOUT_SECONDS = 600.0
+"""Maximum time to wait until the next repo is synchronized."""
+HUGE_RECORDS = 1_000_000
 
 _WAITING = """
     select count(*) from indexer.repo
-    where status = 'desynchronized' and active and coalesce(next_attempt_at, '-infinity'::timestamptz) < 'infinity'
+    where sync_status = 'desynchronized' and active and coalesce(next_attempt_at, '-infinity'::timestamptz) < 'infinity'
 """
-_LEFT = f"select ({_WAITING}) + (select count(*) from indexer.repo where status = 'in-progress')"
-_CHUNKS = "select count(*) from indexer.change where collection is not null and not live group by segment, batch"
+_UNFINISHED = f"select ({_WAITING}) + (select count(*) from indexer.repo where sync_status = 'in-progress')"
+_WRITE_SIZES = "select count(*) from indexer.change where collection is not null and not live group by segment, batch"
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What is stored already and beside, how many resyncs run at once in how many daemons, how many repos are left to
-    this process.
+class ResyncOptions:
+    """The options of the benchmark.
+
+    Attributes:
+        stored: The records are stored already, and one in a hundred differs.
+        staged: Number of repos resynchronized in this process.
+        workers: Number of resync workers per daemon.
+        processes: Number of daemon processes.
+        idle_repos: Number of idle repos in the database.
+        idle_records: Number of records of idle repos in the database.
     """
 
     stored: bool
@@ -59,173 +69,187 @@ class Plan:
 
 
 @click.command()
-@click.option("--repos", default=400, show_default=True, help="Repos to resynchronize.")
-@click.option("--records", default=1_200, show_default=True, help="Records of each, on average.")
-@click.option("--huge", is_flag=True, help="One more repo, of a million records.")
-@click.option("--stored", is_flag=True, help="All records are stored already, but one in a hundred differs.")
-@click.option("--staged", default=40, show_default=True, help="Of the repos, those resynchronized stage by stage.")
-@click.option("--workers", default=8, show_default=True, help="Resyncs at once.")
-@click.option("--processes", default=1, show_default=True, help="Daemons that share the work.")
-@tables.idle_options
+@click.option("--repos", default=400, show_default=True, help="Number of repos to resynchronize.")
+@click.option("--records", default=1_200, show_default=True, help="Mean number of records of a repo.")
+@click.option("--huge", is_flag=True, help="Add one repo with a million records.")
+@click.option("--stored", is_flag=True, help="Store all records before, with one in a hundred different.")
+@click.option("--staged", default=40, show_default=True, help="Number of the repos resynchronized stage by stage.")
+@click.option("--workers", default=8, show_default=True, help="Number of resync workers per daemon.")
+@click.option("--processes", default=1, show_default=True, help="Number of daemon processes that share the work.")
+@idle_rows.idle_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def main(repos: int, records: int, huge: bool, as_json: bool, **plan: Any) -> None:
-    """Records a second from exports to rows; exit code 1 if the database isn't the world's in the end."""
-    if plan["staged"] >= repos + huge:
-        raise click.UsageError("--staged must leave repos for the daemons")
-    world = load_world(Spec(repos, records, SIGMA, huge=1_000_000 * huge, exports=True), making)
+def main(repos: int, records: int, huge: bool, as_json: bool, **options: Any) -> None:
+    """Measure records per second from exports to rows.
+
+    Exit code 1: the database differs from the expected result at the end.
+    """
+    if options["staged"] >= repos + huge:
+        raise click.UsageError("--staged must be less than the number of repos")
+    spec = WorkloadSpec(repos, records, SIGMA, huge=HUGE_RECORDS * huge, exports=True)
+    workload = load_workload(spec, generation_progress)
     configure_logging(level="warning")
     with tempfile.TemporaryDirectory(prefix="indexer-benchmark-") as directory:
-        report, wrong = asyncio.run(measure(world, Plan(**plan), Path(directory)))
+        report, differences = asyncio.run(measure(workload, ResyncOptions(**options), Path(directory)))
     show(report, as_json=as_json)
-    for difference in wrong:
+    for difference in differences:
         click.echo(f"DIFFERENT: {difference}", err=True)
-    sys.exit(1 if wrong else 0)
+    sys.exit(1 if differences else 0)
 
 
-async def measure(world: World, plan: Plan, directory: Path) -> tuple[Report, list[str]]:
-    """The figures, and what the database has otherwise than the world."""
-    staged, others = world.accounts[: plan.staged], world.accounts[plan.staged :]
-    async with stand.database(directory) as database, stand.load("host", world) as load:
-        await _fill(database.dsn, world, plan, await load.told("hosts"))
-        report = await _through_daemons(others, plan, database, load, directory)
-        report["one after the other"] = await _in_stages(staged, database.dsn, load, directory)
-        report["floor"] = await _floor(report["resyncs"], world, plan, database)
-        changes = sum((Counter(account.changes) for account in world.accounts), Counter[str]())
-        if not plan.stored:
-            changes = Counter({"create": _records(world.accounts)})
-        wrong = await tables.differences(database.dsn, world, changes)
-    return report | {"machine": machine()}, wrong
+async def measure(workload: Workload, options: ResyncOptions, directory: Path) -> tuple[Report, list[str]]:
+    """Run the benchmark; return the figures, and the differences between database and expected result."""
+    staged, others = workload.accounts[: options.staged], workload.accounts[options.staged :]
+    async with harness.database(directory) as database, harness.load_process("export_host", workload) as load:
+        await _fill(database.dsn, workload, options, await load.read("hosts"))
+        report = await _measure_daemons(others, options, database, load, directory)
+        report["stages measured one by one"] = await _measure_stages(staged, database.dsn, load, directory)
+        report["floor"] = await _measure_floor(report["resyncs"], workload, options, database)
+        changes = sum((Counter(account.changes) for account in workload.accounts), Counter[str]())
+        if not options.stored:
+            changes = Counter({"create": _records(workload.accounts)})
+        differences = await database_rows.find_differences(database.dsn, workload, changes)
+    return report | {"machine": machine()}, differences
 
 
-async def _fill(dsn: str, world: World, plan: Plan, hosts: Sequence[str]) -> None:
-    """All repos wait for a resync, and none is due before it is let go."""
-    if plan.stored:
-        await tables.fill(dsn, world, partial(host_of, hosts=hosts), status=SyncStatus.DESYNCHRONIZED)
+async def _fill(dsn: str, workload: Workload, options: ResyncOptions, hosts: Sequence[str]) -> None:
+    """Insert all repos as desynchronized and postpone their resyncs."""
+    if options.stored:
+        pds_of = partial(host_of, hosts=hosts)
+        await database_rows.insert_workload(dsn, workload, pds_of, status=SyncStatus.DESYNCHRONIZED)
     else:
         store = await Store.open(dsn)
-        await store.add([account.did for account in world.accounts])
+        await store.add_repos([account.did for account in workload.accounts])
         await store.close()
-    await tables.hold_back(dsn)
-    await tables.add_idle(dsn, world, plan.idle_repos, plan.idle_records)
-    await tables.settle(dsn)
+    await database_rows.postpone_resyncs(dsn)
+    await idle_rows.add_idle(dsn, workload, options.idle_repos, options.idle_records)
+    await database_rows.vacuum_and_checkpoint(dsn)
 
 
-async def _through_daemons(
-    accounts: Sequence[Account], plan: Plan, database: Database, load: Load, directory: Path
+async def _measure_daemons(
+    accounts: Sequence[WorkloadAccount],
+    options: ResyncOptions,
+    database: Database,
+    load: LoadProcess,
+    directory: Path,
 ) -> Report:
     async with AsyncExitStack() as stack:
         daemons = [
             await stack.enter_async_context(
-                stand.daemon(
+                harness.daemon(
                     database.dsn,
                     directory / f"daemon {index}",
                     roles="resync",
-                    shard=f"{index}/{plan.processes}",
+                    shard=f"{index}/{options.processes}",
                     plc_url=load.url,
                     resync_source="pds",
-                    resync_workers=plan.workers,
+                    resync_workers=options.workers,
                     **dict.fromkeys(("plc_rate", "host_rate", "host_concurrency", "outbound_rate"), 100_000),
                 )
             )
-            for index in range(plan.processes)
+            for index in range(options.processes)
         ]
         for daemon in daemons:
-            await daemon.counted()
-        parts = {"daemon": [daemon.process.pid for daemon in daemons], "Postgres": [database.pid]}
-        parts["load"] = [load.process.pid]
-        before = {name: usage.cpu_seconds(pids) for name, pids in parts.items()}
-        passed = await _synchronized(database.dsn, [account.did for account in accounts], daemons)
-        used = {name: usage.cpu_seconds(pids) - before[name] for name, pids in parts.items()}
-        peak = max(map(usage.peak_rss, parts["daemon"]))
-        metrics = await stand.sum_metrics(daemons)
+            await daemon.wait_until_counted()
+        pids = {"daemon": [daemon.process.pid for daemon in daemons], "Postgres": [database.pid]}
+        pids["load"] = [load.process.pid]
+        cpu_before = {part: cpu_usage.cpu_seconds(pids[part]) for part in pids}
+        elapsed = await _resync_all(database.dsn, [account.did for account in accounts], daemons)
+        cpu = {part: cpu_usage.cpu_seconds(pids[part]) - cpu_before[part] for part in pids}
+        peak = max(map(cpu_usage.peak_rss, pids["daemon"]))
+        metrics = await harness.sum_metrics(daemons)
         for daemon in daemons:
             await daemon.stop()
-    speed = _speed(accounts, passed, used) | await _chunks(database.dsn)
+    speed = _speed(accounts, elapsed, cpu) | await _write_sizes(database.dsn)
     return {
         "resyncs": speed | {"peak RSS of the daemon, MiB": peak / MIB},
-        "the daemon's own clocks": costs("record", _clocks(metrics), _records(accounts)),
-        "share of a resync's time": _shares(_clocks(metrics)),
+        "elapsed time by stage in the daemon": costs("record", _stage_seconds(metrics), _records(accounts)),
+        "share of the time of a resync": _shares(_stage_seconds(metrics)),
     }
 
 
-async def _synchronized(dsn: str, dids: Sequence[str], daemons: Sequence[Daemon]) -> float:
-    """Lets these repos go; seconds from the first claim until all are synchronized, or given up.
+async def _resync_all(dsn: str, dids: Sequence[str], daemons: Sequence[DaemonProcess]) -> float:
+    """Make these repos due; return the seconds from the first claim until none is waiting or in progress.
 
-    Raises `BenchmarkError` if none becomes so for long, or a daemon ends.
+    Raises:
+        BenchmarkError: No repo was finished for `TIMEOUT_SECONDS`, or a daemon ended.
     """
     connection = await asyncpg.connect(dsn)
-    await tables.let_go(dsn, dids)
+    await database_rows.make_due(dsn, dids)
     while await connection.fetchval(_WAITING) == len(dids):  # noqa: ASYNC110 - another process changes it
         await asyncio.sleep(0.005)
-    began = moved = monotonic()
+    began = last_progress = monotonic()
     before = -1
-    while left := await connection.fetchval(_LEFT):
+    while left := await connection.fetchval(_UNFINISHED):
         for daemon in daemons:
-            daemon.check()
-        moved, before = (moved if left == before else monotonic()), left
-        if monotonic() - moved > HUGE_PATIENCE:
+            daemon.raise_if_ended()
+        last_progress, before = (last_progress if left == before else monotonic()), left
+        if monotonic() - last_progress > TIMEOUT_SECONDS:
             raise BenchmarkError(f"{left} repos are not synchronized")
         await asyncio.sleep(0.02)
     await connection.close()
     return monotonic() - began
 
 
-async def _in_stages(accounts: Sequence[Account], dsn: str, load: Load, directory: Path) -> Figures:
-    await tables.let_go(dsn, [account.did for account in accounts])
+async def _measure_stages(accounts: Sequence[WorkloadAccount], dsn: str, load: LoadProcess, directory: Path) -> Figures:
+    await database_rows.make_due(dsn, [account.did for account in accounts])
     gc.freeze()
-    async with resyncs(dsn, load.url, directory / "spool") as running:
-        return costs("record", await running.run(), _records(accounts))
+    async with timed_resyncs(dsn, load.url, directory / "spool") as resyncs:
+        return costs("record", await resyncs.run(), _records(accounts))
 
 
-async def _floor(speed: Figures, world: World, plan: Plan, database: Database) -> Figures:
-    """The same changes to the same rows."""
+async def _measure_floor(speed: Figures, workload: Workload, options: ResyncOptions, database: Database) -> Figures:
+    """Verify the same exports and write the same changes to the same rows."""
     gc.freeze()
-    verifiers = {account.did: floor.verifier(parse_did_key(account.key)) for account in world.accounts}
-    proofs = [
-        floor.prove_export(world.exports[slice(*account.export)], verifiers[account.did]) for account in world.accounts
-    ]
-    async with floor.script(database.dsn, lambda: usage.cpu_seconds([database.pid])) as script:
-        if plan.stored:
-            await script.copy(world.directory / "rows")
-        heads = {account.did: floor.head_row(account) for account in world.accounts}
-        async for changes in floor.written(database.dsn, list(heads)):
+    verification = sum(
+        floor.export_verification_seconds(
+            workload.exports[slice(*account.export)], floor.signature_check(parse_did_key(account.key))
+        )
+        for account in workload.accounts
+    )
+    async with floor.bare_script(database.dsn, lambda: cpu_usage.cpu_seconds([database.pid])) as script:
+        if options.stored:
+            await script.copy_records(workload.directory / "rows")
+        heads = {account.did: floor.head_row(account) for account in workload.accounts}
+        async for changes in floor.read_changes(database.dsn, list(heads)):
             dids = {did for _, (did, *_) in changes} & heads.keys()
-            await script.rewrite([heads.pop(did) for did in sorted(dids)], changes)
-    records = _records(world.accounts)
-    return floor.compared("record", speed, float(speed["records/s"]), sum(proofs) / records, script.clock, records)
+            await script.write_export([heads.pop(did) for did in sorted(dids)], changes)
+    records = _records(workload.accounts)
+    return floor.compare_with_floor(
+        "record", speed, float(speed["records/s"]), verification / records, script.clock, records
+    )
 
 
-def _records(accounts: Sequence[Account]) -> int:
+def _records(accounts: Sequence[WorkloadAccount]) -> int:
     return sum(account.records for account in accounts)
 
 
-def _speed(accounts: Sequence[Account], passed: float, used: Mapping[str, float]) -> Figures:
+def _speed(accounts: Sequence[WorkloadAccount], elapsed: float, cpu: Mapping[str, float]) -> Figures:
     records = _records(accounts)
     return {
-        "repos/s": len(accounts) / passed,
-        "records/s": records / passed,
-        "MB/s": sum(end - start for start, end in (account.export for account in accounts)) / passed / 1e6,
-        "seconds": passed,
-        **{cpu_of(name, "record"): seconds / records * MICRO for name, seconds in used.items()},
+        "repos/s": len(accounts) / elapsed,
+        "records/s": records / elapsed,
+        "MB/s": sum(end - start for start, end in (account.export for account in accounts)) / elapsed / 1e6,
+        "seconds": elapsed,
+        **{cpu_of(part, "record"): seconds / records * MICRO for part, seconds in cpu.items()},
     }
 
 
-async def _chunks(dsn: str) -> Figures:
+async def _write_sizes(dsn: str) -> Figures:
     connection = await asyncpg.connect(dsn)
-    sizes = [row[0] for row in await connection.fetch(_CHUNKS)]
+    sizes = [row[0] for row in await connection.fetch(_WRITE_SIZES)]
     await connection.close()
-    return {"records a write, median": median(sizes), "records a write, most": max(sizes)}
+    return {"records per write, median": median(sizes), "records per write, maximum": max(sizes)}
 
 
-def _clocks(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Seconds of all resyncs, which overlap, by stage, waiting for a core or the database included."""
-    clocks = {stage: metrics[f"indexer_batch_seconds_sum {name}"] for name, stage in STAGES.items()}
-    return clocks | {"the rest": metrics["indexer_resync_seconds_sum"] - sum(clocks.values())}
+def _stage_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the elapsed time of each stage over all resyncs, which overlap, including waits."""
+    seconds = {stage: metrics[f"indexer_batch_seconds_sum {name}"] for name, stage in STAGES.items()}
+    return seconds | {"other": metrics["indexer_resync_seconds_sum"] - sum(seconds.values())}
 
 
-def _shares(clocks: Mapping[str, float]) -> Figures:
-    whole = sum(clocks.values())
-    return {f"{stage}, %": seconds / whole * 100 for stage, seconds in clocks.items()}
+def _shares(seconds: Mapping[str, float]) -> Figures:
+    total = sum(seconds.values())
+    return {f"{stage}, %": value / total * 100 for stage, value in seconds.items()}
 
 
 if __name__ == "__main__":

@@ -1,36 +1,36 @@
-"""A resync, one stage after the other in this process: what each costs a core when nothing runs beside it."""
+"""Measure the stages of resyncs in this process, one resync at a time and with nothing else running."""
 
 from collections.abc import AsyncIterator
 from contextlib import AbstractContextManager, asynccontextmanager
 from pathlib import Path
 from time import time
 
-from benchmarks.clock import Clock
-from benchmarks.stages import opened
-from benchmarks.stand import BenchmarkError
+from benchmarks.harness import BenchmarkError
+from benchmarks.live_stages import open_store
+from benchmarks.stage_clock import StageClock
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.syntax import CollectionFilter
-from indexer.identity import Identities, Resolver
-from indexer.metrics import Metrics
-from indexer.outbound import Outbound, Rates
+from indexer.identity import DidResolver, IdentityCache
+from indexer.monitoring.metrics import Metrics
+from indexer.outbound import OutboundClient, OutboundSettings, RateLimits
 from indexer.pds import PdsClient
-from indexer.service.resync import Resync
+from indexer.service.resync.attempt import ResyncAttempts
 from indexer.store import Store
-from indexer.sync.planning import Policy
+from indexer.sync.policy import Policy
 from indexer.sync.shard import BUCKETS
 
 STAGES = {"fetch": "fetch", "verify-export": "verify", "diff": "diff", "apply-export": "apply"}
-"""By the names that the daemon's metrics have for them."""
+"""The stages by their names in the metric `indexer_batch_seconds`."""
 
-_AT_ONCE = 100
-_LEASE = 3_600.0  # seconds
-_FREELY = 100_000  # requests a second
+_CLAIM_SIZE = 100
+_LEASE_SECONDS = 3_600.0
+_UNLIMITED = 100_000
 
 
-class _Marked(Metrics):
-    """Has the daemon's own marks of its stages move a clock."""
+class _ClockMetrics(Metrics):
+    """Metrics that measure the stages with a `StageClock`."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: StageClock) -> None:
         super().__init__()
         self._clock = clock
 
@@ -38,48 +38,56 @@ class _Marked(Metrics):
         return self._clock(STAGES[name])
 
 
-class Resyncs:
-    """Resyncs as the daemon does them, but one at a time."""
+class TimedResyncs:
+    """Performs resyncs as the daemon does, one at a time."""
 
-    def __init__(self, store: Store, outbound: Outbound, plc_url: str, directory: Path, clock: Clock) -> None:
-        metrics, policy = _Marked(clock), Policy(CollectionFilter(), DEFAULT_LIMITS)
-        resolver = Resolver(outbound, (plc_url,), plc_rate=_FREELY, allow_private_hosts=True, clock=time)
+    def __init__(
+        self, store: Store, outbound: OutboundClient, plc_url: str, directory: Path, clock: StageClock
+    ) -> None:
+        metrics, policy = _ClockMetrics(clock), Policy(CollectionFilter(), DEFAULT_LIMITS)
+        resolver = DidResolver(outbound, (plc_url,), plc_rate=_UNLIMITED, allow_private_hosts=True, clock=time)
         self._store = store
-        self._identities = Identities(resolver, store, metrics, clock=time, refresh_rate=_FREELY)
+        self._identities = IdentityCache(resolver, store, metrics, clock=time, refresh_rate=_UNLIMITED)
         pds = PdsClient(outbound, policy.limits, directory)
-        self._resync = Resync(store, self._identities, pds, policy, metrics, sources=(None,))
+        self._resync = ResyncAttempts(store, self._identities, pds, policy, metrics, sources=(None,))
         self._clock = clock
 
     async def run(self) -> dict[str, float]:
-        """Brings every repo that is due to the network's state; seconds by stage.
+        """Resync every repo that is due, and return the CPU seconds of each stage.
 
-        "the rest" is what a resync does outside of them: it reads what we have, locks, and commits.
+        "other" is the rest of a resync: reading the stored records, locking, and committing.
+
+        Raises:
+            BenchmarkError: A resync failed.
         """
-        self._clock.used.clear()
-        while claimed := await self._store.claim(_AT_ONCE, range(BUCKETS), _LEASE, time()):
+        self._clock.cpu.clear()
+        while claimed := await self._store.claim(_CLAIM_SIZE, range(BUCKETS), _LEASE_SECONDS, time()):
             for repo in claimed:
                 known = await self._identities.lookup(repo.did)
                 with self._clock.database():
                     result = await self._resync.attempt(repo, known, lambda: None)
                 if result != "synchronized":
                     raise BenchmarkError(f"{repo.did} is {result}")
-        used = self._clock.used
-        apart = {stage: used[stage] for stage in STAGES.values()}
-        return apart | {"the rest": used["client"] - sum(apart.values()), "database": used["database"]}
+        cpu = self._clock.cpu
+        stages = {stage: cpu[stage] for stage in STAGES.values()}
+        return stages | {"other": cpu["client"] - sum(stages.values()), "database": cpu["database"]}
 
     async def close(self) -> None:
+        """Close the identity cache."""
         await self._identities.close()
 
 
 @asynccontextmanager
-async def resyncs(dsn: str, plc_url: str, directory: Path) -> AsyncIterator[Resyncs]:
-    """With exports spooled in `directory`."""
-    rates = Rates(host=_FREELY, host_concurrency=_FREELY, total=_FREELY)
-    outbound = Outbound(user_agent="benchmark", allow_private_hosts=True, rates=rates)
+async def timed_resyncs(dsn: str, plc_url: str, directory: Path) -> AsyncIterator[TimedResyncs]:
+    """Connect the parts of resyncs. Exports are spooled in `directory`."""
+    rates = RateLimits(host=_UNLIMITED, host_concurrency=_UNLIMITED, total=_UNLIMITED)
+    outbound = OutboundClient(OutboundSettings("benchmark", allow_private_hosts=True, rates=rates))
     try:
-        async with opened(dsn) as (store, clock):
-            running = Resyncs(store, outbound, plc_url, directory, clock)
-            yield running
-            await running.close()
+        async with open_store(dsn) as (store, clock):
+            resyncs = TimedResyncs(store, outbound, plc_url, directory, clock)
+            try:
+                yield resyncs
+            finally:
+                await resyncs.close()
     finally:
         await outbound.close()

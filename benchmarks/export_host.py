@@ -1,7 +1,7 @@
-"""The load of `benchmarks.resync`, a process of its own: hosts with a world's exports, and a directory of its keys.
+"""The hosts of `benchmarks.resync`: a separate process with PDSes that serve exports, and a PLC directory.
 
-It says on its standard output, in lines of JSON: the directory's `url`, and the URLs of all `hosts`. It ends with its
-standard input.
+Standard output has one JSON object per line: the `url` of the directory, and the URLs of all `hosts`. The process ends
+when its standard input ends.
 """
 
 import asyncio
@@ -12,28 +12,36 @@ from pathlib import Path
 import orjson
 from aiohttp import hdrs, web
 
-from benchmarks.world import Account, World
+from benchmarks.workload import Workload, WorkloadAccount
 from indexer.atproto.cid import cid_text
-from indexer.localnet.pds import CAR_TYPE, GET_LATEST_COMMIT, GET_REPO
-from indexer.localnet.plc import Identity, did_document
+from indexer.localnet.local_pds import CAR_TYPE, GET_LATEST_COMMIT, GET_REPO
+from indexer.localnet.local_plc import LocalIdentity, did_document
 from indexer.sync.shard import bucket_of
 
-HOSTS = 16  # that share the accounts: a host of its own has places and a pace of its own in the daemon
-PIECE = 1 << 18
+HOSTS = 16
+"""PDSes that share the accounts. The daemon limits concurrency and rate per host."""
+CHUNK_BYTES = 1 << 18
 
 
 def host_of(did: str, hosts: Sequence[str]) -> str:
-    """The URL of an account's host."""
+    """Return the URL of an account's PDS."""
     return hosts[bucket_of(did) % len(hosts)]
 
 
-class Host:
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._accounts = {account.did: account for account in world.accounts}
+class ExportHost:
+    """An HTTP server on several ports.
+
+    Attributes:
+        urls: The URLs of the ports.
+    """
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+        self._accounts = {account.did: account for account in workload.accounts}
         self.urls: list[str] = []
 
     async def run(self) -> None:
+        """Serve until standard input ends."""
         application = web.Application()
         application.router.add_get(GET_REPO, self._repo)
         application.router.add_get(GET_LATEST_COMMIT, self._latest_commit)
@@ -43,8 +51,8 @@ class Host:
         for _ in range(HOSTS):
             await web.TCPSite(runner, "127.0.0.1", 0).start()
         self.urls = [f"http://127.0.0.1:{port}" for _, port in runner.addresses]
-        for said in ({"url": self.urls[0]}, {"hosts": self.urls}):
-            sys.stdout.buffer.write(orjson.dumps(said) + b"\n")
+        for fields in ({"url": self.urls[0]}, {"hosts": self.urls}):
+            sys.stdout.buffer.write(orjson.dumps(fields) + b"\n")
         sys.stdout.buffer.flush()
         await asyncio.to_thread(sys.stdin.read)
         await runner.cleanup()
@@ -54,8 +62,8 @@ class Host:
         response = web.StreamResponse(headers={hdrs.CONTENT_TYPE: CAR_TYPE})
         response.content_length = end - start
         await response.prepare(request)
-        for place in range(start, end, PIECE):
-            await response.write(self._world.exports[place : min(place + PIECE, end)])
+        for offset in range(start, end, CHUNK_BYTES):
+            await response.write(self._workload.exports[offset : min(offset + CHUNK_BYTES, end)])
         return response
 
     async def _latest_commit(self, request: web.Request) -> web.Response:
@@ -64,12 +72,12 @@ class Host:
 
     async def _document(self, request: web.Request) -> web.Response:
         account = self._accounts[request.match_info["did"]]
-        identity = Identity("person.test", account.key, host_of(account.did, self.urls))
+        identity = LocalIdentity("person.test", account.key, host_of(account.did, self.urls))
         return web.json_response(did_document(account.did, identity))
 
-    def _account(self, request: web.Request) -> Account:
+    def _account(self, request: web.Request) -> WorkloadAccount:
         return self._accounts[request.query["did"]]
 
 
 if __name__ == "__main__":
-    asyncio.run(Host(World(Path(sys.argv[1]))).run())
+    asyncio.run(ExportHost(Workload(Path(sys.argv[1]))).run())

@@ -1,17 +1,17 @@
-"""People and their records, in sizes and proportions like the network's."""
+"""Accounts with signed repos whose records and commits resemble those of the real network."""
 
 from base64 import b32encode
 from hashlib import sha256
 from random import Random
 from typing import Any, TypeVar
 
-from benchmarks.tree import Node, Tree
+from benchmarks.growing_tree import GrowingNode, GrowingTree
 from indexer.atproto import cbor
 from indexer.atproto.cid import RAW, cid_of, cid_text
 from indexer.atproto.commit import encode_signed, encode_unsigned
 from indexer.atproto.crypto import PrivateKey
-from indexer.localnet.clock import tid
-from indexer.localnet.repo import Change, Commit, car, car_header, car_section
+from indexer.localnet.local_repo import LocalChange, LocalCommit, car, car_header, car_section
+from indexer.localnet.tid_clock import tid
 
 T = TypeVar("T")
 
@@ -19,16 +19,18 @@ PROFILE = "app.bsky.actor.profile"
 LIKE, POST, REPOST = "app.bsky.feed.like", "app.bsky.feed.post", "app.bsky.feed.repost"
 FOLLOW, BLOCK = "app.bsky.graph.follow", "app.bsky.graph.block"
 
-_COLLECTIONS = {LIKE: 55, POST: 17, FOLLOW: 16, REPOST: 8, BLOCK: 4}
-_OPERATIONS = {1: 92, 2: 5, 3: 2, 5: 1}  # of a commit
-_ACTIONS = {"create": 85, "delete": 12, "update": 3}
-_REPLIES, _PICTURES = 0.4, 0.2  # of posts
 P256_EVERY = 20
-_SELF = f"{PROFILE}/self"
+"""One account in this many has a P-256 key, the others have a secp256k1 key."""
 
-_JOINED = 1_704_067_200_000_000  # 2024, in microseconds
-_YEAR = 31_536_000_000_000
-_SECOND = 1_000_000
+_COLLECTION_WEIGHTS = {LIKE: 55, POST: 17, FOLLOW: 16, REPOST: 8, BLOCK: 4}
+_OPERATION_COUNT_WEIGHTS = {1: 92, 2: 5, 3: 2, 5: 1}
+_ACTION_WEIGHTS = {"create": 85, "delete": 12, "update": 3}
+_REPLY_SHARE, _IMAGE_SHARE = 0.4, 0.2  # of posts
+_PROFILE_PATH = f"{PROFILE}/self"
+
+_FIRST_MICROS = 1_704_067_200_000_000  # 2024-01-01
+_YEAR_MICROS = 31_536_000_000_000
+_SECOND_MICROS = 1_000_000
 _WORDS = (
     "sky",
     "ferry",
@@ -48,30 +50,39 @@ _WORDS = (
 )
 
 
-class Person:
-    """Number `number` of a world: a year ago they wrote the first of their `records` records."""
+class SigningAccount:
+    """Account number `number` of a workload. Its `records` records were written during about one year, from 2024 on.
+
+    Attributes:
+        did: The DID.
+        key: The signing key.
+        records: The DAG-CBOR of the records by path.
+        tree: The tree.
+        first: The first commit, of the empty tree.
+        head: The latest commit.
+    """
 
     def __init__(self, number: int, records: int, seed: int) -> None:
         self.did = did_of(number)
         self.key = PrivateKey.from_seed("k256" if number % P256_EVERY else "p256", self.did.encode())
         self.records: dict[str, bytes] = {}
-        self.tree = Tree()
+        self.tree = GrowingTree()
         self._random = Random(f"{seed} {number}")
-        self._micros = _JOINED + number
-        self._pace = 2 * _YEAR // (records + 1)
+        self._micros = _FIRST_MICROS + number
+        self._max_interval = 2 * _YEAR_MICROS // (records + 1)
         self.first = self.head = self._sign()
-        self._put(_SELF, PROFILE)
+        self._put(_PROFILE_PATH, PROFILE)
         for _ in range(records - 1):
             self._put(*self._new())
         self.head = self._sign()
-        self._paths = [path for path in self.records if path != _SELF]
-        self._pace = _SECOND  # so that nothing of it lies in the future
+        self._paths = [path for path in self.records if path != _PROFILE_PATH]
+        self._max_interval = _SECOND_MICROS  # so that no rev is in the future
 
-    def act(self) -> Change:
-        """The next commit, of one or a few operations on as many paths."""
+    def commit(self) -> LocalChange:
+        """Make the next commit, of one or a few operations on different paths."""
         before = self.head
         ops: dict[str, dict[str, Any]] = {}
-        for _ in range(self._choose(_OPERATIONS)):
+        for _ in range(self._choose(_OPERATION_COUNT_WEIGHTS)):
             op = self._operate()
             ops.setdefault(op["path"], op)["cid"] = op["cid"]
         self.head = self._sign()
@@ -80,24 +91,24 @@ class Person:
             blocks |= {node.cid: node.block for node in self.tree.proof(path)}
             if op["cid"] is not None:
                 blocks[op["cid"]] = self.records[path]
-        return Change(self.head, before.rev, before.data, list(ops.values()), car(blocks))
+        return LocalChange(self.head, before.rev, before.data, list(ops.values()), car(blocks))
 
     def export(self) -> bytes:
-        """The whole repo as a CAR, in streamable order."""
+        """Return the whole repo as a CAR, in streamable order."""
         sections = [car_header(self.head.cid), car_section(self.head.cid, self.head.block)]
         for item in self.tree.root.walk():
-            block = item.block if isinstance(item, Node) else self.records[item]
+            block = item.block if isinstance(item, GrowingNode) else self.records[item]
             sections.append(car_section(cid_of(block), block))
         return b"".join(sections)
 
     def _operate(self) -> dict[str, Any]:
-        action = self._choose(_ACTIONS)
+        action = self._choose(_ACTION_WEIGHTS)
         if action == "update":
-            prev = cid_of(self.records[_SELF])
-            return {"action": action, "path": _SELF, "cid": self._put(_SELF, PROFILE), "prev": prev}
+            prev = cid_of(self.records[_PROFILE_PATH])
+            return {"action": action, "path": _PROFILE_PATH, "cid": self._put(_PROFILE_PATH, PROFILE), "prev": prev}
         if action == "delete" and self._paths:
-            place = self._random.randrange(len(self._paths))
-            self._paths[place], self._paths[-1] = self._paths[-1], self._paths[place]
+            index = self._random.randrange(len(self._paths))
+            self._paths[index], self._paths[-1] = self._paths[-1], self._paths[index]
             path = self._paths.pop()
             self.tree.delete(path)
             return {"action": action, "path": path, "cid": None, "prev": cid_of(self.records.pop(path))}
@@ -105,8 +116,8 @@ class Person:
         return {"action": "create", "path": path, "cid": self._put(path, collection)}
 
     def _new(self) -> tuple[str, str]:
-        """Path and collection of a record to be created."""
-        collection = self._choose(_COLLECTIONS)
+        """Return path and collection of a new record."""
+        collection = self._choose(_COLLECTION_WEIGHTS)
         return f"{collection}/{self._tid()}", collection
 
     def _put(self, path: str, collection: str) -> bytes:
@@ -115,11 +126,11 @@ class Person:
         self.tree.put(path, cid)
         return cid
 
-    def _sign(self) -> Commit:
+    def _sign(self) -> LocalCommit:
         rev, data = self._tid(), self.tree.root.cid
         unsigned = encode_unsigned(self.did, rev, data)
         block = encode_signed(unsigned, self.key.sign(unsigned))
-        return Commit(rev, data, cid_of(block), block)
+        return LocalCommit(rev, data, cid_of(block), block)
 
     def _record(self, collection: str) -> dict[str, Any]:
         return {"$type": collection, "createdAt": "2025-01-01T00:00:00.000Z", **self._content(collection)}
@@ -131,22 +142,22 @@ class Person:
             return self._post()
         if collection in (LIKE, REPOST):
             return {"subject": self._subject()}
-        return {"subject": self._random.choice(_STRANGERS)[0]}
+        return {"subject": self._random.choice(_OTHER_RECORDS)[0]}
 
     def _post(self) -> dict[str, Any]:
         post: dict[str, Any] = {"text": self._text(40), "langs": ["en"]}
         kind = self._random.random()
-        if kind < _REPLIES:
+        if kind < _REPLY_SHARE:
             post["reply"] = {"root": self._subject(), "parent": self._subject()}
-        elif kind < _REPLIES + _PICTURES:
+        elif kind < _REPLY_SHARE + _IMAGE_SHARE:
             image = {"alt": self._text(8), "image": self._blob(), "aspectRatio": {"width": 4, "height": 3}}
             post["embed"] = {"$type": "app.bsky.embed.images", "images": [image]}
         return post
 
     def _subject(self) -> dict[str, str]:
-        """A strong reference to something outside this world."""
-        did, cid = self._random.choice(_STRANGERS)
-        return {"uri": f"at://{did}/{POST}/{tid(_JOINED + self._random.randrange(_YEAR))}", "cid": cid}
+        """Return a strong reference to a record outside the workload."""
+        did, cid = self._random.choice(_OTHER_RECORDS)
+        return {"uri": f"at://{did}/{POST}/{tid(_FIRST_MICROS + self._random.randrange(_YEAR_MICROS))}", "cid": cid}
 
     def _blob(self) -> dict[str, Any]:
         link = RAW + self._random.randbytes(32)
@@ -156,7 +167,7 @@ class Person:
         return " ".join(self._random.choices(_WORDS, k=self._random.randint(1, words)))
 
     def _tid(self) -> str:
-        self._micros += self._random.randrange(1, self._pace)
+        self._micros += self._random.randrange(1, self._max_interval)
         return tid(self._micros)
 
     def _choose(self, weights: dict[T, int]) -> T:
@@ -164,7 +175,8 @@ class Person:
 
 
 def did_of(number: int) -> str:
+    """Return the DID of account number `number`."""
     return f"did:plc:{b32encode(sha256(f'person {number}'.encode()).digest())[:24].decode().lower()}"
 
 
-_STRANGERS = [(did_of(-number), cid_text(cid_of(str(number).encode()))) for number in range(1, 1_000)]
+_OTHER_RECORDS = [(did_of(-number), cid_text(cid_of(str(number).encode()))) for number in range(1, 1_000)]

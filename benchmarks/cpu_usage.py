@@ -1,4 +1,4 @@
-"""What processes have used, from Linux's /proc."""
+"""CPU time and memory of processes, from Linux's /proc."""
 
 import os
 from collections.abc import Iterable
@@ -7,7 +7,8 @@ from pathlib import Path
 import asyncpg
 
 _TICKS = os.sysconf("SC_CLK_TCK")
-_PARENT, _TIMES = 1, slice(11, 15)  # fields of `stat` behind the command: ppid; utime, stime, and of reaped children
+# Indexes of fields of /proc/PID/stat after the command: ppid; utime and stime, also of the reaped children.
+_PARENT, _TIMES = 1, slice(11, 15)
 
 _BACKENDS = """
     select pid from pg_stat_activity
@@ -16,7 +17,7 @@ _BACKENDS = """
 
 
 def cpu_seconds(roots: Iterable[int]) -> float:
-    """User and system time of processes and all their descendants, ended ones included."""
+    """Return the user and system time of processes and all their descendants, including ended ones."""
     stats = _stats()
     family = set(roots) & stats.keys()
     while more := {pid for pid, fields in stats.items() if int(fields[_PARENT]) in family} - family:
@@ -24,8 +25,8 @@ def cpu_seconds(roots: Iterable[int]) -> float:
     return sum(int(ticks) for pid in family for ticks in stats[pid][_TIMES]) / _TICKS
 
 
-async def backends(dsn: str) -> list[int]:
-    """The processes that Postgres has for connections to this database, but this one."""
+async def backend_pids(dsn: str) -> list[int]:
+    """Return the Postgres processes of all connections to this database, except the one that asks."""
     connection = await asyncpg.connect(dsn)
     rows = await connection.fetch(_BACKENDS)
     await connection.close()
@@ -33,16 +34,17 @@ async def backends(dsn: str) -> list[int]:
 
 
 def backend_seconds(pids: Iterable[int]) -> float:
-    """Time of processes that have one thread, as each of Postgres's; to the nanosecond, not the hundredth."""
+    """Return the CPU time of single-threaded processes, with nanosecond resolution."""
     return sum(int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) for pid in pids) / 1e9
 
 
-def parent(pid: int) -> int:
+def parent_pid(pid: int) -> int:
+    """Return the parent of a process."""
     return int(_stats()[pid][_PARENT])
 
 
 def peak_rss(pid: int) -> int:
-    """The most bytes that the process has had in memory."""
+    """Return the peak resident set size of a process, in bytes."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
@@ -55,7 +57,7 @@ def _stats() -> dict[int, list[str]]:
         if directory.name.isdigit():
             try:
                 stat = (directory / "stat").read_text()
-            except (FileNotFoundError, ProcessLookupError):  # ended meanwhile
+            except (FileNotFoundError, ProcessLookupError):  # the process has ended meanwhile
                 continue
             stats[int(directory.name)] = stat.rpartition(") ")[2].split()
     return stats

@@ -1,0 +1,108 @@
+"""Insert the initial rows of a workload into the database, and compare the database with the expected result."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from time import time
+
+import asyncpg
+
+from benchmarks.workload import Workload, WorkloadAccount
+from indexer.reasons import Desync
+from indexer.store import Store
+from indexer.sync.plans import Batch, RepoWrite
+from indexer.sync.repo_state import Head, Repo, SyncStatus
+from indexer.sync.stored_identity import StoredIdentity
+
+BATCH_SIZE = 1_000
+COLUMNS = ("did", "collection", "rkey", "bucket", "cid", "rev", "value")
+"""The columns of `indexer.record` that a workload fills."""
+MAX_DIFFERENCES = 10
+"""Maximum number of differences that are reported in full."""
+
+_POSTPONE = "update indexer.repo set next_attempt_at = 'infinity' where sync_status = 'desynchronized'"
+_MAKE_DUE = "update indexer.repo set next_attempt_at = null where did = any($1::text[])"
+
+# In the order of `digest_of`, which is also the order of the primary key.
+_RECORDS = """
+    select did, count(*), count(value), encode(sha256(string_agg(
+        convert_to(collection || '/' || rkey, 'UTF8') || cid, '' order by collection, rkey)), 'hex')
+    from indexer.record where did = any($1) group by did
+"""
+_REPOS = (
+    "select did, sync_status, rev, encode(data, 'hex'), encode(commit, 'hex') from indexer.repo where did = any($1)"
+)
+_CHANGES = "select action, count(*) from atproto.changes where collection is not null group by action"
+
+
+async def insert_workload(dsn: str, workload: Workload, pds_of: Callable[[str], str], *, status: SyncStatus) -> None:
+    """Insert every account's repo at its head `before`, in this status, with its records and its identity."""
+    connection = await asyncpg.connect(dsn)
+    await connection.copy_to_table(
+        "record", schema_name="indexer", source=workload.directory / "rows", columns=COLUMNS, format="text"
+    )
+    await connection.close()
+    store = await Store.open(dsn)
+    now = time()
+    for start in range(0, len(workload.accounts), BATCH_SIZE):
+        accounts = workload.accounts[start : start + BATCH_SIZE]
+        await store.apply(Batch(tuple([RepoWrite(0, repo_before(account, status, now)) for account in accounts])))
+        await store.save_identities(
+            [StoredIdentity(account.did, None, pds_of(account.did), account.key, now) for account in accounts]
+        )
+    await store.close()
+
+
+def repo_before(account: WorkloadAccount, status: SyncStatus, now: float) -> Repo:
+    """Return the initial row of an account's repo."""
+    head = Head(account.before.rev, bytes.fromhex(account.before.data), bytes.fromhex(account.before.commit))
+    if status is SyncStatus.SYNCHRONIZED:
+        return Repo(account.did, version=1, sync_status=status, sync_reason=None, head=head, synchronized_at=now)
+    return Repo(account.did, version=1, sync_status=status, sync_reason=Desync.REQUESTED, head=head)
+
+
+async def postpone_resyncs(dsn: str) -> None:
+    """Postpone the resyncs of all desynchronized repos without limit."""
+    await _execute(dsn, _POSTPONE)
+
+
+async def make_due(dsn: str, dids: Sequence[str]) -> None:
+    """Make the resyncs of these repos due now."""
+    await _execute(dsn, _MAKE_DUE, dids)
+
+
+async def vacuum_and_checkpoint(dsn: str) -> None:
+    """Vacuum, analyze and write a checkpoint, so that none of these happens during the measurement."""
+    await _execute(dsn, "vacuum analyze")
+    await _execute(dsn, "checkpoint")
+
+
+async def _execute(dsn: str, statement: str, *arguments: object) -> None:
+    connection = await asyncpg.connect(dsn)
+    await connection.execute(statement, *arguments)
+    await connection.close()
+
+
+async def find_differences(dsn: str, workload: Workload, changes: Counter[str]) -> list[str]:
+    """Return the differences between database and expected result, as sentences.
+
+    `changes` is the expected number of all changes by action.
+    """
+    connection = await asyncpg.connect(dsn)
+    dids = [account.did for account in workload.accounts]
+    records = {did: found for did, *found in await connection.fetch(_RECORDS, dids)}
+    repos = {did: tuple(row) for did, *row in await connection.fetch(_REPOS, dids)}
+    logged = {row[0]: row[1] for row in await connection.fetch(_CHANGES)}
+    await connection.close()
+    differences = []
+    for account in workload.accounts:
+        head = account.after
+        if repos.get(account.did) != ("synchronized", head.rev, head.data, head.commit):
+            differences.append(f"{account.did} is {repos.get(account.did)} instead of synchronized at {head}")
+        expected = [account.records, account.records, account.digest]
+        if records.get(account.did) != expected:
+            differences.append(f"{account.did} has records {records.get(account.did)} instead of {expected}")
+    if logged != changes:
+        differences.append(f"the change log has {logged} instead of {dict(changes)}")
+    if len(differences) <= MAX_DIFFERENCES:
+        return differences
+    return [*differences[:MAX_DIFFERENCES], f"and {len(differences) - MAX_DIFFERENCES} more"]
