@@ -1,4 +1,4 @@
-"""Where the published test vectors lie: beside the repository, or where INDEXER_VECTORS says. Read in place."""
+"""The published test vectors: in shared/vectors beside the repository, or in the directory INDEXER_VECTORS."""
 
 import os
 from pathlib import Path
@@ -9,7 +9,7 @@ ROOT = Path(os.environ.get("INDEXER_VECTORS", Path(__file__).parents[2] / "share
 
 
 def vectors(name: str) -> Path:
-    """The file or folder `name` of the vectors; skips the test with a notice where they are absent."""
+    """Return the file or directory `name` of the vectors; skip the test if it does not exist."""
     path = ROOT / name
     if not path.exists():
         pytest.skip(f"no test vectors at {path}: set INDEXER_VECTORS to run this test")

@@ -8,25 +8,29 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from indexer.atproto.car import CarReader, split_car
+from indexer.atproto.car import CarReader, decode_header, read_header, split_car
 from indexer.atproto.cid import DAG_CBOR, RAW, cid_of, cid_text
 from indexer.atproto.limits import DEFAULT_LIMITS, Limits
 from indexer.errors import UpstreamError
 from indexer.localnet import dag_cbor
-from indexer.localnet.repo import car, car_header, car_section
+from indexer.localnet.local_repo import car, car_header, car_section
 from indexer.reasons import Rejection
+from tests.profiles import scaled
 from tests.vectors import ROOT, vectors
 
-BLOCKS = st.lists(st.binary(max_size=300), min_size=1, max_size=8, unique=True)
-MOST = 10**8
+MAX_BYTES = 10**8
+CarContents = tuple[list[bytes], dict[bytes, bytes]]
+"""The roots of a CAR file, and its blocks by CID."""
+
+blocks_strategy = st.lists(st.binary(max_size=300), min_size=1, max_size=8, unique=True)
 
 
-def split(data: bytes) -> tuple[list[bytes], dict[bytes, bytes]]:
-    return split_car(data, DEFAULT_LIMITS, max_bytes=MOST)
+def split(data: bytes) -> CarContents:
+    return split_car(data, DEFAULT_LIMITS, max_bytes=MAX_BYTES)
 
 
-def read(data: bytes, cuts: list[int], limits: Limits = DEFAULT_LIMITS) -> tuple[list[bytes], dict[bytes, bytes]]:
-    """The push parser, fed pieces cut at `cuts`."""
+def read(data: bytes, cuts: list[int], limits: Limits = DEFAULT_LIMITS) -> CarContents:
+    """Read a CAR file with `CarReader`, in chunks that are cut at these offsets."""
     reader, blocks, start = CarReader(limits), {}, 0
     for stop in [*sorted(cuts), len(data)]:
         for cid, block, offset in reader.feed(data[start:stop]):
@@ -37,38 +41,53 @@ def read(data: bytes, cuts: list[int], limits: Limits = DEFAULT_LIMITS) -> tuple
     return reader.roots, blocks
 
 
-def sample(blocks: list[bytes]) -> bytes:
+def read_at_once(data: bytes) -> CarContents:
+    return read(data, [])
+
+
+def read_in_two_chunks(data: bytes) -> CarContents:
+    return read(data, [len(data) // 2])
+
+
+def car_of(blocks: list[bytes]) -> bytes:
     return car({cid_of(block): block for block in blocks})
 
 
-@given(BLOCKS, st.data())
-def test_cut_anywhere_it_reads_the_same(blocks: list[bytes], data: st.DataObject) -> None:
-    file = sample(blocks)
+def result_or_reason(parse: Callable[..., object], *arguments: object) -> object:
+    try:
+        return parse(*arguments)
+    except UpstreamError as error:
+        return error.reason
+
+
+@given(blocks_strategy, st.data())
+def test_reader_finds_the_same_blocks_wherever_the_chunks_are_cut(blocks: list[bytes], data: st.DataObject) -> None:
+    file = car_of(blocks)
     cuts = data.draw(st.lists(st.integers(0, len(file)), max_size=6))
     assert read(file, cuts) == split(file) == ([cid_of(blocks[0])], {cid_of(block): block for block in blocks})
 
 
-@given(BLOCKS, st.data())
-def test_a_cut_is_seen_unless_it_is_between_two_blocks(blocks: list[bytes], data: st.DataObject) -> None:
-    file = sample(blocks)
+@given(blocks_strategy, st.data())
+def test_truncated_file_is_rejected_unless_it_ends_between_two_blocks(blocks: list[bytes], data: st.DataObject) -> None:
+    file = car_of(blocks)
     ends = {len(car_header(cid_of(blocks[0])))}
     for block in blocks:
         ends.add(max(ends) + len(car_section(cid_of(block), block)))
-    at = data.draw(st.integers(0, len(file) - 1))
-    for parse in (split, lambda part: read(part, [])):
-        if at in ends:
-            assert len(parse(file[:at])[1]) < len(blocks)
+    end = data.draw(st.integers(0, len(file) - 1))
+    for parse in (split, read_at_once):
+        if end in ends:
+            assert len(parse(file[:end])[1]) < len(blocks)
         else:
             with pytest.raises(UpstreamError) as caught:
-                parse(file[:at])
+                parse(file[:end])
             assert caught.value.reason is Rejection.CAR_MALFORMED
 
 
-@given(BLOCKS, st.data())
-def test_no_flipped_bit_gives_a_block_under_a_wrong_cid(blocks: list[bytes], data: st.DataObject) -> None:
-    file = bytearray(sample(blocks))
+@given(blocks_strategy, st.data())
+def test_flipped_bit_never_gives_a_block_that_does_not_match_its_cid(blocks: list[bytes], data: st.DataObject) -> None:
+    file = bytearray(car_of(blocks))
     file[data.draw(st.integers(0, len(file) - 1))] ^= 1 << data.draw(st.integers(0, 7))
-    for parse in (split, lambda part: read(part, [])):
+    for parse in (split, read_at_once):
         try:
             _, found = parse(bytes(file))
         except UpstreamError:
@@ -77,45 +96,38 @@ def test_no_flipped_bit_gives_a_block_under_a_wrong_cid(blocks: list[bytes], dat
 
 
 @given(st.binary(max_size=300), st.booleans())
-def test_no_bytes_break_a_parser(data: bytes, headed: bool) -> None:
-    file = car_header(cid_of(b"")) + data if headed else data
-    for parse in (split, lambda part: read(part, [len(part) // 2])):
+def test_arbitrary_bytes_raise_no_other_error(data: bytes, with_header: bool) -> None:
+    file = car_header(cid_of(b"")) + data if with_header else data
+    for parse in (split, read_in_two_chunks):
         with contextlib.suppress(UpstreamError):
             parse(file)
 
 
-def outcome(parse: Callable[[], object]) -> object:
-    try:
-        return parse()
-    except UpstreamError as error:
-        return error.reason
-
-
-KINDS = st.sampled_from(
+CIDS = st.sampled_from(
     [
         b"\x01\x71\x13\x40" + bytes(64),  # SHA-512
         b"\x01\x55\x00\x00",  # identity
         RAW + cid_of(b"")[4:],
         RAW + bytes(32),
         DAG_CBOR + bytes(31),
-        b"\x12\x20" + bytes(32),  # version 0
-        b"\x01\xf1\x00\x12\x20" + bytes(32),  # a codec in a longer form
+        b"\x12\x20" + bytes(32),  # CIDv0
+        b"\x01\xf1\x00\x12\x20" + bytes(32),  # the codec is not in its shortest form
         b"",
     ]
 )
 SECTIONS = st.one_of(
     st.binary(max_size=200).map(lambda block: car_section(cid_of(block), block)),
-    st.tuples(KINDS, st.binary(max_size=40)).filter(any).map(lambda parts: car_section(*parts)),
+    st.tuples(CIDS, st.binary(max_size=40)).filter(any).map(lambda parts: car_section(*parts)),
     st.binary(max_size=3),
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=scaled(300))
 @given(st.lists(SECTIONS, max_size=6).map(b"".join), st.data())
-def test_both_parsers_say_the_same_of_any_sections(sections: bytes, data: st.DataObject) -> None:
+def test_both_parsers_agree_on_arbitrary_sections(sections: bytes, data: st.DataObject) -> None:
     file = car_header(cid_of(b"")) + sections
     cuts = data.draw(st.lists(st.integers(0, len(file)), max_size=4))
-    assert outcome(lambda: read(file, cuts)) == outcome(lambda: split(file))
+    assert result_or_reason(read, file, cuts) == result_or_reason(split, file)
 
 
 HEADER = car_header(cid_of(b"x"))
@@ -149,27 +161,27 @@ SECTION = car_section(cid_of(b"x"), b"x")
         bytes([21]) + dag_cbor.encode({"roots": ["text"], "version": 1}) + SECTION,
     ],
 )
-def test_bad_lengths_and_headers_are_refused(file: bytes) -> None:
-    for parse in (split, lambda part: read(part, [])):
+def test_bad_lengths_and_bad_headers_are_rejected(file: bytes) -> None:
+    for parse in (split, read_at_once):
         with pytest.raises(UpstreamError) as caught:
             parse(file)
         assert caught.value.reason is Rejection.CAR_MALFORMED
 
 
-def test_a_block_under_another_cid_is_refused() -> None:
-    for parse in (split, lambda part: read(part, [])):
+def test_block_under_another_cid_is_rejected() -> None:
+    for parse in (split, read_at_once):
         with pytest.raises(UpstreamError) as caught:
             parse(HEADER + car_section(cid_of(b"x"), b"y"))
         assert caught.value.reason is Rejection.BLOCK_HASH_MISMATCH
 
 
-def test_blocks_of_other_kinds_are_passed_over() -> None:
-    foreign = b"\x01\x71\x13\x40" + bytes(64)  # SHA-512
-    assert split(HEADER + car_section(foreign, b"data") + SECTION)[1] == {cid_of(b"x"): b"x"}
+def test_block_under_an_unsupported_cid_is_skipped() -> None:
+    sha512 = b"\x01\x71\x13\x40" + bytes(64)
+    assert split(HEADER + car_section(sha512, b"data") + SECTION)[1] == {cid_of(b"x"): b"x"}
 
 
-def test_bounds() -> None:
-    file = sample([b"a" * 1_000, b"b", b"c"])
+def test_bounds_on_sizes_and_counts_are_enforced() -> None:
+    file = car_of([b"a" * 1_000, b"b", b"c"])
     with pytest.raises(UpstreamError) as caught:
         split_car(file, DEFAULT_LIMITS, max_bytes=len(file) - 1)
     assert caught.value.reason is Rejection.BLOCKS_TOO_LARGE
@@ -181,12 +193,29 @@ def test_bounds() -> None:
     ):
         with pytest.raises(UpstreamError):
             read(file, [10, 20], limits)
-    lying = HEADER + b"\xff\xff\xff\x7f"  # a block of 256 MiB, it says
+    length_of_256_mib = HEADER + b"\xff\xff\xff\x7f"
     with pytest.raises(UpstreamError):
-        CarReader(DEFAULT_LIMITS).feed(lying).__next__()
+        next(CarReader(DEFAULT_LIMITS).feed(length_of_256_mib))
 
 
-def test_published_fixtures() -> None:
+def test_header_with_one_root_is_read_as_it_would_be_decoded() -> None:
+    """`read_header` recognizes such a header by its bytes, and must decode it if any byte differs."""
+    block = b"a block"
+    file = car({cid_of(block): block})
+    assert split(file) == ([cid_of(block)], {cid_of(block): block})
+    assert read_header(file, DEFAULT_LIMITS) == ([cid_of(block)], len(car_header(cid_of(block))))
+    damaged = [
+        file[:offset] + bytes([file[offset] ^ bit]) + file[offset + 1 :]
+        for offset in range(60)
+        for bit in (1, 0x10, 0x80)
+    ]
+    truncated = [file[:size] for size in range(len(file))]
+    for data in (file, *damaged, *truncated):
+        decoded = result_or_reason(decode_header, data, DEFAULT_LIMITS)
+        assert result_or_reason(read_header, data, DEFAULT_LIMITS) == decoded
+
+
+def test_published_car_fixtures_are_split() -> None:
     cases = json.loads(vectors("atproto-monorepo/packages/repo/tests/car-file-fixtures.json").read_text())
     assert cases
     for case in cases:
@@ -197,52 +226,27 @@ def test_published_fixtures() -> None:
         }
 
 
-def hostile() -> list[Path]:
+def hostile_files() -> list[Path]:
     return sorted(path for path in (ROOT / "car-hostile").rglob("*") if path.is_file() and path.suffix != ".txt")
 
 
-def test_hostile_files_are_refused_or_read_alike() -> None:
+def test_both_parsers_agree_on_published_hostile_files() -> None:
     vectors("car-hostile")
-    assert len(hostile()) > 5
-    outcomes: dict[str, object] = {}
-    for path in hostile():
+    assert len(hostile_files()) > 5
+    results: dict[str, object] = {}
+    for path in hostile_files():
         data = path.read_bytes()
-        results: list[object] = []
-        for parse in (split, lambda part: read(part, [1, len(part) // 2])):
-            try:
-                results.append(parse(data))
-            except UpstreamError as error:
-                results.append(error.reason)
-        assert results[0] == results[1], path
-        outcomes[path.name] = results[0]
-    refused = {name for name, outcome in outcomes.items() if isinstance(outcome, Rejection)}
-    assert {"badheaderlength.car", "sample-corrupt-pragma.car", "sample-v1-with-zero-len-section2.car"} <= refused
+        results[path.name] = result_or_reason(split, data)
+        assert result_or_reason(read, data, [1, len(data) // 2]) == results[path.name], path
+    rejected = {name for name, result in results.items() if isinstance(result, Rejection)}
+    assert {"badheaderlength.car", "sample-corrupt-pragma.car", "sample-v1-with-zero-len-section2.car"} <= rejected
 
 
-def test_real_exports_split() -> None:
+def test_both_parsers_agree_on_real_exports() -> None:
     vectors("repos")
-    found = sorted(path for path in (ROOT / "repos").rglob("*.car"))
-    assert len(found) > 4
-    for path in found:
+    paths = sorted(path for path in (ROOT / "repos").rglob("*.car"))
+    assert len(paths) > 4
+    for path in paths:
         roots, blocks = split(path.read_bytes())
         assert read(path.read_bytes(), [100, 1_000]) == (roots, blocks)
         assert roots[0] in blocks
-
-
-def test_the_usual_header_is_read_as_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is recognised by its bytes; with any of them changed, it is what the decoder says."""
-    block = b"a block"
-    good = car({cid_of(block): block})
-
-    def outcome(data: bytes) -> object:
-        try:
-            return split_car(data, DEFAULT_LIMITS, max_bytes=1_000)
-        except UpstreamError as error:
-            return error.reason
-
-    damaged = [good[:at] + bytes([good[at] ^ bit]) + good[at + 1 :] for at in range(60) for bit in (1, 0x10, 0x80)]
-    cut = [good[:size] for size in range(len(good))]
-    quickly = [outcome(data) for data in (good, *damaged, *cut)]
-    assert quickly[0] == ([cid_of(block)], {cid_of(block): block})
-    monkeypatch.setattr("indexer.atproto.car._USUAL_START", b"never")
-    assert [outcome(data) for data in (good, *damaged, *cut)] == quickly

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from indexer.atproto.cbor import (
-    SHOWN_BYTES,
-    SHOWN_CHARACTERS,
-    SHOWN_LEVELS,
+    MAX_SHOWN_BYTES,
+    MAX_SHOWN_CHARACTERS,
+    MAX_SHOWN_LEVELS,
     CborError,
     Link,
     abridged,
@@ -28,7 +28,7 @@ from indexer.atproto.cbor import (
 from indexer.atproto.cid import cid_of
 from tests.vectors import vectors
 
-DASL = (
+DASL_FILES = (
     "cid",
     "concat",
     "floats",
@@ -41,7 +41,7 @@ DASL = (
     "tags",
     "utf8",
 )
-ALLOWED_HERE = {"dag-cbor", "basic"}
+APPLICABLE_TAGS = {"dag-cbor", "basic"}
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.text(max_size=10) | st.binary(max_size=20),
@@ -50,7 +50,7 @@ VALUES = st.recursive(
 )
 
 
-def strict(data: bytes) -> bool:
+def is_canonical(data: bytes) -> bool:
     try:
         decode_canonical(data)
     except CborError:
@@ -58,45 +58,45 @@ def strict(data: bytes) -> bool:
     return True
 
 
-@pytest.mark.parametrize("name", DASL)
-def test_the_strict_reader_against_the_published_cases(name: str) -> None:
+@pytest.mark.parametrize("name", DASL_FILES)
+def test_strict_decoder_accepts_and_rejects_the_published_conformance_cases(name: str) -> None:
     cases = json.loads(vectors(f"cbor/dasl-testing/{name}.json").read_text())
     assert cases
     wrong = []
     for case in cases:
         tags = set(case["tags"])
-        if not tags & ALLOWED_HERE or case["type"] == "invalid_out":
+        if not tags & APPLICABLE_TAGS or case["type"] == "invalid_out":
             continue
         if case["name"] == "negative zero float64":
-            continue  # a float like any other, which no commit, node or JSON value may hold here
-        if strict(bytes.fromhex(case["data"])) is not (case["type"] == "roundtrip"):
+            continue  # accepted like any other float; `decode_json` rejects all floats
+        if is_canonical(bytes.fromhex(case["data"])) is not (case["type"] == "roundtrip"):
             wrong.append((case["name"], case["type"], case["data"]))
     assert wrong == []
 
 
-def test_published_dag_cbor_is_read_and_its_negatives_are_not() -> None:
+def test_strict_decoder_accepts_and_rejects_the_published_codec_fixtures() -> None:
     folder = vectors("cbor/codec-fixtures")
-    good = list(folder.glob("fixtures/*/*.dag-cbor"))
-    assert len(good) > 50
-    foreign = {"cid-QmRgutAxd8t7oGkSm4wmeuByG6M51wcTso6cubDdQtuEfL", "cid-arrayof"}  # CIDs of version 0
-    for path in good:
+    valid = list(folder.glob("fixtures/*/*.dag-cbor"))
+    assert len(valid) > 50
+    with_cid_v0 = {"cid-QmRgutAxd8t7oGkSm4wmeuByG6M51wcTso6cubDdQtuEfL", "cid-arrayof"}
+    for path in valid:
         data = path.read_bytes()
-        if path.parent.name not in foreign and not path.parent.name.startswith("dagpb"):
-            assert strict(data), path
-    bad = [
+        if path.parent.name not in with_cid_v0 and not path.parent.name.startswith("dagpb"):
+            assert is_canonical(data), path
+    invalid = [
         case
         for path in folder.glob("negative-fixtures/dag-cbor/decode/*.json")
         for case in json.loads(path.read_text())
         if "dagpb" not in path.name
     ]
-    assert bad
-    assert [case for case in bad if strict(bytes.fromhex(case["hex"]))] == []
+    assert invalid
+    assert [case for case in invalid if is_canonical(bytes.fromhex(case["hex"]))] == []
 
 
 @given(VALUES)
-def test_what_is_written_canonically_is_read_by_all_alike(value: Any) -> None:
+def test_both_decoders_return_the_value_that_another_library_encoded(value: Any) -> None:
     data = cbor2.dumps(value, canonical=True)
-    if not strict(data):  # cbor2's canonical order of keys is another one
+    if not is_canonical(data):  # cbor2 sorts the keys of a map in another order
         return
     assert decode(data) == decode_canonical(data) == value
 
@@ -114,7 +114,7 @@ def test_links_and_byte_strings_are_told_apart() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
-def test_a_frame_is_two_objects(count: int) -> None:
+def test_frame_consists_of_two_objects(count: int) -> None:
     with pytest.raises(CborError):
         decode_pair(b"\xa0" * count)
     assert decode_pair(b"\xa0\xa0") == ({}, {})
@@ -134,40 +134,40 @@ BOMBS = [
 
 
 @pytest.mark.parametrize("bomb", BOMBS)
-def test_bombs_and_lies_are_refused(bomb: bytes) -> None:
-    for reader in (decode, decode_pair):
+def test_deep_nesting_and_false_lengths_are_rejected(bomb: bytes) -> None:
+    for decoder in (decode, decode_pair):
         with pytest.raises(CborError):
-            reader(bomb)
+            decoder(bomb)
     explain(bomb)
     explain_frame(bomb)
 
 
-def test_depth_is_no_matter_for_the_strict_reader() -> None:
-    """It keeps no stack; what is deep and no commit, node or header is refused for what it is."""
+def test_strict_decoder_accepts_deep_nesting() -> None:
+    """It does not recurse. Callers reject such a value because of its type."""
     assert isinstance(decode_canonical(b"\x81" * 100_000 + b"\x00"), list)
 
 
 SMALL_STACK = """
 import threading
 from indexer.atproto.cbor import CborError, decode, decode_pair
-def refuse(bomb):
-    for reader in (decode, decode_pair):
+def reject(bomb):
+    for decoder in (decode, decode_pair):
         try:
-            reader(bomb)
+            decoder(bomb)
         except CborError:
-            refused.append(bomb)
-refused = []
+            rejected.append(bomb)
+rejected = []
 threading.stack_size(1 << 20)
 for bomb in (b"\\x81" * 100_000, b"\\xa1\\x61a" * 50_000):
-    thread = threading.Thread(target=refuse, args=(bomb,))
+    thread = threading.Thread(target=reject, args=(bomb,))
     thread.start()
     thread.join()
-print(len(refused))
+print(len(rejected))
 """
 
 
-def test_a_thread_with_little_stack_survives_a_bomb() -> None:
-    """In a process of its own, for an overflow would end it."""
+def test_deep_nesting_is_rejected_in_a_thread_with_a_small_stack() -> None:
+    """In a separate process, because a stack overflow would end it."""
     done = subprocess.run([sys.executable, "-c", SMALL_STACK], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, "4"), done.stderr
 
@@ -179,7 +179,7 @@ NOT_LINKS = [
     LINK + b"\x41\x00",
     LINK + b"\x43\x00\x01\x02",
     LINK + b"\x58\x24" + CID,
-    LINK + b"\x58\x23\x00" + CID[2:],  # version 0
+    LINK + b"\x58\x23\x00" + CID[2:],  # CIDv0
     LINK + b"\x58\x24\x00" + CID[:-1],
     LINK + b"\x58\x26\x00" + CID + b"\x00",
     LINK + b"\x58\x86\x00\x01\x71\x13\x81\x01" + bytes(128),
@@ -188,17 +188,17 @@ NOT_LINKS = [
 
 
 @pytest.mark.parametrize("data", NOT_LINKS)
-def test_a_link_holds_a_cid_and_nothing_else(data: bytes) -> None:
-    for reader in (decode_canonical, decode_json):
+def test_link_without_a_valid_cid_is_rejected(data: bytes) -> None:
+    for decoder in (decode_canonical, decode_json):
         with pytest.raises(CborError):
-            reader(b"\xa1\x61l" + data)
+            decoder(b"\xa1\x61l" + data)
 
 
 @pytest.mark.parametrize(
-    "kind", [b"\x01\x55\x12\x20", b"\x01\x71\x1b\x20", b"\x01\xb0\x01\x12\x20", b"\x01\x55\x00\x05"]
+    "prefix", [b"\x01\x55\x12\x20", b"\x01\x71\x1b\x20", b"\x01\xb0\x01\x12\x20", b"\x01\x55\x00\x05"]
 )
-def test_a_link_may_be_of_any_kind(kind: bytes) -> None:
-    cid = kind + bytes(kind[-1])
+def test_link_may_contain_any_form_of_cid_v1(prefix: bytes) -> None:
+    cid = prefix + bytes(prefix[-1])
     linked = cbor2.dumps(cbor2.CBORTag(42, b"\x00" + cid))
     assert decode_canonical(linked) == cid
     assert list(decode_json(linked)) == ["$link"]
@@ -210,16 +210,16 @@ PIECES = st.sampled_from(
 
 
 @given(st.lists(PIECES | st.binary(max_size=4), max_size=6).map(b"".join))
-def test_json_is_made_only_of_what_the_strict_reader_takes(data: bytes) -> None:
+def test_json_is_made_only_of_bytes_that_the_strict_decoder_accepts(data: bytes) -> None:
     array = b"\x81" + data
     try:
         decode_json(array)
     except CborError:
         return
-    assert strict(array)
+    assert is_canonical(array)
 
 
-def test_a_refused_frame_is_told_object_by_object() -> None:
+def test_rejected_frame_is_explained_object_by_object() -> None:
     header = encode({"op": 1, "t": "#commit"})
     assert explain_frame(header + encode([1]) + b"\xff") == (
         "a map with the keys 't', 'op', then a list, "
@@ -230,19 +230,19 @@ def test_a_refused_frame_is_told_object_by_object() -> None:
 
 
 @given(st.binary(max_size=200))
-def test_no_bytes_break_a_reader(data: bytes) -> None:
-    for reader in (decode, decode_pair, decode_canonical, decode_json, explain, explain_frame):
+def test_arbitrary_bytes_raise_no_other_error(data: bytes) -> None:
+    for decoder in (decode, decode_pair, decode_canonical, decode_json, explain, explain_frame):
         with contextlib.suppress(CborError):
-            reader(data)
+            decoder(data)
 
 
 @given(VALUES, st.randoms())
-def test_no_change_of_good_bytes_breaks_a_reader(value: Any, source: random.Random) -> None:
+def test_flipped_bit_raises_no_other_error(value: Any, source: random.Random) -> None:
     data = bytearray(cbor2.dumps(value, canonical=True))
     data[source.randrange(len(data))] ^= 1 << source.randrange(8)
-    for reader in (decode, decode_pair, decode_canonical, decode_json, explain, explain_frame):
+    for decoder in (decode, decode_pair, decode_canonical, decode_json, explain, explain_frame):
         with contextlib.suppress(CborError):
-            reader(bytes(data))
+            decoder(bytes(data))
 
 
 @pytest.mark.parametrize(
@@ -254,18 +254,18 @@ def test_no_change_of_good_bytes_breaks_a_reader(value: Any, source: random.Rand
         (b"\xa0", ""),
     ],
 )
-def test_what_is_wrong_is_said_in_words(data: bytes, words: str) -> None:
+def test_rejected_bytes_are_explained(data: bytes, words: str) -> None:
     assert words in explain(data)
     assert bool(explain(data)) is bool(words)
 
 
-def test_what_is_shown_of_a_value_is_bounded() -> None:
+def test_abridged_value_is_bounded() -> None:
     value = decode(encode({"bytes": b"\1" * 100, "few": b"\1", "text": "x" * 1_000, "n": [1, None, True, "y"]}))
     assert abridged(value) == {
-        "bytes": f"100 bytes: {'01' * SHOWN_BYTES}…",
+        "bytes": f"100 bytes: {'01' * MAX_SHOWN_BYTES}…",
         "few": "1 bytes: 01",
-        "text": "x" * SHOWN_CHARACTERS + "…",
+        "text": "x" * MAX_SHOWN_CHARACTERS + "…",
         "n": [1, None, True, "y"],
     }
     deep: Any = decode(b"\x81" * 900 + b"\x80")
-    assert json.dumps(abridged(deep), ensure_ascii=False) == "[" * SHOWN_LEVELS + '"…"' + "]" * SHOWN_LEVELS
+    assert json.dumps(abridged(deep), ensure_ascii=False) == "[" * MAX_SHOWN_LEVELS + '"…"' + "]" * MAX_SHOWN_LEVELS

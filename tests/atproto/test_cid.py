@@ -9,21 +9,21 @@ DIGESTS = st.binary(min_size=32, max_size=32)
 
 
 @given(DIGESTS, st.sampled_from([DAG_CBOR, RAW]))
-def test_text_and_bytes_are_those_of_another_library(digest: bytes, prefix: bytes) -> None:
+def test_text_equals_that_of_another_library(digest: bytes, prefix: bytes) -> None:
     cid = prefix + digest
     assert is_cid(cid)
     assert cid_text(cid) == str(CID.decode(cid).encode("base32"))
     assert parse_cid(cid_text(cid)) == cid
 
 
-def test_a_published_cid() -> None:
+def test_published_cid() -> None:
     assert cid_text(cid_of(bytes.fromhex("a26165806 16cf6".replace(" ", "")))) == (
         "bafyreie5737gdxlw5i64vzichcalba3z2v5n6icifvx5xytvske7mr3hpm"
     )
 
 
 @given(st.text(max_size=70))
-def test_any_other_text_is_refused(text: str) -> None:
+def test_arbitrary_text_is_rejected_or_round_trips(text: str) -> None:
     try:
         cid = parse_cid(text)
     except ValueError:
@@ -43,6 +43,6 @@ def test_any_other_text_is_refused(text: str) -> None:
         "bafyreie5737gdxlw5i64vzichcalba3z2v5n6icifvx5xytvske7mr3hpn",
     ],
 )
-def test_near_misses_are_refused(text: str) -> None:
+def test_almost_valid_text_is_rejected(text: str) -> None:
     with pytest.raises(ValueError, match="CID"):
         parse_cid(text)

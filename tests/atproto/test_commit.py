@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from indexer.atproto.cid import cid_of
-from indexer.atproto.commit import BLOCK_BYTES, Commit, decode_commit, encode_signed, encode_unsigned
+from indexer.atproto.commit import MAX_COMMIT_BYTES, Commit, decode_commit, encode_signed, encode_unsigned
 from indexer.atproto.crypto import PrivateKey
 from indexer.atproto.mst import EMPTY_TREE
 from indexer.errors import UpstreamError
@@ -25,7 +25,7 @@ PUBLISHED = bytes.fromhex(
 
 
 def signed(**changes: Any) -> bytes:
-    """A signed commit, as another encoder writes it; a field that is ... is left out."""
+    """Return a signed commit of another encoder. A field that is `...` is omitted."""
     fields = {"did": DID, "rev": REV, "data": EMPTY_TREE, "prev": None, "version": 3} | changes
     fields = {name: value for name, value in fields.items() if value is not ...}
     return dag_cbor.encode({"sig": KEY.sign(dag_cbor.encode(fields)), **fields})
@@ -35,11 +35,11 @@ def decoded(block: bytes) -> Commit:
     return decode_commit(block, cid_of(block))
 
 
-def test_the_published_bytes() -> None:
+def test_unsigned_commit_has_the_published_bytes() -> None:
     assert encode_unsigned(DID, REV, EMPTY_TREE) == PUBLISHED
 
 
-def test_what_was_signed_comes_back_byte_for_byte() -> None:
+def test_signed_bytes_are_recovered_from_a_commit() -> None:
     commit = decoded(encode_signed(PUBLISHED, KEY.sign(PUBLISHED)))
     assert commit.unsigned == PUBLISHED
     assert (commit.did, commit.rev, commit.data) == (DID, REV, EMPTY_TREE)
@@ -48,7 +48,7 @@ def test_what_was_signed_comes_back_byte_for_byte() -> None:
 
 
 @pytest.mark.parametrize("changes", [{"prev": ...}, {"prev": cid_of(b"")}, {"zzz": 1}, {"aa": [1, 2]}, {"sih": b"x"}])
-def test_fields_of_other_times_stay_in_the_signed_bytes(changes: dict[str, Any]) -> None:
+def test_unknown_fields_stay_in_the_signed_bytes(changes: dict[str, Any]) -> None:
     commit = decoded(signed(**changes))
     assert KEY.public.verify(commit.sig, commit.unsigned)
 
@@ -76,7 +76,7 @@ def test_fields_of_other_times_stay_in_the_signed_bytes(changes: dict[str, Any])
         {"sig": None},
     ],
 )
-def test_a_field_that_is_wrong_is_refused(changes: dict[str, Any]) -> None:
+def test_commit_with_an_invalid_field_is_rejected(changes: dict[str, Any]) -> None:
     with pytest.raises(UpstreamError) as caught:
         decoded(signed(**changes))
     assert caught.value.reason is Rejection.COMMIT_MALFORMED
@@ -84,16 +84,16 @@ def test_a_field_that_is_wrong_is_refused(changes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("did", ["did:plc:ddata" + "a" * 19, "did:web:ddata.example", "did:web:crev.example"])
 @pytest.mark.parametrize("rev", [REV, "3ddata3wk2222"])
-def test_names_that_look_like_fields_are_signed_as_well(did: str, rev: str) -> None:
+def test_values_that_look_like_fields_stay_in_the_signed_bytes(did: str, rev: str) -> None:
     unsigned = encode_unsigned(did, rev, EMPTY_TREE)
     assert encode_signed(unsigned, KEY.sign(unsigned)) == signed(did=did, rev=rev)
     assert decoded(signed(did=did, rev=rev)).unsigned == unsigned
 
 
-def test_a_commit_is_small() -> None:
+def test_commit_over_the_size_limit_is_rejected() -> None:
     longest = "did:web:" + "a" * 2_040
     assert decoded(signed(did=longest)).did == longest
-    room = BLOCK_BYTES - len(signed(zz="z" * 5_000)) + 5_000
+    room = MAX_COMMIT_BYTES - len(signed(zz="z" * 5_000)) + 5_000
     assert decoded(signed(zz="z" * room)).did == DID
     with pytest.raises(UpstreamError) as caught:
         decoded(signed(zz="z" * (room + 1)))
@@ -101,34 +101,34 @@ def test_a_commit_is_small() -> None:
 
 
 @pytest.mark.parametrize("block", [b"", b"\xa0", b"\x80", signed() + b"\0", signed()[:-1], b"\x81" * 50_000])
-def test_what_is_no_canonical_map_is_refused(block: bytes) -> None:
+def test_block_that_is_not_a_canonical_map_is_rejected(block: bytes) -> None:
     with pytest.raises(UpstreamError):
         decoded(block)
 
 
-def test_an_integer_in_its_long_form_is_not_canonical() -> None:
+def test_commit_with_a_long_integer_is_rejected() -> None:
     block = signed()
     assert block.endswith(b"version\x03")
     with pytest.raises(UpstreamError):
         decoded(block[:-1] + b"\x18\x03")
 
 
-def test_the_signature_can_not_hide_in_another_field() -> None:
-    """A value that repeats the entry `sig` makes it unclear which one was signed."""
+def test_commit_that_repeats_the_entry_sig_inside_a_value_is_rejected() -> None:
+    """It is unclear which of the two is not part of the signed bytes."""
     block = signed()
-    sig = block[block.index(b"\x63sig") : block.index(b"\x63sig") + 70]
+    entry = block[block.index(b"\x63sig") : block.index(b"\x63sig") + 70]
     with pytest.raises(UpstreamError):
         decoded(
             dag_cbor.encode(
-                {"sig": sig[6:], "did": DID, "rev": REV, "data": EMPTY_TREE, "prev": None, "version": 3, "zz": sig}
+                {"sig": entry[6:], "did": DID, "rev": REV, "data": EMPTY_TREE, "prev": None, "version": 3, "zz": entry}
             )
         )
 
 
 @given(st.integers(0, len(signed()) - 1), st.integers(0, 7))
-def test_no_flipped_bit_keeps_the_signature(at: int, bit: int) -> None:
+def test_flipped_bit_invalidates_the_signature(offset: int, bit: int) -> None:
     block = bytearray(signed())
-    block[at] ^= 1 << bit
+    block[offset] ^= 1 << bit
     try:
         commit = decoded(bytes(block))
     except UpstreamError:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from multiformats import multibase, multicodec
 
-from indexer.atproto.crypto import Curve, PrivateKey, PublicKey, parse_did_key, parse_legacy, parse_multikey
+from indexer.atproto.crypto import Curve, PrivateKey, PublicKey, parse_did_key, parse_legacy_key, parse_multikey
 from indexer.errors import UpstreamError
 from indexer.reasons import Rejection
 from tests.vectors import vectors
@@ -34,20 +34,20 @@ def signature_fixtures() -> list[dict[str, Any]]:
     return cases
 
 
-def test_published_signatures() -> None:
+def test_published_signatures_are_verified() -> None:
     cases = signature_fixtures()
     assert len(cases) == 6
     for case in cases:
         message, signature = padded(case["messageBase64"]), padded(case["signatureBase64"])
         for key in (
             parse_did_key(case["publicKeyDid"]),
-            parse_legacy(case["didDocSuite"], case["publicKeyMultibase"]),
+            parse_legacy_key(case["didDocSuite"], case["publicKeyMultibase"]),
         ):
             assert key.verify(signature, message) is case["validSignature"], case["comment"]
 
 
 @pytest.mark.parametrize("curve", ["K256", "P256"])
-def test_published_did_keys(curve: str) -> None:
+def test_public_key_of_a_published_private_key_is_the_published_did_key(curve: str) -> None:
     cases = json.loads(vectors(f"atproto-interop-tests/crypto/w3c_didkey_{curve}.json").read_text())
     assert cases
     for case in cases:
@@ -59,7 +59,9 @@ def test_published_did_keys(curve: str) -> None:
 
 
 @given(st.sampled_from(CURVES), st.binary(min_size=1, max_size=8), st.binary(max_size=200))
-def test_what_is_signed_verifies_low_and_nothing_else_does(curve: Curve, seed: bytes, message: bytes) -> None:
+def test_only_the_low_s_signature_of_the_same_message_and_key_is_valid(
+    curve: Curve, seed: bytes, message: bytes
+) -> None:
     key = PrivateKey.from_seed(curve, seed)
     signature = key.sign(message)
     order = ORDERS[curve]
@@ -67,7 +69,7 @@ def test_what_is_signed_verifies_low_and_nothing_else_does(curve: Curve, seed: b
     assert key.public.verify(signature, message)
     assert s <= order // 2
     high = signature[:32] + (order - s).to_bytes(32, "big")
-    assert not key.public.verify(high, message), "the other half of the curve"
+    assert not key.public.verify(high, message), "high-S"
     assert not key.public.verify(encode_dss_signature(r, s), message), "DER"
     assert not key.public.verify(signature + b"\0", message)
     assert not key.public.verify(signature[:63], message)
@@ -76,23 +78,23 @@ def test_what_is_signed_verifies_low_and_nothing_else_does(curve: Curve, seed: b
 
 
 @pytest.mark.parametrize("curve", CURVES)
-def test_numbers_out_of_range_are_refused(curve: Curve) -> None:
+def test_signature_with_a_number_out_of_range_is_invalid(curve: Curve) -> None:
     key = PrivateKey.from_seed(curve, b"range")
-    good = key.sign(b"m")
+    valid = key.sign(b"m")
     order = ORDERS[curve]
     for number in (0, order, order + 1, 2**256 - 1):
-        odd = number.to_bytes(32, "big")
-        assert not key.public.verify(odd + good[32:], b"m")
-        assert not key.public.verify(good[:32] + odd, b"m")
+        out_of_range = number.to_bytes(32, "big")
+        assert not key.public.verify(out_of_range + valid[32:], b"m")
+        assert not key.public.verify(valid[:32] + out_of_range, b"m")
 
 
 @given(st.sampled_from(CURVES), st.binary(min_size=64, max_size=64))
-def test_no_signature_breaks_it(curve: Curve, signature: bytes) -> None:
+def test_arbitrary_signature_is_invalid(curve: Curve, signature: bytes) -> None:
     assert not PrivateKey.from_seed(curve, b"k").public.verify(signature, b"message")
 
 
-def test_p256_against_the_other_library_alone() -> None:
-    """The raw form is checked against DER made and verified by `cryptography` itself."""
+def test_p256_signature_is_verified_by_the_library_alone() -> None:
+    """The 64 bytes are converted to DER, which `cryptography` verifies without the code under test."""
     theirs = ec.generate_private_key(ec.SECP256R1())
     point = theirs.public_key().public_bytes(Encoding.X962, PublicFormat.UncompressedPoint)
     ours = PrivateKey("p256", theirs.private_numbers().private_value.to_bytes(32, "big"))
@@ -103,7 +105,7 @@ def test_p256_against_the_other_library_alone() -> None:
 
 
 @pytest.mark.parametrize("curve", CURVES)
-def test_every_written_form_of_a_key_is_the_same_key(curve: Curve) -> None:
+def test_multikey_and_did_key_are_parsed_to_the_same_key(curve: Curve) -> None:
     key = PrivateKey.from_seed(curve, b"forms").public
     assert parse_multikey(key.multikey()) == parse_did_key(key.did_key()) == key
     assert hash(parse_multikey(key.multikey())) == hash(key)
@@ -116,32 +118,32 @@ def uncompressed(curve: Curve) -> bytes:
     return key.public_bytes(Encoding.X962, PublicFormat.UncompressedPoint)
 
 
-OLD_TYPES: dict[Curve, str] = {
+LEGACY_TYPES: dict[Curve, str] = {
     "k256": "EcdsaSecp256k1VerificationKey2019",
     "p256": "EcdsaSecp256r1VerificationKey2019",
 }
 
 
 @pytest.mark.parametrize("curve", CURVES)
-def test_an_old_key_is_a_point_in_one_of_two_forms(curve: Curve) -> None:
+def test_legacy_key_is_a_compressed_or_an_uncompressed_point(curve: Curve) -> None:
     point, key = uncompressed(curve), PrivateKey.from_seed(curve, b"forms").public
-    for good in (point, key.compressed):
-        assert parse_legacy(OLD_TYPES[curve], multibase.encode(good, "base58btc")) == key
+    for valid in (point, key.compressed):
+        assert parse_legacy_key(LEGACY_TYPES[curve], multibase.encode(valid, "base58btc")) == key
     hybrid = bytes([6 | point[-1] & 1]) + point[1:]
-    for bad in (hybrid, point[1:], point + b"\0", point[:-1], b"\0", b"\x04", b"\x02" + b"\xff" * 32, b""):
+    for invalid in (hybrid, point[1:], point + b"\0", point[:-1], b"\0", b"\x04", b"\x02" + b"\xff" * 32, b""):
         with pytest.raises(UpstreamError) as caught:
-            parse_legacy(OLD_TYPES[curve], multibase.encode(bad, "base58btc"))
+            parse_legacy_key(LEGACY_TYPES[curve], multibase.encode(invalid, "base58btc"))
         assert caught.value.reason is Rejection.NO_SIGNING_KEY
     with pytest.raises(UpstreamError):
         parse_multikey(multibase.encode(multicodec.wrap("secp256k1-pub", point), "base58btc"))
 
 
-def test_the_old_form_of_a_published_key() -> None:
-    old = parse_legacy(
+def test_published_legacy_key_is_parsed() -> None:
+    legacy = parse_legacy_key(
         "EcdsaSecp256k1VerificationKey2019",
         "zQYEBzXeuTM9UR3rfvNag6L3RNAs5pQZyYPsomTsgQhsxLdEgCrPTLgFna8yqCnxPpNT7DBk6Ym3dgPKNu86vt9GR",
     )
-    assert old.multikey() == "zQ3shXjHeiBuRCKmM36cuYnm7YEMzhGnCmCyW92sRJ9pribSF"
+    assert legacy.multikey() == "zQ3shXjHeiBuRCKmM36cuYnm7YEMzhGnCmCyW92sRJ9pribSF"
 
 
 @pytest.mark.parametrize(
@@ -157,18 +159,22 @@ def test_the_old_form_of_a_published_key() -> None:
         "zQ3shXjHeiBuRCKmM36cuYnm7YEMzhGnCmCyW92sRJ9pribSG",
     ],
 )
-def test_a_key_that_is_none_is_refused(text: str) -> None:
+def test_text_that_is_not_a_key_is_rejected(text: str) -> None:
     for parse in (parse_multikey, lambda text: parse_did_key(f"did:key:{text}"), parse_did_key):
         with pytest.raises(UpstreamError) as caught:
             parse(text)
         assert caught.value.reason is Rejection.NO_SIGNING_KEY
     with pytest.raises(UpstreamError):
-        parse_legacy("Ed25519VerificationKey2020", text)
+        parse_legacy_key("Ed25519VerificationKey2020", text)
 
 
 @given(st.text(max_size=60))
-def test_no_text_breaks_the_parsers(text: str) -> None:
-    for parse in (parse_multikey, parse_did_key, lambda text: parse_legacy("EcdsaSecp256k1VerificationKey2019", text)):
+def test_arbitrary_text_raises_no_other_error(text: str) -> None:
+    for parse in (
+        parse_multikey,
+        parse_did_key,
+        lambda text: parse_legacy_key("EcdsaSecp256k1VerificationKey2019", text),
+    ):
         for candidate in (text, "z" + text):
             try:
                 parse(candidate)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from indexer.atproto.crypto import PrivateKey
 from indexer.atproto.did_document import parse_did_document
 from indexer.errors import UpstreamError
+from tests.atproto.plc_operations import current_form, document_of
 from tests.vectors import vectors
 
 DID = "did:plc:ewvi7nxzyoun6zhxrhs64oiz"
@@ -43,88 +44,53 @@ def document(**changes: Any) -> dict[str, Any]:
         ("did_web_doc.json", None, None),
     ],
 )
-def test_published_documents(name: str, handle: str | None, pds: str | None) -> None:
+def test_published_documents_are_parsed(name: str, handle: str | None, pds: str | None) -> None:
     raw = json.loads(vectors(f"indigo/identity/{name}").read_text())
     parsed = parse_did_document(raw, raw["id"], allow_http=False)
     assert (parsed.handle, parsed.pds) == (handle, pds)
     assert (parsed.signing_key is not None) == (pds is not None)
 
 
-def test_the_same_key_in_its_old_and_new_form() -> None:
-    old = document()["verificationMethod"][0] | {
+def test_legacy_key_and_multikey_give_the_same_key() -> None:
+    legacy = document()["verificationMethod"][0] | {
         "type": "EcdsaSecp256k1VerificationKey2019",
         "publicKeyMultibase": "zQYEBzXeuTM9UR3rfvNag6L3RNAs5pQZyYPsomTsgQhsxLdEgCrPTLgFna8y"
         "qCnxPpNT7DBk6Ym3dgPKNu86vt9GR",
     }
-    new = document()["verificationMethod"][0] | {
+    multikey = document()["verificationMethod"][0] | {
         "publicKeyMultibase": "zQ3shXjHeiBuRCKmM36cuYnm7YEMzhGnCmCyW92sRJ9pribSF"
     }
     keys = [
         parse_did_document(document(verificationMethod=[method]), DID, allow_http=False).signing_key
-        for method in (old, new)
+        for method in (legacy, multikey)
     ]
     assert keys[0] == keys[1] is not None
 
 
 def operations() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every operation of the published logs that leaves an identity, in today's form."""
+    """Yield the DID and each operation of the published logs that is not a tombstone, in the current form."""
     for file in sorted(vectors("did-plc").rglob("*.json")):
         for entry in json.loads(file.read_text()):
-            operation = modern(entry["operation"])
+            operation = current_form(entry["operation"])
             if operation["type"] != "plc_tombstone":
                 yield entry["did"], operation
 
 
-def modern(operation: dict[str, Any]) -> dict[str, Any]:
-    """The operation in today's form."""
-    if operation["type"] != "create":
-        return operation
-    pds = {"type": "AtprotoPersonalDataServer", "endpoint": operation["service"]}
-    return operation | {
-        "alsoKnownAs": [f"at://{operation['handle']}"],
-        "services": {"atproto_pds": pds},
-        "verificationMethods": {"atproto": operation["signingKey"]},
-    }
-
-
-def rendered(did: str, operation: dict[str, Any]) -> dict[str, Any]:
-    """The document that a directory makes of it, with relative or absolute ids as that directory likes."""
-    methods = [
-        {
-            "id": f"{did}#{name}",
-            "type": "Multikey",
-            "controller": did,
-            "publicKeyMultibase": key.removeprefix("did:key:"),
-        }
-        for name, key in operation["verificationMethods"].items()
-    ]
-    services = [
-        {"id": f"#{name}", "type": service["type"], "serviceEndpoint": service["endpoint"]}
-        for name, service in operation["services"].items()
-    ]
-    return {
-        "id": did,
-        "alsoKnownAs": operation["alsoKnownAs"],
-        "verificationMethod": methods,
-        "service": services,
-    }
-
-
-def test_the_states_of_published_logs() -> None:
-    read = 0
+def test_documents_of_published_plc_operations_are_parsed() -> None:
+    count = 0
     for did, operation in operations():
-        parsed = parse_did_document(rendered(did, operation), did, allow_http=False)
+        parsed = parse_did_document(document_of(did, operation), did, allow_http=False)
         key = operation["verificationMethods"].get("atproto")
         pds = operation["services"].get("atproto_pds")
         handle = next((alias for alias in operation["alsoKnownAs"] if "." in alias), None)
         assert (parsed.signing_key and parsed.signing_key.did_key()) == key
         assert parsed.pds == (pds and pds["endpoint"])
         assert parsed.handle == (handle and handle.removeprefix("at://"))
-        read += 1
-    assert read > 20
+        count += 1
+    assert count > 20
 
 
-def test_real_documents_of_the_firehose() -> None:
+def test_real_documents_have_a_key_and_a_pds() -> None:
     documents = json.loads(vectors("jetstream-frames/did_docs.json").read_text())
     assert len(documents) > 50
     for did, raw in documents.items():
@@ -134,21 +100,21 @@ def test_real_documents_of_the_firehose() -> None:
         assert parsed.pds.startswith("https://")
 
 
-def test_the_first_valid_key_wins() -> None:
-    good = document()["verificationMethod"][0]
-    second = good | {"publicKeyMultibase": OTHER.multikey()}
-    for bad in (
-        good | {"id": "did:plc:other#atproto"},
-        good | {"id": "#atproto_other"},
-        good | {"controller": "did:plc:other"},
-        good | {"publicKeyMultibase": "zQ3sh"},
-        good | {"publicKeyMultibase": 7},
-        good | {"type": "Ed25519VerificationKey2020"},
+def test_first_valid_key_is_used() -> None:
+    valid = document()["verificationMethod"][0]
+    second = valid | {"publicKeyMultibase": OTHER.multikey()}
+    for invalid in (
+        valid | {"id": "did:plc:other#atproto"},
+        valid | {"id": "#atproto_other"},
+        valid | {"controller": "did:plc:other"},
+        valid | {"publicKeyMultibase": "zQ3sh"},
+        valid | {"publicKeyMultibase": 7},
+        valid | {"type": "Ed25519VerificationKey2020"},
         "not a map",
     ):
-        parsed = parse_did_document(document(verificationMethod=[bad, second, good]), DID, allow_http=False)
+        parsed = parse_did_document(document(verificationMethod=[invalid, second, valid]), DID, allow_http=False)
         assert parsed.signing_key == OTHER
-    relative = parse_did_document(document(verificationMethod=[good | {"id": "#atproto"}]), DID, allow_http=False)
+    relative = parse_did_document(document(verificationMethod=[valid | {"id": "#atproto"}]), DID, allow_http=False)
     assert relative.signing_key == KEY
 
 
@@ -179,7 +145,7 @@ def test_the_first_valid_key_wins() -> None:
         None,
     ],
 )
-def test_a_pds_that_is_no_base_url_is_none(url: Any) -> None:
+def test_pds_is_none_if_it_is_not_a_base_url(url: Any) -> None:
     service = document()["service"][0] | {"serviceEndpoint": url}
     assert parse_did_document(document(service=[service]), DID, allow_http=False).pds is None
 
@@ -193,25 +159,31 @@ def test_a_pds_that_is_no_base_url_is_none(url: Any) -> None:
         ("https://my_pds.example.com", "https://my_pds.example.com"),
     ],
 )
-def test_a_pds_is_scheme_host_and_port(url: str, pds: str) -> None:
+def test_pds_is_scheme_host_and_port(url: str, pds: str) -> None:
     service = document()["service"][0] | {"id": f"{DID}#atproto_pds", "serviceEndpoint": url}
     assert parse_did_document(document(service=[service]), DID, allow_http=False).pds == pds
 
 
-def test_the_first_pds_wins_even_if_it_is_no_url() -> None:
-    good = document()["service"][0]
-    others = [good | {"id": "#atproto_labeler"}, good | {"type": "Other"}, good | {"id": "did:plc:other#atproto_pds"}]
-    assert parse_did_document(document(service=[*others, good]), DID, allow_http=False).pds == "https://pds.example.com"
-    bad = good | {"serviceEndpoint": "pds.example.com"}
-    assert parse_did_document(document(service=[bad, good]), DID, allow_http=False).pds is None
+def test_first_pds_is_used_even_if_its_url_is_invalid() -> None:
+    valid = document()["service"][0]
+    others = [
+        valid | {"id": "#atproto_labeler"},
+        valid | {"type": "Other"},
+        valid | {"id": "did:plc:other#atproto_pds"},
+    ]
+    assert (
+        parse_did_document(document(service=[*others, valid]), DID, allow_http=False).pds == "https://pds.example.com"
+    )
+    invalid = valid | {"serviceEndpoint": "pds.example.com"}
+    assert parse_did_document(document(service=[invalid, valid]), DID, allow_http=False).pds is None
 
 
-def test_http_is_for_local_networks() -> None:
+def test_http_url_is_accepted_with_allow_http() -> None:
     service = document()["service"][0] | {"serviceEndpoint": "http://localhost:2583/"}
     assert parse_did_document(document(service=[service]), DID, allow_http=True).pds == "http://localhost:2583"
 
 
-def test_the_first_handle_of_good_syntax_wins() -> None:
+def test_first_handle_with_valid_syntax_is_used() -> None:
     aliases = [7, "https://alice.test", "at://no_handle", "at://alice.test/x", "at://Alice.Test", "at://bob.test"]
     assert parse_did_document(document(alsoKnownAs=aliases), DID, allow_http=False).handle == "alice.test"
 
@@ -231,13 +203,13 @@ JSON = st.recursive(
 
 
 @given(JSON, JSON, JSON)
-def test_no_shape_of_json_breaks_it(methods: Any, services: Any, aliases: Any) -> None:
+def test_parts_of_any_shape_are_accepted(methods: Any, services: Any, aliases: Any) -> None:
     raw = document(verificationMethod=methods, service=services, alsoKnownAs=aliases)
     assert parse_did_document(raw, DID, allow_http=True).did == DID
 
 
 @given(JSON)
-def test_anything_else_than_a_document_of_the_did_is_refused(raw: Any) -> None:
+def test_json_that_is_not_a_document_of_the_did_is_rejected(raw: Any) -> None:
     if isinstance(raw, dict) and raw.get("id") == DID:
         return
     with pytest.raises(UpstreamError):

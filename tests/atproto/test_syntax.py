@@ -40,7 +40,7 @@ CHECKS: dict[str, Callable[[str], bool]] = {
 
 @pytest.mark.parametrize("valid", [True, False])
 @pytest.mark.parametrize("kind", CHECKS)
-def test_every_published_line(kind: str, valid: bool) -> None:
+def test_published_cases_are_accepted_or_rejected(kind: str, valid: bool) -> None:
     name = f"atproto-interop-tests/syntax/{kind}_syntax_{'valid' if valid else 'invalid'}.txt"
     lines = vectors(name).read_text().split("\n")
     cases = [line for line in lines if line and not line.startswith("#")]
@@ -50,8 +50,8 @@ def test_every_published_line(kind: str, valid: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", CHECKS)
-def test_a_newline_behind_the_end_is_no_part_of_it(kind: str) -> None:
-    good = {
+def test_trailing_newline_is_rejected(kind: str) -> None:
+    valid = {
         "did": "did:plc:ewvi7nxzyoun6zhxrhs64oiz",
         "handle": "alice.test",
         "nsid": "com.example.thing",
@@ -59,24 +59,24 @@ def test_a_newline_behind_the_end_is_no_part_of_it(kind: str) -> None:
         "tid": "3jzfcijpj2z2a",
         "aturi": "at://alice.test/com.example.thing/self",
     }[kind]
-    assert CHECKS[kind](good)
-    assert not CHECKS[kind](good + "\n")
+    assert CHECKS[kind](valid)
+    assert not CHECKS[kind](valid + "\n")
 
 
 @given(st.integers(0, 2**53 - 1), st.integers(0, 1023))
-def test_tids_sort_and_read_as_their_time(micros: int, clock: int) -> None:
-    tid = tid_of(micros, clock)
+def test_tid_encodes_its_time_and_sorts_by_it(micros: int, clock_id: int) -> None:
+    tid = tid_of(micros, clock_id)
     assert is_tid(tid)
     assert tid_micros(tid) == micros
     assert tid_of(micros + 1) > tid
 
 
-def test_a_published_tid() -> None:
+def test_published_tid() -> None:
     assert tid_micros("3jzfcijpj2z2a") == 1688137381887007
     assert tid_of(1688137381887007, 6) == "3jzfcijpj2z2a"
 
 
-def test_uris_print_as_they_parse_and_normalize() -> None:
+def test_at_uri_keeps_its_text_and_can_be_normalized() -> None:
     for text in ("at://alice.test", "at://did:web:a.b/com.Example.fooBar", "at://Alice.Test/Com.Example.fooBar/Self"):
         assert str(AtUri.parse(text)) == text
     assert str(AtUri.parse("at://Alice.Test/Com.Example.fooBar/Self").normalized()) == (
@@ -95,29 +95,29 @@ def test_uris_print_as_they_parse_and_normalize() -> None:
         ("at://alice.test/com.example.thing/", "not a record key"),
     ],
 )
-def test_what_is_wrong_with_a_uri_is_said(text: str, fault: str) -> None:
+def test_error_says_what_is_wrong_with_an_at_uri(text: str, fault: str) -> None:
     with pytest.raises(ValueError, match=fault):
         AtUri.parse(text)
 
 
-def test_paths() -> None:
+def test_path_is_split_into_collection_and_record_key() -> None:
     assert split_path("net.example.Thing.camelCase/a") == ("net.example.Thing.camelCase", "a")
     assert split_path("com.example.thing/pre:fix") == ("com.example.thing", "pre:fix")
-    for bad in ("com.example.thing", "com.example.thing/", "/self", "com.example.thing/a/b", ""):
+    for invalid in ("com.example.thing", "com.example.thing/", "/self", "com.example.thing/a/b", ""):
         with pytest.raises(UpstreamError):
-            split_path(bad)
+            split_path(invalid)
 
 
-def test_filters_match_whole_segments() -> None:
-    chosen = CollectionFilter(["app.bsky.*", "com.example.thing"])
-    assert chosen.matches("app.bsky.feed.post")
-    assert chosen.matches("com.example.thing")
-    assert not chosen.matches("app.bskyx.feed.post")
-    assert not chosen.matches("com.example.things")
+def test_collection_filter_matches_whole_segments() -> None:
+    collections = CollectionFilter(["app.bsky.*", "com.example.thing"])
+    assert collections.matches("app.bsky.feed.post")
+    assert collections.matches("com.example.thing")
+    assert not collections.matches("app.bskyx.feed.post")
+    assert not collections.matches("com.example.things")
     assert CollectionFilter().matches("anything.at.all")
 
 
 @pytest.mark.parametrize("pattern", ["", "app.bsky*", "*.bsky", "app.*.post", ".*", "app..b.*", "app bsky"])
-def test_a_bad_pattern_is_named(pattern: str) -> None:
+def test_invalid_pattern_is_named_in_the_error(pattern: str) -> None:
     with pytest.raises(ValueError, match="neither an NSID"):
         CollectionFilter([pattern])

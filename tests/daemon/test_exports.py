@@ -1,6 +1,5 @@
-"""Exports that are needed and don't come, or come broken: nothing changes until one is whole."""
+"""Resyncs whose exports fail, are slow, are interrupted or are out of date: stored records change only at the end."""
 
-import asyncio
 from collections.abc import Callable
 from math import inf
 from pathlib import Path
@@ -9,384 +8,376 @@ from typing import Any
 
 import pytest
 
-from indexer.localnet.account import Account
-from indexer.localnet.network import LocalNetwork
-from indexer.localnet.pds import GET_REPO
-from indexer.localnet.server import Fault
-from indexer.localnet.tree import height
-from indexer.outbound.client import Patience
-from indexer.outbound.hosts import FAILURES
-from tests.daemon.stage import POST, Stage, post, staged
-from tests.serving import POLL, until
-from tests.test_crash import assert_nothing_doubled
+from indexer.localnet.http_server import Fault
+from indexer.localnet.local_account import LocalAccount
+from indexer.localnet.local_network import LocalNetwork
+from indexer.localnet.local_pds import GET_REPO
+from indexer.localnet.reference_tree import height
+from indexer.outbound.host_limits import FAILURE_THRESHOLD
+from indexer.outbound.http_client import Timeouts
+from tests.daemon.running_daemon import POST, RunningDaemon, post, running_daemon
+from tests.database_checks import assert_change_log_consistent
+from tests.waiting import until
 
-FAILING: dict[str, tuple[Callable[[Account], Fault], str]] = {
-    "status": (lambda _: Fault(GET_REPO, status=500), "http-status"),
-    "hang": (lambda _: Fault(GET_REPO, hang=True), "timeout"),
-    "connection cut": (lambda _: Fault(GET_REPO, cut=700), "unreachable"),
-    "connection cut at once": (lambda _: Fault(GET_REPO, cut=0), "unreachable"),
-    "no bytes": (lambda _: Fault(GET_REPO, sections=0), "export-incomplete"),
-    "header alone": (lambda _: Fault(GET_REPO, sections=1), "export-rejected"),
-    "commit alone": (lambda _: Fault(GET_REPO, sections=2), "export-incomplete"),
-    "root node alone": (lambda _: Fault(GET_REPO, sections=3), "export-incomplete"),
-    "a page": (
+pytestmark = pytest.mark.slow
+
+FAILING_EXPORTS: dict[str, tuple[Callable[[LocalAccount], Fault], str]] = {
+    "status 500": (lambda _: Fault(GET_REPO, status=500), "http-status"),
+    "no response": (lambda _: Fault(GET_REPO, hang=True), "timeout"),
+    "connection broken after 700 bytes": (lambda _: Fault(GET_REPO, cut=700), "unreachable"),
+    "connection broken at once": (lambda _: Fault(GET_REPO, cut=0), "unreachable"),
+    "empty body": (lambda _: Fault(GET_REPO, sections=0), "export-incomplete"),
+    "only the header": (lambda _: Fault(GET_REPO, sections=1), "export-rejected"),
+    "only the commit": (lambda _: Fault(GET_REPO, sections=2), "export-incomplete"),
+    "only the root node": (lambda _: Fault(GET_REPO, sections=3), "export-incomplete"),
+    "HTML page": (
         lambda _: Fault(GET_REPO, status=200, headers={"Content-Type": "text/html"}, body=b"<html>"),
         "bad-answer",
     ),
-    "nonsense": (lambda _: Fault(GET_REPO, status=200, body=bytes(1_000)), "export-rejected"),
-    "gone": (
+    "zeros": (lambda _: Fault(GET_REPO, status=200, body=bytes(1_000)), "export-rejected"),
+    "RepoNotFound": (
         lambda _: Fault(GET_REPO, status=400, body=b'{"error":"RepoNotFound","message":"?"}'),
         "repo-not-found",
     ),
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("failing", "result"), FAILING.values(), ids=FAILING.keys())
-async def test_an_export_that_fails_changes_nothing(
+@pytest.mark.parametrize(("make_fault", "result"), FAILING_EXPORTS.values(), ids=FAILING_EXPORTS.keys())
+async def test_failed_export_changes_nothing_and_is_retried(
     database: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    failing: Callable[[Account], Fault],
+    make_fault: Callable[[LocalAccount], Fault],
     result: str,
 ) -> None:
-    monkeypatch.setattr("indexer.outbound.client.Patience", lambda: Patience(silence=0.5))
-    async with staged(database, tmp_path, resync_source="pds") as stage:
-        account = stage.account("ada.test", records=20)
-        await stage.equal()
-        before = await stage.stored(account)
-        fault = failing(account)
+    monkeypatch.setattr("indexer.clients.TIMEOUTS", Timeouts(read=0.5))
+    async with running_daemon(database, tmp_path, resync_source="pds") as daemon:
+        account = daemon.create_account("ada.test", records=20)
+        await daemon.wait_until_equal()
+        before = await daemon.record_rows(account)
+        fault = make_fault(account)
         account.pds.faults.append(fault)
-        stage.lose_commit(account)
-        await stage.counted(0, "resync", result=result)
+        daemon.lose_commit(account)
+        await daemon.wait_for_counter("resync", result=result)
         assert fault.fired == 1
-        assert await stage.stored(account) == before
-        row = await stage.repo(account)
-        assert (row["status"], row["reason"], row["attempts"]) == ("desynchronized", "chain-break", 2)
+        assert await daemon.record_rows(account) == before
+        row = await daemon.repo_row(account)
+        assert (row["sync_status"], row["sync_reason"], row["attempts"]) == ("desynchronized", "chain-break", 2)
         assert row["last_error"].split(":")[0] == result
         assert row["wait"] == inf if result == "repo-not-found" else 80 < row["wait"] < 160
-        await stage.healed(account)  # by hand: by itself it would be tried again at that time
-        await stage.counted(0, "resync", result="synchronized")
-        assert stage.metric("resync", result="synchronized") == 1
-        assert (await stage.repo(account))["last_error"] is None
+        await daemon.resync_until_equal(account)
+        await daemon.wait_for_counter("resync", result="synchronized")
+        assert daemon.counter("resync", result="synchronized") == 1
+        assert (await daemon.repo_row(account))["last_error"] is None
         assert not list((tmp_path / "spool").iterdir())
-        await assert_nothing_doubled(database)
+        await assert_change_log_consistent(database)
 
 
-LAST = [f"zz{number:03}" for number in range(100) if height(f"{POST}/zz{number:03}") == 0][:6]
+LAST_LEAF_KEYS = [f"zz{number:03}" for number in range(100) if height(f"{POST}/zz{number:03}") == 0][:6]
 
 
-def lose_last_records(stage: Stage, account: Account, exports: int) -> list[Fault]:
-    """The next exports have all tree nodes, and lack the last three records: two of them are new and not heard of."""
+def omit_last_records(daemon: RunningDaemon, account: LocalAccount, exports: int) -> list[Fault]:
+    """Let the next exports contain all tree nodes but not the last three records; two of these were never announced."""
     sections = sum(1 for _ in account.repo.export()) - 1
     faults = [Fault(GET_REPO, sections=sections) for _ in range(exports)]
     account.pds.faults += faults
-    stage.network.relay.drop(account.did)
-    for rkey in LAST[4:]:
+    daemon.network.relay.drop(account.did)
+    for rkey in LAST_LEAF_KEYS[4:]:
         account.create(POST, post(rkey), rkey=rkey)
     return faults
 
 
-async def with_a_long_last_leaf(stage: Stage) -> Account:
-    """An account whose exports end with records of one node, that come behind it."""
-    account = stage.account("ada.test", records=20)
-    for rkey in LAST[:4]:
+async def account_with_long_last_leaf(daemon: RunningDaemon) -> LocalAccount:
+    """Create an account whose exports end with the records of one node, which comes before all of them."""
+    account = daemon.create_account("ada.test", records=20)
+    for rkey in LAST_LEAF_KEYS[:4]:
         account.create(POST, post(rkey), rkey=rkey)
-    await stage.equal()
+    await daemon.wait_until_equal()
     return account
 
 
-@pytest.mark.slow
-async def test_an_export_that_lacks_a_record_is_asked_for_again(database: str, tmp_path: Path) -> None:
-    async with staged(database, tmp_path, resync_source="pds") as stage:
-        account = await with_a_long_last_leaf(stage)
-        before = await stage.stored(account)
-        [fault] = lose_last_records(stage, account, exports=1)
-        await stage.counted(0, "resync", result="export-lacks-records")
+async def test_export_with_missing_records_is_rejected_once_and_fetched_again(database: str, tmp_path: Path) -> None:
+    async with running_daemon(database, tmp_path, resync_source="pds") as daemon:
+        account = await account_with_long_last_leaf(daemon)
+        before = await daemon.record_rows(account)
+        [fault] = omit_last_records(daemon, account, exports=1)
+        await daemon.wait_for_counter("resync", result="export-lacks-records")
         assert fault.fired == 1
-        assert await stage.stored(account) == before
-        assert (await stage.repo(account))["last_error"] == "export-lacks-records: 2 records"
-        await stage.healed(account)
-        assert [row["rkey"] for row in await stage.stored(account) if row["value"] is None] == []
+        assert await daemon.record_rows(account) == before
+        assert (await daemon.repo_row(account))["last_error"] == "export-lacks-records: 2 records"
+        await daemon.resync_until_equal(account)
+        assert [row["rkey"] for row in await daemon.record_rows(account) if row["value"] is None] == []
 
 
-@pytest.mark.slow
-async def test_an_export_that_was_cut_before_says_nothing_of_the_records_that_the_next_one_lacks(
-    database: str, tmp_path: Path
-) -> None:
-    async with staged(database, tmp_path, resync_source="pds") as stage:
-        account = await with_a_long_last_leaf(stage)
-        before = await stage.stored(account)
+async def test_truncated_export_does_not_count_as_one_with_missing_records(database: str, tmp_path: Path) -> None:
+    async with running_daemon(database, tmp_path, resync_source="pds") as daemon:
+        account = await account_with_long_last_leaf(daemon)
+        before = await daemon.record_rows(account)
         account.pds.faults.append(Fault(GET_REPO, sections=3))
-        lose_last_records(stage, account, exports=1)
-        await stage.counted(0, "resync", result="export-incomplete")
-        await stage.execute("update indexer.repo set next_attempt_at = null")
-        await stage.counted(0, "resync", result="export-lacks-records")
-        assert await stage.stored(account) == before
-        await stage.healed(account)
-        assert [row["rkey"] for row in await stage.stored(account) if row["value"] is None] == []
+        omit_last_records(daemon, account, exports=1)
+        await daemon.wait_for_counter("resync", result="export-incomplete")
+        await daemon.execute("update indexer.repo set next_attempt_at = null")
+        await daemon.wait_for_counter("resync", result="export-lacks-records")
+        assert await daemon.record_rows(account) == before
+        await daemon.resync_until_equal(account)
+        assert [row["rkey"] for row in await daemon.record_rows(account) if row["value"] is None] == []
 
 
-@pytest.mark.slow
-async def test_a_record_that_no_export_has_keeps_its_cid_and_gets_its_value_later(
+async def test_record_missing_in_two_exports_is_stored_without_value_and_completed_later(
     database: str, tmp_path: Path
 ) -> None:
-    async with staged(database, tmp_path, resync_source="pds") as stage:
-        account = await with_a_long_last_leaf(stage)
-        faults = lose_last_records(stage, account, exports=2)
-        await stage.counted(0, "resync", result="export-lacks-records")
-        await stage.healed(account)
+    async with running_daemon(database, tmp_path, resync_source="pds") as daemon:
+        account = await account_with_long_last_leaf(daemon)
+        faults = omit_last_records(daemon, account, exports=2)
+        await daemon.wait_for_counter("resync", result="export-lacks-records")
+        await daemon.resync_until_equal(account)
         assert [fault.fired for fault in faults] == [1, 1]
-        missing = [row for row in await stage.stored(account) if row["value"] is None]
-        assert [(row["rkey"], row["value_problem"]) for row in missing] == [(rkey, "missing") for rkey in LAST[4:]]
-        account.create(POST, post("life goes on"))
-        await stage.equal()
-        assert await stage.running.store.mark_missing(range(256), 0.0, time() + 1) == 1
-        await stage.healed(account)
-        assert [row["rkey"] for row in await stage.stored(account) if row["value"] is None] == []
-        [action] = await stage.execute(
+        missing = [row for row in await daemon.record_rows(account) if row["value"] is None]
+        assert [(row["rkey"], row["value_problem"]) for row in missing] == [
+            (rkey, "missing") for rkey in LAST_LEAF_KEYS[4:]
+        ]
+        account.create(POST, post("after the resync"))
+        await daemon.wait_until_equal()
+        assert await daemon.store.request_missing_values(range(256), 0.0, time() + 1) == 1
+        await daemon.resync_until_equal(account)
+        assert [row["rkey"] for row in await daemon.record_rows(account) if row["value"] is None] == []
+        [action] = await daemon.execute(
             "select action, live from atproto.changes where did = $1 and rkey is not null order by seq desc limit 1",
             account.did,
         )
         assert tuple(action) == ("update", False)
-        assert await stage.running.store.mark_missing(range(256), 0.0, time() + 1) == 0
+        assert await daemon.store.request_missing_values(range(256), 0.0, time() + 1) == 0
 
 
-async def test_the_next_source_is_asked(database: str, tmp_path: Path) -> None:
-    """The relay is asked first and sends us on to the host, which fails once; then the host itself is asked."""
-    async with staged(database, tmp_path) as stage:
-        account = stage.account("ada.test")
-        await stage.equal()
+async def test_next_source_is_asked_after_a_failure(database: str, tmp_path: Path) -> None:
+    """The relay redirects to the PDS, which fails once. The second request goes directly to the PDS."""
+    async with running_daemon(database, tmp_path) as daemon:
+        account = daemon.create_account("ada.test")
+        await daemon.wait_until_equal()
         fault = Fault(GET_REPO, status=500)
         account.pds.faults.append(fault)
-        stage.lose_commit(account)
-        await stage.equal()
+        daemon.lose_commit(account)
+        await daemon.wait_until_equal()
         assert fault.fired == 1
-        assert stage.network.relay.requests[GET_REPO] == 1
+        assert daemon.network.relay.requests[GET_REPO] == 1
         assert account.pds.requests[GET_REPO] == 2
-        await stage.counted(0, "resync", result="synchronized")
-        assert stage.metric("resync", result="synchronized") == 1
+        await daemon.wait_for_counter("resync", result="synchronized")
+        assert daemon.counter("resync", result="synchronized") == 1
 
 
-@pytest.mark.slow
-async def test_a_host_that_asks_for_a_pause_gets_it(database: str, tmp_path: Path) -> None:
-    """It costs the repo no attempt, and a daemon that starts anew remembers it."""
+async def test_retry_after_pauses_the_host_across_restarts(database: str, tmp_path: Path) -> None:
+    """The pause does not count as an attempt of the repo."""
     async with LocalNetwork() as network:
-        async with staged(database, tmp_path, network, resync_source="pds") as first:
-            account = first.account("ada.test")
-            await first.equal()
-            before = await first.stored(account)
+        async with running_daemon(database, tmp_path, network, resync_source="pds") as first:
+            account = first.create_account("ada.test")
+            await first.wait_until_equal()
+            before = await first.record_rows(account)
             fault = Fault(GET_REPO, status=429, headers={"Retry-After": "100"})
             account.pds.faults.append(fault)
             first.lose_commit(account)
-            await first.counted(0, "resync", result="throttled")
+            await first.wait_for_counter("resync", result="throttled")
             assert fault.fired == 1
-            row = await first.repo(account)
-            assert (row["status"], row["attempts"]) == ("desynchronized", 1)
+            row = await first.repo_row(account)
+            assert (row["sync_status"], row["attempts"]) == ("desynchronized", 1)
             assert row["last_error"].startswith("throttled")
             assert 90 < row["wait"] <= 100
-            asked = account.pds.requests.total()
-        async with staged(database, tmp_path, network, resync_source="pds") as second:
+            requests = account.pds.requests.total()
+        async with running_daemon(database, tmp_path, network, resync_source="pds") as second:
             await second.execute("update indexer.repo set next_attempt_at = null")
-            await until(lambda: put_off(second, account))
-            assert account.pds.requests.total() == asked, "no request before its time, whoever wants one"
-            assert await second.stored(account) == before
+            await until(lambda: postponed(second, account))
+            assert account.pds.requests.total() == requests, "no request during the pause"
+            assert await second.record_rows(account) == before
             [(reason,)] = await second.execute("select pause_reason from atproto.hosts where paused_until is not null")
             assert reason == "throttled"
         await second.execute("update indexer.host set paused_until = now()")
-        async with staged(database, tmp_path, network, resync_source="pds") as third:
+        async with running_daemon(database, tmp_path, network, resync_source="pds") as third:
             await third.execute("update indexer.repo set next_attempt_at = null")
-            await third.equal()
+            await third.wait_until_equal()
 
 
-@pytest.mark.slow
-async def test_a_host_that_is_down_is_left_alone_and_its_repos_lose_no_attempt(database: str, tmp_path: Path) -> None:
-    async with staged(database, tmp_path, resync_source="pds") as stage:
-        account = stage.account("ada.test")
-        await stage.equal()
+async def test_failing_host_is_paused_and_the_pause_does_not_count_as_attempt(database: str, tmp_path: Path) -> None:
+    async with running_daemon(database, tmp_path, resync_source="pds") as daemon:
+        account = daemon.create_account("ada.test")
+        await daemon.wait_until_equal()
         fault = Fault("", status=502, times=None)
         account.pds.faults.append(fault)
-        stage.lose_commit(account)
-        while stage.metric("resync", result="host-paused") == 0:
-            await stage.execute("update indexer.repo set next_attempt_at = null where status = 'desynchronized'")
-            await asyncio.sleep(POLL)
-        asked, attempts = fault.fired, (await stage.repo(account))["attempts"]
-        assert asked >= FAILURES
+        daemon.lose_commit(account)
+
+        async def paused() -> bool:
+            await daemon.execute("update indexer.repo set next_attempt_at = null where sync_status = 'desynchronized'")
+            return daemon.counter("resync", result="host-paused") > 0
+
+        await until(paused)
+        requests, attempts = fault.fired, (await daemon.repo_row(account))["attempts"]
+        assert requests >= FAILURE_THRESHOLD
         for _ in range(3):
-            await stage.execute("update indexer.repo set next_attempt_at = null")
-            await until(lambda: put_off(stage, account, 15))
-        row = await stage.repo(account)
+            await daemon.execute("update indexer.repo set next_attempt_at = null")
+            await until(lambda: postponed(daemon, account, 15))
+        row = await daemon.repo_row(account)
         assert row["last_error"].startswith("host-paused")
-        assert (row["attempts"], fault.fired) == (attempts, asked)
-        assert "host-paused for" in str(stage.running.status()["hosts paused"])
+        assert (row["attempts"], fault.fired) == (attempts, requests)
+        assert "host-paused for" in str(daemon.stages.probe.status()["paused hosts"])
 
 
-async def put_off(stage: Stage, account: Account, seconds: float = 80) -> bool:
-    row = await stage.repo(account)
-    return row["status"] == "desynchronized" and row["next_attempt_at"] is not None and row["wait"] > seconds
+async def postponed(daemon: RunningDaemon, account: LocalAccount, seconds: float = 80) -> bool:
+    """Return True if the next attempt is due in more than this many seconds."""
+    row = await daemon.repo_row(account)
+    return row["sync_status"] == "desynchronized" and row["next_attempt_at"] is not None and row["wait"] > seconds
 
 
-def held(account: Account) -> Fault:
-    """The account's next export takes some seconds, and holds what it held when it was asked for."""
+def slow_down_export(account: LocalAccount) -> Fault:
+    """Let the account's next export take about three seconds. Its content is the state at the time of the request."""
     fault = Fault(GET_REPO, rate=sum(map(len, account.repo.export())) // 3)
     account.pds.faults.append(fault)
     return fault
 
 
-async def resyncing(stage: Stage, account: Account, fault: Fault) -> None:
+async def wait_for_resync_start(daemon: RunningDaemon, account: LocalAccount, fault: Fault) -> None:
     await until(lambda: fault.fired == 1)
-    assert (await stage.repo(account))["status"] == "in-progress"
+    assert (await daemon.repo_row(account))["sync_status"] == "in-progress"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "bound", "why"), [("export_rate", "1MB", " bytes in "), ("export_time", "500ms", ": TimeoutError")]
+    ("setting", "value", "error"), [("export_rate", "1MB", " bytes in "), ("export_time", "500ms", ": TimeoutError")]
 )
-async def test_an_export_that_comes_more_slowly_than_is_allowed(
-    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, bound: Any, why: str
+async def test_export_slower_than_the_limit_is_aborted_and_retried(
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, value: Any, error: str
 ) -> None:
-    monkeypatch.setattr("indexer.outbound.client.Patience", lambda: Patience(judged_after=0.2))
-    async with staged(database, tmp_path, resync_source="pds", **{name: bound}) as stage:
-        account = stage.account("ada.test", records=20)
-        await stage.equal()
-        before = await stage.stored(account)
-        held(account)
-        stage.lose_commit(account)
-        await stage.counted(0, "resync", result="timeout")
-        assert why in (await stage.repo(account))["last_error"]
-        assert await stage.stored(account) == before
-        await stage.healed(account)
+    monkeypatch.setattr("indexer.clients.TIMEOUTS", Timeouts(rate_grace=0.2))
+    async with running_daemon(database, tmp_path, resync_source="pds", **{setting: value}) as daemon:
+        account = daemon.create_account("ada.test", records=20)
+        await daemon.wait_until_equal()
+        before = await daemon.record_rows(account)
+        slow_down_export(account)
+        daemon.lose_commit(account)
+        await daemon.wait_for_counter("resync", result="timeout")
+        assert error in (await daemon.repo_row(account))["last_error"]
+        assert await daemon.record_rows(account) == before
+        await daemon.resync_until_equal(account)
 
 
-@pytest.mark.slow
-async def test_large_repos_come_one_behind_the_other(
+async def test_large_repos_are_fetched_one_at_a_time(
     database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four are begun at once, and one may go on: the others are known by then, and not fetched before their turn."""
-    monkeypatch.setattr("indexer.pds.client.LARGE_BYTES", 1_000)
-    async with staged(database, tmp_path, resync_source="pds", resync_workers="4") as stage:
-        accounts = [stage.account(f"a{number}.test", records=20) for number in range(6)]
-        await stage.equal()
-        fetches = [dripping(account) for account in accounts]
+    """Four fetches start together. One continues; the others are now known to be large and wait for a slot."""
+    monkeypatch.setattr("indexer.service.resync.attempt.LARGE_BYTES", 1_000)
+    async with running_daemon(database, tmp_path, resync_source="pds", resync_workers="4") as daemon:
+        accounts = [daemon.create_account(f"a{number}.test", records=20) for number in range(6)]
+        await daemon.wait_until_equal()
+        faults = [slow_down_all_exports(account) for account in accounts]
         for account in accounts:
-            stage.lose_commit(account)
-        await stage.equal()
-        await stage.counted(5, "resync", result="synchronized")
-        assert max(fault.fired for fault in fetches) == 2
-        assert stage.metric("resync", result="put-off") > 0
-        assert stage.total("resync") == 6 + stage.metric("resync", result="put-off"), "none failed"
+            daemon.lose_commit(account)
+        await daemon.wait_until_equal()
+        await daemon.wait_for_counter("resync", above=5, result="synchronized")
+        assert max(fault.fired for fault in faults) == 2
+        assert daemon.counter("resync", result="postponed") > 0
+        assert daemon.counter_sum("resync") == 6 + daemon.counter("resync", result="postponed"), "no attempt failed"
 
 
-def dripping(account: Account) -> Fault:
-    """Each export of the account takes a second."""
+def slow_down_all_exports(account: LocalAccount) -> Fault:
+    """Let each export of the account take one second."""
     fault = Fault(GET_REPO, account.did, rate=sum(map(len, account.repo.export())), times=None)
     account.pds.faults.append(fault)
     return fault
 
 
-@pytest.mark.slow
-async def test_commits_during_a_resync_are_kept_and_drained(database: str, tmp_path: Path) -> None:
-    async with staged(database, tmp_path) as stage:
-        account = stage.account("ada.test", records=30)
-        await stage.equal()
-        fault = held(account)
-        stage.lose_commit(account)
-        await resyncing(stage, account, fault)
+async def test_commits_during_a_resync_are_buffered_and_applied(database: str, tmp_path: Path) -> None:
+    async with running_daemon(database, tmp_path) as daemon:
+        account = daemon.create_account("ada.test", records=30)
+        await daemon.wait_until_equal()
+        fault = slow_down_export(account)
+        daemon.lose_commit(account)
+        await wait_for_resync_start(daemon, account, fault)
         path = account.create(POST, post("while it is fetched"))
         account.update(path, post("changed"))
         account.delete(next(iter(account.records)))
-        await stage.counted(2, "events", kind="commit", outcome="buffered")
-        [(kept,)] = await stage.execute("select count(*) from indexer.kept_event")
-        assert kept == 3
-        assert (await stage.repo(account))["status"] == "in-progress"
-        await stage.equal()
-        await stage.counted(0, "resync", result="synchronized")
-        assert stage.metric("resync", result="synchronized") == 1
-        assert stage.exports == 1
-        live = {action: stage.metric("record_changes", action=action, live="true") for action in ("update", "delete")}
+        await daemon.wait_for_counter("events", above=2, kind="commit", outcome="buffered")
+        [(buffered,)] = await daemon.execute("select count(*) from indexer.buffered_event")
+        assert buffered == 3
+        assert (await daemon.repo_row(account))["sync_status"] == "in-progress"
+        await daemon.wait_until_equal()
+        await daemon.wait_for_counter("resync", result="synchronized")
+        assert daemon.counter("resync", result="synchronized") == 1
+        assert daemon.export_requests == 1
+        live = {action: daemon.counter("record_changes", action=action, live="true") for action in ("update", "delete")}
         assert live == {"update": 1, "delete": 1}
-        await assert_nothing_doubled(database)
+        await assert_change_log_consistent(database)
 
 
-@pytest.mark.slow
-async def test_a_commit_is_lost_during_a_resync(database: str, tmp_path: Path) -> None:
-    async with staged(database, tmp_path) as stage:
-        account = stage.account("ada.test", records=30)
-        await stage.equal()
-        fault = held(account)
-        stage.lose_commit(account)
-        await resyncing(stage, account, fault)
-        stage.lose_commit(account)
-        await stage.counted(0, "resync", result="drain-break")
-        row = await stage.repo(account)
-        assert (row["status"], row["reason"]) == ("desynchronized", "drain-break")
+async def test_commit_lost_during_a_resync_causes_another_resync(database: str, tmp_path: Path) -> None:
+    async with running_daemon(database, tmp_path) as daemon:
+        account = daemon.create_account("ada.test", records=30)
+        await daemon.wait_until_equal()
+        fault = slow_down_export(account)
+        daemon.lose_commit(account)
+        await wait_for_resync_start(daemon, account, fault)
+        daemon.lose_commit(account)
+        await daemon.wait_for_counter("resync", result="drain-break")
+        row = await daemon.repo_row(account)
+        assert (row["sync_status"], row["sync_reason"]) == ("desynchronized", "drain-break")
         assert row["rev"] < account.rev
         assert row["wait"] > 40
-        await stage.healed(account)  # by hand: by itself within a minute
-        assert stage.exports == 2
-        await assert_nothing_doubled(database)
+        await daemon.resync_until_equal(account)
+        assert daemon.export_requests == 2
+        await assert_change_log_consistent(database)
 
 
-@pytest.mark.slow
-async def test_more_commits_during_a_resync_than_may_be_kept(database: str, tmp_path: Path) -> None:
-    async with staged(database, tmp_path, kept_events="3") as stage:
-        account = stage.account("ada.test", records=30)
-        await stage.equal()
-        fault = held(account)
-        stage.lose_commit(account)
-        await resyncing(stage, account, fault)
+async def test_full_resync_buffer_aborts_the_resync(database: str, tmp_path: Path) -> None:
+    async with running_daemon(database, tmp_path, resync_buffer_events="3") as daemon:
+        account = daemon.create_account("ada.test", records=30)
+        await daemon.wait_until_equal()
+        fault = slow_down_export(account)
+        daemon.lose_commit(account)
+        await wait_for_resync_start(daemon, account, fault)
         for number in range(5):
             account.create(POST, post(number))
-        await stage.read()
-        row = await stage.repo(account)
-        assert (row["status"], row["reason"]) == ("desynchronized", "buffer-overflow")
-        assert stage.metric("events", kind="commit", outcome="buffered") == 3
-        [(kept,)] = await stage.execute("select count(*) from indexer.kept_event")
-        assert kept == 0
-        await stage.counted(0, "resync", result="lost")
-        await stage.healed(account)
-        await assert_nothing_doubled(database)
+        await daemon.wait_for_cursor()
+        row = await daemon.repo_row(account)
+        assert (row["sync_status"], row["sync_reason"]) == ("desynchronized", "buffer-overflow")
+        assert daemon.counter("events", kind="commit", outcome="buffered") == 3
+        [(buffered,)] = await daemon.execute("select count(*) from indexer.buffered_event")
+        assert buffered == 0
+        await daemon.wait_for_counter("resync", result="lost")
+        await daemon.resync_until_equal(account)
+        await assert_change_log_consistent(database)
 
 
-@pytest.mark.slow
-async def test_stopped_during_a_resync(database: str, tmp_path: Path) -> None:
-    """The claim is given back at once, with no attempt lost, and the next daemon takes it up."""
+async def test_stop_during_a_resync_gives_the_claim_back(database: str, tmp_path: Path) -> None:
+    """The interruption does not count as an attempt, and the next daemon resyncs the repo."""
     async with LocalNetwork() as network:
-        async with staged(database, tmp_path, network) as stage:
-            account = stage.account("ada.test", records=30)
-            await stage.equal()
-            fault = held(account)
-            stage.lose_commit(account)
-            await resyncing(stage, account, fault)
-            await stage.read()
-        row = await stage.repo(account)
-        assert (row["status"], row["reason"], row["attempts"]) == ("desynchronized", "chain-break", 1)
+        async with running_daemon(database, tmp_path, network) as daemon:
+            account = daemon.create_account("ada.test", records=30)
+            await daemon.wait_until_equal()
+            fault = slow_down_export(account)
+            daemon.lose_commit(account)
+            await wait_for_resync_start(daemon, account, fault)
+            await daemon.wait_for_cursor()
+        row = await daemon.repo_row(account)
+        assert (row["sync_status"], row["sync_reason"], row["attempts"]) == ("desynchronized", "chain-break", 1)
         assert row["next_attempt_at"] is None
-        async with staged(database, tmp_path, network) as stage:
-            await stage.equal()
-            await stage.counted(0, "resync", result="synchronized")
-            assert stage.metric("resync", result="synchronized") == 1
-        await assert_nothing_doubled(database)
+        async with running_daemon(database, tmp_path, network) as daemon:
+            await daemon.wait_until_equal()
+            await daemon.wait_for_counter("resync", result="synchronized")
+            assert daemon.counter("resync", result="synchronized") == 1
+        await assert_change_log_consistent(database)
 
 
-@pytest.mark.slow
-async def test_an_export_older_than_what_was_seen(database: str, tmp_path: Path) -> None:
-    """A host that answers with an old export doesn't take the repo back."""
-    async with staged(database, tmp_path, resync_source="pds") as stage:
-        account = stage.account("ada.test")
-        await stage.equal()
-        before = await stage.stored(account)
+async def test_export_older_than_the_stored_head_is_rejected(database: str, tmp_path: Path) -> None:
+    async with running_daemon(database, tmp_path, resync_source="pds") as daemon:
+        account = daemon.create_account("ada.test")
+        await daemon.wait_until_equal()
+        before = await daemon.record_rows(account)
         fault = Fault(
             GET_REPO,
             status=200,
             headers={"Content-Type": "application/vnd.ipld.car"},
             body=b"".join(account.repo.export()),
         )
-        account.create(POST, post("behind the old export"))
-        await stage.equal()
+        account.create(POST, post("after the old export"))
+        await daemon.wait_until_equal()
         account.pds.faults.append(fault)
-        stage.lose_commit(account)
-        await stage.counted(0, "resync", result="export-stale")
+        daemon.lose_commit(account)
+        await daemon.wait_for_counter("resync", result="export-stale")
         assert fault.fired == 1
-        assert len(await stage.stored(account)) == len(before) + 1
-        await stage.healed(account)
+        assert len(await daemon.record_rows(account)) == len(before) + 1
+        await daemon.resync_until_equal(account)

@@ -1,4 +1,4 @@
-"""Letters that came about on a stream, and what an operator does with them, beside the daemon or after it."""
+"""The commands that show and replay dead letters, with and without a running daemon."""
 
 import asyncio
 import json
@@ -13,24 +13,33 @@ from typing import Any
 
 import pytest
 
-from indexer.localnet.account import Account
-from indexer.localnet.network import LocalNetwork, did_of
-from indexer.localnet.plc import Identity
-from indexer.localnet.repo import Repo, Write
+from indexer.localnet.local_account import LocalAccount
+from indexer.localnet.local_network import LocalNetwork, did_of
+from indexer.localnet.local_plc import LocalIdentity
+from indexer.localnet.local_repo import LocalRepo, Write
 from indexer.reasons import Rejection
-from tests.daemon.stage import FORGER, POST, Stage, commit_payload, post, staged
-from tests.daemon.test_keys import forged
-from tests.serving import until
-from tests.store.following import connected
-from tests.store.rows import held_up
-from tests.test_crash import assert_nothing_doubled, environment_of, equal
+from tests.daemon.running_daemon import (
+    POST,
+    UNKNOWN_KEY,
+    RunningDaemon,
+    commit_payload,
+    post,
+    publish_key_silently,
+    running_daemon,
+)
+from tests.daemon.test_keys import forged_commit
+from tests.daemon_process import daemon_environment
+from tests.database_checks import assert_change_log_consistent, wait_until_equal
+from tests.store.change_log_helpers import connected
+from tests.store.repo_rows import waiting_for_locks
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 
 
 @dataclass(frozen=True)
-class Operator:
-    """Runs commands, each in a process of its own, with the daemon's settings."""
+class RejectedCommand:
+    """Runs `indexer rejected` as a separate process, with the settings of the daemon."""
 
     network: LocalNetwork
     dsn: str
@@ -38,234 +47,233 @@ class Operator:
     plc_rate: str = "1000"
 
     async def start(self, *arguments: str) -> Process:
-        environment = environment_of(self.network, self.dsn, self.directory) | {"INDEXER_PLC_RATE": self.plc_rate}
+        environment = daemon_environment(self.network, self.dsn, self.directory) | {"INDEXER_PLC_RATE": self.plc_rate}
         return await asyncio.create_subprocess_exec(
             sys.executable, "-m", "indexer", "rejected", *arguments, env=environment, stdout=PIPE, stderr=PIPE
         )
 
     async def __call__(self, *arguments: str) -> tuple[int | None, list[str]]:
-        """The exit code, and the lines on stdout."""
+        """Return the exit code and the lines of stdout."""
         process = await self.start(*arguments)
         out, _ = await process.communicate()
         return process.returncode, out.decode().splitlines()
 
 
 @asynccontextmanager
-async def operated(database: str, directory: Path, **settings: Any) -> AsyncIterator[tuple[Stage, Operator]]:
-    async with staged(database, directory, **settings) as stage:
-        yield stage, Operator(stage.network, database, directory)
+async def daemon_and_command(
+    database: str, directory: Path, **settings: Any
+) -> AsyncIterator[tuple[RunningDaemon, RejectedCommand]]:
+    async with running_daemon(database, directory, **settings) as daemon:
+        yield daemon, RejectedCommand(daemon.network, database, directory)
 
 
-async def numbers(stage: Stage) -> list[str]:
-    return [str(number) for (number,) in await stage.execute("select id from atproto.rejected order by id")]
+async def dead_letter_ids(daemon: RunningDaemon) -> list[str]:
+    return [str(number) for (number,) in await daemon.execute("select id from atproto.rejected order by id")]
 
 
-async def test_commits_by_a_key_that_the_directory_learns_later(database: str, tmp_path: Path) -> None:
-    async with operated(database, tmp_path) as (stage, operator):
-        account = stage.account("ada.test")
-        await stage.equal()
-        await refuse_commits(stage, account, "by the new key", "and another")
-        first, second = await numbers(stage)
-        code, lines = await operator("replay", first, second)
+async def test_commits_are_applied_by_a_replay_after_their_key_was_published(database: str, tmp_path: Path) -> None:
+    async with daemon_and_command(database, tmp_path) as (daemon, command):
+        account = daemon.create_account("ada.test")
+        await daemon.wait_until_equal()
+        await send_commits_with_unpublished_key(
+            daemon, account, "signed with the new key", "signed with the new key, too"
+        )
+        first, second = await dead_letter_ids(daemon)
+        code, lines = await command("replay", first, second)
         sentence = Rejection.SIGNATURE_INVALID.text
         assert (code, lines) == (
             1,
             [f"{number}  rejected  signature-invalid: {sentence}" for number in (first, second)],
         )
-        assert await numbers(stage) == [first, second]
+        assert await dead_letter_ids(daemon) == [first, second]
 
-        publish(stage.network, account)
-        code, lines = await operator("replay", "--reason", "signature-invalid")
+        publish_key_silently(daemon.network, account)
+        code, lines = await command("replay", "--reason", "signature-invalid")
         assert (code, lines) == (0, [f"{first}  applied", f"{second}  applied"])
-        await stage.equal()
-        assert await stage.rejected() == []
-        assert stage.exports == 0
-        assert await operator("replay", second) == (4, [f"{second}  unknown"])
-        await assert_nothing_doubled(database)
+        await daemon.wait_until_equal()
+        assert await daemon.dead_letters() == []
+        assert daemon.export_requests == 0
+        assert await command("replay", second) == (4, [f"{second}  unknown"])
+        await assert_change_log_consistent(database)
 
 
-async def refuse_commits(stage: Stage, account: Account, *texts: str) -> None:
-    """Commits by a key that the directory doesn't know."""
+async def send_commits_with_unpublished_key(daemon: RunningDaemon, account: LocalAccount, *texts: str) -> None:
+    """Create posts with a key that is not in the directory, and wait until their commits are rejected."""
     account.swap_key()
     for text in texts:
         account.create(POST, post(text))
-    await stage.read()
-    assert await stage.rejected() == [(account.did, "signature-invalid")] * len(texts)
+    await daemon.wait_for_cursor()
+    assert await daemon.dead_letters() == [(account.did, "signature-invalid")] * len(texts)
 
 
-def publish(network: LocalNetwork, account: Account) -> None:
-    """The directory knows the key now, and nobody says so."""
-    identity = network.plc.identities[account.did]
-    assert identity is not None
-    network.plc.identities[account.did] = replace(identity, key=account.key.public.did_key())
-
-
-async def test_as_many_keys_are_asked_for_as_there_are_letters(database: str, tmp_path: Path) -> None:
-    """The budget is for what strangers cause: of one host's accounts it would have five of these asked for."""
-    async with operated(database, tmp_path) as (stage, operator):
-        accounts = [stage.network.create_account(f"a{n}.test", pds=0) for n in range(7)]
-        await stage.equal()
+async def test_replay_refreshes_identities_without_a_limit(database: str, tmp_path: Path) -> None:
+    """The refresh budget of the daemon would allow only five lookups for the accounts of one host."""
+    async with daemon_and_command(database, tmp_path) as (daemon, command):
+        accounts = [daemon.network.create_account(f"a{n}.test", pds=0) for n in range(7)]
+        await daemon.wait_until_equal()
         for account in accounts:
             account.swap_key()
-            account.create(POST, post("by the new key"))
-        await stage.read()
-        assert len(await numbers(stage)) == 7
+            account.create(POST, post("signed with the new key"))
+        await daemon.wait_for_cursor()
+        assert len(await dead_letter_ids(daemon)) == 7
         for account in accounts:
-            publish(stage.network, account)
-        code, lines = await replace(operator, plc_rate="5")("replay", "--reason", "signature-invalid")
+            publish_key_silently(daemon.network, account)
+        code, lines = await replace(command, plc_rate="5")("replay", "--reason", "signature-invalid")
         assert (code, len(lines)) == (0, 7)
-        await stage.equal()
+        await daemon.wait_until_equal()
 
 
-async def test_an_account_that_the_directory_learns_of_later(database: str, tmp_path: Path) -> None:
-    """However shortly before it said that there is none."""
-    async with operated(database, tmp_path) as (stage, operator):
-        did, network = did_of("late.test"), stage.network
-        change = Repo(did, FORGER, network.clock.tid()).first
-        stage.inject("#commit", commit_payload(did, change, network.clock.now()))
-        await stage.counted(0, "rejected", reason="no-signing-key")
-        [number] = await numbers(stage)
-        network.plc.identities[did] = Identity("late.test", FORGER.public.did_key(), network.pdses[0].url)
-        assert await operator("replay", number) == (0, [f"{number}  applied"])
-        [row] = await stage.execute("select sync_status, rev from atproto.repos where did = $1", did)
+async def test_replay_looks_an_identity_up_again_that_was_missing_before(database: str, tmp_path: Path) -> None:
+    async with daemon_and_command(database, tmp_path) as (daemon, command):
+        did, network = did_of("late.test"), daemon.network
+        change = LocalRepo(did, UNKNOWN_KEY, network.clock.tid()).first
+        daemon.inject("#commit", commit_payload(did, change, network.clock.now()))
+        await daemon.wait_for_counter("rejected", reason="no-signing-key")
+        [number] = await dead_letter_ids(daemon)
+        network.plc.identities[did] = LocalIdentity("late.test", UNKNOWN_KEY.public.did_key(), network.pdses[0].url)
+        assert await command("replay", number) == (0, [f"{number}  applied"])
+        [row] = await daemon.execute("select sync_status, rev from atproto.repos where did = $1", did)
         assert tuple(row) == ("synchronized", change.commit.rev)
 
 
-async def test_a_commit_over_a_limit_that_was_widened(database: str, tmp_path: Path) -> None:
-    async with operated(database, tmp_path, commit_ops="2") as (stage, operator):
-        account = stage.account("ada.test")
-        await stage.equal()
+async def test_commit_over_a_limit_is_applied_by_a_replay_after_the_limit_was_raised(
+    database: str, tmp_path: Path
+) -> None:
+    async with daemon_and_command(database, tmp_path, commit_ops="2") as (daemon, command):
+        account = daemon.create_account("ada.test")
+        await daemon.wait_until_equal()
         account.apply_writes([Write.create(f"{POST}/{n}", post(n)) for n in range(3)])
-        await stage.read()
-        assert await stage.rejected() == [(account.did, "too-many-ops")]
-        [number] = await numbers(stage)
-        assert await operator("replay", number) == (0, [f"{number}  applied"])
-        await stage.equal()
-        account.create(POST, post("the daemon goes on behind it"))
-        await stage.equal()
-        assert stage.exports == 0
-        await assert_nothing_doubled(database)
+        await daemon.wait_for_cursor()
+        assert await daemon.dead_letters() == [(account.did, "too-many-ops")]
+        [number] = await dead_letter_ids(daemon)
+        assert await command("replay", number) == (0, [f"{number}  applied"])
+        await daemon.wait_until_equal()
+        account.create(POST, post("after the replay"))
+        await daemon.wait_until_equal()
+        assert daemon.export_requests == 0
+        await assert_change_log_consistent(database)
 
 
-async def test_what_has_become_of_it_meanwhile(database: str, tmp_path: Path) -> None:
-    """A commit that an export has brought since, a forged one, and one whose frame is not kept whole."""
-    async with operated(database, tmp_path, commit_ops="2") as (stage, operator):
-        account, other = stage.account("ada.test"), stage.account("bob.test")
-        await stage.equal()
+async def test_replay_reports_an_outcome_for_each_dead_letter(database: str, tmp_path: Path) -> None:
+    """One is older than the stored head, one is forged, and the frame of one is stored only in part."""
+    async with daemon_and_command(database, tmp_path, commit_ops="2") as (daemon, command):
+        account, other = daemon.create_account("ada.test"), daemon.create_account("bob.test")
+        await daemon.wait_until_equal()
         account.apply_writes([Write.create(f"{POST}/{n}", post(n)) for n in range(3)])
-        now = stage.network.clock.now()
-        stage.inject("#commit", commit_payload(other.did, forged(stage, other), now))
-        large = replace(forged(stage, other), blocks=bytes(200_000))
-        stage.inject("#commit", commit_payload(other.did, large, now))
-        await stage.read()
-        superseded, false, cut = await numbers(stage)
+        now = daemon.network.clock.now()
+        daemon.inject("#commit", commit_payload(other.did, forged_commit(daemon, other), now))
+        large = replace(forged_commit(daemon, other), blocks=bytes(200_000))
+        daemon.inject("#commit", commit_payload(other.did, large, now))
+        await daemon.wait_for_cursor()
+        superseded, invalid, truncated = await dead_letter_ids(daemon)
 
-        await stage.running.store.mark_resync([account.did])
-        await stage.equal()
-        before = await stage.execute("select * from indexer.repo order by did")
-        code, lines = await operator("replay", cut, false, superseded, "77")
+        await daemon.store.request_resyncs([account.did])
+        await daemon.wait_until_equal()
+        before = await daemon.execute("select * from indexer.repo order by did")
+        code, lines = await command("replay", truncated, invalid, superseded, "77")
         assert code == 4
         assert [line.split("  ")[:2] for line in lines] == [
             [superseded, "replayed"],
-            [false, "rejected"],
-            [cut, "untried"],
+            [invalid, "rejected"],
+            [truncated, "untried"],
             ["77", "unknown"],
         ]
-        assert "not kept whole" in lines[2]
-        assert await numbers(stage) == [false, cut]
-        assert await stage.execute("select * from indexer.repo order by did") == before
-        await assert_nothing_doubled(database)
+        assert "the stored frame is incomplete" in lines[2]
+        assert await dead_letter_ids(daemon) == [invalid, truncated]
+        assert await daemon.execute("select * from indexer.repo order by did") == before
+        await assert_change_log_consistent(database)
 
-        _, [shown] = await operator("show", cut, "--json")
+        _, [shown] = await command("show", truncated, "--json")
         report = json.loads(shown)
-        assert (report["whole"], report["frame_bytes"], report["payload"]) == (False, 100_000, None)
+        assert (report["complete"], report["frame_bytes"], report["payload"]) == (False, 100_000, None)
         assert "a map with the keys 't', 'op', then" in report["unreadable"]
 
 
-async def test_a_directory_that_is_down(database: str, tmp_path: Path) -> None:
-    async with operated(database, tmp_path) as (stage, operator):
-        account = stage.account("ada.test")
-        await stage.equal()
-        await refuse_commits(stage, account, "by the new key")
-        before = await stage.repo(account)
-        await stage.network.plc.stop()
-        code, [line] = await operator("replay", "1")
+async def test_replay_without_a_directory_changes_nothing(database: str, tmp_path: Path) -> None:
+    async with daemon_and_command(database, tmp_path) as (daemon, command):
+        account = daemon.create_account("ada.test")
+        await daemon.wait_until_equal()
+        await send_commits_with_unpublished_key(daemon, account, "signed with the new key")
+        before = await daemon.repo_row(account)
+        await daemon.network.plc.stop()
+        code, [line] = await command("replay", "1")
         assert (code, line.split("  ")[:2]) == (1, ["1", "untried"])
         assert "identity-unavailable" in line
-        assert (await numbers(stage), await stage.repo(account)) == (["1"], before)
-        await stage.network.plc.start()
-        publish(stage.network, account)
-        assert await operator("replay", "1") == (0, ["1  applied"])
-        await stage.equal()
+        assert (await dead_letter_ids(daemon), await daemon.repo_row(account)) == (["1"], before)
+        await daemon.network.plc.start()
+        publish_key_silently(daemon.network, account)
+        assert await command("replay", "1") == (0, ["1  applied"])
+        await daemon.wait_until_equal()
 
 
-EDGES = {
-    "before its effect": ("select from indexer.repo for update", False),
-    "between its effect and the letter's end": ("select from indexer.dead_letter for update", False),
-    "in the commit": ("lock table indexer.turn in share update exclusive mode", True),
+KILL_POINTS = {
+    "before the commit is applied": ("select from indexer.repo for update", False),
+    "before the dead letter is deleted": ("select from indexer.dead_letter for update", False),
+    "while the transaction commits": ("lock table indexer.numbering_lock in share update exclusive mode", True),
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("edge", EDGES)
-async def test_killed_it_leaves_the_letter_or_its_effect(database: str, tmp_path: Path, edge: str) -> None:
-    lock, settled = EDGES[edge]
+@pytest.mark.parametrize("kill_point", KILL_POINTS)
+async def test_killed_replay_leaves_either_the_dead_letter_or_its_effect(
+    database: str, tmp_path: Path, kill_point: str
+) -> None:
+    lock, committed = KILL_POINTS[kill_point]
     async with LocalNetwork() as network:
-        async with staged(database, tmp_path, network) as stage:
-            account = stage.account("ada.test")
-            await stage.equal()
-            await refuse_commits(stage, account, "by the new key")
-            before = (await stage.repo(account))["rev"]
-        publish(network, account)
-        operator = Operator(network, database, tmp_path)
+        async with running_daemon(database, tmp_path, network) as daemon:
+            account = daemon.create_account("ada.test")
+            await daemon.wait_until_equal()
+            await send_commits_with_unpublished_key(daemon, account, "signed with the new key")
+            before = (await daemon.repo_row(account))["rev"]
+        publish_key_silently(network, account)
+        command = RejectedCommand(network, database, tmp_path)
         async with connected(database) as blocker, connected(database) as sql:
             async with blocker.transaction():
                 await blocker.execute(lock)
-                process = await operator.start("replay", "1")
-                await until(lambda: held_up(sql, 1))
+                process = await command.start("replay", "1")
+                await until(lambda: waiting_for_locks(sql, 1))
                 process.kill()
                 await process.wait()
 
-            async def gone() -> bool:
+            async def connection_closed() -> bool:
                 return not await sql.fetchval(
                     "select count(*) from pg_stat_activity where application_name = 'indexer'"
                 )
 
-            await until(gone)
-            letters = await sql.fetchval("select count(*) from indexer.dead_letter")
+            await until(connection_closed)
+            dead_letters = await sql.fetchval("select count(*) from indexer.dead_letter")
             rev = await sql.fetchval("select rev from indexer.repo")
-        assert (letters, rev) == ((0, account.rev) if settled else (1, before))
-        assert await operator("replay", "1") == ((4, ["1  unknown"]) if settled else (0, ["1  applied"]))
-        await equal(network, database, least=6)
-        await assert_nothing_doubled(database)
+        assert (dead_letters, rev) == ((0, account.rev) if committed else (1, before))
+        assert await command("replay", "1") == ((4, ["1  unknown"]) if committed else (0, ["1  applied"]))
+        await wait_until_equal(network, database, min_records=6)
+        await assert_change_log_consistent(database)
 
 
-async def test_two_at_once_beside_the_daemon(database: str, tmp_path: Path) -> None:
-    """Each letter is settled by one of them, while its repo changes for other reasons, too."""
-    async with operated(database, tmp_path, commit_ops="2") as (stage, operator):
-        accounts = [stage.account(f"a{n}.test") for n in range(8)]
-        await stage.equal()
+async def test_two_concurrent_replays_apply_each_dead_letter_once(database: str, tmp_path: Path) -> None:
+    """The rows of the repos change for other reasons at the same time."""
+    async with daemon_and_command(database, tmp_path, commit_ops="2") as (daemon, command):
+        accounts = [daemon.create_account(f"a{n}.test") for n in range(8)]
+        await daemon.wait_until_equal()
         for account in accounts:
             account.apply_writes([Write.create(f"{POST}/{n}", post(n)) for n in range(3)])
-        await stage.read()
-        letters = await numbers(stage)
-        assert len(letters) == 8
+        await daemon.wait_for_cursor()
+        dead_letters = await dead_letter_ids(daemon)
+        assert len(dead_letters) == 8
 
-        async def move() -> None:
+        async def change_takedowns() -> None:
             for on in cycle((True, False)):
                 for account in accounts:
-                    await stage.running.store.takedown(account.did, on=on)
+                    await daemon.store.set_takedown(account.did, on=on)
 
-        moving = asyncio.create_task(move())
-        ends = await asyncio.gather(*[operator("replay", "--reason", "too-many-ops") for _ in range(2)])
-        moving.cancel()
-        await asyncio.gather(moving, return_exceptions=True)
-        ends.append(await operator("replay", "--reason", "too-many-ops"))
-        assert ends[-1][0] == 0
-        applied = [line.split("  ")[0] for _, lines in ends for line in lines if line.endswith("  applied")]
-        assert sorted(applied) == letters, ends
+        changing = asyncio.create_task(change_takedowns())
+        results = await asyncio.gather(*[command("replay", "--reason", "too-many-ops") for _ in range(2)])
+        changing.cancel()
+        await asyncio.gather(changing, return_exceptions=True)
+        results.append(await command("replay", "--reason", "too-many-ops"))
+        assert results[-1][0] == 0
+        applied = [line.split("  ")[0] for _, lines in results for line in lines if line.endswith("  applied")]
+        assert sorted(applied) == dead_letters, results
         for account in accounts:
-            await stage.running.store.takedown(account.did, on=False)
-        await stage.equal()
-        assert stage.exports == 0
-        await assert_nothing_doubled(database)
+            await daemon.store.set_takedown(account.did, on=False)
+        await daemon.wait_until_equal()
+        assert daemon.export_requests == 0
+        await assert_change_log_consistent(database)

@@ -1,4 +1,4 @@
-"""A relay that breaks, repeats itself, talks nonsense, or has forgotten."""
+"""Invalid, repeated and missing messages of the relay, and broken connections."""
 
 from collections import Counter
 from copy import copy
@@ -9,18 +9,20 @@ from typing import Any
 import pytest
 
 from indexer.localnet import dag_cbor
-from indexer.localnet.load import Scenario
-from indexer.localnet.network import LocalNetwork
-from indexer.localnet.relay import message_frame
-from indexer.localnet.repo import Write
-from indexer.service import sweep
-from tests.daemon.stage import POST, Stage, commit_payload, post, staged
-from tests.serving import until
-from tests.test_crash import assert_nothing_doubled
+from indexer.localnet.local_network import LocalNetwork
+from indexer.localnet.local_relay import message_frame
+from indexer.localnet.local_repo import Write
+from indexer.localnet.scenario import Scenario
+from indexer.service.crawl import reconcile
+from tests.daemon.running_daemon import POST, RunningDaemon, commit_payload, post, running_daemon
+from tests.database_checks import assert_change_log_consistent
+from tests.waiting import until
 
-NONSENSE = [
+pytestmark = pytest.mark.slow
+
+UNDECODABLE_FRAMES = [
     b"",
-    b"\xff\x00 nonsense",
+    b"\xff\x00 not CBOR",
     b"\xa0" * 3,
     b"\x9f" * 10_000,
     b"\x81" * 100_000,
@@ -29,7 +31,7 @@ NONSENSE = [
     dag_cbor.encode({"op": "1", "t": "#commit"}) + dag_cbor.encode({}),
     dag_cbor.encode({"op": 1}) + dag_cbor.encode({}),
 ]
-FIELDS = [
+FRAMES_WITH_INVALID_FIELDS = [
     message_frame("#commit", {}),
     message_frame("#account", {"seq": -1, "did": "did:plc:x", "active": True}),
     message_frame("#identity", {"seq": "1", "did": "did:web:example.com"}),
@@ -37,49 +39,49 @@ FIELDS = [
 ]
 
 
-async def test_nonsense_is_put_aside_and_the_stream_goes_on(database: str, tmp_path: Path) -> None:
-    async with staged(database, tmp_path) as stage:
-        account = stage.account("ada.test")
-        await stage.equal()
-        for frame in NONSENSE + FIELDS:
-            stage.network.relay.inject(frame)
-        account.create(POST, post("behind the nonsense"))
-        await stage.equal()
-        expected = {"frame-malformed": len(NONSENSE), "field-invalid": len(FIELDS)}
-        assert Counter(reason for _, reason in await stage.rejected()) == expected
+async def test_invalid_frames_become_dead_letters_and_the_stream_continues(database: str, tmp_path: Path) -> None:
+    async with running_daemon(database, tmp_path) as daemon:
+        account = daemon.create_account("ada.test")
+        await daemon.wait_until_equal()
+        for frame in UNDECODABLE_FRAMES + FRAMES_WITH_INVALID_FIELDS:
+            daemon.network.relay.inject(frame)
+        account.create(POST, post("after the invalid frames"))
+        await daemon.wait_until_equal()
+        expected = {"frame-malformed": len(UNDECODABLE_FRAMES), "field-invalid": len(FRAMES_WITH_INVALID_FIELDS)}
+        assert Counter(reason for _, reason in await daemon.dead_letters()) == expected
         for reason, count in expected.items():
-            assert stage.metric("rejected", reason=reason) == count
-        frames = [row["frame"] for row in await stage.execute("select frame from indexer.dead_letter order by id")]
-        assert frames == NONSENSE + FIELDS
-        assert stage.total("events_received") == stage.total("events")
-        assert stage.running.ready() is None
-        assert stage.exports == 0
+            assert daemon.counter("rejected", reason=reason) == count
+        frames = [row["frame"] for row in await daemon.execute("select frame from indexer.dead_letter order by id")]
+        assert frames == UNDECODABLE_FRAMES + FRAMES_WITH_INVALID_FIELDS
+        assert daemon.counter_sum("events_received") == daemon.counter_sum("events")
+        assert daemon.stages.probe.ready() is None
+        assert daemon.export_requests == 0
 
 
-async def test_messages_of_other_kinds_are_ignored(database: str, tmp_path: Path) -> None:
-    async with staged(database, tmp_path) as stage:
-        account = stage.account("ada.test")
-        stage.inject("#later", {"did": account.did})
-        stage.network.relay.inject(dag_cbor.encode({"op": 7}) + dag_cbor.encode({}))
-        stage.network.relay.inject(message_frame("#info", {"name": "Hello", "message": "all is well"}))
-        account.create(POST, post("behind them"))
-        await stage.equal()
-        assert stage.metric("events", kind="unknown", outcome="ignored") == 2
-        assert stage.metric("events", kind="info", outcome="ignored") == 1
-        assert await stage.rejected() == []
-        assert stage.running.reader.gaps == 0
+async def test_messages_of_unknown_kinds_are_ignored(database: str, tmp_path: Path) -> None:
+    async with running_daemon(database, tmp_path) as daemon:
+        account = daemon.create_account("ada.test")
+        daemon.inject("#later", {"did": account.did})
+        daemon.network.relay.inject(dag_cbor.encode({"op": 7}) + dag_cbor.encode({}))
+        daemon.network.relay.inject(message_frame("#info", {"name": "Hello", "message": "nothing to do"}))
+        account.create(POST, post("after them"))
+        await daemon.wait_until_equal()
+        assert daemon.counter("events", kind="unknown", outcome="ignored") == 2
+        assert daemon.counter("events", kind="info", outcome="ignored") == 1
+        assert await daemon.dead_letters() == []
+        assert daemon.stages.firehose_consumer.gaps == 0
 
 
-async def test_true_commits_that_were_damaged_on_the_way(database: str, tmp_path: Path) -> None:
-    """Each is refused for its own reason and changes nothing, and the true one still fits."""
-    async with staged(database, tmp_path) as stage:
-        account, network = stage.account("ada.test"), stage.network
-        await stage.equal()
+async def test_damaged_commits_are_rejected_each_for_its_reason(database: str, tmp_path: Path) -> None:
+    """They change nothing, so the next valid commit continues the chain."""
+    async with running_daemon(database, tmp_path) as daemon:
+        account, network = daemon.create_account("ada.test"), daemon.network
+        await daemon.wait_until_equal()
         write = Write.create(f"{POST}/damaged", post("damaged"))
         change = copy(account.repo).write([write], account.key, network.clock.tid())
         now = network.clock.now()
         flipped = change.blocks[:-1] + bytes([change.blocks[-1] ^ 1])
-        damages: dict[str, dict[str, Any]] = {
+        damaged_fields: dict[str, dict[str, Any]] = {
             "block-hash-mismatch": {"blocks": flipped},
             "car-malformed": {"blocks": change.blocks[:-1]},
             "commit-mismatch": {"commit": account.repo.head.cid},
@@ -88,149 +90,146 @@ async def test_true_commits_that_were_damaged_on_the_way(database: str, tmp_path
             "too-many-ops": {"ops": change.ops * 201},
             "blocks-too-large": {"blocks": bytes(2_000_001)},
         }
-        for changes in damages.values():
-            stage.inject("#commit", commit_payload(account.did, change, now, **changes))
-        account.create(POST, post("the true one"))
-        await stage.equal()
-        assert [reason for _, reason in await stage.rejected()] == list(damages)
-        assert {did for did, _ in await stage.rejected()} == {account.did}
-        assert stage.exports == 0
+        for changes in damaged_fields.values():
+            daemon.inject("#commit", commit_payload(account.did, change, now, **changes))
+        account.create(POST, post("valid"))
+        await daemon.wait_until_equal()
+        assert [reason for _, reason in await daemon.dead_letters()] == list(damaged_fields)
+        assert {did for did, _ in await daemon.dead_letters()} == {account.did}
+        assert daemon.export_requests == 0
 
 
-async def test_a_commit_whose_operations_do_not_explain_its_tree(database: str, tmp_path: Path) -> None:
-    """It is authentic, so it can't just be dropped: the repo has moved on, and is fetched."""
-    async with staged(database, tmp_path) as stage:
-        account, network = stage.account("ada.test"), stage.network
-        await stage.equal()
-        write = Write.create(f"{POST}/unexplained", post("unexplained"))
+async def test_signed_commit_with_wrong_operations_causes_a_resync(database: str, tmp_path: Path) -> None:
+    """The commit is authentic, so the repo has changed, but its operations cannot be applied."""
+    async with running_daemon(database, tmp_path) as daemon:
+        account, network = daemon.create_account("ada.test"), daemon.network
+        await daemon.wait_until_equal()
+        write = Write.create(f"{POST}/missing-operation", post("missing-operation"))
         change = account.apply_writes([write], lost=True)
-        stage.inject("#commit", commit_payload(account.did, change, network.clock.now(), ops=[]))
-        account.create(POST, post("behind it"))
-        await stage.equal()
-        assert stage.metric("desynchronized", reason="inversion") >= 1
-        await stage.counted(0, "resync", result="synchronized")
-        assert stage.metric("resync", result="synchronized") == 1
-        assert stage.exports == 1
+        daemon.inject("#commit", commit_payload(account.did, change, network.clock.now(), ops=[]))
+        account.create(POST, post("after it"))
+        await daemon.wait_until_equal()
+        assert daemon.counter("desynchronized", reason="inversion") >= 1
+        await daemon.wait_for_counter("resync", result="synchronized")
+        assert daemon.counter("resync", result="synchronized") == 1
+        assert daemon.export_requests == 1
 
 
-@pytest.mark.slow
-async def test_the_connection_breaks_again_and_again(database: str, tmp_path: Path) -> None:
-    cuts = 3
-    async with staged(database, tmp_path) as stage:
-        scenario, total = Scenario(stage.network, seed=5), 50 * cuts
+async def test_broken_connections_lose_no_message(database: str, tmp_path: Path) -> None:
+    breaks = 3
+    async with running_daemon(database, tmp_path) as daemon:
+        scenario, total = Scenario(daemon.network, seed=5), 50 * breaks
         for step in range(total):
             scenario.perform(step, total)
             if step % 50 == 25:
-                await until(lambda: stage.network.relay.subscribers == 1)
-                assert stage.network.relay.cut() == 1
-                await until(lambda: stage.network.relay.subscribers == 0)
-        await stage.equal()
-        assert stage.network.relay.subscribers == 1
-        assert stage.total("events_received") == stage.total("events") >= len(stage.network.relay.log)
-        await assert_nothing_doubled(database)
+                await until(lambda: daemon.network.relay.subscribers == 1)
+                assert daemon.network.relay.abort_connections() == 1
+                await until(lambda: daemon.network.relay.subscribers == 0)
+        await daemon.wait_until_equal()
+        assert daemon.network.relay.subscribers == 1
+        assert daemon.counter_sum("events_received") == daemon.counter_sum("events") >= len(daemon.network.relay.log)
+        await assert_change_log_consistent(database)
 
 
-async def test_events_that_are_sent_again(database: str, tmp_path: Path) -> None:
-    """The last one again is what relays do; older ones are a relay that lost its place, and say so."""
-    async with staged(database, tmp_path) as stage:
-        account = stage.account("ada.test")
-        await stage.equal()
-        before = await stage.stored(account)
-        stage.network.relay.repeat(1)
-        await stage.counted(0, "events", kind="commit", outcome="replayed")
-        assert stage.running.ready() is None
-        stage.network.relay.repeat(4)  # the last one twice by now
-        await stage.counted(1, "rejected", reason="seq-not-increasing")
-        assert "behind ours" in (stage.running.ready() or "")
-        assert await stage.stored(account) == before
-        account.create(POST, post("on it goes"))
-        await stage.equal()
-        assert stage.running.ready() is None
-        assert stage.metric("rejected", reason="seq-not-increasing") == 2
-        assert stage.metric("events", kind="commit", outcome="replayed") >= 1
-        assert stage.exports == 0
-        await assert_nothing_doubled(database)
+async def test_repeated_messages_are_ignored_and_decreasing_sequence_numbers_are_reported(
+    database: str, tmp_path: Path
+) -> None:
+    """Relays send the last message again after a reconnect. Older ones show that the relay lost its position."""
+    async with running_daemon(database, tmp_path) as daemon:
+        account = daemon.create_account("ada.test")
+        await daemon.wait_until_equal()
+        before = await daemon.record_rows(account)
+        daemon.network.relay.repeat(1)
+        await daemon.wait_for_counter("events", kind="commit", outcome="replayed")
+        assert daemon.stages.probe.ready() is None
+        daemon.network.relay.repeat(4)  # the last message is among them twice
+        await daemon.wait_for_counter("rejected", above=1, reason="seq-not-increasing")
+        assert "lower sequence numbers" in (daemon.stages.probe.ready() or "")
+        assert await daemon.record_rows(account) == before
+        account.create(POST, post("after the repeated messages"))
+        await daemon.wait_until_equal()
+        assert daemon.stages.probe.ready() is None
+        assert daemon.counter("rejected", reason="seq-not-increasing") == 2
+        assert daemon.counter("events", kind="commit", outcome="replayed") >= 1
+        assert daemon.export_requests == 0
+        await assert_change_log_consistent(database)
 
 
-async def test_the_same_commit_under_another_number(database: str, tmp_path: Path) -> None:
-    async with staged(database, tmp_path) as stage:
-        account, network = stage.account("ada.test"), stage.network
+async def test_commit_with_another_sequence_number_is_replayed_without_effect(database: str, tmp_path: Path) -> None:
+    async with running_daemon(database, tmp_path) as daemon:
+        account, network = daemon.create_account("ada.test"), daemon.network
         change = account.apply_writes([Write.create(f"{POST}/once", post("once"))])
         for _ in range(3):
-            stage.inject("#commit", commit_payload(account.did, change, network.clock.now()))
+            daemon.inject("#commit", commit_payload(account.did, change, network.clock.now()))
         account.create(POST, post("twice"))
-        await stage.equal()
-        assert stage.metric("events", kind="commit", outcome="replayed") == 3
-        await assert_nothing_doubled(database)
+        await daemon.wait_until_equal()
+        assert daemon.counter("events", kind="commit", outcome="replayed") == 3
+        await assert_change_log_consistent(database)
 
 
-@pytest.mark.slow
-async def test_the_cursor_is_older_than_the_relay_remembers(
+async def test_cursor_older_than_the_window_of_the_relay_causes_a_reconciliation(
     database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The gap is reported, and a sweep finds who has written in it and not since."""
-    monkeypatch.setattr(sweep, "Pause", partial(sweep.Pause, settle=0.5))
+    """The reconciliation finds the repo whose only new commit is in the gap."""
+    monkeypatch.setattr(reconcile, "ReconciliationIntervals", partial(reconcile.ReconciliationIntervals, settle=0.5))
     async with LocalNetwork() as network:
-        async with staged(database, tmp_path, network) as stage:
-            loud, quiet = stage.account("ada.test"), stage.account("bob.test")
-            await stage.equal()
-            assert stage.running.reader.gaps == 0
+        async with running_daemon(database, tmp_path, network) as daemon:
+            active, quiet = daemon.create_account("ada.test"), daemon.create_account("bob.test")
+            await daemon.wait_until_equal()
+            assert daemon.stages.firehose_consumer.gaps == 0
         network.relay.window = 3
-        for account in (quiet, loud):
+        for account in (quiet, active):
             account.create(POST, post("in the gap"))
         for _ in range(4):
-            loud.create(POST, post("in the window"))
-        async with staged(database, tmp_path, network) as stage:
-            await until(lambda: stage.running.reader.gaps == 1)
-            assert stage.metric("events", kind="info", outcome="ignored") == 1
-            await stage.read()
-            await until(lambda: loud_is_whole(stage, loud.did, len(loud.records)))
-            await stage.equal()
-            assert stage.metric("desynchronized", reason="behind") >= 1
-            assert stage.running.sweep.listing is not None
-            assert stage.running.sweep.listing.found >= 1
-            assert stage.running.ready() is None
+            active.create(POST, post("in the window"))
+        async with running_daemon(database, tmp_path, network) as daemon:
+            await until(lambda: daemon.stages.firehose_consumer.gaps == 1)
+            assert daemon.counter("events", kind="info", outcome="ignored") == 1
+            await daemon.wait_for_cursor()
+            await until(lambda: record_count_is(daemon, active.did, len(active.records)))
+            await daemon.wait_until_equal()
+            assert daemon.counter("desynchronized", reason="behind") >= 1
+            assert daemon.stages.reconciliation.crawl_progress is not None
+            assert daemon.stages.reconciliation.crawl_progress.found >= 1
+            assert daemon.stages.probe.ready() is None
 
 
-async def loud_is_whole(stage: Stage, did: str, records: int) -> bool:
-    return len(await stage.running.store.visible_records(did)) == records
+async def record_count_is(daemon: RunningDaemon, did: str, records: int) -> bool:
+    return len(await daemon.store.visible_records(did)) == records
 
 
-@pytest.mark.slow
-async def test_the_cursor_is_ahead_of_the_relay(database: str, tmp_path: Path) -> None:
-    """It is said and never reset; when the relay has come up to it, all goes on by itself."""
-    async with staged(database, tmp_path, start="2") as stage:
-        await until(lambda: "FutureCursor" in (stage.running.ready() or ""))
-        assert await stage.running.store.cursor(stage.network.relay_url, "0/1") is None
-        assert stage.metric("events", kind="error", outcome="ignored") >= 1
-        stage.account("ada.test")
-        await stage.equal()
-        assert stage.running.ready() is None
+async def test_cursor_ahead_of_the_relay_is_reported_and_not_reset(database: str, tmp_path: Path) -> None:
+    """The daemon continues when the relay has reached the cursor."""
+    async with running_daemon(database, tmp_path, start="2") as daemon:
+        await until(lambda: "FutureCursor" in (daemon.stages.probe.ready() or ""))
+        assert await daemon.store.cursor(daemon.network.relay_url, "0/1") is None
+        assert daemon.counter("events", kind="error", outcome="ignored") >= 1
+        daemon.create_account("ada.test")
+        await daemon.wait_until_equal()
+        assert daemon.stages.probe.ready() is None
 
 
-@pytest.mark.slow
-async def test_messages_over_the_limit_are_stepped_over(database: str, tmp_path: Path) -> None:
-    async with staged(database, tmp_path, frame_bytes="20000") as stage:
-        account = stage.account("ada.test")
-        await stage.equal()
-        stage.network.relay.inject(bytes(20_001))
-        account.create(POST, post("behind the large one"))
-        await stage.equal()
-        assert {reason for _, reason in await stage.rejected()} == {"frame-too-large"}
-        assert stage.total("events_received") == stage.total("events")
+async def test_too_large_message_becomes_a_dead_letter_and_the_stream_continues(database: str, tmp_path: Path) -> None:
+    async with running_daemon(database, tmp_path, frame_bytes="20000") as daemon:
+        account = daemon.create_account("ada.test")
+        await daemon.wait_until_equal()
+        daemon.network.relay.inject(bytes(20_001))
+        account.create(POST, post("after the large message"))
+        await daemon.wait_until_equal()
+        assert {reason for _, reason in await daemon.dead_letters()} == {"frame-too-large"}
+        assert daemon.counter_sum("events_received") == daemon.counter_sum("events")
 
 
-@pytest.mark.slow
-async def test_several_messages_over_the_limit(database: str, tmp_path: Path) -> None:
-    """Some are received to be refused; those beyond all bounds end the connection, and nothing else is passed over."""
-    async with staged(database, tmp_path, frame_bytes="20000") as stage:
-        account = stage.account("ada.test")
-        await stage.equal()
+async def test_several_too_large_messages_lose_no_other_message(database: str, tmp_path: Path) -> None:
+    """The first two are received and rejected. The last two are so large that each ends the connection."""
+    async with running_daemon(database, tmp_path, frame_bytes="20000") as daemon:
+        account = daemon.create_account("ada.test")
+        await daemon.wait_until_equal()
         for size in (20_001, 20_001, 80_001, 80_001):
-            stage.network.relay.inject(bytes(size))
-        account.create(POST, post("behind the large ones"))
-        stage.account("bob.test")
-        await stage.equal()
-        assert {reason for _, reason in await stage.rejected()} == {"frame-too-large"}
-        assert stage.metric("rejected", reason="frame-too-large") >= 3
-        assert stage.exports == 0
+            daemon.network.relay.inject(bytes(size))
+        account.create(POST, post("after the large messages"))
+        daemon.create_account("bob.test")
+        await daemon.wait_until_equal()
+        assert {reason for _, reason in await daemon.dead_letters()} == {"frame-too-large"}
+        assert daemon.counter("rejected", reason="frame-too-large") >= 3
+        assert daemon.export_requests == 0

@@ -1,40 +1,44 @@
-"""Identities on loopback: a host for documents, a name server, and a client that finds every name on that host."""
+"""Hosts and a DNS server on loopback for the resolution of identities."""
 
 from collections.abc import AsyncIterator
 
 import pytest
 
 from indexer.errors import UnavailableError
-from indexer.outbound import Outbound, Rates, Response
+from indexer.outbound import OutboundClient, OutboundSettings, RateLimits, Response
 from indexer.reasons import FetchFailure
-from tests.identity.names import NameServer
-from tests.outbound.host import Host
+from tests.identity.name_server import NameServer
+from tests.outbound.scripted_host import ScriptedHost
 
 
 class Loopback:
-    """The real client; https at any host name leads to `host`, by its path alone, but for names that are `gone`."""
+    """The real client, but https URLs of all host names lead to the path on `host`.
 
-    def __init__(self, host: Host, outbound: Outbound) -> None:
+    Attributes:
+        requests: The URLs that were requested.
+        missing_hosts: Host names that do not exist.
+    """
+
+    def __init__(self, host: ScriptedHost, outbound: OutboundClient) -> None:
         self.host = host
-        self.asked: list[str] = []
-        self.gone: set[str] = set()
+        self.requests: list[str] = []
+        self.missing_hosts: set[str] = set()
         self._outbound = outbound
 
     async def get(self, url: str, *, max_bytes: int, timeout: float, accept: str) -> Response:  # noqa: ASYNC109
-        self.asked.append(url)
+        self.requests.append(url)
         _, _, name, path = url.split("/", 3)
-        if name in self.gone:
+        if name in self.missing_hosts:
             raise UnavailableError(FetchFailure.NO_SUCH_HOST, name)
-        here = f"{self.host.url}/{path}" if url.startswith("https://") else url
-        return await self._outbound.get(here, max_bytes=max_bytes, timeout=timeout, accept=accept)
+        target = f"{self.host.url}/{path}" if url.startswith("https://") else url
+        return await self._outbound.get(target, max_bytes=max_bytes, timeout=timeout, accept=accept)
 
 
 @pytest.fixture
 async def loopback() -> AsyncIterator[Loopback]:
-    outbound = Outbound(user_agent="test", allow_private_hosts=True, rates=Rates(host=1_000, total=1_000))
-    async with Host() as host:
+    settings = OutboundSettings("test", allow_private_hosts=True, rates=RateLimits(host=1_000, total=1_000))
+    async with ScriptedHost() as host, OutboundClient(settings) as outbound:
         yield Loopback(host, outbound)
-        await outbound.close()
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from indexer.localnet.network import LocalNetwork
+from indexer.localnet.local_network import LocalNetwork
 
 
 @pytest.fixture

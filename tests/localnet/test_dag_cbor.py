@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from indexer.atproto.cbor import Link, decode_canonical
 from indexer.atproto.cid import DAG_CBOR, RAW, cid_of
 from indexer.localnet.dag_cbor import encode
-from tests.localnet.decoding import cid_from_text
+from tests.localnet.independent_decoder import cid_from_text
 from tests.vectors import vectors
 
 CIDS = st.builds(
@@ -20,23 +20,23 @@ VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(s
 
 
 @given(VALUES)
-def test_a_strict_reader_reads_back_what_was_written(value: Any) -> None:
+def test_strict_decoder_returns_encoded_value(value: Any) -> None:
     assert decode_canonical(encode(value)) == value
 
 
 @given(CIDS)
-def test_a_cid_is_a_link(cid: bytes) -> None:
+def test_cid_is_encoded_as_link(cid: bytes) -> None:
     assert type(decode_canonical(encode(cid))) is Link
 
 
 @pytest.mark.parametrize(
     "text", ["01b562eaaea6d8", "0171122000", "0155122000", "1220" + "00" * 32, "01711220" + "00" * 33]
 )
-def test_bytes_that_only_resemble_a_cid_stay_bytes(text: str) -> None:
+def test_bytes_of_other_form_are_encoded_as_byte_string(text: str) -> None:
     assert type(decode_canonical(encode(bytes.fromhex(text)))) is bytes
 
 
-def test_published_values_have_their_bytes_and_cids() -> None:
+def test_encoding_matches_published_vectors() -> None:
     for case in json.loads(vectors("atproto-interop-tests/data-model/data-model-fixtures.json").read_bytes()):
         block = encode(from_json(case["json"]))
         assert block == b64decode(case["cbor_base64"] + "==")
@@ -44,13 +44,13 @@ def test_published_values_have_their_bytes_and_cids() -> None:
 
 
 @pytest.mark.parametrize("value", [1.5, {1}, 2**64])
-def test_what_has_no_form_is_refused(value: object) -> None:
+def test_unsupported_value_is_refused(value: object) -> None:
     with pytest.raises((TypeError, OverflowError)):
         encode(value)
 
 
 def from_json(value: Any) -> Any:
-    """AT Protocol JSON to plain values."""
+    """Convert AT Protocol JSON to plain values."""
     match value:
         case {"$link": text}:
             return cid_from_text(text)

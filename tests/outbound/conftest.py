@@ -1,4 +1,4 @@
-"""Hosts on loopback, and a small world of public names and addresses that lead to them."""
+"""Hosts on loopback, and public names and addresses that lead to them."""
 
 import datetime as dt
 import socket
@@ -14,53 +14,54 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from indexer.outbound import Outbound, Patience
-from tests.outbound.host import Host
+from indexer.outbound import OutboundClient, OutboundSettings, Timeouts
+from tests.outbound.scripted_host import ScriptedHost
 
-IMPATIENT = Patience(connect=2.0, silence=0.3, judged_after=0.1)
-
-
-@pytest.fixture
-async def host() -> AsyncIterator[Host]:
-    async with Host() as serving:
-        yield serving
+SHORT_TIMEOUTS = Timeouts(connect=2.0, read=1.0, rate_grace=0.1)
+LOCAL = OutboundSettings("test (mailto:someone@example.com)", allow_private_hosts=True, timeouts=SHORT_TIMEOUTS)
+PUBLIC_ONLY = OutboundSettings("test", timeouts=SHORT_TIMEOUTS)
 
 
 @pytest.fixture
-async def outbound() -> AsyncIterator[Outbound]:
-    """As for local networks."""
-    client = Outbound(user_agent="test (mailto:someone@example.com)", allow_private_hosts=True, patience=IMPATIENT)
-    yield client
-    await client.close()
+async def host() -> AsyncIterator[ScriptedHost]:
+    async with ScriptedHost() as host:
+        yield host
 
 
-class World:
-    """Public names and addresses. What is connected to at the end is always `host`, on loopback.
+@pytest.fixture
+async def outbound() -> AsyncIterator[OutboundClient]:
+    """Return a client for local networks."""
+    async with OutboundClient(LOCAL) as client:
+        yield client
 
-    `names` has for each name its addresses at each look-up in turn, the last ones for ever.
+
+class OutboundWorld:
+    """Public names and addresses. All connections lead to `host`, on loopback.
+
+    Attributes:
+        names: For each name, the addresses of its first lookup, its second one and so on; the last ones repeat.
+        lookups: The names that were looked up.
+        connected: The public addresses and ports that were connected to.
     """
 
-    def __init__(self, host: Host, trust: ssl.SSLContext) -> None:
+    def __init__(self, host: ScriptedHost, trust: ssl.SSLContext) -> None:
         self.host = host
         self.trust = trust
         self.names: dict[str, list[Sequence[str]]] = {}
-        self.asked: list[str] = []
+        self.lookups: list[str] = []
         self.connected: list[tuple[str, int]] = []
 
     async def resolve(self, name: str, _port: int) -> Sequence[str]:
-        self.asked.append(name)
+        self.lookups.append(name)
         answers = self.names.get(name)
         if answers is None:
             raise OSError("no such name")
         return answers.pop(0) if len(answers) > 1 else answers[0]
 
-    def client(self) -> Outbound:
-        return Outbound(user_agent="test", patience=IMPATIENT, resolve=self.resolve, tls=self.trust)
-
 
 @pytest.fixture(scope="session")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A key and a certificate for names under `example`, in one file."""
+    """Return a file with a key and a certificate for two names under `example`."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "test")])
     now = dt.datetime.now(dt.UTC)
@@ -81,20 +82,27 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-async def world(certificate: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
-    serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    serving.load_cert_chain(certificate)
-    async with Host(serving) as host:
-        world = World(host, ssl.create_default_context(cafile=str(certificate)))
-        dial = aiohappyeyeballs.start_connection
+async def world(certificate: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[OutboundWorld]:
+    server_tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server_tls.load_cert_chain(certificate)
+    async with ScriptedHost(server_tls) as host:
+        world = OutboundWorld(host, ssl.create_default_context(cafile=str(certificate)))
+        start_connection = aiohappyeyeballs.start_connection
 
-        async def to_loopback(
+        async def connect_to_loopback(
             addr_infos: Sequence[AddrInfoType], *, socket_factory: SocketFactoryType, **_options: object
         ) -> socket.socket:
             socket_factory(addr_infos[0]).close()
             world.connected.append(addr_infos[0][4][:2])
-            here = (socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", world.host.port))
-            return await dial([here])
+            loopback = (socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", world.host.port))
+            return await start_connection([loopback])
 
-        monkeypatch.setattr(aiohappyeyeballs, "start_connection", to_loopback)
+        monkeypatch.setattr(aiohappyeyeballs, "start_connection", connect_to_loopback)
         yield world
+
+
+@pytest.fixture
+async def public_client(world: OutboundWorld) -> AsyncIterator[OutboundClient]:
+    """Return a client for public hosts, with the names and addresses of `world`."""
+    async with OutboundClient(PUBLIC_ONLY, resolve=world.resolve, tls=world.trust) as client:
+        yield client

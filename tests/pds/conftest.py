@@ -2,9 +2,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from indexer.localnet.network import LocalNetwork
-from indexer.outbound import Outbound, Patience
-from tests.outbound.host import Host
+from indexer.localnet.local_network import LocalNetwork
+from indexer.outbound import OutboundClient, OutboundSettings, Timeouts
+from tests.outbound.scripted_host import ScriptedHost
+
+LOCAL = OutboundSettings("test", allow_private_hosts=True, timeouts=Timeouts(read=1.0, rate_grace=0.1))
 
 
 @pytest.fixture
@@ -14,13 +16,12 @@ async def net() -> AsyncIterator[LocalNetwork]:
 
 
 @pytest.fixture
-async def outbound() -> AsyncIterator[Outbound]:
-    client = Outbound(user_agent="test", allow_private_hosts=True, patience=Patience(silence=0.3, judged_after=0.1))
-    yield client
-    await client.close()
+async def outbound() -> AsyncIterator[OutboundClient]:
+    async with OutboundClient(LOCAL) as client:
+        yield client
 
 
 @pytest.fixture
-async def host() -> AsyncIterator[Host]:
-    async with Host() as serving:
-        yield serving
+async def host() -> AsyncIterator[ScriptedHost]:
+    async with ScriptedHost() as host:
+        yield host

@@ -1,12 +1,13 @@
-"""A spooled export against a dict of its blocks."""
+"""A spooled export, compared with a dict of its blocks."""
 
-import asyncio
 import os
 import subprocess
 import sys
 import tracemalloc
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from hashlib import sha256
+from io import FileIO
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,8 +17,7 @@ from hypothesis import strategies as st
 
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.errors import UnavailableError, UpstreamError
-from indexer.pds import spool as spooling
-from indexer.pds.spool import Spool
+from indexer.pds.spool import Spool, SpoolSizes
 from indexer.reasons import FetchFailure, Rejection
 
 FOREIGN = b"\x01\x70\x12\x20" + bytes(32) + b"a block of another codec"
@@ -43,13 +43,20 @@ def car(blocks: Iterable[bytes]) -> bytes:
     return header(cid_of(b"root")) + b"".join(section(cid_of(block) + block) for block in blocks)
 
 
-async def pieces(data: bytes, size: int) -> AsyncIterator[bytes]:
+def write_all(spool: Spool, data: bytes, size: int = 65_536) -> None:
     for start in range(0, len(data), size):
-        yield data[start : start + size]
+        spool.write(data[start : start + size])
+    spool.finish()
 
 
-def fill(spool: Spool, data: bytes, size: int = 65_536) -> None:
-    asyncio.run(spool.fill(pieces(data, size)))
+def open_file_sizes(directory: Path) -> list[int]:
+    """Return the sizes of the files in a directory that this process has open."""
+    sizes = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # the descriptor that lists the directory is closed by now
+            if descriptor.readlink().is_relative_to(directory):
+                sizes.append(descriptor.stat().st_size)
+    return sizes
 
 
 blocks = st.binary(max_size=40) | st.integers(0, 9).map(lambda n: bytes([n]) * 1_000 * n)
@@ -61,62 +68,56 @@ blocks = st.binary(max_size=40) | st.integers(0, 9).map(lambda n: bytes([n]) * 1
     st.integers(1, 5_000),
     st.sampled_from([1, 20_000, 1 << 20]),
     st.sampled_from([41, 1 << 14]),
-    st.booleans(),
+    st.sampled_from([1, (1 << 40) - 1]),  # 1: almost all hashes collide
 )
-def test_it_holds_what_was_put_in(
+def test_spool_contains_the_written_blocks(
     tmp_path_factory: pytest.TempPathFactory,
     present: list[bytes],
     others: list[bytes],
     size: int,
-    in_memory: int,
-    page: int,
-    crowded: bool,
+    buffer_bytes: int,
+    page_bytes: int,
+    hash_mask: int,
 ) -> None:
-    oracle = {cid_of(block): block for block in present}
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        Spool(tmp_path_factory.getbasetemp(), DEFAULT_LIMITS) as spool,
-    ):
-        patch.setattr(spooling, "_WRITE_BYTES", in_memory)
-        patch.setattr(spooling, "_PAGE", page)
-        if crowded:  # as if all hashes were nearly alike
-            patch.setattr(spooling, "_HASH", 1)
-        fill(spool, car(present) + section(FOREIGN), size)
+    expected = {cid_of(block): block for block in present}
+    sizes = SpoolSizes(buffer_bytes, page_bytes, hash_mask)
+    with Spool(tmp_path_factory.getbasetemp(), DEFAULT_LIMITS, sizes) as spool:
+        write_all(spool, car(present) + section(FOREIGN), size)
         assert spool.root == cid_of(b"root")
-        assert len(spool) == len(oracle)
+        assert len(spool) == len(expected)
         for block in present + others:
-            assert spool.block(cid_of(block)) == oracle.get(cid_of(block))
+            assert spool.block(cid_of(block)) == expected.get(cid_of(block))
         assert spool.block(b"") is None
 
 
-def test_many_blocks_twice(tmp_path: Path) -> None:
+def test_duplicate_blocks_are_stored_once(tmp_path: Path) -> None:
     everything = [number.to_bytes(4, "big") * (number % 50) for number in range(5_000)]
     with Spool(tmp_path, DEFAULT_LIMITS) as spool:
-        fill(spool, car(everything * 2))
+        write_all(spool, car(everything * 2))
         assert len(spool) == len(set(everything))
         assert all(spool.block(cid_of(block)) == block for block in everything)
 
 
-def test_a_block_of_the_greatest_size(tmp_path: Path) -> None:
-    great = os.urandom(DEFAULT_LIMITS.block_bytes)
+def test_block_of_the_maximum_size(tmp_path: Path) -> None:
+    largest = os.urandom(DEFAULT_LIMITS.block_bytes)
     with Spool(tmp_path, DEFAULT_LIMITS) as spool:
-        fill(spool, car([b"small", great, b"after"]))
-        assert [spool.block(cid_of(block)) for block in (great, b"after")] == [great, b"after"]
+        write_all(spool, car([b"small", largest, b"after"]))
+        assert [spool.block(cid_of(block)) for block in (largest, b"after")] == [largest, b"after"]
 
 
 @given(st.lists(st.binary(min_size=1, max_size=60), min_size=1, max_size=5, unique=True), st.integers(0, 500))
-def test_a_cut_inside_a_block_is_noticed(
+def test_file_that_ends_within_a_block_is_incomplete(
     tmp_path_factory: pytest.TempPathFactory, present: list[bytes], cut: int
 ) -> None:
     whole = car(present)
     cut %= len(whole)
     ends = {len(car(present[:count])) for count in range(len(present) + 1)}
     with Spool(tmp_path_factory.getbasetemp(), DEFAULT_LIMITS) as spool:
-        if cut in ends:  # nothing in the file tells
-            fill(spool, whole[:cut])
+        if cut in ends:  # such a file is well-formed
+            write_all(spool, whole[:cut])
             return
         with pytest.raises(UnavailableError) as failure:
-            fill(spool, whole[:cut])
+            write_all(spool, whole[:cut])
         assert failure.value.reason is FetchFailure.EXPORT_INCOMPLETE
 
 
@@ -129,69 +130,78 @@ def test_a_cut_inside_a_block_is_noticed(
         (car([]) + varint(DEFAULT_LIMITS.block_bytes + 37), Rejection.CAR_MALFORMED),
     ],
 )
-def test_a_file_that_breaks_a_rule(tmp_path: Path, data: bytes, reason: Rejection) -> None:
+def test_malformed_file_is_rejected(tmp_path: Path, data: bytes, reason: Rejection) -> None:
     with Spool(tmp_path, DEFAULT_LIMITS) as spool, pytest.raises(UpstreamError) as rejection:
-        fill(spool, data)
+        write_all(spool, data)
     assert rejection.value.reason is reason
 
 
-def test_a_full_disk_is_neither_our_end_nor_the_repos_fault(tmp_path: Path) -> None:
-    with Spool(tmp_path, DEFAULT_LIMITS) as spool:
-        spool._file.close()
-        spool._file = open("/dev/full", "wb", buffering=0)  # noqa: PTH123, SIM115
-        with pytest.raises(UnavailableError, match="No space left") as failure:
-            fill(spool, car([os.urandom(1_000_000) for _ in range(2)]))
+def test_full_disk_is_a_failure_that_does_not_count_as_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def open_full_device(**_options: object) -> FileIO:
+        return FileIO("/dev/full", "wb")
+
+    monkeypatch.setattr("indexer.pds.spool.TemporaryFile", open_full_device)
+    export = car([os.urandom(1_000_000) for _ in range(2)])
+    with (
+        Spool(tmp_path, DEFAULT_LIMITS) as spool,
+        pytest.raises(UnavailableError, match="No space left") as failure,
+    ):
+        write_all(spool, export)
     assert failure.value.reason is FetchFailure.SPOOL_FULL
-    assert failure.value.reason.spares
+    assert not failure.value.reason.counts_as_attempt
 
 
-def test_neither_is_a_directory_that_takes_no_file(tmp_path: Path) -> None:
+def test_directory_that_does_not_exist_is_spool_full(tmp_path: Path) -> None:
     with pytest.raises(UnavailableError) as failure:
         Spool(tmp_path / "missing", DEFAULT_LIMITS)
     assert failure.value.reason is FetchFailure.SPOOL_FULL
 
 
-def test_its_file_has_no_name_and_goes_with_it(tmp_path: Path) -> None:
-    open_files = len(os.listdir("/dev/fd"))  # noqa: PTH208
+def test_file_has_no_name_and_is_deleted_on_close(tmp_path: Path) -> None:
     with Spool(tmp_path, DEFAULT_LIMITS) as spool:
         blocks = [os.urandom(500_000) for _ in range(5)]
-        fill(spool, car(blocks))
+        write_all(spool, car(blocks))
         assert list(tmp_path.iterdir()) == []
-        assert spool.size > os.fstat(spool._file.fileno()).st_size > 1_500_000
-    assert len(os.listdir("/dev/fd")) == open_files  # noqa: PTH208
+        (file_size,) = open_file_sizes(tmp_path)
+        assert spool.size > file_size > 1_500_000
+    assert open_file_sizes(tmp_path) == []
     with pytest.raises(ValueError, match="closed"):
         spool.block(cid_of(blocks[0]))
 
 
-def test_a_killed_process_leaves_nothing_behind(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_killed_process_leaves_no_file(tmp_path: Path) -> None:
     program = (
         "import os, pathlib, signal, sys\n"
         "from indexer.atproto.limits import DEFAULT_LIMITS\n"
         "from indexer.pds.spool import Spool\n"
         "spool = Spool(pathlib.Path(sys.argv[1]), DEFAULT_LIMITS)\n"
-        "spool._file.write(bytes(100_000))\n"
+        "spool.write(sys.stdin.buffer.read())\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    ended = subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False)
+    export = car([os.urandom(1_000_000) for _ in range(2)])
+    ended = subprocess.run([sys.executable, "-c", program, str(tmp_path)], input=export, check=False)
     assert ended.returncode == -9
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow
-def test_memory_is_that_of_the_index(tmp_path: Path) -> None:
-    """100,000 blocks of 300 bytes: 30 MB on disk, 3 MB in memory, and the buffers."""
+def test_memory_use_is_that_of_the_index(tmp_path: Path) -> None:
+    """Write 100,000 blocks of 300 bytes: 30 MB on disk, 3 MB in memory, and the buffers."""
     count = 100_000
 
-    async def export() -> AsyncIterator[bytes]:
+    def export() -> Iterator[bytes]:
         yield header(cid_of(b"root"))
         for start, stop in pairwise(range(0, count + 1, 200)):
-            made = (number.to_bytes(4, "big") * 75 for number in range(start, stop))
-            yield b"".join(section(cid_of(block) + block) for block in made)
+            generated = (number.to_bytes(4, "big") * 75 for number in range(start, stop))
+            yield b"".join(section(cid_of(block) + block) for block in generated)
 
     with Spool(tmp_path, DEFAULT_LIMITS) as spool:
         tracemalloc.start()
         try:
-            asyncio.run(spool.fill(export()))
+            for chunk in export():
+                spool.write(chunk)
+            spool.finish()
             held, peak = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()

@@ -25,7 +25,7 @@ from indexer.reasons import FetchFailure
     ],
 )
 @pytest.mark.parametrize("status", [400, 403, 404, 500])
-def test_the_name_decides_and_not_the_status(status: int, name: object, reason: FetchFailure) -> None:
+def test_name_of_the_error_decides_and_not_the_status(status: int, name: object, reason: FetchFailure) -> None:
     error = xrpc_error(status, json.dumps({"error": name, "message": "Could not find it"}).encode())
     assert error.reason is reason
     assert str(status) in error.detail
@@ -33,5 +33,5 @@ def test_the_name_decides_and_not_the_status(status: int, name: object, reason: 
 
 
 @given(st.integers(300, 599), st.binary(max_size=100) | st.sampled_from([b"[" * 50_000, b"[]", b'"x"', b"null", b"1"]))
-def test_a_body_that_tells_nothing_never_parks_a_repo(status: int, body: bytes) -> None:
+def test_body_without_a_known_name_is_http_status(status: int, body: bytes) -> None:
     assert xrpc_error(status, body).reason is FetchFailure.HTTP_STATUS

@@ -1,16 +1,20 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
 
 import pytest
 
 from indexer.atproto.limits import DEFAULT_LIMITS
-from indexer.localnet.network import LocalNetwork
-from indexer.relay.subscription import Pace, Subscription
+from indexer.localnet.local_network import LocalNetwork
+from indexer.relay.subscription import PATH, ConnectionSettings, Subscription
 from indexer.sync.events import StreamError
 from indexer.sync.frames import decode_frame
+from tests.outbound.scripted_host import ScriptedHost, http_response
 
-QUICK = Pace(open=5, ping=5, silence=0.5, pause_first=0.01, pause_most=0.05)
+QUICK = ConnectionSettings(
+    connect_timeout=5, ping_interval=5, message_timeout=0.5, first_delay=0.01, max_delay=0.05, stable_after=60
+)
 
 
 @pytest.fixture
@@ -19,12 +23,12 @@ async def net() -> AsyncIterator[LocalNetwork]:
         yield network
 
 
-def subscription(*relays: str, max_bytes: int = 5_000_000) -> Subscription:
-    return Subscription(relays, max_bytes, "tests", pace=QUICK)
+def subscription(*relays: str, max_bytes: int = 5_000_000, settings: ConnectionSettings = QUICK) -> Subscription:
+    return Subscription(relays, max_bytes, "tests", settings)
 
 
 class Cursors:
-    """What the subscription is told to begin with, and what it asked."""
+    """Returns the given cursors in order, then the last one again; records the relays in `asked`."""
 
     def __init__(self, *cursors: int | None) -> None:
         self.cursors = list(cursors)
@@ -35,8 +39,8 @@ class Cursors:
         return self.cursors.pop(0) if len(self.cursors) > 1 else self.cursors[0]
 
 
-async def take(source: Subscription, cursors: Cursors, count: int) -> list[int | None]:
-    """The sequence numbers of the next `count` messages."""
+async def next_seqs(source: Subscription, cursors: Cursors, count: int) -> list[int | None]:
+    """Return the sequence numbers of the next `count` messages."""
     seqs: list[int | None] = []
     async with asyncio.timeout(20), aclosing(source.frames(cursors)) as frames:
         async for frame in frames:
@@ -46,15 +50,16 @@ async def take(source: Subscription, cursors: Cursors, count: int) -> list[int |
     raise AssertionError("the frames ended")
 
 
-async def test_it_begins_behind_the_cursor(net: LocalNetwork) -> None:
+@pytest.mark.slow
+async def test_the_stream_starts_after_the_cursor(net: LocalNetwork) -> None:
     net.relay.inclusive = False
     account = net.create_account()
     for n in range(3):
         account.create("com.example.note", {"n": n})
-    assert await take(subscription(net.relay_url), Cursors(2), 3) == [3, 4, 5]
+    assert await next_seqs(subscription(net.relay_url), Cursors(2), 3) == [3, 4, 5]
 
 
-async def test_a_lost_connection_is_made_again_with_the_cursor_of_then(net: LocalNetwork) -> None:
+async def test_a_reconnection_asks_for_the_cursor_again(net: LocalNetwork) -> None:
     net.relay.inclusive = False
     account = net.create_account()
     source, cursors = subscription(net.relay_url), Cursors(0, 2)
@@ -63,7 +68,7 @@ async def test_a_lost_connection_is_made_again_with_the_cursor_of_then(net: Loca
         async for frame in frames:
             seqs.append(decode_frame(frame, DEFAULT_LIMITS).seq)
             if len(seqs) == 3:
-                assert net.relay.cut() == 1
+                assert net.relay.abort_connections() == 1
                 account.create("com.example.note", {})
             if seqs[-1] == net.relay.seq and len(seqs) > 4:
                 break
@@ -72,27 +77,34 @@ async def test_a_lost_connection_is_made_again_with_the_cursor_of_then(net: Loca
     assert len(cursors.asked) == 2
 
 
-async def test_silence_ends_a_connection(net: LocalNetwork) -> None:
-    thrice = asyncio.Event()
+async def error_of_second_connection(source: Subscription) -> str:
+    """Return `last_error` when the third connection starts. Fails if a frame is received before that."""
+    errors: list[str] = []
+    third = asyncio.Event()
 
-    async def cursor_of(_relay: str) -> int | None:
-        asked.append(None)
-        if len(asked) == 3:
-            thrice.set()
-        return None
+    async def cursor_of(_relay: str) -> None:
+        errors.append(source.last_error or "")
+        if len(errors) == 3:
+            third.set()
 
-    asked: list[None] = []
-    source = subscription(net.relay_url)
     async with aclosing(source.frames(cursor_of)) as frames:
-        reading = asyncio.ensure_future(anext(frames))
-        await asyncio.wait_for(thrice.wait(), 20)
-        assert source.last_error is not None
-        assert "no message for 0.5 s" in source.last_error
-        reading.cancel()
-        await asyncio.gather(reading, return_exceptions=True)
+        tasks = asyncio.ensure_future(anext(frames)), asyncio.ensure_future(third.wait())
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED, timeout=20)
+        received, reached = (task.done() for task in tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    assert reached
+    assert not received
+    return errors[2]
 
 
-async def test_a_text_message_is_handed_out_to_be_refused(net: LocalNetwork) -> None:
+@pytest.mark.slow
+async def test_a_connection_without_messages_is_closed(net: LocalNetwork) -> None:
+    assert "no message for 0.5 s" in await error_of_second_connection(subscription(net.relay_url))
+
+
+async def test_a_text_message_is_yielded_as_bytes(net: LocalNetwork) -> None:
     net.relay.inclusive = False
     net.create_account()
     net.relay.inject("text")
@@ -102,14 +114,14 @@ async def test_a_text_message_is_handed_out_to_be_refused(net: LocalNetwork) -> 
     assert len(cursors.asked) == 1
 
 
-async def test_a_message_over_the_limit_is_stepped_over(net: LocalNetwork) -> None:
+async def test_a_message_over_the_limit_is_skipped(net: LocalNetwork) -> None:
     net.relay.inclusive = False
     account = net.create_account()
     before = net.relay.seq
     account.create("com.example.note", {"text": "x" * 30_000})
     account.create("com.example.note", {"text": "small"})
     source = subscription(net.relay_url, max_bytes=20_000)
-    seqs = await take(source, Cursors(before), 1)
+    seqs = await next_seqs(source, Cursors(before), 1)
     assert seqs == [before + 2]
     assert source.skipped == 1
 
@@ -126,21 +138,21 @@ LARGE, SMALL = {"text": "x" * 30_000}, {"text": "small"}
         pytest.param([LARGE, LARGE, LARGE, SMALL, LARGE, SMALL], id="first"),
     ],
 )
-async def test_only_what_is_too_large_is_stepped_over(
+async def test_only_messages_over_the_limit_are_skipped(
     net: LocalNetwork, inclusive: bool, records: list[dict[str, str]]
 ) -> None:
-    """Wherever it lies in the stream, and however often; whether relays send the cursor's own message or not."""
+    """`inclusive`: some relays send the message at the cursor again."""
     net.relay.inclusive = inclusive
     account = net.create_account()
     first = net.relay.seq + 1
     for record in records:
         account.create("com.example.note", record)
     source = subscription(net.relay_url, max_bytes=20_000)
-    assert await each_seq(source, first, net.relay.seq) == [first + n for n, r in enumerate(records) if r is SMALL]
+    assert await distinct_seqs(source, first, net.relay.seq) == [first + n for n, r in enumerate(records) if r is SMALL]
     assert source.skipped > 0
 
 
-async def test_a_connection_that_brought_messages_and_broke_has_passed_what_was_too_large(net: LocalNetwork) -> None:
+async def test_a_skipped_message_is_counted_once_when_the_connection_breaks_later(net: LocalNetwork) -> None:
     net.relay.inclusive = False
     account = net.create_account()
     first = net.relay.seq + 1
@@ -148,15 +160,16 @@ async def test_a_connection_that_brought_messages_and_broke_has_passed_what_was_
         account.create("com.example.note", record)
     source = subscription(net.relay_url, max_bytes=20_000)
     seen: list[int] = []
+    connections = 0
 
     async def cursor_of(_relay: str) -> int:
-        begun.append(len(seen))
-        if len(begun) == 3:  # the connection behind the large message ended by silence
+        nonlocal connections
+        connections += 1
+        if connections == 3:  # the connection that skipped the large message has ended, because nothing followed
             for _ in range(2):
                 account.create("com.example.note", SMALL)
         return seen[-1] if seen else first - 1
 
-    begun: list[int] = []
     async with asyncio.timeout(20), aclosing(source.frames(cursor_of)) as frames:
         async for frame in frames:
             seen.append(decode_frame(frame, DEFAULT_LIMITS).seq or 0)
@@ -166,8 +179,8 @@ async def test_a_connection_that_brought_messages_and_broke_has_passed_what_was_
     assert source.skipped == 1
 
 
-async def each_seq(source: Subscription, first: int, last: int) -> list[int]:
-    """The numbers from `first` to `last` that come, without repetitions; the cursor is always the last that came."""
+async def distinct_seqs(source: Subscription, first: int, last: int) -> list[int]:
+    """Return the received numbers from `first` to `last` without repetitions. The cursor is the last received one."""
     seen: list[int] = []
 
     async def cursor_of(_relay: str) -> int:
@@ -184,10 +197,7 @@ async def each_seq(source: Subscription, first: int, last: int) -> list[int]:
     return seen
 
 
-async def test_a_relay_that_sends_nothing_but_too_large_messages_is_left_for_another(
-    net: LocalNetwork, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("indexer.relay.subscription.STEPS", 2)
+async def test_the_next_relay_is_used_after_too_many_skips(net: LocalNetwork) -> None:
     account = net.create_account()
     before = net.relay.seq
     for _ in range(9):
@@ -196,51 +206,31 @@ async def test_a_relay_that_sends_nothing_but_too_large_messages_is_left_for_ano
     cursors = Cursors(before, before, 0)
     async with LocalNetwork() as other:
         other.create_account()
-        source = subscription(net.relay_url, other.relay_url, max_bytes=20_000)
-        await take(source, cursors, 1)
+        settings = replace(QUICK, max_skips=2)
+        source = subscription(net.relay_url, other.relay_url, max_bytes=20_000, settings=settings)
+        await next_seqs(source, cursors, 1)
     assert cursors.asked == [net.relay_url, net.relay_url, other.relay_url]
 
 
-@pytest.mark.parametrize("location", ["ws://[", "elsewhere"])
-async def test_a_redirect_is_one_more_lost_connection(net: LocalNetwork, location: str) -> None:
-    """Wherever it leads: nobody is asked for a stream whom the operator hasn't named."""
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        target = net.relay_url if location == "elsewhere" else location
-        writer.write(f"HTTP/1.1 302 Found\r\nLocation: {target}\r\nContent-Length: 0\r\n\r\n".encode())
-        await writer.drain()
-        writer.close()
-
-    thrice = asyncio.Event()
-
-    async def cursor_of(_relay: str) -> None:
-        asked.append(None)
-        if len(asked) == 3:
-            thrice.set()
-
-    asked: list[None] = []
-    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-        source = subscription(f"ws://127.0.0.1:{server.sockets[0].getsockname()[1]}")
-        async with aclosing(source.frames(cursor_of)) as frames:
-            reading = asyncio.ensure_future(anext(frames))
-            await asyncio.wait({reading, asyncio.ensure_future(thrice.wait())}, return_when=asyncio.FIRST_COMPLETED)
-            assert not reading.done()
-            reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
-    assert "HTTP 302" in (source.last_error or "")
+@pytest.mark.parametrize("location", ["ws://[", "other"])
+async def test_a_redirect_is_not_followed(net: LocalNetwork, location: str) -> None:
+    target = net.relay_url if location == "other" else location
+    async with ScriptedHost() as host:
+        host.pages[PATH] = http_response(status=302, headers={"Location": target})
+        source = subscription(f"ws://127.0.0.1:{host.port}")
+        assert "HTTP 302" in await error_of_second_connection(source)
     assert net.relay.requests.total() == 0
 
 
-async def test_the_next_relay_is_tried_when_one_is_away(net: LocalNetwork) -> None:
+async def test_the_next_relay_is_used_when_one_is_unreachable(net: LocalNetwork) -> None:
     net.create_account()
-    away = "ws://127.0.0.1:1"
-    source, cursors = subscription(away, net.relay_url), Cursors(0)
-    assert len(await take(source, cursors, 2)) == 2
-    assert cursors.asked[:2] == [away, net.relay_url]
+    unreachable = "ws://127.0.0.1:1"
+    source, cursors = subscription(unreachable, net.relay_url), Cursors(0)
+    assert len(await next_seqs(source, cursors, 2)) == 2
+    assert cursors.asked[:2] == [unreachable, net.relay_url]
 
 
-async def test_error_frames_are_handed_out_before_the_end(net: LocalNetwork) -> None:
+async def test_an_error_frame_is_yielded_before_the_connection_ends(net: LocalNetwork) -> None:
     net.create_account()
     source = subscription(net.relay_url)
     async with asyncio.timeout(20), aclosing(source.frames(Cursors(10_000))) as frames:

@@ -2,18 +2,20 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from indexer.outbound import Outbound, Rates
-from tests.outbound.host import Host
+from indexer.outbound import OutboundClient, OutboundSettings, RateLimits
+from tests.outbound.scripted_host import ScriptedHost
 
 
 @pytest.fixture
-async def host() -> AsyncIterator[Host]:
-    async with Host() as serving:
+async def host() -> AsyncIterator[ScriptedHost]:
+    async with ScriptedHost() as serving:
         yield serving
 
 
 @pytest.fixture
-async def outbound() -> AsyncIterator[Outbound]:
-    client = Outbound(user_agent="test", allow_private_hosts=True, rates=Rates(host=1_000, total=1_000))
+async def outbound() -> AsyncIterator[OutboundClient]:
+    client = OutboundClient(
+        OutboundSettings("test", allow_private_hosts=True, rates=RateLimits(host=1_000, total=1_000))
+    )
     yield client
     await client.close()

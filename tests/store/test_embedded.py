@@ -1,3 +1,5 @@
+"""The embedded Postgres server: ownership, restarts, permissions, and files."""
+
 import asyncio
 import os
 import pwd
@@ -7,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 
@@ -16,12 +18,13 @@ import pytest
 
 from indexer.errors import SettingsError, UnavailableError
 from indexer.store.embedded import cluster, database, server
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 
 QUICK = {"fsync": "off", "shared_buffers": "16MB"}
 
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can change to another user")
 
 
 async def fetch(dsn: str, query: str) -> object:
@@ -32,7 +35,8 @@ async def fetch(dsn: str, query: str) -> object:
         await connection.close()
 
 
-async def fetch_in_the_end(dsn: str, query: str) -> object:
+async def fetch_eventually(dsn: str, query: str) -> object:
+    """Repeat the query until it succeeds."""
     async with asyncio.timeout(30):
         while True:
             try:
@@ -41,27 +45,22 @@ async def fetch_in_the_end(dsn: str, query: str) -> object:
                 await asyncio.sleep(0.05)
 
 
-async def become(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():  # noqa: ASYNC110 - another process's doings send us no event
-            await asyncio.sleep(0.05)
-
-
-def noted_pid(data_dir: Path) -> int:
+def recorded_pid(data_dir: Path) -> int:
+    """Return the process ID in the lock file of the server."""
     return int((data_dir / "postgres" / "data" / "postmaster.pid").read_text().splitlines()[0])
 
 
-def is_ours(data_dir: Path) -> bool:
-    """Whether this process is the parent of the server."""
+def is_owned(data_dir: Path) -> bool:
+    """Return True if this process is the parent of the server."""
     try:
-        status = Path(f"/proc/{noted_pid(data_dir)}/stat").read_text()
+        status = Path(f"/proc/{recorded_pid(data_dir)}/stat").read_text()
     except (FileNotFoundError, ValueError, IndexError):
         return False
     return int(status.rpartition(")")[2].split()[1]) == os.getpid()
 
 
 OWNER = """
-    import asyncio, concurrent.futures.thread, os, sys  # all of it: whom this becomes may not be let to read more
+    import asyncio, concurrent.futures.thread, os, sys  # all of it: another user may not read the modules
     from pathlib import Path
     import asyncpg
     from indexer.store.embedded import cluster, database
@@ -69,7 +68,7 @@ OWNER = """
     async def main():
         async with database(None, Path(sys.argv[1]), {"fsync": "off", "shared_buffers": "16MB"}) as dsn:
             connection = await asyncpg.connect(dsn)
-            await connection.execute("create table if not exists kept as select 7 as seven")
+            await connection.execute("create table if not exists stored as select 7 as seven")
             print(dsn, flush=True)
             await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
 
@@ -78,7 +77,10 @@ OWNER = """
 
 @contextmanager
 def owner(data_dir: Path, first: str = "") -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A process that runs the server until its input ends, and its DSN. `first` is what it does before."""
+    """Start a process that runs the server until its standard input ends; yield it and the DSN.
+
+    `first` is code that it executes before.
+    """
     script = textwrap.dedent(OWNER) + first + "\nasyncio.run(main())"
     command = [sys.executable, "-c", script, str(data_dir)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
@@ -90,20 +92,20 @@ def owner(data_dir: Path, first: str = "") -> Iterator[tuple[subprocess.Popen[st
             process.stdin.close()
 
 
-async def test_rows_and_the_address_are_the_same_after_a_restart(tmp_path: Path) -> None:
+async def test_rows_and_dsn_are_the_same_after_a_restart(tmp_path: Path) -> None:
     async with database(None, tmp_path, QUICK) as first:
-        await fetch(first, "create table kept as select 7 as seven")
+        await fetch(first, "create table stored as select 7 as seven")
     async with database(None, tmp_path, QUICK) as second:
-        assert await fetch(second, "select seven from kept") == 7
+        assert await fetch(second, "select seven from stored") == 7
     assert first == second
     assert not list((tmp_path / "postgres" / "socket").iterdir())
 
 
-async def test_it_listens_on_its_socket_only(tmp_path: Path) -> None:
+async def test_the_server_listens_on_its_unix_socket_only(tmp_path: Path) -> None:
     async with database(None, tmp_path, {**QUICK, "listen_addresses": "*"}) as dsn:
         assert await fetch(dsn, "show listen_addresses") == ""
         assert await fetch(dsn, "select inet_server_addr()") is None
-        links = [*Path(f"/proc/{noted_pid(tmp_path)}/fd").iterdir()]
+        links = [*Path(f"/proc/{recorded_pid(tmp_path)}/fd").iterdir()]
         sockets = {link.readlink().name for link in links if link.readlink().name.startswith("socket:")}
         rows = [row.split() for row in Path("/proc/net/unix").read_text().splitlines()[1:]]
         unix = {f"socket:[{row[6]}]" for row in rows}
@@ -112,7 +114,7 @@ async def test_it_listens_on_its_socket_only(tmp_path: Path) -> None:
         assert (tmp_path / "postgres" / "socket").stat().st_mode & 0o777 == 0o700
 
 
-async def test_the_cluster_sorts_bytes(tmp_path: Path) -> None:
+async def test_the_cluster_sorts_text_by_bytes(tmp_path: Path) -> None:
     async with database(None, tmp_path, QUICK) as dsn:
         assert (
             await fetch(dsn, "select datcollate || ' ' || datctype from pg_database where datname = 'indexer'") == "C C"
@@ -124,7 +126,7 @@ async def test_the_cluster_sorts_bytes(tmp_path: Path) -> None:
         assert await fetch(dsn, "show timezone") == "UTC"
 
 
-async def test_a_closed_and_long_data_directory_is_left_as_it_is(tmp_path: Path) -> None:
+async def test_an_inaccessible_data_directory_with_a_long_path_keeps_its_permissions(tmp_path: Path) -> None:
     closed = tmp_path / "closed"
     closed.mkdir(mode=0o700)
     long = closed / ("x" * 120)
@@ -136,10 +138,10 @@ async def test_a_closed_and_long_data_directory_is_left_as_it_is(tmp_path: Path)
     try:
         assert socket.stat().st_mode & 0o777 == 0o700
         async with database(None, long, QUICK) as again:
-            assert again == first, "the short directory is used again"
+            assert again == first, "the short directory is reused"
         socket.chmod(0o777)
         async with database(None, long, QUICK) as other:
-            assert other != first, "a directory that others may write to could be somebody else's"
+            assert other != first, "a directory that others may write to is not used"
         shutil.rmtree((long / "postgres" / "socket").readlink())
     finally:
         shutil.rmtree(socket)
@@ -147,7 +149,7 @@ async def test_a_closed_and_long_data_directory_is_left_as_it_is(tmp_path: Path)
     assert closed.stat().st_uid == os.getuid()
 
 
-async def test_neither_the_working_directory_nor_the_environment_matters(
+async def test_working_directory_and_environment_have_no_effect(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -160,71 +162,71 @@ async def test_neither_the_working_directory_nor_the_environment_matters(
         assert await fetch(dsn, "select current_database()") == "indexer"
 
 
-async def test_a_killed_server_is_started_again(tmp_path: Path) -> None:
+async def test_a_killed_server_is_restarted(tmp_path: Path) -> None:
     async with database(None, tmp_path, QUICK) as dsn:
-        await fetch(dsn, "create table kept as select 7 as seven")
+        await fetch(dsn, "create table stored as select 7 as seven")
         for _ in range(2):
-            killed = noted_pid(tmp_path)
-            assert is_ours(tmp_path)
+            killed = recorded_pid(tmp_path)
+            assert is_owned(tmp_path)
             os.kill(killed, signal.SIGKILL)
-            assert await fetch_in_the_end(dsn, "select seven from kept") == 7
-            assert noted_pid(tmp_path) != killed
+            assert await fetch_eventually(dsn, "select seven from stored") == 7
+            assert recorded_pid(tmp_path) != killed
 
 
-async def test_those_who_start_together_share_one_server_and_the_last_keeps_it(tmp_path: Path) -> None:
+async def test_concurrent_starts_share_one_server_until_the_last_one_ends(tmp_path: Path) -> None:
     async with AsyncExitStack() as stays, AsyncExitStack() as goes:
         first, second = await asyncio.gather(
             goes.enter_async_context(database(None, tmp_path, QUICK)),
             stays.enter_async_context(database(None, tmp_path, QUICK)),
         )
         assert first == second
-        await fetch(second, "create table kept as select 7 as seven")
-        before = noted_pid(tmp_path)
+        await fetch(second, "create table stored as select 7 as seven")
+        before = recorded_pid(tmp_path)
         await goes.aclose()
-        assert await fetch_in_the_end(second, "select seven from kept") == 7
+        assert await fetch_eventually(second, "select seven from stored") == 7
     assert not Path(f"/proc/{before}").exists()
     assert not (tmp_path / "postgres" / "data" / "postmaster.pid").exists()
 
 
 @pytest.mark.slow
-async def test_another_process_finds_the_running_server_and_takes_over_when_its_owner_is_killed(tmp_path: Path) -> None:
+async def test_another_process_uses_the_server_and_takes_over_when_its_owner_is_killed(tmp_path: Path) -> None:
     with owner(tmp_path) as (process, dsn):
         async with database(None, tmp_path, QUICK) as found:
             assert found == dsn
-            assert await fetch(found, "select seven from kept") == 7
-        assert await fetch(dsn, "select 1") == 1, "leaving must not stop a server that isn't ours"
+            assert await fetch(found, "select seven from stored") == 7
+        assert await fetch(dsn, "select 1") == 1, "only the owner stops the server"
         async with database(None, tmp_path, QUICK) as found:
             process.kill()
             process.wait()
-            await become(lambda: is_ours(tmp_path))
-            assert await fetch_in_the_end(found, "select seven from kept") == 7
+            await until(lambda: is_owned(tmp_path))
+            assert await fetch_eventually(found, "select seven from stored") == 7
 
 
 @pytest.mark.slow
-async def test_after_kill_9_of_the_owner_the_server_ends_and_the_next_start_has_everything(tmp_path: Path) -> None:
+async def test_the_server_ends_with_its_killed_owner_and_the_next_start_has_all_rows(tmp_path: Path) -> None:
     with owner(tmp_path) as (process, _):
         process.kill()
-    await become(lambda: not (tmp_path / "postgres" / "data" / "postmaster.pid").exists())
+    await until(lambda: not (tmp_path / "postgres" / "data" / "postmaster.pid").exists())
     async with database(None, tmp_path, QUICK) as dsn:
-        assert await fetch(dsn, "select seven from kept") == 7
+        assert await fetch(dsn, "select seven from stored") == 7
 
 
 @pytest.mark.slow
-async def test_an_orphan_is_stopped_and_replaced(tmp_path: Path) -> None:
+async def test_a_server_without_an_owner_is_stopped_and_replaced(tmp_path: Path) -> None:
     with owner(tmp_path, first="cluster.PR_SET_PDEATHSIG = 0") as (process, dsn):
         process.kill()
-    orphan = noted_pid(tmp_path)
-    assert await fetch(dsn, "select seven from kept") == 7, "it lives on without its owner"
+    old = recorded_pid(tmp_path)
+    assert await fetch(dsn, "select seven from stored") == 7, "it runs without its owner"
     async with database(None, tmp_path, QUICK) as dsn:
-        assert await fetch(dsn, "select seven from kept") == 7
-        assert noted_pid(tmp_path) != orphan
-        assert is_ours(tmp_path)
+        assert await fetch(dsn, "select seven from stored") == 7
+        assert recorded_pid(tmp_path) != old
+        assert is_owned(tmp_path)
 
 
-async def test_a_pid_that_is_anothers_by_now_is_left_alone(tmp_path: Path) -> None:
+async def test_another_process_with_the_recorded_pid_is_not_killed(tmp_path: Path) -> None:
     async with database(None, tmp_path, QUICK):
         pass
-    other = await asyncio.create_subprocess_exec("bash", "-c", "exec -a postgres sleep 60")  # like somebody's server
+    other = await asyncio.create_subprocess_exec("bash", "-c", "exec -a postgres sleep 60")  # looks like a server
     try:
         for pid in (other.pid, os.getpid()):
             (tmp_path / "postgres" / "data" / "postmaster.pid").write_text(f"{pid}\n{tmp_path}\n0\n5432\n\n\n")
@@ -236,26 +238,26 @@ async def test_a_pid_that_is_anothers_by_now_is_left_alone(tmp_path: Path) -> No
         await other.wait()
 
 
-async def test_another_major_version_is_refused_in_one_line(tmp_path: Path) -> None:
+async def test_a_cluster_of_another_major_version_is_a_settings_error(tmp_path: Path) -> None:
     async with database(None, tmp_path, QUICK):
         pass
     (tmp_path / "postgres" / "data" / "PG_VERSION").write_text("9\n")
-    with pytest.raises(SettingsError, match=r"made by PostgreSQL 9, and the binaries are \d+") as caught:
+    with pytest.raises(SettingsError, match=r"needs PostgreSQL 9, but the binaries have version \d+") as caught:
         async with database(None, tmp_path, QUICK):
             pass
     assert "\n" not in str(caught.value)
 
 
-async def test_a_half_made_cluster_is_made_anew(tmp_path: Path) -> None:
-    half = tmp_path / "postgres" / "data.init"
-    half.mkdir(parents=True)
-    (half / "PG_VERSION").write_text("18\n")
+async def test_an_incomplete_cluster_is_replaced(tmp_path: Path) -> None:
+    incomplete = tmp_path / "postgres" / "data.init"
+    incomplete.mkdir(parents=True)
+    (incomplete / "PG_VERSION").write_text("18\n")
     async with database(None, tmp_path, QUICK) as dsn:
         assert await fetch(dsn, "select 1") == 1
-    assert not half.exists()
+    assert not incomplete.exists()
 
 
-async def test_a_start_that_fails_says_why_and_leaves_the_way_free(tmp_path: Path) -> None:
+async def test_a_failed_start_names_the_cause_and_a_later_start_succeeds(tmp_path: Path) -> None:
     with pytest.raises(UnavailableError, match="shared_buffers"):
         async with database(None, tmp_path, {"shared_buffers": "plenty"}):
             pass
@@ -263,21 +265,21 @@ async def test_a_start_that_fails_says_why_and_leaves_the_way_free(tmp_path: Pat
         assert await fetch(dsn, "select 1") == 1
 
 
-async def test_it_has_connections_for_several_processes(tmp_path: Path) -> None:
+async def test_the_server_has_connections_for_several_processes(tmp_path: Path) -> None:
     async with database(None, tmp_path, QUICK) as dsn:
         assert await fetch(dsn, "show max_connections") == "300"
 
 
-async def test_no_binaries_are_a_bad_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_missing_binaries_are_a_settings_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INDEXER_PG_BINDIR", str(tmp_path))
     with pytest.raises(SettingsError, match="INDEXER_PG_BINDIR"):
         async with database(None, tmp_path / "data", QUICK):
             pass
 
 
-async def test_the_log_is_bounded_while_the_server_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_log_is_limited_while_the_server_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "LOG_POLL_SECONDS", 0.05)
-    monkeypatch.setattr(cluster, "LOG_BYTES", 20_000)
+    monkeypatch.setattr(cluster, "MAX_LOG_BYTES", 20_000)
     log = tmp_path / "postgres" / "postgres.log"
     async with database(None, tmp_path, QUICK) as dsn:
         connection = await asyncpg.connect(dsn)
@@ -291,18 +293,18 @@ async def test_the_log_is_bounded_while_the_server_runs(tmp_path: Path, monkeypa
 
 @pytest.mark.slow
 @as_root
-async def test_as_root_it_needs_no_way_to_the_binaries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_as_root_inaccessible_binaries_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     closed = tmp_path / "closed"
     closed.mkdir(mode=0o700)
-    monkeypatch.setenv("INDEXER_PG_BINDIR", str(cluster._copy_binaries(cluster._find_binaries(), closed)))
+    monkeypatch.setenv("INDEXER_PG_BINDIR", str(cluster.copy_binaries(cluster.find_binaries(), closed)))
     for path in closed.rglob("*"):
         path.chmod(path.stat().st_mode & 0o700)  # as installed under umask 077
     async with database(None, tmp_path, QUICK) as dsn:
         assert await fetch(dsn, "select 1") == 1
         copies = (tmp_path / "postgres" / "binaries").readlink()
-        assert copies.stat().st_uid == 0, "what the server runs isn't the server's to change"
-        os.kill(noted_pid(tmp_path), signal.SIGKILL)
-        assert await fetch_in_the_end(dsn, "select 1") == 1
+        assert copies.stat().st_uid == 0, "the server cannot change its binaries"
+        os.kill(recorded_pid(tmp_path), signal.SIGKILL)
+        assert await fetch_eventually(dsn, "select 1") == 1
     assert not copies.exists()
     assert not (tmp_path / "postgres" / "binaries").is_symlink()
     assert closed.stat().st_mode & 0o777 == 0o700
@@ -310,13 +312,13 @@ async def test_as_root_it_needs_no_way_to_the_binaries(tmp_path: Path, monkeypat
 
 @pytest.mark.slow
 @as_root
-async def test_it_runs_as_a_plain_user_whose_cluster_root_can_use_too() -> None:
+async def test_a_cluster_of_an_ordinary_user_can_be_used_by_root() -> None:
     nobody = pwd.getpwnam("nobody")
-    place = Path(tempfile.mkdtemp(dir="/tmp"))  # pytest's own directories are root's alone
+    directory = Path(tempfile.mkdtemp(dir="/tmp"))  # only root can access the directories of pytest
     try:
-        place.chmod(0o755)
-        binaries = cluster._copy_binaries(cluster._find_binaries(), place)
-        data_dir = place / "data"
+        directory.chmod(0o755)
+        binaries = cluster.copy_binaries(cluster.find_binaries(), directory)
+        data_dir = directory / "data"
         data_dir.mkdir()
         os.chown(data_dir, nobody.pw_uid, nobody.pw_gid)
         become_nobody = (
@@ -325,17 +327,17 @@ async def test_it_runs_as_a_plain_user_whose_cluster_root_can_use_too() -> None:
         )
         with owner(data_dir, first=become_nobody) as (process, dsn):
             assert dsn.startswith("postgresql://")
-            status = Path(f"/proc/{noted_pid(data_dir)}/status").read_text()
+            status = Path(f"/proc/{recorded_pid(data_dir)}/status").read_text()
             assert f"Uid:\t{nobody.pw_uid}\t{nobody.pw_uid}" in status
         assert process.wait() == 0
         assert {path.stat().st_uid for path in data_dir.rglob("*")} == {nobody.pw_uid}
         async with database(None, data_dir, QUICK) as dsn:
-            assert await fetch(dsn, "select seven from kept") == 7
+            assert await fetch(dsn, "select seven from stored") == 7
     finally:
-        shutil.rmtree(place)
+        shutil.rmtree(directory)
 
 
-async def test_a_url_starts_nothing(tmp_path: Path) -> None:
+async def test_no_server_is_started_for_a_url(tmp_path: Path) -> None:
     async with database("postgresql://elsewhere/x", tmp_path) as dsn:
         assert dsn == "postgresql://elsewhere/x"
     assert list(tmp_path.iterdir()) == []

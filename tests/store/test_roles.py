@@ -1,4 +1,4 @@
-"""What each role of the face can do, and what it can't, however it tries."""
+"""The permissions of the roles of the public schema."""
 
 import re
 from collections.abc import AsyncIterator
@@ -7,9 +7,9 @@ import asyncpg
 import pytest
 
 from indexer.store import Store
-from indexer.sync.plan import Batch, RepoWrite
-from tests.store.following import connected
-from tests.store.rows import did, insert, put, synchronized
+from indexer.sync.plans import Batch, RepoWrite
+from tests.store.change_log_helpers import connected
+from tests.store.repo_rows import did, insert, put, synchronized
 
 READS = (
     *(f"table atproto.{view}" for view in ("repos", "records", "changes", "cursors", "rejected", "readers")),
@@ -23,19 +23,22 @@ READS = (
 )
 REQUESTS = ("select atproto.request_resync('did:plc:a')", "select atproto.request_takedown('did:plc:a', true)")
 FORBIDDEN = (
-    *(f"table indexer.{table}" for table in ("repo", "record", "change", "change_0", "batch", "reader", "feed")),
+    *(
+        f"table indexer.{table}"
+        for table in ("repo", "record", "change", "change_0", "change_batch", "consumer", "change_log")
+    ),
     "select indexer.bucket_of('did:plc:a')",
     "select indexer.log_repo_change('did:plc:a', 'hidden', null)",
     "select nextval('indexer.change_seq')",
-    "select setval('indexer.gone', 1)",
+    "select setval('indexer.trimmed_seq', 1)",
     "insert into atproto.changes (seq) values (1)",
     "update atproto.readers set seq = 0",
     "delete from atproto.records",
     "lock table atproto.records in access exclusive mode",
-    "lock table indexer.turn in share update exclusive mode",
+    "lock table indexer.numbering_lock in share update exclusive mode",
     "select * from atproto.records for share",
-    "create table atproto.mine (a int)",
-    "create function atproto.mine() returns int language sql return 1",
+    "create table atproto.own (a int)",
+    "create function atproto.own() returns int language sql return 1",
     "drop view atproto.records",
     "alter role atproto_reader login",
 )
@@ -63,41 +66,41 @@ async def assert_refused(connection: asyncpg.Connection, *statements: str) -> No
         assert re.match("permission denied|must be owner|cannot (insert|update|delete)", str(refused.value)), statement
 
 
-async def test_a_reader_reads_and_follows_and_nothing_else(reader: asyncpg.Connection) -> None:
+async def test_role_atproto_reader_reads_and_consumes_only(reader: asyncpg.Connection) -> None:
     for statement in READS:
         await reader.execute(statement)
     await assert_refused(reader, *FORBIDDEN, *REQUESTS)
 
 
-async def test_an_operator_reads_and_requests_and_nothing_else(operator: asyncpg.Connection) -> None:
+async def test_role_atproto_operator_reads_consumes_and_requests_only(operator: asyncpg.Connection) -> None:
     for statement in (*READS, *REQUESTS):
         await operator.execute(statement)
     await assert_refused(operator, *FORBIDDEN)
 
 
-async def test_a_stranger_gets_nothing(database: str, sql: asyncpg.Connection) -> None:
-    await sql.execute("create role stranger")
+async def test_another_role_has_no_permission(database: str, sql: asyncpg.Connection) -> None:
+    await sql.execute("create role other_role")
     try:
         async with connected(database) as connection:
-            await connection.execute("set session authorization stranger")
+            await connection.execute("set session authorization other_role")
             await assert_refused(connection, *READS[:-1], *REQUESTS, *FORBIDDEN)
     finally:
-        await sql.execute("drop role stranger")
+        await sql.execute("drop role other_role")
 
 
-async def test_a_request_by_an_operator_is_in_the_feed(
+async def test_a_takedown_by_an_operator_is_logged(
     store: Store, operator: asyncpg.Connection, reader: asyncpg.Connection
 ) -> None:
     await insert(store, synchronized(1), changes=(put("app.test/a"),))
-    place = await reader.fetchval("select atproto.latest_seq()")
+    position = await reader.fetchval("select atproto.latest_seq()")
     assert await operator.fetchval("select atproto.request_takedown($1, true)", did(1))
-    rows = await reader.fetch("select did, action from atproto.changes_after($1, 10)", place)
+    rows = await reader.fetch("select did, action from atproto.changes_after($1, 10)", position)
     assert [tuple(row) for row in rows] == [(did(1), "hidden")]
     assert await operator.fetchval("select atproto.request_resync($1)", did(1))
     assert await reader.fetchval("select sync_reason from atproto.repos") == "requested"
 
 
-async def test_both_have_limits_and_no_password(sql: asyncpg.Connection) -> None:
+async def test_both_roles_have_timeouts_and_no_password(sql: asyncpg.Connection) -> None:
     rows = await sql.fetch(
         "select a.rolname, a.rolcanlogin, a.rolpassword, r.rolconfig from pg_authid a join pg_roles r using (oid) "
         "where a.rolname like 'atproto\\_%'"
@@ -110,7 +113,7 @@ async def test_both_have_limits_and_no_password(sql: asyncpg.Connection) -> None
         assert settings["idle_in_transaction_session_timeout"] == settings["statement_timeout"] == "60s"
 
 
-async def test_what_runs_with_our_rights_looks_nothing_up_elsewhere(sql: asyncpg.Connection) -> None:
+async def test_security_definer_functions_have_a_fixed_search_path(sql: asyncpg.Connection) -> None:
     rows = await sql.fetch(
         "select oid::regprocedure::text, proconfig from pg_proc where prosecdef "
         "and pronamespace::regnamespace::text in ('atproto', 'indexer')"
@@ -120,10 +123,10 @@ async def test_what_runs_with_our_rights_looks_nothing_up_elsewhere(sql: asyncpg
         assert "search_path=pg_catalog, pg_temp" in (config or ()), function
 
 
-async def test_a_reader_cannot_hold_the_writer_up(
+async def test_a_reader_cannot_block_the_writer(
     store: Store, reader: asyncpg.Connection, sql: asyncpg.Connection
 ) -> None:
-    """With a transaction left open behind all that it may do."""
+    """It leaves a transaction open in which it did everything that it may do."""
     await insert(store, synchronized(1), changes=(put("app.test/a"),))
     await reader.execute("select atproto.register_reader('one', 0)")
     await reader.execute("begin")
@@ -136,7 +139,7 @@ async def test_a_reader_cannot_hold_the_writer_up(
     for version in range(2, 5):
         write = RepoWrite(version - 1, synchronized(1, version=version), (put("app.test/a", f'"{version}"', "update"),))
         assert not await store.apply(Batch((write,)))
-    assert await store.takedown(did(1), on=True)
+    assert await store.set_takedown(did(1), on=True)
     blocked = await sql.fetchval("select count(*) from pg_stat_activity where cardinality(pg_blocking_pids(pid)) > 0")
     assert blocked == 0
     assert (await store.repos([did(1)]))[did(1)].version == version + 1

@@ -1,3 +1,5 @@
+"""The schema: migrations and metadata, functions, visibility, and the plans of queue statements."""
+
 import asyncio
 import random
 import re
@@ -10,17 +12,19 @@ from sqlalchemy.schema import CreateSchema
 
 from indexer.atproto.cid import cid_of, cid_text
 from indexer.store import DatabaseError, Store
-from indexer.store.apply import apply
+from indexer.store.apply_batch import apply
 from indexer.store.migrate import migrate, schema_is_current
-from indexer.store.resync import CLAIM, DUE, INCOMPLETE, PARKED
+from indexer.store.resync_queue import CLAIM, DUE, INCOMPLETE, PARKED
 from indexer.store.schema import metadata
-from indexer.sync.plan import Batch, RepoWrite
+from indexer.sync.plans import Batch, RepoWrite
 from indexer.sync.shard import bucket_of
-from tests.store.rows import did, head, insert, put, synchronized
+from tests.store.repo_rows import did, head, insert, put, synchronized
 
 CATALOG = """
     select 'column', attrelid::regclass::text, attname, format_type(atttypid, atttypmod),
-        attnotnull::text || attidentity::text, coalesce(pg_get_expr(adbin, adrelid), ''), coalesce(collname, '')
+        attnotnull::text || attidentity::text
+            || coalesce(pg_get_serial_sequence(attrelid::regclass::text, attname), ''),
+        coalesce(pg_get_expr(adbin, adrelid), ''), coalesce(collname, '')
     from pg_attribute
     join pg_class c on c.oid = attrelid left join pg_attrdef d on adrelid = attrelid and adnum = attnum
     left join pg_collation o on o.oid = attcollation
@@ -41,7 +45,7 @@ CATALOG = """
     order by 1, 2, 3
 """
 
-FACE = {
+VIEWS = {
     "repos": "did handle pds sync_status sync_reason rev data hosting_status takedown visible resync_attempts "
     "next_attempt_at last_error synchronized_at updated_at",
     "records": "did collection rkey uri cid rev value value_problem indexed_at",
@@ -60,7 +64,7 @@ async def catalog(dsn: str) -> list[tuple[str, ...]]:
         await connection.close()
 
 
-async def test_the_migrations_add_up_to_the_metadata(database: str, empty_database: str) -> None:
+async def test_the_migrations_give_the_schema_of_the_metadata(database: str, empty_database: str) -> None:
     async def connect() -> asyncpg.Connection:
         return await asyncpg.connect(empty_database)
 
@@ -74,19 +78,19 @@ async def test_the_migrations_add_up_to_the_metadata(database: str, empty_databa
     assert migrated == await catalog(empty_database)
 
 
-async def test_two_that_migrate_at_once_both_find_it_done(empty_database: str) -> None:
+async def test_concurrent_migrations_succeed(empty_database: str) -> None:
     assert not await schema_is_current(empty_database)
     await asyncio.gather(*[migrate(empty_database) for _ in range(3)])
     assert await schema_is_current(empty_database)
 
 
-async def test_a_database_of_another_version_is_not_current(database: str, sql: asyncpg.Connection) -> None:
+async def test_a_schema_of_another_version_is_not_current(database: str, sql: asyncpg.Connection) -> None:
     assert await schema_is_current(database)
     await sql.execute("update indexer.alembic_version set version_num = 'later'")
     assert not await schema_is_current(database)
 
 
-async def test_without_a_database_both_say_so(tmp_path: Path) -> None:
+async def test_a_missing_database_is_a_database_error(tmp_path: Path) -> None:
     dsn = f"postgresql://postgres@/none?host={tmp_path}"
     with pytest.raises(DatabaseError):
         await migrate(dsn)
@@ -94,8 +98,8 @@ async def test_without_a_database_both_say_so(tmp_path: Path) -> None:
         await schema_is_current(dsn)
 
 
-async def test_the_face_has_the_columns_that_were_promised(sql: asyncpg.Connection) -> None:
-    for view, columns in FACE.items():
+async def test_the_public_views_have_their_columns(sql: asyncpg.Connection) -> None:
+    for view, columns in VIEWS.items():
         rows = await sql.fetch(
             "select column_name from information_schema.columns where table_schema = 'atproto' and table_name = $1 "
             "order by ordinal_position",
@@ -104,8 +108,8 @@ async def test_the_face_has_the_columns_that_were_promised(sql: asyncpg.Connecti
         assert [row[0] for row in rows] == columns.split()
 
 
-async def test_everything_is_commented(sql: asyncpg.Connection) -> None:
-    silent = await sql.fetch(
+async def test_every_table_view_function_and_public_column_has_a_comment(sql: asyncpg.Connection) -> None:
+    undocumented = await sql.fetch(
         "select relname from pg_class where relnamespace::regnamespace::text in ('indexer', 'atproto') "
         "and relkind in ('r', 'v') and obj_description(oid, 'pg_class') is null and relname <> 'alembic_version' "
         "union all select proname from pg_proc where pronamespace::regnamespace::text in ('indexer', 'atproto') "
@@ -114,10 +118,10 @@ async def test_everything_is_commented(sql: asyncpg.Connection) -> None:
         "and attrelid in (select oid from pg_class where relnamespace = 'atproto'::regnamespace) "
         "and col_description(attrelid, attnum) is null"
     )
-    assert silent == []
+    assert undocumented == []
 
 
-async def test_sql_computes_cids_and_buckets_as_python_does(sql: asyncpg.Connection) -> None:
+async def test_sql_and_python_compute_the_same_cids_and_buckets(sql: asyncpg.Connection) -> None:
     numbers = random.Random(7)
     cids = [cid_of(numbers.randbytes(8)) for _ in range(300)] + [b"\x01\x55\x12\x20" + b"\xff" * 32, bytes(36)]
     texts = await sql.fetchval(
@@ -131,12 +135,12 @@ async def test_sql_computes_cids_and_buckets_as_python_does(sql: asyncpg.Connect
     assert buckets == [bucket_of(one) for one in dids]
 
 
-async def test_the_reader_reads_the_face_and_nothing_else(store: Store, sql: asyncpg.Connection) -> None:
+async def test_role_atproto_reader_reads_the_public_schema_only(store: Store, sql: asyncpg.Connection) -> None:
     repo = synchronized(1)
     await insert(store, repo, changes=(put("app.test/a"),))
     await sql.execute("update indexer.record set original = 'abc'")
     await sql.execute("set role atproto_reader")
-    for view in FACE:
+    for view in VIEWS:
         await sql.fetch(f"select * from atproto.{view}")  # noqa: S608
     assert await sql.fetchval("select uri from atproto.records") == f"at://{repo.did}/app.test/a"
     assert await sql.fetchval("select atproto.record_bytes($1, 'app.test', 'a')", repo.did) == b"abc"
@@ -150,48 +154,47 @@ async def test_the_reader_reads_the_face_and_nothing_else(store: Store, sql: asy
             await sql.execute(forbidden)
 
 
-async def test_what_is_not_visible_is_not_shown(store: Store, sql: asyncpg.Connection) -> None:
+async def test_records_of_invisible_repos_are_not_shown(store: Store, sql: asyncpg.Connection) -> None:
     await insert(
         store,
         synchronized("shown"),
-        synchronized("left", active=False, hosting_status="deactivated"),
+        synchronized("inactive", active=False, hosting_status="deactivated"),
         synchronized("taken down", takedown=True),
         changes=(put("app.test/a"),),
     )
     await sql.execute("update indexer.record set original = 'abc'")
     assert set(await store.visible_repos()) == {did("shown")}
     assert {row[0] for row in await sql.fetch("select did from atproto.records")} == {did("shown")}
-    for name, expected in {"shown": b"abc", "left": None, "taken down": None}.items():
+    for name, expected in {"shown": b"abc", "inactive": None, "taken down": None}.items():
         assert await sql.fetchval("select atproto.record_bytes($1, 'app.test', 'a')", did(name)) == expected
     hosting = {tuple(row) for row in await sql.fetch("select did, hosting_status from atproto.repos")}
-    assert hosting == {(did("shown"), "active"), (did("left"), "deactivated"), (did("taken down"), "active")}
+    assert hosting == {(did("shown"), "active"), (did("inactive"), "deactivated"), (did("taken down"), "active")}
 
 
-async def test_a_takedown_hides_at_once_and_can_be_taken_back(store: Store, sql: asyncpg.Connection) -> None:
+async def test_a_takedown_hides_records_and_can_be_reversed(store: Store, sql: asyncpg.Connection) -> None:
     await insert(store, synchronized(1), changes=(put("app.test/a"),))
-    assert await store.takedown(did(1), on=True)
+    assert await store.set_takedown(did(1), on=True)
     assert await store.visible_records(did(1)) == {}
     assert (await store.repos([did(1)]))[did(1)].version == 2
-    assert await store.takedown(did(1), on=False)
+    assert await store.set_takedown(did(1), on=False)
     assert list(await store.visible_records(did(1))) == ["app.test/a"]
-    assert not await store.takedown(did("unknown"), on=True)
+    assert not await store.set_takedown(did("unknown"), on=True)
 
 
-async def test_a_commit_writes_to_no_index_of_its_repo(store: Store, sql: asyncpg.Connection) -> None:
+async def test_a_commit_updates_no_index_of_the_repo_table(store: Store, sql: asyncpg.Connection) -> None:
     await insert(store, synchronized(1))
     async with sql.transaction():
-        repo = synchronized(1, version=2, head=head("3lbbbbbbbbb22"), seen_rev="3lbbbbbbbbb22")
+        repo = synchronized(1, version=2, head=head("3lbbbbbbbbb22"), latest_verified_rev="3lbbbbbbbbb22")
         assert not await apply(sql, Batch((RepoWrite(1, repo),)))
         assert await sql.fetchval("select pg_stat_get_xact_tuples_hot_updated('indexer.repo'::regclass)") == 1
 
 
-async def test_a_claim_reads_what_it_takes_though_the_planner_expects_nothing_due(
-    store: Store, sql: asyncpg.Connection
-) -> None:
-    """What it knows may be from before millions were marked."""
+@pytest.mark.slow
+async def test_a_claim_reads_few_rows_although_the_planner_expects_none(store: Store, sql: asyncpg.Connection) -> None:
+    """The statistics of the planner may be older than a request for millions of repos."""
     await insert(store, *[synchronized(n) for n in range(20_000)])
     await sql.execute("analyze indexer.repo")
-    await sql.execute("update indexer.repo set status = 'desynchronized'")
+    await sql.execute("update indexer.repo set sync_status = 'desynchronized'")
     for mode in ("force_custom_plan", "force_generic_plan"):
         await sql.execute(f"set plan_cache_mode = {mode}")
         due = await sql.fetch(DUE, 8, list(range(256)), 5.0, 77)
@@ -203,10 +206,10 @@ async def test_a_claim_reads_what_it_takes_though_the_planner_expects_nothing_du
         assert "repo_due" not in plan, plan
 
 
-async def test_hot_statements_find_rows_by_index(store: Store, sql: asyncpg.Connection) -> None:
-    """A reader's `where did = …` and a claim, on tables too large to be read through."""
+async def test_frequent_statements_use_indexes(store: Store, sql: asyncpg.Connection) -> None:
+    """They are a query for due repos, and `where did = …` on a public view."""
     await sql.execute(
-        "insert into indexer.repo (did, bucket, version, status, active, hosting_seq, takedown, buffered_events, "
+        "insert into indexer.repo (did, bucket, version, sync_status, active, hosting_seq, takedown, buffered_events, "
         "buffered_bytes, lease, attempts) select 'did:plc:' || n, indexer.bucket_of('did:plc:' || n), 1, "
         "'desynchronized', true, 0, false, 0, 0, 0, 0 from generate_series(1, 20000) n"
     )
@@ -223,11 +226,11 @@ async def test_hot_statements_find_rows_by_index(store: Store, sql: asyncpg.Conn
     assert "repo_pkey" in plan
 
 
-async def test_a_sweep_reads_what_is_due_however_much_is_not(store: Store, sql: asyncpg.Connection) -> None:
-    """Half of all repos are parked, a hundredth of them long enough, and only a few lack values."""
+async def test_maintenance_of_the_queue_reads_only_rows_that_are_due(store: Store, sql: asyncpg.Connection) -> None:
+    """Half of all repos are parked, a hundredth of them long enough, and few repos lack values."""
     await sql.execute(
-        "insert into indexer.repo (did, bucket, version, status, rev, data, commit, active, hosting_seq, takedown, "
-        "buffered_events, buffered_bytes, lease, attempts, next_attempt_at, synchronized_at, updated_at) "
+        "insert into indexer.repo (did, bucket, version, sync_status, rev, data, commit, active, hosting_seq, "
+        "takedown, buffered_events, buffered_bytes, lease, attempts, next_attempt_at, synchronized_at, updated_at) "
         "select did, indexer.bucket_of(did), 1, case when n % 2 = 0 then 'synchronized' else 'desynchronized' end, "
         "'3l', '', '', true, 0, false, 0, 0, 0, 0, case when n % 2 = 1 then 'infinity'::timestamptz end, "
         "'epoch', to_timestamp(n) from generate_series(1, 20000) n, concat('did:plc:', n) did"

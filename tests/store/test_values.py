@@ -1,4 +1,4 @@
-"""Records as a reader finds them: whatever their bytes, nothing is lost, and the column says what is unusual."""
+"""Records in the public view: no record is lost, whatever its bytes, and `value_problem` describes what is unusual."""
 
 import json
 from typing import Any
@@ -10,8 +10,8 @@ from indexer.atproto.cid import cid_of, cid_text
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.record import Problem, decode_record
 from indexer.store import Store
-from indexer.sync.plan import Batch, RecordChange, RepoWrite
-from tests.store.rows import head, insert, synchronized
+from indexer.sync.plans import Batch, RecordChange, RepoWrite
+from tests.store.repo_rows import head, insert, synchronized
 
 COLLECTION = "app.test.record"
 LINK = cid_of(b"somewhere")
@@ -65,17 +65,17 @@ ODD: dict[str, tuple[bytes, Problem | None, Any]] = {
 }
 
 
-async def test_whatever_its_bytes_a_record_is_there_and_told(store: Store, sql: asyncpg.Connection) -> None:
-    """All in one commit: one bad record spoils no other."""
+async def test_unusual_records_are_stored_with_their_problem(store: Store, sql: asyncpg.Connection) -> None:
+    """All of them are in one commit, so that one record cannot affect another."""
     changes = [change_of(f"{n}", block) for n, (block, _, _) in enumerate(ODD.values())]
     await insert(store, synchronized(1), changes=tuple(changes))
     for number, (name, (block, problem, expected)) in enumerate(ODD.items()):
         row = await sql.fetchrow(SEEN, f"{number}")
         assert row is not None, name
-        cid, value, told, original = row
+        cid, value, found_problem, original = row
         assert cid == cid_text(cid_of(block)), name
-        assert (told or "").split() == ([problem.value] if problem else []), (name, told)
-        if value is None or told == Problem.NUMBER:
+        assert (found_problem or "").split() == ([problem.value] if problem else []), (name, found_problem)
+        if value is None or found_problem == Problem.NUMBER:
             assert original == block, name
         else:
             assert original is None, name
@@ -88,14 +88,13 @@ async def test_whatever_its_bytes_a_record_is_there_and_told(store: Store, sql: 
             assert found == expected, name
 
 
-async def test_values_that_are_not_kept_are_told(store: Store, sql: asyncpg.Connection) -> None:
+async def test_a_value_that_is_not_stored_has_a_problem(store: Store, sql: asyncpg.Connection) -> None:
     bare = RecordChange("create", COLLECTION, "bare", head().rev, cid_of(b"x"))
     await insert(store, synchronized(1), changes=(bare,))
     assert tuple(await sql.fetchrow(SEEN, "bare") or ()) == (cid_text(cid_of(b"x")), None, "not-stored", None)
 
 
-async def test_a_value_comes_and_goes_with_its_record(store: Store, sql: asyncpg.Connection) -> None:
-    """Nothing of an older version stays behind."""
+async def test_an_update_replaces_value_problem_and_original(store: Store, sql: asyncpg.Connection) -> None:
     blocks = [ODD[name][0] for name in ("nul", "plain", "float", "a list", "too large", "plain")]
     await insert(store, synchronized(1))
     for number, block in enumerate(blocks, 1):

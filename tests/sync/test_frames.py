@@ -10,43 +10,43 @@ from indexer.atproto.limits import DEFAULT_LIMITS, Limits
 from indexer.errors import UpstreamError
 from indexer.localnet import dag_cbor
 from indexer.reasons import Rejection
-from indexer.sync.events import CommitEvent, ForeignEvent, InfoEvent, MalformedEvent, StreamError, UnknownEvent
-from indexer.sync.frames import decode_frame, show_frame
-from tests.sync.people import Person, event, frame
+from indexer.sync.events import CommitEvent, InfoEvent, MalformedEvent, OtherShardEvent, StreamError, UnknownEvent
+from indexer.sync.frames import decode_frame, frame_for_display
+from tests.sync.signing_account import SigningAccount, decoded_event, encoded_frame
 
 
-def refused(data: bytes, limits: Limits = DEFAULT_LIMITS) -> MalformedEvent:
+def malformed(data: bytes, limits: Limits = DEFAULT_LIMITS) -> MalformedEvent:
     decoded = decode_frame(data, limits)
     assert isinstance(decoded, MalformedEvent), decoded
     return decoded
 
 
-def test_a_commit_has_the_lexicons_fields() -> None:
-    alice = Person()
-    payload = alice.post("a")
-    decoded = event("commit", payload)
+def test_a_commit_has_the_fields_of_the_lexicon() -> None:
+    alice = SigningAccount()
+    payload = alice.commit_post("a")
+    decoded = decoded_event("commit", payload)
     assert isinstance(decoded, CommitEvent)
     assert (decoded.did, decoded.rev, decoded.commit) == (alice.did, alice.repo.head.rev, alice.repo.head.cid)
     assert (decoded.since, decoded.prev_data) == (payload["since"], payload["prevData"])
     assert [(op.action, op.path) for op in decoded.ops] == [("create", "app.bsky.feed.post/a")]
 
 
-def test_both_forms_of_the_type_and_unknown_fields_are_understood() -> None:
-    payload = Person().post("a") | {"somethingNew": [1, 2], "blobs": None}
+def test_the_full_type_name_and_unknown_fields_are_accepted() -> None:
+    payload = SigningAccount().commit_post("a") | {"somethingNew": [1, 2], "blobs": None}
     del payload["tooBig"], payload["rebase"]
     full = dag_cbor.encode({"op": 1, "t": "com.atproto.sync.subscribeRepos#commit", "v": 2})
     assert isinstance(decode_frame(full + dag_cbor.encode(payload), DEFAULT_LIMITS), CommitEvent)
 
 
 @pytest.mark.parametrize("kind", ["handle", "migrate", "tombstone", "future"])
-def test_types_of_other_versions_are_unknown_not_wrong(kind: str) -> None:
-    decoded = event(kind, {"seq": 7})
+def test_a_type_of_another_protocol_version_is_unknown(kind: str) -> None:
+    decoded = decoded_event(kind, {"seq": 7})
     assert isinstance(decoded, UnknownEvent)
     assert decoded.seq == 7
 
 
-def test_info_and_error_frames() -> None:
-    assert event("info", {"name": "OutdatedCursor"}) == InfoEvent("OutdatedCursor", "")
+def test_info_error_and_unknown_operations() -> None:
+    assert decoded_event("info", {"name": "OutdatedCursor"}) == InfoEvent("OutdatedCursor", "")
     error = dag_cbor.encode({"op": -1}) + dag_cbor.encode({"error": "FutureCursor", "message": "no"})
     assert decode_frame(error, DEFAULT_LIMITS) == StreamError("FutureCursor", "no")
     assert isinstance(decode_frame(dag_cbor.encode({"op": 5}) + b"\xa0", DEFAULT_LIMITS), UnknownEvent)
@@ -58,8 +58,8 @@ def test_info_and_error_frames() -> None:
         b"",
         b"\xa0",
         dag_cbor.encode({"op": 1, "t": "#commit"}),
-        frame("commit", Person().post("a")) + b"\x00",
-        frame("commit", Person().post("a"))[:-1],
+        encoded_frame("commit", SigningAccount().commit_post("a")) + b"\x00",
+        encoded_frame("commit", SigningAccount().commit_post("a"))[:-1],
         dag_cbor.encode([1]) + b"\xa0",
         dag_cbor.encode({"op": 1, "t": "#commit"}) + b"\x80",
         dag_cbor.encode({"op": "1", "t": "#commit"}) + b"\xa0",
@@ -68,8 +68,8 @@ def test_info_and_error_frames() -> None:
         b"\x81" * 100_000,
     ],
 )
-def test_what_is_no_header_and_payload_is_malformed(data: bytes) -> None:
-    assert refused(data).reason is Rejection.FRAME_MALFORMED
+def test_a_frame_without_header_and_payload_is_malformed(data: bytes) -> None:
+    assert malformed(data).reason is Rejection.FRAME_MALFORMED
 
 
 @pytest.mark.parametrize(
@@ -99,36 +99,39 @@ def test_what_is_no_header_and_payload_is_malformed(data: bytes) -> None:
         ("blocks", "text"),
     ],
 )
-def test_a_field_of_the_wrong_kind_is_named(field: str, value: Any) -> None:
-    good = Person().post("a")
-    bad = refused(frame("commit", good | {field: value}))
+def test_an_invalid_field_is_rejected(field: str, value: Any) -> None:
+    good = SigningAccount().commit_post("a")
+    bad = malformed(encoded_frame("commit", good | {field: value}))
     assert bad.reason is Rejection.FIELD_INVALID
     assert bad.did == (None if field == "repo" else good["repo"])
     assert bad.seq == (None if field == "seq" else good["seq"])
 
 
-def test_absent_fields_are_named_as_well() -> None:
-    good = Person().post("a")
+def test_a_missing_field_is_rejected() -> None:
+    good = SigningAccount().commit_post("a")
     for field in ("seq", "repo", "commit", "rev", "ops", "blocks"):
         missing = {name: value for name, value in good.items() if name != field}
-        assert refused(frame("commit", missing)).reason is Rejection.FIELD_INVALID
+        assert malformed(encoded_frame("commit", missing)).reason is Rejection.FIELD_INVALID
 
 
-def test_sizes_are_bounded_before_anything_else() -> None:
-    good = Person().post("a")
+def test_sizes_are_limited() -> None:
+    good = SigningAccount().commit_post("a")
     op = good["ops"][0]
-    assert refused(frame("commit", good | {"ops": [op] * 201})).reason is Rejection.TOO_MANY_OPS
-    assert refused(frame("commit", good | {"blocks": b"x" * 2_000_001})).reason is Rejection.BLOCKS_TOO_LARGE
-    assert refused(frame("sync", Person().sync() | {"blocks": b"x" * 10_001})).reason is Rejection.BLOCKS_TOO_LARGE
-    assert refused(frame("commit", good), Limits(frame_bytes=100)).reason is Rejection.FRAME_TOO_LARGE
+    assert malformed(encoded_frame("commit", good | {"ops": [op] * 201})).reason is Rejection.TOO_MANY_OPS
+    assert malformed(encoded_frame("commit", good | {"blocks": b"x" * 2_000_001})).reason is Rejection.BLOCKS_TOO_LARGE
+    assert (
+        malformed(encoded_frame("sync", SigningAccount().sync_event() | {"blocks": b"x" * 10_001})).reason
+        is Rejection.BLOCKS_TOO_LARGE
+    )
+    assert malformed(encoded_frame("commit", good), Limits(frame_bytes=100)).reason is Rejection.FRAME_TOO_LARGE
 
 
 @pytest.mark.parametrize("field", ["active", "status"])
-def test_accounts(field: str) -> None:
-    good = Person().account(active=False, status="deactivated")
-    decoded = event("account", good)
+def test_an_account_event_has_its_status(field: str) -> None:
+    good = SigningAccount().account_event(active=False, status="deactivated")
+    decoded = decoded_event("account", good)
     assert (decoded.active, decoded.status) == (False, "deactivated")
-    assert refused(frame("account", good | {field: 7})).reason is Rejection.FIELD_INVALID
+    assert malformed(encoded_frame("account", good | {field: 7})).reason is Rejection.FIELD_INVALID
 
 
 VALUES = st.recursive(
@@ -136,17 +139,17 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=8,
 )
-FIELDS = st.sampled_from([*Person().post("a"), "did", "active", "status", "op", "t", "error"])
+FIELDS = st.sampled_from([*SigningAccount().commit_post("a"), "did", "active", "status", "op", "t", "error"])
 
 
 @given(st.binary(max_size=300))
-def test_random_bytes_never_break_it(data: bytes) -> None:
+def test_decoding_random_bytes_never_raises(data: bytes) -> None:
     decode_frame(data, DEFAULT_LIMITS)
 
 
 @given(st.sampled_from(["commit", "sync", "identity", "account", "info"]), st.dictionaries(FIELDS, VALUES), st.data())
-def test_no_change_to_a_message_breaks_it(kind: str, changes: dict[str, Any], data: st.DataObject) -> None:
-    payload = cbor2.dumps(Person().post("a") | Person().sync() | changes, canonical=True)
+def test_decoding_a_changed_message_never_raises(kind: str, changes: dict[str, Any], data: st.DataObject) -> None:
+    payload = cbor2.dumps(SigningAccount().commit_post("a") | SigningAccount().sync_event() | changes, canonical=True)
     cut = data.draw(st.integers(0, len(payload)))
     flip = data.draw(st.integers(0, len(payload) - 1))
     for body in (payload, payload[:cut], payload[:flip] + bytes([payload[flip] ^ 1]) + payload[flip + 1 :]):
@@ -154,15 +157,15 @@ def test_no_change_to_a_message_breaks_it(kind: str, changes: dict[str, Any], da
 
 
 @pytest.mark.parametrize("kind", ["commit", "sync", "identity", "account"])
-def test_a_message_of_another_shard_is_told_by_its_did_alone(
+def test_a_message_of_another_shard_is_recognized_by_its_did(
     kind: Literal["commit", "sync", "identity", "account"],
 ) -> None:
-    ann = Person()
+    alice = SigningAccount()
     payload = {
-        "commit": ann.post("a"),
-        "sync": ann.sync(),
-        "identity": ann.identity(),
-        "account": ann.account(active=True),
+        "commit": alice.commit_post("a"),
+        "sync": alice.sync_event(),
+        "identity": alice.identity_event(),
+        "account": alice.account_event(active=True),
     }[kind]
     asked: list[str] = []
 
@@ -172,32 +175,33 @@ def test_a_message_of_another_shard_is_told_by_its_did_alone(
 
     broken = payload | {"rev": 7, "active": 7, "blocks": 7}
     for message in (payload, broken):
-        assert decode_frame(frame(kind, message), DEFAULT_LIMITS, owns) == ForeignEvent(payload["seq"], kind, ann.did)
-    assert asked == [ann.did] * 2
-    assert decode_frame(frame(kind, payload), DEFAULT_LIMITS, lambda _did: True) == event(kind, payload)
+        assert decode_frame(encoded_frame(kind, message), DEFAULT_LIMITS, owns) == OtherShardEvent(
+            payload["seq"], kind, alice.did
+        )
+    assert asked == [alice.did] * 2
+    assert decode_frame(encoded_frame(kind, payload), DEFAULT_LIMITS, lambda _did: True) == decoded_event(kind, payload)
 
 
-def test_what_names_no_account_is_nobody_elses() -> None:
+def test_a_message_without_an_account_belongs_to_every_shard() -> None:
     for message in (
-        frame("info", {"name": "x"}),
-        frame("commit", {"seq": 1, "repo": 7}),
+        encoded_frame("info", {"name": "x"}),
+        encoded_frame("commit", {"seq": 1, "repo": 7}),
         b"",
-        frame("later", {"did": "x"}),
+        encoded_frame("later", {"did": "x"}),
     ):
         assert decode_frame(message, DEFAULT_LIMITS, lambda _did: False) == decode_frame(message, DEFAULT_LIMITS)
 
 
-def test_a_message_for_people() -> None:
-    """Of any size and kind, right or wrong, if it has a header and a payload."""
-    alice = Person()
-    payload = alice.post("a")
-    shown = show_frame(frame("commit", payload))
+def test_any_header_and_payload_can_be_displayed() -> None:
+    alice = SigningAccount()
+    payload = alice.commit_post("a")
+    shown = frame_for_display(encoded_frame("commit", payload))
     assert shown["header"] == {"op": 1, "t": "#commit"}
     assert shown["payload"]["ops"] == [
         {"action": "create", "path": "app.bsky.feed.post/a", "cid": {"$link": cid_text(payload["ops"][0]["cid"])}}
     ]
     assert shown["payload"]["blocks"].startswith(f"{len(payload['blocks']):,} bytes: ")
-    assert show_frame(frame("later", {"seq": -1}))["payload"] == {"seq": -1}
-    for broken in (b"", frame("commit", payload)[:-1], dag_cbor.encode({}) + dag_cbor.encode([])):
+    assert frame_for_display(encoded_frame("later", {"seq": -1}))["payload"] == {"seq": -1}
+    for broken in (b"", encoded_frame("commit", payload)[:-1], dag_cbor.encode({}) + dag_cbor.encode([])):
         with pytest.raises(UpstreamError, match="frame-malformed"):
-            show_frame(broken)
+            frame_for_display(broken)

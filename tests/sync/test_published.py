@@ -1,4 +1,4 @@
-"""Frames that others recorded or made, under our rules."""
+"""Published test vectors: frames from Jetstream and scenarios from indigo."""
 
 import json
 from base64 import b64decode
@@ -19,27 +19,30 @@ from indexer.atproto.did_document import parse_did_document
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.syntax import CollectionFilter
 from indexer.localnet import dag_cbor
-from indexer.localnet.repo import car
+from indexer.localnet.local_repo import car
 from indexer.reasons import Desync, Rejection
 from indexer.sync.events import AccountEvent, CommitEvent, IdentityEvent, MalformedEvent
 from indexer.sync.frames import decode_frame
-from indexer.sync.plan import NeedsKey, Plan
-from indexer.sync.planning import Ground, Policy, Signer, plan_event
-from indexer.sync.repo import Head, Outcome, Repo, SyncStatus
+from indexer.sync.plan_event import plan_event
+from indexer.sync.plans import NeedsKey, Plan
+from indexer.sync.policy import KeyState, PlanContext, Policy
+from indexer.sync.repo_state import Head, Repo, SyncStatus
+from indexer.sync.repo_transitions import Outcome
+from tests.profiles import scaled
 from tests.vectors import vectors
 
-NOW = 1_795_000_000.0  # behind every revision here
-GROUND = Ground(Policy(CollectionFilter(), DEFAULT_LIMITS), "wss://bsky.network", NOW)
+NOW = 1_795_000_000.0  # later than every rev in the vectors
+CONTEXT = PlanContext(Policy(CollectionFilter(), DEFAULT_LIMITS), "wss://bsky.network", NOW)
 
 
 @cache
 def recorded() -> list[bytes]:
     data = vectors("jetstream-frames/frames.bin").read_bytes()
-    frames, at = [], 0
-    while at < len(data):
-        size = int.from_bytes(data[at : at + 4], "little")
-        frames.append(data[at + 4 : at + 4 + size])
-        at += 4 + size
+    frames, offset = [], 0
+    while offset < len(data):
+        size = int.from_bytes(data[offset : offset + 4], "little")
+        frames.append(data[offset + 4 : offset + 4 + size])
+        offset += 4 + size
     return frames
 
 
@@ -50,24 +53,24 @@ def keys() -> dict[str, PublicKey]:
     return {did: document.signing_key for did, document in parsed.items() if document.signing_key}
 
 
-def before(event: CommitEvent) -> Repo:
-    """The row that the commit says it follows."""
+def row_before(event: CommitEvent) -> Repo:
+    """Return a row at the state that the commit names as its predecessor."""
     assert event.since is not None
     assert event.prev_data is not None
     head = Head(event.since, event.prev_data, cid_of(b""))
-    return Repo(event.did, version=1, status=SyncStatus.SYNCHRONIZED, reason=None, head=head)
+    return Repo(event.did, version=1, sync_status=SyncStatus.SYNCHRONIZED, sync_reason=None, head=head)
 
 
 def planned(frame: bytes, repo: Repo | None = None) -> Plan:
     event = decode_frame(frame, DEFAULT_LIMITS)
     assert isinstance(event, CommitEvent), event
-    signer = Signer(keys()[event.did], final=True) if event.did in keys() else Signer(None)
-    plan = plan_event(repo or before(event), event, len(frame), signer, GROUND)
+    key_state = KeyState(keys()[event.did], final=True) if event.did in keys() else KeyState(None)
+    plan = plan_event(repo or row_before(event), event, len(frame), key_state, CONTEXT)
     assert isinstance(plan, Plan)
     return plan
 
 
-def test_all_frames_give_exactly_what_was_published_of_them() -> None:
+def test_recorded_frames_give_the_published_changes() -> None:
     expected = [json.loads(line) for line in vectors("jetstream-frames/expected_v1.jsonl").read_text().splitlines()]
     assert len(recorded()) == len(expected) == 75
     for frame, want in zip(recorded(), expected, strict=True):
@@ -105,7 +108,7 @@ def commits() -> list[bytes]:
 
 
 def changed(frame: bytes, change: Callable[[dict[str, Any]], dict[str, Any]]) -> bytes:
-    """The frame with some fields of its payload replaced."""
+    """Return the frame with some fields of its payload replaced."""
     header, payload = cast("Any", cbrrr.decode_multi_dag_cbor_in_violation_of_the_spec(frame, cid_ctor=bytes))
     return dag_cbor.encode(header) + dag_cbor.encode(payload | change(payload))
 
@@ -114,7 +117,7 @@ def other_cid(cid: bytes) -> bytes:
     return cid[:-1] + bytes([cid[-1] ^ 0xFF])
 
 
-STRANGER = "did:plc:aaaaaaaaaaaaaaaaaaaaaaaa"
+UNKNOWN_DID = "did:plc:aaaaaaaaaaaaaaaaaaaaaaaa"
 MUTATIONS: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], set[Rejection | Desync]]] = {
     "other rev": (lambda _: {"rev": "3zzzzzzzzzzzz"}, {Rejection.ENVELOPE_MISMATCH, Rejection.FUTURE_REV}),
     "other commit": (lambda p: {"commit": other_cid(p["commit"])}, {Rejection.COMMIT_MISMATCH}),
@@ -133,75 +136,75 @@ MUTATIONS: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], set[Rejec
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_every_mutation_of_every_commit_is_seen(name: str) -> None:
+def test_a_changed_field_prevents_the_commit(name: str) -> None:
     change, allowed = MUTATIONS[name]
-    seen = set()
+    reasons = set()
     for frame in commits():
         original = decode_frame(frame, DEFAULT_LIMITS)
         assert isinstance(original, CommitEvent)
-        plan = planned(changed(frame, change), before(original))
+        plan = planned(changed(frame, change), row_before(original))
         assert plan.outcome in {Outcome.REJECTED, Outcome.DESYNCHRONIZED}
         assert plan.changes == ()
-        seen.add(plan.why)
-    assert seen <= allowed
-    assert seen
+        reasons.add(plan.why)
+    assert reasons <= allowed
+    assert reasons
 
 
-def test_another_did_is_nobody_or_somebody_elses_signature() -> None:
-    stranger = next(iter(keys()))
+def test_a_commit_with_another_did_is_rejected() -> None:
+    other = next(iter(keys()))
     for frame in commits():
         original = decode_frame(frame, DEFAULT_LIMITS)
         assert isinstance(original, CommitEvent)
-        for did, reason in ((STRANGER, Rejection.NO_SIGNING_KEY), (stranger, Rejection.ENVELOPE_MISMATCH)):
+        for did, reason in ((UNKNOWN_DID, Rejection.NO_SIGNING_KEY), (other, Rejection.ENVELOPE_MISMATCH)):
             if did == original.did:
                 continue
-            plan = planned(changed(frame, lambda _, did=did: {"repo": did}), replace(before(original), did=did))  # type: ignore[misc]
+            plan = planned(changed(frame, lambda _, did=did: {"repo": did}), replace(row_before(original), did=did))  # type: ignore[misc]
             assert (plan.outcome, plan.why) == (Outcome.REJECTED, reason)
 
 
-def test_a_byte_behind_the_end_is_malformed() -> None:
+def test_a_frame_with_a_trailing_byte_is_malformed() -> None:
     for frame in commits():
         event = decode_frame(frame + b"\x00", DEFAULT_LIMITS)
         assert isinstance(event, MalformedEvent)
         assert event.reason is Rejection.FRAME_MALFORMED
 
 
-@settings(max_examples=300)
+@settings(max_examples=scaled(300))
 @given(st.data())
-def test_no_flipped_byte_is_applied_as_something_else(data: st.DataObject) -> None:
-    """Flip any bit of any frame: refused, desynchronized, or the same changes at the same head."""
+def test_a_flipped_bit_never_changes_what_is_applied(data: st.DataObject) -> None:
+    """The commit is rejected, desynchronizes the repo, or has the same changes and head."""
     frame = data.draw(st.sampled_from(commits()))
-    at = data.draw(st.integers(0, len(frame) - 1))
-    flipped = frame[:at] + bytes([frame[at] ^ 1 << data.draw(st.integers(0, 7))]) + frame[at + 1 :]
+    index = data.draw(st.integers(0, len(frame) - 1))
+    flipped = frame[:index] + bytes([frame[index] ^ 1 << data.draw(st.integers(0, 7))]) + frame[index + 1 :]
     original = decode_frame(frame, DEFAULT_LIMITS)
     event = decode_frame(flipped, DEFAULT_LIMITS)
     if not isinstance(event, CommitEvent) or not isinstance(original, CommitEvent):
         return
-    signer = Signer(keys().get(event.did), final=True)
-    plan = plan_event(replace(before(original), did=event.did), event, len(flipped), signer, GROUND)
+    key_state = KeyState(keys().get(event.did), final=True)
+    plan = plan_event(replace(row_before(original), did=event.did), event, len(flipped), key_state, CONTEXT)
     if isinstance(plan, Plan) and plan.outcome is Outcome.APPLIED:
-        genuine = planned(frame)
-        assert (plan.repo.head, plan.changes) == (genuine.repo.head, genuine.changes)
+        original_plan = planned(frame)
+        assert (plan.repo.head, plan.changes) == (original_plan.repo.head, original_plan.changes)
 
 
-def test_every_dropped_block_is_missed_or_was_not_needed() -> None:
-    seen = set()
+def test_a_missing_block_is_noticed_if_it_is_needed() -> None:
+    reasons = set()
     for frame in commits():
         event = decode_frame(frame, DEFAULT_LIMITS)
         assert isinstance(event, CommitEvent)
         _, blocks = split_car(event.blocks, DEFAULT_LIMITS, max_bytes=10**7)
         for dropped in blocks.keys() - {event.commit}:
-            rest = {event.commit: blocks[event.commit]} | {c: b for c, b in blocks.items() if c != dropped}
-            plan = planned(changed(frame, lambda _, rest=rest: {"blocks": car(rest)}))  # type: ignore[misc]
-            seen.add(plan.why)
+            remaining = {event.commit: blocks[event.commit]} | {c: b for c, b in blocks.items() if c != dropped}
+            plan = planned(changed(frame, lambda _, remaining=remaining: {"blocks": car(remaining)}))  # type: ignore[misc]
+            reasons.add(plan.why)
             if plan.outcome is Outcome.APPLIED:
                 assert plan.repo.head == planned(frame).repo.head
-    assert seen <= {None, Desync.UNDECIDABLE, Desync.RECORD_MISSING}
-    assert {Desync.UNDECIDABLE, Desync.RECORD_MISSING} <= seen
+    assert reasons <= {None, Desync.UNDECIDABLE, Desync.RECORD_MISSING}
+    assert {Desync.UNDECIDABLE, Desync.RECORD_MISSING} <= reasons
 
 
 def as_values(value: Any) -> Any:
-    """AT Protocol JSON as plain values, links as their bytes."""
+    """Return AT Protocol JSON as Python values, with links and bytes as bytes."""
     if isinstance(value, dict):
         if value.keys() == {"$link"}:
             return parse_cid(value["$link"])
@@ -213,10 +216,10 @@ def as_values(value: Any) -> Any:
 
 @pytest.mark.parametrize("name", ["basic", "post_lifecycle", "post_lifecycle_legacy", "account_lifecycle"])
 def test_relay_scenarios(name: str) -> None:
-    """No message of theirs is to be dropped; those from before Sync 1.1 are believed, but prove nothing whole."""
+    """No message may be rejected. Commits from before Sync 1.1 cause a resync."""
     scenario = json.loads(vectors(f"indigo/relay-scenarios/{name}.json").read_text())
     identity = scenario["accounts"][0]["identity"]
-    signer = Signer(parse_multikey(identity["keys"]["atproto"]["publicKeyMultibase"]), final=True)
+    key_state = KeyState(parse_multikey(identity["keys"]["atproto"]["publicKeyMultibase"]), final=True)
     repo: Repo | None = None
     for message in scenario["messages"]:
         assert not message["drop"]
@@ -227,16 +230,16 @@ def test_relay_scenarios(name: str) -> None:
         assert not isinstance(event, MalformedEvent), event
         if repo is None:
             follows = isinstance(event, CommitEvent) and event.prev_data is not None
-            repo = before(event) if follows and isinstance(event, CommitEvent) else Repo(identity["did"])
-        plan: Any = plan_event(repo, event, len(frame), signer, GROUND)  # type: ignore[arg-type]
+            repo = row_before(event) if follows and isinstance(event, CommitEvent) else Repo(identity["did"])
+        plan: Any = plan_event(repo, event, len(frame), key_state, CONTEXT)  # type: ignore[arg-type]
         assert not isinstance(plan, NeedsKey)
         assert plan.outcome is not Outcome.REJECTED, plan
         repo = plan.repo
         if name == "post_lifecycle":
-            assert (plan.outcome, repo.status) == (Outcome.APPLIED, SyncStatus.SYNCHRONIZED)
+            assert (plan.outcome, repo.sync_status) == (Outcome.APPLIED, SyncStatus.SYNCHRONIZED)
         if isinstance(event, CommitEvent) and event.prev_data is None:
-            assert repo.status is SyncStatus.DESYNCHRONIZED
-            assert repo.seen_rev == event.rev
+            assert repo.sync_status is SyncStatus.DESYNCHRONIZED
+            assert repo.latest_verified_rev == event.rev
     if name == "account_lifecycle":
         assert repo is not None
-        assert (repo.active, repo.hosting_status, repo.status) == (False, "deleted", SyncStatus.SYNCHRONIZED)
+        assert (repo.active, repo.hosting_status, repo.sync_status) == (False, "deleted", SyncStatus.SYNCHRONIZED)

@@ -2,11 +2,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexer.sync.shard import BUCKETS, Shard, bucket_of, resume
+from indexer.sync.shard import BUCKETS, Shard, bucket_of, resume_seq
 
 
 @given(st.integers(1, BUCKETS))
-def test_shares_cover_every_bucket_once(count: int) -> None:
+def test_shards_cover_every_bucket_once(count: int) -> None:
     covered = [bucket for index in range(count) for bucket in Shard(index, count).buckets]
     assert covered == list(range(BUCKETS))
 
@@ -24,7 +24,7 @@ def test_buckets_are_used_evenly() -> None:
 
 
 @pytest.mark.parametrize(("index", "count"), [(1, 1), (-1, 2), (0, 0), (0, 257)])
-def test_a_share_that_does_not_exist_is_refused(index: int, count: int) -> None:
+def test_an_impossible_shard_is_rejected(index: int, count: int) -> None:
     with pytest.raises(ValueError, match="shard"):
         Shard(index, count)
 
@@ -33,35 +33,36 @@ SHARDS = st.integers(1, BUCKETS).flatmap(lambda count: st.builds(Shard, st.integ
 
 
 @given(SHARDS)
-def test_a_shard_is_read_as_it_is_written(shard: Shard) -> None:
+def test_a_shard_is_parsed_as_it_is_printed(shard: Shard) -> None:
     assert Shard.parse(str(shard)) == shard
 
 
 @given(st.integers(1, 16).flatmap(lambda n: st.tuples(st.integers(0, n - 1), st.just(n))), st.integers(1, 16))
-def test_the_parts_of_a_shard_have_its_buckets(whole: tuple[int, int], count: int) -> None:
+def test_subshards_cover_the_buckets_of_their_shard(whole: tuple[int, int], count: int) -> None:
     shard = Shard(*whole)
-    assert [bucket for index in range(count) for bucket in shard.part(index, count).buckets] == list(shard.buckets)
+    assert [bucket for index in range(count) for bucket in shard.subshard(index, count).buckets] == list(shard.buckets)
 
 
 @given(st.lists(st.tuples(st.integers(1, 6), st.lists(st.integers(0, 20), min_size=6, max_size=6)), max_size=5), SHARDS)
-def test_a_change_of_the_number_of_shards_loses_nothing(eras: list[tuple[int, list[int]]], shard: Shard) -> None:
-    """Eras of different numbers of shards, each of which goes on from where all of its buckets were; against a count of
-    how far each bucket really is."""
+def test_no_bucket_skips_messages_when_the_number_of_shards_changes(
+    phases: list[tuple[int, list[int]]], shard: Shard
+) -> None:
+    """Each phase has another number of shards; `done` counts how far each bucket was really processed."""
     cursors: dict[Shard, int] = {}
     done = [0] * BUCKETS
-    for count, steps in eras:
-        begins = {part: resume(cursors, part) for part in (Shard(index, count) for index in range(count))}
-        for part, step in zip(begins, steps, strict=False):
-            begin = begins[part] or 0
-            assert begin <= min(done[bucket] for bucket in part.buckets), "a bucket would skip what it never had"
-            cursors[part] = max(cursors.get(part, 0), begin + step)
+    for count, steps in phases:
+        starts = {part: resume_seq(cursors, part) for part in (Shard(index, count) for index in range(count))}
+        for part, step in zip(starts, steps, strict=False):
+            start = starts[part] or 0
+            assert start <= min(done[bucket] for bucket in part.buckets), "a bucket would skip messages"
+            cursors[part] = max(cursors.get(part, 0), start + step)
             for bucket in part.buckets:
-                done[bucket] = max(done[bucket], begin + step)
-    final = resume(cursors, shard)
+                done[bucket] = max(done[bucket], start + step)
+    final = resume_seq(cursors, shard)
     assert final is None or final == min(done[bucket] for bucket in shard.buckets)
 
 
-def test_buckets_that_nobody_had_hold_nobody_up() -> None:
-    assert resume({Shard(0, 2): 7}, Shard(0, 1)) == 7
-    assert resume({Shard(0, 2): 7}, Shard(1, 2)) is None
-    assert resume({Shard(0, 2): 7, Shard(1, 2): 5, Shard(0, 1): 3}, Shard(0, 1)) == 5
+def test_buckets_that_were_never_processed_do_not_count() -> None:
+    assert resume_seq({Shard(0, 2): 7}, Shard(0, 1)) == 7
+    assert resume_seq({Shard(0, 2): 7}, Shard(1, 2)) is None
+    assert resume_seq({Shard(0, 2): 7, Shard(1, 2): 5, Shard(0, 1): 3}, Shard(0, 1)) == 5

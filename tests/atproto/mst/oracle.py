@@ -1,6 +1,8 @@
-"""The tree the slow and obvious way: whole trees from their records, inversion by flatten, edit, rebuild.
+"""A slow and obvious implementation of the tree and of inversion, to compare the product with.
 
-Nothing here is shared with the product but the names of verdicts: nodes go through cbor2, heights through text.
+A tree is built from all its records at once. An inversion takes the whole tree apart into a row of keys and closed
+subtrees, edits the row, and builds a tree over it. Only `NetOp` and `Verdict` are shared with the product: nodes are
+encoded by cbor2, and heights are counted in text.
 """
 
 import base64
@@ -12,13 +14,15 @@ from typing import Any
 
 import cbor2
 
-from indexer.atproto.mst.inversion import NetOp, Verdict
+from indexer.atproto.mst import NetOp, Verdict
 
 Records = Mapping[bytes, bytes]
+"""The CID of each record by its key."""
 Blocks = dict[bytes, bytes]
+"""Blocks by CID."""
 
 
-def cid(block: bytes) -> bytes:
+def cid_of(block: bytes) -> bytes:
     return b"\x01\x71\x12\x20" + sha256(block).digest()
 
 
@@ -32,10 +36,8 @@ def height(key: bytes) -> int:
 
 
 def keys_of_height(wanted: int, prefix: str = "com.example.record/") -> Iterator[bytes]:
+    """Yield as many keys of this height as are needed."""
     return (key for key in (f"{prefix}{n}".encode() for n in count()) if height(key) == wanted)
-
-
-# ------------------------------------------------------------------------------------------------ nodes
 
 
 def link(target: bytes | None) -> Any:
@@ -43,6 +45,7 @@ def link(target: bytes | None) -> Any:
 
 
 def encode(keys: list[bytes], values: list[bytes], left: bytes | None, trees: list[bytes | None]) -> bytes:
+    """Return the block of a node."""
     entries, previous = [], b""
     for key, value, tree in zip(keys, values, trees, strict=True):
         shared = 0
@@ -62,7 +65,7 @@ class SlowNode:
 
 
 def decode(block: bytes) -> SlowNode:
-    """For nodes known to be good."""
+    """Return a node whose block is known to be valid."""
     node = cbor2.loads(block)
     keys, previous = [], b""
     for entry in node["e"]:
@@ -76,39 +79,34 @@ def decode(block: bytes) -> SlowNode:
     )
 
 
-# ------------------------------------------------------------------------------------------- whole trees
-
-
 def build(records: Records) -> tuple[bytes, Blocks]:
-    """The root and all nodes of the tree over `records`."""
+    """Return the root and all nodes of the tree over these records."""
     blocks: Blocks = {}
     top = max(map(height, records), default=0)
-    root = _subtree(sorted(records.items()), top, blocks) or _put(encode([], [], None, []), blocks)
+    root = _build_subtree(sorted(records.items()), top, blocks) or _store(encode([], [], None, []), blocks)
     return root, blocks
 
 
-def _subtree(records: list[tuple[bytes, bytes]], layer: int, blocks: Blocks) -> bytes | None:
+def _build_subtree(records: list[tuple[bytes, bytes]], layer: int, blocks: Blocks) -> bytes | None:
     if not records:
         return None
-    own = [at for at, (key, _) in enumerate(records) if height(key) == layer]
-    bounds = [-1, *own, len(records)]
+    entries = [index for index, (key, _) in enumerate(records) if height(key) == layer]
+    bounds = [-1, *entries, len(records)]
     gaps = [records[start + 1 : stop] for start, stop in pairwise(bounds)]
-    left, *trees = [_subtree(gap, layer - 1, blocks) for gap in gaps]
-    keys, values = [records[at][0] for at in own], [records[at][1] for at in own]
-    return _put(encode(keys, values, left, trees), blocks)
+    left, *trees = [_build_subtree(gap, layer - 1, blocks) for gap in gaps]
+    keys, values = [records[index][0] for index in entries], [records[index][1] for index in entries]
+    return _store(encode(keys, values, left, trees), blocks)
 
 
-def _put(block: bytes, blocks: Blocks) -> bytes:
-    blocks[cid(block)] = block
-    return cid(block)
+def _store(block: bytes, blocks: Blocks) -> bytes:
+    blocks[cid_of(block)] = block
+    return cid_of(block)
 
 
 def difference(before: Records, after: Records) -> list[NetOp]:
+    """Return the operations that lead from `before` to `after`, by key."""
     keys = sorted(before.keys() | after.keys())
     return [NetOp(key, before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)]
-
-
-# --------------------------------------------------------------------------------------------- inversion
 
 
 @dataclass(frozen=True)
@@ -118,129 +116,133 @@ class Key:
 
 
 @dataclass(frozen=True)
-class Stub:
+class ClosedSubtree:
+    """A subtree whose root is not in the blocks."""
+
     cid: bytes
     layer: int
 
 
+Row = list[Key | ClosedSubtree]
+
+
 class UndecidableError(Exception):
-    pass
+    """A closed subtree cannot remain as it is."""
 
 
 def invert(blocks: Blocks, root: bytes, ops: Iterable[NetOp], prev_data: bytes) -> tuple[Verdict, bytes | None]:
-    """Flatten everything that is there, edit the row of atoms, build the tree over it."""
+    """Return the verdict, and the root of the tree before the operations; None if it is unknown."""
     ops = list(ops)
     if not ops:
         return (Verdict.OK if root == prev_data else Verdict.MISMATCH), root
     if root not in blocks:
         return Verdict.UNDECIDABLE, None
     top = max(map(height, decode(blocks[root]).keys), default=0)
-    atoms = list(_flatten(blocks, root, top))
-    known = [_lookup(atoms, op.key) for op in ops]
-    if any(found != op.new for found, op in zip(known, ops, strict=True) if not isinstance(found, Stub)):
+    row: Row = list(_take_apart(blocks, root, top))
+    found = [_look_up(row, op.key) for op in ops]
+    if any(value != op.new for value, op in zip(found, ops, strict=True) if not isinstance(value, ClosedSubtree)):
         return Verdict.OPS_MISMATCH, None
-    if any(isinstance(found, Stub) for found in known):
+    if any(isinstance(value, ClosedSubtree) for value in found):
         return Verdict.UNDECIDABLE, None
-    # Inserted first, while the neighbours that bound each place still stand.
-    for op in (op for op in ops if op.new is None):
-        _insert(atoms, op)
-    for op in (op for op in ops if op.new is not None):
-        _replace(atoms, op)
+    # Deletes are undone first, because they find their positions by the keys beside them.
+    for op in ops:
+        if op.new is None:
+            _insert(row, op)
+    for op in ops:
+        if op.new is not None:
+            _replace(row, op)
     try:
-        before = _rebuild_all(atoms, prev_data)
+        before = _root_of(row, prev_data)
     except UndecidableError:
         return Verdict.UNDECIDABLE, None
     return (Verdict.OK if before == prev_data else Verdict.MISMATCH), before
 
 
-def _flatten(blocks: Blocks, root: bytes | None, layer: int) -> Iterator[Key | Stub]:
+def _take_apart(blocks: Blocks, root: bytes | None, layer: int) -> Iterator[Key | ClosedSubtree]:
     if root is None:
         return
     if root not in blocks:
-        yield Stub(root, layer)
+        yield ClosedSubtree(root, layer)
         return
     node = decode(blocks[root])
-    yield from _flatten(blocks, node.left, layer - 1)
+    yield from _take_apart(blocks, node.left, layer - 1)
     for key, value, tree in zip(node.keys, node.values, node.trees, strict=True):
         yield Key(key, value)
-        yield from _flatten(blocks, tree, layer - 1)
+        yield from _take_apart(blocks, tree, layer - 1)
 
 
-def _lookup(atoms: list[Key | Stub], key: bytes) -> bytes | Stub | None:
-    """The value at `key`, None if it is not there, or the stub that it may be in."""
-    between: Stub | None = None
-    for atom in atoms:
-        if isinstance(atom, Stub):
-            between = atom
-        elif atom.key == key:
-            return atom.value
-        elif atom.key > key:
+def _look_up(row: Row, key: bytes) -> bytes | ClosedSubtree | None:
+    """Return the value of a key, None if the key does not exist, or the closed subtree that may contain it."""
+    between: ClosedSubtree | None = None
+    for item in row:
+        if isinstance(item, ClosedSubtree):
+            between = item
+        elif item.key == key:
+            return item.value
+        elif item.key > key:
             break
         else:
             between = None
     return between
 
 
-def _insert(atoms: list[Key | Stub], op: NetOp) -> None:
+def _insert(row: Row, op: NetOp) -> None:
     assert op.old is not None
-    later = (at for at, atom in enumerate(atoms) if isinstance(atom, Key) and atom.key > op.key)
-    atoms.insert(next(later, len(atoms)), Key(op.key, op.old))
+    later = (index for index, item in enumerate(row) if isinstance(item, Key) and item.key > op.key)
+    row.insert(next(later, len(row)), Key(op.key, op.old))
 
 
-def _replace(atoms: list[Key | Stub], op: NetOp) -> None:
-    at = next(at for at, atom in enumerate(atoms) if isinstance(atom, Key) and atom.key == op.key)
-    atoms[at : at + 1] = [] if op.old is None else [Key(op.key, op.old)]
+def _replace(row: Row, op: NetOp) -> None:
+    index = next(index for index, item in enumerate(row) if isinstance(item, Key) and item.key == op.key)
+    row[index : index + 1] = [] if op.old is None else [Key(op.key, op.old)]
 
 
-def _rebuild_all(atoms: list[Key | Stub], prev_data: bytes) -> bytes:
-    if not atoms:
-        return cid(encode([], [], None, []))
-    heights = [height(atom.key) for atom in atoms if isinstance(atom, Key)]
+def _root_of(row: Row, prev_data: bytes) -> bytes:
+    if not row:
+        return cid_of(encode([], [], None, []))
+    heights = [height(item.key) for item in row if isinstance(item, Key)]
     if not heights:
-        if len(atoms) == 1 and isinstance(stub := atoms[0], Stub) and stub.cid == prev_data:
-            return stub.cid
+        if len(row) == 1 and isinstance(subtree := row[0], ClosedSubtree) and subtree.cid == prev_data:
+            return subtree.cid
         raise UndecidableError
-    return _rebuild(atoms, max(heights))
+    return _subtree_of(row, max(heights))
 
 
-def _rebuild(atoms: list[Key | Stub], layer: int) -> bytes:
-    if len(atoms) == 1 and isinstance(stub := atoms[0], Stub) and stub.layer == layer:
-        return stub.cid
-    if layer < 0 or any(isinstance(atom, Stub) and atom.layer >= layer for atom in atoms):
+def _subtree_of(row: Row, layer: int) -> bytes:
+    if len(row) == 1 and isinstance(subtree := row[0], ClosedSubtree) and subtree.layer == layer:
+        return subtree.cid
+    if layer < 0 or any(isinstance(item, ClosedSubtree) and item.layer >= layer for item in row):
         raise UndecidableError
-    gaps: list[list[Key | Stub]] = [[]]
-    own: list[Key] = []
-    for atom in atoms:
-        if isinstance(atom, Key) and height(atom.key) == layer:
-            own.append(atom)
+    gaps: list[Row] = [[]]
+    entries: list[Key] = []
+    for item in row:
+        if isinstance(item, Key) and height(item.key) == layer:
+            entries.append(item)
             gaps.append([])
         else:
-            gaps[-1].append(atom)
-    left, *trees = [_rebuild(gap, layer - 1) if gap else None for gap in gaps]
-    return cid(encode([atom.key for atom in own], [atom.value for atom in own], left, trees))
-
-
-# -------------------------------------------------------------------------------------------------- CARs
+            gaps[-1].append(item)
+    left, *trees = [_subtree_of(gap, layer - 1) if gap else None for gap in gaps]
+    return cid_of(encode([entry.key for entry in entries], [entry.value for entry in entries], left, trees))
 
 
 def read_car(data: bytes) -> tuple[bytes, Blocks]:
-    """Root and blocks of a well-formed CAR whose CIDs have 36 bytes."""
-    size, at = _varint(data, 0)
-    root = cbor2.loads(data[at : at + size])["roots"][0].value[1:]
-    at += size
+    """Return the root and the blocks of a valid CAR file whose CIDs all have 36 bytes."""
+    size, position = _read_varint(data, 0)
+    root = cbor2.loads(data[position : position + size])["roots"][0].value[1:]
+    position += size
     blocks: Blocks = {}
-    while at < len(data):
-        size, at = _varint(data, at)
-        blocks[data[at : at + 36]] = data[at + 36 : at + size]
-        at += size
+    while position < len(data):
+        size, position = _read_varint(data, position)
+        blocks[data[position : position + 36]] = data[position + 36 : position + size]
+        position += size
     return root, blocks
 
 
-def _varint(data: bytes, at: int) -> tuple[int, int]:
+def _read_varint(data: bytes, position: int) -> tuple[int, int]:
     value = 0
     for shift in count(0, 7):
-        value |= (data[at] & 0x7F) << shift
-        at += 1
-        if data[at - 1] < 0x80:
-            return value, at
+        value |= (data[position] & 0x7F) << shift
+        position += 1
+        if data[position - 1] < 0x80:
+            return value, position
     raise AssertionError

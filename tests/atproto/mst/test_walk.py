@@ -1,4 +1,4 @@
-"""Whole walks: they yield what the tree holds, and refuse every tree that is not the one over its records."""
+"""Walks yield the records of a tree, and reject every tree that is not the one over its records."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,14 +16,15 @@ from indexer.errors import UnavailableError, UpstreamError
 from indexer.reasons import FetchFailure, Rejection
 from tests.atproto.mst import oracle
 from tests.atproto.mst.oracle import Blocks
+from tests.profiles import scaled
 from tests.vectors import vectors
 
-A, B, C = (oracle.cid(name) for name in (b"a", b"b", b"c"))
-POOL = {height: list(islice(oracle.keys_of_height(height), 12)) for height in range(5)}
-SOME = {key: A for height, size in enumerate([9, 5, 3, 1]) for key in POOL[height][:size]}
+A, B, C = (oracle.cid_of(name) for name in (b"a", b"b", b"c"))
+KEYS_BY_HEIGHT = {height: list(islice(oracle.keys_of_height(height), 12)) for height in range(5)}
+RECORDS = {key: A for height, size in enumerate([9, 5, 3, 1]) for key in KEYS_BY_HEIGHT[height][:size]}
 
 records_strategy = st.dictionaries(
-    st.sampled_from([key for keys in POOL.values() for key in keys]), st.sampled_from([A, B, C])
+    st.sampled_from([key for keys in KEYS_BY_HEIGHT.values() for key in keys]), st.sampled_from([A, B, C])
 )
 
 
@@ -33,7 +34,8 @@ def walked(blocks: Blocks, root: bytes) -> dict[bytes, bytes]:
     return dict(pairs)
 
 
-def refused(blocks: Blocks, root: bytes) -> str:
+def rejection_detail(blocks: Blocks, root: bytes) -> str:
+    """Check that the tree is rejected, and return the detail of the error."""
     with pytest.raises(UpstreamError) as caught:
         walked(blocks, root)
     assert caught.value.reason is Rejection.NODE_MALFORMED
@@ -41,13 +43,13 @@ def refused(blocks: Blocks, root: bytes) -> str:
 
 
 @given(records_strategy)
-def test_a_walk_yields_the_records_of_the_tree(records: dict[bytes, bytes]) -> None:
+def test_walks_yield_the_records_of_the_tree(records: dict[bytes, bytes]) -> None:
     root, blocks = oracle.build(records)
     assert walked(blocks, root) == records
     assert list(leaves(blocks.get, root)) == sorted(records.items())
 
 
-def test_the_empty_tree() -> None:
+def test_walks_of_the_empty_tree_yield_nothing() -> None:
     root, blocks = oracle.build({})
     assert root == EMPTY_TREE
     assert walked(blocks, root) == {}
@@ -55,147 +57,149 @@ def test_the_empty_tree() -> None:
 
 
 @given(records_strategy.filter(bool), st.data())
-def test_a_walk_without_one_node_is_not_taken_for_the_whole(records: dict[bytes, bytes], data: st.DataObject) -> None:
+def test_tree_with_one_node_missing_is_incomplete(records: dict[bytes, bytes], data: st.DataObject) -> None:
     root, blocks = oracle.build(records)
-    gone = data.draw(st.sampled_from(sorted(blocks)))
-    del blocks[gone]
+    missing = data.draw(st.sampled_from(sorted(blocks)))
+    del blocks[missing]
     with pytest.raises(MissingNodeError) as caught:
         walked(blocks, root)
     assert isinstance(caught.value, UnavailableError)
-    assert (caught.value.reason, caught.value.cid) == (FetchFailure.EXPORT_INCOMPLETE, gone)
+    assert (caught.value.reason, caught.value.cid) == (FetchFailure.EXPORT_INCOMPLETE, missing)
     with pytest.raises(MissingNodeError):
         list(leaves(blocks.get, root))
 
 
-def test_values_of_foreign_forms_come_through_both_walks() -> None:
-    foreign = [b"\x01\x55\x12\x20" + bytes(32), b"\x01\x71\x13\x40" + bytes(64), b"\x01\x71\x1b\x20" + bytes(32)]
-    records = dict(zip(sorted(POOL[0]), foreign, strict=False))
+def test_walks_yield_values_of_any_form_of_cid_v1() -> None:
+    cids = [b"\x01\x55\x12\x20" + bytes(32), b"\x01\x71\x13\x40" + bytes(64), b"\x01\x71\x1b\x20" + bytes(32)]
+    records = dict(zip(sorted(KEYS_BY_HEIGHT[0]), cids, strict=False))
     root, blocks = oracle.build(records)
     assert walked(blocks, root) == dict(leaves(blocks.get, root)) == records
 
 
-# ------------------------------------------------------------------------------ trees that are not trees
-
-
-class Forge:
-    """Nodes put together by hand, whatever they mean."""
+class NodeStore:
+    """Nodes that are created one by one and may break the rules of a tree."""
 
     def __init__(self) -> None:
         self.blocks: Blocks = {}
 
-    def node(self, keys: list[bytes], left: bytes | None = None, trees: dict[int, bytes] | None = None) -> bytes:
-        block = oracle.encode(keys, [A] * len(keys), left, [(trees or {}).get(at) for at in range(len(keys))])
-        self.blocks[oracle.cid(block)] = block
-        return oracle.cid(block)
+    def add(self, keys: list[bytes], left: bytes | None = None, trees: dict[int, bytes] | None = None) -> bytes:
+        """Add a node; `trees` has the subtrees by the index of the key before them. Return its CID."""
+        all_trees = [(trees or {}).get(index) for index in range(len(keys))]
+        block = oracle.encode(keys, [A] * len(keys), left, all_trees)
+        self.blocks[oracle.cid_of(block)] = block
+        return oracle.cid_of(block)
 
 
 @pytest.fixture
-def forge() -> Forge:
-    return Forge()
+def nodes() -> NodeStore:
+    return NodeStore()
 
 
 def below(key: bytes, height: int) -> bytes:
-    return max(candidate for candidate in POOL[height] if candidate < key)
+    return max(candidate for candidate in KEYS_BY_HEIGHT[height] if candidate < key)
 
 
 def above(key: bytes, height: int) -> bytes:
-    return min(candidate for candidate in POOL[height] if candidate > key)
+    return min(candidate for candidate in KEYS_BY_HEIGHT[height] if candidate > key)
 
 
-def test_a_link_takes_every_layer(forge: Forge) -> None:
-    top = max(POOL[2])
-    leaf = forge.node([below(top, 0)])
-    assert "on layer 1" in refused(forge.blocks, forge.node([top], left=leaf))
-    root = forge.node([top], left=forge.node([], left=leaf))
-    assert list(walked(forge.blocks, root)) == [below(top, 0), top]
+def test_link_that_skips_a_layer_is_rejected(nodes: NodeStore) -> None:
+    top = max(KEYS_BY_HEIGHT[2])
+    leaf = nodes.add([below(top, 0)])
+    assert "on layer 1" in rejection_detail(nodes.blocks, nodes.add([top], left=leaf))
+    root = nodes.add([top], left=nodes.add([], left=leaf))
+    assert list(walked(nodes.blocks, root)) == [below(top, 0), top]
 
 
-def test_a_root_has_keys(forge: Forge) -> None:
-    leaf = forge.node([POOL[0][0]])
-    assert "root without keys" in refused(forge.blocks, forge.node([], left=leaf))
+def test_root_without_keys_is_rejected(nodes: NodeStore) -> None:
+    leaf = nodes.add([KEYS_BY_HEIGHT[0][0]])
+    assert "root without keys" in rejection_detail(nodes.blocks, nodes.add([], left=leaf))
 
 
-def test_a_leaf_has_keys(forge: Forge) -> None:
-    top, higher = max(POOL[1]), max(POOL[2])
-    empty = forge.node([])
-    assert "leaf without keys" in refused(forge.blocks, forge.node([top], left=empty))
-    assert "leaf without keys" in refused(forge.blocks, forge.node([higher], left=empty))
-    assert "leaf without keys" in refused(forge.blocks, forge.node([higher], left=forge.node([], left=empty)))
+def test_leaf_without_keys_is_rejected(nodes: NodeStore) -> None:
+    top, higher = max(KEYS_BY_HEIGHT[1]), max(KEYS_BY_HEIGHT[2])
+    empty = nodes.add([])
+    assert "leaf without keys" in rejection_detail(nodes.blocks, nodes.add([top], left=empty))
+    assert "leaf without keys" in rejection_detail(nodes.blocks, nodes.add([higher], left=empty))
+    assert "leaf without keys" in rejection_detail(nodes.blocks, nodes.add([higher], left=nodes.add([], left=empty)))
 
 
-def test_a_chain_of_nodes_without_keys_ends_at_the_bottom(forge: Forge) -> None:
-    chain = forge.node([POOL[0][0]])
+def test_chain_of_nodes_without_keys_is_rejected_at_layer_0(nodes: NodeStore) -> None:
+    chain = nodes.add([KEYS_BY_HEIGHT[0][0]])
     for _ in range(40):
-        chain = forge.node([], left=chain)
-    root = forge.node([max(POOL[4])], left=chain)
-    assert "leaf without keys" in refused(forge.blocks, root)
+        chain = nodes.add([], left=chain)
+    root = nodes.add([max(KEYS_BY_HEIGHT[4])], left=chain)
+    assert "leaf without keys" in rejection_detail(nodes.blocks, root)
 
 
-def test_a_node_that_is_its_own_child_ends() -> None:
-    """No hash allows it; but the walk's end doesn't hang on that."""
-    way, looping = b"\x01\x71\x12\x20" + bytes(32), b"\x01\x71\x12\x20" + bytes(31) + b"\x01"
-    top = max(POOL[4])
-    blocks = {way: oracle.encode([], [], way, []), looping: oracle.encode([top], [A], way, [looping])}
-    refused(blocks, looping)
-    blocks[looping] = oracle.encode([top], [A], None, [looping])
-    refused(blocks, looping)
+def test_walk_of_a_node_that_is_its_own_child_ends() -> None:
+    """Hashes make such a node impossible, but the walk does not rely on it."""
+    without_keys, root = b"\x01\x71\x12\x20" + bytes(32), b"\x01\x71\x12\x20" + bytes(31) + b"\x01"
+    top = max(KEYS_BY_HEIGHT[4])
+    blocks = {
+        without_keys: oracle.encode([], [], without_keys, []),
+        root: oracle.encode([top], [A], without_keys, [root]),
+    }
+    rejection_detail(blocks, root)
+    blocks[root] = oracle.encode([top], [A], None, [root])
+    rejection_detail(blocks, root)
 
 
-def test_a_subtree_comes_once(forge: Forge) -> None:
-    first, second = sorted(POOL[1])[1:3]
-    between = [key for key in POOL[0] if first < key < second] or [below(first, 0)]
-    leaf = forge.node(between)
-    assert "beyond" in refused(forge.blocks, forge.node([first, second], trees={0: leaf, 1: leaf}))
+def test_subtree_that_occurs_twice_is_rejected(nodes: NodeStore) -> None:
+    first, second = sorted(KEYS_BY_HEIGHT[1])[1:3]
+    between = [key for key in KEYS_BY_HEIGHT[0] if first < key < second] or [below(first, 0)]
+    leaf = nodes.add(between)
+    assert "beyond" in rejection_detail(nodes.blocks, nodes.add([first, second], trees={0: leaf, 1: leaf}))
 
 
-def test_repeated_subtrees_cost_no_more_than_the_blocks_that_are_there(forge: Forge) -> None:
-    """Each layer links the one below it twice: 2^4 leaves if it were walked, a handful of nodes as it is refused."""
-    child = forge.node([POOL[0][0]])
+def test_work_for_repeated_subtrees_is_bounded_by_the_number_of_blocks(nodes: NodeStore) -> None:
+    """Each node links the node below it twice. Without a check, the walk would visit 2^4 leaves."""
+    child = nodes.add([KEYS_BY_HEIGHT[0][0]])
     for height in range(1, 5):
-        child = forge.node([sorted(POOL[height])[5]], left=child, trees={0: child})
+        child = nodes.add([sorted(KEYS_BY_HEIGHT[height])[5]], left=child, trees={0: child})
     loads = 0
 
     def block_of(cid: bytes) -> bytes | None:
         nonlocal loads
         loads += 1
-        return forge.blocks.get(cid)
+        return nodes.blocks.get(cid)
 
     with pytest.raises(UpstreamError, match="beyond"):
         list(walk(block_of, child, DEFAULT_LIMITS))
     assert loads <= 10
 
 
-def test_keys_stay_in_their_gap(forge: Forge) -> None:
-    top = sorted(POOL[1])[5]
-    low, high = forge.node([below(top, 0)]), forge.node([above(top, 0)])
-    assert walked(forge.blocks, forge.node([top], left=low, trees={0: high}))
-    assert "beyond" in refused(forge.blocks, forge.node([top], left=high))
-    assert "beyond" in refused(forge.blocks, forge.node([top], trees={0: low}))
-    wide = forge.node(sorted([below(top, 0), above(top, 0)]))
-    assert "beyond" in refused(forge.blocks, forge.node([top], left=wide))
-    assert "beyond" in refused(forge.blocks, forge.node([top], trees={0: wide}))
+def test_subtree_beyond_the_keys_beside_it_is_rejected(nodes: NodeStore) -> None:
+    top = sorted(KEYS_BY_HEIGHT[1])[5]
+    low, high = nodes.add([below(top, 0)]), nodes.add([above(top, 0)])
+    assert walked(nodes.blocks, nodes.add([top], left=low, trees={0: high}))
+    assert "beyond" in rejection_detail(nodes.blocks, nodes.add([top], left=high))
+    assert "beyond" in rejection_detail(nodes.blocks, nodes.add([top], trees={0: low}))
+    wide = nodes.add(sorted([below(top, 0), above(top, 0)]))
+    assert "beyond" in rejection_detail(nodes.blocks, nodes.add([top], left=wide))
+    assert "beyond" in rejection_detail(nodes.blocks, nodes.add([top], trees={0: wide}))
 
 
-def test_keys_two_layers_down_stay_in_their_gap(forge: Forge) -> None:
-    top = sorted(POOL[2])[5]
-    high = forge.node([], left=forge.node([above(top, 0)]))
-    assert "beyond" in refused(forge.blocks, forge.node([top], left=high))
-    low = forge.node([], left=forge.node([below(top, 0)]))
-    assert "beyond" in refused(forge.blocks, forge.node([top], trees={0: low}))
+def test_subtree_beyond_keys_two_layers_above_is_rejected(nodes: NodeStore) -> None:
+    top = sorted(KEYS_BY_HEIGHT[2])[5]
+    high = nodes.add([], left=nodes.add([above(top, 0)]))
+    assert "beyond" in rejection_detail(nodes.blocks, nodes.add([top], left=high))
+    low = nodes.add([], left=nodes.add([below(top, 0)]))
+    assert "beyond" in rejection_detail(nodes.blocks, nodes.add([top], trees={0: low}))
 
 
-def test_a_tree_deeper_than_the_limit_is_refused() -> None:
-    root, blocks = oracle.build(SOME)
-    assert len(list(walk(blocks.get, root, replace(DEFAULT_LIMITS, tree_depth=3)))) == len(SOME)
+def test_tree_with_more_layers_than_the_limit_is_rejected() -> None:
+    root, blocks = oracle.build(RECORDS)
+    assert len(list(walk(blocks.get, root, replace(DEFAULT_LIMITS, tree_depth=3)))) == len(RECORDS)
     with pytest.raises(UpstreamError, match="height 3"):
         list(walk(blocks.get, root, replace(DEFAULT_LIMITS, tree_depth=2)))
 
 
-# ------------------------------------------------------------------------- one node of a good tree changed
-
-
 def accepted_only_if_canonical(blocks: Blocks, root: bytes, changed: bytes) -> bool:
-    """A walk over a changed block under its old CID; if it goes through, the block is one of the tree over its keys."""
+    """Return True if a tree with one changed node is accepted, after checking that the node belongs to a valid tree.
+
+    `blocks` has the changed node under the CID of the original one.
+    """
     try:
         records = walked(blocks, root)
     except (UpstreamError, MissingNodeError):
@@ -205,18 +209,18 @@ def accepted_only_if_canonical(blocks: Blocks, root: bytes, changed: bytes) -> b
 
 
 @pytest.mark.slow
-def test_every_bit_flipped_in_every_node() -> None:
-    root, blocks = oracle.build(SOME)
+def test_flipped_bit_in_a_node_is_rejected_or_gives_another_valid_tree() -> None:
+    root, blocks = oracle.build(RECORDS)
     assert len(blocks) > 6
     outcomes = [
         accepted_only_if_canonical({**blocks, cid: flipped}, root, flipped)
         for cid, block in blocks.items()
-        for at in range(len(block))
+        for offset in range(len(block))
         for bit in range(8)
-        for flipped in [block[:at] + bytes([block[at] ^ 1 << bit]) + block[at + 1 :]]
+        for flipped in [block[:offset] + bytes([block[offset] ^ 1 << bit]) + block[offset + 1 :]]
     ]
-    values = sum(32 * 8 for _ in SOME)  # a flip in a value's hash makes another record of a good tree
-    assert values <= outcomes.count(True) < values * 1.2
+    bits_of_values = 32 * 8 * len(RECORDS)  # another digest in the CID of a record gives another valid tree
+    assert bits_of_values <= outcomes.count(True) < bits_of_values * 1.2
     assert outcomes.count(False) > 1_000
 
 
@@ -240,8 +244,8 @@ Fields = dict[str, object]
         lambda node: node["e"][-1].update(p=0),
     ],
 )
-def test_every_node_changed(change: Callable[[Fields], object]) -> None:
-    root, blocks = oracle.build(SOME)
+def test_changed_node_is_rejected_or_gives_another_valid_tree(change: Callable[[Fields], object]) -> None:
+    root, blocks = oracle.build(RECORDS)
     for cid, block in blocks.items():
         node = cbor2.loads(block)
         if not node["e"]:
@@ -252,9 +256,11 @@ def test_every_node_changed(change: Callable[[Fields], object]) -> None:
             accepted_only_if_canonical({**blocks, cid: changed}, root, changed)
 
 
-@settings(max_examples=300)
+@settings(max_examples=scaled(300))
 @given(records_strategy.filter(lambda records: len(records) > 3), st.data())
-def test_nodes_of_other_trees_in_place_of_one(records: dict[bytes, bytes], data: st.DataObject) -> None:
+def test_node_of_another_tree_is_rejected_or_gives_another_valid_tree(
+    records: dict[bytes, bytes], data: st.DataObject
+) -> None:
     root, blocks = oracle.build(records)
     other = oracle.build(data.draw(records_strategy))[1]
     cid = data.draw(st.sampled_from(sorted(blocks)))
@@ -262,10 +268,7 @@ def test_nodes_of_other_trees_in_place_of_one(records: dict[bytes, bytes], data:
     accepted_only_if_canonical({**other, **blocks, cid: changed}, root, changed)
 
 
-# --------------------------------------------------------------------------------------------- real trees
-
-
-def test_all_trees_of_the_mst_test_suite() -> None:
+def test_all_trees_of_the_mst_test_suite_are_walked() -> None:
     paths = sorted(vectors("mst-test-suite/cars/exhaustive").glob("*.car"))
     sizes = set()
     for path in paths:
@@ -278,7 +281,7 @@ def test_all_trees_of_the_mst_test_suite() -> None:
     assert sizes == set(range(8))
 
 
-WHOLE = {
+WHOLE_REPOS = {
     "indigo/repos/greenground.repo.car": 2,
     "indigo/repos/fakermaker.repo.car": 142,
     "jetstream-corpus/repo.car": 23,
@@ -289,11 +292,11 @@ WHOLE = {
     "repos/repo-stream/tiny.car": 8,
 }
 SLICES = ("indigo/repos/repo_slice.car", "repos/skyfall/attie.car")
-MADE_UP = "proto_rune-frames/sync/repo.car"
+WITH_OTHER_PREFIXES = "proto_rune-frames/sync/repo.car"
 
 
-@pytest.mark.parametrize(("name", "count"), WHOLE.items())
-def test_real_repos(name: str, count: int) -> None:
+@pytest.mark.parametrize(("name", "count"), WHOLE_REPOS.items())
+def test_whole_repos_are_walked(name: str, count: int) -> None:
     data, blocks = exported(name)
     records = walked(blocks, data)
     assert len(records) == count
@@ -303,7 +306,7 @@ def test_real_repos(name: str, count: int) -> None:
     assert nodes.items() <= blocks.items()
 
 
-def test_the_records_of_a_real_repo_are_those_that_were_published_with_it() -> None:
+def test_records_of_a_real_repo_equal_the_published_list() -> None:
     data, blocks = exported("jetstream-corpus/repo.car")
     lines = vectors("jetstream-corpus/car_expected_records.tsv").read_text().splitlines()
     texts = {key.decode(): value for key, value in walked(blocks, data).items()}
@@ -311,24 +314,25 @@ def test_the_records_of_a_real_repo_are_those_that_were_published_with_it() -> N
 
 
 @pytest.mark.parametrize("name", SLICES)
-def test_slices_of_repos_are_not_taken_for_whole(name: str) -> None:
+def test_slices_of_repos_are_incomplete(name: str) -> None:
     data, blocks = exported(name)
     with pytest.raises(MissingNodeError):
         walked(blocks, data)
 
 
-def test_a_made_up_tree_with_prefixes_against_the_parents_key_is_refused() -> None:
-    data, blocks = exported(MADE_UP)
-    assert "prefix" in refused(blocks, data)
+def test_tree_whose_prefixes_refer_to_keys_of_the_node_above_is_rejected() -> None:
+    data, blocks = exported(WITH_OTHER_PREFIXES)
+    assert "prefix" in rejection_detail(blocks, data)
 
 
 def exported(name: str) -> tuple[bytes, Blocks]:
+    """Return the root of the tree and the blocks of a published CAR file."""
     root, blocks = oracle.read_car(vectors(name).read_bytes())
     return cbor2.loads(blocks[root])["data"].value[1:], blocks
 
 
-def test_every_published_repo_is_tried() -> None:
+def test_every_published_repo_is_used() -> None:
     top = vectors("repos").parent
     found = {path.relative_to(top).as_posix() for path in top.rglob("*.car")}
     others = {name for name in found if name.startswith(("car-hostile/", "mst-test-suite/"))}
-    assert found - others == {*WHOLE, *SLICES, MADE_UP}
+    assert found - others == {*WHOLE_REPOS, *SLICES, WITH_OTHER_PREFIXES}

@@ -1,0 +1,79 @@
+import os
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from indexer.localnet.local_account import LocalAccount
+from indexer.localnet.local_repo import Write
+from indexer.store import Store
+from indexer.sync.plans import Batch, Cursor, RecordChange, RepoWrite
+from indexer.sync.repo_state import Head, Repo, SyncStatus
+from indexer.sync.stored_identity import HandleCheck, HandleClaim, StoredIdentity
+from tests.cli.audit_world import POST, AuditWorld, audit_world
+from tests.cli.command_line import Session
+from tests.cli.stored_account import CID, DID, HANDLE, REV
+from tests.store.test_values import COLLECTION as UNUSUAL_COLLECTION
+from tests.store.test_values import ODD as UNUSUAL_RECORDS
+
+
+@pytest.fixture
+def session_without_database(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Session:
+    """Run commands that fail if they connect, without configuring the logging of the test process."""
+    for name in os.environ:
+        if name.startswith("INDEXER_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("INDEXER_DATABASE_URL", "postgresql://127.0.0.1:1/none")
+    monkeypatch.setattr("indexer.cli.command.configure_logging", lambda *_: None)
+    return Session(capsys)
+
+
+@pytest.fixture
+def session(session_without_database: Session, database: str, monkeypatch: pytest.MonkeyPatch) -> Session:
+    """Run commands on an empty database."""
+    monkeypatch.setenv("INDEXER_DATABASE_URL", database)
+    return session_without_database
+
+
+@pytest.fixture
+async def stored_account(database: str) -> None:
+    """Store an account with one record, and a cursor of five seconds ago."""
+    now = datetime.now(UTC)
+    record = RecordChange(
+        "create", "com.example.note", "one", REV, CID, '{"$type": "com.example.note", "text": "\u202eé"}'
+    )
+    repo = Repo(DID, 1, SyncStatus.SYNCHRONIZED, None, Head(REV, CID, CID), active=True)
+    store = await Store.open(database, connections=1)
+    try:
+        cursor = Cursor("wss://one.example", "0/1", 77, (now - timedelta(seconds=5)).isoformat())
+        await store.apply(Batch((RepoWrite(0, repo, (record,)),), cursor=cursor))
+        await store.save_identities([StoredIdentity(DID, HANDLE, "https://pds.example", None, now.timestamp())])
+        await store.save_handle_check(HandleCheck(HandleClaim(DID, HANDLE, None, 0), HANDLE, 0, now.timestamp()))
+    finally:
+        await store.close()
+
+
+@pytest.fixture
+async def world(database: str, tmp_path: Path) -> AsyncIterator[AuditWorld]:
+    async with audit_world(database, tmp_path) as world:
+        yield world
+
+
+@pytest.fixture
+async def ada(world: AuditWorld) -> LocalAccount:
+    """Create a synchronized account with unusual records."""
+    ada = world.create_account("ada")
+    ada.create(POST, {"$type": POST, "on": True, "n": 1, "big": -(2**63), "text": "é 雨"}, rkey="odd")
+    ada.create(f"{POST}.more", {"$type": f"{POST}.more", "longer": 1, "b": []}, rkey="1")
+    ada.create("app.bsky.feed-x.post", {"$type": "app.bsky.feed-x.post"}, rkey="1")
+    ada.apply_writes(
+        [
+            Write.create(f"{UNUSUAL_COLLECTION}/{number}", block)
+            for number, (name, (block, *_)) in enumerate(UNUSUAL_RECORDS.items())
+            if name not in {"nothing", "bottomless"}  # hosts do not send the one; the other takes a second each time
+        ]
+    )
+    ada.create("nowhere", {"$type": "nowhere"}, rkey="a path that names no record")
+    await world.synchronize()
+    return ada

@@ -1,0 +1,166 @@
+import asyncio
+import os
+import pty
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from functools import partial
+
+import pytest
+
+from indexer.cli.audit_result import MAX_LISTED_DIFFERENCES
+from indexer.localnet.http_server import Fault
+from indexer.localnet.local_account import LocalAccount
+from indexer.localnet.local_pds import GET_REPO
+from tests.cli.audit_world import POST, UNKNOWN_DID, AuditWorld
+from tests.cli.command_line import PROJECT, error_line, run_indexer
+from tests.waiting import until
+
+pytestmark = pytest.mark.slow
+
+
+async def test_audit_prints_differences_and_writes_nothing(world: AuditWorld, ada: LocalAccount) -> None:
+    bob, cyd = world.create_account("bob"), world.create_account("cyd")
+    await world.synchronize()
+    message = b'{"error": "RepoNotFound", "message": "\\u001b[2J"}'
+    cyd.pds.faults.append(Fault(GET_REPO, cyd.did, status=400, body=message))
+    await world.sql("update indexer.record set rkey = E'\\x1b[2J' where rkey = '001' and did = $1", ada.did)
+    await world.delete_post(ada, "002")
+    await world.sql("update indexer.repo set active = false, hosting_status = 'deactivated' where did = $1", bob.did)
+    name = (await world.sql("select current_database()"))[0][0]
+    await world.sql(f"alter database {name} set default_transaction_read_only = on")
+    before = await world.all_rows()
+    result = await world.run_command(ada.did, bob.did, cyd.did, UNKNOWN_DID, ada.did)
+    assert await world.all_rows() == before
+    uri = f"at://{ada.did}/{POST}"
+    *lines, repos, records, skipped = result.stdout.splitlines()
+    assert sorted(lines) == sorted(
+        [
+            repr(f"{uri}/\x1b[2J") + " not in the repo",
+            f"{uri}/001 missing in the database",
+            f"{uri}/002 missing in the database",
+            f"{bob.did} not compared: inactive: deactivated",
+            f"{cyd.did} not compared: " + repr("repo-not-found: 400 RepoNotFound \x1b[2J"),
+            f"{UNKNOWN_DID} not compared: not in the database",
+        ]
+    )
+    assert repos == "repos: 1 compared, 0 equal"
+    assert records == f"records: {len(ada.records)} compared, 3 differences"
+    assert skipped == "not compared: 3 (1 inactive, 1 not in the database, 1 repo-not-found)"
+    assert (result.returncode, result.stderr) == (5, "")
+    assert not list((world.directory / "spool").iterdir())
+
+
+async def test_random_sample_is_audited_by_default(world: AuditWorld, ada: LocalAccount) -> None:
+    bob = world.create_account("bob")
+    await world.synchronize()
+    result = await world.run_command()
+    records = len(ada.records) - 1 + len(bob.records)
+    assert result.stdout == f"repos: 2 compared, 2 equal\nrecords: {records} compared, 0 differences\n"
+    assert (result.returncode, result.stderr) == (0, "")
+    result = await world.run_command("--sample", "1")
+    assert result.stdout.startswith("repos: 1 compared, 1 equal\n")
+    assert result.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((UNKNOWN_DID, "--sample", "5"), "Give either DIDs or --sample, not both; see indexer audit"),
+        (
+            ("--sample", "0"),
+            "Invalid value for '--sample': 0 is not in the range 1<=x<=1000000; see indexer audit",
+        ),
+        (("someone.example",), "Invalid value for '[DID…]': 'someone.example' is not a DID; see indexer audit"),
+    ],
+)
+def test_bad_argument_has_exit_code_2(arguments: tuple[str, ...], expected: str) -> None:
+    result = run_indexer("audit", *arguments, INDEXER_DATABASE_URL="postgresql://127.0.0.1:1/none")
+    assert result.returncode == 2
+    assert error_line(result) == f"{expected} --help"
+
+
+async def test_exit_code_is_that_of_the_worst_result(world: AuditWorld) -> None:
+    ada, bob, cyd = (world.create_account(name) for name in ("ada", "bob", "cyd"))
+    await world.synchronize()
+    assert (await world.run_command(ada.did, bob.did)).returncode == 0
+    assert (await world.run_command(ada.did, UNKNOWN_DID)).returncode == 4
+    bob.deactivate()
+    result = await world.run_command(ada.did, bob.did, UNKNOWN_DID)
+    assert f"{bob.did} not compared: repo-deactivated: 400 RepoDeactivated" in result.stdout
+    assert result.returncode == 1
+    await world.delete_post(cyd, "002")
+    assert (await world.run_command(ada.did, bob.did, cyd.did, UNKNOWN_DID)).returncode == 5
+
+
+async def test_only_the_first_of_many_differences_are_listed(world: AuditWorld) -> None:
+    ada = world.create_account("ada", posts=250)
+    await world.synchronize()
+    await world.sql("delete from indexer.record")
+    result = await world.run_command(ada.did)
+    *lines, more, _, records = result.stdout.splitlines()
+    assert lines == [
+        f"at://{ada.did}/{POST}/{number:03} missing in the database" for number in range(MAX_LISTED_DIFFERENCES)
+    ]
+    assert more == f"{ada.did} 150 more differences"
+    assert records == "records: 250 compared, 250 differences"
+
+
+async def test_interrupted_audit_exits_without_output(world: AuditWorld) -> None:
+    ada = world.create_account("ada", posts=200)
+    await world.synchronize()
+    ada.pds.faults.append(Fault(GET_REPO, rate=2_000))
+    before = ada.pds.requests[GET_REPO]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "indexer", "audit", ada.did),
+        cwd=PROJECT,
+        env=os.environ | world.environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+    )
+    await until(lambda: ada.pds.requests[GET_REPO] > before)
+    process.send_signal(signal.SIGINT)
+    output, errors = await asyncio.wait_for(process.communicate(), 30)
+    assert (process.returncode, output, errors.strip()) == (130, b"", b"")
+    assert not list((world.directory / "spool").iterdir())
+
+
+@pytest.mark.parametrize("same_terminal", [False, True])
+async def test_progress_bar_does_not_mix_with_results(world: AuditWorld, same_terminal: bool) -> None:
+    """On the same terminal, the bar is cleared before each result."""
+    ada = world.create_account("ada")
+    await world.synchronize()
+    await world.delete_post(ada, "002")
+    terminal, inner = pty.openpty()
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "indexer", "audit", ada.did),
+        cwd=PROJECT,
+        env=os.environ | world.environment() | {"TERM": "xterm", "COLUMNS": "100"},
+        stdout=inner if same_terminal else subprocess.PIPE,
+        stderr=inner,
+    )
+    os.close(inner)
+    (results, _), shown = await asyncio.gather(process.communicate(), asyncio.to_thread(read_terminal, terminal))
+    line = f"at://{ada.did}/{POST}/002 missing in the database"
+    if same_terminal:
+        before, _, _ = shown.partition(line)
+        assert before.endswith("\x1b[2K"), "the terminal's line was cleared"
+    else:
+        assert results.decode().startswith(line)
+        assert line not in shown
+    assert "0/1" in shown
+    assert "-:--:--" in shown
+
+
+def read_terminal(terminal: int) -> str:
+    """Return everything that is written until the other end is closed."""
+    output = bytearray()
+    with suppress(OSError):
+        while chunk := os.read(terminal, 1 << 16):
+            output += chunk
+    os.close(terminal)
+    return output.decode()

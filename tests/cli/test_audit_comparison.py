@@ -1,0 +1,191 @@
+"""The comparison of a snapshot with stored records, compared with a comparison of dictionaries on random repos."""
+
+import json
+from random import Random
+from typing import Any
+
+import asyncpg
+from hypothesis import given
+from hypothesis import strategies as st
+
+from indexer.atproto.car import split_car
+from indexer.atproto.cid import cid_of
+from indexer.atproto.crypto import PrivateKey
+from indexer.atproto.limits import DEFAULT_LIMITS
+from indexer.atproto.syntax import CollectionFilter
+from indexer.cli.audit_comparison import RepoComparison, equal_json
+from indexer.cli.audit_result import NOT_IN_DATABASE, AuditSummary, RepoAudit
+from indexer.errors import UnavailableError
+from indexer.localnet.local_repo import LocalRepo
+from indexer.reasons import FetchFailure
+from indexer.store import StoredRecord
+from indexer.sync.policy import Policy
+from indexer.sync.record_change import record_change
+from indexer.sync.verify import Snapshot, VerifiedChange, verify_snapshot
+
+KEY = PrivateKey.from_seed("k256", b"audit")
+REV = "3jzfcijpj2z2b"
+NO_VALUE = (None, None, None)
+COLLECTIONS = ("com.example.a", "com.example.a.b", "com.example.ab", "com.example-x.a", "nowhere")
+PATHS = st.sampled_from([f"{collection}/{rkey}" for collection in COLLECTIONS for rkey in "12:_~"])
+BLOCKS = [
+    b"\xa1\x65$type\x6dcom.example.a",
+    b"\xa2\x61a\x01\x62bb\xf5",
+    b"\xa1\x61a\xfb\x3f\xf8\x00\x00\x00\x00\x00\x00",
+    b"\xa1\x61a\x61\x00",
+    b"\x01",
+    b"\xf6",
+    b"\xff",
+]
+RECORDS = st.dictionaries(PATHS, st.sampled_from(BLOCKS))
+POLICIES = st.builds(
+    Policy,
+    st.sampled_from([CollectionFilter(), CollectionFilter(["com.example.a"]), CollectionFilter(["com.example.a.*"])]),
+    st.just(DEFAULT_LIMITS),
+    st.booleans(),
+)
+ROW_CHANGES = st.dictionaries(
+    PATHS, st.sampled_from(["delete", "add", "cid", "value", "problem", "original", "missing", "no value"])
+)
+
+
+def snapshot_of(records: dict[str, bytes], missing_blocks: set[bytes]) -> Snapshot:
+    """Return the verified snapshot of an export that lacks some blocks of records."""
+    repo = LocalRepo("did:plc:" + "b" * 24, KEY, REV)
+    repo.import_records(records, KEY, REV)
+    _, blocks = split_car(b"".join(repo.export()), DEFAULT_LIMITS, max_bytes=10**7)
+    present = {cid: block for cid, block in blocks.items() if block not in missing_blocks}
+    return verify_snapshot(repo.did, repo.head.cid, present.get, KEY.public, DEFAULT_LIMITS)
+
+
+def stored_record(path: str, block: bytes, policy: Policy) -> StoredRecord | None:
+    """Return the row that a resync writes, with the value formatted differently, as Postgres does."""
+    change = record_change(VerifiedChange(path.encode(), None, cid_of(block), block), REV, policy)
+    if change is None:
+        return None
+    value = change.value and json.dumps(json.loads(change.value), indent=1)
+    return StoredRecord(path.encode(), cid_of(block), value, change.problem, change.original)
+
+
+def changed_row(path: str, record: StoredRecord | None, change: str) -> StoredRecord | None:
+    """Return the row after a change; None if there is none."""
+    if record is None:
+        return StoredRecord(path.encode(), cid_of(BLOCKS[0]), None, None, None) if change == "add" else None
+    columns: dict[str, dict[str, Any]] = {
+        "add": {},
+        "cid": {"cid": cid_of(b"another")},
+        "value": {"value": '{"another": 1}'},
+        "problem": {"problem": "another"},
+        "original": {"original": b"another"},
+        "missing": {"value": None, "problem": "missing", "original": None},
+        "no value": {"value": None, "problem": None, "original": None},
+    }
+    return None if change == "delete" else record._replace(**columns[change])
+
+
+def expected_differences(
+    records: dict[str, bytes], missing_blocks: set[bytes], stored: dict[str, StoredRecord], policy: Policy
+) -> tuple[dict[str, str], int]:
+    """Return the difference at each path, and the number of values that cannot be compared."""
+    all_values = Policy(policy.collections, policy.limits)
+    expected = {path: row for path, block in records.items() if (row := stored_record(path, block, all_values))}
+    differences, not_compared = {}, 0
+    for path in sorted(stored.keys() | expected.keys()):
+        row, expected_row = stored.get(path), expected.get(path)
+        if row is None:
+            differences[path] = "missing in the database"
+        elif expected_row is None:
+            selected = policy.collections.matches(path.partition("/")[0])
+            differences[path] = "not in the repo" if selected else "not in a selected collection"
+        elif row.cid != expected_row.cid:
+            differences[path] = "different CID"
+        elif row[2:] == NO_VALUE and not policy.store_values:
+            pass
+        elif records[path] in missing_blocks:
+            not_compared += row.problem != "missing"
+        elif row != expected_row:
+            differences[path] = "different value"
+    return differences, not_compared
+
+
+@given(RECORDS, RECORDS, ROW_CHANGES, st.sets(st.sampled_from(BLOCKS)), POLICIES, st.booleans(), st.integers(1, 5))
+def test_comparison_finds_the_same_differences_as_a_comparison_of_dictionaries(
+    records: dict[str, bytes],
+    older: dict[str, bytes],
+    changes: dict[str, str],
+    missing_blocks: set[bytes],
+    policy: Policy,
+    values_stored: bool,
+    chunk_size: int,
+) -> None:
+    """The rows are those of `records`, except that paths in `older` have an older version or were deleted since."""
+    writing = Policy(policy.collections, policy.limits, store_values=values_stored)
+    rows = {path: row for path, block in (records | older).items() if (row := stored_record(path, block, writing))}
+    stored = {
+        path: row
+        for path in rows.keys() | changes.keys()
+        if (row := changed_row(path, rows.get(path), changes[path]) if path in changes else rows[path])
+    }
+    in_order = [stored[path] for path in sorted(stored)]
+    comparison = RepoComparison(snapshot_of(records, missing_blocks), policy)
+    for start in range(0, len(in_order), chunk_size):
+        comparison.compare_chunk(in_order[start : start + chunk_size])
+    comparison.finish()
+    result = comparison.result
+    expected, not_compared = expected_differences(records, missing_blocks, stored, policy)
+    prefix = f"at://{result.did}/"
+    found = [(subject.removeprefix(prefix), text.partition(":")[0]) for subject, text in result.listed]
+    assert found == [*expected.items()]
+    assert result.differences == len(expected)
+    assert result.records == len(stored) + list(expected.values()).count("missing in the database")
+    assert result.reason_skipped == (f"export-lacks-records: {not_compared} records" if not_compared else None)
+
+
+TEXTS = ("0", "-0.0", "1", "1.0", "1e0", "true", "false", "null", '"1"', '""', "1e300", f"1{'0' * 300}", "[]", "{}")
+NUMBERS = ("18446744073709551615", "18446744073709551616", "0.1", "0.10", "0.1000000000000000055511151231257827")
+
+
+def random_json(random: Random, depth: int = 3) -> str:
+    kind = random.randrange(4) if depth else 0
+    if kind <= 1:
+        return random.choice(TEXTS + NUMBERS)
+    items = [random_json(random, depth - 1) for _ in range(random.randrange(3))]
+    if kind == 2:
+        return f"[{', '.join(items)}]"
+    keys = random.sample("abc", len(items))
+    return "{" + ",".join(f'"{key}" :{item}' for key, item in zip(keys, items, strict=True)) + "}"
+
+
+async def test_equality_of_json_is_that_of_jsonb(sql: asyncpg.Connection) -> None:
+    random = Random(5)
+    pairs = [(one, other) for one in TEXTS + NUMBERS for other in TEXTS + NUMBERS]
+    pairs += [(random_json(random, 1), random_json(random, 1)) for _ in range(20_000)]
+    pairs += [(text, json.dumps(json.loads(text), sort_keys=True)) for text in map(random_json, [random] * 1_000)]
+    ones, others = zip(*pairs, strict=True)
+    rows = await sql.fetch(
+        "select one::jsonb = other::jsonb, one::jsonb::text from unnest($1::text[], $2::text[]) p(one, other)",
+        ones,
+        others,
+    )
+    assert 1_000 < sum(equal for equal, _ in rows) < len(rows) - 1_000
+    for (one, other), (equal, formatted) in zip(pairs, rows, strict=True):
+        assert equal_json(one, other) is equal, (one, other)
+        assert equal_json(formatted, one), one
+    assert not equal_json(None, "null")
+    assert equal_json(None, None)
+
+
+def test_summary_counts_skipped_repos_by_kind_of_reason() -> None:
+    summary = AuditSummary()
+    unreachable = str(UnavailableError(FetchFailure.UNREACHABLE, "one: two"))
+    for result in (
+        RepoAudit("did:web:a", 5),
+        RepoAudit("did:web:b", 7, differences=2),
+        RepoAudit("did:web:c", reason_skipped=unreachable),
+        RepoAudit("did:web:d", reason_skipped=NOT_IN_DATABASE),
+        RepoAudit("did:web:e", 3, differences=1, reason_skipped="export-lacks-records: 2 records"),
+    ):
+        summary.add(result)
+    assert (summary.repos, summary.equal, summary.records, summary.differences) == (2, 1, 15, 3)
+    assert summary.reasons_skipped == {"unreachable": 1, "not in the database": 1, "export-lacks-records": 1}
+    assert (summary.skipped, summary.unknown) == (3, 1)

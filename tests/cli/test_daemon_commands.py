@@ -1,0 +1,82 @@
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import asyncpg
+import httpx
+import pytest
+
+from indexer.store.migrate import migrate
+from tests.cli.command_line import PROJECT, error_line, run_indexer
+from tests.cli.stored_account import DID
+
+pytestmark = pytest.mark.slow
+
+
+def test_other_commands_require_the_schema_that_migrate_creates(empty_database: str) -> None:
+    run = partial(run_indexer, INDEXER_DATABASE_URL=empty_database)
+    result = run("repo", DID)
+    assert result.returncode == 2
+    message = r"The database has no schema; this release needs \d{4}\. Run `indexer migrate`\."
+    assert re.fullmatch(message, error_line(result))
+    assert run("status").returncode == 3
+    for _ in range(2):
+        assert run("migrate").returncode == 0
+    assert run("repo", DID).returncode == 4
+
+
+async def test_error_for_an_old_schema_names_both_versions(empty_database: str) -> None:
+    await migrate(empty_database, "0014")
+    connection = await asyncpg.connect(empty_database)
+    version = await connection.fetchval("select version_num from indexer.alembic_version")
+    await connection.close()
+    assert version == "0014"
+    message = r"The database schema is version 0014; this release needs 00\d\d\. Run `indexer migrate`\."
+    for command in (["repo", DID], ["run", "--no-migrate"]):
+        result = run_indexer(*command, INDEXER_DATABASE_URL=empty_database)
+        assert result.returncode == 2
+        assert re.fullmatch(message, error_line(result))
+
+
+def test_unreachable_database_is_reported_in_one_line() -> None:
+    result = run_indexer("status", INDEXER_DATABASE_URL="postgresql://me:hunter2@127.0.0.1:1/none")
+    assert result.returncode == 1
+    assert error_line(result).startswith("unreachable: ")
+    assert "hunter2" not in result.stderr
+
+
+def test_daemon_serves_health_checks_and_stops_on_a_signal(database: str, tmp_path: Path) -> None:
+    settings = {
+        "INDEXER_DATABASE_URL": database,
+        "INDEXER_DATA_DIR": str(tmp_path),
+        "INDEXER_RELAYS": "ws://127.0.0.1:9",  # a port without a server
+        "INDEXER_ALLOW_PRIVATE_HOSTS": "true",
+        "INDEXER_HTTP_BIND": "127.0.0.1:0",
+        "INDEXER_LOG_FORMAT": "json",
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-m", "indexer", "run"],
+        cwd=PROJECT,
+        env=os.environ | settings,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        health = next(line["health"] for line in map(json.loads, process.stderr) if line["event"] == "daemon.started")
+        assert httpx.get(f"{health}/healthz").status_code == 200
+        ready = httpx.get(f"{health}/readyz")
+        assert (ready.status_code, "relay" in ready.json()["reason"]) == (503, True)
+        assert "indexer_repos{" in httpx.get(f"{health}/metrics").text
+        process.send_signal(signal.SIGTERM)
+        *_, last = map(json.loads, process.stderr)
+        assert process.wait(30) == 0
+        assert last["event"] == "daemon.stopped"
+        assert process.stdout.read() == ""

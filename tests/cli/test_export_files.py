@@ -1,0 +1,136 @@
+import json
+import sys
+from collections.abc import AsyncIterator
+from io import BytesIO
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from indexer.atproto.cid import cid_text
+from indexer.cli import export_files
+from indexer.cli.export_files import Format, JsonLinesWriter, ParquetWriter, export
+from indexer.errors import SettingsError
+from indexer.store import ExportedRecord, Store, collection_export
+from indexer.sync.plans import Batch, RecordChange, RepoWrite
+from tests.cli.command_line import run_indexer
+from tests.store.repo_rows import delete, did, head, insert, put, synchronized
+
+VALUE = '{"text": "two\\nlines, \\"quoted\\", 雨", "link": {"$link": "bafy"}, "n": [1, null]}'
+FORMATS: tuple[Format, ...] = ("jsonl", "parquet")
+
+
+@pytest.fixture
+async def store(database: str) -> AsyncIterator[Store]:
+    store = await Store.open(database, connections=2)
+    odd = RecordChange("create", "app.test", "odd", head().rev, put("a/b").cid, None, "nul-character", b"\0")
+    await insert(store, synchronized(1), changes=(put("app.test/a", VALUE), odd, put("app.test.more/b")))
+    await insert(store, synchronized(2, takedown=True), changes=(put("app.test/hidden"),))
+    yield store
+    await store.close()
+
+
+def rows_of(path: Path) -> list[dict[str, object]]:
+    if path.suffix == ".parquet":
+        rows: list[dict[str, object]] = pq.read_table(path).to_pylist()
+        for row in rows:
+            row["value"] = row["value"] and json.loads(str(row["value"]))
+        return rows
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+async def test_every_visible_record_is_exported(store: Store, tmp_path: Path, form: Format) -> None:
+    file = tmp_path / f"out.{form}"
+    assert await export(store, "app.test", form, file) == 2
+    rows = {row["rkey"]: row for row in rows_of(file)}
+    assert rows.keys() == {"a", "odd"}
+    assert rows["a"]["value"] == json.loads(VALUE)
+    assert (rows["odd"]["value"], rows["odd"]["value_problem"]) == (None, "nul-character")
+    assert list(rows["a"]) == list(ExportedRecord._fields) or form == "parquet"
+    assert rows["a"]["uri"] == f"at://{did(1)}/app.test/a"
+    assert rows["a"]["cid"] == cid_text(put("app.test/a", VALUE).cid or b"")
+    assert [path.name for path in tmp_path.iterdir()] == [file.name]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+async def test_collection_without_records_is_an_empty_file(store: Store, tmp_path: Path, form: Format) -> None:
+    file = tmp_path / f"out.{form}"
+    assert await export(store, "app.none", form, file) == 0
+    assert rows_of(file) == []
+
+
+async def test_export_is_read_in_pages_as_of_one_point_in_time(
+    store: Store, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collection_export, "PAGE_SIZE", 3)
+    await insert(store, synchronized(3), changes=tuple(put(f"many.test/{n}") for n in range(10)))
+    found: list[str] = []
+    async for page in store.export_collection("many.test"):
+        if not found:
+            other = await Store.open(database, connections=1)
+            changes = (delete("many.test/9"), put("many.test/0", "[]", "update"), put("many.test/new"))
+            assert not await other.apply(Batch((RepoWrite(1, synchronized(3, version=2), changes),)))
+            await other.close()
+        assert len(page) <= 3
+        found += [f"{record.rkey} {record.value}" for record in page]
+    assert sorted(found) == [f"{n} {{}}" for n in range(10)]
+
+
+async def test_failed_export_leaves_the_previous_file(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "out.jsonl"
+    file.write_text("before")
+
+    def fail(*_: object) -> None:
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(JsonLinesWriter, "write", fail)
+        with pytest.raises(OSError, match="no space"):
+            await export(store, "app.test", "jsonl", file)
+    assert file.read_text() == "before"
+    assert [path.name for path in tmp_path.iterdir()] == [file.name]
+    assert await export(store, "app.test", "jsonl", file) == 2
+
+
+async def test_row_groups_have_a_maximum_size(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export_files, "ROW_GROUP_BYTES", 1_000)
+    monkeypatch.setattr(export_files, "ROW_BYTES", 0)
+    [[record, *_]] = [page async for page in store.export_collection("app.test")]
+    file = BytesIO()
+    writer = ParquetWriter(file)
+    for size in (400, 700, 100, 100, 2_000, 1):
+        writer.write([record._replace(value="x" * size)])
+    writer.finish()
+    metadata = pq.read_metadata(file)
+    assert [metadata.row_group(n).num_rows for n in range(metadata.num_row_groups)] == [2, 3, 1]
+
+
+async def test_error_without_pyarrow_says_how_to_install_it(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(SettingsError, match="pip install"):
+        await export(store, "app.test", "parquet", tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+async def test_export_command(store: Store, database: str, tmp_path: Path) -> None:
+    result = run_indexer("export", "--collection", "app.test.more", INDEXER_DATABASE_URL=database)
+    assert (result.returncode, result.stderr) == (0, "records: 1\n")
+    assert {json.loads(line)["rkey"] for line in result.stdout.splitlines()} == {"b"}
+    file = tmp_path / "out.parquet"
+    arguments = ("export", "--collection", "app.test.more", "--format", "parquet", "-o", str(file))
+    result = run_indexer(*arguments, INDEXER_DATABASE_URL=database)
+    assert (result.returncode, result.stdout) == (0, "")
+    assert len(rows_of(file)) == 1
+    result = run_indexer("export", "--collection", "not an nsid", INDEXER_DATABASE_URL=database)
+    assert (result.returncode, result.stdout) == (2, "")
+    result = run_indexer(
+        "export", "--collection", "app.test.more", "-o", f"{tmp_path}/none/out", INDEXER_DATABASE_URL=database
+    )
+    assert result.returncode == 1
+    assert len(result.stderr.splitlines()) == 1

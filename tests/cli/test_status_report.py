@@ -1,0 +1,213 @@
+import re
+from dataclasses import replace
+from io import StringIO
+
+import pytest
+from rich.console import Console, RenderableType
+
+from indexer.cli.output import duration_text, fact_table
+from indexer.cli.status_report import Sample, Status, status_of
+from indexer.cli.status_tables import status_tables
+from indexer.outbound import HostState
+from indexer.reasons import FetchFailure
+from indexer.store import ConsumerState, Counts
+from indexer.sync.plans import Cursor
+from indexer.sync.repo_state import SyncStatus
+from indexer.sync.shard import Shard
+
+RELAY = "wss://one.example"
+NOON = 1_767_268_800.0  # 2026-01-01T12:00:00Z
+OLD = "2026-01-01T11:58:00Z"
+NOTHING = Counts(dict.fromkeys(SyncStatus, 0), {}, 0, 0, 0, [])
+
+
+def cursor(
+    seq: int = 1, event_time: str | None = "2026-01-01T12:00:00.000Z", relay: str = RELAY, shard: str = "0/1"
+) -> Cursor:
+    return Cursor(relay, shard, seq, event_time)
+
+
+def repos(synchronized: int = 0, in_progress: int = 0, queued: int = 0, parked: int = 0) -> Counts:
+    statuses = {
+        SyncStatus.SYNCHRONIZED: synchronized,
+        SyncStatus.IN_PROGRESS: in_progress,
+        SyncStatus.DESYNCHRONIZED: queued + parked,
+    }
+    return replace(NOTHING, statuses=statuses, queued=queued, parked=parked)
+
+
+def status(now: Counts, earlier: Counts | None = None, *, at: float = NOON, seconds: float = 2.0) -> Status:
+    return status_of("postgresql:///any", Shard(), Sample(at - seconds, earlier or now), Sample(at, now))
+
+
+def shown(renderable: RenderableType) -> str:
+    console = Console(file=StringIO(), width=200)
+    console.print(renderable)
+    assert isinstance(console.file, StringIO)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("cursors", "reason"),
+    [
+        ([], "no event is stored yet"),
+        ([cursor(shard="1/2")], "some buckets of the shard have not stored an event yet"),
+        ([cursor(shard="0/2"), cursor(shard="1/2")], None),
+        ([cursor(shard="0/2"), cursor(event_time=OLD, shard="1/2")], "the newest stored event is 2 min old"),
+        ([cursor(event_time=OLD), cursor(shard="0/2"), cursor(shard="1/2")], None),
+        ([cursor(), cursor(event_time=OLD, shard="0/2"), cursor(event_time=OLD, shard="1/2")], None),
+        ([cursor()], None),
+        ([cursor(event_time="2026-01-01T12:59:30+01:00")], None),
+        ([cursor(event_time=OLD)], "the newest stored event is 2 min old"),
+        ([cursor(event_time="2020-01-01T00:00:00Z"), cursor(relay="wss://two.example")], None),
+        ([cursor(event_time=None)], "the lag is unknown: the events of the relay have no valid time"),
+        ([cursor(event_time="yesterday")], "the lag is unknown: the events of the relay have no valid time"),
+    ],
+)
+def test_shard_is_ready_if_every_bucket_has_a_recent_cursor(cursors: list[Cursor], reason: str | None) -> None:
+    result = status(replace(NOTHING, cursors=cursors))
+    assert result.not_ready == reason
+    assert result.to_dict()["ready"] is (reason is None)
+
+
+def test_rates_are_averages_between_the_samples() -> None:
+    earlier = replace(repos(synchronized=10, queued=90), cursors=[cursor(100)])
+    now = replace(repos(synchronized=20, in_progress=5, queued=75), cursors=[cursor(160), cursor(9, shard="1/2")])
+    result = status(replace(now, ended=10), earlier, seconds=2)
+    assert (result.events_per_second, result.resyncs_per_second) == (30, 5)
+    assert (result.progress, result.seconds_left) == (0.2, 16)
+
+
+@pytest.mark.parametrize(
+    ("earlier", "now"),
+    [
+        (
+            repos(synchronized=60, queued=40),
+            repos(synchronized=60, queued=40),
+        ),  # as many repos were desynchronized as synchronized
+        (repos(synchronized=60, queued=50), repos(synchronized=60, queued=40, parked=10)),
+        (repos(synchronized=60, queued=10), repos(synchronized=70, queued=40)),  # more repos were added in the meantime
+    ],
+    ids=["desynchronized", "parked", "added"],
+)
+def test_repos_that_enter_the_queue_do_not_reduce_the_resync_rate(earlier: Counts, now: Counts) -> None:
+    result = status(replace(now, ended=10), earlier, seconds=2)
+    assert (result.resyncs_per_second, result.seconds_left) == (5, 8)
+
+
+def test_events_of_a_stream_are_counted_once_for_all_its_shards() -> None:
+    other = "wss://two.example"
+    earlier = replace(NOTHING, cursors=[cursor(100, shard="0/2"), cursor(90, shard="1/2"), cursor(5, relay=other)])
+    now = replace(NOTHING, cursors=[cursor(160, shard="0/2"), cursor(160, shard="1/2"), cursor(15, relay=other)])
+    assert status(now, earlier, seconds=2).events_per_second == 40
+
+
+def test_parked_repos_do_not_count_as_waiting() -> None:
+    result = status(repos(synchronized=10, parked=4))
+    assert (result.progress, result.seconds_left, result.parked) == (1, None, 4)
+
+
+def test_progress_and_time_left_are_none_if_they_are_undefined() -> None:
+    assert status(NOTHING).progress is None
+    assert status(repos(queued=5)).seconds_left is None
+
+
+def test_rate_is_not_negative_if_a_cursor_was_reset() -> None:
+    result = status(replace(NOTHING, cursors=[cursor(5)]), replace(NOTHING, cursors=[cursor(100)]))
+    assert result.events_per_second == 0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 s"),
+        (-3, "0 s"),
+        (59.6, "1 min"),
+        (65, "1 min 5 s"),
+        (3_600, "1 h"),
+        (90_061, "1 d 1 h"),
+        (86_405, "1 d 5 s"),
+    ],
+)
+def test_duration_is_shown_in_its_two_largest_units(seconds: float, text: str) -> None:
+    assert duration_text(seconds) == text
+
+
+BUSY = replace(
+    repos(synchronized=1_234, in_progress=7, queued=2_993, parked=11),
+    reasons={"new": 2_900, "chain-break": 93},
+    failures={"timeout": 4, "repo-not-found": 12},
+    records=56_789,
+    cursors=[cursor(7_654_321)],
+    ended=50,
+)
+
+
+def test_tables_show_all_values() -> None:
+    text = shown(status_tables(status(BUSY, replace(BUSY, cursors=[cursor(7_654_021)]))))
+    rows = [re.split("[│ ]{2,}", line.strip("│ ")) for line in text.splitlines()]
+    expected = [
+        ["ready"],
+        [RELAY, "0/1", "7,654,321", "0 s"],
+        ["synchronized", "1,234"],
+        ["in-progress", "7"],
+        ["desynchronized", "3,004"],
+        ["reason: new", "2,900"],
+        ["reason: chain-break", "93"],
+        ["last error: timeout", "4"],
+        ["last error: repo-not-found", "12"],
+        ["records", "about 56,789"],
+        ["resync queue", "2,993"],
+        ["parked", "11"],
+        ["events per second", "150.0"],
+        ["resyncs per second", "25.0"],
+        ["progress", "29.1%"],
+        ["time left", "2 min"],
+    ]
+    assert [row for row in expected if row not in rows] == []
+
+
+def test_json_contains_all_values() -> None:
+    result = status(BUSY, replace(BUSY, cursors=[cursor(7_654_021)])).to_dict()
+    expected = {
+        "ready": True,
+        "repos": {"synchronized": 1_234, "in-progress": 7, "desynchronized": 3_004},
+        "reasons": {"new": 2_900, "chain-break": 93},
+        "failures": {"timeout": 4, "repo-not-found": 12},
+        "records": 56_789,
+        "resync_queue": 2_993,
+        "parked": 11,
+        "events_per_second": 150,
+        "resyncs_per_second": 25,
+        "progress": 1_234 / 4_234,
+        "seconds_left": 120,
+    }
+    assert result.items() >= expected.items()
+    assert [(cursor["relay"], cursor["seq"]) for cursor in result["cursors"]] == [(RELAY, 7_654_321)]
+
+
+def test_markup_and_control_characters_are_shown_literally() -> None:
+    text = shown(fact_table({"last_error": "[bold]no[/] \x1b[2J", "handle": None, "visible": True, "records": 1_000}))
+    assert "[bold]no[/]" in text
+    assert "\x1b[2J" not in text
+    assert "1,000" in text
+
+
+def test_paused_hosts_are_shown_with_reason_and_time_left() -> None:
+    paused = HostState("\x1b[31mpds.example", 7, 7, 6, NOON + 90, FetchFailure.HOST_PAUSED, "timeout: 5 s", None)
+    result = status(replace(NOTHING, hosts=[paused]))
+    assert result.paused_hosts[0].seconds_left == 90
+    text = shown(status_tables(result))
+    assert all(part in text for part in ("pds.example", "1 min 30 s", "host-paused", "6", "timeout: 5 s"))
+    assert "\x1b" not in text
+    assert "host-paused" not in shown(status_tables(status(NOTHING)))
+
+
+def test_consumers_are_shown_with_their_lag_or_as_disconnected() -> None:
+    following = ConsumerState("search", 90, 10, NOON - 65, NOON - 5, cut_off=False)
+    disconnected = ConsumerState("old", 3, 97, NOON - 90_061, NOON - 90_061, cut_off=True)
+    result = status(replace(NOTHING, consumers=[following, disconnected]))
+    assert [(consumer.name, consumer.lag_seconds) for consumer in result.consumers] == [("search", 65), ("old", 90_061)]
+    rows = [re.split("[│ ]{2,}", line.strip("│ ")) for line in shown(status_tables(result)).splitlines()]
+    assert ["search", "90", "10", "1 min 5 s", "5 s ago"] in rows
+    assert ["old", "3", "97", "disconnected", "1 d 1 h ago"] in rows

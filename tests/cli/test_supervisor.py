@@ -1,0 +1,115 @@
+"""Several daemon processes that share a shard: `indexer run --processes N`."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import asyncpg
+import pytest
+
+from indexer.cli.supervisor import process_environment, supervise
+from indexer.errors import SettingsError
+from indexer.localnet.local_network import LocalNetwork
+from indexer.localnet.scenario import Scenario
+from indexer.settings import Settings
+from indexer.sync.shard import Shard
+from tests.daemon_process import daemon_environment
+from tests.database_checks import assert_change_log_consistent, wait_until_equal
+from tests.waiting import until
+
+
+def test_processes_share_buckets_ports_and_rates() -> None:
+    settings = Settings(shard="1/2", http_bind="127.0.0.1:2580", plc_rate="10", host_rate="9", host_concurrency="10")
+    own = [process_environment(settings, index, 3) for index in range(3)]
+    assert [one["INDEXER_SHARD"] for one in own] == ["3/6", "4/6", "5/6"]
+    assert [one["INDEXER_HTTP_BIND"] for one in own] == ["127.0.0.1:2580", "127.0.0.1:2581", "127.0.0.1:2582"]
+    assert {one["INDEXER_HOST_RATE"] for one in own} == {"3.0"}
+    assert {one["INDEXER_HOST_CONCURRENCY"] for one in own} == {"4"}
+    assert [float(own[0][f"INDEXER_{name}_RATE"]) * 3 for name in ("PLC", "OUTBOUND", "HANDLE")] == [10, 100, 10]
+    buckets = [bucket for one in own for bucket in Shard.parse(one["INDEXER_SHARD"]).buckets]
+    assert buckets == list(Shard(1, 2).buckets)
+
+
+async def test_more_processes_than_buckets_are_a_settings_error() -> None:
+    with pytest.raises(
+        SettingsError, match="--processes: 32 processes for shard 0/16 need 512 shards; the maximum is 256"
+    ):
+        await supervise(Settings(shard="0/16"), 32, None)
+
+
+@asynccontextmanager
+async def processes(
+    network: LocalNetwork, dsn: str, directory: Path, count: int
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    command = [sys.executable, "-m", "indexer", "run", "--no-migrate", "--processes", str(count)]
+    with (directory / "daemon.log").open("ab") as log:
+        process = await asyncio.create_subprocess_exec(
+            *command, env=daemon_environment(network, dsn, directory), stdout=log, stderr=log
+        )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.terminate()
+            await process.wait()
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="children are found in /proc")
+async def test_no_change_is_lost_or_duplicated_when_processes_are_killed_or_their_number_changes(
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Run two processes, of which one is killed and restarted, then three, then one."""
+    monkeypatch.setattr("tests.waiting.TIMEOUT", 400.0)  # a lease of the killed process may have to expire
+    async with LocalNetwork() as network:
+        scenario, total, step = Scenario(network, seed=11), 160, 0
+
+        def perform(steps: int) -> None:
+            nonlocal step
+            for _ in range(steps):
+                scenario.perform(step, total)
+                step += 1
+
+        async with processes(network, database, tmp_path, 2) as parent:
+            perform(30)
+            await wait_until_equal(network, database, min_records=30)
+            victim, other = children_of(parent.pid)
+            os.kill(victim, signal.SIGKILL)
+            perform(30)
+            await until(lambda: len(set(children_of(parent.pid)) - {victim}) == 2)
+            assert other in children_of(parent.pid)
+            await wait_until_equal(network, database, min_records=30)
+            parent.send_signal(signal.SIGTERM)
+            assert await parent.wait() == 0, (tmp_path / "daemon.log").read_text()[-2_000:]
+        for count in (3, 1):
+            perform(50)
+            async with processes(network, database, tmp_path, count):
+                await wait_until_equal(network, database, min_records=30)
+        await assert_change_log_consistent(database)
+        connection = await asyncpg.connect(database)
+        shards = [row["shard"] for row in await connection.fetch("select shard from atproto.cursors order by 1")]
+        await connection.close()
+        assert shards == ["0/1", "0/2", "0/3", "1/2", "1/3", "2/3"]
+
+
+@pytest.mark.slow
+async def test_error_of_a_process_stops_all(tmp_path: Path) -> None:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("INDEXER_")}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "indexer", "run", "--processes", "2",
+        env=clean | {"INDEXER_DATABASE_URL": "postgresql://127.0.0.1:1/none", "INDEXER_DATA_DIR": str(tmp_path)},
+        stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    _, errors = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == 1
+    assert b"127.0.0.1" in errors
+    assert b"Traceback" not in errors

@@ -1,0 +1,210 @@
+"""A local network, a daemon in the test process, its database, and the checks that tests make on them."""
+
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import asyncpg
+
+from indexer.atproto.crypto import PrivateKey
+from indexer.cli.demo import NetworkComparison, compare
+from indexer.daemon import Daemon
+from indexer.localnet.local_account import LocalAccount
+from indexer.localnet.local_network import LocalNetwork, RecordsByRepo
+from indexer.localnet.local_pds import GET_REPO
+from indexer.localnet.local_relay import message_frame
+from indexer.localnet.local_repo import LocalChange
+from indexer.store import Store
+from tests.daemon_harness import run_daemon, settings_for, wait_for_cursor
+from tests.waiting import until
+
+POST = "app.bsky.feed.post"
+LIKE = "app.bsky.feed.like"
+REPO_ROW = """
+    select *, (extract(epoch from next_attempt_at) - extract(epoch from now()))::float8 as wait
+    from indexer.repo where did = $1
+"""
+
+UNKNOWN_KEY = PrivateKey.from_seed("k256", b"a key that no account has")
+
+
+class FilteredNetwork(LocalNetwork):
+    """A network of which the database must contain only the given accounts and collections."""
+
+    def __init__(self, dids: Iterable[str] | None = None, collections: Iterable[str] | None = None) -> None:
+        super().__init__()
+        self.dids = None if dids is None else set(dids)
+        self.collections = None if collections is None else set(collections)
+
+    def expected_records(self) -> RecordsByRepo:
+        return {
+            did: {
+                path: cid
+                for path, cid in records.items()
+                if self.collections is None or path.partition("/")[0] in self.collections
+            }
+            for did, records in super().expected_records().items()
+            if self.dids is None or did in self.dids
+        }
+
+
+@dataclass
+class RunningDaemon:
+    """A daemon that indexes a local network.
+
+    Attributes:
+        stages: The stages of the daemon.
+        dsn: The database of the daemon.
+    """
+
+    network: LocalNetwork
+    stages: Daemon
+    dsn: str
+
+    @property
+    def store(self) -> Store:
+        return self.stages.store
+
+    async def wait_for_cursor(self) -> None:
+        """Wait until everything that the relay has sent is in the database. Its last message must have a number."""
+        await wait_for_cursor(self.stages, self.network.relay_url, self.network.relay.log[-1].seq)
+
+    async def wait_until_equal(self) -> NetworkComparison:
+        """Wait until everything is read and the database equals the network."""
+        await self.wait_for_cursor()
+        comparison = NetworkComparison(0, 0, ["not compared"])
+
+        async def equal() -> bool:
+            nonlocal comparison
+            comparison = await compare(self.network, self.store)
+            return not comparison.differences
+
+        await until(equal, lambda: comparison.differences[:5])
+        return comparison
+
+    async def resync_until_equal(self, account: LocalAccount) -> None:
+        """Make every attempt of the repo due at once, instead of after a minute or more, until it is synchronized."""
+
+        async def synchronized() -> bool:
+            await self.execute("update indexer.repo set next_attempt_at = null where did = $1", account.did)
+            return bool((await self.repo_row(account))["sync_status"] == "synchronized")
+
+        await until(synchronized)
+        await self.wait_until_equal()
+
+    async def assert_no_silent_loss(self, account: LocalAccount) -> None:
+        """Assert that the last commit is stored or that the repo is marked as incomplete; a resync must complete it."""
+        await self.wait_for_cursor()
+        row = await self.repo_row(account)
+        assert row["rev"] == account.rev or row["sync_status"] != "synchronized", await self.dead_letters()
+        await self.resync_until_equal(account)
+
+    async def execute(self, statement: str, *values: Any) -> list[asyncpg.Record]:
+        connection = await asyncpg.connect(self.dsn)
+        try:
+            rows: list[asyncpg.Record] = await connection.fetch(statement, *values)
+            return rows
+        finally:
+            await connection.close()
+
+    async def repo_row(self, account: LocalAccount) -> asyncpg.Record:
+        """Return the row of the repo. `wait` is the seconds until its next attempt, infinite if it is parked."""
+        [row] = await self.execute(REPO_ROW, account.did)
+        return row
+
+    async def record_rows(self, account: LocalAccount) -> list[asyncpg.Record]:
+        """Return the stored records of the account, including those that are not visible."""
+        return await self.execute("select * from indexer.record where did = $1 order by collection, rkey", account.did)
+
+    async def dead_letters(self) -> list[tuple[str | None, str]]:
+        """Return DID and reason of each dead letter, in the order of their IDs."""
+        return [
+            (did, reason) for did, reason in await self.execute("select did, reason from atproto.rejected order by id")
+        ]
+
+    def counter(self, name: str, **labels: str) -> float:
+        """Return the value of the counter `indexer_{name}_total` with exactly these labels."""
+        value = self.stages.metrics.registry.get_sample_value(f"indexer_{name}_total", labels)
+        assert value is not None, (name, labels)
+        return value
+
+    def counter_sum(self, name: str) -> float:
+        """Return the sum of the counter `indexer_{name}_total` over all its labels."""
+        return sum(
+            sample.value
+            for family in self.stages.metrics.registry.collect()
+            for sample in family.samples
+            if sample.name == f"indexer_{name}_total"
+        )
+
+    async def wait_for_counter(self, name: str, *, above: float = 0, **labels: str) -> None:
+        """Wait until the counter `indexer_{name}_total` is greater than `above`."""
+        await until(lambda: self.counter(name, **labels) > above, lambda: (name, labels, self.stages.probe.status()))
+
+    @property
+    def export_requests(self) -> int:
+        """The number of exports that the PDSs were asked for."""
+        return sum(pds.requests[GET_REPO] for pds in self.network.pdses)
+
+    def create_account(self, handle: str, records: int = 5) -> LocalAccount:
+        """Create an account with this many posts."""
+        account = self.network.create_account(handle)
+        for number in range(records):
+            account.create(POST, post(number), rkey=f"{number:03}")  # the same tree in every run
+        return account
+
+    def lose_commit(self, account: LocalAccount) -> None:
+        """Create two posts. The relay does not send the commit of the first one."""
+        dropped = self.network.relay.dropped[account.did]
+        self.network.relay.drop(account.did)
+        account.create(POST, post("lost"))
+        assert self.network.relay.dropped[account.did] == dropped + 1
+        account.create(POST, post("after the lost one"))
+
+    def inject(self, kind: str, payload: dict[str, Any]) -> None:
+        """Let the relay send this message, with the next sequence number."""
+        relay = self.network.relay
+        relay.inject(message_frame(kind, payload | {"seq": relay.seq + 1}))
+
+
+@asynccontextmanager
+async def running_daemon(
+    dsn: str, directory: Path, network: LocalNetwork | None = None, **settings: Any
+) -> AsyncIterator[RunningDaemon]:
+    """Run a daemon on a network that is already running, or on a new one."""
+    if network is None:
+        async with LocalNetwork() as new, running_daemon(dsn, directory, new, **settings) as daemon:
+            yield daemon
+        return
+    async with run_daemon(settings_for(network.relay_url, network.plc_url, directory, **settings), dsn) as stages:
+        yield RunningDaemon(network, stages, dsn)
+
+
+def post(text: object) -> dict[str, Any]:
+    return {"$type": POST, "text": str(text)}
+
+
+def publish_key_silently(network: LocalNetwork, account: LocalAccount) -> None:
+    """Publish the account's key in the directory, without an `#identity` message."""
+    identity = network.plc.identities[account.did]
+    assert identity is not None
+    network.plc.identities[account.did] = replace(identity, key=account.key.public.did_key())
+
+
+def commit_payload(did: str, change: LocalChange, time: str, **changes: Any) -> dict[str, Any]:
+    """Return the payload of a `#commit` message for `change`, with changed fields."""
+    return {
+        "repo": did,
+        "commit": change.commit.cid,
+        "rev": change.commit.rev,
+        "since": change.since,
+        "prevData": change.prev_data,
+        "ops": change.ops,
+        "blocks": change.blocks,
+        "time": time,
+        "blobs": [],
+        "rebase": False,
+        "tooBig": False,
+    } | changes

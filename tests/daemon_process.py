@@ -1,0 +1,48 @@
+"""Run `indexer run` as a separate process."""
+
+import asyncio
+import os
+import sys
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from indexer.localnet.local_network import LocalNetwork
+
+
+def daemon_environment(network: LocalNetwork, dsn: str, directory: Path) -> dict[str, str]:
+    """Return the environment of a daemon on this network, without the settings of the user who runs the tests."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("INDEXER_")} | {
+        "INDEXER_DATABASE_URL": dsn,
+        "INDEXER_DATA_DIR": str(directory),
+        "INDEXER_RELAYS": network.relay_url,
+        "INDEXER_PLC_URL": network.plc_url,
+        "INDEXER_START": "oldest",
+        "INDEXER_ALLOW_PRIVATE_HOSTS": "true",
+        "INDEXER_PLC_RATE": "1000",
+        "INDEXER_HANDLE_RATE": "0",
+        "INDEXER_HOST_RATE": "1000",
+        "INDEXER_HTTP_BIND": "127.0.0.1:0",
+    }
+
+
+@asynccontextmanager
+async def daemon_process(network: LocalNetwork, dsn: str, directory: Path) -> AsyncIterator[Process]:
+    """Run a daemon for the duration of the block. It is killed at the end, without a chance to drain."""
+    with (directory / "daemon.log").open("ab") as log:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "indexer", "run", "--no-migrate",
+            env=daemon_environment(network, dsn, directory), stderr=log, stdout=log,
+        )  # fmt: skip
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+def log_tail(directory: Path) -> str:
+    """Return the end of the log of the daemons that ran with this directory."""
+    return (directory / "daemon.log").read_text()[-2_000:]

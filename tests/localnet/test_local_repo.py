@@ -1,0 +1,191 @@
+"""Signatures, chain and slices of commits, and the inversion of their operations."""
+
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec, utils
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from multiformats import multibase
+
+from indexer.atproto import cid
+from indexer.atproto.crypto import Curve, PrivateKey
+from indexer.atproto.limits import DEFAULT_LIMITS
+from indexer.atproto.mst import NetOp, Verdict, invert
+from indexer.atproto.mst.node import EMPTY_TREE
+from indexer.localnet.dag_cbor import encode
+from indexer.localnet.local_repo import LocalChange, LocalRepo, Record, Write
+from indexer.localnet.tid_clock import TidClock
+from tests.localnet.independent_decoder import decode_all, decode_car, decode_records
+from tests.profiles import scaled
+
+DID = "did:plc:aaaaaaaaaaaaaaaaaaaaaaaa"
+PATHS = st.integers(0, 200).map(lambda n: f"com.example.rec/{n}")
+
+
+class SignedRepo:
+    """A repo with its key and its clock."""
+
+    def __init__(self, curve: Curve = "k256") -> None:
+        self.key = PrivateKey.from_seed(curve, b"repo")
+        self.clock = TidClock()
+        self.repo = LocalRepo(DID, self.key, self.clock.tid())
+
+    def write(self, *writes: Write) -> LocalChange:
+        return self.repo.write(writes, self.key, self.clock.tid())
+
+
+def record(number: int) -> dict[str, Any]:
+    return {"$type": "com.example.rec", "n": number}
+
+
+def net_ops(change: LocalChange) -> list[NetOp]:
+    """Return the net operations: for each path the CID before its first and after its last operation."""
+    old: dict[str, bytes | None] = {}
+    new: dict[str, bytes | None] = {}
+    for op in change.ops:
+        old.setdefault(op["path"], op.get("prev"))
+        new[op["path"]] = op["cid"]
+    return [NetOp(path.encode(), old[path], new[path]) for path in old if old[path] != new[path]]
+
+
+def verdict_of(change: LocalChange) -> Verdict:
+    _, blocks = decode_car(change.blocks)
+    prev = change.prev_data or EMPTY_TREE
+    return invert(blocks, change.commit.data, net_ops(change), prev, DEFAULT_LIMITS).verdict
+
+
+@pytest.mark.parametrize(("curve", "kind"), [("k256", ec.SECP256K1()), ("p256", ec.SECP256R1())])
+def test_commits_are_signed_with_low_s(curve: Curve, kind: ec.EllipticCurve) -> None:
+    signed_repo = SignedRepo(curve)
+    key = multibase.decode(signed_repo.key.public.did_key().removeprefix("did:key:"))
+    public = ec.EllipticCurvePublicKey.from_encoded_point(kind, key[2:])
+    for number in range(8):
+        change = signed_repo.write(Write.create(f"com.example.rec/{number}", record(number)))
+        (signed,) = decode_all(change.commit.block)
+        assert list(signed) == ["did", "rev", "sig", "data", "prev", "version"]
+        signature = signed.pop("sig")
+        r, s = int.from_bytes(signature[:32]), int.from_bytes(signature[32:])
+        assert len(signature) == 64
+        assert s <= kind.group_order // 2
+        public.verify(utils.encode_dss_signature(r, s), encode(signed), ec.ECDSA(hashes.SHA256()))
+        assert signed == {"did": DID, "rev": change.commit.rev, "data": change.commit.data, "prev": None, "version": 3}
+
+
+def test_first_commit_has_empty_tree() -> None:
+    first = SignedRepo().repo.first
+    assert (first.since, first.prev_data, first.ops, first.commit.data) == (None, None, [], EMPTY_TREE)
+    root, blocks = decode_car(first.blocks)
+    assert root == first.commit.cid
+    assert decode_records(blocks, first.commit.data) == {}
+
+
+def test_commits_form_a_chain() -> None:
+    signed_repo = SignedRepo()
+    before = signed_repo.repo.head
+    for number in range(20):
+        change = signed_repo.write(Write.create(f"com.example.rec/{number}", record(number)))
+        assert (change.since, change.prev_data) == (before.rev, before.data)
+        assert change.commit.rev > before.rev
+        before = change.commit
+
+
+def test_slice_of_empty_commit_contains_only_the_commit() -> None:
+    signed_repo = SignedRepo()
+    data = signed_repo.write(Write.create("com.example.rec/a", record(1))).commit.data
+    change = signed_repo.write()
+    assert (change.ops, change.commit.data, change.prev_data) == ([], data, data)
+    assert decode_car(change.blocks) == (change.commit.cid, {change.commit.cid: change.commit.block})
+
+
+PATH = "com.example.rec/a"
+ONE, TWO = record(1), record(2)
+A, B = cid.cid_of(encode(ONE)), cid.cid_of(encode(TWO))
+
+
+@pytest.mark.parametrize(
+    ("start", "writes", "forms"),
+    [
+        ([], [Write.create(PATH, ONE), Write.update(PATH, TWO)], [("create", A, None), ("update", B, None)]),
+        ([], [Write.create(PATH, ONE), Write.delete(PATH)], [("create", A, None), ("delete", None, None)]),
+        ([ONE], [Write.delete(PATH), Write.create(PATH, ONE)], [("delete", None, A), ("create", A, A)]),
+        ([ONE], [Write.update(PATH, TWO), Write.update(PATH, TWO)], [("update", B, A), ("update", B, A)]),
+    ],
+)
+def test_repeated_path_has_prev_from_before_batch(
+    start: list[Record], writes: list[Write], forms: list[tuple[str, bytes | None, bytes | None]]
+) -> None:
+    signed_repo = SignedRepo()
+    signed_repo.write(Write.create("com.example.rec/b", record(9)), *(Write.create(PATH, first) for first in start))
+    change = signed_repo.write(*writes)
+    assert [(op["action"], op["cid"], op.get("prev")) for op in change.ops] == forms
+    assert all(("prev" in op) == (op.get("prev") is not None) for op in change.ops)
+    assert verdict_of(change) is Verdict.OK
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        Write.update("com.example.rec/b", record(1)),
+        Write.delete("com.example.rec/b"),
+        Write.create("com.example.rec/a", record(2)),
+    ],
+)
+def test_batch_with_invalid_write_changes_nothing(write: Write) -> None:
+    signed_repo = SignedRepo()
+    head = signed_repo.write(Write.create("com.example.rec/a", record(1))).commit
+    with pytest.raises(KeyError):
+        signed_repo.write(Write.create("com.example.rec/c", record(1)), write)
+    assert (signed_repo.repo.head, list(signed_repo.repo.records)) == (head, ["com.example.rec/a"])
+    assert signed_repo.write(Write.delete("com.example.rec/a")).prev_data == head.data
+
+
+@settings(max_examples=scaled(60))
+@given(st.lists(st.lists(st.tuples(PATHS, st.integers(0, 3)), max_size=6), min_size=1, max_size=12))
+def test_inverting_any_commit_gives_previous_tree(batches: list[list[tuple[str, int]]]) -> None:
+    """In a batch, number 0 deletes the path and any other number writes it. The inversion is that of the indexer."""
+    signed_repo, expected = SignedRepo(), dict[str, bytes]()
+    for batch in batches:
+        writes = []
+        for path, number in batch:
+            if number:
+                writes.append((Write.update if path in expected else Write.create)(path, record(number)))
+                expected[path] = cid.cid_of(encode(record(number)))
+            elif expected.pop(path, None):
+                writes.append(Write.delete(path))
+        change = signed_repo.write(*writes)
+        assert verdict_of(change) is Verdict.OK
+        _, blocks = decode_car(change.blocks)
+        assert {write.block for write in writes if write.block} <= set(blocks.values())
+        assert decode_records(signed_repo.repo.tree.blocks(), change.commit.data) == expected
+
+
+def test_inverting_forged_operations_fails() -> None:
+    signed_repo = SignedRepo()
+    signed_repo.write(*(Write.create(f"com.example.rec/{number}", record(number)) for number in range(50)))
+    change = signed_repo.write(Write.delete("com.example.rec/7"), Write.create("com.example.rec/60", record(60)))
+    change.ops.pop()
+    assert verdict_of(change) is Verdict.MISMATCH
+
+
+def test_export_is_streamable_and_complete() -> None:
+    signed_repo = SignedRepo()
+    signed_repo.write(*(Write.create(f"com.example.rec/{number}", record(number // 2)) for number in range(120)))
+    export = b"".join(signed_repo.repo.export())
+    root, blocks = decode_car(export)
+    assert root == signed_repo.repo.head.cid
+    assert list(blocks)[:2] == [signed_repo.repo.head.cid, signed_repo.repo.head.data]
+    found = decode_records(blocks, signed_repo.repo.head.data)
+    assert found == {path: cid.cid_of(block) for path, block in signed_repo.repo.records.items()}
+    assert all(blocks[found[path]] == block for path, block in signed_repo.repo.records.items())
+
+
+def test_running_export_is_not_affected_by_a_commit() -> None:
+    signed_repo = SignedRepo()
+    signed_repo.write(*(Write.create(f"com.example.rec/{number}", record(number)) for number in range(20)))
+    export = signed_repo.repo.export()
+    begun = next(export)
+    whole = b"".join(signed_repo.repo.export())
+    signed_repo.write(*(Write.delete(f"com.example.rec/{number}") for number in range(20)))
+    assert begun + b"".join(export) == whole

@@ -1,0 +1,457 @@
+"""Requests to hosts that respond correctly, slowly, incompletely or not at all."""
+
+import asyncio
+import gzip
+import tracemalloc
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+import pytest
+from backports import zstd
+
+from indexer.errors import UnavailableError
+from indexer.outbound import OutboundClient, OutboundSettings, RateLimits, Response
+from indexer.outbound.host_limits import FAILURE_THRESHOLD
+from indexer.reasons import FetchFailure
+from tests.outbound.conftest import LOCAL, SHORT_TIMEOUTS
+from tests.outbound.scripted_host import Script, ScriptedHost, gzip_response, hang, http_response
+
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+async def failure_of(request: Awaitable[object]) -> UnavailableError:
+    with pytest.raises(UnavailableError) as failure:
+        await request
+    return failure.value
+
+
+async def read_all(
+    outbound: OutboundClient,
+    url: str,
+    *,
+    max_bytes: int = 10_000_000,
+    timeout: float = 5.0,  # noqa: ASYNC109
+    min_rate: float = 0.0,
+    after_each: Callable[[], Awaitable[object]] | None = None,
+) -> int:
+    """Stream a body; return its size."""
+    size = 0
+    async with outbound.stream(url, max_bytes=max_bytes, timeout=timeout, min_rate=min_rate, accept="*/*") as stream:
+        async for chunk in stream.chunks():
+            size += len(chunk)
+            if after_each is not None:
+                await after_each()
+    return size
+
+
+def writes(*pieces: bytes, every: float = 0.0, forever: bool = False) -> Script:
+    """Return a script that sends a piece every `every` seconds; with `forever`, it repeats the last one."""
+
+    async def script(writer: asyncio.StreamWriter) -> None:
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(every)
+        while forever:
+            writer.write(pieces[-1])
+            await writer.drain()
+            await asyncio.sleep(every)
+
+    return script
+
+
+async def test_headers_of_a_request(host: ScriptedHost, outbound: OutboundClient) -> None:
+    host.pages["/a?did=did:plc:x"] = http_response(b"{}", headers={"X-Thing": "1"})
+    response = await outbound.get(f"{host.url}/a?did=did:plc:x", max_bytes=10)
+    assert response == Response(200, response.headers, b"{}", f"{host.url}/a?did=did:plc:x")
+    assert response.headers["x-thing"] == response.headers["X-THING"] == "1"
+    line, *fields = host.requests[0].split("\r\n")
+    assert line == "get /a?did=did:plc:x http/1.1"
+    assert dict(field.split(": ", 1) for field in fields if field) == {
+        "host": f"127.0.0.1:{host.port}",
+        "user-agent": "test (mailto:someone@example.com)",
+        "accept": "application/json",
+        "accept-encoding": "gzip, zstd",
+    }
+
+
+async def test_cookies_credentials_and_proxies_are_not_used(
+    host: ScriptedHost, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    netrc = tmp_path_factory.mktemp("home") / "netrc"
+    netrc.write_text("machine 127.0.0.1 login me password secret\n")
+    for name, value in {"HTTP_PROXY": "http://127.0.0.1:1", "ALL_PROXY": "http://127.0.0.1:1", "NETRC": netrc}.items():
+        monkeypatch.setenv(name, str(value))
+        monkeypatch.setenv(name.lower(), str(value))
+    host.pages["/"] = http_response(b"{}", headers={"Set-Cookie": "session=1; Path=/"})
+    async with OutboundClient(LOCAL) as outbound:
+        for _ in range(2):
+            await outbound.get(f"{host.url}/", max_bytes=10)
+    assert "cookie" not in host.requests[1]
+    assert "authorization" not in host.requests[1]
+
+
+async def test_connections_are_reused(host: ScriptedHost, outbound: OutboundClient) -> None:
+    host.pages["/"] = http_response(b"<html>", status=302, headers={"Location": "/there"})
+    host.pages["/there"] = gzip_response(b"{}")
+    host.pages["/not"] = http_response(b"{}", status=404)
+    for page in ("/", "/not", "/"):
+        await outbound.get(f"{host.url}{page}", max_bytes=10)
+    assert host.connections == 1
+
+
+@pytest.mark.parametrize("status", [204, 400, 404, 410, 500, 501, 503])
+async def test_error_statuses_are_returned_with_a_truncated_body(
+    host: ScriptedHost, outbound: OutboundClient, status: int
+) -> None:
+    body = b"" if status == 204 else b"<html>" + b"x" * 60_000
+    host.pages["/"] = http_response(body, status=status)
+    response = await outbound.get(f"{host.url}/", max_bytes=10)
+    assert response.status == status
+    assert response.body == body[:16_384]
+
+
+@pytest.mark.parametrize(("encoding", "compress"), [("gzip", gzip.compress), ("zstd", zstd.compress)])
+async def test_compressed_body_is_streamed_decompressed(
+    host: ScriptedHost, outbound: OutboundClient, encoding: str, compress: Callable[[bytes], bytes]
+) -> None:
+    body = b"block" * 100_000
+    host.pages["/"] = http_response(compress(body), headers={"Content-Encoding": encoding})
+    async with outbound.stream(f"{host.url}/", max_bytes=len(body), timeout=5, min_rate=1, accept="x/y") as stream:
+        assert stream.status == 200
+        sizes = [len(chunk) async for chunk in stream.chunks()]
+    assert sum(sizes) == len(body)
+    assert max(sizes) <= 65_536
+    assert "accept: x/y" in host.requests[0]
+
+
+# Slow hosts
+
+
+@pytest.mark.slow
+async def test_host_that_never_responds(host: ScriptedHost, outbound: OutboundClient) -> None:
+    host.pages["/"] = hang
+    assert (await failure_of(outbound.get(f"{host.url}/", max_bytes=10))).reason is FetchFailure.TIMEOUT
+
+
+async def test_host_that_sends_headers_slowly_without_end(host: ScriptedHost, outbound: OutboundClient) -> None:
+    host.pages["/"] = writes(b"HTTP/1.1 200 OK\r\n", b"X: y\r\n", every=0.02, forever=True)
+    failure = await failure_of(outbound.get(f"{host.url}/", max_bytes=10, timeout=0.3))
+    assert failure.reason is FetchFailure.TIMEOUT
+
+
+@pytest.mark.slow
+async def test_host_that_stops_within_the_body(host: ScriptedHost, outbound: OutboundClient) -> None:
+    host.pages["/"] = writes(http_response(b"half", length=8), every=60)
+    assert (await failure_of(read_all(outbound, f"{host.url}/"))).reason is FetchFailure.TIMEOUT
+
+
+async def test_body_below_the_minimum_rate(host: ScriptedHost, outbound: OutboundClient) -> None:
+    host.pages["/"] = writes(CHUNKED, b"1\r\nx\r\n", every=0.02, forever=True)
+    failure = await failure_of(read_all(outbound, f"{host.url}/", timeout=60, min_rate=1_000))
+    assert failure.reason is FetchFailure.TIMEOUT
+    assert "bytes in" in failure.detail
+
+
+async def test_body_that_takes_longer_than_the_timeout(host: ScriptedHost, outbound: OutboundClient) -> None:
+    host.pages["/"] = writes(CHUNKED, b"1\r\nx\r\n", every=0.02, forever=True)
+    failure = await failure_of(outbound.get(f"{host.url}/", max_bytes=10_000, timeout=0.3))
+    assert failure.reason is FetchFailure.TIMEOUT
+
+
+@pytest.mark.slow
+async def test_time_of_the_caller_does_not_count_for_the_rate(host: ScriptedHost, outbound: OutboundClient) -> None:
+    host.pages["/"] = http_response(b"x" * 200_000)
+    pause = SHORT_TIMEOUTS.rate_grace * 2
+
+    async def work() -> None:
+        await asyncio.sleep(pause)
+
+    assert await read_all(outbound, f"{host.url}/", min_rate=2_000_000, after_each=work) == 200_000
+
+
+# Large responses
+
+
+async def test_body_above_the_limit_is_refused(host: ScriptedHost, outbound: OutboundClient) -> None:
+    host.pages["/"] = http_response(b"x" * 1_001)
+    assert (await failure_of(outbound.get(f"{host.url}/", max_bytes=1_000))).reason is FetchFailure.TOO_LARGE
+    assert len((await outbound.get(f"{host.url}/", max_bytes=1_001)).body) == 1_001
+
+
+async def test_endless_body_is_refused(host: ScriptedHost, outbound: OutboundClient) -> None:
+    host.pages["/"] = writes(CHUNKED, b"10000\r\n" + b"x" * 0x10000 + b"\r\n", forever=True)
+    assert (await failure_of(read_all(outbound, f"{host.url}/"))).reason is FetchFailure.TOO_LARGE
+
+
+@pytest.mark.parametrize(("encoding", "compress"), [("gzip", gzip.compress), ("zstd", zstd.compress)])
+async def test_highly_compressed_body_is_refused_at_the_limit(
+    host: ScriptedHost, outbound: OutboundClient, encoding: str, compress: Callable[[bytes], bytes]
+) -> None:
+    host.pages["/"] = http_response(compress(bytes(100_000_000)), headers={"Content-Encoding": encoding})
+    tracemalloc.start()
+    try:
+        failure = await failure_of(read_all(outbound, f"{host.url}/", max_bytes=50_000_000))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert failure.reason is FetchFailure.TOO_LARGE
+    assert peak < 2_000_000
+
+
+async def test_endless_gzip_stream_without_content_is_refused(host: ScriptedHost, outbound: OutboundClient) -> None:
+    head = b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n\r\n"
+    start = gzip.compress(b"")[:10]
+    empty = b"\x00\x00\x00\xff\xff" * 10_000  # stored blocks without bytes
+    script = writes(head, b"a\r\n" + start + b"\r\n", f"{len(empty):x}\r\n".encode() + empty + b"\r\n", forever=True)
+    host.pages["/"] = script
+    assert (await failure_of(read_all(outbound, f"{host.url}/", max_bytes=1_000_000))).reason is FetchFailure.TOO_LARGE
+
+
+async def test_endless_headers_are_refused(host: ScriptedHost, outbound: OutboundClient) -> None:
+    host.pages["/"] = writes(b"HTTP/1.1 200 OK\r\n", b"X: " + b"y" * 10_000 + b"\r\n", forever=True)
+    assert (await failure_of(outbound.get(f"{host.url}/", max_bytes=10))).reason is FetchFailure.UNREACHABLE
+
+
+# Malformed and truncated responses
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        http_response(b"half", length=8),
+        CHUNKED + b"8\r\nhalf",
+        CHUNKED + b"4\r\nhalf\r\n",
+        CHUNKED + b"zz\r\n",
+        http_response(gzip.compress(b"x" * 100, mtime=0)[:-3], headers={"Content-Encoding": "gzip"}),
+        b"SSH-2.0-OpenSSH_9.9\r\n",
+        b"HTTP/1.1 abc\r\n\r\n",
+        b"\x00" * 100,
+        b"",
+    ],
+)
+async def test_truncated_or_malformed_response(host: ScriptedHost, outbound: OutboundClient, page: bytes) -> None:
+    host.pages["/"] = writes(page)
+    assert (await failure_of(read_all(outbound, f"{host.url}/"))).reason is FetchFailure.UNREACHABLE
+
+
+async def reset(writer: asyncio.StreamWriter) -> None:
+    writer.write(http_response(b"half", length=8))
+    await writer.drain()
+    writer.transport.abort()
+
+
+async def test_connection_reset_within_the_body(host: ScriptedHost, outbound: OutboundClient) -> None:
+    host.pages["/"] = reset
+    assert (await failure_of(read_all(outbound, f"{host.url}/"))).reason is FetchFailure.UNREACHABLE
+
+
+@pytest.mark.parametrize("encoding", ["br", "gzip", "zstd"])
+async def test_unsupported_or_malformed_encoding(host: ScriptedHost, outbound: OutboundClient, encoding: str) -> None:
+    host.pages["/"] = http_response(b"not what it says", headers={"Content-Encoding": encoding})
+    assert (await failure_of(read_all(outbound, f"{host.url}/"))).reason is FetchFailure.BAD_ANSWER
+
+
+async def test_connection_refused(host: ScriptedHost, outbound: OutboundClient) -> None:
+    async with ScriptedHost() as closed:
+        url = closed.url
+    assert (await failure_of(outbound.get(url, max_bytes=10))).reason is FetchFailure.UNREACHABLE
+
+
+async def test_exceptions_of_the_caller_are_not_converted(host: ScriptedHost, outbound: OutboundClient) -> None:
+    host.pages["/"] = http_response(b"x")
+    with pytest.raises(TimeoutError):
+        async with outbound.stream(f"{host.url}/", max_bytes=10, timeout=5, min_rate=0, accept="*/*"):
+            raise TimeoutError
+
+
+async def test_cancelled_request_releases_its_slot(host: ScriptedHost) -> None:
+    requested = asyncio.Event()
+
+    async def signal_and_hang(writer: asyncio.StreamWriter) -> None:
+        requested.set()
+        await hang(writer)
+
+    host.pages["/hang"] = signal_and_hang
+    host.pages["/"] = http_response(b"x")
+    async with OutboundClient(replace(LOCAL, rates=RateLimits(host_concurrency=1))) as outbound:
+        hanging = asyncio.create_task(outbound.get(f"{host.url}/hang", max_bytes=10))
+        await requested.wait()
+        hanging.cancel()
+        assert (await outbound.get(f"{host.url}/", max_bytes=10)).body == b"x"
+
+
+# Redirects
+
+
+async def test_at_most_three_redirects_are_followed(host: ScriptedHost, outbound: OutboundClient) -> None:
+    for hop in range(5):
+        host.pages[f"/{hop}"] = http_response(
+            status=[301, 302, 303, 307, 308][hop], headers={"Location": f"/{hop + 1}"}
+        )
+    host.pages["/3"] = http_response(b"here")
+    response = await outbound.get(f"{host.url}/0", max_bytes=10)
+    assert (response.body, response.url) == (b"here", f"{host.url}/3")
+    host.pages["/3"] = http_response(status=302, headers={"Location": "/4"})
+    assert (await failure_of(outbound.get(f"{host.url}/0", max_bytes=10))).reason is FetchFailure.HTTP_STATUS
+    assert sum("get /4 " in request for request in host.requests) == 0
+
+
+async def test_redirect_loop_and_redirect_without_location(host: ScriptedHost, outbound: OutboundClient) -> None:
+    host.pages["/"] = http_response(status=302, headers={"Location": "/"})
+    assert (await failure_of(outbound.get(f"{host.url}/", max_bytes=10))).reason is FetchFailure.HTTP_STATUS
+    host.pages["/"] = http_response(status=302)
+    assert (await failure_of(outbound.get(f"{host.url}/", max_bytes=10))).reason is FetchFailure.HTTP_STATUS
+
+
+# Pauses that hosts ask for
+
+
+@pytest.mark.parametrize(
+    ("headers", "seconds"),
+    [
+        ({"Retry-After": "7"}, 7),
+        ({"RateLimit-Limit": "3000", "RateLimit-Remaining": "0", "RateLimit-Reset": "40"}, 40),
+        ({}, 60),
+        ({"Content-Type": "text/html"}, 60),
+    ],
+)
+async def test_host_gets_the_pause_that_it_asks_for(
+    host: ScriptedHost, outbound: OutboundClient, headers: dict[str, str], seconds: float
+) -> None:
+    host.pages["/"] = http_response(b"<html>Too many requests</html>", status=429, headers=headers)
+    first = await failure_of(outbound.get(f"{host.url}/", max_bytes=10))
+    second = await failure_of(outbound.get(f"{host.url}/other", max_bytes=10))
+    assert first.reason is second.reason is FetchFailure.THROTTLED
+    assert first.retry_after == seconds
+    assert first.host == second.host == host.url.removeprefix("http://")
+    assert second.retry_after is not None
+    assert seconds - 5 < second.retry_after <= seconds
+    assert len(host.requests) == 1
+
+
+async def test_503_with_retry_after_asks_for_a_pause(host: ScriptedHost, outbound: OutboundClient) -> None:
+    host.pages["/"] = http_response(status=503, headers={"Retry-After": "7"})
+    failure = await failure_of(outbound.get(f"{host.url}/", max_bytes=10))
+    assert (failure.reason, failure.retry_after) == (FetchFailure.THROTTLED, 7)
+
+
+# Hosts that fail
+
+
+async def finish(request: Awaitable[object]) -> None:
+    """Wait for a response, or any failure except HOST_PAUSED."""
+    try:
+        await request
+    except UnavailableError as error:
+        assert error.reason is not FetchFailure.HOST_PAUSED  # noqa: PT017 - most requests do not fail
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(hang, marks=pytest.mark.slow),
+        pytest.param(writes(http_response(b"half", length=8), every=60), marks=pytest.mark.slow),
+        pytest.param(writes(CHUNKED, b"1\r\nx\r\n", every=0.02, forever=True), marks=pytest.mark.slow),
+        reset,
+        b"SSH-2.0-OpenSSH_9.9\r\n",
+        http_response(gzip.compress(b"x" * 100, mtime=0)[:-3], headers={"Content-Encoding": "gzip"}),
+        http_response(b"<html>", status=500),
+        http_response(b"<html>", status=502),
+        http_response(status=503),
+    ],
+)
+async def test_host_is_paused_after_failures(
+    host: ScriptedHost, outbound: OutboundClient, page: bytes | Script
+) -> None:
+    host.pages["/"] = page
+    for _ in range(FAILURE_THRESHOLD):
+        await finish(read_all(outbound, f"{host.url}/", timeout=0.4, min_rate=1_000))
+    requests = len(host.requests)
+    failure = await failure_of(outbound.get(f"{host.url}/other", max_bytes=10))
+    assert failure.reason is FetchFailure.HOST_PAUSED
+    assert failure.retry_after is not None
+    assert failure.retry_after > 20
+    assert len(host.requests) == requests >= FAILURE_THRESHOLD
+    assert [state.consecutive_failures for state in outbound.hosts.paused()] == [FAILURE_THRESHOLD]
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        http_response(b"{}"),
+        http_response(status=501),
+        http_response(b'{"error": "RepoNotFound"}', status=400),
+        http_response(b"<html>", status=404),
+        http_response(b"x" * 2_000),
+        http_response(b"not what it says", headers={"Content-Encoding": "gzip"}),
+        http_response(status=302, headers={"Location": "ftp://127.0.0.1/"}),
+    ],
+)
+async def test_host_is_not_paused_after_other_responses(
+    host: ScriptedHost, outbound: OutboundClient, page: bytes
+) -> None:
+    host.pages["/"] = page
+    for _ in range(FAILURE_THRESHOLD + 1):
+        await finish(outbound.get(f"{host.url}/", max_bytes=1_000))
+    assert len(host.requests) == FAILURE_THRESHOLD + 1
+    assert outbound.hosts.paused() == []
+
+
+async def test_unreachable_host_is_paused(outbound: OutboundClient) -> None:
+    async with ScriptedHost() as closed:
+        url = closed.url
+    for _ in range(FAILURE_THRESHOLD):
+        assert (await failure_of(outbound.get(url, max_bytes=10))).reason is FetchFailure.UNREACHABLE
+    assert (await failure_of(outbound.get(url, max_bytes=10))).reason is FetchFailure.HOST_PAUSED
+
+
+@pytest.mark.slow
+async def test_results_of_requests_are_reported(host: ScriptedHost) -> None:
+    results: list[str] = []
+    host.pages |= {
+        "/": http_response(status=302, headers={"Location": "/there"}),
+        "/there": http_response(b"{}"),
+        "/not": http_response(status=404),
+        "/broken": http_response(status=500),
+        "/large": http_response(b"x" * 100),
+        "/hang": hang,
+        "/reset": reset,
+        "/odd": http_response(b"?", headers={"Content-Encoding": "br"}),
+        "/wait": http_response(status=429),
+    }
+    settings = replace(LOCAL, rates=RateLimits(host=1_000))
+    async with OutboundClient(settings, on_request=results.append) as outbound:
+        for page in host.pages:
+            await finish(outbound.get(f"{host.url}{page}", max_bytes=10))
+        for url in (host.url, "gopher://pds.example/"):
+            await finish(outbound.get(url, max_bytes=10))
+    counted = "3xx 2xx 2xx 4xx 5xx too-large timeout unreachable bad-answer 4xx throttled refused-address"
+    assert results == counted.split()
+
+
+async def test_connections_to_all_hosts_are_limited(host: ScriptedHost) -> None:
+    running = maximum = 0
+    full = asyncio.Event()
+
+    async def resolve(_name: str, _port: int) -> list[str]:
+        return ["127.0.0.1"]
+
+    async def hold(writer: asyncio.StreamWriter) -> None:
+        nonlocal running, maximum
+        running += 1
+        maximum = max(maximum, running)
+        if running == 20:
+            full.set()
+        await full.wait()
+        running -= 1
+        writer.write(http_response(b"{}", headers={"Connection": "close"}))
+        await writer.drain()
+
+    host.pages["/"] = hold
+    settings = OutboundSettings("test", allow_private_hosts=True, rates=RateLimits(total=100_000, total_concurrency=20))
+    urls = [f"http://{number}.example:{host.port}/" for number in range(300)]
+    async with OutboundClient(settings, resolve=resolve) as outbound:
+        responses = await asyncio.gather(*[outbound.get(url, max_bytes=10) for url in urls])
+    assert {response.body for response in responses} == {b"{}"}
+    assert maximum == 20

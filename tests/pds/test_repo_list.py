@@ -1,0 +1,112 @@
+"""Repo lists and statuses, from the local network and from hosts with invalid responses."""
+
+from typing import Any
+
+import orjson
+import pytest
+
+from indexer.errors import UnavailableError
+from indexer.localnet.local_network import LocalNetwork
+from indexer.outbound import OutboundClient
+from indexer.pds.repo_list import ListedAccount, RepoStatus, fetch_repo_status, list_repos
+from indexer.reasons import FetchFailure
+from tests.outbound.scripted_host import ScriptedHost, http_response
+
+ALL = "/xrpc/com.atproto.sync.listRepos?limit=1000"
+DID = "did:plc:" + "a" * 24
+REV = "3jzfcijpj2z2a"
+
+
+async def test_list_of_all_accounts_of_a_relay_and_of_a_pds(net: LocalNetwork, outbound: OutboundClient) -> None:
+    ada, bob = net.create_account("ada.test", pds=0), net.create_account("bob.test", pds=0)
+    bob.deactivate()
+    page = await list_repos(outbound, net.relay.url, "", None)
+    assert page.accounts == (ListedAccount(ada.did, ada.rev),)
+    assert (page.invalid_entries, page.cursor) == (0, None)
+    page = await list_repos(outbound, ada.pds.url, "", None)
+    assert set(page.accounts) == {ListedAccount(ada.did, ada.rev), ListedAccount(bob.did, bob.rev, active=False)}
+    assert page.cursor is not None
+    assert await list_repos(outbound, ada.pds.url, "", page.cursor) == type(page)((), 0, None)
+
+
+async def test_list_of_the_accounts_of_a_collection(net: LocalNetwork, outbound: OutboundClient) -> None:
+    ada, bob = net.create_account("ada.test"), net.create_account("bob.test")
+    ada.create("com.example.note", {"text": "hello"})
+    bob.create("com.example.other", {"text": "hello"})
+    page = await list_repos(outbound, net.relay.url, "com.example.note", None)
+    assert page.accounts == (ListedAccount(ada.did),)
+
+
+async def test_hosting_status_of_an_account(net: LocalNetwork, outbound: OutboundClient) -> None:
+    account = net.create_account("ada.test")
+    assert await fetch_repo_status(outbound, account.pds.url, account.did) == RepoStatus(True, None, account.rev)
+    account.takedown()
+    for host in (account.pds.url, net.relay.url):
+        assert await fetch_repo_status(outbound, host, account.did) == RepoStatus(False, "takendown", None)
+
+
+@pytest.mark.parametrize(
+    "body", [b"{}", b'{"active": 1}', b'{"active": true, "rev": 3}', b'{"active": true, "status": 3}']
+)
+async def test_invalid_status_is_refused(host: ScriptedHost, outbound: OutboundClient, body: bytes) -> None:
+    host.pages[f"/xrpc/com.atproto.sync.getRepoStatus?did={DID}"] = http_response(body)
+    with pytest.raises(UnavailableError) as failure:
+        await fetch_repo_status(outbound, host.url, DID)
+    assert failure.value.reason is FetchFailure.BAD_ANSWER
+
+
+async def test_cursor_is_sent_unchanged(host: ScriptedHost, outbound: OutboundClient) -> None:
+    host.pages[ALL] = http_response(orjson.dumps({"repos": [], "cursor": "a&b=c d"}))
+    host.pages[f"{ALL}&cursor=a%26b%3Dc+d"] = http_response(orjson.dumps({"repos": [], "cursor": ""}))
+    first = await list_repos(outbound, host.url, "", None)
+    assert first.cursor == "a&b=c d"
+    assert (await list_repos(outbound, host.url, "", first.cursor)).cursor is None
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        None,
+        "did:plc:x",
+        {},
+        {"did": 1},
+        {"did": "ada.test", "rev": REV},
+        {"did": DID, "rev": "now"},
+        {"did": DID, "rev": 1},
+        {"did": DID, "rev": REV, "active": "yes"},
+    ],
+)
+async def test_invalid_entry_is_counted_and_skipped(host: ScriptedHost, outbound: OutboundClient, entry: Any) -> None:
+    host.pages[ALL] = http_response(
+        orjson.dumps({"repos": [entry, {"did": DID, "rev": REV, "status": "new", "more": 1}]})
+    )
+    page = await list_repos(outbound, host.url, "", None)
+    assert page.accounts == (ListedAccount(DID, REV),)
+    assert page.invalid_entries == 1
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[]",
+        b"<html>",
+        b"{}",
+        b'{"repos": {}}',
+        b'{"repos": [], "cursor": 7}',
+        orjson.dumps({"repos": [], "cursor": "x" * 3_000}),
+        b'{"repos": [], "cursor": "here"}',
+    ],
+)
+async def test_invalid_page_is_refused(host: ScriptedHost, outbound: OutboundClient, body: bytes) -> None:
+    host.pages[f"{ALL}&cursor=here"] = http_response(body)
+    with pytest.raises(UnavailableError) as failure:
+        await list_repos(outbound, host.url, "", "here")
+    assert failure.value.reason is FetchFailure.BAD_ANSWER
+
+
+async def test_size_of_a_page_is_limited(host: ScriptedHost, outbound: OutboundClient) -> None:
+    host.pages[ALL] = http_response(orjson.dumps({"repos": ["x" * 1_000] * 5_000}))
+    with pytest.raises(UnavailableError) as failure:
+        await list_repos(outbound, host.url, "", None)
+    assert failure.value.reason is FetchFailure.TOO_LARGE

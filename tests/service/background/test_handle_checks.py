@@ -1,0 +1,189 @@
+"""Handle checks: from the claim in a DID document, by DNS and HTTP, to the handle in the public view."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from time import monotonic
+
+import asyncpg
+import dns.rcode
+import pytest
+
+from indexer.identity import HandleVerifier
+from indexer.service.background.handle_checks import MAX_ATTEMPTS, HandleCheckIntervals, HandleChecks
+from indexer.store import Store
+from indexer.sync.shard import Shard
+from indexer.sync.stored_identity import INVALID_HANDLE, StoredIdentity
+from tests.identity.conftest import Loopback, loopback, name_server
+from tests.identity.name_server import NameServer
+from tests.outbound.scripted_host import http_response
+from tests.store.repo_rows import did, insert, synchronized
+from tests.waiting import until
+
+__all__ = ["loopback", "name_server"]
+
+QUICK = HandleCheckIntervals(idle=0.02, first_retry=100_000.0, max_retry=100_000.0)
+WELL_KNOWN_PATH = "/.well-known/atproto-did"
+
+
+class HandleScenario:
+    """Accounts that claim handles, their name server and their host."""
+
+    def __init__(self, store: Store, sql: asyncpg.Connection, names: NameServer, loopback: Loopback) -> None:
+        self.store = store
+        self.sql = sql
+        self.names = names
+        self.loopback = loopback
+        self._read_at = 5.0
+
+    async def claim(self, name: object, handle: str | None) -> None:
+        if did(name) not in await self.store.repos([did(name)]):
+            await insert(self.store, synchronized(name))
+        self._read_at += 1
+        await self.store.save_identities(
+            [StoredIdentity(did(name), handle, "https://pds.test", "did:key:zabc", self._read_at)]
+        )
+
+    def answer(self, name: object, handle: str) -> None:
+        self.names.texts[f"_atproto.{handle}"] = [f'"did={did(name)}"']
+
+    @asynccontextmanager
+    async def checking(
+        self, rate: float = 1_000.0, intervals: HandleCheckIntervals = QUICK
+    ) -> AsyncIterator[asyncio.Task[None]]:
+        handles = HandleVerifier(
+            self.loopback, [self.names.address], allow_private_hosts=True, dns_timeout=0.5, http_timeout=0.5
+        )
+        checks = HandleChecks(self.store, handles, Shard(), rate=rate, intervals=intervals)
+        task = asyncio.create_task(checks.run())
+        try:
+            yield task
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def shown(self, name: object) -> str | None:
+        handle: str | None = await self.sql.fetchval("select handle from atproto.repos where did = $1", did(name))
+        return handle
+
+    async def until_shown(self, name: object, handle: str | None) -> None:
+        async def holds() -> bool:
+            return await self.shown(name) == handle
+
+        await until(holds, lambda: f"{name}: not {handle}")
+
+    async def attempts(self, name: object) -> int:
+        value: int = await self.sql.fetchval("select handle_attempts from indexer.identity where did = $1", did(name))
+        return value
+
+    async def make_due(self, name: object) -> None:
+        await self.sql.execute("update indexer.identity set handle_due_at = now() where did = $1", did(name))
+
+
+@pytest.fixture
+def scenario(store: Store, sql: asyncpg.Connection, name_server: NameServer, loopback: Loopback) -> HandleScenario:
+    return HandleScenario(store, sql, name_server, loopback)
+
+
+async def test_verified_handles_are_shown_and_resolve(scenario: HandleScenario) -> None:
+    await scenario.claim("ann", "ann.test")
+    await scenario.claim("liar", "ann.test")
+    await scenario.claim("nobody", None)
+    scenario.answer("ann", "ann.test")
+    async with scenario.checking():
+        await scenario.until_shown("ann", "ann.test")
+        await scenario.until_shown("liar", INVALID_HANDLE)
+        await scenario.until_shown("nobody", INVALID_HANDLE)
+        assert await scenario.store.did_of_handle("ann.test") == did("ann")
+        scenario.answer("ann", "ann2.test")
+        await scenario.claim("ann", "ann2.test")
+        await scenario.until_shown("ann", "ann2.test")
+        assert await scenario.store.did_of_handle("ann.test") is None
+
+
+async def test_handle_is_verified_by_its_well_known_page(scenario: HandleScenario) -> None:
+    await scenario.claim("ann", "ann.test")
+    scenario.loopback.host.pages[WELL_KNOWN_PATH] = http_response(did("ann").encode())
+    async with scenario.checking():
+        await scenario.until_shown("ann", "ann.test")
+
+
+async def test_handle_that_cannot_be_checked_stays_unknown_and_is_retried(scenario: HandleScenario) -> None:
+    await scenario.claim("ann", "ann.test")
+    scenario.names.rcode = dns.rcode.SERVFAIL
+    scenario.loopback.host.pages[WELL_KNOWN_PATH] = http_response(status=500)
+    async with scenario.checking():
+        await until(attempted(scenario, 1))
+    scenario.names.rcode = None
+    scenario.answer("ann", "ann.test")
+    await scenario.claim("bob", "bob.test")
+    scenario.answer("bob", "bob.test")
+    async with scenario.checking():  # as in another process
+        await scenario.until_shown("bob", "bob.test")
+        assert await scenario.shown("ann") is None, "her handle is not due yet"
+        assert await scenario.attempts("ann") == 1
+        await scenario.make_due("ann")
+        await scenario.until_shown("ann", "ann.test")
+        assert await scenario.attempts("ann") == 0
+    assert len(scenario.loopback.requests) == 1
+
+
+async def test_verified_handle_is_shown_during_an_outage_until_the_last_attempt(scenario: HandleScenario) -> None:
+    await scenario.claim("ann", "ann.test")
+    scenario.answer("ann", "ann.test")
+    async with scenario.checking():
+        await scenario.until_shown("ann", "ann.test")
+        scenario.names.rcode = dns.rcode.SERVFAIL
+        scenario.loopback.host.pages[WELL_KNOWN_PATH] = http_response(status=500)
+        for attempt in range(1, MAX_ATTEMPTS):
+            await scenario.make_due("ann")
+            await until(attempted(scenario, attempt))
+            assert await scenario.shown("ann") == "ann.test"
+        await scenario.make_due("ann")
+        await scenario.until_shown("ann", None)
+
+
+def attempted(scenario: HandleScenario, attempts: int) -> Callable[[], Awaitable[bool]]:
+    async def holds() -> bool:
+        return await scenario.attempts("ann") == attempts
+
+    return holds
+
+
+async def test_slow_name_servers_do_not_delay_other_checks(scenario: HandleScenario) -> None:
+    """A check of a silent name takes a second, and enough checks run at the same time to reach the rate."""
+    for number in range(30):
+        await scenario.claim(number, f"silent{number}.test")
+    await scenario.claim("ann", "ann.test")
+    scenario.answer("ann", "ann.test")
+    scenario.names.silent = "_atproto.silent"
+    scenario.loopback.host.pages[WELL_KNOWN_PATH] = http_response(status=404)
+    async with scenario.checking(intervals=replace(QUICK, check=1.0)):
+        await asyncio.wait_for(scenario.until_shown("ann", "ann.test"), 2.0)
+
+
+@pytest.mark.slow
+async def test_rate_is_limited(scenario: HandleScenario) -> None:
+    for number in range(10):
+        await scenario.claim(number, f"h{number}.test")
+    scenario.loopback.host.pages[WELL_KNOWN_PATH] = http_response(status=404)
+    began = monotonic()
+    async with scenario.checking(rate=20.0):
+        await until(lambda: len({name for name in scenario.names.queries if name.startswith("_atproto")}) == 10)
+    assert monotonic() - began >= 9 / 20.0 * 0.9
+
+
+async def test_unexpected_exception_ends_run(scenario: HandleScenario, monkeypatch: pytest.MonkeyPatch) -> None:
+    await scenario.claim("ann", "ann.test")
+    scenario.loopback.missing_hosts.add("ann.test")
+    async with scenario.checking() as task:
+        await scenario.until_shown("ann", INVALID_HANDLE)
+
+        async def bug(_did: str, _claimed: str) -> str:
+            raise ZeroDivisionError
+
+        monkeypatch.setattr(HandleVerifier, "verify_handle", lambda _self, did, claimed: bug(did, claimed))
+        await scenario.make_due("ann")
+        with pytest.raises(ExceptionGroup):
+            await asyncio.wait_for(task, 10)

@@ -1,0 +1,93 @@
+"""Discovery: tracking listed accounts, and resuming an interrupted crawl."""
+
+import asyncpg
+import pytest
+import stamina
+
+from indexer.errors import UnavailableError
+from indexer.outbound import OutboundClient
+from indexer.service.crawl.discover import Discovery
+from indexer.store import Store
+from indexer.sync.crawl_progress import CrawlProgress
+from tests.outbound.scripted_host import ScriptedHost
+from tests.service.crawl.repo_list_responses import FAILURE, page, path, requested_cursors
+from tests.store.repo_rows import did, insert, synchronized
+
+REV = "3laaaaaaaaa22"
+
+
+async def discover(store: Store, outbound: OutboundClient, host: ScriptedHost) -> list[CrawlProgress]:
+    """Run a discovery, and return the progress after each page."""
+    discovery, pages = Discovery(store, outbound), list[CrawlProgress]()
+    final = await discovery.run(await discovery.begin(host.url, ""), pages.append)
+    assert final == pages[-1]
+    return pages
+
+
+async def tracked(sql: asyncpg.Connection) -> set[str]:
+    return {row["did"] for row in await sql.fetch("select did from indexer.repo where sync_status = 'desynchronized'")}
+
+
+async def test_active_listed_accounts_are_tracked(
+    store: Store, sql: asyncpg.Connection, host: ScriptedHost, outbound: OutboundClient
+) -> None:
+    await insert(store, synchronized("known"))
+    gone = {"did": did("gone"), "rev": REV, "active": False, "status": "deactivated"}
+    host.pages[path()] = page((did(1), REV), (did("known"), REV), {"did": "nobody"}, cursor="x")
+    host.pages[path("x")] = page(gone, (did(2), REV), (did(1), REV))
+    pages = await discover(store, outbound, host)
+    assert await tracked(sql) == {did(1), did(2)}
+    assert [(progress.listed, progress.found, progress.cursor) for progress in pages] == [
+        (2, 1, "x"),
+        (5, 2, None),
+    ]
+    assert (await store.repos([did("known")]))[did("known")] == synchronized("known")
+
+
+async def test_interrupted_crawl_is_resumed_and_a_finished_one_starts_again(
+    store: Store, sql: asyncpg.Connection, host: ScriptedHost, outbound: OutboundClient
+) -> None:
+    host.pages[path()] = page((did(1), REV), cursor="x")
+    host.pages[path("x")] = FAILURE
+    with stamina.set_testing(True, attempts=2), pytest.raises(UnavailableError, match="http-status: 404"):
+        await discover(store, outbound, host)
+    assert requested_cursors(host) == [None, "x", "x"]
+    assert await tracked(sql) == {did(1)}
+    host.pages[path("x")] = page((did(2), REV))
+    [progress] = await discover(store, outbound, host)
+    assert (progress.listed, progress.found) == (2, 2)
+    assert await tracked(sql) == {did(1), did(2)}
+    assert requested_cursors(host)[3:] == ["x"]
+    [*_, again] = await discover(store, outbound, host)
+    assert requested_cursors(host)[4:] == [None, "x"]
+    assert (again.listed, again.found) == (2, 0)
+    assert again.began_at > progress.began_at
+
+
+async def test_accounts_and_progress_of_a_page_are_saved_in_one_transaction(
+    store: Store, sql: asyncpg.Connection, host: ScriptedHost, outbound: OutboundClient
+) -> None:
+    host.pages[path()] = page((did(1), REV), cursor="x")
+    await sql.execute("alter table indexer.crawl_progress add check (listed = 0)")
+    with pytest.raises(asyncpg.CheckViolationError):
+        await discover(store, outbound, host)
+    assert await tracked(sql) == set()
+
+
+async def test_each_source_and_collection_has_its_own_progress(
+    store: Store, host: ScriptedHost, outbound: OutboundClient
+) -> None:
+    discovery = Discovery(store, outbound)
+    await store.save_crawl_progress(CrawlProgress("discover", host.url, "com.example.a", "x", 7, 3, began_at=5.0))
+    assert (await discovery.begin(host.url, "com.example.a")).cursor == "x"
+    assert (await discovery.begin(host.url, "com.example.b")).cursor is None
+    assert (await discovery.begin("https://other.example", "com.example.a")).cursor is None
+
+
+async def test_no_request_is_sent_during_a_pause_that_the_host_asked_for(
+    store: Store, host: ScriptedHost, outbound: OutboundClient
+) -> None:
+    host.pages[path()] = b"HTTP/1.1 429 Status\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n"
+    with stamina.set_testing(True, attempts=3), pytest.raises(UnavailableError, match="throttled"):
+        await discover(store, outbound, host)
+    assert requested_cursors(host) == [None]

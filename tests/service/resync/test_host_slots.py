@@ -1,0 +1,74 @@
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from indexer.service.resync.host_slots import MAX_HOSTS, MAX_WAIT_SECONDS, HostSlots
+
+
+def test_host_gets_no_more_than_its_slots() -> None:
+    slots = HostSlots(6)
+    for _ in range(6):
+        assert slots.is_free("slow", 0)
+        slots.acquire("slow", 0)
+    assert not slots.is_free("slow", 0)
+    assert slots.is_free("other", 0)
+    slots.release("slow", 0, 1)
+    assert slots.is_free("slow", 0)
+
+
+def test_retries_are_spaced_by_the_mean_duration_of_the_host() -> None:
+    slots = HostSlots(3)
+    for _ in range(50):
+        slots.acquire("slow", 0.0)
+        slots.release("slow", 0.0, 30.0)
+    retries = [slots.schedule_retry("slow", 100.0) for _ in range(10)]
+    steps = [later - earlier for earlier, later in pairwise(retries)]
+    assert all(9.0 < step < 10.1 for step in steps), "30 seconds each, three at a time"
+    assert slots.schedule_retry("other", 100.0) < 101.0
+
+
+def test_longest_wait_is_bounded() -> None:
+    slots = HostSlots(3)
+    slots.acquire("huge", -1_000.0)
+    assert max(slots.schedule_retry("huge", 0.0) for _ in range(100)) == MAX_WAIT_SECONDS
+
+
+def test_running_resyncs_count_before_any_has_ended() -> None:
+    slots = HostSlots(3)
+    for _ in range(3):
+        slots.acquire("hangs", 100.0)
+    assert slots.schedule_retry("hangs", 100.1) < 100.2
+    retries = [slots.schedule_retry("hangs", 160.0) for _ in range(3)]
+    assert [round(retry - 160.0) for retry in retries] == [20, 40, 60]
+
+
+def test_paused_host_has_no_free_slot() -> None:
+    slots = HostSlots(3)
+    slots.pause("host", 50.0)
+    assert not slots.is_free("host", 49.0)
+    assert slots.schedule_retry("host", 10.0) >= 50.0
+    assert slots.is_free("host", 50.0)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=60))
+def test_slots_equal_a_plain_list_of_running_resyncs(steps: list[tuple[str, bool]]) -> None:
+    slots = HostSlots(3)
+    running: list[str] = []
+    for host, starts in steps:
+        if starts and slots.is_free(host, 0):
+            assert running.count(host) < 3
+            slots.acquire(host, 1.0)
+            running.append(host)
+        elif not starts and host in running:
+            slots.release(host, 1.0, 2.0)
+            running.remove(host)
+        assert slots.is_free(host, 0) == (running.count(host) < 3)
+
+
+def test_oldest_hosts_are_forgotten() -> None:
+    slots = HostSlots(3)
+    for number in range(MAX_HOSTS + 10):
+        slots.pause(f"host{number}", 1e9)
+    assert slots.is_free("host0", 0)
+    assert not slots.is_free(f"host{MAX_HOSTS}", 0)

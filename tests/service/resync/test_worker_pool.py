@@ -1,0 +1,300 @@
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Self
+
+import pytest
+
+from indexer.atproto.crypto import PrivateKey
+from indexer.errors import UnavailableError
+from indexer.identity import CachedIdentity
+from indexer.monitoring.metrics import Metrics
+from indexer.reasons import FetchFailure
+from indexer.service.resync.admission import Postponed
+from indexer.service.resync.worker_pool import WorkerPool, WorkerPoolSettings
+from indexer.store import DatabaseError, Store
+from indexer.sync.plans import Batch
+from indexer.sync.repo_state import Repo, SyncStatus
+from indexer.sync.shard import Shard
+from tests.sync.signing_account import STORE_ALL
+from tests.waiting import until
+
+KEY = PrivateKey.from_seed("k256", b"anyone's").public
+DID = "did:plc:" + "a" * 24
+
+
+class MemoryStore:
+    """Repo rows in memory, with the methods that the pool uses."""
+
+    def __init__(self, dids: Sequence[str]) -> None:
+        self.rows = {did: Repo(did, version=1) for did in dids}
+        self.claims: list[str] = []
+        self.claim_holds = True
+        self.claims_answered = asyncio.Event()
+        self.claims_answered.set()
+
+    async def claim(self, count: int, _buckets: range, _seconds: float, now: float) -> list[Repo]:
+        due = [
+            repo
+            for repo in self.rows.values()
+            if repo.sync_status is SyncStatus.DESYNCHRONIZED and (repo.next_attempt_at or 0) <= now
+        ][:count]
+        claimed = [
+            replace(repo, sync_status=SyncStatus.IN_PROGRESS, version=repo.version + 1, lease=repo.lease + 1)
+            for repo in due
+        ]
+        self.rows.update({repo.did: repo for repo in claimed})
+        self.claims += [repo.did for repo in claimed]
+        await self.claims_answered.wait()
+        return claimed
+
+    async def renew(self, _did: str, _lease: int, _seconds: float) -> bool:
+        return self.claim_holds
+
+    async def repos(self, dids: Sequence[str]) -> dict[str, Repo]:
+        return {did: self.rows[did] for did in dids}
+
+    update_repo = Store.update_repo
+
+    async def apply(self, batch: Batch) -> frozenset[str]:
+        for write in batch.writes:
+            assert self.rows[write.repo.did].version == write.expected_version
+            self.rows[write.repo.did] = write.repo
+        return frozenset()
+
+
+class FixedIdentities:
+    """An identity for every DID; only its host differs."""
+
+    def __init__(self, host_of: Callable[[str], str]) -> None:
+        self.host_of = host_of
+        self.cached = True
+        self.database_up = True
+        self.failures: dict[str, UnavailableError] = {}
+
+    def known(self, did: str) -> CachedIdentity:
+        return CachedIdentity(KEY, f"https://{self.host_of(did)}", problem=None, fetched_at=0, stale=False)
+
+    async def preload(self, _dids: Sequence[str]) -> None:
+        if not self.database_up:
+            raise DatabaseError(FetchFailure.TIMEOUT, "just now")
+
+    def peek(self, did: str) -> CachedIdentity | None:
+        return self.known(did) if self.cached else None
+
+    async def lookup(self, did: str, *, refresh: bool = False) -> CachedIdentity:  # noqa: ARG002
+        if did in self.failures:
+            raise self.failures[did]
+        return self.known(did)
+
+
+class ControlledAttempts:
+    """Attempts that end when a test completes their future in `results`."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        self.store = store
+        self.started: list[str] = []
+        self.ended: list[str] = []
+        self.results: dict[str, asyncio.Future[str]] = {}
+        self.large: set[str] = set()
+
+    async def attempt(
+        self, claimed: Repo, _identity: CachedIdentity, enlarge: Callable[[], Postponed | None]
+    ) -> str | Postponed:
+        self.started.append(claimed.did)
+        if claimed.did in self.large and (postponed := enlarge()):
+            return postponed
+        future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.results[claimed.did] = future
+        result = await future
+        self.store.rows[claimed.did] = replace(
+            self.store.rows[claimed.did], sync_status=SyncStatus.SYNCHRONIZED, version=claimed.version + 1
+        )
+        self.ended.append(claimed.did)
+        return result
+
+
+class RunningPool:
+    """A pool with controlled collaborators; cancelled at the end of the block."""
+
+    def __init__(self, dids: Sequence[str], host_of: Callable[[str], str], workers: int, **settings: float) -> None:
+        self.store = MemoryStore(dids)
+        self.attempts = ControlledAttempts(self.store)
+        self.identities = FixedIdentities(host_of)
+        store: Any = self.store
+        identities: Any = self.identities
+        attempts: Any = self.attempts
+        pool_settings = WorkerPoolSettings(workers=workers, **{"idle_interval": 0.01, "lease": 30.0} | settings)
+        self.pool = WorkerPool(store, identities, attempts, STORE_ALL, Shard(), Metrics(), pool_settings)
+
+    async def __aenter__(self) -> Self:
+        self.task = asyncio.create_task(self.pool.run())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+
+
+async def test_slow_host_with_many_repos_does_not_delay_other_hosts() -> None:
+    slow = [f"did:plc:slow{n:020}" for n in range(600)]
+    quick = [f"did:plc:quick{n:019}" for n in range(3)]
+    async with RunningPool([*slow, *quick], lambda did: did[8:12], workers=4) as running:
+        await until(lambda: set(quick) & set(running.attempts.started) != set())
+        for did in quick:
+            await until(lambda did=did: did in running.attempts.results)  # type: ignore[misc]
+            running.attempts.results[did].set_result("synchronized")
+        await until(lambda: len(running.attempts.ended) == 3)
+        assert set(running.attempts.ended) == set(quick)
+        assert len([did for did in running.attempts.started if did in slow]) == 3
+        assert all(repo.attempts == 0 for repo in running.store.rows.values())
+
+
+async def test_host_limit_holds_for_hosts_that_only_the_lookup_finds() -> None:
+    dids = [f"did:plc:{n:024}" for n in range(20)]
+    async with RunningPool(dids, lambda _did: "one.example", workers=4) as running:
+        running.identities.cached = False
+        await until(lambda: len(running.attempts.started) == 3)
+        await until(lambda: sum(repo.next_attempt_at is not None for repo in running.store.rows.values()) > 5)
+        assert len(running.attempts.started) == 3
+
+
+async def test_pause_requested_by_a_host_postpones_all_its_repos() -> None:
+    dids = [f"did:plc:{n:024}" for n in range(20)]
+    async with RunningPool(dids, lambda _did: "one.example", workers=1) as running:
+        await until(lambda: len(running.attempts.results) == 1)
+        failure = UnavailableError(FetchFailure.THROTTLED, "429", retry_after=600, host="one.example")
+        running.attempts.results[running.attempts.started[0]].set_exception(failure)
+        await until(lambda: all(repo.next_attempt_at is not None for repo in running.store.rows.values()))
+        assert len(running.attempts.started) == 1
+        assert all(repo.attempts == 0 for repo in running.store.rows.values())
+
+
+@pytest.mark.slow
+async def test_failed_lookup_of_one_repo_pauses_no_other() -> None:
+    """Before their lookups, repos of unknown hosts share one host slot counter."""
+    dids = [f"did:plc:{n:024}" for n in range(20)]
+    down = UnavailableError(FetchFailure.IDENTITY_UNAVAILABLE, "429", retry_after=600)
+    async with RunningPool(dids, lambda did: f"{did[-2:]}.example", workers=1) as running:
+        running.identities.cached = False
+        running.identities.failures = {dids[0]: down}
+        for did in dids[1:]:
+            await until(lambda did=did: did in running.attempts.results)  # type: ignore[misc]
+            running.attempts.results[did].set_result("synchronized")
+        await until(lambda: len(running.attempts.ended) == len(dids) - 1)
+
+
+async def test_claim_in_flight_at_shutdown_is_given_back() -> None:
+    dids = [f"did:plc:{n:024}" for n in range(3)]
+    async with RunningPool(dids, lambda _did: "one.example", workers=4) as running:
+        running.store.claims_answered.clear()
+        await until(lambda: len(running.store.claims) == 3)
+    running.store.claims_answered.set()
+    await running.pool.give_back()
+    assert {repo.sync_status for repo in running.store.rows.values()} == {SyncStatus.DESYNCHRONIZED}
+    assert running.attempts.started == []
+
+
+async def test_large_repos_leave_their_workers_to_small_ones() -> None:
+    large = [f"did:plc:large{n:019}" for n in range(3)]
+    small = [f"did:plc:small{n:019}" for n in range(5)]
+    hosts = iter(range(1_000))
+    async with RunningPool([*large, *small], lambda _did: f"h{next(hosts)}.example", workers=4) as running:
+        running.attempts.large.update(large)
+        await until(lambda: len(running.attempts.results) == 5)
+        assert [run.claimed.did for run in running.pool.running if run.slot.large] == large[:1]
+        assert running.pool.free_workers == 0
+        later = [running.store.rows[did] for did in large[1:]]
+        assert all(repo.sync_status is SyncStatus.DESYNCHRONIZED and repo.next_attempt_at is not None for repo in later)
+        assert all(repo.attempts == 0 for repo in later)
+
+
+def complete_all(attempts: ControlledAttempts, count: int) -> bool:
+    """Complete all attempts in progress; return True once `count` have ended."""
+    while attempts.results:
+        attempts.results.popitem()[1].set_result("synchronized")
+    return len(attempts.ended) == count
+
+
+@pytest.mark.slow
+async def test_known_large_repo_is_not_fetched_before_it_has_a_slot() -> None:
+    """Eight large repos and two slots: six are fetched in vain, each only once, however often they are claimed."""
+    dids = [f"did:plc:{n:024}" for n in range(8)]
+    async with RunningPool(dids, lambda did: f"{did}.example", workers=8) as running:
+        running.attempts.large.update(dids)
+        await until(lambda: sum(running.store.claims.count(did) > 2 for did in dids) == 6)
+        assert sorted(running.attempts.started) == dids
+        assert running.pool.free_workers == 8, "large repos occupy no worker"
+        await until(lambda: complete_all(running.attempts, 8))
+        assert len(running.attempts.started) == 8 + 6
+        assert all(repo.sync_status is SyncStatus.SYNCHRONIZED for repo in running.store.rows.values())
+        assert all(repo.attempts == 0 for repo in running.store.rows.values())
+
+
+async def test_claims_continue_when_identities_cannot_be_loaded() -> None:
+    running = RunningPool([DID], lambda _did: "one.example", workers=2)
+    running.identities.database_up = False
+    async with running:
+        await until(lambda: DID in running.attempts.results)
+
+
+async def test_lost_claim_ends_its_resync() -> None:
+    async with RunningPool([DID], lambda _did: "one.example", workers=2, lease=0.03) as running:
+        await until(lambda: DID in running.attempts.results)
+        running.store.claim_holds = False
+        await until(lambda: not running.pool.running)
+        assert running.attempts.results[DID].cancelled()
+        assert not running.task.done()
+
+
+async def test_repo_claimed_twice_by_one_process_runs_twice() -> None:
+    """The lease expired while the database was down, and the first resync has not noticed yet."""
+    async with RunningPool([DID], lambda _did: "one.example", workers=3) as running:
+        await until(lambda: DID in running.attempts.results)
+        first = running.attempts.results.pop(DID)
+        running.store.rows[DID] = replace(running.store.rows[DID], sync_status=SyncStatus.DESYNCHRONIZED)
+        await until(lambda: DID in running.attempts.results)
+        first.set_result("synchronized")
+        await until(lambda: len(running.pool.running) == 1)
+        running.attempts.results[DID].set_result("synchronized")
+        await until(lambda: not running.pool.running)
+        assert not running.task.done()
+
+
+async def test_failure_does_not_end_a_newer_claim() -> None:
+    """The first resync fails after the repo was claimed again."""
+    async with RunningPool([DID], lambda _did: "one.example", workers=3) as running:
+        await until(lambda: DID in running.attempts.results)
+        first = running.attempts.results.pop(DID)
+        running.store.rows[DID] = replace(running.store.rows[DID], sync_status=SyncStatus.DESYNCHRONIZED)
+        await until(lambda: DID in running.attempts.results)
+        claimed = running.store.rows[DID]
+        first.set_exception(UnavailableError(FetchFailure.TIMEOUT))
+        await until(lambda: len(running.pool.running) == 1)
+        assert running.store.rows[DID] == claimed
+
+
+async def test_endless_attempt_times_out() -> None:
+    async with RunningPool([DID], lambda _did: "one.example", workers=1, attempt_timeout=0.05) as running:
+        await until(lambda: running.store.rows[DID].last_error is not None)
+        assert (running.store.rows[DID].last_error or "").startswith("timeout")
+        assert running.store.rows[DID].attempts == 1
+
+
+async def test_cancelled_resyncs_are_given_back() -> None:
+    async with RunningPool([DID], lambda _did: "one.example", workers=1) as running:
+        await until(lambda: DID in running.attempts.results)
+    assert [run.claimed.did for run in running.pool.running] == [DID]
+    await running.pool.give_back()
+    row = running.store.rows[DID]
+    assert (row.sync_status, row.next_attempt_at, row.attempts) == (SyncStatus.DESYNCHRONIZED, None, 0)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a bug")])
+async def test_bug_ends_the_pool_with_its_exception(error: Exception) -> None:
+    async with RunningPool([DID], lambda _did: "one.example", workers=1) as running:
+        await until(lambda: DID in running.attempts.results)
+        running.attempts.results[DID].set_exception(error)
+        with pytest.raises(BaseExceptionGroup) as raised:
+            await running.task
+        assert raised.value.exceptions == (error,)

@@ -1,0 +1,313 @@
+import asyncio
+import random
+from collections.abc import Iterable
+from dataclasses import replace
+from math import inf
+
+import asyncpg
+import pytest
+
+from indexer.atproto.cid import cid_of, cid_text
+from indexer.reasons import Desync, Rejection
+from indexer.store import DatabaseError, Store, dead_letters
+from indexer.sync.plans import Batch, BufferedEvent, Cursor, DeadLetter, RecordChange, RepoWrite
+from indexer.sync.repo_state import PARKED, Repo, SyncStatus
+from tests.store.repo_rows import delete, did, head, in_progress, insert, put, synchronized
+
+RELAY = "wss://relay.test"
+
+
+def dead_letter(number: int, **fields: object) -> DeadLetter:
+    values = {
+        "relay": RELAY,
+        "seq": number,
+        "did": did(number),
+        "kind": "#commit",
+        "reason": Rejection.FIELD_INVALID,
+        "detail": "",
+        "frame": b"frame",
+    }
+    return DeadLetter(**{**values, **fields})  # type: ignore[arg-type]
+
+
+async def terminate_all_but(connection: asyncpg.Connection) -> None:
+    assert await connection.fetchval(
+        "select count(pg_terminate_backend(pid)) from pg_stat_activity "
+        "where datname = current_database() and pid <> pg_backend_pid()"
+    )
+
+
+@pytest.mark.parametrize(
+    "repo",
+    [
+        Repo(did(1), version=1),
+        Repo(did(1), version=7, next_attempt_at=PARKED, last_error="http-status: 500", attempts=3),
+        Repo(
+            did(1),
+            version=2**40,
+            sync_status=SyncStatus.SYNCHRONIZED,
+            sync_reason=None,
+            head=head(),
+            latest_verified_rev="3lzzzzzzzzzzz",
+            active=False,
+            hosting_status="deactivated",
+            hosting_relay=RELAY,
+            hosting_seq=2**62,
+            takedown=True,
+            lease=3,
+            attempts=2,
+            next_attempt_at=1_763_000_000.125,
+            synchronized_at=0.5,
+        ),
+        *[Repo(did(1), version=1, sync_reason=reason) for reason in Desync],
+    ],
+)
+async def test_a_row_is_read_as_it_was_written(store: Store, repo: Repo) -> None:
+    await insert(store, repo)
+    assert await store.repos([did(1), did("unknown")]) == {did(1): repo}
+
+
+async def test_random_batches_give_the_same_records_as_a_dictionary(store: Store, sql: asyncpg.Connection) -> None:
+    """Write hundreds of changes, with repeated paths in one batch, and compare with a dictionary."""
+    numbers = random.Random(11)
+    repos = {did(n): Repo(did(n)) for n in range(5)}
+    records: dict[tuple[str, str], bytes] = {}
+    log: dict[str, list[tuple[str, str, bytes | None]]] = {one: [] for one in repos}
+    for step in range(40):
+        writes = []
+        for one in numbers.sample(sorted(repos), 3):
+            changes: list[RecordChange] = []
+            for n in range(numbers.randrange(6)):
+                path = f"{numbers.choice(['app.test', 'app.test.more', 'app.test-x'])}/{numbers.randrange(4)}"
+                if (one, path) in records and numbers.random() < 0.5:
+                    changes.append(delete(path))
+                    del records[one, path]
+                else:
+                    action = "update" if (one, path) in records else "create"
+                    changes.append(put(path, f'{{"step": {step}, "n": {n}}}', action))  # type: ignore[arg-type]
+                    records[one, path] = changes[-1].cid or b""
+                log[one].append((changes[-1].action, path, changes[-1].cid))
+            repo = replace(synchronized(0), did=one, version=repos[one].version + 1)
+            writes.append(RepoWrite(repos[one].version, repo, tuple(changes)))
+            repos[one] = repo
+        assert await store.apply(Batch(tuple(writes))) == frozenset()
+    assert await store.repos(list(repos)) == {one: repo for one, repo in repos.items() if repo.version}
+    for one in repos:
+        assert await store.visible_records(one) == {path: cid for (owner, path), cid in records.items() if owner == one}
+        rows = await sql.fetch(
+            "select action, collection || '/' || rkey, cid from atproto.changes where did = $1 and rkey is not null "
+            "order by seq",
+            one,
+        )
+        assert [tuple(row) for row in rows] == [(action, path, cid and cid_text(cid)) for action, path, cid in log[one]]
+
+
+async def test_batches_of_any_size_give_the_same_rows(store: Store, sql: asyncpg.Connection) -> None:
+    """Write the same commits one by one and several per transaction: records, changes and versions are equal."""
+    numbers = random.Random(5)
+    commits: list[tuple[int, list[RecordChange]]] = []
+    present: set[tuple[int, str]] = set()
+    for _ in range(60):
+        owner, changes = numbers.randrange(4), []
+        for path in numbers.choices(
+            ["app.test/a", "app.test/b", "app.test.more/a", "b.c/d"], k=numbers.randrange(1, 4)
+        ):
+            if (owner, path) not in present:
+                changes.append(put(path, f'"{len(commits)}"'))
+            else:
+                changes.append(numbers.choice([delete(path), put(path, f'"{len(commits)}"', "update")]))
+            (present.discard if changes[-1].action == "delete" else present.add)((owner, path))
+        commits.append((owner, changes))
+
+    async def play(size: int) -> list[object]:
+        dids = [did((size, owner)) for owner in range(4)]
+        repos = {owner: Repo(dids[owner]) for owner in range(4)}
+        for start in range(0, len(commits), size):
+            writes: dict[int, RepoWrite] = {}
+            for owner, changes in commits[start : start + size]:
+                before = writes.get(owner, RepoWrite(repos[owner].version, repos[owner]))
+                repos[owner] = synchronized((size, owner), version=repos[owner].version + 1)
+                writes[owner] = RepoWrite(before.expected_version, repos[owner], (*before.changes, *changes))
+            assert not await store.apply(Batch(tuple(writes.values())))
+        log = (
+            "select action, collection, rkey, cid, rev, live from atproto.changes where did = $1 "
+            "and rkey is not null order by seq"
+        )
+        return [
+            (
+                await store.visible_records(one),
+                [tuple(row) for row in await sql.fetch(log, one)],
+                (await store.repos([one]))[one].version,
+            )
+            for one in dids
+        ]
+
+    one_by_one = await play(1)
+    for size in (2, 3, 7, 60):
+        assert await play(size) == one_by_one
+
+
+async def test_a_write_on_another_version_is_skipped_and_the_cursor_is_not_saved(
+    store: Store, sql: asyncpg.Connection
+) -> None:
+    await insert(store, synchronized("same"), synchronized("changed"))
+    await store.apply(Batch((RepoWrite(1, synchronized("changed", version=2)),)))
+    claimed = await in_progress(store, "claimed")
+    buffered = (BufferedEvent(claimed.did, RELAY, 5, b"frame"),)
+    skipped = await store.apply(
+        Batch(
+            (
+                RepoWrite(1, synchronized("same", version=2), (put("app.test/a"),)),
+                RepoWrite(
+                    1, synchronized("changed", version=2, latest_verified_rev="3lzzzzzzzzzzz"), (put("app.test/a"),)
+                ),
+                RepoWrite(0, synchronized("new")),
+                RepoWrite(claimed.version - 1, claimed, (), buffered),
+            ),
+            tuple(dead_letter(seq, did=did(name)) for seq, name in ((1, "same"), (2, "changed"), (3, "other"))),
+            cursor=Cursor(RELAY, "0/1", 9),
+        )
+    )
+    assert skipped == {did("changed"), claimed.did}
+    assert [row[0] for row in await sql.fetch("select seq from atproto.rejected order by seq")] == [1, 3]
+    assert await store.visible_records(did("same")) != {}
+    assert await store.visible_records(did("changed")) == {}
+    assert (await store.repos([did("changed")]))[did("changed")].latest_verified_rev is None
+    assert await sql.fetchval("select count(*) from indexer.buffered_event") == 0
+    assert await sql.fetchval("select array_agg(did) from indexer.change where rkey is not null") == [did("same")]
+    assert await store.cursor(RELAY, "0/1") is None
+
+
+async def test_a_repo_inserted_meanwhile_is_not_overwritten(store: Store) -> None:
+    await insert(store, synchronized(1))
+    assert await store.apply(Batch((RepoWrite(0, Repo(did(1), version=1)),))) == {did(1)}
+    assert (await store.repos([did(1)]))[did(1)] == synchronized(1)
+
+
+async def test_of_two_writes_on_one_version_one_is_skipped(store: Store) -> None:
+    repos = [synchronized(n) for n in range(20)]
+    await insert(store, *repos)
+
+    async def write(error: str, order: Iterable[Repo]) -> frozenset[str]:
+        return await store.apply(
+            Batch(
+                tuple(RepoWrite(1, replace(repo, version=2, last_error=error), (put("app.test/a"),)) for repo in order)
+            )
+        )
+
+    first, second = await asyncio.gather(write("first", repos), write("second", reversed(repos)))
+    rows = await store.repos([repo.did for repo in repos])
+    assert first | second == set(rows)
+    assert not first & second
+    assert {one for one, repo in rows.items() if repo.last_error == "first"} == second
+
+
+async def test_a_batch_that_fails_writes_nothing(store: Store, sql: asyncpg.Connection) -> None:
+    batch = Batch(
+        (RepoWrite(0, synchronized(1), (put("app.test/a"), put("app.test/b", "not json"))),),
+        (dead_letter(1),),
+        cursor=Cursor(RELAY, "0/1", 9),
+    )
+    with pytest.raises(asyncpg.DataError):  # a bug of the caller, so it is no DatabaseError
+        await store.apply(batch)
+    for table in ("repo", "record", "change", "dead_letter", "cursor"):
+        assert await sql.fetchval(f"select count(*) from indexer.{table}") == 0  # noqa: S608
+
+
+async def test_the_cursor_never_decreases(store: Store, sql: asyncpg.Connection) -> None:
+    for seq, event_time in ((5, "five"), (3, "three"), (7, None), (9, "a time\0 of any form")):
+        await store.apply(Batch(cursor=Cursor(RELAY, "0/1", seq, event_time)))
+        assert await store.cursor(RELAY, "0/1") == max(5, seq)
+    await store.apply(Batch(cursor=Cursor(RELAY, "1/2", 4)))
+    assert await store.cursor(RELAY, "0/1") == 9
+    rows = await sql.fetch("select shard, seq, event_time from atproto.cursors order by shard")
+    assert [tuple(row) for row in rows] == [("0/1", 9, "a time\ufffd of any form"), ("1/2", 4, None)]
+
+
+async def test_events_are_buffered_until_the_resync_ends(store: Store, sql: asyncpg.Connection) -> None:
+    repo = await in_progress(store, 1)
+    for seq in (7, 8, 8):
+        repo = replace(repo, version=repo.version + 1, buffered_events=repo.buffered_events + 1)
+        await store.apply(
+            Batch((RepoWrite(repo.version - 1, repo, (), (BufferedEvent(repo.did, RELAY, seq, b"frame"),)),))
+        )
+    assert [row[0] for row in await sql.fetch("select seq from indexer.buffered_event order by seq")] == [7, 8, 8]
+    assert await sql.fetchval("select lease_until from indexer.repo") is not None
+    ended = replace(repo, version=repo.version + 1, sync_status=SyncStatus.DESYNCHRONIZED)
+    assert not await store.apply(Batch((RepoWrite(repo.version, ended),)))
+    assert await sql.fetchval("select count(*) from indexer.buffered_event") == 0
+    assert await sql.fetchval("select lease_until from indexer.repo") is None
+
+
+async def test_dead_letters_are_stored_whole_and_limited_in_number(
+    store: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dead_letters, "MAX_ROWS", 5)
+    hostile = dead_letter(0, seq=None, did="did:\0", kind="#\0", detail="half a pair \ud800 and \0")
+    await store.apply(Batch(dead_letters=(hostile,)))
+    row = await sql.fetchrow("select seq, did, kind, detail, frame from indexer.dead_letter")
+    assert tuple(row or ()) == (None, "did:\ufffd", "#\ufffd", "half a pair ? and \ufffd", b"frame")
+    for start in range(1, 13, 3):
+        await store.apply(Batch(dead_letters=tuple(dead_letter(n) for n in range(start, start + 3))))
+        assert await sql.fetchval("select count(*) from atproto.rejected") <= 5
+    assert [row[0] for row in await sql.fetch("select seq from atproto.rejected order by id")] == [8, 9, 10, 11, 12]
+
+
+async def test_many_dead_letters_of_one_reason_do_not_remove_others(
+    store: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limits, also the one in bytes, apply per relay and reason."""
+    monkeypatch.setattr(dead_letters, "MAX_BYTES", 100)
+    await store.apply(
+        Batch(
+            dead_letters=(
+                dead_letter(1, reason=Rejection.FUTURE_REV),
+                dead_letter(2, relay="wss://other.test"),
+                dead_letter(3),
+            )
+        )
+    )
+    for seq in range(10, 20):
+        await store.apply(Batch(dead_letters=(dead_letter(seq, frame=bytes(40)),)))
+    rows = await sql.fetch("select seq from atproto.rejected order by seq")
+    assert [row[0] for row in rows] == [1, 2, 18, 19]
+
+
+async def test_each_batch_with_changes_sends_one_notification(
+    store: Store, sql: asyncpg.Connection, database: str
+) -> None:
+    received: asyncio.Queue[str] = asyncio.Queue()
+    await sql.add_listener("atproto_changes", lambda _c, _p, _ch, payload: received.put_nowait(str(payload)))
+    other = await asyncpg.connect(database)
+    await store.apply(Batch((RepoWrite(0, Repo(did(1), version=1)),)))
+    await store.apply(Batch((RepoWrite(0, synchronized(2), (put("app.test/a"), put("app.test/b"))),)))
+    await other.execute("select pg_notify('atproto_changes', 'end')")
+    await other.close()
+    assert [await received.get(), await received.get()] == ["", "end"]
+
+
+async def test_a_record_without_a_value_has_its_original_bytes(store: Store, sql: asyncpg.Connection) -> None:
+    change = RecordChange("create", "app.test", "a", "3laaaaaaaaa22", cid_of(b"x"), None, "not-dag-cbor", b"\xff\0")
+    await insert(store, synchronized(1), changes=(change,))
+    row = await sql.fetchrow("select value, value_problem, original from indexer.record")
+    assert tuple(row or ()) == (None, "not-dag-cbor", b"\xff\0")
+
+
+async def test_a_lost_connection_is_a_database_error(store: Store, sql: asyncpg.Connection) -> None:
+    await insert(store, synchronized(1))
+    with pytest.raises(DatabaseError):  # noqa: PT012 - the end of the block raises it, too
+        async with store.resync(synchronized(1)) as transaction:
+            await terminate_all_but(sql)
+            await transaction.lock()
+    assert await store.repos([did(1)]) == {did(1): synchronized(1)}
+
+
+async def test_a_parked_repo_has_an_infinite_next_attempt(store: Store, sql: asyncpg.Connection) -> None:
+    await insert(store, Repo(did(1), version=1, next_attempt_at=inf))
+    assert await sql.fetchval("select next_attempt_at = 'infinity' from atproto.repos")
+
+
+async def test_a_value_that_cannot_be_stored_is_no_database_error(store: Store) -> None:
+    """Even if its text is like that of a lost connection."""
+    with pytest.raises(asyncpg.DataError, match="closed"):
+        await store.apply(Batch(cursor=Cursor(RELAY, "0/1", "the connection is closed")))  # type: ignore[arg-type]

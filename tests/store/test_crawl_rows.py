@@ -1,0 +1,47 @@
+"""Crawl progress, and the comparison of repo lists with the stored repos."""
+
+from dataclasses import replace
+
+from indexer.reasons import Desync
+from indexer.store import Store
+from indexer.sync.crawl_progress import CrawlProgress
+from indexer.sync.repo_state import TOMBSTONED, SyncStatus
+from tests.store.repo_rows import did, head, insert, synchronized
+
+OLD, STORED, NEWER = "3laaaaaaaaa22", "3laaaaaaaab22", "3laaaaaaaac22"
+
+
+async def test_differences_are_repos_that_are_behind_and_repos_that_are_hidden(store: Store) -> None:
+    stored = {
+        name: synchronized(name, head=head(STORED)) for name in ("newer", "same", "older", "hidden", "broken", "gone")
+    }
+    stored["hidden"] = replace(stored["hidden"], active=False)
+    stored["gone"] = replace(stored["gone"], active=False, hosting_status=TOMBSTONED)
+    stored["broken"] = replace(stored["broken"], sync_status=SyncStatus.DESYNCHRONIZED, sync_reason=Desync.NEW)
+    await insert(store, *stored.values())
+    listed = {
+        "newer": NEWER,
+        "same": STORED,
+        "older": OLD,
+        "hidden": NEWER,
+        "broken": NEWER,
+        "gone": NEWER,
+        "unknown": NEWER,
+    }
+    differences = await store.find_differences({did(name): rev for name, rev in listed.items()})
+    assert differences == ([did("newer")], [did("hidden")])
+    assert await store.find_differences({}) == ([], [])
+
+
+async def test_progress_is_stored_per_purpose_source_and_collection(store: Store) -> None:
+    one = CrawlProgress("discover", "https://a.example", "com.example.a", "x", 5, 2, began_at=7.5)
+    other = replace(one, purpose="sweep", collection="", cursor=None, finished_at=8.25)
+    await store.save_crawl_progress(one)
+    await store.save_crawl_progress(other)
+    assert await store.crawl_progress("discover", "https://a.example", "com.example.a") == one
+    assert await store.crawl_progress("sweep", "https://a.example") == other
+    assert await store.crawl_progress("discover", "https://a.example") is None
+    await store.save_crawl_progress(after := one.after_page("y", 10, 3, 9.0))
+    assert await store.crawl_progress("discover", "https://a.example", "com.example.a") == after
+    assert (after.cursor, after.listed, after.found, after.finished_at) == ("y", 15, 5, None)
+    assert after.after_page(None, 1, 0, 9.0).finished_at == 9.0

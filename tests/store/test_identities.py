@@ -1,0 +1,196 @@
+"""The table of identities, and the queue of handles to verify."""
+
+import asyncio
+from dataclasses import replace
+from functools import partial
+
+import asyncpg
+
+from indexer.store import Store
+from indexer.store.identities import CLAIM_HANDLES
+from indexer.store.migrate import migrate
+from indexer.sync.plans import Batch
+from indexer.sync.stored_identity import INVALID_HANDLE, HandleCheck, HandleClaim, StoredIdentity
+from tests.store.change_log_helpers import connected
+from tests.store.repo_rows import did, insert, synchronized, waiting_for_locks
+from tests.waiting import until
+
+ALL = range(256)
+NOON = 4e9  # later than the clock of the database, so that every new handle is due
+
+
+def identity(name: object, claimed: str | None, fetched_at: float = 5.0) -> StoredIdentity:
+    return StoredIdentity(did(name), claimed, "https://pds.test", "did:key:zabc", fetched_at)
+
+
+async def claimed(store: Store, count: int = 10, now: float = NOON) -> list[HandleClaim]:
+    return await store.claim_handles(count, ALL, 600.0, now)
+
+
+async def save_check(store: Store, name: object, handle: str | None, due_at: float = NOON, attempts: int = 0) -> None:
+    """Store the result of checking the handle that `name` claims."""
+    [claim] = [claim for claim in await claimed(store, now=2 * NOON) if claim.did == did(name)]
+    await store.save_handle_check(HandleCheck(claim, handle, attempts, due_at))
+
+
+async def shown(sql: asyncpg.Connection, name: object) -> str | None:
+    handle: str | None = await sql.fetchval("select handle from atproto.repos where did = $1", did(name))
+    return handle
+
+
+async def test_identities_are_read_as_saved_and_the_latest_reading_stays(store: Store) -> None:
+    one, two = identity(1, "alice.test", 5.5), StoredIdentity(did(2), None, None, None, 5.5, problem="not found")
+    await store.save_identities([one, two])
+    assert await store.load_identities([did(1), did(2), did(3)]) == {did(1): one, did(2): two}
+    await store.save_identities([identity(1, "before.test", 4.0)])
+    assert (await store.load_identities([did(1)]))[did(1)] == one
+    await store.apply(Batch(stale_identities=frozenset({did(1), did(3)})))
+    assert (await store.load_identities([did(1)]))[did(1)].stale
+    later = identity(1, "after.test", 6.0)
+    await store.save_identities([one, later])
+    assert await store.load_identities([did(1), did(3)]) == {did(1): later}
+
+
+async def test_an_identity_with_nul_characters_is_stored(store: Store) -> None:
+    await store.save_identities([replace(identity(1, "nul\0.test"), pds="https://\ud800")])
+    assert (await store.load_identities([did(1)]))[did(1)].handle == "nul\ufffd.test"
+
+
+async def test_a_claimed_handle_is_not_shown_before_it_is_verified(store: Store, sql: asyncpg.Connection) -> None:
+    await insert(store, synchronized(1), synchronized(2))
+    await store.save_identities([identity(1, "alice.test"), identity(2, None)])
+    assert (await shown(sql, 1), await shown(sql, 2)) == (None, INVALID_HANDLE)
+    assert await store.did_of_handle("alice.test") is None
+    assert await claimed(store) == [HandleClaim(did(1), "alice.test", None, 0)]
+    await save_check(store, 1, "alice.test")
+    assert await shown(sql, 1) == "alice.test"
+    assert await store.did_of_handle("alice.test") == did(1)
+    assert (await store.load_identities([did(1)]))[did(1)] == identity(1, "alice.test")
+
+
+async def test_a_handle_is_claimed_once_until_its_lease_expires(store: Store) -> None:
+    await store.save_identities([identity(1, "alice.test")])
+    assert len(await claimed(store)) == 1
+    assert await claimed(store, now=NOON + 599) == []
+    assert len(await claimed(store, now=NOON + 601)) == 1
+
+
+async def test_of_two_concurrent_claims_one_gets_the_handle(
+    store: Store, database: str, sql: asyncpg.Connection
+) -> None:
+    await store.save_identities([identity(1, "alice.test")])
+    async with connected(database) as first, first.transaction():
+        await first.execute("select from indexer.identity for update")
+        claims = [asyncio.create_task(claimed(store)) for _ in range(2)]
+        await until(partial(waiting_for_locks, sql, 2))
+    assert sorted([len(await claim) for claim in claims]) == [0, 1]
+
+
+async def test_an_invalid_handle_has_no_did(store: Store, sql: asyncpg.Connection) -> None:
+    await insert(store, synchronized(1))
+    await store.save_identities([identity(1, "alice.test")])
+    await save_check(store, 1, INVALID_HANDLE)
+    assert await shown(sql, 1) == INVALID_HANDLE
+    assert await store.did_of_handle("alice.test") is None
+    assert await store.did_of_handle(INVALID_HANDLE) is None
+
+
+async def test_attempts_and_the_time_of_the_next_check_are_stored(store: Store) -> None:
+    await store.save_identities([identity(1, "alice.test")])
+    await save_check(store, 1, None, due_at=NOON + 300, attempts=3)
+    assert await claimed(store, now=NOON + 299) == []
+    assert await claimed(store, now=NOON + 301) == [HandleClaim(did(1), "alice.test", None, 3)]
+
+
+async def test_saving_the_same_claim_keeps_its_verification(store: Store, sql: asyncpg.Connection) -> None:
+    await insert(store, synchronized(1))
+    await store.save_identities([identity(1, "alice.test")])
+    await save_check(store, 1, "alice.test", due_at=NOON + 300)
+    await store.save_identities([identity(1, "alice.test", 6.0)])
+    assert await shown(sql, 1) == "alice.test"
+    assert await claimed(store) == []
+
+
+async def test_an_unverified_handle_is_due_when_the_document_is_read_again(store: Store) -> None:
+    await store.save_identities([identity(1, "alice.test")])
+    await save_check(store, 1, INVALID_HANDLE, due_at=NOON + 300, attempts=5)
+    assert await claimed(store) == []
+    await store.save_identities([identity(1, "alice.test", 6.0)])
+    assert await claimed(store) == [HandleClaim(did(1), "alice.test", INVALID_HANDLE, 5)]
+
+
+async def test_another_claim_is_not_verified(store: Store, sql: asyncpg.Connection) -> None:
+    await insert(store, synchronized(1))
+    await store.save_identities([identity(1, "alice.test")])
+    await save_check(store, 1, "alice.test", due_at=NOON + 300)
+    await store.save_identities([identity(1, "after.test", 6.0)])
+    assert await shown(sql, 1) is None
+    assert await store.did_of_handle("alice.test") is None
+    assert await claimed(store) == [HandleClaim(did(1), "after.test", None, 0)]
+    await store.save_identities([identity(1, None, 7.0)])
+    assert await shown(sql, 1) == INVALID_HANDLE
+    assert await claimed(store, now=2 * NOON) == []
+
+
+async def test_a_check_of_an_earlier_claim_is_ignored(store: Store, sql: asyncpg.Connection) -> None:
+    await insert(store, synchronized(1))
+    await store.save_identities([identity(1, "alice.test")])
+    [claim] = await claimed(store)
+    await store.save_identities([identity(1, "after.test", 6.0)])
+    await store.save_handle_check(HandleCheck(claim, "alice.test", 0, 2 * NOON))
+    assert await shown(sql, 1) is None
+    assert [claim.claimed for claim in await claimed(store)] == ["after.test"]
+
+
+async def test_a_handle_verified_for_another_account_is_checked_again(store: Store) -> None:
+    for name in (1, 2):
+        await store.save_identities([identity(name, "alice.test")])
+        await save_check(store, name, "alice.test", due_at=NOON + 300)
+    assert await store.did_of_handle("alice.test") == did(2)
+    assert [claim.did for claim in await claimed(store)] == [did(1)]
+
+
+async def test_the_handle_that_became_due_last_is_claimed_first(store: Store, sql: asyncpg.Connection) -> None:
+    await store.save_identities([identity(name, f"h{name}.test") for name in range(5)])
+    for name in range(5):
+        await sql.execute(
+            "update indexer.identity set handle_due_at = to_timestamp($2) where did = $1", did(name), NOON - 10 + name
+        )
+    assert {claim.did for claim in await claimed(store, 2)} == {did(4), did(3)}
+
+
+async def test_due_handles_are_found_by_index(store: Store, sql: asyncpg.Connection) -> None:
+    await sql.execute(
+        "insert into indexer.identity (did, bucket, claimed_handle, fetched_at, stale, handle_attempts, handle_due_at) "
+        "select 'did:plc:' || n, n % 256, 'h' || n || '.test', now(), false, 0, to_timestamp(n) "
+        "from generate_series(1, 20000) n"
+    )
+    await sql.execute("analyze indexer.identity")
+    explain = "explain (analyze, costs off) " + CLAIM_HANDLES
+    plan = "\n".join(row[0] for row in await sql.fetch(explain, list(ALL), 10, 1e4, 1e9, list(ALL)))
+    assert "identity_handle_due" in plan
+    assert "Seq Scan" not in plan
+    plan = "\n".join(
+        row[0]
+        for row in await sql.fetch(
+            "explain select did from indexer.identity where handle = 'h7.test' and handle <> 'handle.invalid'"
+        )
+    )
+    assert "identity_handle" in plan
+
+
+async def test_handles_stored_before_verification_are_migrated_as_claims(empty_database: str) -> None:
+    await migrate(empty_database, "0006")
+    async with connected(empty_database) as sql:
+        await sql.execute(
+            "insert into indexer.identity (did, bucket, handle, fetched_at, stale) "
+            "values ($1, indexer.bucket_of($1), 'alice.test', now(), false)",
+            did(1),
+        )
+    await migrate(empty_database)
+    store = await Store.open(empty_database)
+    try:
+        assert await store.did_of_handle("alice.test") is None
+        assert await claimed(store) == [HandleClaim(did(1), "alice.test", None, 0)]
+    finally:
+        await store.close()

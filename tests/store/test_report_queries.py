@@ -1,0 +1,169 @@
+"""Reports: counts, one repo, one record, and random samples."""
+
+import asyncio
+import json
+from typing import Any
+
+import asyncpg
+import pytest
+
+from indexer.atproto.cid import cid_text
+from indexer.reasons import Desync
+from indexer.store import Store, report_queries
+from indexer.sync.plans import Batch, Cursor
+from indexer.sync.repo_state import PARKED, Repo, SyncStatus
+from indexer.sync.stored_identity import HandleCheck, HandleClaim, StoredIdentity
+from tests.store.repo_rows import did, head, in_progress, insert, put, synchronized
+
+
+async def test_counts(store: Store, sql: asyncpg.Connection) -> None:
+    await in_progress(store, "in progress", sync_reason=Desync.SYNC_EVENT)
+    await insert(
+        store,
+        Repo(did("at once"), version=1),
+        Repo(did("later"), version=1, next_attempt_at=1e10),
+        Repo(did("parked"), version=1, next_attempt_at=PARKED, last_error="repo-not-found: 400 RepoNotFound"),
+        Repo(did("inactive"), version=1, active=False),
+        synchronized(1),
+        changes=(put("app.test/a"),),
+    )
+    await store.apply(Batch(cursor=Cursor("wss://relay.test", "0/1", 9, "now")))
+    await sql.execute("analyze indexer.record")
+    counts = await store.counts()
+    assert counts.statuses == {
+        SyncStatus.DESYNCHRONIZED: 4,
+        SyncStatus.IN_PROGRESS: 1,
+        SyncStatus.SYNCHRONIZED: 1,
+    }
+    assert counts.reasons == {"new": 4, "sync-event": 1}
+    assert counts.failures == {"repo-not-found": 1}
+    assert (counts.queued, counts.parked, counts.records) == (2, 1, 5)
+    assert counts.cursors == [Cursor("wss://relay.test", "0/1", 9, "now")]
+
+
+async def test_counts_of_repos_that_left_the_queue_since_a_time(store: Store, sql: asyncpg.Connection) -> None:
+    """They are synchronized or parked. A repo that was synchronized and broke again counts, too."""
+    await insert(
+        store,
+        synchronized("done", synchronized_at=100.0),
+        synchronized("broken", synchronized_at=100.0, sync_status=SyncStatus.DESYNCHRONIZED),
+        synchronized("done earlier", synchronized_at=99.0),
+        Repo(did("parked"), version=1, next_attempt_at=PARKED),
+        Repo(did("parked earlier"), version=1, next_attempt_at=PARKED),
+        Repo(did("failed"), version=1, next_attempt_at=1e10, attempts=1),
+    )
+    await sql.execute("update indexer.repo set updated_at = to_timestamp(99)")
+    await sql.execute("update indexer.repo set updated_at = to_timestamp(100) where did = $1", did("parked"))
+    assert [(await store.counts(since)).ended for since in (98.0, 100.0, 101.0)] == [5, 3, 0]
+    assert (await store.counts()).ended == 0
+
+
+async def test_counts_of_an_empty_database(store: Store) -> None:
+    counts = await store.counts()
+    assert counts.statuses == dict.fromkeys(SyncStatus, 0)
+    assert (counts.reasons, counts.queued, counts.parked, counts.records, counts.cursors) == ({}, 0, 0, 0, [])
+
+
+async def test_a_repo_report_has_status_reason_and_error(store: Store) -> None:
+    await insert(
+        store,
+        Repo(did(1), version=1, next_attempt_at=PARKED, last_error="repo-not-found", attempts=1, head=head()),
+        changes=(put("app.test/a"), put("app.test/b")),
+    )
+    await store.save_identities([StoredIdentity(did(1), "alice.test", "https://pds.test", "did:key:zabc", 5.5)])
+    await store.save_handle_check(HandleCheck(HandleClaim(did(1), "alice.test", None, 0), "alice.test", 0, 9.0))
+    report = await store.repo_report(did(1))
+    assert report is not None
+    expected = {
+        "handle": "alice.test",
+        "pds": "https://pds.test",
+        "sync_status": "desynchronized",
+        "sync_reason": "new",
+        "last_error": "repo-not-found",
+        "rev": head().rev,
+        "data": cid_text(head().data),
+        "commit": cid_text(head().commit),
+        "parked": True,
+        "next_attempt_at": None,
+        "records": 2,
+    }
+    assert {name: report[name] for name in expected} == expected
+    assert await store.repo_report(did("unknown")) is None
+
+
+async def test_a_record_is_read_from_the_public_view(store: Store) -> None:
+    change = put("app.test/a", '{"n": 1}')
+    await insert(store, synchronized(1), synchronized(2, takedown=True), changes=(change,))
+    record = await store.record(did(1), "app.test", "a")
+    assert record is not None
+    assert record["uri"] == f"at://{did(1)}/app.test/a"
+    assert record["cid"] == cid_text(change.cid or b"")
+    assert record["value"] == {"n": 1}
+    assert await store.record(did(1), "app.test", "b") is None
+    assert await store.record(did(2), "app.test", "a") is None
+
+
+async def pages_of(sql: asyncpg.Connection, dids: list[str]) -> set[int]:
+    """Return the pages of the table that contain these repos."""
+    rows = await sql.fetch("select ctid::text as position from indexer.repo where did = any($1::text[])", dids)
+    return {int(row["position"].strip("()").partition(",")[0]) for row in rows}
+
+
+@pytest.mark.slow
+async def test_a_sample_is_spread_over_the_table_and_reads_little_of_it(store: Store, sql: asyncpg.Connection) -> None:
+    await insert(store, *[synchronized(number) for number in range(20_000)])
+    pages = await sql.fetchval("select pg_relation_size('indexer.repo') / 8192")
+    samples = [await store.sample_synchronized(40) for _ in range(4)]
+    assert [len(set(sample)) for sample in samples] == [40] * 4
+    assert len(set().union(*samples)) > 140, "the samples differ"
+    for sample in samples:
+        found = sorted(await pages_of(sql, sample))
+        assert len(found) > 20, "few repos share a page"
+        assert found[0] < pages / 3 < pages * 2 / 3 < found[-1]
+    assert pages > 4 * report_queries.FIRST_PAGES_PER_REPO * 40, "the table is large enough for this test"
+    plan = await sql.fetchval(f"explain (analyze, format json) {report_queries.SAMPLE}", 100 * 160 / pages, 40)
+    [read] = [node for node in nodes_of(plan) if node["Node Type"] == "Sample Scan"]
+    assert read["Actual Rows"] < 20_000 / 4
+
+
+def nodes_of(plan: str) -> list[dict[str, Any]]:
+    """Return all nodes of a plan."""
+    [top] = json.loads(plan)
+    found = [top["Plan"]]
+    for node in found:
+        found += node.get("Plans", ())
+    return found
+
+
+async def test_a_sample_has_only_active_synchronized_repos_however_few(store: Store) -> None:
+    qualified = [synchronized(number) for number in range(5)]
+    others = [Repo(did(f"new {number}"), version=1) for number in range(3_000)]
+    excluded = [
+        synchronized("deactivated", active=False),
+        synchronized("broken", sync_status=SyncStatus.DESYNCHRONIZED),
+    ]
+    assert await store.sample_synchronized(3) == []
+    await insert(store, *others, *qualified, *excluded)
+    assert set(await store.sample_synchronized(100)) == {repo.did for repo in qualified}
+    assert set(await store.sample_synchronized(3)) < {repo.did for repo in qualified}
+
+
+@pytest.mark.slow
+async def test_a_sample_without_qualified_repos_reads_a_limited_part_of_the_table(
+    store: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report_queries, "MAX_SAMPLE_PAGES", 16)
+    await insert(store, *[Repo(did(number), version=1) for number in range(20_000)])
+    percentages = []
+    fetch = asyncpg.Connection.fetch
+
+    async def recorded(self: asyncpg.Connection, query: str, *values: Any) -> Any:
+        if query == report_queries.SAMPLE:
+            percentages.append(values[0])
+        return await fetch(self, query, *values)
+
+    monkeypatch.setattr(asyncpg.Connection, "fetch", recorded)
+    pages = await sql.fetchval("select pg_relation_size('indexer.repo') / 8192")
+    async with asyncio.timeout(20):
+        assert await store.sample_synchronized(1) == []
+    assert percentages == [pytest.approx(100 * read / pages) for read in (4, 16)]

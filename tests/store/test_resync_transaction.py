@@ -1,0 +1,209 @@
+"""The transaction of a resync: compare, write differences, drain the buffer, commit or roll back."""
+
+import asyncio
+import random
+from dataclasses import replace
+
+import asyncpg
+import pytest
+
+from indexer.errors import BrokenInvariantError
+from indexer.store import Store, resync_transaction
+from indexer.sync.plans import Batch, BufferedEvent, RecordChange, RepoWrite
+from indexer.sync.repo_state import Repo, SyncStatus
+from indexer.sync.snapshot_diff import Difference, SnapshotDiff
+from tests.store.repo_rows import delete, did, head, in_progress, insert, put, synchronized
+
+RELAY = "wss://relay.test"
+ALL = range(256)
+
+
+async def completed(store: Store, repo: Repo) -> Repo:
+    """Return the row of the repo after a resync during which no event arrived."""
+    row = (await store.repos([repo.did]))[repo.did]
+    return replace(
+        row, version=row.version + 1, sync_status=SyncStatus.SYNCHRONIZED, sync_reason=None, head=head("3lbbbbbbbbb22")
+    )
+
+
+async def stored(store: Store, claimed: Repo) -> list[tuple[bytes, bytes]]:
+    async with store.resync(claimed) as transaction:
+        return [entry async for chunk in transaction.stored() for entry in chunk]
+
+
+async def test_stored_records_come_in_path_order(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resync_transaction, "CHUNK_SIZE", 2)
+    collections = ["com.example.foo", "com.example.foo-x", "com.example.foo.bar", "com.example.fo", "a.b", "z.z"]
+    paths = [f"{collection}/{rkey}" for collection in collections for rkey in ("A", "a", "-", "~", "3l:x")]
+    await insert(store, synchronized("other"), changes=(put("com.example.foo/other"),))
+    await insert(store, replace(synchronized(1), sync_status=SyncStatus.DESYNCHRONIZED), changes=tuple(map(put, paths)))
+    (claimed,) = await store.claim(1, ALL, 10.0, 100.0)
+    async with store.resync(claimed) as transaction:
+        chunks = [chunk async for chunk in transaction.stored()]
+    assert max(map(len, chunks)) == 2
+    assert min(map(len, chunks)) > 0
+    assert [path for chunk in chunks for path, _ in chunk] == sorted(path.encode() for path in paths)
+
+
+async def test_reading_many_collections_leaves_no_cursor_open(store: Store) -> None:
+    """An open cursor uses memory of the server until the end of the transaction."""
+    names = [f"a.b.c{n}{more}" for n in range(30) for more in ("", ".x")]
+    await insert(
+        store,
+        synchronized(1, sync_status=SyncStatus.DESYNCHRONIZED),
+        changes=tuple(put(f"{name}/self") for name in names),
+    )
+    (claimed,) = await store.claim(1, ALL, 10.0, 100.0)
+    async with store.resync(claimed) as transaction:
+        [chunk] = [chunk async for chunk in transaction.stored()]
+        assert [path for path, _ in chunk] == sorted(f"{name}/self".encode() for name in names)
+        assert await transaction.connection.fetchval("select count(*) from pg_cursors where name <> ''") == 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [put("app.test/there"), put("app.test/absent", action="update"), delete("app.test/absent")],
+    ids=lambda change: change.action,
+)
+async def test_a_difference_that_does_not_fit_the_stored_records_is_a_bug(
+    store: Store, sql: asyncpg.Connection, change: RecordChange
+) -> None:
+    """If the claim is lost, it is no bug, because another worker may have changed the records."""
+    repo = replace(synchronized(1), sync_status=SyncStatus.DESYNCHRONIZED)
+    await insert(store, repo, changes=(put("app.test/there"),))
+    (claimed,) = await store.claim(1, ALL, 10.0, 100.0)
+    with pytest.raises(BrokenInvariantError, match="changed since they were compared"):
+        async with store.resync(claimed) as transaction:
+            await transaction.write([put("app.test/new"), change])
+    await store.expire_leases(ALL, 200.0)
+    async with store.resync(claimed) as transaction:
+        await transaction.write([put("app.test/new"), change])
+        assert await transaction.lock() is None
+    assert list(await store.visible_records(did(1))) == ["app.test/there"]
+
+
+async def test_writes_between_chunks_do_not_change_what_is_read(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Merge the table with a snapshot and write each chunk, as a resync does; then the table equals the snapshot."""
+    monkeypatch.setattr(resync_transaction, "CHUNK_SIZE", 3)
+    numbers = random.Random(3)
+    names = [f"{c}/{n}" for c in ("app.test", "app.test-x", "app.test.more", "b.c", "z.z") for n in range(9)]
+    for round_ in range(8):
+        before = {path: put(path, '"stored"') for path in numbers.sample(names, numbers.randrange(len(names)))}
+        snapshot = {path: put(path, numbers.choice(['"stored"', '"fetched"'])) for path in numbers.sample(names, 20)}
+        repo = replace(synchronized(round_), sync_status=SyncStatus.DESYNCHRONIZED)
+        await insert(store, repo, changes=tuple(before.values()))
+        (claimed,) = await store.claim(1, ALL, 1e10, 100.0)
+        diff = SnapshotDiff(iter(sorted((path.encode(), change.cid or b"") for path, change in snapshot.items())))
+        async with store.resync(claimed) as transaction:
+
+            async def write(differences: list[Difference]) -> None:
+                await transaction.write(
+                    [
+                        snapshot[d.path.decode()]._replace(action="update" if d.old else "create")  # noqa: B023
+                        if d.new
+                        else delete(d.path.decode())
+                        for d in differences
+                    ]
+                )
+
+            async for chunk in transaction.stored():
+                await write(list(diff.compare(chunk)))
+            await write(list(diff.remaining()))
+            locked = await transaction.lock()
+            assert locked == claimed
+            await transaction.finish(Batch((RepoWrite(claimed.version, await completed(store, claimed)),)))
+        assert await store.visible_records(repo.did) == {path: change.cid for path, change in snapshot.items()}
+
+
+async def test_changes_become_visible_with_the_commit(store: Store, sql: asyncpg.Connection) -> None:
+    claimed = await in_progress(store, 1)
+    drained = put("app.test/b")
+    async with store.resync(claimed) as transaction:
+        await transaction.write([put("app.test/a"), put("app.test/b", '"old"')])
+        row = (await store.repos([did(1)]))[did(1)]  # an event of the stream arrives
+        buffering = replace(row, version=row.version + 1, buffered_events=1)
+        buffered = tuple(BufferedEvent(did(1), RELAY, seq, b"frame") for seq in (9, 8))
+        assert not await store.apply(Batch((RepoWrite(row.version, buffering, (), buffered),)))
+        assert await store.visible_records(did(1)) == {}
+        locked = await transaction.lock()
+        assert locked == buffering
+        assert [event.seq for event in await transaction.buffered()] == [9, 8]
+        end = await completed(store, claimed)
+        await transaction.finish(Batch((RepoWrite(buffering.version, end, (drained._replace(action="update"),)),)))
+        assert await store.visible_records(did(1)) == {}
+    assert await store.repos([did(1)]) == {did(1): end}
+    assert await store.visible_records(did(1)) == {"app.test/a": put("app.test/a").cid, "app.test/b": drained.cid}
+    assert await sql.fetchval("select count(*) from indexer.buffered_event") == 0
+    changes = await sql.fetch("select action, rkey, live from atproto.changes order by seq")
+    assert [tuple(row) for row in changes] == [
+        ("create", "a", False),
+        ("create", "b", False),
+        ("update", "b", True),
+        ("completed", None, False),
+    ]
+
+
+@pytest.mark.parametrize("finish", [False, True])
+async def test_a_block_that_raises_or_does_not_finish_writes_nothing(
+    store: Store, sql: asyncpg.Connection, *, finish: bool
+) -> None:
+    claimed = await in_progress(store, 1)
+
+    class LeftBlockError(Exception):
+        pass
+
+    with pytest.raises(LeftBlockError):  # noqa: PT012
+        async with store.resync(claimed) as transaction:
+            await transaction.write([put("app.test/a")])
+            await transaction.lock()
+            if finish:
+                await transaction.finish(Batch((RepoWrite(claimed.version, await completed(store, claimed)),)))
+            raise LeftBlockError
+    async with store.resync(claimed) as transaction:
+        await transaction.write([put("app.test/a")])
+    assert await store.repos([did(1)]) == {did(1): claimed}
+    assert await sql.fetchval("select count(*) from indexer.record") == 0
+    assert await sql.fetchval("select count(*) from indexer.change where rkey is not null") == 0
+
+
+async def test_finishing_on_another_version_is_a_bug(store: Store) -> None:
+    claimed = await in_progress(store, 1)
+    with pytest.raises(BrokenInvariantError):
+        async with store.resync(claimed) as transaction:
+            await transaction.finish(Batch((RepoWrite(claimed.version - 1, claimed),)))
+
+
+async def test_resyncs_leave_connections_to_the_live_path(store: Store) -> None:
+    """With five connections, two resyncs run at the same time, and the third one waits."""
+    entered: list[int] = []
+    two, leave = asyncio.Event(), asyncio.Event()
+
+    async def hold(number: int) -> None:
+        async with store.resync(synchronized(number)):
+            entered.append(number)
+            if len(entered) == 2:
+                two.set()
+            await leave.wait()
+
+    holding = [asyncio.create_task(hold(number)) for number in range(5)]
+    await two.wait()
+    await asyncio.gather(*[insert(store, synchronized(number)) for number in range(6)])
+    assert len(entered) == 2
+    leave.set()
+    await asyncio.gather(*holding)
+    assert sorted(entered) == list(range(5))
+
+
+async def test_a_record_with_special_characters_is_stored_unchanged(store: Store) -> None:
+    claimed = await in_progress(store, 1)
+    text = '{"quote": "\\"", "braces": "{a,b}", "null": null, "text": "\\\\ \\n é 🦋", "long": "' + "x" * 200_000 + '"}'
+    odd = RecordChange("create", "app.test", "NULL", "3laaaaaaaaa22", put("app.test/x").cid, text)
+    async with store.resync(claimed) as transaction:
+        await transaction.write([odd])
+        await transaction.lock()
+        await transaction.finish(Batch((RepoWrite(claimed.version, await completed(store, claimed)),)))
+    record = await store.record(did(1), "app.test", "NULL")
+    assert record is not None
+    assert record["value"]["braces"] == "{a,b}"
+    assert record["value"]["text"] == "\\ \n é 🦋"
+    assert await stored(store, claimed) == [(b"app.test/NULL", odd.cid)]

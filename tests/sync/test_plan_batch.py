@@ -1,0 +1,165 @@
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from indexer.localnet.local_repo import Write
+from indexer.reasons import Desync, Rejection
+from indexer.sync.events import MalformedEvent, UnknownEvent
+from indexer.sync.plan_batch import DEAD_LETTER_BYTES, BatchPlan, ReceivedMessage, plan_batch
+from indexer.sync.plans import NeedsKey, RecordChange
+from indexer.sync.policy import UNAVAILABLE, KeyState
+from indexer.sync.repo_state import Repo, SyncStatus
+from indexer.sync.repo_transitions import Outcome
+from tests.profiles import scaled
+from tests.sync.signing_account import CONTEXT, SigningAccount, received_message
+
+NAMES = ("alice", "bob", "carol")
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(NAMES),
+        st.sampled_from(["post", "edit", "empty", "lost", "sync", "deactivate", "activate", "repeat"]),
+    ),
+    max_size=25,
+)
+
+
+def messages(steps: Sequence[tuple[str, str]]) -> tuple[list[ReceivedMessage], dict[str, SigningAccount]]:
+    """Return the messages that a relay sends for these steps, numbered from 1, and the accounts."""
+    accounts = {name: SigningAccount(name) for name in NAMES}
+    sent: list[ReceivedMessage] = [received_message("commit", account.first_commit()) for account in accounts.values()]
+    for number, (name, step) in enumerate(steps):
+        account = accounts[name]
+        match step:
+            case "post":
+                sent.append(received_message("commit", account.commit_post(f"p{number}")))
+            case "edit" if account.repo.records:
+                path = max(account.repo.records)
+                sent.append(received_message("commit", account.commit(Write.update(path, {"edit": number}))))
+            case "empty":
+                sent.append(received_message("commit", account.commit()))
+            case "lost":
+                account.commit_post(f"lost{number}")
+            case "sync":
+                sent.append(received_message("sync", account.sync_event()))
+            case "activate" | "deactivate":
+                sent.append(received_message("account", account.account_event(active=step == "activate")))
+            case "repeat":
+                sent.append(sent[number % len(sent)])
+    return [replace(message, seq=seq) for seq, message in enumerate(sent, start=1)], accounts
+
+
+def run(
+    batches: Sequence[Sequence[ReceivedMessage]], accounts: dict[str, SigningAccount]
+) -> tuple[dict[str, Repo], list[RecordChange], list[Outcome]]:
+    """Plan batches one after the other, each on the rows that the previous ones leave."""
+    key_states = {account.did: account.key_state for account in accounts.values()}
+    rows: dict[str, Repo] = {}
+    changes: list[RecordChange] = []
+    outcomes: list[Outcome] = []
+    for batch in batches:
+        plan = plan_batch(batch, rows, lambda did: replace(key_states[did], final=True), CONTEXT)
+        assert not plan.waiting
+        for write in plan.writes:
+            assert write.expected_version == rows.get(write.repo.did, Repo(write.repo.did)).version
+            rows[write.repo.did] = write.repo
+            changes += write.changes
+        outcomes += [settled.outcome for settled in plan.settled]
+    return rows, changes, outcomes
+
+
+@settings(max_examples=scaled(60))
+@given(STEPS, st.data())
+def test_rows_do_not_depend_on_how_messages_are_divided_into_batches(
+    steps: list[tuple[str, str]], data: st.DataObject
+) -> None:
+    sent, accounts = messages(steps)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(sent)), max_size=5)))
+    batches = [sent[start:stop] for start, stop in zip([0, *cuts], [*cuts, len(sent)], strict=True)]
+    rows, changes, outcomes = run(batches, accounts)
+    alone_rows, alone_changes, alone_outcomes = run([[message] for message in sent], accounts)
+    assert rows == alone_rows
+    assert sorted(map(repr, changes)) == sorted(map(repr, alone_changes))
+    assert outcomes == alone_outcomes
+    assert len(outcomes) == len(sent), "each message has one outcome"
+
+
+def plan_of(
+    batch: Sequence[ReceivedMessage], key_state: KeyState | None, rows: dict[str, Repo] | None = None
+) -> BatchPlan:
+    return plan_batch(batch, rows or {}, lambda _: key_state, CONTEXT)
+
+
+def test_later_messages_of_an_account_wait_with_the_first_one() -> None:
+    alice, bob = SigningAccount("alice"), SigningAccount("bob")
+    batch = [
+        received_message("commit", payload)
+        for payload in (alice.first_commit(), alice.commit_post("a"), bob.first_commit(), alice.commit_post("b"))
+    ]
+    plan = plan_batch(batch, {}, lambda did: bob.key_state if did == bob.did else None, CONTEXT)
+    assert plan.waiting == [batch[0], batch[1], batch[3]]
+    assert plan.needed_keys == {alice.did: NeedsKey(alice.did, refresh=False)}
+    assert [item.received for item in plan.settled] == [batch[2]]
+    assert [write.repo.did for write in plan.writes] == [bob.did]
+
+
+def test_messages_before_a_waiting_one_are_settled() -> None:
+    alice, mallory = SigningAccount("alice"), SigningAccount("mallory")
+    batch = [received_message("commit", alice.first_commit())]
+    alice.key, good = mallory.key, alice.key_state
+    batch.append(received_message("commit", alice.commit_post("signed by a new key")))
+    plan = plan_of(batch, good)
+    assert [item.outcome for item in plan.settled] == [Outcome.APPLIED]
+    assert plan.needed_keys == {alice.did: NeedsKey(alice.did, refresh=True)}
+    assert plan.waiting == [batch[1]]
+
+
+def test_the_old_key_is_not_used_after_an_identity_event() -> None:
+    alice = SigningAccount("alice")
+    batch = [
+        received_message("commit", alice.first_commit()),
+        received_message("identity", alice.identity_event()),
+        received_message("commit", alice.commit_post("a")),
+    ]
+    plan = plan_of(batch, alice.key_state)
+    assert plan.stale_identities == {alice.did}
+    assert plan.waiting == [batch[2]]
+    assert plan.needed_keys == {alice.did: NeedsKey(alice.did, refresh=False)}
+
+
+def test_rejected_messages_become_dead_letters_and_change_nothing() -> None:
+    alice = SigningAccount("alice")
+    long = MalformedEvent(Rejection.FIELD_INVALID, "rev", "#commit", 7, alice.did)
+    forged = received_message("commit", alice.first_commit())
+    batch = [ReceivedMessage(7, b"x" * 200_000, long), forged, ReceivedMessage(9, b"", UnknownEvent("#new", 9))]
+    plan = plan_of(batch, replace(SigningAccount("mallory").key_state, final=True))
+    assert [item.outcome for item in plan.settled] == [Outcome.REJECTED, Outcome.REJECTED, Outcome.IGNORED]
+    assert [dead_letter.reason for dead_letter in plan.dead_letters] == [
+        Rejection.FIELD_INVALID,
+        Rejection.SIGNATURE_INVALID,
+    ]
+    assert len(plan.dead_letters[0].frame) == DEAD_LETTER_BYTES
+    assert plan.dead_letters[1].frame == forged.frame
+    assert plan.writes == ()
+
+
+def test_buffered_frames_are_written_with_the_row_that_counts_them() -> None:
+    alice = SigningAccount("alice")
+    row = Repo(alice.did, version=3, sync_status=SyncStatus.IN_PROGRESS, lease=1)
+    batch = [received_message("commit", alice.commit_post("a")), received_message("commit", alice.commit_post("b"))]
+    (write,) = plan_of(batch, alice.key_state, {alice.did: row}).writes
+    assert [event.frame for event in write.buffered] == [message.frame for message in batch]
+    assert write.repo.buffered_events == 2
+    assert write.repo.buffered_bytes == sum(len(message.frame) for message in batch)
+    assert write.expected_version == 3
+
+
+def test_an_unavailable_key_settles_all_messages() -> None:
+    alice = SigningAccount("alice")
+    batch = [received_message("commit", alice.first_commit()), received_message("commit", alice.commit_post("a"))]
+    plan = plan_of(batch, UNAVAILABLE)
+    assert [(item.outcome, item.why) for item in plan.settled] == [
+        (Outcome.DESYNCHRONIZED, Desync.IDENTITY),
+        (Outcome.IGNORED, Desync.IDENTITY),
+    ]

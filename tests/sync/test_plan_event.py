@@ -1,0 +1,497 @@
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from indexer.atproto.car import split_car
+from indexer.atproto.cid import cid_of
+from indexer.atproto.limits import Limits
+from indexer.atproto.mst import key_height
+from indexer.atproto.syntax import CollectionFilter, tid_of
+from indexer.localnet.local_repo import Write, car
+from indexer.reasons import Desync, Rejection
+from indexer.sync.plan_event import plan_active, plan_event, plan_listed
+from indexer.sync.plans import NeedsKey, Plan
+from indexer.sync.policy import UNAVAILABLE, KeyState, PlanContext, Policy
+from indexer.sync.repo_state import PARKED, TOMBSTONED, Head, Repo, SyncStatus
+from indexer.sync.repo_transitions import Outcome, Trigger, desynchronize
+from tests.sync.signing_account import CONTEXT, NOW, POST, STORE_ALL, SigningAccount, decoded_event
+
+
+def plan(
+    repo: Repo, kind: str, payload: dict[str, Any], key_state: KeyState | None, context: PlanContext = CONTEXT
+) -> Plan:
+    planned = plan_event(repo, decoded_event(kind, payload), 1_000, key_state, context)
+    assert isinstance(planned, Plan), planned
+    return planned
+
+
+IN_PROGRESS, SYNCHRONIZED, DESYNCHRONIZED = SyncStatus.IN_PROGRESS, SyncStatus.SYNCHRONIZED, SyncStatus.DESYNCHRONIZED
+
+
+def test_commits_of_a_chain_are_applied() -> None:
+    alice = SigningAccount()
+    repo = Repo(alice.did)
+    planned = plan(repo, "commit", alice.first_commit(), alice.key_state)
+    assert (planned.outcome, planned.repo.sync_status, planned.repo.head) == (Outcome.APPLIED, SYNCHRONIZED, alice.head)
+    for n in range(5):
+        planned = plan(planned.repo, "commit", alice.commit_post(f"p{n}"), alice.key_state)
+        assert (planned.outcome, planned.repo.head) == (Outcome.APPLIED, alice.head)
+        change = planned.changes[0]
+        block = alice.repo.records[f"{POST}/p{n}"]
+        assert (change.action, change.collection, change.rkey, change.cid) == ("create", POST, f"p{n}", cid_of(block))
+        assert change.value == '{"text":"hello","$type":"app.bsky.feed.post"}'
+    assert planned.repo.version == 6
+
+
+def test_changes_have_the_actions_of_the_writes() -> None:
+    alice = SigningAccount()
+    alice.commit_post("a")
+    alice.commit_post("b")
+    before = alice.row()
+    payload = alice.commit(
+        Write.create(f"{POST}/c", {}), Write.update(f"{POST}/a", {"x": 1}), Write.delete(f"{POST}/b")
+    )
+    actions = {change.rkey: change.action for change in plan(before, "commit", payload, alice.key_state).changes}
+    assert actions == {"a": "update", "b": "delete", "c": "create"}
+
+
+def test_only_selected_collections_are_written_but_the_head_advances() -> None:
+    alice = SigningAccount()
+    before = alice.row()
+    context = replace(CONTEXT, policy=replace(STORE_ALL, collections=CollectionFilter(["com.example.*"])))
+    payload = alice.commit(Write.create(f"{POST}/a", {}), Write.create("com.example.note/a", {}))
+    planned = plan(before, "commit", payload, alice.key_state, context)
+    assert [change.collection for change in planned.changes] == ["com.example.note"]
+    assert planned.repo.head == alice.head
+
+
+def test_values_are_not_stored_if_the_policy_says_so() -> None:
+    alice = SigningAccount()
+    before = alice.row()
+    context = replace(CONTEXT, policy=replace(STORE_ALL, store_values=False))
+    change = plan(before, "commit", alice.commit_post("a"), alice.key_state, context).changes[0]
+    assert change.cid is not None
+    assert (change.value, change.problem, change.original) == (None, None, None)
+
+
+def test_a_path_with_invalid_syntax_is_not_stored_and_does_not_break_the_chain() -> None:
+    alice = SigningAccount()
+    before = alice.row()
+    payload = alice.commit(Write.create("not a path", {}), Write.create(f"{POST}/a", {}))
+    planned = plan(before, "commit", payload, alice.key_state)
+    assert planned.repo.head == alice.head
+    assert [change.rkey for change in planned.changes] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("status", "outcome", "after"),
+    [
+        (DESYNCHRONIZED, Outcome.IGNORED, DESYNCHRONIZED),
+        (IN_PROGRESS, Outcome.BUFFERED, IN_PROGRESS),
+        (SYNCHRONIZED, Outcome.DESYNCHRONIZED, DESYNCHRONIZED),
+    ],
+)
+def test_a_missed_commit_breaks_the_chain(status: SyncStatus, outcome: Outcome, after: SyncStatus) -> None:
+    alice = SigningAccount()
+    before = alice.row(status)
+    alice.commit_post("missed")
+    payload = alice.commit_post("received")
+    planned = plan(before, "commit", payload, alice.key_state)
+    assert (planned.outcome, planned.repo.sync_status, planned.changes) == (outcome, after, ())
+    assert planned.repo.latest_verified_rev == payload["rev"], "an older export does not complete the resync"
+    assert planned.buffer is (status is IN_PROGRESS)
+    if status is SYNCHRONIZED:
+        assert planned.why is planned.repo.sync_reason is Desync.CHAIN_BREAK
+        assert planned.repo.head == before.head
+
+
+@pytest.mark.parametrize("status", SyncStatus)
+def test_a_replayed_message_changes_nothing(status: SyncStatus) -> None:
+    alice = SigningAccount()
+    payload = alice.commit_post("a")
+    before = alice.row(status)
+    assert plan(before, "commit", payload, alice.key_state) == Plan(before, Outcome.REPLAYED)
+    older = SigningAccount("alice")
+    assert plan(before, "sync", older.sync_event(), None).outcome is Outcome.REPLAYED
+
+
+@pytest.mark.parametrize("status", SyncStatus)
+def test_a_forged_message_changes_nothing(status: SyncStatus) -> None:
+    alice, mallory = SigningAccount(), SigningAccount("mallory")
+    before = alice.row(status)
+    payload = alice.commit_post("a")
+    planned = plan(before, "commit", payload, replace(mallory.key_state, final=True))
+    assert (planned.repo, planned.outcome, planned.why) == (before, Outcome.REJECTED, Rejection.SIGNATURE_INVALID)
+    unknown = plan(Repo(alice.did), "commit", payload, replace(mallory.key_state, final=True))
+    assert not unknown.repo.known
+
+
+def test_an_invalid_signature_causes_one_key_refresh() -> None:
+    alice, mallory = SigningAccount(), SigningAccount("mallory")
+    before = alice.row()
+    message = decoded_event("commit", alice.commit_post("a"))
+    assert plan_event(before, message, 0, mallory.key_state, CONTEXT) == NeedsKey(alice.did, refresh=True)
+    assert isinstance(plan_event(before, message, 0, replace(mallory.key_state, final=True), CONTEXT), Plan)
+
+
+def test_a_signature_that_a_stale_key_does_not_verify_is_not_rejected() -> None:
+    """The identity is stale and could not be refreshed, so the message may be authentic."""
+    alice, mallory = SigningAccount(), SigningAccount("mallory")
+    before = alice.row()
+    stale = replace(mallory.key_state, final=True, stale=True)
+    planned = plan(before, "commit", alice.commit_post("a"), stale)
+    assert (planned.outcome, planned.repo.sync_reason) == (Outcome.DESYNCHRONIZED, Desync.IDENTITY)
+    right = replace(alice.key_state, final=True, stale=True)
+    assert plan(before, "commit", alice.commit_post("b"), right).why is Desync.CHAIN_BREAK
+
+
+def test_no_key_is_looked_up_for_a_repo_that_waits_for_its_resync() -> None:
+    alice = SigningAccount()
+    waiting = alice.row(DESYNCHRONIZED)
+    message = decoded_event("commit", alice.commit_post("a"))
+    assert plan_event(Repo(alice.did), message, 0, None, CONTEXT) == NeedsKey(alice.did, refresh=False)
+    assert plan_event(alice.row(), decoded_event("commit", alice.commit_post("b")), 0, None, CONTEXT) == NeedsKey(
+        alice.did, refresh=False
+    )
+    planned = plan_event(waiting, message, 0, None, CONTEXT)
+    expected = replace(waiting, version=waiting.version + 1, latest_unverified_rev=message.rev)
+    assert planned == Plan(expected, Outcome.IGNORED, why=Desync.IDENTITY), "the resync will look up the key"
+
+
+def test_a_commit_of_an_account_without_a_key_is_rejected() -> None:
+    alice = SigningAccount()
+    before = alice.row()
+    planned = plan(before, "commit", alice.commit_post("a"), KeyState(None))
+    assert (planned.repo, planned.outcome, planned.why) == (before, Outcome.REJECTED, Rejection.NO_SIGNING_KEY)
+
+
+@pytest.mark.parametrize(
+    ("status", "outcome", "reason"),
+    [
+        (DESYNCHRONIZED, Outcome.IGNORED, Desync.CHAIN_BREAK),
+        (IN_PROGRESS, Outcome.BUFFERED, Desync.CHAIN_BREAK),
+        (SYNCHRONIZED, Outcome.DESYNCHRONIZED, Desync.IDENTITY),
+    ],
+)
+def test_an_event_with_an_unavailable_key_causes_a_resync(status: SyncStatus, outcome: Outcome, reason: Desync) -> None:
+    alice = SigningAccount()
+    before = alice.row(status)
+    planned = plan(before, "commit", alice.commit_post("a"), UNAVAILABLE)
+    assert (planned.outcome, planned.repo.sync_reason) == (outcome, reason)
+    assert planned.repo.latest_verified_rev is None, "the rev is not verified"
+    assert planned.repo.latest_unverified_rev == alice.repo.head.rev, "an export from a mirror may be older"
+
+
+def test_an_authentic_commit_adds_an_unknown_repo() -> None:
+    alice = SigningAccount()
+    alice.commit_post("before")
+    payload = alice.commit_post("now")
+    planned = plan(Repo(alice.did), "commit", payload, alice.key_state)
+    assert (planned.outcome, planned.why) == (Outcome.DESYNCHRONIZED, Desync.NEW)
+    assert (planned.repo.sync_status, planned.repo.sync_reason, planned.repo.latest_verified_rev) == (
+        DESYNCHRONIZED,
+        Desync.NEW,
+        payload["rev"],
+    )
+    assert planned.repo.next_attempt_at is None
+
+
+def test_events_of_untracked_accounts_are_ignored() -> None:
+    alice = SigningAccount()
+    context = replace(CONTEXT, policy=replace(STORE_ALL, track_all=False))
+    for kind, payload in (("commit", alice.commit_post("a")), ("identity", alice.identity_event())):
+        assert plan(Repo(alice.did), kind, payload, None, context).outcome is Outcome.IGNORED
+    tracked = Repo(alice.did, version=1)
+    assert isinstance(plan_event(tracked, decoded_event("commit", alice.first_commit()), 0, None, context), NeedsKey)
+
+
+def test_a_commit_with_a_rev_from_the_future_is_rejected() -> None:
+    alice = SigningAccount()
+    payload = alice.commit_post("a") | {"rev": tid_of(int((NOW + 301) * 1_000_000))}
+    before = alice.row()
+    planned = plan(before, "commit", payload, alice.key_state)
+    assert (planned.repo, planned.outcome, planned.why) == (before, Outcome.REJECTED, Rejection.FUTURE_REV)
+
+
+def test_since_is_not_compared_with_the_stored_rev() -> None:
+    alice = SigningAccount()
+    before = alice.row()
+    payload = alice.commit_post("a") | {"since": "3jzfcijpj2z2a"}
+    assert plan(before, "commit", payload, alice.key_state).outcome is Outcome.APPLIED
+
+
+def test_commits_of_an_inactive_account_are_ignored() -> None:
+    alice = SigningAccount()
+    before = alice.row(active=False)
+    assert plan(before, "commit", alice.commit_post("a"), alice.key_state) == Plan(before, Outcome.IGNORED)
+
+
+@pytest.mark.parametrize("kind", ["commit", "sync", "account", "identity"])
+def test_an_event_unparks_a_parked_repo(kind: str) -> None:
+    alice = SigningAccount()
+    repo = alice.row(DESYNCHRONIZED, next_attempt_at=PARKED, attempts=2, last_error="repo-not-found")
+    assert isinstance(plan_event(repo, decoded_event("commit", alice.commit_post("a")), 1_000, None, CONTEXT), NeedsKey)
+    payloads = {
+        "commit": alice.commit_post("b"),
+        "sync": alice.sync_event(),
+        "account": alice.account_event(active=True),
+        "identity": alice.identity_event(),
+    }
+    assert plan(repo, kind, payloads[kind], alice.key_state).repo.next_attempt_at == NOW
+
+
+def test_the_back_off_grows_when_resyncs_overflow_repeatedly() -> None:
+    """Even if the repo was last synchronized long ago."""
+    repo = Repo(
+        "did:plc:x", version=1, sync_status=SYNCHRONIZED, head=Head("a", b"", b""), synchronized_at=NOW - 90_000
+    )
+    repo = desynchronize(repo, Trigger.BREAKS, Desync.CHAIN_BREAK, NOW)
+    assert repo.next_attempt_at == NOW or repo.next_attempt_at is None
+    waits = []
+    for _ in range(4):
+        repo = desynchronize(replace(repo, sync_status=IN_PROGRESS), Trigger.OVERFLOWS, Desync.BUFFER_OVERFLOW, NOW)
+        assert repo.next_attempt_at is not None
+        waits.append(repo.next_attempt_at - NOW)
+    assert waits == sorted(waits)
+    assert waits[-1] > 4 * waits[0]
+
+
+@pytest.mark.parametrize("kind", ["commit", "sync", "account", "identity"])
+def test_a_pds_is_accepted_only_for_accounts_that_it_hosts(kind: str) -> None:
+    alice = SigningAccount()
+    repo = alice.row()
+    payload = {
+        "commit": alice.commit_post("b"),
+        "sync": alice.sync_event(),
+        "account": alice.account_event(active=False, status="deactivated"),
+        "identity": alice.identity_event(),
+    }[kind]
+    context = replace(CONTEXT, host="pds.test")
+    here = replace(alice.key_state, host="pds.test")
+    elsewhere = replace(alice.key_state, host="new.test")
+    message = decoded_event(kind, payload)
+    assert plan_event(repo, message, 100, None, context) == NeedsKey(alice.did, refresh=False)
+    assert plan_event(repo, message, 100, elsewhere, context) == NeedsKey(alice.did, refresh=True)
+    rejected = plan(repo, kind, payload, replace(elsewhere, final=True), context)
+    assert (rejected.outcome, rejected.why, rejected.repo) == (Outcome.REJECTED, Rejection.WRONG_HOST, repo)
+    assert plan(repo, kind, payload, here, context).outcome is not Outcome.REJECTED
+    assert plan(repo, kind, payload, replace(elsewhere, final=True), CONTEXT).outcome is not Outcome.REJECTED
+
+
+def test_a_taken_down_repo_is_still_synchronized() -> None:
+    alice = SigningAccount()
+    before = alice.row(takedown=True)
+    assert plan(before, "commit", alice.commit_post("a"), alice.key_state).outcome is Outcome.APPLIED
+
+
+class TestSync:
+    def test_a_sync_equal_to_the_stored_head_is_ignored(self) -> None:
+        alice = SigningAccount()
+        before = alice.row()
+        assert plan(before, "sync", alice.sync_event(), alice.key_state) == Plan(before, Outcome.IGNORED)
+
+    def test_a_sync_with_the_stored_data_advances_the_rev(self) -> None:
+        alice = SigningAccount()
+        before = alice.row()
+        alice.commit()
+        planned = plan(before, "sync", alice.sync_event(), alice.key_state)
+        assert (planned.outcome, planned.repo.sync_status, planned.repo.head) == (
+            Outcome.APPLIED,
+            SYNCHRONIZED,
+            alice.head,
+        )
+        assert plan(planned.repo, "commit", alice.commit_post("a"), alice.key_state).outcome is Outcome.APPLIED
+
+    def test_a_sync_with_other_data_causes_a_resync(self) -> None:
+        alice = SigningAccount()
+        before = alice.row()
+        alice.commit_post("a")
+        planned = plan(before, "sync", alice.sync_event(), alice.key_state)
+        assert (planned.outcome, planned.repo.sync_reason) == (Outcome.DESYNCHRONIZED, Desync.SYNC_EVENT)
+        assert planned.repo.head == before.head
+
+    def test_two_states_with_one_rev_are_an_equivocation(self) -> None:
+        alice, twin = SigningAccount(), SigningAccount()
+        alice.commit_post("a")
+        twin.commit_post("a", "something else")
+        assert alice.repo.head.rev == twin.repo.head.rev
+        planned = plan(alice.row(), "sync", twin.sync_event(), alice.key_state)
+        assert (planned.outcome, planned.repo.sync_reason) == (Outcome.DESYNCHRONIZED, Desync.EQUIVOCATION)
+
+    def test_a_sync_to_the_empty_tree_needs_no_resync(self) -> None:
+        alice = SigningAccount()
+        planned = plan(Repo(alice.did), "sync", alice.sync_event(), alice.key_state)
+        assert (planned.repo.sync_status, planned.repo.head) == (SYNCHRONIZED, alice.head)
+
+    def test_a_message_rev_that_differs_from_the_signed_commit_is_rejected(self) -> None:
+        """After an account migration, some hosts send the old commit with a new rev (docs/protocol.md#edge-cases)."""
+        alice = SigningAccount()
+        before = alice.row()
+        payload = alice.sync_event() | {"rev": tid_of(int(NOW * 1_000_000))}
+        planned = plan(before, "sync", payload, replace(alice.key_state, final=True))
+        assert (planned.repo, planned.why) == (before, Rejection.ENVELOPE_MISMATCH)
+
+
+class TestFirstCommit:
+    def test_a_first_commit_synchronizes_only_an_empty_repo(self) -> None:
+        alice = SigningAccount()
+        first = alice.first_commit()
+        assert plan(alice.row(DESYNCHRONIZED, latest_verified_rev=None), "commit", first, alice.key_state).outcome is (
+            Outcome.REPLAYED
+        )
+        fresh = Repo(alice.did, version=1)
+        assert plan(fresh, "commit", first, alice.key_state).repo.sync_status is SYNCHRONIZED
+        outdated = replace(fresh, latest_verified_rev=alice.repo.head.rev + "z")
+        assert plan(outdated, "commit", first, alice.key_state).outcome is Outcome.IGNORED
+
+    def test_a_first_commit_is_buffered_during_a_resync(self) -> None:
+        alice = SigningAccount()
+        claimed = Repo(alice.did, version=2, sync_status=IN_PROGRESS)
+        planned = plan(claimed, "commit", alice.first_commit(), alice.key_state)
+        assert (planned.outcome, planned.buffer, planned.repo.buffered_events) == (Outcome.BUFFERED, True, 1)
+
+
+class TestBufferAndBackOff:
+    @pytest.mark.parametrize(
+        "limits",
+        [
+            Limits(resync_buffer_events=2, resync_buffer_bytes=1_000_000),
+            Limits(resync_buffer_events=1_000_000, resync_buffer_bytes=2_000),
+        ],
+        ids=["count", "bytes"],
+    )
+    def test_the_resync_buffer_is_limited_by_count_and_bytes(self, limits: Limits) -> None:
+        """Each message counts as 1,000 bytes; two messages reach the limit exactly."""
+        alice = SigningAccount()
+        context = replace(CONTEXT, policy=replace(STORE_ALL, limits=limits))
+        repo = alice.row(IN_PROGRESS)
+        for n in range(2):
+            planned = plan(repo, "commit", alice.commit_post(f"p{n}"), alice.key_state, context)
+            assert planned.buffer
+            repo = planned.repo
+        assert (repo.buffered_events, repo.buffered_bytes) == (2, 2_000)
+        planned = plan(repo, "commit", alice.commit_post("one too many"), alice.key_state, context)
+        assert (planned.outcome, planned.repo.sync_reason) == (Outcome.DESYNCHRONIZED, Desync.BUFFER_OVERFLOW)
+        assert (planned.buffer, planned.repo.buffered_events, planned.repo.buffered_bytes) == (False, 0, 0)
+
+    def test_the_back_off_grows_until_a_repo_stays_synchronized(self) -> None:
+        alice = SigningAccount()
+        repo = alice.row(synchronized_at=NOW - 10)
+        waits = []
+        for _ in range(6):
+            alice.commit_post("missed" + alice.repo.head.rev)
+            planned = plan(repo, "commit", alice.commit_post("received" + alice.repo.head.rev), alice.key_state)
+            waits.append((planned.repo.next_attempt_at or NOW) - NOW)
+            repo = replace(planned.repo, sync_status=SYNCHRONIZED, head=alice.head, synchronized_at=NOW - 10)
+        assert waits[0] == 0
+        assert waits == sorted(waits)
+        assert waits[-1] > 600
+        settled = replace(repo, synchronized_at=NOW - 7_200)
+        alice.commit_post("missed")
+        assert plan(settled, "commit", alice.commit_post("received"), alice.key_state).repo.next_attempt_at is None
+
+
+class TestAccounts:
+    def test_the_latest_account_event_of_a_relay_counts(self) -> None:
+        alice = SigningAccount()
+        before = alice.row()
+        deactivated = alice.account_event(active=False, status="deactivated")
+        activated = alice.account_event(active=True)
+        hidden = plan(before, "account", deactivated, None)
+        assert (hidden.outcome, hidden.repo.active, hidden.repo.hosting_status) == (
+            Outcome.APPLIED,
+            False,
+            "deactivated",
+        )
+        shown = plan(hidden.repo, "account", activated, None)
+        assert shown.repo.active
+        again = plan(shown.repo, "account", deactivated, None)
+        assert again == Plan(shown.repo, Outcome.REPLAYED)
+
+    def test_a_reactivated_account_is_resynchronized(self) -> None:
+        alice = SigningAccount()
+        hidden = alice.row(active=False)
+        planned = plan(hidden, "account", alice.account_event(active=True), None)
+        assert (planned.repo.sync_status, planned.repo.sync_reason) == (DESYNCHRONIZED, Desync.REACTIVATED)
+        assert planned.repo.head == hidden.head
+
+    def test_account_and_identity_events_unpark_a_repo(self) -> None:
+        alice = SigningAccount()
+        parked = alice.row(DESYNCHRONIZED, next_attempt_at=PARKED, active=False)
+        assert plan(parked, "account", alice.account_event(active=True), None).repo.next_attempt_at == NOW
+        assert plan(replace(parked, active=True), "identity", alice.identity_event(), None).repo.next_attempt_at == NOW
+
+    def test_the_resync_of_a_new_account_waits_for_its_first_commit(self) -> None:
+        alice = SigningAccount()
+        planned = plan(Repo(alice.did), "account", alice.account_event(active=True), None)
+        assert planned.repo.known
+        assert planned.repo.next_attempt_at is not None
+        assert planned.repo.next_attempt_at > NOW
+        whole = plan(planned.repo, "commit", alice.first_commit(), alice.key_state)
+        assert whole.repo.sync_status is SYNCHRONIZED
+
+
+def test_lenient_applies_undecidable_commits_that_are_consistent_with_the_tree() -> None:
+    alice = SigningAccount()
+    alice.commit(*(Write.create(f"{POST}/{n:03}", {"n": n}) for n in range(200)))
+    before = alice.row()
+    high = max((f"{POST}/100{n}" for n in range(200)), key=lambda path: key_height(path.encode()))
+    payload = alice.commit(Write.create(high, {}))  # its inversion merges the neighbouring subtrees
+    blocks = split_car(payload["blocks"], STORE_ALL.limits, max_bytes=10**7)[1]
+    outcomes = set()
+    for left_out in blocks.keys() - {payload["commit"]}:
+        remaining = {payload["commit"]: blocks[payload["commit"]]} | {c: b for c, b in blocks.items() if c != left_out}
+        incomplete = payload | {"blocks": car(remaining)}
+        strict = plan(before, "commit", incomplete, alice.key_state)
+        lenient_context = replace(CONTEXT, policy=Policy(CollectionFilter(), STORE_ALL.limits, lenient=True))
+        lenient = plan(before, "commit", incomplete, alice.key_state, lenient_context)
+        if strict.why is Desync.UNDECIDABLE:
+            outcomes.add(lenient.outcome)
+            if lenient.outcome is Outcome.APPLIED:
+                assert lenient.repo.head == alice.head
+    assert Outcome.APPLIED in outcomes
+
+
+# Repo lists
+
+
+STORED, NEWER = tid_of(1_000), tid_of(2_000)
+ROW = Repo("did:plc:x", 7, SyncStatus.SYNCHRONIZED, None, Head(STORED, cid_of(b"data"), cid_of(b"commit")))
+
+
+@pytest.mark.parametrize(
+    ("repo", "rev"),
+    [
+        (ROW, STORED),
+        (ROW, tid_of(500)),
+        (replace(ROW, active=False), NEWER),
+        (replace(ROW, sync_status=SyncStatus.IN_PROGRESS), NEWER),
+        (replace(ROW, sync_status=SyncStatus.DESYNCHRONIZED, sync_reason=Desync.NEW), NEWER),
+    ],
+)
+def test_a_listed_rev_that_is_not_newer_changes_nothing(repo: Repo, rev: str) -> None:
+    assert plan_listed(repo, rev, NOW) is repo
+
+
+def test_a_newer_listed_rev_causes_a_resync_and_counts_as_unverified() -> None:
+    after = plan_listed(ROW, NEWER, NOW)
+    assert (after.sync_status, after.sync_reason) == (SyncStatus.DESYNCHRONIZED, Desync.BEHIND)
+    assert (after.head, after.latest_verified_rev, after.latest_unverified_rev) == (ROW.head, None, NEWER)
+    assert after.version > ROW.version
+
+
+@pytest.mark.parametrize("repo", [ROW, replace(ROW, active=False, hosting_status=TOMBSTONED)])
+def test_a_repo_list_does_not_activate_a_tombstoned_repo(repo: Repo) -> None:
+    assert plan_active(repo, NOW) is repo
+
+
+def test_an_account_listed_as_active_becomes_active_and_is_resynchronized() -> None:
+    after = plan_active(replace(ROW, active=False, hosting_status="deleted", erase_at=NOW + 5), NOW)
+    assert (after.active, after.hosting_status, after.erase_at) == (True, None, None)
+    assert (after.sync_status, after.sync_reason) == (SyncStatus.DESYNCHRONIZED, Desync.REACTIVATED)
+    waiting = replace(
+        ROW, active=False, sync_status=SyncStatus.DESYNCHRONIZED, sync_reason=Desync.NEW, next_attempt_at=PARKED
+    )
+    after = plan_active(waiting, NOW)
+    assert (after.active, after.sync_reason, after.next_attempt_at) == (True, Desync.NEW, NOW)

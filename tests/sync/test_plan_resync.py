@@ -1,0 +1,201 @@
+from dataclasses import replace
+
+import pytest
+
+from indexer.atproto.crypto import PrivateKey
+from indexer.atproto.limits import DEFAULT_LIMITS
+from indexer.errors import UnavailableError
+from indexer.localnet.local_repo import Write
+from indexer.reasons import Desync, FetchFailure, Rejection
+from indexer.sync.plan_event import plan_event
+from indexer.sync.plan_resync import plan_completion, plan_failure
+from indexer.sync.plans import BufferedEvent, Plan, RepoWrite
+from indexer.sync.policy import UNAVAILABLE
+from indexer.sync.repo_state import PARKED, Head, Repo, SyncStatus
+from indexer.sync.repo_transitions import release
+from tests.sync.signing_account import CONTEXT, NOW, POST, RELAY, SigningAccount, decoded_event, encoded_frame
+
+
+def claimed(account: SigningAccount, **fields: object) -> Repo:
+    row = Repo(
+        account.did, version=4, sync_status=SyncStatus.IN_PROGRESS, sync_reason=Desync.CHAIN_BREAK, lease=2, attempts=1
+    )
+    return replace(row, **fields)  # type: ignore[arg-type]
+
+
+def buffered(account: SigningAccount, *payloads: dict[str, object]) -> list[BufferedEvent]:
+    return [
+        BufferedEvent(account.did, RELAY, seq, encoded_frame("sync" if "did" in payload else "commit", payload))
+        for seq, payload in enumerate(payloads)
+    ]
+
+
+def completed(account: SigningAccount, head: Head, events: list[BufferedEvent], **fields: object) -> RepoWrite:
+    [write] = plan_completion(claimed(account, **fields), head, events, account.key_state, CONTEXT).writes
+    return write
+
+
+def test_only_buffered_events_newer_than_the_export_are_applied() -> None:
+    alice = SigningAccount()
+    before = alice.commit_post("before")
+    included = alice.commit_post("included")
+    head = alice.head
+    newer = [alice.commit_post("newer"), alice.commit(Write.delete(f"{POST}/before"))]
+    write = completed(alice, head, buffered(alice, before, included, *newer))
+    assert (write.repo.sync_status, write.repo.head, write.repo.sync_reason) == (
+        SyncStatus.SYNCHRONIZED,
+        alice.head,
+        None,
+    )
+    assert [(change.action, change.rkey) for change in write.changes] == [("create", "newer"), ("delete", "before")]
+    assert write.expected_version == 4
+    assert write.repo.buffered_events == 0
+
+
+def test_a_chain_break_in_the_buffer_keeps_the_state_before_it() -> None:
+    alice = SigningAccount()
+    head = alice.head
+    applied = alice.commit_post("applied")
+    applied_head = alice.head
+    alice.commit_post("missed")
+    events = buffered(alice, applied, alice.commit_post("after the break"), alice.commit_post("further"))
+    write = completed(alice, head, events, latest_unverified_rev=alice.repo.head.rev)
+    assert (write.repo.sync_status, write.repo.sync_reason) == (SyncStatus.DESYNCHRONIZED, Desync.DRAIN_BREAK)
+    assert write.repo.head == applied_head
+    assert write.repo.latest_unverified_rev == alice.repo.head.rev, "the newest rev is in the discarded events"
+    assert [change.rkey for change in write.changes] == ["applied"]
+
+
+def test_an_export_older_than_a_verified_rev_does_not_complete_the_resync() -> None:
+    alice = SigningAccount()
+    head = alice.head
+    rev = alice.commit_post("ignored while desynchronized")["rev"]
+    write = completed(alice, head, [], latest_verified_rev=rev)
+    assert (write.repo.sync_status, write.repo.sync_reason) == (SyncStatus.DESYNCHRONIZED, Desync.STALE_EXPORT)
+    newer = completed(alice, alice.head, [], latest_verified_rev=rev)
+    assert newer.repo.sync_status is SyncStatus.SYNCHRONIZED
+
+
+def test_buffered_events_with_an_unavailable_key_cause_another_resync() -> None:
+    alice = SigningAccount()
+    head = alice.head
+    [write] = plan_completion(
+        claimed(alice), head, buffered(alice, alice.commit_post("a")), UNAVAILABLE, CONTEXT
+    ).writes
+    assert (write.repo.sync_status, write.repo.sync_reason, write.changes) == (
+        SyncStatus.DESYNCHRONIZED,
+        Desync.IDENTITY,
+        (),
+    )
+
+
+def test_a_buffered_event_signed_by_a_newer_key_is_not_rejected() -> None:
+    """It was buffered because it could not be checked. That the key of the export does not verify it proves nothing."""
+    alice = SigningAccount()
+    head, old = alice.head, alice.key_state
+    alice.key = PrivateKey.from_seed("k256", b"rotated")
+    payload = alice.commit_post("signed by the new key")
+    planned = plan_event(claimed(alice), decoded_event("commit", payload), 1_000, UNAVAILABLE, CONTEXT)
+    assert isinstance(planned, Plan)
+    assert planned.buffer
+    [write] = plan_completion(planned.repo, head, buffered(alice, payload), old, CONTEXT).writes
+    assert (write.repo.sync_status, write.repo.sync_reason) == (SyncStatus.DESYNCHRONIZED, Desync.IDENTITY)
+
+
+def test_an_invalid_buffered_event_is_rejected_without_the_others() -> None:
+    """It was buffered because it could not be checked."""
+    alice = SigningAccount()
+    head = alice.head
+    damaged, good = alice.commit_post("damaged") | {"blocks": b"no CAR"}, alice.sync_event()
+    planned = plan_event(claimed(alice), decoded_event("commit", damaged), 1_000, UNAVAILABLE, CONTEXT)
+    assert isinstance(planned, Plan)
+    assert planned.buffer
+    batch = plan_completion(planned.repo, head, buffered(alice, damaged, good), alice.key_state, CONTEXT)
+    [dead_letter] = batch.dead_letters
+    assert (dead_letter.relay, dead_letter.seq, dead_letter.did, dead_letter.kind) == (RELAY, 0, alice.did, "commit")
+    assert dead_letter.reason is Rejection.CAR_MALFORMED
+    assert dead_letter.frame == encoded_frame("commit", damaged)
+    [write] = batch.writes
+    assert (write.repo.sync_status, write.repo.sync_reason) == (SyncStatus.DESYNCHRONIZED, Desync.SYNC_EVENT)
+
+
+def test_a_buffered_event_above_a_lowered_limit_is_rejected_and_causes_another_resync() -> None:
+    alice = SigningAccount()
+    head = alice.head
+    payload = alice.commit_post("buffered")
+    events = [BufferedEvent(alice.did, RELAY, 7, encoded_frame("commit", payload))]
+    context = replace(CONTEXT, policy=replace(CONTEXT.policy, limits=replace(DEFAULT_LIMITS, frame_bytes=100)))
+    batch = plan_completion(claimed(alice, latest_verified_rev=payload["rev"]), head, events, alice.key_state, context)
+    assert [(dead_letter.seq, dead_letter.reason) for dead_letter in batch.dead_letters] == [
+        (7, Rejection.FRAME_TOO_LARGE)
+    ]
+    [write] = batch.writes
+    assert (write.repo.sync_status, write.repo.sync_reason) == (SyncStatus.DESYNCHRONIZED, Desync.STALE_EXPORT)
+
+
+def test_an_account_reactivated_during_its_resync_is_resynchronized_again() -> None:
+    """Its commits were ignored while it was inactive, and the export may be older than they are."""
+    alice = SigningAccount()
+    repo = claimed(alice, buffered_events=1, buffered_bytes=10)
+    for payload in (
+        alice.account_event(active=False, status="deactivated"),
+        alice.commit_post("ignored"),
+        alice.account_event(active=True),
+    ):
+        planned = plan_event(
+            repo, decoded_event("commit" if "ops" in payload else "account", payload), 1_000, alice.key_state, CONTEXT
+        )
+        assert isinstance(planned, Plan)
+        repo = planned.repo
+    assert (repo.sync_status, repo.sync_reason, repo.buffered_events) == (
+        SyncStatus.DESYNCHRONIZED,
+        Desync.REACTIVATED,
+        0,
+    )
+    assert repo.next_attempt_at is None
+
+
+@pytest.mark.parametrize("reason", FetchFailure)
+def test_every_failure_sets_the_last_error_and_the_next_attempt(reason: FetchFailure) -> None:
+    alice = SigningAccount()
+    before = claimed(alice, buffered_events=3)
+    row = plan_failure(before, before, UnavailableError(reason, "detail"), NOW)
+    assert (row.sync_status, row.sync_reason) == (SyncStatus.DESYNCHRONIZED, Desync.CHAIN_BREAK)
+    assert row.last_error == f"{reason}: detail"
+    assert row.buffered_events == 0
+    assert row.next_attempt_at is not None
+    if reason.is_permanent:
+        assert row.next_attempt_at == PARKED
+    else:
+        assert NOW + 45 <= row.next_attempt_at <= NOW + 150
+
+
+@pytest.mark.parametrize("kind", ["identity", "account", "commit"])
+def test_a_repo_that_changed_during_its_resync_is_not_parked(kind: str) -> None:
+    alice = SigningAccount()
+    before = claimed(alice)
+    payloads = {
+        "identity": alice.identity_event(),
+        "account": alice.account_event(active=True),
+        "commit": alice.commit_post("a"),
+    }
+    planned = plan_event(before, decoded_event(kind, payloads[kind]), 1_000, alice.key_state, CONTEXT)
+    assert isinstance(planned, Plan)
+    row = plan_failure(planned.repo, before, UnavailableError(FetchFailure.REPO_NOT_FOUND), NOW)
+    assert row.next_attempt_at is not None
+    assert NOW < row.next_attempt_at <= NOW + 150
+
+
+def test_throttling_does_not_count_as_attempt_and_waits_for_retry_after() -> None:
+    alice = SigningAccount()
+    throttled = UnavailableError(FetchFailure.THROTTLED, "429", retry_after=900)
+    row = plan_failure(claimed(alice), claimed(alice), throttled, NOW)
+    assert (row.attempts, row.next_attempt_at) == (1, NOW + 900)
+    failed = plan_failure(claimed(alice), claimed(alice), UnavailableError(FetchFailure.TIMEOUT), NOW)
+    assert failed.attempts == 2
+
+
+def test_a_released_repo_is_due_immediately() -> None:
+    alice = SigningAccount()
+    row = release(claimed(alice, last_error="before"))
+    assert (row.sync_status, row.next_attempt_at, row.attempts) == (SyncStatus.DESYNCHRONIZED, None, 1)

@@ -1,0 +1,233 @@
+import ast
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+from typing import Any, NamedTuple
+
+import pytest
+
+from indexer.errors import BrokenInvariantError
+from indexer.reasons import Desync
+from indexer.sync.plan_event import plan_event
+from indexer.sync.plans import Plan
+from indexer.sync.policy import UNAVAILABLE, KeyState, PlanContext
+from indexer.sync.repo_state import Head, Repo, SyncStatus
+from indexer.sync.repo_transitions import (
+    TRANSITIONS,
+    Outcome,
+    Trigger,
+    desynchronize,
+    erase,
+    fail,
+    move,
+    reactivate,
+    release,
+    synchronize,
+    transition,
+)
+from tests.source_code import source_calls
+from tests.sync.signing_account import CONTEXT, NOW, SigningAccount, decoded_event
+
+
+@pytest.mark.parametrize("status", SyncStatus)
+def test_an_invalid_message_changes_no_status(status: SyncStatus) -> None:
+    assert transition(status, Trigger.INVALID) == (Outcome.REJECTED, status)
+
+
+@pytest.mark.parametrize("trigger", [Trigger.EXTENDS, Trigger.BREAKS, Trigger.UNCHECKED, Trigger.SYNC_DIFFERS])
+def test_events_are_buffered_during_a_resync(trigger: Trigger) -> None:
+    assert transition(SyncStatus.IN_PROGRESS, trigger) == (Outcome.BUFFERED, SyncStatus.IN_PROGRESS)
+
+
+@pytest.mark.parametrize("trigger", [Trigger.BREAKS, Trigger.UNCHECKED, Trigger.SYNC_DIFFERS])
+def test_an_event_that_cannot_be_applied_desynchronizes_a_synchronized_repo(trigger: Trigger) -> None:
+    assert transition(SyncStatus.SYNCHRONIZED, trigger) == (Outcome.DESYNCHRONIZED, SyncStatus.DESYNCHRONIZED)
+
+
+def test_only_a_whole_tree_or_a_completed_resync_synchronizes() -> None:
+    synchronizing = {
+        (status, trigger)
+        for status, row in TRANSITIONS.items()
+        for trigger, (_, after) in row.items()
+        if after is SyncStatus.SYNCHRONIZED and status is not after
+    }
+    assert synchronizing == {
+        (SyncStatus.DESYNCHRONIZED, Trigger.WHOLE),
+        (SyncStatus.IN_PROGRESS, Trigger.COMPLETED),
+    }
+
+
+# Functions that change rows
+
+HEAD = Head("3laaaaaaaaa22", b"data", b"commit")
+ROW_FUNCTIONS: dict[Trigger, Callable[[Repo, Trigger], Repo]] = {
+    Trigger.WHOLE: lambda repo, trigger: synchronize(repo, trigger, HEAD, NOW),
+    Trigger.BREAKS: lambda repo, trigger: desynchronize(repo, trigger, Desync.CHAIN_BREAK, NOW),
+    Trigger.UNCHECKED: lambda repo, trigger: desynchronize(repo, trigger, Desync.IDENTITY, NOW),
+    Trigger.SYNC_DIFFERS: lambda repo, trigger: desynchronize(repo, trigger, Desync.SYNC_EVENT, NOW),
+    Trigger.OVERFLOWS: lambda repo, trigger: desynchronize(repo, trigger, Desync.BUFFER_OVERFLOW, NOW),
+    Trigger.COMPLETED: lambda repo, trigger: synchronize(repo, trigger, HEAD, NOW),
+    Trigger.FAILED: lambda repo, _: fail(repo, attempts=1, next_attempt_at=NOW, last_error="timeout"),
+    Trigger.RELEASED: lambda repo, _: release(repo),
+    Trigger.LEASE_EXPIRED: lambda repo, trigger: desynchronize(repo, trigger, Desync.LEASE_EXPIRED, NOW),
+    Trigger.BEHIND: lambda repo, trigger: desynchronize(repo, trigger, Desync.BEHIND, NOW),
+    Trigger.VALUES_MISSING: lambda repo, trigger: desynchronize(repo, trigger, Desync.RECORD_MISSING, NOW),
+    Trigger.REACTIVATED: lambda repo, _: reactivate(repo),
+    Trigger.ERASED: lambda repo, _: erase(repo),
+}
+PAIRS = list(product(SyncStatus, Trigger))
+POSSIBLE = [(status, trigger) for status, trigger in PAIRS if trigger in TRANSITIONS[status]]
+IMPOSSIBLE = [pair for pair in PAIRS if pair not in POSSIBLE]
+
+
+def row(status: SyncStatus) -> Repo:
+    reason = None if status is SyncStatus.SYNCHRONIZED else Desync.NEW
+    buffered = 2 if status is SyncStatus.IN_PROGRESS else 0
+    return Repo(
+        "did:plc:a", 3, status, reason, HEAD, synchronized_at=NOW, buffered_events=buffered, buffered_bytes=buffered
+    )
+
+
+@pytest.mark.parametrize(("status", "trigger"), POSSIBLE)
+def test_move_follows_the_table(status: SyncStatus, trigger: Trigger) -> None:
+    _, after = TRANSITIONS[status][trigger]
+    assert transition(status, trigger) == TRANSITIONS[status][trigger]
+    assert move(row(status), trigger) == replace(row(status), version=4, sync_status=after)
+
+
+@pytest.mark.parametrize(
+    ("status", "trigger"),
+    [
+        (status, trigger)
+        for status, trigger in POSSIBLE
+        if trigger in ROW_FUNCTIONS and TRANSITIONS[status][trigger][0] in {Outcome.APPLIED, Outcome.DESYNCHRONIZED}
+    ],
+)
+def test_the_row_functions_follow_the_table(status: SyncStatus, trigger: Trigger) -> None:
+    after = ROW_FUNCTIONS[trigger](row(status), trigger)
+    assert (after.version, after.sync_status) == (4, TRANSITIONS[status][trigger][1])
+    assert (after.sync_reason is None) is (after.sync_status is SyncStatus.SYNCHRONIZED)
+    assert (after.buffered_events, after.buffered_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize(("status", "trigger"), IMPOSSIBLE)
+def test_an_impossible_transition_is_a_broken_invariant(status: SyncStatus, trigger: Trigger) -> None:
+    for function in (move, ROW_FUNCTIONS.get(trigger, move)):
+        with pytest.raises(BrokenInvariantError, match=f"no transition for a {status} repo"):
+            function(row(status), trigger)
+
+
+# Events
+
+
+class Received(NamedTuple):
+    """An event, with the row that it finds and the other inputs of planning."""
+
+    repo: Repo
+    kind: str
+    payload: dict[str, Any]
+    key: KeyState
+    context: PlanContext = CONTEXT
+
+
+def extends(status: SyncStatus) -> Received:
+    alice = SigningAccount()
+    return Received(alice.row(status), "commit", alice.commit_post("a"), alice.key_state)
+
+
+def breaks(status: SyncStatus) -> Received:
+    alice = SigningAccount()
+    repo = alice.row(status)
+    alice.commit_post("missed")
+    return Received(repo, "commit", alice.commit_post("a"), alice.key_state)
+
+
+def whole(status: SyncStatus) -> Received:
+    alice = SigningAccount()
+    return Received(replace(alice.row(status), head=None), "commit", alice.first_commit(), alice.key_state)
+
+
+def not_newer(status: SyncStatus) -> Received:
+    alice = SigningAccount()
+    payload = alice.commit_post("a")
+    return Received(alice.row(status), "commit", payload, alice.key_state)
+
+
+def invalid(status: SyncStatus) -> Received:
+    alice, mallory = SigningAccount(), SigningAccount("mallory")
+    return Received(alice.row(status), "commit", alice.commit_post("a"), replace(mallory.key_state, final=True))
+
+
+def unchecked(status: SyncStatus) -> Received:
+    alice = SigningAccount()
+    return Received(alice.row(status), "commit", alice.commit_post("a"), UNAVAILABLE)
+
+
+def sync_equal(status: SyncStatus) -> Received:
+    alice = SigningAccount()
+    return Received(alice.row(status), "sync", alice.sync_event(), alice.key_state)
+
+
+def sync_advances(status: SyncStatus) -> Received:
+    alice = SigningAccount()
+    repo = alice.row(status)
+    alice.commit()
+    return Received(repo, "sync", alice.sync_event(), alice.key_state)
+
+
+def sync_differs(status: SyncStatus) -> Received:
+    alice = SigningAccount()
+    repo = alice.row(status)
+    alice.commit_post("a")
+    return Received(repo, "sync", alice.sync_event(), alice.key_state)
+
+
+def overflows(status: SyncStatus) -> Received:
+    policy = replace(CONTEXT.policy, limits=replace(CONTEXT.policy.limits, resync_buffer_events=0))
+    return extends(status)._replace(context=replace(CONTEXT, policy=policy))
+
+
+EVENTS: dict[Trigger, Callable[[SyncStatus], Received]] = {
+    Trigger.EXTENDS: extends,
+    Trigger.BREAKS: breaks,
+    Trigger.WHOLE: whole,
+    Trigger.NOT_NEWER: not_newer,
+    Trigger.INVALID: invalid,
+    Trigger.UNCHECKED: unchecked,
+    Trigger.SYNC_EQUAL: sync_equal,
+    Trigger.SYNC_ADVANCES: sync_advances,
+    Trigger.SYNC_DIFFERS: sync_differs,
+    Trigger.OVERFLOWS: overflows,
+}
+
+
+@pytest.mark.parametrize(
+    ("status", "trigger"), [(status, trigger) for status, trigger in POSSIBLE if trigger in EVENTS]
+)
+def test_planned_events_follow_the_table(status: SyncStatus, trigger: Trigger) -> None:
+    received = EVENTS[trigger](status)
+    event = decoded_event(received.kind, received.payload)
+    plan = plan_event(received.repo, event, 1_000, received.key, received.context)
+    assert isinstance(plan, Plan)
+    assert (plan.outcome, plan.repo.sync_status) == TRANSITIONS[status][trigger]
+
+
+def test_every_trigger_is_tested() -> None:
+    in_sql = {Trigger.CLAIMED, Trigger.REQUESTED}
+    assert EVENTS.keys() | ROW_FUNCTIONS.keys() | in_sql == set(Trigger)
+
+
+# The source
+
+
+def sets_sync_status(call: ast.Call) -> bool:
+    """Return True if the call sets a sync status, by keyword or by position."""
+    by_keyword = any(keyword.arg == "sync_status" for keyword in call.keywords)
+    by_position = isinstance(call.func, ast.Name) and call.func.id == "Repo" and len(call.args) > 2
+    return by_keyword or by_position
+
+
+def test_only_move_sets_a_sync_status() -> None:
+    """`repo_of` constructs a repo from its row in the database."""
+    found = {(found.module, found.function) for found in source_calls() if sets_sync_status(found.call)}
+    assert found == {("sync/repo_transitions.py", "move"), ("store/columns.py", "repo_of")}

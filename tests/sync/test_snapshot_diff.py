@@ -1,0 +1,80 @@
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from indexer.atproto.cid import cid_of, is_cid
+from indexer.errors import BrokenInvariantError
+from indexer.sync.snapshot_diff import Difference, Entry, SnapshotDiff, without_value
+
+PATHS = st.sampled_from([f"{nsid}/{rkey}".encode() for nsid in ("a.b", "a.b-x", "a.b.c", "a.bc") for rkey in "123:_~"])
+CIDS = [b"1", b"2", b"3"]
+REPOS = st.dictionaries(PATHS, st.sampled_from(CIDS))
+STORED = st.dictionaries(PATHS, st.sampled_from([*CIDS, *map(without_value, CIDS)]))
+
+
+def oracle(stored: dict[bytes, bytes], snapshot: dict[bytes, bytes]) -> list[Difference]:
+    return [
+        Difference(path, stored.get(path), snapshot.get(path))
+        for path in sorted(stored.keys() | snapshot.keys())
+        if stored.get(path) != snapshot.get(path)
+    ]
+
+
+def merged(chunks: Sequence[Sequence[Entry]], snapshot: dict[bytes, bytes]) -> list[Difference]:
+    diff = SnapshotDiff(iter(sorted(snapshot.items())))
+    found = [difference for chunk in chunks for difference in diff.compare(chunk)]
+    return found + list(diff.remaining())
+
+
+@given(STORED, REPOS, st.integers(1, 5))
+def test_the_differences_are_those_of_two_dictionaries(
+    stored: dict[bytes, bytes], snapshot: dict[bytes, bytes], size: int
+) -> None:
+    entries = sorted(stored.items())
+    chunks = [entries[i : i + size] for i in range(0, len(entries), size)]
+    assert merged(chunks, snapshot) == oracle(stored, snapshot)
+
+
+def test_path_order_is_not_the_order_of_collection_and_rkey() -> None:
+    paths = [b"foo/1", b"foo-x/1", b"foo.bar/1"]
+    stored = dict.fromkeys(paths, b"1")
+    assert sorted(paths) != paths
+    assert merged([sorted(stored.items())], stored) == []
+    with pytest.raises(BrokenInvariantError, match="out of order"):
+        merged([[(path, b"1") for path in paths]], stored)
+
+
+@given(REPOS, STORED, st.integers(1, 7))
+def test_applying_the_differences_gives_the_snapshot(
+    snapshot: dict[bytes, bytes], stored: dict[bytes, bytes], size: int
+) -> None:
+    """For any chunks, each path comes once, in the order of the tree."""
+    entries = sorted(stored.items())
+    differences = merged([entries[i : i + size] for i in range(0, len(entries), size)], snapshot)
+    paths = [difference.path for difference in differences]
+    assert paths == sorted(set(paths))
+    for path, old, new in differences:
+        assert stored.get(path) == old
+        if new is None:
+            del stored[path]
+        else:
+            stored[path] = new
+    assert stored == snapshot
+
+
+def test_a_record_without_its_value_differs_from_the_same_record() -> None:
+    """So an export that has the value writes it."""
+    cid = cid_of(b"a record")
+    assert not is_cid(without_value(cid))
+    assert merged([[(b"a.b/1", without_value(cid))]], {b"a.b/1": cid}) == [
+        Difference(b"a.b/1", without_value(cid), cid)
+    ]
+    assert merged([[(b"a.b/1", without_value(cid))]], {}) == [Difference(b"a.b/1", without_value(cid), None)]
+
+
+@pytest.mark.parametrize("chunks", [[[b"b", b"a"]], [[b"b"], [b"a"]], [[b"a", b"a"]], [[b"a"], [b"a"]]])
+def test_stored_records_out_of_order_or_repeated_are_a_broken_invariant(chunks: list[list[bytes]]) -> None:
+    with pytest.raises(BrokenInvariantError, match="out of order"):
+        merged([[(path, b"1") for path in chunk] for chunk in chunks], {b"a": b"1", b"b": b"1"})

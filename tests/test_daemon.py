@@ -1,0 +1,73 @@
+"""The composition root: errors of stages end the daemon, and the limits of connections."""
+
+import asyncio
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+from indexer.daemon import connection_count, open_daemon
+from indexer.errors import BrokenInvariantError
+from indexer.localnet.local_network import LocalNetwork
+from indexer.service.resync.large_repo_slots import large_repo_slot_count
+from indexer.store import RESERVED_CONNECTIONS
+from indexer.sync.repo_state import Repo
+from tests.daemon_harness import settings_for
+from tests.waiting import until
+
+
+@pytest.mark.parametrize(
+    "stage",
+    ["batch_writer", "firehose_consumer", "resync_pool", "change_log_retention", "account_erasure", "key_lookups"],
+)
+async def test_broken_invariant_in_any_stage_ends_the_daemon(
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    async def breaks() -> None:
+        raise BrokenInvariantError("a broken rule")
+
+    async with (
+        LocalNetwork() as network,
+        open_daemon(settings_for(network.relay_url, network.plc_url, tmp_path), database) as running,
+    ):
+        monkeypatch.setattr(getattr(running, stage), "run", breaks)
+        with pytest.raises(BrokenInvariantError, match="a broken rule"):
+            await asyncio.wait_for(running.run(asyncio.Event()), 10)
+
+
+async def test_broken_invariant_while_draining_is_raised(
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop = asyncio.Event()
+
+    async def breaks_at_the_end() -> None:
+        await until(lambda: running.inbox.unsettled > 0)
+        stop.set()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        raise BrokenInvariantError("a broken rule")
+
+    async with (
+        LocalNetwork() as network,
+        open_daemon(settings_for(network.relay_url, network.plc_url, tmp_path), database) as running,
+    ):
+        monkeypatch.setattr(running.batch_writer, "run", breaks_at_the_end)
+        network.create_account("ada.test")
+        with pytest.raises(BrokenInvariantError, match="a broken rule"):
+            await asyncio.wait_for(running.run(stop), 10)
+
+
+async def test_there_are_connections_for_all_resyncs_and_for_the_other_stages(database: str, tmp_path: Path) -> None:
+    """Eight workers and two slots for large repos."""
+    settings = settings_for("ws://127.0.0.1:1", "http://127.0.0.1:1", tmp_path, resync_workers="8")
+    async with open_daemon(settings, database) as running, AsyncExitStack() as writing, asyncio.timeout(20):
+        for number in range(10):
+            await writing.enter_async_context(running.store.resync(Repo(f"did:plc:{number:024}")))
+        assert await running.store.repos([]) == {}
+
+
+def test_connections_are_limited_and_large_repos_never_use_all() -> None:
+    assert [connection_count(workers) for workers in (1, 8, 28, 30, 31, 1_000)] == [5, 13, 38, 40, 40, 40]
+    assert all(
+        large_repo_slot_count(workers) < connection_count(workers) - RESERVED_CONNECTIONS for workers in range(1, 1_001)
+    )

@@ -1,0 +1,252 @@
+import os
+import re
+import tomllib
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from docs.generate import example_settings, settings_tables
+from indexer.atproto.limits import DEFAULT_LIMITS, Limits
+from indexer.errors import SettingsError
+from indexer.settings import OTHER_VARIABLES, Address, Settings, allowed, load_settings, variable
+from indexer.sync.shard import Shard
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "settings.md"
+EXAMPLE = ROOT / "config" / "indexer.example.toml"
+
+
+@pytest.fixture(autouse=True)
+def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if name.upper().startswith("INDEXER_"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "indexer.toml"
+
+
+def settings_error(file: Path | None = None) -> str:
+    """Return the message of the error, which is one line."""
+    with pytest.raises(SettingsError) as raised:
+        load_settings(file)
+    message = str(raised.value)
+    assert "\n" not in message
+    return message
+
+
+def test_environment_overrides_file_and_file_overrides_defaults(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file.write_text("resync_workers = 3\nplc_rate = 2.5\n")
+    monkeypatch.setenv("INDEXER_RESYNC_WORKERS", "4")
+    settings = load_settings(file)
+    assert (settings.resync_workers, settings.plc_rate, settings.host_rate) == (4, 2.5, 10)
+
+
+def test_indexer_config_names_the_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file.write_text("track = 'listed'\n")
+    monkeypatch.setenv("INDEXER_CONFIG", str(file))
+    assert load_settings().track == "listed"
+
+
+def test_empty_variable_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INDEXER_DATABASE_URL", "")
+    assert load_settings().database_url is None
+
+
+def test_settings_constructor_ignores_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INDEXER_RESYNC_WORKERS", "4")
+    assert Settings(plc_rate=1).resync_workers == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("relays", "wss://one.example, ws://127.0.0.1:80/", ("wss://one.example", "ws://127.0.0.1:80")),
+        ("plc_url", "https://a.example,http://b.example/plc/", ("https://a.example", "http://b.example/plc")),
+        ("start", "oldest", "oldest"),
+        ("start", "12345", 12345),
+        ("sweep_interval", "24h", 86_400),
+        ("sweep_interval", "1.5m", 90),
+        ("sweep_interval", "250ms", 0.25),
+        ("sweep_interval", "90", 90),
+        ("sweep_interval", "0", 0),
+        ("frame_bytes", "5000001", 5_000_001),
+        ("frame_bytes", "2.5 MiB", 2_621_440),
+        ("shard", "3/16", Shard(3, 16)),
+        ("roles", "resync", ("resync",)),
+        ("resync_source", "pds, relay", ("pds", "relay")),
+        ("dns_servers", "9.9.9.9, [::1]:5353, ::1", (Address("9.9.9.9", 53), Address("::1", 5353), Address("::1", 53))),
+        ("http_bind", "0.0.0.0:0", Address("0.0.0.0", 0)),  # noqa: S104
+        ("http_bind", "[::1]:2580", Address("::1", 2580)),
+        ("contact", "https://example.com/indexer", "https://example.com/indexer"),
+        ("contact", "mailto:someone@example.com", "mailto:someone@example.com"),
+        ("contact", "some.one+indexer@example.com", "some.one+indexer@example.com"),
+        ("export_time", "15m", 900),
+        ("export_rate", "2KiB", 2_048),
+        ("store_values", "no", False),
+        ("allow_private_hosts", "true", True),
+    ],
+)
+def test_valid_value_is_converted(name: str, text: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable(name), text)
+    assert getattr(load_settings(), name) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("database_url", "mysql://localhost/x"),
+        ("database_url", "postgresql://[/x"),
+        ("database_url", "postgresql://localhost:port/x"),
+        ("database_url", "localhost"),
+        ("relays", "https://one.example"),
+        ("relays", "wss://one.example,,wss://two.example"),
+        ("relays", "wss://one.example,wss://one.example"),
+        ("relays", "wss://user@one.example"),
+        ("relays", "wss://one.example/?cursor=5"),
+        ("relays", "wss://one.example:99999"),
+        ("plc_url", "ftp://one.example"),
+        ("plc_url", "https://one.example/\x1b[31m"),
+        ("start", "now"),
+        ("start", "-1"),
+        ("track", "some"),
+        ("collections", "app.bsky.feed.post, not an nsid"),
+        ("collections", "*.post"),
+        ("store_values", "perhaps"),
+        ("inversion", "STRICT"),
+        ("dns_servers", "dns.example"),
+        ("dns_servers", "9.9.9.9:99999"),
+        ("resync_workers", "0"),
+        ("resync_workers", "1001"),
+        ("resync_workers", "many"),
+        ("resync_source", "relay,relay"),
+        ("plc_rate", "0"),
+        ("plc_rate", "inf"),
+        ("contact", "me"),
+        ("contact", "someone@example.com (me)"),
+        ("contact", "https://example.com/\r\nCookie: x"),
+        ("contact", "https://user:secret@example.com/"),
+        ("contact", "s\u00f6meone@example.com"),
+        ("contact", "@"),
+        ("export_time", "0"),
+        ("export_rate", "0"),
+        ("outbound_rate", "0"),
+        ("outbound_concurrency", "0"),
+        ("sweep_interval", "-1"),
+        ("sweep_interval", "1y"),
+        ("sweep_interval", "nan"),
+        ("shard", "4/4"),
+        ("shard", "0/257"),
+        ("shard", "-1/4"),
+        ("roles", "live,sleep"),
+        ("http_bind", "localhost"),
+        ("http_bind", "::1:80"),
+        ("http_bind", "[one]:80"),
+        ("http_bind", "x:70000"),
+        ("http_bind", "x:٣"),
+        ("log_level", "loud"),
+        ("frame_bytes", "0"),
+        ("frame_bytes", "5 parsecs"),
+        ("tree_depth", "129"),
+    ],
+)
+def test_error_for_bad_value_names_the_variable_and_the_allowed_values(
+    name: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable(name), text)
+    message = settings_error()
+    assert message.startswith(f"{variable(name)}: ")
+    assert message.endswith(allowed(name).replace("`", ""))
+
+
+@pytest.mark.parametrize(
+    "line", ["resync_workers = true", "start = false", "relays = 3", "collections = [1]", "shard = 1", "http_bind = 80"]
+)
+def test_error_for_bad_value_in_the_file_names_key_and_file(line: str, file: Path) -> None:
+    file.write_text(line)
+    name = line.split(" ", maxsplit=1)[0]
+    assert settings_error(file).startswith(f"'{name}' in {file}: ")
+
+
+def test_error_for_unknown_variable_suggests_the_right_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INDEXER_RELAY", "wss://one.example")
+    assert settings_error() == "INDEXER_RELAY is not a setting; did you mean INDEXER_RELAYS?"
+
+
+def test_error_for_unknown_key_suggests_the_right_one(file: Path) -> None:
+    file.write_text("frame_byte = 5\n")
+    assert settings_error(file) == f"'frame_byte' in {file} is not a setting; did you mean frame_bytes?"
+
+
+@pytest.mark.parametrize("name", sorted(OTHER_VARIABLES - {"INDEXER_CONFIG"}))
+def test_variables_of_tests_and_tools_are_accepted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "x")
+    load_settings()
+
+
+def test_error_for_unreadable_file_names_the_file(file: Path) -> None:
+    assert settings_error(file) == f"the settings file {file} cannot be read: No such file or directory"
+    file.write_bytes(b"relays = \xff")
+    assert settings_error(file).startswith(f"the settings file {file} is not TOML: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("database_url", "mysql://me:hunter2@localhost/x"), ("relays", "wss://me:hunter2@one.example")],
+)
+def test_error_never_shows_a_password(name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable(name), text)
+    assert "hunter2" not in settings_error()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgres:///x?host=/run/postgresql",
+        "postgresql://me:p%40ss@[::1]:5432/x",
+        "postgresql://one:5432,two/x?target_session_attrs=primary",
+    ],
+)
+def test_database_url_may_have_any_form_of_libpq(url: str) -> None:
+    Settings.model_validate({"database_url": url})
+
+
+def test_user_agent_contains_the_contact() -> None:
+    assert Settings().user_agent.endswith(" (AT Protocol record-level sync; no contact given)")
+    assert "; me@example.com)" in Settings(contact="me@example.com").user_agent
+
+
+def test_text_of_settings_does_not_contain_the_database_url() -> None:
+    settings = Settings.model_validate({"database_url": "postgresql://me:hunter2@localhost/x"})
+    assert settings.database_url is not None
+    assert settings.database_url.get_secret_value().endswith("hunter2@localhost/x")
+    assert "hunter2" not in f"{settings!r} {settings}"
+
+
+def test_every_limit_is_a_setting_with_the_same_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Settings().limits == DEFAULT_LIMITS
+    for limit in fields(Limits):
+        monkeypatch.setenv(variable(limit.name), "7")
+    assert load_settings().limits == Limits(**{limit.name: 7 for limit in fields(Limits)})
+
+
+def test_settings_page_is_generated_from_the_code() -> None:
+    text = PAGE.read_text()
+    assert settings_tables() in text, "run `python -m docs.generate`"
+    assert all(f"`{name}`" in text for name in OTHER_VARIABLES)
+
+
+def test_example_file_is_generated_and_contains_the_defaults(file: Path) -> None:
+    assert EXAMPLE.read_text() == example_settings(), "run `python -m docs.generate`"
+    uncommented = re.sub(r"^# (?=\w+ = )", "", EXAMPLE.read_text(), flags=re.MULTILINE)
+    assert tomllib.loads(uncommented).keys() == Settings.model_fields.keys()
+    file.write_text(re.sub(r"^(database_url|data_dir|contact) .*$", "", uncommented, flags=re.MULTILINE))
+    assert differences(load_settings(file), Settings()) == []
+
+
+def differences(one: Settings, other: Settings) -> list[str]:
+    return [name for name in Settings.model_fields if str(getattr(one, name)) != str(getattr(other, name))]
