@@ -1,10 +1,11 @@
-"""A small AppView: posts, newest first, with how many replies and likes each has (docs/appview-tutorial.md).
+"""A small AppView: posts, newest first, with the number of replies and likes of each (docs/appview-tutorial.md).
 
-    python examples/appview.py DATABASE_URL follow     # builds its schema, then keeps up until interrupted
-    python examples/appview.py DATABASE_URL show       # the newest posts
+    python examples/appview.py DATABASE_URL follow     # create the tables, then follow the change log until interrupted
+    python examples/appview.py DATABASE_URL show       # print the newest posts
 
-It keeps what it needs in a schema of its own, `board`, beside the indexer's. Stop it, kill it, start it again: its rows
-and its place in the feed are one transaction, so it goes on exactly where it was.
+The AppView stores what it needs in a schema of its own, `board`, in the database of the indexer. Its tables and its
+position in the change log are updated in one transaction. So it may be stopped or killed at any time: after a restart
+it continues exactly where it was.
 """
 
 import argparse
@@ -14,15 +15,15 @@ from contextlib import suppress
 
 import asyncpg
 
-READER = "board"
+CONSUMER = "board"
 POST, LIKE = "app.bsky.feed.post", "app.bsky.feed.like"
-PAGE = 1_000
-PATIENCE = 60.0  # seconds after which we look without having been told to
+BATCH_SIZE = 1_000
+WAIT_SECONDS = 60.0  # read the change log after this time even without a notification
 
 SCHEMA = """
     create schema board;
 
-    -- The records that we care about, as they are.
+    -- Copies of the selected records.
     create table board.record (
         did text collate "C" not null,
         collection text collate "C" not null,
@@ -33,7 +34,7 @@ SCHEMA = """
         primary key (did, collection, rkey)
     );
 
-    -- What they point at: indexes on expressions, which the counts below use.
+    -- Indexes on the URI that a record refers to. The counts below use them.
     create index record_replies on board.record ((value #>> '{reply,parent,uri}'))
         where collection = 'app.bsky.feed.post';
     create index record_likes on board.record ((value #>> '{subject,uri}'))
@@ -41,7 +42,7 @@ SCHEMA = """
     create index record_newest on board.record (indexed_at desc, uri)
         where collection = 'app.bsky.feed.post';
 
-    -- Records are what their authors' programs made of them: text, until you have checked that it is something else.
+    -- All columns are text: a record may contain anything, so a cast could fail.
     create view board.post as
     select p.uri, p.did, p.value ->> 'text' as text, p.value ->> 'createdAt' as created_at,
         p.value #>> '{reply,parent,uri}' as reply_to, p.indexed_at,
@@ -52,75 +53,79 @@ SCHEMA = """
     from board.record p where p.collection = 'app.bsky.feed.post';
 """
 
-TAKE = """
+NEXT_CHANGES = "select * from atproto.next_changes($1, $2)"
+
+INSERT = """
     insert into board.record (did, collection, rkey, uri, value, indexed_at)
     select r.did, r.collection, r.rkey, r.uri, r.value, r.indexed_at from atproto.records r
 """
-TAKE_ALL = f"{TAKE} where r.collection = any($1::text[])"
+INSERT_ALL = f"{INSERT} where r.collection = any($1::text[])"
 
-# What has changed is replaced by what is there now: the feed says where to look, the records are the truth.
-DROP_RECORDS = """
+# A change says which record changed; atproto.records has its current value. So delete the old copy and insert again.
+DELETE_RECORDS = """
     delete from board.record b using unnest($1::text[], $2::text[], $3::text[]) as k(did, collection, rkey)
     where b.did = k.did and b.collection = k.collection and b.rkey = k.rkey
 """
-TAKE_RECORDS = f"""
-    {TAKE} join unnest($1::text[], $2::text[], $3::text[]) as k(did, collection, rkey) using (did, collection, rkey)
+INSERT_RECORDS = f"""
+    {INSERT} join unnest($1::text[], $2::text[], $3::text[]) as k(did, collection, rkey) using (did, collection, rkey)
 """
-DROP_REPOS = "delete from board.record where did = any($1::text[])"
-TAKE_REPOS = f"{TAKE} where r.did = any($1::text[]) and r.collection = any($2::text[])"
+DELETE_REPOS = "delete from board.record where did = any($1::text[])"
+INSERT_REPOS = f"{INSERT} where r.did = any($1::text[]) and r.collection = any($2::text[])"
 
 
-async def build(connection: asyncpg.Connection) -> None:
-    """The schema, our place in the feed, and all there is so far, as of one moment: whole or not at all."""
+async def take_snapshot(connection: asyncpg.Connection) -> None:
+    """Create the schema, register the consumer and copy all records, in one snapshot; do nothing if that was done."""
     if await connection.fetchval("select to_regnamespace('board') is not null"):
         return
     async with connection.transaction(isolation="repeatable_read"):
         await connection.execute("set local statement_timeout = 0")
         await connection.execute(SCHEMA)
-        await connection.execute("select atproto.register_reader($1)", READER)
-        await connection.execute(TAKE_ALL, [POST, LIKE])
+        await connection.execute("select atproto.register_reader($1)", CONSUMER)
+        await connection.execute(INSERT_ALL, [POST, LIKE])
 
 
-async def digest(connection: asyncpg.Connection) -> int:
-    """One page of the feed: what we were told, what we made of it, and our place are one transaction."""
+async def process_batch(connection: asyncpg.Connection) -> int:
+    """Read and apply the next changes in one transaction; return how many there were."""
     async with connection.transaction():
-        changes = await connection.fetch("select * from atproto.next_changes($1, $2)", READER, PAGE)
+        changes = await connection.fetch(NEXT_CHANGES, CONSUMER, BATCH_SIZE)
         await apply(connection, changes)
     return len(changes)
 
 
 async def apply(connection: asyncpg.Connection, changes: Sequence[asyncpg.Record]) -> None:
+    """Replace every repo and record that changed by its current state."""
     repos = sorted({c["did"] for c in changes if c["action"] in ("hidden", "visible", "deleted")})
     keys = {(c["did"], c["collection"], c["rkey"]) for c in changes if c["collection"] in (POST, LIKE)}
     records = sorted(key for key in keys if key[0] not in repos)
     if repos:
-        await connection.execute(DROP_REPOS, repos)
-        await connection.execute(TAKE_REPOS, repos, [POST, LIKE])
+        await connection.execute(DELETE_REPOS, repos)
+        await connection.execute(INSERT_REPOS, repos, [POST, LIKE])
     if records:
         columns = [list(column) for column in zip(*records, strict=True)]
-        await connection.execute(DROP_RECORDS, *columns)
-        await connection.execute(TAKE_RECORDS, *columns)
+        await connection.execute(DELETE_RECORDS, *columns)
+        await connection.execute(INSERT_RECORDS, *columns)
 
 
 async def follow(dsn: str) -> None:
-    """Keeps up until cancelled."""
+    """Apply changes as they arrive, until cancelled."""
     connection = await asyncpg.connect(dsn)
-    told = asyncio.Event()
+    notified = asyncio.Event()
     try:
-        await build(connection)
-        # Listen first, then read to the end: so what comes in between is not missed.
-        await connection.add_listener("atproto_changes", lambda *_: told.set())
+        await take_snapshot(connection)
+        # Listen before reading: a change that commits between the last read and the wait then ends the wait.
+        await connection.add_listener("atproto_changes", lambda *_: notified.set())
         while True:
-            told.clear()
-            while await digest(connection) == PAGE:
+            notified.clear()
+            while await process_batch(connection) == BATCH_SIZE:
                 pass
             with suppress(TimeoutError):
-                await asyncio.wait_for(told.wait(), PATIENCE)
+                await asyncio.wait_for(notified.wait(), WAIT_SECONDS)
     finally:
         await connection.close()
 
 
 async def show(dsn: str, count: int = 20) -> None:
+    """Print the newest posts."""
     connection = await asyncpg.connect(dsn)
     try:
         for post in await connection.fetch("select * from board.post order by indexed_at desc, uri limit $1", count):
@@ -130,9 +135,9 @@ async def show(dsn: str, count: int = 20) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Posts with replies and likes, from the change feed.")
-    parser.add_argument("database", help="postgresql://… of the indexer's database")
-    parser.add_argument("what", choices=["follow", "show"])
+    parser = argparse.ArgumentParser(description="Show posts with replies and likes, maintained from the change log.")
+    parser.add_argument("database", help="URL of the database of the indexer (postgresql://…)")
+    parser.add_argument("command", choices=["follow", "show"])
     arguments = parser.parse_args()
     with suppress(KeyboardInterrupt):
-        asyncio.run((follow if arguments.what == "follow" else show)(arguments.database))
+        asyncio.run((follow if arguments.command == "follow" else show)(arguments.database))

@@ -1,0 +1,291 @@
+"""Generate the parts of the documentation that repeat the code: `make docs`, or `python -m docs.generate --check`.
+
+Generated are the tables of docs/settings.md and config/indexer.example.toml (from indexer/settings.py),
+docs/reasons.md (from indexer/reasons.py and indexer/atproto/record.py), the module lists and the transition table of
+docs/architecture.md, and the reference of docs/sql.md (from the comments in a migrated database).
+"""
+
+import argparse
+import ast
+import asyncio
+import json
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import asyncpg
+
+from indexer.atproto.limits import Limits
+from indexer.atproto.record import Problem
+from indexer.reasons import Desync, FetchFailure, Rejection
+from indexer.settings import Address, Settings, allowed, variable
+from indexer.store.embedded import database
+from indexer.store.migrate import migrate
+from indexer.sync.repo_state import SyncStatus
+from indexer.sync.repo_transitions import TRANSITIONS, Trigger
+
+PROJECT = Path(__file__).parents[1]
+LAYERS = (
+    ("cli", "Commands. Each family has a file, beside the modules with its logic."),
+    ("", "The composition root builds a running daemon from settings."),
+    ("localnet", "A small signed network on loopback, for the demo and the tests. Only `cli/demo.py` imports it."),
+    ("service", "The long-running stages."),
+    ("service/live", "From the firehose to committed rows."),
+    ("service/resync", "From a desynchronized repo to a synchronized one."),
+    ("service/crawl", "Read repo lists to their end."),
+    ("service/background", "Work that no event waits for."),
+    ("monitoring", "Logs, metrics and health."),
+    ("store", "Postgres: the only package that imports the database driver."),
+    ("store/embedded", "The embedded Postgres server."),
+    ("relay", "The websocket connection to a relay."),
+    ("pds", "Requests to PDSes and relays about repos."),
+    ("identity", "DIDs to signing keys, PDSes and handles."),
+    ("outbound", "Every outbound HTTP request, bounded in bytes, time and rate."),
+    ("sync", "The rules of the protocol. Pure: no I/O, clock, randomness or environment."),
+    ("atproto", "The data formats of the protocol. Pure."),
+    ("atproto/mst", "The Merkle Search Tree."),
+    ("concurrency", "Helpers for asyncio."),
+)
+"""The packages from the highest layer to the lowest, with what they contain."""
+
+VIEWS = ("repos", "records", "changes", "readers", "cursors", "hosts", "rejected")
+
+_VIEWS = """
+    select c.relname as name, obj_description(c.oid, 'pg_class') as comment
+    from pg_class c where relnamespace = 'atproto'::regnamespace and relkind in ('v', 'm', 'r')
+    order by array_position($1::text[], relname::text), relname
+"""
+_COLUMNS = """
+    select attname as name, format_type(atttypid, atttypmod) as type, col_description(attrelid, attnum) as comment
+    from pg_attribute where attrelid = ('atproto.' || $1)::regclass and attnum > 0 order by attnum
+"""
+_FUNCTIONS = """
+    select proname as name, pg_get_function_arguments(oid) as arguments, pg_get_function_result(oid) as result,
+        obj_description(oid, 'pg_proc') as comment
+    from pg_proc where pronamespace = 'atproto'::regnamespace order by proname
+"""
+
+_UNSET = {
+    "database_url": "unset",
+    "data_dir": "the user data directory",
+    "contact": "unset",
+    "dns_servers": "the system's",
+}
+_EXAMPLES = {
+    "database_url": "postgresql://localhost/indexer",
+    "data_dir": "/var/lib/indexer",
+    "contact": "https://example.com/indexer",
+}
+
+
+def generated(public_schema: str) -> dict[Path, str]:
+    """Return the expected text of every file with a generated part; `public_schema` is of `describe_public_schema`."""
+    docs = PROJECT / "docs"
+    return {
+        docs / "settings.md": _with_block(docs / "settings.md", "settings", settings_tables()),
+        PROJECT / "config" / "indexer.example.toml": example_settings(),
+        docs / "reasons.md": reasons_page(),
+        docs / "architecture.md": _with_block(
+            docs / "architecture.md",
+            "transitions",
+            transition_table(),
+            _with_block(docs / "architecture.md", "modules", module_lists()),
+        ),
+        docs / "sql.md": _with_block(docs / "sql.md", "public schema", public_schema),
+    }
+
+
+def settings_tables() -> str:
+    """Return the table of settings, and that of the limits."""
+    limits = {limit.name for limit in fields(Limits)}
+    head = "| variable | default | meaning | allowed |\n|---|---|---|---|\n"
+    rows = {
+        name: f"| `{variable(name)}` | {_default(name)} | {field.description} | {allowed(name)} |\n"
+        for name, field in Settings.model_fields.items()
+    }
+    return (
+        head
+        + "".join(row for name, row in rows.items() if name not in limits)
+        + "\nLimits for everything from outside. Input beyond a limit is rejected with a reason:\n\n"
+        + head
+        + "".join(row for name, row in rows.items() if name in limits)
+    )
+
+
+def example_settings() -> str:
+    """Return config/indexer.example.toml: every setting with its default, commented out."""
+    settings = "".join(
+        f"# {field.description}\n# {name} = {_toml(name)}\n\n" for name, field in Settings.model_fields.items()
+    )
+    return f"# Every setting with its default. docs/settings.md describes them.\n\n{settings}"
+
+
+def reasons_page() -> str:
+    """Return docs/reasons.md."""
+    failures = [(failure, failure.text + " *Permanent.*" * failure.is_permanent) for failure in FetchFailure]
+    return f"""# Reasons
+
+Every reason that this program reports, in closed sets. They are values of metric labels and of
+columns, and keep their names. This page is generated from the code.
+
+## Why a message or an export is rejected
+
+`atproto.rejected.reason`, `indexer_rejected_total{{reason}}`. The fault is in the message itself,
+and it changes nothing.
+
+{_table("reason", [(reason, reason.text) for reason in Rejection])}
+## Why a repo is not synchronized
+
+`atproto.repos.sync_reason`, `indexer_desynchronized_total{{reason}}`. The repo will be fetched
+again; `next_attempt_at` says when.
+
+{_table("reason", [(reason, reason.text) for reason in Desync])}
+## Why a fetch failed
+
+The first word of `atproto.repos.last_error`, `indexer_resync_total{{result}}`. After a *permanent*
+failure the repo is parked: it is tried again when an event unparks it, or after
+`INDEXER_SWEEP_INTERVAL`.
+
+{_table("reason", failures)}
+## Problems of record values
+
+`atproto.records.value_problem`. The record keeps its path and its CID, whatever its bytes are.
+
+{_table("problem", [(problem, problem.text) for problem in Problem])}"""
+
+
+def transition_table() -> str:
+    """Return `TRANSITIONS` as a table: the outcome, and the next status if it differs."""
+    rows = ["| trigger | " + " | ".join(SyncStatus) + " |", "|---|" + "---|" * len(SyncStatus)]
+    for trigger in Trigger:
+        cells = []
+        for status in SyncStatus:
+            outcome, after = TRANSITIONS[status].get(trigger, (None, status))
+            cells.append("-" if outcome is None else f"{outcome}" if after is status else f"{outcome} → **{after}**")
+        rows.append(f"| {trigger} | " + " | ".join(cells) + " |")
+    return "\n".join(rows) + "\n"
+
+
+def module_lists() -> str:
+    """Return every module with the first line of its docstring, by package, from the highest layer to the lowest."""
+    parts = []
+    for package, content in LAYERS:
+        directory = PROJECT / "indexer" / package
+        rows = "".join(
+            f"| [`{path.name}`](../{path.relative_to(PROJECT)}) | {_summary(path)} |\n"
+            for path in sorted(directory.glob("*.py"))
+            if path.name not in {"__init__.py", "__main__.py"}
+        )
+        title = f"indexer/{package}/" if package else "indexer/"
+        parts.append(f"\n**`{title}`** {content}\n\n| module | content |\n|---|---|\n{rows}")
+    return "".join(parts)
+
+
+async def describe_public_schema(connection: asyncpg.Connection) -> str:
+    """Return the reference of the views and functions in schema `atproto`, from the comments in the database."""
+    parts = []
+    for view, comment in await connection.fetch(_VIEWS, VIEWS):
+        rows = "".join(
+            f"| `{name}` | {type_} | {text} |\n" for name, type_, text in await connection.fetch(_COLUMNS, view)
+        )
+        parts.append(f"\n## View `atproto.{view}`\n\n{comment}\n\n| column | type | meaning |\n|---|---|---|\n{rows}")
+    parts.append("\n## Functions\n")
+    for name, arguments, result, comment in await connection.fetch(_FUNCTIONS):
+        returns = "as the view `changes`" if result.startswith("TABLE") else f"`{result}`"
+        parts.append(f"\n**`atproto.{name}({arguments})`** → {returns}  \n{comment}\n")
+    return "".join(parts)
+
+
+async def public_schema_signatures(connection: asyncpg.Connection) -> list[str]:
+    """Return one line for each column and function of schema `atproto`: what statements of consumers depend on."""
+    columns = [
+        f"{view}.{name} {type_}"
+        for view, _ in await connection.fetch(_VIEWS, VIEWS)
+        for name, type_, _ in await connection.fetch(_COLUMNS, view)
+    ]
+    functions = await connection.fetch(_FUNCTIONS)
+    return [*columns, *(f"{name}({arguments}) {result}" for name, arguments, result, _ in functions)]
+
+
+def _default(name: str) -> str:
+    """Return the default of a setting as an operator would write it."""
+    match getattr(Settings(), name):
+        case _ if name in _UNSET:
+            return _UNSET[name]
+        case bool(value):
+            return f"`{value}`".lower()
+        case float(value) if value and value % 3_600 == 0:
+            return f"`{value / 3_600:g}h`"
+        case float(value):
+            return f"`{value:g}`"
+        case Address() as address:
+            return f"`{address}`"
+        case tuple(items):
+            return f"`{','.join(items)}`"
+        case value:
+            return f"`{value}`"
+
+
+def _toml(name: str) -> str:
+    """Return the value of a setting in TOML, which writes strings, numbers, booleans and lists of them as JSON does."""
+    value: Any = _EXAMPLES.get(name) or getattr(Settings(), name)
+    if isinstance(value, tuple) and not isinstance(value, Address):
+        return json.dumps([str(item) for item in value])
+    return json.dumps(value if isinstance(value, bool | int | float) else str(value))
+
+
+def _table(name: str, rows: list[tuple[Any, str]]) -> str:
+    return f"| {name} | meaning |\n|---|---|\n" + "".join(f"| `{key}` | {text} |\n" for key, text in rows)
+
+
+def _summary(path: Path) -> str:
+    """Return the first line of a module's docstring."""
+    docstring = ast.get_docstring(ast.parse(path.read_text()))
+    assert docstring, f"{path} has no docstring"
+    return docstring.splitlines()[0]
+
+
+def _with_block(path: Path, name: str, content: str, text: str | None = None) -> str:
+    """Return the file's text with `content` between the comments `<!-- name: … -->` and `<!-- /name -->`."""
+    text = path.read_text() if text is None else text
+    block = re.compile(rf"(<!-- {name}: generated.*?-->\n).*?(<!-- /{name} -->)", re.DOTALL)
+    assert block.search(text), f"{path} has no block {name!r}"
+    return block.sub(lambda match: f"{match[1]}{content}{match[2]}", text)
+
+
+async def _public_schema() -> str:
+    with TemporaryDirectory(prefix="indexer-docs-") as directory:
+        async with database(None, Path(directory)) as dsn:
+            await migrate(dsn)
+            connection = await asyncpg.connect(dsn)
+            try:
+                return await describe_public_schema(connection)
+            finally:
+                await connection.close()
+
+
+def outdated(files: Mapping[Path, str]) -> list[Path]:
+    """Return the files whose text differs from the expected one."""
+    return [path for path, text in files.items() if path.read_text() != text]
+
+
+def main() -> int:
+    """Write the generated parts, or with --check only compare them; return the exit code."""
+    parser = argparse.ArgumentParser(description="Generate the parts of the documentation that repeat the code.")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a file is outdated; change nothing")
+    check = parser.parse_args().check
+    files = generated(asyncio.run(_public_schema()))
+    found = outdated(files)
+    for path in found:
+        print(f"{'outdated' if check else 'written'}: {path.relative_to(PROJECT)}")
+        if not check:
+            path.write_text(files[path])
+    return int(check and bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
