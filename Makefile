@@ -1,12 +1,16 @@
-# Needs python3 (3.11 or newer, with venv and pip). Everything else is installed into .venv, pinned by constraints.txt.
+# Needs python3 (3.11, 3.12 or 3.13, with venv and pip). Everything else is installed into .venv, pinned by constraints.txt.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 PYTEST := $(BIN)/pytest -n 2 --dist worksteal
 
+# Write cached bytecode even if the environment disables it: collecting the tests takes half the time with it.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint format docs coverage venv realnet second bench-live bench-resync bench-guard
+.PHONY: help demo test check lint format docs screenshots coverage venv dist release realnet second bench-live \
+	bench-resync bench-feed bench-links bench-guard
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -34,6 +38,10 @@ format: venv ## Format the code and apply the safe fixes of the linter
 docs: venv ## Generate the generated parts of docs/ and config/
 	$(BIN)/python -m docs.generate
 
+screenshots: venv ## Take the pictures of the status page in docs/images/ again (three minutes)
+	tests/monitoring/install_chromium.sh
+	$(BIN)/python -m docs.make_screenshots
+
 coverage: venv ## Run the quick tests and report the lines that they do not reach
 	$(PYTEST) -m "not slow" --hypothesis-profile quick --cov --cov-report term-missing:skip-covered
 
@@ -41,9 +49,11 @@ second: ## Run the quick tests with another interpreter: make second PYTHON=/usr
 	$(MAKE) VENV=.venv-second PYTHON=$(PYTHON) venv
 	.venv-second/bin/pytest -n 2 --dist worksteal -m "not slow" --hypothesis-profile quick
 
-realnet: ## Install Bluesky's own PDS and PLC directory for the tests that use them (two minutes, once)
+realnet: ## Install Bluesky's own PDS, PLC directory, clients and lexicons for the tests that use them (two minutes, once)
 	@if ! command -v npm > /dev/null; then echo "npm is absent: tests that need the real PDS will be skipped"; \
-	else tests/realnet/setup.sh || echo "setup.sh failed: tests that need the real PDS will be skipped"; fi
+	else tests/realnet/setup.sh || echo "setup.sh failed: tests that need the real PDS will be skipped"; \
+	tests/feed_clients/setup.sh || echo "setup.sh failed: tests that need clients from npm will be skipped"; \
+	tests/lexicons/setup.sh || echo "setup.sh failed: tests that need published lexicons will be skipped"; fi
 
 bench-live: venv ## Measure the live path (docs/performance.md)
 	$(BIN)/python -m benchmarks.live
@@ -51,8 +61,21 @@ bench-live: venv ## Measure the live path (docs/performance.md)
 bench-resync: venv ## Measure resyncs (docs/performance.md)
 	$(BIN)/python -m benchmarks.resync
 
+bench-feed: venv ## Measure the feed to ten Jetstream clients beside the live path (docs/performance.md)
+	$(BIN)/python -m benchmarks.feed
+
+bench-links: venv ## Measure counts and the backfill of links for a post with a million likes (docs/performance.md)
+	$(BIN)/python -m benchmarks.links
+
 bench-guard: venv ## Compare the cost of each stage with the floor of the same run
 	$(BIN)/python -m benchmarks.guard --check
+
+dist: venv ## Build the wheel and the source distribution in dist/
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation # the wheel is built from the source distribution
+
+release: ## Build the wheel, the source distribution and the image, and check all three
+	deploy/release
 
 venv: $(INSTALLED) ## Create the virtual environment with everything pinned
 

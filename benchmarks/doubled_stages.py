@@ -21,6 +21,7 @@ from indexer.service.resync import attempt
 from indexer.store import Store, resync_transaction
 from indexer.store import store as store_module
 from indexer.store.columns import Connection
+from indexer.sync import record_change
 from indexer.sync.repo_state import Repo
 from indexer.sync.verify import Snapshot
 
@@ -108,6 +109,18 @@ class _DownloadTwice:
     def spool(self) -> Spool:
         return self._download.spool
 
+    @property
+    def server(self) -> str | None:
+        return self._download.server
+
+    @property
+    def complete(self) -> bool:
+        return self._download.complete
+
+    @property
+    def rate(self) -> float:
+        return self._download.rate
+
     async def fetch(self, *arguments: Any) -> bool:
         async with self._second as second:
             await second.fetch()
@@ -137,7 +150,7 @@ def _compare_twice() -> Iterator[None]:
 
     with (
         patch.object(Snapshot, "records", records),
-        _call_twice((Spool, "block"), (attempt, "record_change"))(),
+        _call_twice((Spool, "block"), (record_change, "decode_record"))(),
     ):
         yield
 

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import asyncpg
 import coincurve
 import libipld
-import orjson
 from coincurve._libsecp256k1 import ffi, lib
 from coincurve.context import GLOBAL_CONTEXT
 from cryptography.exceptions import InvalidSignature
@@ -292,7 +291,7 @@ def batch_statements(messages: Sequence[ParsedMessage]) -> Statements:
         for op in payload["ops"]:
             collection, _, rkey = op["path"].partition("/")
             key, cid = (did, collection, rkey, bucket), op["cid"]
-            records[key] = (*key, cid, rev, cid and orjson.dumps(cbor.decode_json(blocks[cid])).decode())
+            records[key] = (*key, cid, rev, cid and _json_text(blocks[cid]))
             log.append((did, collection, rkey, op["action"], cid, rev))
     ordered = [records[key] for key in sorted(records)]
     rows_of: dict[str, list[Row]] = {
@@ -302,6 +301,13 @@ def batch_statements(messages: Sequence[ParsedMessage]) -> Statements:
         _INSERT_LOG: log,
     }
     return [(statement, _columns(rows)) for statement, rows in rows_of.items() if rows]
+
+
+def _json_text(record: bytes) -> str:
+    decoded = cbor.decode_json(record)
+    if decoded is None:
+        raise ValueError("the record is not an ordinary one")
+    return decoded[1].decode()
 
 
 def _columns(rows: Sequence[Row]) -> list[list[Any]]:

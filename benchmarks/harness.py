@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks import cpu_usage
 from benchmarks.workload import Workload
+from indexer.monitoring.health import DEFAULT_HTTP_LIMITS
 from indexer.store import embedded
 from indexer.store.migrate import migrate
 
@@ -199,7 +200,8 @@ async def daemon(dsn: str, directory: Path, **settings: object) -> AsyncIterator
 
 
 async def sum_metrics(daemons: Iterable[DaemonProcess]) -> Counter[str]:
-    """Return the sums of the samples of all daemons (see `DaemonProcess.metrics`)."""
+    """Return the sums of the samples of all daemons (see `DaemonProcess.metrics`), as they are now."""
+    await asyncio.sleep(1.1 * DEFAULT_HTTP_LIMITS.scrape_interval)  # a daemon computes its metrics once per interval
     total = Counter[str]()
     for daemon in daemons:
         total.update(await daemon.metrics())

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from hashlib import sha256
 from io import BytesIO
 from multiprocessing import get_context
@@ -64,7 +63,7 @@ async def add_idle(dsn: str, workload: Workload, repos: int, records: int) -> No
     """Insert rows of idle repos, as copies of the first repo of the workload and its first record."""
     if not repos and not records:
         return
-    first = replace(repo_before(workload.accounts[0], SyncStatus.SYNCHRONIZED, time()), did=idle_did(1))
+    first = repo_before(workload.accounts[0], SyncStatus.SYNCHRONIZED, time())._replace(did=idle_did(1))
     store = await Store.open(dsn)
     await store.apply(Batch((RepoWrite(0, first),)))
     await store.close()

@@ -18,6 +18,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import median
 from time import monotonic
+from typing import Any
 
 import click
 
@@ -50,6 +51,7 @@ class LiveOptions:
         known: Number of idle repos whose identities are in memory.
         idle_repos: Number of idle repos in the database.
         idle_records: Number of records of idle repos in the database.
+        links: Keep links.
     """
 
     fast: int
@@ -61,6 +63,7 @@ class LiveOptions:
     known: int
     idle_repos: int
     idle_records: int
+    links: bool
 
     def parts(self) -> list[range]:
         """Return the commit numbers of the four parts."""
@@ -85,9 +88,10 @@ class LiveOptions:
     show_default=True,
     help="Number of idle repos whose identities are in memory, at most 1000000.",
 )
+@click.option("--links", is_flag=True, help="Keep links (INDEXER_LINKS).")
 @idle_rows.idle_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def main(repos: int, records: int, as_json: bool, **options: int) -> None:
+def main(repos: int, records: int, as_json: bool, **options: Any) -> None:
     """Measure commits per second from a websocket to committed rows.
 
     Exit code 1: the database differs from the expected result at the end.
@@ -143,7 +147,9 @@ async def _measure_daemons(
     fast, paced, *_ = options.parts()
     async with AsyncExitStack() as stack:
         daemons = [
-            await stack.enter_async_context(_daemon(database, load, directory, f"{index}/{options.shards}"))
+            await stack.enter_async_context(
+                _daemon(database, load, directory, f"{index}/{options.shards}", links=options.links)
+            )
             for index in range(options.shards)
         ]
         await load.wait_for_subscribers(options.shards)
@@ -154,8 +160,8 @@ async def _measure_daemons(
         pids = {"daemon": [daemon.process.pid for daemon in daemons], "Postgres": [database.pid]}
         pids["load"] = [load.process.pid]
 
-        cpu_before = {part: cpu_usage.cpu_seconds(pids[part]) for part in pids}
         metrics_before = await harness.sum_metrics(daemons)
+        cpu_before = {part: cpu_usage.cpu_seconds(pids[part]) for part in pids}
         await load.command(fast[0], fast[-1], 0)
         await watch.wait_for(fast)
         cpu = {part: cpu_usage.cpu_seconds(pids[part]) - cpu_before[part] for part in pids}
@@ -194,10 +200,10 @@ async def _load_identities(load: LoadProcess, daemons: Sequence[DaemonProcess], 
 
 
 def _daemon(
-    database: Database, load: LoadProcess, directory: Path, shard: str
+    database: Database, load: LoadProcess, directory: Path, shard: str, *, links: bool
 ) -> AbstractAsyncContextManager[DaemonProcess]:
     data = directory / f"daemon {shard.replace('/', ' of ')}"
-    return harness.daemon(database.dsn, data, relays=load.url, start="oldest", roles="live", shard=shard)
+    return harness.daemon(database.dsn, data, relays=load.url, start="oldest", roles="live", shard=shard, links=links)
 
 
 def _speed(watch: ArrivalWatch, commits: range, cpu: Mapping[str, float]) -> Figures:

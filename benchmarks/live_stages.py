@@ -15,7 +15,6 @@ from indexer.atproto.crypto import PublicKey
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.mst import Inversion, invert
 from indexer.atproto.record import Value, decode_record
-from indexer.atproto.syntax import CollectionFilter
 from indexer.relay.subscription import Subscription
 from indexer.store import Store
 from indexer.sync import record_change, verify
@@ -26,11 +25,12 @@ from indexer.sync.plan_batch import BatchPlan, ReceivedMessage, plan_batch
 from indexer.sync.plans import Batch, Cursor
 from indexer.sync.policy import KeyState, PlanContext, Policy
 from indexer.sync.repo_state import Repo
+from indexer.sync.scope import Scope
 
 BATCH_SIZE = 500
 VERIFICATION_STAGES = ("split", "commit", "signature", "inversion", "values")
 _LIMITS = DEFAULT_LIMITS
-_POLICY = Policy(CollectionFilter(), _LIMITS)
+_POLICY = Policy(Scope(), _LIMITS)
 
 
 async def receive_seconds(url: str, count: int) -> float:

@@ -9,14 +9,16 @@ from benchmarks.harness import BenchmarkError
 from benchmarks.live_stages import open_store
 from benchmarks.stage_clock import StageClock
 from indexer.atproto.limits import DEFAULT_LIMITS
-from indexer.atproto.syntax import CollectionFilter
 from indexer.identity import DidResolver, IdentityCache
+from indexer.monitoring.conditions import Conditions
 from indexer.monitoring.metrics import Metrics
 from indexer.outbound import OutboundClient, OutboundSettings, RateLimits
-from indexer.pds import PdsClient
+from indexer.pds import ExportDownload, PdsClient
 from indexer.service.resync.attempt import ResyncAttempts
+from indexer.service.resync.phase import Phase
 from indexer.store import Store
 from indexer.sync.policy import Policy
+from indexer.sync.scope import Scope
 from indexer.sync.shard import BUCKETS
 
 STAGES = {"fetch": "fetch", "verify-export": "verify", "diff": "diff", "apply-export": "apply"}
@@ -25,6 +27,16 @@ STAGES = {"fetch": "fetch", "verify-export": "verify", "diff": "diff", "apply-ex
 _CLAIM_SIZE = 100
 _LEASE_SECONDS = 3_600.0
 _UNLIMITED = 100_000
+
+
+class _FreeSlots:
+    """Slots that are always free."""
+
+    def open_export(self, _download: ExportDownload) -> None: ...
+
+    def enlarge(self) -> None: ...
+
+    def enter(self, _phase: Phase) -> None: ...
 
 
 class _ClockMetrics(Metrics):
@@ -42,14 +54,16 @@ class TimedResyncs:
     """Performs resyncs as the daemon does, one at a time."""
 
     def __init__(
-        self, store: Store, outbound: OutboundClient, plc_url: str, directory: Path, clock: StageClock
+        self, store: Store, outbound: OutboundClient, plc_url: str, directory: Path, clock: StageClock, scope: Scope
     ) -> None:
-        metrics, policy = _ClockMetrics(clock), Policy(CollectionFilter(), DEFAULT_LIMITS)
+        metrics, policy = _ClockMetrics(clock), Policy(scope, DEFAULT_LIMITS)
         resolver = DidResolver(outbound, (plc_url,), plc_rate=_UNLIMITED, allow_private_hosts=True, clock=time)
         self._store = store
         self._identities = IdentityCache(resolver, store, metrics, clock=time, refresh_rate=_UNLIMITED)
         pds = PdsClient(outbound, policy.limits, directory)
-        self._resync = ResyncAttempts(store, self._identities, pds, policy, metrics, sources=(None,))
+        self._resync = ResyncAttempts(
+            store, self._identities, pds, lambda: policy, metrics, sources=(None,), conditions=Conditions()
+        )
         self._clock = clock
 
     async def run(self) -> dict[str, float]:
@@ -65,7 +79,7 @@ class TimedResyncs:
             for repo in claimed:
                 known = await self._identities.lookup(repo.did)
                 with self._clock.database():
-                    result = await self._resync.attempt(repo, known, lambda: None)
+                    result = await self._resync.attempt(repo, known, _FreeSlots())
                 if result != "synchronized":
                     raise BenchmarkError(f"{repo.did} is {result}")
         cpu = self._clock.cpu
@@ -84,7 +98,8 @@ async def timed_resyncs(dsn: str, plc_url: str, directory: Path) -> AsyncIterato
     outbound = OutboundClient(OutboundSettings("benchmark", allow_private_hosts=True, rates=rates))
     try:
         async with open_store(dsn) as (store, clock):
-            resyncs = TimedResyncs(store, outbound, plc_url, directory, clock)
+            scope = await store.begin_scope(Scope())
+            resyncs = TimedResyncs(store, outbound, plc_url, directory, clock, scope)
             try:
                 yield resyncs
             finally:

@@ -1,28 +1,42 @@
 """Generate the parts of the documentation that repeat the code: `make docs`, or `python -m docs.generate --check`.
 
 Generated are the tables of docs/settings.md and config/indexer.example.toml (from indexer/settings.py),
-docs/reasons.md (from indexer/reasons.py and indexer/atproto/record.py), the module lists and the transition table of
-docs/architecture.md, and the reference of docs/sql.md (from the comments in a migrated database).
+docs/commands.md (from the commands), docs/reasons.md (from indexer/reasons.py and indexer/atproto/record.py),
+docs/metrics.md and docs/logs.md (from
+metric_definitions.py and log_events.py in indexer/monitoring), config/grafana/dashboards/indexer.json (from
+docs/dashboard.py), the module lists and the transition table of docs/architecture.md, and from a migrated database the
+reference of docs/sql.md and the client types in examples/public_schema/ (docs/client_types.py).
 """
 
 import argparse
 import ast
 import asyncio
+import inspect
 import json
 import re
 import sys
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import asyncpg
+import click
 
+from docs.client_types import PublicColumn, load_public_columns, sqlalchemy_models, typescript_types
+from docs.dashboard import dashboard_json
 from indexer.atproto.limits import Limits
 from indexer.atproto.record import Problem
-from indexer.reasons import Desync, FetchFailure, Rejection
-from indexer.settings import Address, Settings, allowed, variable
+from indexer.cli.command import ExitCode
+from indexer.cli.json_fields import JSON_LINES
+from indexer.cli.main import COMMANDS, load_command
+from indexer.monitoring.log_events import LOG_EVENTS
+from indexer.monitoring.metric_definitions import METRIC_GROUPS, MetricDefinition
+from indexer.reasons import Desync, FetchFailure, GapReason, Rejection
+from indexer.setting_types import Address
+from indexer.settings import Settings, allowed, variable
 from indexer.store.embedded import database
 from indexer.store.migrate import migrate
 from indexer.sync.repo_state import SyncStatus
@@ -32,12 +46,13 @@ PROJECT = Path(__file__).parents[1]
 LAYERS = (
     ("cli", "Commands. Each family has a file, beside the modules with its logic."),
     ("", "The composition root builds a running daemon from settings."),
-    ("localnet", "A small signed network on loopback, for the demo and the tests. Only `cli/demo.py` imports it."),
+    ("localnet", "A small signed network on loopback, for the demo and the tests. Only the demo imports it."),
     ("service", "The long-running stages."),
     ("service/live", "From the firehose to committed rows."),
     ("service/resync", "From a desynchronized repo to a synchronized one."),
     ("service/crawl", "Read repo lists to their end."),
     ("service/background", "Work that no event waits for."),
+    ("service/feed", "The change log over HTTP, for clients of other sync services."),
     ("monitoring", "Logs, metrics and health."),
     ("store", "Postgres: the only package that imports the database driver."),
     ("store/embedded", "The embedded Postgres server."),
@@ -52,7 +67,20 @@ LAYERS = (
 )
 """The packages from the highest layer to the lowest, with what they contain."""
 
-VIEWS = ("repos", "records", "changes", "readers", "cursors", "hosts", "rejected")
+VIEWS = (
+    "repos",
+    "records",
+    "blobs",
+    "links",
+    "link_progress",
+    "changes",
+    "readers",
+    "cursors",
+    "gaps",
+    "hosts",
+    "rejected",
+    "scope_progress",
+)
 
 _VIEWS = """
     select c.relname as name, obj_description(c.oid, 'pg_class') as comment
@@ -74,21 +102,34 @@ _UNSET = {
     "data_dir": "the user data directory",
     "contact": "unset",
     "dns_servers": "the system's",
+    "webhook_url": "unset",
+    "admin_password": "unset",
 }
 _EXAMPLES = {
     "database_url": "postgresql://localhost/indexer",
     "data_dir": "/var/lib/indexer",
     "contact": "https://example.com/indexer",
+    "webhook_url": "http://127.0.0.1:3000/webhook",
+    "admin_password": "a long random text",
 }
 
 
-def generated(public_schema: str) -> dict[Path, str]:
-    """Return the expected text of every file with a generated part; `public_schema` is of `describe_public_schema`."""
-    docs = PROJECT / "docs"
+def generated(public_schema: str, columns: Sequence[PublicColumn]) -> dict[Path, str]:
+    """Return the expected text of every file with a generated part.
+
+    Args:
+        public_schema: The result of `describe_public_schema`.
+        columns: The columns of the public views.
+    """
+    docs, examples = PROJECT / "docs", PROJECT / "examples" / "public_schema"
     return {
         docs / "settings.md": _with_block(docs / "settings.md", "settings", settings_tables()),
         PROJECT / "config" / "indexer.example.toml": example_settings(),
         docs / "reasons.md": reasons_page(),
+        docs / "metrics.md": metrics_page(),
+        docs / "logs.md": logs_page(),
+        PROJECT / "config" / "grafana" / "dashboards" / "indexer.json": dashboard_json(),
+        docs / "commands.md": commands_page(),
         docs / "architecture.md": _with_block(
             docs / "architecture.md",
             "transitions",
@@ -96,6 +137,8 @@ def generated(public_schema: str) -> dict[Path, str]:
             _with_block(docs / "architecture.md", "modules", module_lists()),
         ),
         docs / "sql.md": _with_block(docs / "sql.md", "public schema", public_schema),
+        examples / "atproto_models.py": sqlalchemy_models(columns),
+        examples / "atproto.ts": typescript_types(columns),
     }
 
 
@@ -151,11 +194,129 @@ failure the repo is parked: it is tried again when an event unparks it, or after
 `INDEXER_SWEEP_INTERVAL`.
 
 {_table("reason", failures)}
+## Why messages may have been missed
+
+`atproto.gaps.reason`. While a gap is open, `/readyz` fails and names it. A
+reconciliation closes it.
+
+{_table("reason", [(reason, reason.text) for reason in GapReason])}
 ## Problems of record values
 
 `atproto.records.value_problem`. The record keeps its path and its CID, whatever its bytes are.
 
 {_table("problem", [(problem, problem.text) for problem in Problem])}"""
+
+
+def metrics_page() -> str:
+    """Return docs/metrics.md."""
+    groups = "".join(
+        f"\n## {title}\n\n| metric | type | labels | meaning | when to worry |\n|---|---|---|---|---|\n"
+        + "".join(map(_metric_row, metrics))
+        for title, metrics in METRIC_GROUPS.items()
+    )
+    return f"""# Metrics
+
+Every metric that `/metrics` shows. The names and labels are a public interface. Label values come
+from closed sets ([reasons.md](reasons.md)) or from the settings; hosts, consumers and subjects are
+limited in number. Every process has its own metrics: sum the counters over the processes, but not
+the gauges that each process reads from the database (`indexer_repos`,
+`indexer_repos_desynchronized`, `indexer_resync_queue`, and those of the change log and of links).
+
+The usual metrics of a Python process are there, too: `process_*`, `python_info` and `python_gc_*`.
+This page is generated from the code.
+{groups}"""
+
+
+def _metric_row(metric: MetricDefinition) -> str:
+    labels = ", ".join(f"`{label}`" for label in metric.labels)
+    return f"| `{metric.name}` | {metric.kind} | {labels} | {metric.meaning} | {metric.worry} |\n"
+
+
+def logs_page() -> str:
+    """Return docs/logs.md."""
+    rows = "".join(
+        f"| `{name}` | {' or '.join(event.levels)} | {', '.join(f'`{field}`' for field in event.fields)} "
+        f"| {event.happened} | {event.then} |\n"
+        for name, event in sorted(LOG_EVENTS.items())
+    )
+    return f"""# Log events
+
+Every log line of this program has `timestamp`, `level`, `logger` and `event`, and the fields below.
+`exception` is a traceback. Lines of libraries have their text in `event`.
+
+A line of the level info or above is a change of state. What can happen for each message, repo or
+host is counted: it has lines of the level debug only (`INDEXER_LOG_LEVEL=debug`), and belongs to a
+[condition](operations.md#log-lines-during-an-outage) or to a summary. This page is generated from
+the code.
+
+| event | level | fields | what happened | what happens next |
+|---|---|---|---|---|
+{rows}"""
+
+
+def commands_page() -> str:
+    """Return docs/commands.md."""
+    return f"""# Commands
+
+`indexer COMMAND --help` shows the same. All commands accept the same settings
+([settings.md](settings.md)), from the environment and from the file that `--config` names, before
+or after the command. This page is generated from the code.
+
+## Output
+
+Results go to stdout, log lines, errors and progress to stderr. With `--json`, a command prints one
+line of JSON in ASCII, or one line for each result. An error is one line on stderr that starts with
+`indexer: `, also with `--json`; then the exit code is not 0. Names of JSON fields are kept within a
+major version; fields may be added. Each command below has a table of its fields: `x[].y` is the
+field `y` of each item of the list `x`. An object whose fields are not listed has names from the
+data, such as reasons.
+
+Colours are used only on a terminal, and not if `NO_COLOR` is set. Commands that take longer show a
+progress bar with the rate and the time left on a terminal. Otherwise they write a line to stderr
+after 2 seconds, and then every 10 seconds.
+
+## Exit codes
+
+{_table("code", [(str(code.value), code.text) for code in ExitCode])}
+{"".join(_command_sections({name: load_command(name) for name in COMMANDS}, "indexer"))}"""
+
+
+def _command_sections(of_group: Mapping[str, click.Command], path: str) -> Iterator[str]:
+    """Yield a section for each command of a group, and for the commands of its groups."""
+    for name, command in sorted(of_group.items()):
+        yield _command_section(command, f"{path} {name}")
+        if isinstance(command, click.Group):
+            yield from _command_sections(command.commands, f"{path} {name}")
+
+
+def _command_section(command: click.Command, path: str) -> str:
+    with click.Context(command, info_name=path) as context:
+        usage = " ".join(command.collect_usage_pieces(context))
+        options = [
+            (record[0].replace("|", "\\|"), record[1])
+            for parameter in command.get_params(context)
+            if isinstance(parameter, click.Option)
+            and "--config" not in parameter.opts
+            and "--help" not in parameter.opts
+            if (record := parameter.get_help_record(context))
+        ]
+    paragraphs = inspect.cleandoc(command.help or "").split("\n\n")
+    text = "\n\n".join(map(_help_paragraph, paragraphs))
+    table = _table("option", options) + "\n" if options else ""
+    lines = JSON_LINES.get(path.removeprefix("indexer "), {})
+    json_tables = "".join(
+        f"{heading or 'The line'} of `--json`:\n\n{_table('field', list(meanings.items()))}\n"
+        for heading, meanings in lines.items()
+    )
+    return f"## `{path}`\n\n    {path} {usage}\n\n{text}\n\n{table}{json_tables}"
+
+
+def _help_paragraph(text: str) -> str:
+    """Return a paragraph of a help text in Markdown. One that begins with the mark of click for fixed lines is code."""
+    first, *lines = text.splitlines()
+    return (
+        "\n".join(f"    {line}" for line in lines) if first == "\b" else textwrap.fill(" ".join([first, *lines]), 100)
+    )
 
 
 def transition_table() -> str:
@@ -257,20 +418,20 @@ def _with_block(path: Path, name: str, content: str, text: str | None = None) ->
     return block.sub(lambda match: f"{match[1]}{content}{match[2]}", text)
 
 
-async def _public_schema() -> str:
+async def _public_schema() -> tuple[str, list[PublicColumn]]:
     with TemporaryDirectory(prefix="indexer-docs-") as directory:
         async with database(None, Path(directory)) as dsn:
             await migrate(dsn)
             connection = await asyncpg.connect(dsn)
             try:
-                return await describe_public_schema(connection)
+                return await describe_public_schema(connection), await load_public_columns(connection)
             finally:
                 await connection.close()
 
 
 def outdated(files: Mapping[Path, str]) -> list[Path]:
     """Return the files whose text differs from the expected one."""
-    return [path for path, text in files.items() if path.read_text() != text]
+    return [path for path, text in files.items() if not path.exists() or path.read_text() != text]
 
 
 def main() -> int:
@@ -278,7 +439,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Generate the parts of the documentation that repeat the code.")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a file is outdated; change nothing")
     check = parser.parse_args().check
-    files = generated(asyncio.run(_public_schema()))
+    files = generated(*asyncio.run(_public_schema()))
     found = outdated(files)
     for path in found:
         print(f"{'outdated' if check else 'written'}: {path.relative_to(PROJECT)}")

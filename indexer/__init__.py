@@ -2,4 +2,4 @@
 
 from importlib.metadata import version
 
-__version__ = version("indexer")
+__version__ = version("atproto-indexer")

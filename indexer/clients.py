@@ -2,15 +2,21 @@
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from time import time
 
 from indexer.identity import DidResolver
 from indexer.outbound import OutboundClient, OutboundSettings, RateLimits, Timeouts, host_of
 from indexer.pds import PdsClient
+from indexer.service.feed.webhook import CONCURRENCY
 from indexer.settings import Settings
+from indexer.store import Store
+from indexer.sync.policy import Policy
 
 TIMEOUTS = Timeouts()
 """Timeouts of outbound requests."""
+WEBHOOK_RATE = 10_000.0
+"""Maximum requests per second to the webhook."""
 
 
 @asynccontextmanager
@@ -25,6 +31,20 @@ async def open_outbound_client(
         timeouts=TIMEOUTS,
         dns_servers=settings.dns_servers,
     )
+    async with OutboundClient(outbound_settings, on_request=on_request) as outbound:
+        yield outbound
+
+
+@asynccontextmanager
+async def open_webhook_client(
+    settings: Settings, url: str, on_request: Callable[[str], None] = lambda _result: None
+) -> AsyncIterator[OutboundClient]:
+    """Open the client for the webhook. The operator chose its URL, so it may have any address."""
+    rates = RateLimits(
+        total=WEBHOOK_RATE, total_concurrency=CONCURRENCY, host_concurrency=CONCURRENCY,
+        configured_hosts={host_of(url): WEBHOOK_RATE},
+    )  # fmt: skip
+    outbound_settings = OutboundSettings(settings.user_agent, allow_private_hosts=True, rates=rates, timeouts=TIMEOUTS)
     async with OutboundClient(outbound_settings, on_request=on_request) as outbound:
         yield outbound
 
@@ -69,3 +89,9 @@ def _rate_limits(settings: Settings) -> RateLimits:
         configured_hosts={host_of(http_origin(relay)): settings.host_rate for relay in settings.relays}
         | {host_of(url): settings.plc_rate for url in settings.plc_url},
     )
+
+
+async def stored_policy(settings: Settings, store: Store) -> Policy:
+    """Return the policy with the stored scope, or with that of the settings if none is stored yet."""
+    scope = await store.scope()
+    return settings.policy if scope is None else replace(settings.policy, scope=scope)

@@ -1,63 +1,110 @@
 """The composition root: build the stages of the daemon from the settings, run them, and stop them in order.
 
 Every stage is a task. An unexpected exception in any stage stops the daemon. The first SIGTERM or SIGINT drains:
-the stream is closed, received messages are written with their cursor, and running resyncs give their claims back. A
-second signal stops at once; what was not written is received again after the next start.
+the stream is closed, received messages are written with their cursor, and running resyncs give their claims back. The
+process ends within `INDEXER_STOP_TIMEOUT`. A second signal ends it at once. Messages that were not written are received
+again after the next start.
 """
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from functools import partial
 from time import monotonic, time
 from typing import Any
 
 import structlog
+from aiohttp import web
 
 from indexer import __version__
-from indexer.clients import http_origin, make_did_resolver, make_pds_client, open_outbound_client
+from indexer.clients import (
+    http_origin,
+    make_did_resolver,
+    make_pds_client,
+    open_outbound_client,
+    open_webhook_client,
+    stored_policy,
+)
+from indexer.concurrency.event_loop_delay import measure_delays
+from indexer.concurrency.stage_progress import StageProgress
+from indexer.daemon_monitor import DaemonMonitor
 from indexer.daemon_probe import DaemonProbe
+from indexer.daemon_status import DaemonStatus, ShownStages
 from indexer.identity import HandleVerifier, IdentityCache, IdentityLifetimes
-from indexer.monitoring.health import serve_health
-from indexer.monitoring.metrics import Metrics
+from indexer.monitoring.backfill import RepoCounts
+from indexer.monitoring.conditions import Conditions
+from indexer.monitoring.database_monitor import DatabaseMonitor
+from indexer.monitoring.disk_space import disk_space
+from indexer.monitoring.health import not_ready_reasons, serve_health
+from indexer.monitoring.metric_definitions import MAX_LISTED
+from indexer.monitoring.metrics import Metrics, Reading
+from indexer.monitoring.status_page import status_routes
+from indexer.monitoring.status_rows import link_status
 from indexer.outbound import OutboundClient
 from indexer.pds import PdsClient
-from indexer.process_setup import raise_file_limit, stop_on_signals, tune_garbage_collector
+from indexer.process_setup import NOTHING_LOST, StopRequest, raise_file_limit, stop_on_signals, tune_garbage_collector
+from indexer.relay.stream_seek import StreamSeek
 from indexer.relay.subscription import Subscription
 from indexer.service.background.account_erasure import AccountErasure
 from indexer.service.background.change_log_retention import ChangeLogRetention
 from indexer.service.background.handle_checks import HandleChecks
 from indexer.service.background.identity_refresh import IdentityRefresh
+from indexer.service.background.link_maintenance import LinkMaintenance
+from indexer.service.background.scope_narrowing import ScopeNarrowing
+from indexer.service.background.scope_untracking import ScopeUntracking
 from indexer.service.background.shard_ownership import ShardOwnership
-from indexer.service.crawl.reconcile import Reconciliation
+from indexer.service.crawl.reconcile import Reconciliation, ReconciliationSettings
+from indexer.service.crawl.scope_backfill import ScopeBackfill
+from indexer.service.crawl.signal_discovery import SignalDiscovery
+from indexer.service.current_scope import CurrentScope
+from indexer.service.feed.access import Access
+from indexer.service.feed.jetstream_reader import JetstreamReader
+from indexer.service.feed.jetstream_routes import JetstreamRoutes
+from indexer.service.feed.tap_channel import Channel, refuse_channel
+from indexer.service.feed.tap_feed import TapFeed
+from indexer.service.feed.tap_routes import TapRoutes
+from indexer.service.feed.webhook import Webhook
+from indexer.service.live.account_limits import AccountLimits
 from indexer.service.live.batch_writer import BatchWriter, WriterSettings
 from indexer.service.live.dead_letter_replay import DeadLetterReplay
 from indexer.service.live.firehose_consumer import ConsumerSettings, FirehoseConsumer
 from indexer.service.live.inbox import Inbox
 from indexer.service.live.key_lookups import KeyLookups
+from indexer.service.live.stream_continuity import StreamContinuity
+from indexer.service.live.stream_entry import StreamEntries
 from indexer.service.live.stream_position import StreamPosition
+from indexer.service.new_accounts import NewAccounts
+from indexer.service.open_gaps import OpenGaps
 from indexer.service.periodic import DatabaseAttempt, run_periodically
 from indexer.service.resync.attempt import ResyncAttempts
 from indexer.service.resync.large_repo_slots import large_repo_slot_count
 from indexer.service.resync.queue_maintenance import MaintenanceSettings, QueueMaintenance
 from indexer.service.resync.worker_pool import WorkerPool, WorkerPoolSettings
+from indexer.setting_types import Address
 from indexer.settings import Settings
 from indexer.store import RESERVED_CONNECTIONS, RetentionPolicy, Store
-from indexer.store.embedded import database
-from indexer.store.migrate import migrate, require_current_schema
+from indexer.store.embedded import database, postgres_stage
+from indexer.store.prepare_database import prepare_database
+from indexer.sync.scope import Scope, Track
 
-DRAIN_SECONDS = 20.0
-"""Maximum time to write the received messages after a signal."""
+MAX_DRAIN_SHARE = 0.7
+"""Maximum share of `INDEXER_STOP_TIMEOUT` that is spent on writing the received messages after a signal."""
 COUNT_INTERVAL_SECONDS = 10.0
 """Minimum interval between two counts of the repos."""
 MAX_COUNT_SHARE = 0.01
-"""Maximum share of the time that is spent on counting: it reads the row of every repo."""
+"""Maximum share of the time that is spent on counting: it reads many repos."""
 HOST_SAVE_SECONDS = 5.0
 """Interval at which the states of hosts are saved, so that pauses survive a restart."""
 FRAME_SIZE_MARGIN = 4
 """Frames up to this multiple of `INDEXER_FRAME_BYTES` are received and rejected, so that the connection stays
 open. A larger frame ends the connection."""
 INBOX_BYTES = 64 * 1024 * 1024
+SILENCE_CHECK_SECONDS = 1.0
+FORGET_SECONDS = 86_400.0
+"""Time after which a repo without stored records is forgotten that cannot be fetched, or whose account is inactive."""
+FEED_STOP_SECONDS = 5.0
+"""Maximum time to store what clients of the feed have acknowledged before the process ends."""
 KEY_LOOKUP_TIMEOUT_SECONDS = 15.0
 KEY_LOOKUP_CONCURRENCY = 64
 MAX_CONNECTIONS = 40
@@ -70,33 +117,46 @@ async def run(settings: Settings, *, migrate_first: bool = True) -> int:
     """Run the daemon until a signal arrives, and return the exit code.
 
     Raises:
-        SchemaVersionError: `migrate_first` is False and the database schema is not current.
+        SchemaVersionError: This release cannot use the version of the database schema.
+        SettingsError: The operator has to correct the URL of the database, its password, or a privilege.
     """
-    stop = asyncio.Event()
+    stop = StopRequest()
     raise_file_limit()
     url = settings.database_url.get_secret_value() if settings.database_url else None
-    with stop_on_signals(stop):
-        async with database(url, settings.data_dir) as dsn:
-            if migrate_first:
-                await migrate(dsn)
-            else:
-                await require_current_schema(dsn)
+    metrics, postgres = Metrics(), postgres_stage()
+    with stop_on_signals(stop, settings.stop_timeout):
+        async with database(url, settings.data_dir, on_restart=metrics.postgres_restarted, stage=postgres) as dsn:
+            if not await prepare_database(dsn, stop, migrate_first=migrate_first):
+                log.info("daemon.stopped")
+                return 0
             async with (
-                open_daemon(settings, dsn) as daemon,
-                serve_health(settings.http_bind, daemon.probe, daemon.metrics.registry) as address,
+                open_daemon(settings, dsn, metrics, [postgres]) as daemon,
+                daemon.serve_http() as address,
             ):
                 tune_garbage_collector()
                 log.info("daemon.started", health=f"http://{address}", version=__version__)
-                await daemon.run(stop)
+                unwritten = await daemon.run(stop)
+                stop.step = "close connections"
+            stop.step = "stop the embedded Postgres" if url is None else stop.step
+    stop.step = "end threads"
     log.info("daemon.stopped")
-    return 0
+    return 1 if unwritten else 0
 
 
 @asynccontextmanager
-async def open_daemon(settings: Settings, dsn: str) -> AsyncIterator["Daemon"]:
-    """Build a daemon on a database with the current schema; `Daemon.run` starts it. Close its resources at the end."""
+async def open_daemon(
+    settings: Settings, dsn: str, metrics: Metrics | None = None, others: Sequence[StageProgress] = ()
+) -> AsyncIterator["Daemon"]:
+    """Build a daemon on a database with the current schema; `Daemon.run` starts it. Close its resources at the end.
+
+    Args:
+        settings: The settings.
+        dsn: The connection string of the database.
+        metrics: The metrics of the process, if there are any yet.
+        others: Stages of the process that run outside the daemon.
+    """
     async with AsyncExitStack() as stack:
-        metrics = Metrics()
+        metrics = metrics or Metrics()
         store = await Store.open(dsn, connections=connection_count(settings.resync_workers))
         stack.push_async_callback(store.close)
         outbound = await stack.enter_async_context(open_outbound_client(settings, metrics.outbound_request))
@@ -105,7 +165,20 @@ async def open_daemon(settings: Settings, dsn: str) -> AsyncIterator["Daemon"]:
         identities = IdentityCache(resolver, store, metrics, clock=time, refresh_rate=settings.plc_rate / 2)
         stack.push_async_callback(identities.close)
         pds = make_pds_client(settings, outbound)
-        yield Daemon(settings, store, identities, pds, outbound, metrics)
+        webhook = await stack.enter_async_context(_webhook_client(settings, metrics))
+        yield Daemon(settings, store, identities, pds, outbound, metrics, others, webhook)
+
+
+@asynccontextmanager
+async def _webhook_client(settings: Settings, metrics: Metrics) -> AsyncIterator[OutboundClient | None]:
+    """Open the client for the webhook if there is one."""
+    if settings.webhook_url is None:
+        yield None
+        return
+    async with open_webhook_client(
+        settings, settings.webhook_url.get_secret_value(), metrics.outbound_request
+    ) as client:
+        yield client
 
 
 @asynccontextmanager
@@ -125,7 +198,7 @@ async def open_replay(settings: Settings, store: Store) -> AsyncIterator[DeadLet
         yield DeadLetterReplay(
             store,
             identities,
-            settings.policy,
+            await stored_policy(settings, store),
             upstream_is_pds=settings.upstream == "pds",
             key_timeout=KEY_LOOKUP_TIMEOUT_SECONDS,
         )
@@ -136,7 +209,8 @@ class Daemon:
     """The stages of one process.
 
     Attributes:
-        probe: The state of the stages, for the health checks and the status page.
+        probe: The state of the stages, for the health checks.
+        status: The document of the status page.
     """
 
     def __init__(
@@ -147,38 +221,57 @@ class Daemon:
         pds: PdsClient,
         outbound: OutboundClient,
         metrics: Metrics,
+        others: Sequence[StageProgress] = (),
+        webhook: OutboundClient | None = None,
     ) -> None:
         self._settings = settings
         self.store = store
         self.identities = identities
         self.hosts = outbound.hosts
         self.metrics = metrics
-        self.reconciliation = make_reconciliation(settings, store, outbound, metrics)
-        self._build_live_stages()
+        self.conditions = Conditions()
+        self.repo_counts = StageProgress("repo counts")
+        self.host_states = StageProgress("host states")
+        self.scope = CurrentScope(store, settings.policy)
+        self._build_live_stages(outbound)
         self._build_resync_stages(pds)
-        self._build_background_stages(outbound)
-        metrics.watch(
-            lag_seconds=lambda: math.nan if self.batch_writer.lag is None else self.batch_writer.lag,
-            queue_bytes=lambda: self.inbox.unsettled_bytes,
-        )
-        self.probe = self._make_probe()
+        self._build_background_stages(outbound, pds)
+        self._build_feeds(webhook)
+        self._build_monitors()
+        self.probe = self._make_probe([*self._stages_of_roles(), *others])
+        self._watch_stages()
+        self.status = self._make_status()
 
-    def _build_live_stages(self) -> None:
+    def _build_live_stages(self, outbound: OutboundClient) -> None:
         settings, shard = self._settings, self._settings.shard
+        new_accounts = settings.new_accounts_per_host / shard.count
+        self.new_accounts = NewAccounts(new_accounts)
         self.shard_ownership = ShardOwnership(self.store, shard)
         self.inbox = Inbox(INBOX_BYTES)
         self.subscription = Subscription(settings.relays, FRAME_SIZE_MARGIN * settings.frame_bytes, settings.user_agent)
         self.stream_position = StreamPosition(
             lambda: self.subscription.connection is not None, upstream_is_pds=settings.upstream == "pds"
         )
+        self.open_gaps = OpenGaps(self.store, shard, self.metrics)
+        seek = StreamSeek(settings.limits, settings.user_agent)
+        entries = StreamEntries(self.store, seek, shard, settings.start)
+        self.stream_continuity = StreamContinuity(entries, self.open_gaps, self.subscription, str(shard))
         self.firehose_consumer = FirehoseConsumer(
-            self.store,
             self.subscription,
+            self.stream_continuity,
             self.inbox,
             self.stream_position,
-            ConsumerSettings(shard, settings.limits, settings.start),
+            ConsumerSettings(shard, settings.limits),
             self.metrics,
-            on_gap=self.reconciliation.request,
+        )
+        self.reconciliation = make_reconciliation(
+            settings,
+            self.store,
+            outbound,
+            self.metrics,
+            self.open_gaps,
+            self._repo_list_sources,
+            lambda: self.scope.scope,
         )
         self.key_lookups = KeyLookups(
             self.identities, self.inbox, timeout=KEY_LOOKUP_TIMEOUT_SECONDS, concurrency=KEY_LOOKUP_CONCURRENCY
@@ -189,8 +282,11 @@ class Daemon:
             self.key_lookups,
             self.stream_position,
             self.shard_ownership.owned,
-            WriterSettings(settings.policy, shard),
+            WriterSettings(shard),
             self.metrics,
+            self.conditions,
+            AccountLimits(self.new_accounts, NewAccounts(new_accounts), self.metrics, self.conditions),
+            self.scope,
         )
 
     def _build_resync_stages(self, pds: PdsClient) -> None:
@@ -200,20 +296,43 @@ class Daemon:
         self.resync_pool = WorkerPool(
             self.store,
             self.identities,
-            ResyncAttempts(self.store, self.identities, pds, settings.policy, self.metrics, sources),
+            ResyncAttempts(
+                self.store,
+                self.identities,
+                pds,
+                lambda: self.scope.policy,
+                self.metrics,
+                sources,
+                self.conditions,
+            ),
             settings.policy,
             shard,
             self.metrics,
-            WorkerPoolSettings(workers=settings.resync_workers),
+            self.conditions,
+            WorkerPoolSettings(workers=settings.resync_workers, share=settings.resync_share),
+            self.new_accounts,
         )
         self.queue_maintenance = QueueMaintenance(
-            self.store, shard, self.metrics, MaintenanceSettings(unpark_after=settings.sweep_interval)
+            self.store,
+            shard,
+            self.metrics,
+            MaintenanceSettings(forget_after=FORGET_SECONDS, unpark_after=settings.sweep_interval),
+            may_forget=lambda: self.scope.scope.track is not Track.LISTED,
         )
 
-    def _build_background_stages(self, outbound: OutboundClient) -> None:
+    def _build_background_stages(self, outbound: OutboundClient, pds: PdsClient) -> None:
         settings, shard = self._settings, self._settings.shard
         self.identity_refresh = IdentityRefresh(self.store, self.identities, settings.policy, shard)
-        self.account_erasure = AccountErasure(self.store, shard, self.metrics)
+        self.account_erasure = AccountErasure(self.store, self.identities, pds, settings.policy, shard, self.metrics)
+        self.scope_narrowing = ScopeNarrowing(self.store, self.scope, shard, self.metrics)
+        self.scope_untracking = ScopeUntracking(self.store, self.scope, shard)
+        self.scope_backfill = ScopeBackfill(
+            self.store, outbound, self.scope, self._repo_list_sources, shard, self.metrics
+        )
+        self.signal_discovery = SignalDiscovery(
+            self.store, outbound, self.scope, self._repo_list_sources, self._reconciled_at
+        )
+        self.links = LinkMaintenance(self.store, shard, self.shard_ownership.owned, wanted=settings.links)
         self.change_log_retention = ChangeLogRetention(
             self.store,
             RetentionPolicy(settings.change_retention, settings.change_bytes, settings.consumer_lag_limit),
@@ -230,11 +349,114 @@ class Daemon:
             )
             self.handle_checks = HandleChecks(self.store, handles, shard, rate=settings.handle_rate)
 
-    def _make_probe(self) -> DaemonProbe:
+    def _build_feeds(self, webhook: OutboundClient | None) -> None:
+        url, secret = self._settings.webhook_url, self._settings.admin_password
+        password = secret.get_secret_value() if secret else None
+        self._access = Access(password)
+        self._tap_routes = TapRoutes(self.store, self.identities)
+        self.tap_feed = TapFeed(self.store, self.conditions, one_per_repo=webhook is not None)
+        self.channel = Channel(self.tap_feed, self.metrics)
+        self.webhook: Webhook | None = None
+        if webhook is not None and url is not None:
+            self.webhook = Webhook(
+                self.tap_feed, webhook, url.get_secret_value(), password, self.conditions, self.metrics
+            )
+        self.jetstream_reader = JetstreamReader(self.store)
+        self._jetstream_routes = JetstreamRoutes(
+            self.store, self.jetstream_reader, self.metrics, values_stored=self._settings.store_values
+        )
+
+    def _build_monitors(self) -> None:
+        self.backfill_counts = RepoCounts()
+        self.database_monitor = DatabaseMonitor(self.store, self.conditions, self.metrics)
+        self.daemon_monitor = DaemonMonitor(
+            self.batch_writer.totals, self.identities.lookups, self.hosts, self.conditions
+        )
+
+    def _watch_stages(self) -> None:
+        """Let the metrics read the state of the stages at each scrape."""
+        data_dir, probe = self._settings.data_dir, self.probe
+        self.metrics.watch(
+            {
+                "indexer_ready": lambda: float(not probe.stalled() and not probe.ready()),
+                "indexer_not_ready": lambda: {(reason.code,): 1.0 for reason in (*probe.stalled(), *probe.ready())},
+                "indexer_stage_seconds_without_progress": lambda: {
+                    (name,): probe.seconds_without_progress(stage) for name, stage in probe.stages.items()
+                },
+                "indexer_condition_occurrences": lambda: {
+                    (condition.kind.name, condition.subject): condition.count for condition in self.conditions.active()
+                },
+                "indexer_firehose_lag_seconds": lambda: _or_nan(self.batch_writer.lag),
+                "indexer_queue_bytes": lambda: self.inbox.unsettled_bytes,
+                "indexer_queue_messages": lambda: self.inbox.unsettled,
+                "indexer_key_waiting_messages": lambda: len(self.key_lookups),
+                "indexer_resync_running": lambda: len(self.resync_pool.running),
+                "indexer_hosts_paused": lambda: len(self.hosts.paused()),
+                "indexer_hosts_failing": lambda: len(self.hosts.failing()),
+                "indexer_host_consecutive_failures": lambda: {
+                    (state.host,): state.consecutive_failures for state in self.hosts.failing()[:MAX_LISTED]
+                },
+                "indexer_feed_clients": lambda: {
+                    ("tap",): self.channel.clients,
+                    ("jetstream",): self.jetstream_reader.subscribers,
+                    ("webhook",): float(self.webhook is not None),
+                },
+                "indexer_feed_oldest_unacknowledged_seconds": self.tap_feed.oldest_unacknowledged_seconds,
+                "indexer_feed_refused_events": lambda: len(self.tap_feed.refused),
+                "indexer_data_disk_free_bytes": lambda: disk_space(data_dir).free,
+                "indexer_data_disk_size_bytes": lambda: disk_space(data_dir).size,
+            }
+        )
+        if "live" in self._settings.roles:
+            self.metrics.watch(
+                {
+                    "indexer_relay_connected": lambda: self._by_relay(self._is_connected),
+                    "indexer_seconds_since_last_message": lambda: self._by_relay(self._silence),
+                    "indexer_cursor_age_seconds": self._cursor_age,
+                }
+            )
+
+    def _by_relay(self, value: Callable[[str], float]) -> Reading:
+        return {(relay,): value(relay) for relay in self._settings.relays}
+
+    def _is_connected(self, relay: str) -> float:
+        connection = self.subscription.connection
+        return float(connection is not None and connection.relay == relay)
+
+    def _silence(self, relay: str) -> float:
+        return monotonic() - self.firehose_consumer.last_message.get(relay, math.nan)
+
+    def _cursor_age(self) -> Reading:
+        relay = self.stream_position.relay
+        return {(relay,): _or_nan(self.batch_writer.cursor_age)} if relay else {}
+
+    def _stages_of_roles(self) -> Iterator[StageProgress]:
+        """Yield the progress of all stages that `run` starts."""
+        yield from (self.repo_counts, self.host_states, self.change_log_retention.stage, self.scope.stage)
+        if "live" in self._settings.roles:
+            yield from (self.shard_ownership.stage, self.firehose_consumer.stage, self.inbox.stage)
+            yield from (self.key_lookups.stage, self.batch_writer.stage, self.open_gaps.stage)
+            yield from (self.reconciliation.stage, self.identity_refresh.stage, self.account_erasure.stage)
+            yield from (self.scope_narrowing.stage, self.scope_untracking.stage, self.scope_backfill.stage)
+            if self._settings.shard.index == 0:
+                yield self.signal_discovery.stage
+            yield self.links.stage
+        if "resync" in self._settings.roles:
+            maintenance = self.queue_maintenance
+            yield from (maintenance.lease_expiry, maintenance.parked_repos, maintenance.unproven_repos)
+            yield self.resync_pool.stage
+            if self.handle_checks is not None:
+                yield self.handle_checks.stage
+        if "feed" in self._settings.roles:
+            yield from (self.tap_feed.stage, self.jetstream_reader.stage)
+            if self.webhook is not None:
+                yield self.webhook.stage
+
+    def _make_probe(self, stages: Iterable[StageProgress]) -> DaemonProbe:
         return DaemonProbe(
             roles=self._settings.roles,
+            stages={stage.name: stage for stage in stages},
             subscription=self.subscription,
-            stream_position=self.stream_position,
             firehose_consumer=self.firehose_consumer,
             inbox=self.inbox,
             key_lookups=self.key_lookups,
@@ -242,19 +464,57 @@ class Daemon:
             shard_ownership=self.shard_ownership,
             resync_pool=self.resync_pool,
             reconciliation=self.reconciliation,
-            change_log_retention=self.change_log_retention,
-            hosts=self.hosts,
+            open_gaps=self.open_gaps,
+            database_monitor=self.database_monitor,
+            conditions=self.conditions,
         )
 
-    async def run(self, stop: asyncio.Event) -> None:
-        """Run all stages until `stop` is set, then drain. An exception of a stage is raised here."""
-        await self._warn_if_collections_changed()
+    def _make_status(self) -> DaemonStatus:
+        stages = ShownStages(
+            subscription=self.subscription,
+            stream_position=self.stream_position,
+            firehose_consumer=self.firehose_consumer,
+            inbox=self.inbox,
+            key_lookups=self.key_lookups,
+            batch_writer=self.batch_writer,
+            resync_pool=self.resync_pool,
+            reconciliation=self.reconciliation,
+            open_gaps=self.open_gaps,
+            change_log_retention=self.change_log_retention,
+            hosts=self.hosts,
+            repo_counts=self.backfill_counts,
+            database_monitor=self.database_monitor,
+            conditions=self.conditions,
+        )
+        reasons = partial(not_ready_reasons, self.probe)
+        return DaemonStatus(self.store, stages, reasons, str(self._settings.shard), self._settings.roles)
+
+    def serve_http(self) -> AbstractAsyncContextManager[Address]:
+        """Serve health checks, metrics, the status page and feeds during a block, which gets the address."""
+        bind, registry = self._settings.http_bind, self.metrics.registry
+        routes = [*status_routes(self.status), *self._feed_routes()]
+        return serve_health(bind, self.probe, registry, self.conditions, routes=routes)
+
+    def _feed_routes(self) -> Iterator[web.RouteDef]:
+        if "feed" in self._settings.roles:
+            yield from self._tap_routes.routes(self._access)
+            channel = self.channel.connect if self.webhook is None else refuse_channel
+            yield web.get("/channel", self._access.guard(channel))
+            yield from self._jetstream_routes.routes()
+
+    async def run(self, stop: StopRequest) -> int:
+        """Run all stages until `stop` is set, then drain. An exception of a stage is raised here.
+
+        Returns:
+            The number of received messages that could not be written in time.
+        """
+        await self.scope.begin()
         tasks = {name: asyncio.create_task(stage, name=name) for name, stage in self._stages().items()}
         stopped: asyncio.Task[Any] = asyncio.create_task(stop.wait())
         try:
             await asyncio.wait([*tasks.values(), stopped], return_when=asyncio.FIRST_COMPLETED)
             _raise_exceptions(tasks.values())
-            await self._drain(tasks)
+            return await self._drain(tasks, stop)
         finally:
             for task in (*tasks.values(), stopped):
                 task.cancel()
@@ -265,10 +525,15 @@ class Daemon:
     def _stages(self) -> dict[str, Coroutine[Any, Any, None]]:
         """Return the stages of the roles of this process, by task name."""
         stages: dict[str, Coroutine[Any, Any, None]] = {
+            "database monitor": self.database_monitor.run(),
+            "daemon monitor": self.daemon_monitor.run(),
+            "event loop delay": measure_delays(self.metrics.event_loop_delay),
             "repo counts": self._count_repos(),
-            "host states": run_periodically(self._save_hosts, HOST_SAVE_SECONDS, wait_first=True),
+            "status samples": self.status.run(),
+            "host states": run_periodically(self._save_hosts, HOST_SAVE_SECONDS, self.host_states, wait_first=True),
             "identity cache": self.identities.run(),
             "change log retention": self.change_log_retention.run(),
+            "scope": self.scope.run(),
         }
         if "live" in self._settings.roles:
             stages |= {
@@ -278,58 +543,96 @@ class Daemon:
                 "batch writer": self.batch_writer.run(),
                 "identity refresh": self.identity_refresh.run(),
                 "account erasure": self.account_erasure.run(),
+                "links": self.links.run(),
+                "open gaps": self.open_gaps.run(),
+                "stream continuity": run_periodically(
+                    self.stream_continuity.check_silence, SILENCE_CHECK_SECONDS, self.open_gaps.stage.add()
+                ),
+                "reconciliation": self._when_owned(self.reconciliation.run),
+                "scope narrowing": self._when_owned(self.scope_narrowing.run),
+                "scope untracking": self._when_owned(self.scope_untracking.run),
+                "scope backfill": self._when_owned(self.scope_backfill.run),
             }
-            if self._settings.sweep_interval and self._settings.shard.index == 0:  # one process does it for all shards
-                stages |= {"reconciliation": self._when_owned(self.reconciliation.run)}
+            if self._settings.shard.index == 0:  # the lists are of all shards
+                stages |= {"signal discovery": self._when_owned(self.signal_discovery.run)}
         if "resync" in self._settings.roles:
             stages |= {"resync pool": self.resync_pool.run(), "queue maintenance": self.queue_maintenance.run()}
             if self.handle_checks is not None:
                 stages |= {"handle checks": self.handle_checks.run()}
+        if "feed" in self._settings.roles:
+            stages |= {"tap feed": self.tap_feed.run(), "jetstream reader": self.jetstream_reader.run()}
+            if self.webhook is not None:
+                stages |= {"webhook": self.webhook.run()}
         return stages
 
-    async def _warn_if_collections_changed(self) -> None:
-        collections = str(self._settings.collections)
-        previous = await self.store.remember_setting("collections", collections)
-        if previous not in {None, collections}:
-            log.warning("collections.changed", before=previous, now=collections, then="indexer resync --all")
+    def _repo_list_sources(self) -> Sequence[str]:
+        """Return the relay whose stream is open, then the others; none if no stream is open."""
+        if (connection := self.subscription.connection) is None:
+            return ()
+        return [http_origin(relay) for relay in dict.fromkeys([connection.relay, *self._settings.relays])]
+
+    def _reconciled_at(self) -> float | None:
+        """Return when the last reconciliation of this process ended; None if none has ended."""
+        progress = self.reconciliation.crawl_progress
+        return progress.finished_at if progress else None
 
     async def _when_owned(self, run_stage: Callable[[], Awaitable[None]]) -> None:
         """Run a stage as soon as this process owns its shard."""
         await self.shard_ownership.owned.wait()
         await run_stage()
 
-    async def _drain(self, tasks: Mapping[str, asyncio.Task[None]]) -> None:
+    async def _drain(self, tasks: Mapping[str, asyncio.Task[None]], stop: StopRequest) -> int:
         """Stop receiving, write the received messages, and give claims back. Raise the exceptions of the stages."""
         log.info("daemon.draining", messages=self.inbox.unsettled, resyncs=len(self.resync_pool.running))
         receiving = [tasks[name] for name in ("firehose consumer", "resync pool") if name in tasks]
         for task in receiving:
             task.cancel()
+        stop.step = "end the stream and the resyncs"
         await asyncio.gather(*receiving, return_exceptions=True)
+        stop.step = "write the received messages"
         if writer := tasks.get("batch writer"):
             settled = asyncio.create_task(self.inbox.wait_until_settled())
-            await asyncio.wait([writer, settled], timeout=DRAIN_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            timeout = MAX_DRAIN_SHARE * self._settings.stop_timeout
+            await asyncio.wait([writer, settled], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             settled.cancel()
+        if feed := tasks.get("tap feed"):
+            stop.step = "store what clients of the feed have acknowledged"
+            await self.tap_feed.stop()
+            await asyncio.wait([feed], timeout=FEED_STOP_SECONDS)
+        if unwritten := self.inbox.unsettled:
+            log.error("daemon.drain-incomplete", messages=unwritten, lost=NOTHING_LOST)
+        stop.step = "give back the claims of resyncs"
         await self.resync_pool.give_back()
-        await self._save_hosts()
+        stop.step = "save the states of hosts"
+        with DatabaseAttempt():
+            await self._save_hosts()
         _raise_exceptions(task for task in tasks.values() if not task.cancelled())
+        return unwritten
 
     async def _count_repos(self) -> None:
-        """Update the metrics of all repos, without using more than a small share of the time for it."""
+        """Count all repos again and again, without using more than a small share of the time for it."""
         while True:
-            began = monotonic()
-            with DatabaseAttempt():
-                counts = await self.store.counts()
-                self.metrics.repos(counts.statuses, counts.queued)
-            duration = monotonic() - began
+            began, now = monotonic(), time()
+            since = self.backfill_counts.since(now)
+            with DatabaseAttempt(self.repo_counts) as attempt:
+                counts = await self.store.counts(since)
+                self.backfill_counts.set(counts, since, now)
+                self.metrics.repos(counts.statuses, counts.reasons, counts.queued)
+                links = link_status(counts.links, now)
+                self.metrics.links(links.progress, links.open_deltas)
+            # A failed attempt is repeated soon: even a slow database can read one page, so it waited for a lock.
+            duration = 0.0 if attempt.error else monotonic() - began
             await asyncio.sleep(max(COUNT_INTERVAL_SECONDS, duration / MAX_COUNT_SHARE))
 
     async def _save_hosts(self) -> None:
-        self.metrics.paused_hosts(len(self.hosts.paused()))
         if not (states := self.hosts.unsaved()):
             return
-        with DatabaseAttempt():
-            await self.store.save_hosts(states)
-            self.hosts.mark_saved(states)
+        await self.store.save_hosts(states)
+        self.hosts.mark_saved(states)
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value
 
 
 def _raise_exceptions(tasks: Iterable[asyncio.Task[None]]) -> None:
@@ -339,16 +642,24 @@ def _raise_exceptions(tasks: Iterable[asyncio.Task[None]]) -> None:
             task.result()
 
 
-def make_reconciliation(settings: Settings, store: Store, outbound: OutboundClient, metrics: Metrics) -> Reconciliation:
-    """Return the reconciliation with the repo list of the first relay."""
-    return Reconciliation(
-        store,
-        outbound,
-        metrics,
-        http_origin(settings.relays[0]),
+def make_reconciliation(
+    settings: Settings,
+    store: Store,
+    outbound: OutboundClient,
+    metrics: Metrics,
+    gaps: OpenGaps,
+    sources: Callable[[], Sequence[str]],
+    scope: Callable[[], Scope],
+) -> Reconciliation:
+    """Return the reconciliation with the repo lists of `sources`; the scope says if it adds unknown accounts."""
+    reconciliation_settings = ReconciliationSettings(
+        shard=settings.shard,
         interval=settings.sweep_interval,
         drift=settings.limits.clock_drift_seconds,
+        scope=scope,
+        deletion_grace=settings.deletion_grace,
     )
+    return Reconciliation(store, outbound, metrics, gaps, sources, reconciliation_settings)
 
 
 def connection_count(workers: int) -> int:

@@ -1,36 +1,36 @@
-"""The state of the running daemon, for the health checks and the status page."""
+"""The state of the running daemon, for the health checks."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from time import monotonic, time
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from time import monotonic
 
-from indexer.monitoring.readiness import MAX_READY_LAG_SECONDS
-from indexer.outbound import HostLimits
+from indexer.concurrency.stage_progress import StageProgress
+from indexer.monitoring.conditions import Conditions
+from indexer.monitoring.database_monitor import DatabaseMonitor
+from indexer.monitoring.readiness import MAX_LISTED_GAPS, MAX_READY_LAG_SECONDS, ReadinessReason, describe_gap
 from indexer.relay.subscription import Subscription
-from indexer.service.background.change_log_retention import ChangeLogRetention
 from indexer.service.background.shard_ownership import ShardOwnership
 from indexer.service.crawl.reconcile import Reconciliation
 from indexer.service.live.batch_writer import BatchWriter
 from indexer.service.live.firehose_consumer import FirehoseConsumer
 from indexer.service.live.inbox import Inbox
 from indexer.service.live.key_lookups import KeyLookups
-from indexer.service.live.stream_position import StreamPosition
+from indexer.service.open_gaps import OpenGaps
 from indexer.service.resync.worker_pool import WorkerPool
-
-STALL_SECONDS = 120.0
-"""A stage that has work and makes no progress for longer counts as stalled."""
-MAX_LISTED_HOSTS = 10
-"""Paused hosts on the status page."""
 
 
 @dataclass(frozen=True, slots=True)
 class DaemonProbe:
-    """Reads the state of the stages. It implements `indexer.monitoring.health.Probe`."""
+    """Reads the state of the stages. It implements `indexer.monitoring.health.Probe`.
+
+    Attributes:
+        stages: The progress of every stage of this process, by its name.
+        started_at: When the process started (monotonic seconds).
+    """
 
     roles: Sequence[str]
+    stages: Mapping[str, StageProgress]
     subscription: Subscription
-    stream_position: StreamPosition
     firehose_consumer: FirehoseConsumer
     inbox: Inbox
     key_lookups: KeyLookups
@@ -38,60 +38,101 @@ class DaemonProbe:
     shard_ownership: ShardOwnership
     resync_pool: WorkerPool
     reconciliation: Reconciliation
-    change_log_retention: ChangeLogRetention
-    hosts: HostLimits
+    open_gaps: OpenGaps
+    database_monitor: DatabaseMonitor
+    conditions: Conditions
+    started_at: float = field(default_factory=monotonic)
 
-    def alive(self) -> str | None:
-        """Return None while the batch writer and the resync pool make progress or are idle, else which one stalled."""
-        return self._stalled_writer() or self._stalled_resync_pool()
+    def stalled(self) -> list[ReadinessReason]:
+        """Return a reason for each stage that has work and made no progress for longer than its limit.
 
-    def _stalled_writer(self) -> str | None:
-        only_waiting_for_keys = self.inbox.unsettled == len(self.key_lookups)
-        idle = only_waiting_for_keys or not self.shard_ownership.owned.is_set()
-        seconds = monotonic() - self.batch_writer.last_progress
-        if idle or self.batch_writer.last_error is not None or seconds <= STALL_SECONDS:
-            return None
-        return f"batch writer stalled: no batch written for {seconds:.0f} s"
+        No stage counts as stalled because of a database that does not answer, or because another process owns the
+        shard: a restart of this process would not help.
+        """
+        return [reason for stage in self.stages.values() for reason in self._stall(stage)]
 
-    def _stalled_resync_pool(self) -> str | None:
-        has_free_workers = "resync" in self.roles and self.resync_pool.free_workers > 0
-        seconds = monotonic() - self.resync_pool.last_progress
-        if not has_free_workers or self.resync_pool.last_error is not None or seconds <= STALL_SECONDS:
-            return None
-        return f"resync pool stalled: no claim for {seconds:.0f} s"
+    def _stall(self, stage: StageProgress) -> Iterator[ReadinessReason]:
+        seconds = self.seconds_without_progress(stage)
+        if seconds > stage.limit:
+            message = f"{stage.name} stalled: it has work and made no progress for {seconds:.0f} s"
+            yield ReadinessReason("stage-stalled", message, round(seconds, 1))
 
-    def ready(self) -> str | None:
-        """Return None if the database answers, the stream is open and the lag is small, else the reason."""
-        stage_error = self.batch_writer.last_error or self.resync_pool.last_error or self.firehose_consumer.last_error
-        if stage_error or "live" not in self.roles:
-            return stage_error
+    def seconds_without_progress(self, stage: StageProgress) -> float:
+        """Return for how long the stage has made no progress although it has work and is able to work, else 0."""
+        able_since = self._able_since(stage)
+        return 0.0 if able_since is None else stage.seconds_without_progress(able_since)
+
+    def _able_since(self, stage: StageProgress) -> float | None:
+        """Return since when the stage is able to work (monotonic seconds); None if it is not able to."""
+        database = self.database_monitor.answering_since if stage.needs_database else self.started_at
+        shard = self.shard_ownership.owned_since if stage.needs_shard else self.started_at
+        return None if database is None or shard is None else max(database, shard)
+
+    def ready(self) -> list[ReadinessReason]:
+        """Return all reasons why the database is not up to date; none if the daemon is ready."""
+        reasons = [*self._active_conditions(), *self._stage_errors()]
+        if "live" in self.roles:
+            reasons += [*self._shard_lock(), *self._relay(), *self._stream_error(), *self._lag(), *self._open_gaps()]
+        return reasons
+
+    def _active_conditions(self) -> Iterator[ReadinessReason]:
+        for condition in self.conditions.active():
+            if condition.kind.prevents_readiness:
+                seconds = _seconds_since(condition.began_at)
+                value = seconds if condition.value is None else condition.value
+                yield ReadinessReason(condition.kind.name, condition.message, value)
+
+    def _stage_errors(self) -> Iterator[ReadinessReason]:
+        if self.database_monitor.answering_since is None:
+            return  # one reason says it
+        for what, work in (
+            ("the last batch was not written", self.batch_writer.stage),
+            ("the last claim of repos failed", self.resync_pool.claims),
+        ):
+            if work.failing_since is not None:
+                message = f"{what} and is retried: {work.last_error}"
+                yield ReadinessReason("database-errors", message, _seconds_since(work.failing_since))
+
+    def _shard_lock(self) -> Iterator[ReadinessReason]:
         if self.shard_ownership.last_error:
-            return self.shard_ownership.last_error
+            seconds = _seconds_since(self.shard_ownership.waits_since)
+            yield ReadinessReason("shard-lock", self.shard_ownership.last_error, seconds)
+
+    def _relay(self) -> Iterator[ReadinessReason]:
         if self.subscription.connection is None:
             error = self.subscription.last_error
-            return f"no relay is connected; last error: {error}" if error else "no relay is connected"
-        if self.batch_writer.lag is not None and self.batch_writer.lag > MAX_READY_LAG_SECONDS:
-            return f"the newest stored event is {self.batch_writer.lag:.0f} s old"
-        return None
+            message = "no relay is connected"
+            yield ReadinessReason(
+                "relay-disconnected",
+                f"{message}; last error: {error}" if error else message,
+                _seconds_since(self.subscription.disconnected_since),
+            )
 
-    def status(self) -> Mapping[str, Any]:
-        """Return the rows of the status page in their order."""
-        now = time()
-        return {
-            "relay": self.subscription.connection.relay if self.subscription.connection else None,
-            "cursor": self.stream_position.watermark.position,
-            "lag in seconds": self.batch_writer.lag,
-            "gaps in the stream": self.firehose_consumer.gaps,
-            "reconciliation": self.reconciliation.progress,
-            "unsettled messages": self.inbox.unsettled,
-            "unsettled bytes": self.inbox.unsettled_bytes,
-            "messages waiting for a key": len(self.key_lookups),
-            "lagging consumers": self.change_log_retention.lagging,
-            "paused hosts": {
-                state.host: f"{state.pause_reason} for {(state.paused_until or now) - now:.0f} s"
-                for state in self.hosts.paused()[:MAX_LISTED_HOSTS]
-            },
-            "running resyncs": {
-                run.claimed.did: f"{now - run.slot.started_at:.0f} s" for run in self.resync_pool.running
-            },
-        }
+    def _stream_error(self) -> Iterator[ReadinessReason]:
+        consumer = self.firehose_consumer
+        if consumer.last_error and consumer.failing_since is not None:
+            yield ReadinessReason("stream-error", consumer.last_error, _seconds_since(consumer.failing_since))
+
+    def _lag(self) -> Iterator[ReadinessReason]:
+        lag, settled = self.batch_writer.lag, self.batch_writer.totals.settled
+        if lag is None and settled:
+            yield ReadinessReason(
+                "lag-unknown", "the lag is unknown: no event of the relay has a possible time", settled
+            )
+        elif lag is not None and lag > MAX_READY_LAG_SECONDS:
+            yield ReadinessReason("lag", f"the newest stored event is {lag:.0f} s old", round(lag, 1))
+
+    def _open_gaps(self) -> Iterator[ReadinessReason]:
+        gaps = self.open_gaps.gaps
+        if gaps is None:
+            message = "it is not known yet whether gaps are open"
+            yield ReadinessReason("gaps-unknown", message, _seconds_since(self.started_at))
+        elif gaps:
+            listed = "; ".join([describe_gap(gap) for gap in gaps[:MAX_LISTED_GAPS]])
+            progress = self.reconciliation.progress or "waiting for a relay"
+            message = f"repos may be outdated: {listed}; reconciliation: {progress}"
+            yield ReadinessReason("open-gaps", message, len(gaps))
+
+
+def _seconds_since(moment: float) -> float:
+    return round(monotonic() - moment, 1)

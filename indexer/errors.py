@@ -3,7 +3,9 @@
 IndexerError
 ├── UpstreamError            another host broke a rule: count and reject its message, then continue
 ├── UnavailableError         a check or a fetch was not possible now: try again later
+├── RefusedWriteError        the database cannot store these values: store less of them, then continue
 ├── BrokenInvariantError     this program broke one of its own rules: stop the process
+├── InvalidScopeError        the caller asked for a scope that cannot be: show the message, change nothing
 └── SettingsError            the operator has to correct something: one line, exit code 2
     └── SchemaVersionError   the operator has to migrate the database
 """
@@ -49,8 +51,16 @@ class UnavailableError(IndexerError):
         self.host = host
 
 
+class RefusedWriteError(IndexerError):
+    """The database answers, and cannot store what it was given. The same write would fail again."""
+
+
 class BrokenInvariantError(IndexerError):
     """This program broke one of its own rules. Continuing could store wrong data, so the process stops."""
+
+
+class InvalidScopeError(IndexerError):
+    """The requested scope names something that is not a collection or a DID, or no collection. Nothing changed."""
 
 
 class SettingsError(IndexerError):
@@ -58,7 +68,7 @@ class SettingsError(IndexerError):
 
 
 class SchemaVersionError(SettingsError):
-    """The database schema has another version than this release needs.
+    """This release cannot use the version of the database schema.
 
     Attributes:
         database: The version of the database schema; None if there is no schema.
@@ -67,6 +77,8 @@ class SchemaVersionError(SettingsError):
 
     def __init__(self, database: str | None, release: str) -> None:
         found = "has no schema" if database is None else f"schema is version {database}"
-        super().__init__(f"The database {found}; this release needs {release}. Run `indexer migrate`.")
+        newer = database is not None and database > release
+        action = "Use the release that upgraded it, or a newer one." if newer else "Run `indexer migrate`."
+        super().__init__(f"The database {found}; this release needs {release}. {action}")
         self.database = database
         self.release = release

@@ -2,36 +2,110 @@
 
 import asyncio
 import gc
+import os
 import resource
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from queue import Empty, SimpleQueue
+from time import monotonic
 
 import structlog
 
 MAX_OPEN_FILES = 65_536
+LOG_SECONDS = 1.0
+"""Maximum time to write the last log line: the reader of stderr may hang."""
+NOTHING_LOST = "nothing stored is lost; messages that were not written are received again"
+PARENT_ENDED = signal.SIGUSR1
+"""The kernel sends it when the parent ends, once for each thread of the parent. So only the first one counts."""
+SIGNALS = (signal.SIGTERM, signal.SIGINT, PARENT_ENDED)
 
 log = structlog.get_logger(__name__)
 
 
+class StopRequest(asyncio.Event):
+    """An event that is set when the process has to stop.
+
+    Attributes:
+        step: What the process does now. The last log line names it if the process does not end in time.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = "start"
+
+
 @contextmanager
-def stop_on_signals(stop: asyncio.Event) -> Iterator[None]:
-    """Set `stop` at SIGTERM or SIGINT, within the block. A second signal cancels the present task."""
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+def stop_on_signals(stop: StopRequest, timeout: float) -> Iterator[None]:
+    """Set `stop` at the first signal, and bound the time from then to the end of the process.
 
-    def on_signal() -> None:
-        if stop.is_set() and task is not None:
-            log.warning("daemon.stopped-at-once")
-            task.cancel()
-        stop.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
+    After `timeout` seconds, or at a second SIGTERM or SIGINT, the process ends at once with exit code 1, whatever it
+    waits for.
+    Once a signal was received, this holds until the process has ended, not only within the block.
+    """
+    watch = _SignalWatch(stop, timeout)
+    before = {number: signal.signal(number, watch.on_signal) for number in SIGNALS}
+    watch.start()
     try:
         yield
     finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
+        if not watch.signalled:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            watch.end()
+
+
+class _SignalWatch:
+    """A thread that waits for signals: the event loop may be blocked, and may end before the threads of the process."""
+
+    def __init__(self, stop: StopRequest, timeout: float) -> None:
+        self._stop = stop
+        self._timeout = timeout
+        self._loop = asyncio.get_running_loop()
+        self._signals = SimpleQueue[int]()  # unlike other queues, it may be used in a signal handler
+        self._thread = threading.Thread(target=self._wait, name="signals", daemon=True)
+        self.signalled = False
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def end(self) -> None:
+        """End the thread, which has received no signal."""
+        self._signals.put(0)
+        self._thread.join()
+
+    def on_signal(self, number: int, _frame: object) -> None:
+        self.signalled = True
+        self._signals.put(number)
+
+    def _wait(self) -> None:
+        """Wait for signals, and end the process after the second one or after the timeout."""
+        if not self._signals.get():
+            return
+        self._loop.call_soon_threadsafe(self._stop.set)
+        began = monotonic()
+        while True:
+            try:
+                number = self._signals.get(timeout=max(0.0, began + self._timeout - monotonic()))
+            except Empty:
+                _end_process(self._log_timeout)
+            if number != PARENT_ENDED:
+                _end_process(self._log_second_signal)
+
+    def _log_timeout(self) -> None:
+        log.error("daemon.stop-timeout", unfinished=self._stop.step, seconds=self._timeout, lost=NOTHING_LOST)
+
+    def _log_second_signal(self) -> None:
+        log.warning("daemon.stopped-at-once", unfinished=self._stop.step, lost=NOTHING_LOST)
+
+
+def _end_process(write_log_line: Callable[[], None]) -> None:
+    """Write one log line, and end the process at once. Connections and threads are not waited for."""
+    line = threading.Thread(target=write_log_line, daemon=True)
+    line.start()
+    line.join(LOG_SECONDS)
+    os._exit(1)
 
 
 def raise_file_limit() -> None:

@@ -1,4 +1,4 @@
-"""Every reason that this program reports, in three closed sets. docs/reasons.md is generated from this module."""
+"""Every reason that this program reports, in four closed sets. docs/reasons.md is generated from this module."""
 
 from enum import StrEnum
 from typing import Self
@@ -18,9 +18,12 @@ class DescribedEnum(StrEnum):
 
 
 class Rejection(DescribedEnum):
-    """Why a message or an export is rejected by its own fault. A rejection changes nothing."""
+    """Why a message or an export is rejected by its own fault. Except for `STORE_FAILED`, this changes nothing."""
 
-    FRAME_TOO_LARGE = "frame-too-large", "The websocket message exceeds the frame limit."
+    FRAME_TOO_LARGE = (
+        "frame-too-large",
+        "The websocket message exceeds a limit: its size, or the number of items in it.",
+    )
     FRAME_MALFORMED = "frame-malformed", "The message is not a header and a payload map in DAG-CBOR."
     FIELD_INVALID = "field-invalid", "A required field is missing, or has the wrong type or syntax."
     SEQ_NOT_INCREASING = "seq-not-increasing", "The sequence number is below the previous one on this connection."
@@ -38,6 +41,7 @@ class Rejection(DescribedEnum):
     NO_SIGNING_KEY = "no-signing-key", "The identity does not exist or has no usable atproto signing key."
     NODE_MALFORMED = "node-malformed", "A tree node is not canonical, out of order, or on the wrong layer."
     OPS_MISMATCH = "ops-mismatch", "The operations contradict each other, the tree, or the blocks."
+    STORE_FAILED = "store-failed", "The database cannot store the effects of the message; its repo is fetched again."
 
 
 class Desync(DescribedEnum):
@@ -53,6 +57,10 @@ class Desync(DescribedEnum):
     STRUCTURE = "structure", "The tree nodes of an authentic commit break the rules of the MST."
     OPS = "ops", "The operations of an authentic commit contradict each other or its tree."
     RECORD_MISSING = "record-missing", "The block of a record was missing in an authentic commit or in the export."
+    LENIENT_COMMIT = (
+        "lenient-commit",
+        "A commit was applied although its inversion is undecidable; the stored records are compared with an export.",
+    )
     LEGACY = "legacy", "An authentic commit has no prevData or prev, so its operations cannot be proven complete."
     IDENTITY = "identity", "An event could not be verified because the signing key could not be fetched."
     REACTIVATED = "reactivated", "The account became active again; commits may have been missed meanwhile."
@@ -60,7 +68,9 @@ class Desync(DescribedEnum):
     DRAIN_BREAK = "drain-break", "The events buffered during the resync do not follow the fetched export."
     STALE_EXPORT = "stale-export", "Every available export is older than a rev that was received or stored."
     BEHIND = "behind", "A relay lists a newer rev than the stored one, and the stream did not deliver it."
-    ERASED = "erased", "The account stayed deleted for the grace period, and its records were erased."
+    SCOPE_WIDENED = "scope-widened", "Collections were added to the scope; the export is fetched for their records."
+    ERASED = "erased", "The records were erased: the account stayed deleted for the grace period, or was untracked."
+    STORE_FAILED = "store-failed", "The database could not store the effects of a message of the repo."
     LEASE_EXPIRED = "lease-expired", "The resync worker stopped without finishing, and its lease expired."
 
 
@@ -82,12 +92,21 @@ class FetchFailure(DescribedEnum):
     REPO_DEACTIVATED = "repo-deactivated", "The owner of the repo has deactivated it."
     IDENTITY_MISSING = "identity-missing", "The DID does not exist, or its document has no usable key or PDS."
     IDENTITY_GONE = "identity-gone", "The directory does not know the DID, or has tombstoned it."
+    IDENTITY_DOUBTFUL = (
+        "identity-doubtful",
+        "The directory denies a DID that it knew before; it is asked again until this is certain.",
+    )
     IDENTITY_UNAVAILABLE = "identity-unavailable", "The directory could not be queried."
+    NEW_ACCOUNTS = (
+        "new-accounts",
+        "The host's registered domain has more new accounts than INDEXER_NEW_ACCOUNTS_PER_HOST; the first fetch waits.",
+    )
     EXPORT_REJECTED = "export-rejected", "The export broke a rule; the reason follows."
     EXPORT_INCOMPLETE = "export-incomplete", "The export was cut off, or lacks tree nodes that it refers to."
     EXPORT_LACKS_RECORDS = "export-lacks-records", "The export has all tree nodes but lacks blocks of records."
     EXPORT_STALE = "export-stale", "The export is older than a rev that was received or stored."
     SPOOL_FULL = "spool-full", "The spool directory is full or cannot be written."
+    NOT_STORABLE = "not-storable", "The database cannot store the records of the export."
 
     @property
     def is_permanent(self) -> bool:
@@ -115,6 +134,21 @@ _NOT_THE_REPOS_OWN = frozenset(
         FetchFailure.THROTTLED,
         FetchFailure.HOST_PAUSED,
         FetchFailure.SPOOL_FULL,
+        FetchFailure.IDENTITY_DOUBTFUL,
         FetchFailure.IDENTITY_UNAVAILABLE,
+        FetchFailure.NEW_ACCOUNTS,
     }
 )
+
+
+class GapReason(DescribedEnum):
+    """Why messages of a relay may have been missed: the column `reason` of `atproto.gaps`."""
+
+    CURSOR_OUTDATED = "cursor-outdated", "The relay no longer has all messages after the cursor."
+    CURSOR_RESET = "cursor-reset", "An operator has reset the cursor (`indexer cursor reset`)."
+    CURSOR_UNPROVEN = "cursor-unproven", "The relay sent neither the message at the cursor again nor a later one."
+    NO_CURSOR = "no-cursor", "The stream was entered without a cursor, later than the last stored message."
+    SEQUENCE_RESTARTED = (
+        "sequence-restarted",
+        "The relay started a new sequence, in which the stored cursor means nothing.",
+    )

@@ -6,18 +6,15 @@ docs/settings.md. A test compares that page with this module.
 """
 
 import os
-import re
 import tomllib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import fields
 from difflib import get_close_matches
-from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, get_args
-from urllib.parse import urlsplit
+from typing import Annotated, Any, Literal, get_args
 
 from platformdirs import user_data_path
-from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
@@ -30,183 +27,39 @@ from indexer import __version__
 from indexer.atproto.limits import DEFAULT_LIMITS, Limits
 from indexer.atproto.syntax import CollectionFilter
 from indexer.errors import SettingsError
+from indexer.setting_types import (
+    Address,
+    AllowedValues,
+    BindAddress,
+    Collections,
+    Contact,
+    DatabaseUrl,
+    Directories,
+    DnsServers,
+    Duration,
+    OwnShard,
+    Password,
+    Patterns,
+    Rate,
+    RateOrOff,
+    Relays,
+    Seconds,
+    Size,
+    Switch,
+    WebhookUrl,
+    Whole,
+    check_duplicates,
+    reject_bool,
+    split_list,
+)
 from indexer.sync.policy import Policy
-from indexer.sync.shard import BUCKETS, Shard
+from indexer.sync.scope import Scope, Track, filter_of
+from indexer.sync.shard import Shard
 
 PREFIX = "INDEXER_"
 OTHER_VARIABLES = frozenset({"INDEXER_CONFIG", "INDEXER_PG_BINDIR", "INDEXER_VECTORS", "INDEXER_TEST_DATABASE_URL"})
 """Environment variables that start with the prefix and are not settings."""
-
-
-@dataclass(frozen=True, slots=True)
-class AllowedValues:
-    """The allowed values of a setting, in words."""
-
-    text: str
-
-
-class Address(NamedTuple):
-    """A host name or IP address, and a port. Its text is a valid value of the setting."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-
-def _reject_bool(value: Any) -> Any:
-    """Reject `true` of TOML, which Python would accept as the number 1."""
-    if isinstance(value, bool):
-        raise ValueError("a truth value")  # noqa: TRY004 - pydantic collects ValueError
-    return value
-
-
-def _split(value: Any) -> Any:
-    """Return the items of a comma-separated list; a list from the file stays as it is."""
-    return [item.strip() for item in value.split(",")] if isinstance(value, str) else value
-
-
-def _number_with_unit(units: Mapping[str, float]) -> Callable[[Any], Any]:
-    """Return a function that reads a number with one of the units, and converts it."""
-
-    def read(value: Any) -> Any:
-        match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)", value) if isinstance(value, str) else None
-        return float(match[1]) * units[match[2]] if match and match[2] in units else value
-
-    return read
-
-
-_SECONDS = {"": 1, "ms": 0.001, "s": 1, "m": 60, "h": 3_600, "d": 86_400}
-_BYTES = {"": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-_PORTS = 65_535
-
-
-def _address(value: Any, default_port: int | None = None) -> Any:
-    """Read `host:port` or `[IPv6 address]:port`. The port may be missing if there is a default."""
-    if not isinstance(value, str):
-        return value
-    if default_port is not None and _is_ip(value.strip("[]")):
-        return Address(value.strip("[]"), default_port)
-    host, separator, port = value.rpartition(":")
-    bracketed = re.fullmatch(r"\[(.+)\]", host)
-    host = bracketed[1] if bracketed else host
-    if not separator or not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > _PORTS:
-        raise ValueError("no port")
-    if not (_is_ip(host) if bracketed else re.fullmatch(r"[A-Za-z0-9.-]+", host)):
-        raise ValueError("no host")
-    return Address(host, int(port))
-
-
-def _is_ip(text: str) -> bool:
-    try:
-        ip_address(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _dns_server(value: Any) -> Any:
-    address = _address(value, default_port=53)
-    if not (isinstance(address, Address) and _is_ip(address.host)):
-        raise ValueError("a DNS server needs an IP address")
-    return address
-
-
-def _url(*schemes: str) -> Callable[[str], str]:
-    """Return a check for base URLs. They are logged and paths are appended, so user, query and fragment are invalid."""
-
-    def check(value: str) -> str:
-        parts = urlsplit(value)
-        if parts.scheme not in schemes or not parts.hostname or parts.port == 0 or "@" in parts.netloc:
-            raise ValueError("not a URL of an allowed kind")
-        if parts.query or parts.fragment or not value.isprintable() or " " in value:
-            raise ValueError("not a base URL")
-        return value.rstrip("/")
-
-    return check
-
-
-def _contact(value: str) -> str:
-    """Check a contact. It becomes part of the comment of a header, so spaces and parentheses are invalid."""
-    if not re.fullmatch(
-        r"(https?://[!-'*-?A-~]{1,200})|((mailto:)?[!-'*-.0-9;-?A-~]{1,100}@[0-9A-Za-z.-]{1,100})", value
-    ):
-        raise ValueError("not a contact")
-    return value
-
-
-def _database_url(value: SecretStr) -> SecretStr:
-    parts = urlsplit(value.get_secret_value())
-    hosts = parts.netloc.rpartition("@")[2].split(",")
-    if parts.scheme not in ("postgresql", "postgres") or not all(map(_HOST_AND_PORT, hosts)):
-        raise ValueError("not a Postgres URL")
-    return value
-
-
-_HOST_AND_PORT = re.compile(r"(\[[^]]+\]|[^:]*)(:[0-9]{1,5})?").fullmatch
-
-
-def _shard(value: Any) -> Any:
-    match = re.fullmatch(r"(\d{1,4})/(\d{1,4})", value) if isinstance(value, str) else None
-    return Shard(int(match[1]), int(match[2])) if match else value
-
-
-def _collections(value: Any) -> Any:
-    patterns = _split(value)
-    strings = isinstance(patterns, list) and all(isinstance(pattern, str) for pattern in patterns)
-    return CollectionFilter(patterns) if strings else value
-
-
-def _without_duplicates(items: tuple[str, ...]) -> tuple[str, ...]:
-    if len(set(items)) < len(items):
-        raise ValueError("given twice")
-    return items
-
-
-Whole = Annotated[int, BeforeValidator(_reject_bool), Field(ge=1), AllowedValues("a whole number, at least 1")]
-Rate = Annotated[
-    float, BeforeValidator(_reject_bool), Field(gt=0, allow_inf_nan=False), AllowedValues("a number above 0")
-]
-RateOrOff = Annotated[
-    float, BeforeValidator(_reject_bool), Field(ge=0, allow_inf_nan=False), AllowedValues("a number, at least 0")
-]
-Size = Annotated[
-    int,
-    BeforeValidator(_number_with_unit(_BYTES)),
-    BeforeValidator(_reject_bool),
-    Field(ge=1),
-    AllowedValues("a size of at least 1 byte, such as 5000000, 5MB or 2GiB"),
-]
-Seconds = Annotated[
-    float,
-    BeforeValidator(_number_with_unit(_SECONDS)),
-    BeforeValidator(_reject_bool),
-    Field(ge=0, allow_inf_nan=False),
-    AllowedValues("a duration such as 90s, 15m, 24h or 7d, or 0"),
-]
-Duration = Annotated[
-    float,
-    BeforeValidator(_number_with_unit(_SECONDS)),
-    BeforeValidator(_reject_bool),
-    Field(gt=0, allow_inf_nan=False),
-    AllowedValues("a duration above 0, such as 90s, 15m or 24h"),
-]
-Switch = Annotated[bool, AllowedValues("true or false")]
-Relays = Annotated[
-    tuple[Annotated[str, AfterValidator(_url("ws", "wss"))], ...],
-    BeforeValidator(_split),
-    AfterValidator(_without_duplicates),
-    Field(min_length=1),
-    AllowedValues("a comma-separated list of ws:// or wss:// URLs, without user and query"),
-]
-Directories = Annotated[
-    tuple[Annotated[str, AfterValidator(_url("http", "https"))], ...],
-    BeforeValidator(_split),
-    AfterValidator(_without_duplicates),
-    Field(min_length=1),
-    AllowedValues("a comma-separated list of http:// or https:// URLs, without user and query"),
-]
+_SECRETS = frozenset({"database_url", "webhook_url", "admin_password"})
 
 
 class Settings(BaseSettings):
@@ -219,8 +72,8 @@ class Settings(BaseSettings):
         env_prefix=PREFIX, env_ignore_empty=True, enable_decoding=False, extra="forbid", frozen=True
     )
 
-    database_url: Annotated[SecretStr, AfterValidator(_database_url), AllowedValues("a postgresql:// URL")] | None = (
-        Field(None, description="Postgres database to use. Unset: the embedded Postgres under `INDEXER_DATA_DIR`.")
+    database_url: DatabaseUrl | None = Field(
+        None, description="Postgres database to use. Unset: the embedded Postgres under `INDEXER_DATA_DIR`."
     )
     data_dir: Annotated[Path, AllowedValues("a directory")] = Field(
         default_factory=lambda: user_data_path("indexer"),
@@ -238,48 +91,71 @@ class Settings(BaseSettings):
         "hosts.",
     )
     start: Annotated[
-        Literal["live", "oldest"] | Annotated[int, BeforeValidator(_reject_bool), Field(ge=0)],
+        Literal["live", "oldest"] | Annotated[int, BeforeValidator(reject_bool), Field(ge=0)],
         AllowedValues("`live`, `oldest`, or a sequence number"),
     ] = Field(
         "live",
-        description="Where to start consuming without a stored cursor: at the newest event, at the oldest event that "
-        "the relay still has, or after a sequence number.",
+        description="Where to start consuming if no cursor of any relay is stored: at the newest event, at the oldest "
+        "event that the relay still has, or after a sequence number. A relay without a cursor of its own is entered at "
+        "the time of the last event that was stored from another relay.",
     )
-    track: Annotated[Literal["all", "listed"], AllowedValues("`all` or `listed`")] = Field(
+    track: Annotated[Literal["all", "listed", "signal"], AllowedValues("`all`, `listed` or `signal`")] = Field(
         "all",
-        description="Accounts to index: `all` accounts that appear on the firehose, or only `listed` ones, which "
-        "`indexer add` or `indexer discover` added.",
+        description="Accounts to index: `all` that the firehose or the relay's repo list shows; only `listed` ones, "
+        "which `indexer add` or `indexer discover` added; or `signal`: also those with a record of a collection in "
+        "`INDEXER_SIGNAL_COLLECTIONS`. This and the next two settings are the scope of a new database; "
+        "`indexer scope` changes it.",
     )
-    collections: Annotated[
-        CollectionFilter,
-        BeforeValidator(_collections),
-        AllowedValues("a comma-separated list of NSIDs, each complete or ending in `.*`, or `*`"),
-    ] = Field(
+    collections: Collections = Field(
         CollectionFilter(),
-        description="Collections to store. `app.bsky.*` matches all collections below `app.bsky`. After a change, "
-        "stored records follow at the next resync of their repo; `indexer resync --all` requests it.",
+        description="Collections to store in a new database. `app.bsky.*` matches all collections below `app.bsky`. "
+        "From then on, `indexer scope set --collections` changes them.",
+    )
+    signal_collections: Patterns = Field(
+        (),
+        description="With `INDEXER_TRACK=signal`: an account is indexed as soon as it has a record of one of these "
+        "collections. They need not be stored. Accounts of a pattern with `.*` are found on the stream only, because "
+        "relays list repos by complete NSIDs. Used for a new database, like `INDEXER_TRACK`.",
     )
     store_values: Switch = Field(True, description="Store record values (JSON), not only CIDs.")
+    links: Switch = Field(
+        False,
+        description="Keep the links between records and their exact counts: `atproto.links`, `atproto.link_count`. "
+        "Turned on, links of stored records are added in the background; turned off, all links are removed. Set it "
+        "for all processes of a database. Needs `INDEXER_STORE_VALUES`.",
+    )
     inversion: Annotated[Literal["strict", "lenient"], AllowedValues("`strict` or `lenient`")] = Field(
         "strict",
         description="How to treat commits whose proof blocks are incomplete: `strict` requests a resync; `lenient` "
-        "applies a commit if its operations agree with the new tree.",
+        "applies a commit at once if its operations agree with the new tree, and requests a resync of the repo later.",
     )
     plc_url: Directories = Field(
         ("https://plc.directory",), description="PLC directories. If one does not answer, the next one is asked."
     )
-    dns_servers: Annotated[
-        tuple[Annotated[Address, BeforeValidator(_dns_server)], ...],
-        BeforeValidator(_split),
-        AllowedValues("a comma-separated list of IP addresses, each with or without a port"),
-    ] = Field((), description="DNS servers for handles and host names. Unset: those of the system.")
+    dns_servers: DnsServers = Field(
+        (), description="DNS servers for handles and host names. Unset: those of the system."
+    )
     resync_workers: Annotated[Whole, Field(le=1_000), AllowedValues("a whole number from 1 to 1000")] = Field(
         8, description="Number of concurrent resyncs. Resyncs of large repos have additional slots."
     )
+    resync_share: Annotated[
+        float, BeforeValidator(reject_bool), Field(gt=0, le=1), AllowedValues("a number above 0, at most 1")
+    ] = Field(
+        0.5,
+        description="Share of the resync workers that the accounts of one host, one registered domain or one network "
+        "address may occupy.",
+    )
+    new_accounts_per_host: Annotated[
+        int, BeforeValidator(reject_bool), Field(ge=0), AllowedValues("a whole number, or `0` for no limit")
+    ] = Field(
+        100_000,
+        description="Accounts that the stream may add in an hour for one host, or for all hosts of one registered "
+        "domain. Further ones wait. Accounts from repo lists and commands do not count. `0`: no limit.",
+    )
     resync_source: Annotated[
         tuple[Literal["relay", "pds"], ...],
-        BeforeValidator(_split),
-        AfterValidator(_without_duplicates),
+        BeforeValidator(split_list),
+        AfterValidator(check_duplicates),
         Field(min_length=1),
         AllowedValues("`relay`, `pds`, or both in a comma-separated list"),
     ] = Field(("relay", "pds"), description="Sources of exports (`getRepo`), in the order in which they are asked.")
@@ -295,16 +171,20 @@ class Settings(BaseSettings):
         description="Maximum handle verifications per second, in the background. `0`: none, and "
         "`atproto.repos.handle` is null.",
     )
-    host_rate: Rate = Field(10, description="Maximum requests per second to one host, except PLC directories.")
+    host_rate: Rate = Field(
+        10,
+        description="Maximum requests per second to one host, except PLC directories. All names of one network address "
+        "share it.",
+    )
     host_concurrency: Whole = Field(10, description="Maximum concurrent requests to one host.")
     outbound_rate: Rate = Field(100, description="Maximum requests per second to all hosts together.")
     outbound_concurrency: Whole = Field(
         256,
         description="Maximum concurrent requests to all hosts together. A resync needs one. Lookups need up to 200.",
     )
-    contact: (
-        Annotated[str, AfterValidator(_contact), AllowedValues("an http(s):// URL or an e-mail address")] | None
-    ) = Field(None, description="Contact for operators of other hosts, sent in the User-Agent header of every request.")
+    contact: Contact | None = Field(
+        None, description="Contact for operators of other hosts, sent in the User-Agent header of every request."
+    )
     deletion_grace: Seconds = Field(
         604_800,
         description="Time from the deletion of an account to the erasure of its records. They are hidden immediately.",
@@ -312,7 +192,7 @@ class Settings(BaseSettings):
     sweep_interval: Seconds = Field(
         86_400,
         description="How often to compare the relay's repo list with the database, and to try parked repos again. "
-        "`0`: never.",
+        "`0`: only after messages may have been missed, and parked repos are not tried again.",
     )
     change_retention: Seconds = Field(
         604_800,
@@ -323,7 +203,7 @@ class Settings(BaseSettings):
         Field(
             50 * 10**9,
             description="Maximum size of the change log, in bytes. While consumers are behind, it may reach twice this "
-            "size.",
+            "size. A single transaction and a burst above 100 MB/s may exceed it.",
         )
     )
     consumer_lag_alarm: Seconds = Field(
@@ -336,28 +216,42 @@ class Settings(BaseSettings):
         description="Disconnect consumers that are further behind than this. `0`: only if the change log reaches twice "
         "`INDEXER_CHANGE_BYTES`.",
     )
-    shard: Annotated[Shard, BeforeValidator(_shard), AllowedValues(f"i/n, with i below n and n at most {BUCKETS}")] = (
-        Field(
-            Shard(0, 1),
-            description="Share of the DIDs that this process indexes: share i of n equal shares, counted from 0.",
-        )
+    shard: OwnShard = Field(
+        Shard(0, 1),
+        description="Share of the DIDs that this process indexes: share i of n equal shares, counted from 0.",
     )
     roles: Annotated[
-        tuple[Literal["live", "resync"], ...],
-        BeforeValidator(_split),
-        AfterValidator(_without_duplicates),
+        tuple[Literal["live", "resync", "feed"], ...],
+        BeforeValidator(split_list),
+        AfterValidator(check_duplicates),
         Field(min_length=1),
-        AllowedValues("`live`, `resync`, or both in a comma-separated list"),
+        AllowedValues("`live`, `resync`, `feed`, or several in a comma-separated list"),
     ] = Field(
         ("live", "resync"),
-        description="Roles of this process: `live` consumes the firehose, `resync` runs resync workers.",
+        description="Roles of this process: `live` consumes the firehose, `resync` runs resync workers, `feed` serves "
+        "the change log over HTTP to clients of other sync services.",
+    )
+    webhook_url: WebhookUrl | None = Field(
+        None,
+        description="Webhook to which the role `feed` sends each event, one at a time per repo, until it answers with "
+        "a 2xx status. `/channel` is closed then. Loopback and private addresses are allowed.",
+    )
+    admin_password: Password | None = Field(
+        None,
+        description="Password of the user `admin` for the paths of the role `feed` that change something or "
+        "acknowledge events. It is also sent to the webhook. Unset: these paths answer loopback clients only.",
     )
     allow_private_hosts: Switch = Field(
         False, description="Allow http:// URLs, and loopback and private addresses, for tests and local networks."
     )
-    http_bind: Annotated[Address, BeforeValidator(_address), AllowedValues("host:port")] = Field(
+    stop_timeout: Duration = Field(
+        25,
+        description="Maximum time from a signal (SIGTERM or SIGINT) to the end of the process. Keep it below the time "
+        "after which your service manager kills the process: 30 s in Kubernetes, 10 s with `docker stop`.",
+    )
+    http_bind: BindAddress = Field(
         Address("127.0.0.1", 2580),
-        description="Address of the HTTP server for health checks, metrics and the status page.",
+        description="Address of the HTTP server for health checks, metrics, the status page and feeds.",
     )
     log_format: Annotated[Literal["auto", "json", "console"], AllowedValues("`json`, `console`, or `auto`")] = Field(
         "auto", description="Format of log lines. `auto`: `console` on a terminal, otherwise `json`."
@@ -367,6 +261,11 @@ class Settings(BaseSettings):
     ] = Field("info", description="Minimum level of log lines.")
 
     frame_bytes: Size = Field(DEFAULT_LIMITS.frame_bytes, description="Maximum size of a websocket message, in bytes.")
+    frame_items: Whole = Field(
+        DEFAULT_LIMITS.frame_items,
+        description="Maximum number of items of a websocket message: containers, keys and values at all levels. Beyond "
+        "it, the message is rejected.",
+    )
     commit_blocks_bytes: Size = Field(
         DEFAULT_LIMITS.commit_blocks_bytes, description="Maximum size of the blocks of a #commit, in bytes."
     )
@@ -375,6 +274,15 @@ class Settings(BaseSettings):
         DEFAULT_LIMITS.sync_blocks_bytes, description="Maximum size of the blocks of a #sync, in bytes."
     )
     record_bytes: Size = Field(DEFAULT_LIMITS.record_bytes, description="Maximum size of a record, in bytes.")
+    record_json_bytes: Size = Field(
+        DEFAULT_LIMITS.record_json_bytes,
+        description="Maximum size of a record as JSON, in bytes. Beyond it, the record is stored without a value.",
+    )
+    record_items: Whole = Field(
+        DEFAULT_LIMITS.record_items,
+        description="Maximum number of items of a record: containers, keys and values at all levels. Beyond it, the "
+        "record is stored without a value.",
+    )
     car_header_bytes: Size = Field(
         DEFAULT_LIMITS.car_header_bytes, description="Maximum size of the header of a CAR file, in bytes."
     )
@@ -424,15 +332,24 @@ class Settings(BaseSettings):
         return Limits(**{limit.name: int(getattr(self, limit.name)) for limit in fields(Limits)})
 
     @property
-    def policy(self) -> Policy:
-        """The settings that planning depends on."""
-        return Policy(
+    def first_scope(self) -> Scope:
+        """The scope of a new database. A stored scope has precedence."""
+        return Scope(
+            track=Track(self.track),
             collections=self.collections,
+            signal_collections=filter_of(self.signal_collections),
+        )
+
+    @property
+    def policy(self) -> Policy:
+        """The settings that planning depends on, with the first scope."""
+        return Policy(
+            scope=self.first_scope,
             limits=self.limits,
             store_values=self.store_values,
             lenient=self.inversion == "lenient",
-            track_all=self.track == "all",
             deletion_grace=self.deletion_grace,
+            links=self.links,
         )
 
 
@@ -456,12 +373,33 @@ def load_settings(file: Path | None = None) -> Settings:
             raise SettingsError(f"{key!r} in {file} is not a setting{_hint(key, Settings.model_fields)}")
     environment = EnvSettingsSource(Settings)
     try:
-        return Settings(_build_sources=((environment, InitSettingsSource(Settings, from_file)), {}))
+        settings = Settings(_build_sources=((environment, InitSettingsSource(Settings, from_file)), {}))
     except ValidationError as error:
         name = str(error.errors()[0]["loc"][0])
         given = environment()
         where, value = (variable(name), given[name]) if name in given else (f"{name!r} in {file}", from_file[name])
         raise SettingsError(_bad_value(name, where, value)) from None
+    if settings.track == "signal" and not settings.signal_collections:
+        raise SettingsError(f"{variable('track')}: 'signal' needs {variable('signal_collections')}")
+    if settings.links and not settings.store_values:
+        raise SettingsError("INDEXER_LINKS needs INDEXER_STORE_VALUES, because links are found in values")
+    return settings
+
+
+def load_log_settings() -> Settings:
+    """Return the defaults, with format and level of log lines from the environment.
+
+    Raises:
+        SettingsError: One of these two has a bad value.
+    """
+    given = {
+        name: value for name, value in EnvSettingsSource(Settings)().items() if name in {"log_format", "log_level"}
+    }
+    try:
+        return Settings(**given)
+    except ValidationError as error:
+        name = str(error.errors()[0]["loc"][0])
+        raise SettingsError(_bad_value(name, variable(name), given[name])) from None
 
 
 def variable(name: str) -> str:
@@ -478,7 +416,7 @@ def allowed(name: str) -> str:
 
 def _bad_value(name: str, where: str, value: Any) -> str:
     """Return the error message, without the value if that may contain a password."""
-    shown = "the value given" if name == "database_url" or "@" in str(value) else repr(value)[:200]
+    shown = "the value given" if name in _SECRETS or "@" in str(value) else repr(value)[:200]
     return f"{where}: {shown} is not allowed; it must be {allowed(name).replace('`', '')}"
 
 

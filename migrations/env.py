@@ -12,5 +12,6 @@ context.configure(
     target_metadata=attributes["target_metadata"],
     version_table_schema=attributes["version_table_schema"],
     include_schemas=True,
+    on_version_apply=attributes["on_version_apply"],
 )
 context.run_migrations()

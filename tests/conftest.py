@@ -4,6 +4,7 @@ One Postgres server runs per session. Each test gets a migrated database of its 
 """
 
 import asyncio
+import logging
 import os
 import secrets
 import shutil
@@ -82,6 +83,10 @@ class DatabaseServer:
         dsn = created.result(timeout=120)
         self._next = self._start(self._create(self.template()))
         return dsn
+
+    def copy(self, dsn: str) -> str:
+        """Return the DSN of a copy of a database that nothing is connected to."""
+        return self.run(self._create(urlsplit(dsn).path[1:]))
 
     def drop(self, dsn: str) -> None:
         """Drop a database in the background."""
@@ -186,6 +191,14 @@ def no_socket_or_process_left() -> Iterator[None]:
     assert not left, f"left behind: {', '.join(sorted(left))}"
 
 
+@pytest.fixture(autouse=True)
+def no_log_handler_left() -> Iterator[None]:
+    """Fail a test that configures the logging of the test process: later tests would write to its closed stderr."""
+    before = stream_handlers()
+    yield
+    assert stream_handlers() == before, "left behind: log handlers"
+
+
 @pytest.fixture
 async def no_task_left() -> AsyncIterator[None]:
     """Fail an asynchronous test that leaves a task running; it is added to every such test below."""
@@ -203,6 +216,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if isinstance(item, pytest.Function) and asyncio.iscoroutinefunction(item.obj):
             item.add_marker(pytest.mark.usefixtures("no_task_left"), append=False)
             item.fixturenames.insert(0, "no_task_left")
+
+
+def stream_handlers() -> list[logging.Handler]:
+    """Return the handlers of the root logger, without those of pytest, which change with each phase of a test."""
+    return [handler for handler in logging.getLogger().handlers if type(handler) is logging.StreamHandler]
 
 
 def open_sockets() -> set[str]:

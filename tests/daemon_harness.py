@@ -1,14 +1,18 @@
 """Run the real daemon in the test process."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from indexer.concurrency.stage_progress import StageProgress
 from indexer.daemon import Daemon, open_daemon
+from indexer.process_setup import StopRequest
 from indexer.settings import Settings
 from tests import waiting
+from tests.database_checks import stored_seq
+from tests.event_loop_watch import EventLoopWatch
 from tests.waiting import until
 
 
@@ -30,26 +34,42 @@ def settings_for(relay_url: str, plc_url: str, directory: Path, **changes: Any) 
 
 
 @asynccontextmanager
-async def run_daemon(settings: Settings, dsn: str) -> AsyncIterator[Daemon]:
-    """Run the daemon for the duration of the block, and drain it at the end; raise what ended it early."""
-    stop = asyncio.Event()
-    async with open_daemon(settings, dsn) as running:
-        task = asyncio.create_task(running.run(stop))
+async def run_daemon(settings: Settings, dsn: str, others: Sequence[StageProgress] = ()) -> AsyncIterator[Daemon]:
+    """Run the daemon for the duration of the block, and drain it at the end; raise what ended it early.
+
+    Fail if the daemon blocked the event loop. Work of the test and of its local network does not count. `others` are
+    stages of the process outside the daemon.
+    """
+    stop = StopRequest()
+    ready: asyncio.Future[Daemon] = asyncio.get_running_loop().create_future()
+
+    async def serve() -> None:
+        async with open_daemon(settings, dsn, others=others) as running:
+            ready.set_result(running)
+            await running.run(stop)
+
+    with EventLoopWatch() as watch:
+        task = asyncio.create_task(serve(), context=watch.context)
+        begun: set[asyncio.Future[Any]] = {task, ready}
         try:
-            yield running
+            await asyncio.wait(begun, return_when=asyncio.FIRST_COMPLETED)
+            if not ready.done():
+                task.result()
+            yield ready.result()
         finally:
             stop.set()
             await asyncio.wait_for(task, waiting.TIMEOUT)
+    watch.check()
 
 
 async def wait_for_cursor(running: Daemon, relay_url: str, seq: int) -> None:
     """Wait until the cursor in the database has reached `seq`, and the metrics include what was written."""
 
     async def reached() -> bool:
-        cursor = await running.store.cursor(relay_url, "0/1")
+        cursor = await stored_seq(running.store, relay_url)
         return cursor is not None and cursor >= seq and (running.stream_position.watermark.position or 0) >= seq
 
     def state() -> str:
-        return f"cursor at {running.stream_position.watermark.position}, wanted {seq}: {running.probe.status()}"
+        return f"cursor at {running.stream_position.watermark.position}, wanted {seq}: {running.status.snapshot()}"
 
     await until(reached, state)

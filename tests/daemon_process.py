@@ -28,12 +28,19 @@ def daemon_environment(network: LocalNetwork, dsn: str, directory: Path) -> dict
 
 
 @asynccontextmanager
-async def daemon_process(network: LocalNetwork, dsn: str, directory: Path) -> AsyncIterator[Process]:
-    """Run a daemon for the duration of the block. It is killed at the end, without a chance to drain."""
+async def daemon_process(
+    network: LocalNetwork, dsn: str, directory: Path, module: str = "indexer", **settings: str
+) -> AsyncIterator[Process]:
+    """Run a daemon for the duration of the block. It is killed at the end, without a chance to drain.
+
+    `module` is the module that runs as the command `indexer`. `settings` are more environment variables.
+    """
+    environment = daemon_environment(network, dsn, directory)
+    environment |= {f"INDEXER_{name.upper()}": value for name, value in settings.items()}
     with (directory / "daemon.log").open("ab") as log:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "indexer", "run", "--no-migrate",
-            env=daemon_environment(network, dsn, directory), stderr=log, stdout=log,
+            sys.executable, "-m", module, "run", "--no-migrate",
+            env=environment, stderr=log, stdout=log,
         )  # fmt: skip
     try:
         yield process

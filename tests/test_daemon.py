@@ -9,6 +9,7 @@ import pytest
 from indexer.daemon import connection_count, open_daemon
 from indexer.errors import BrokenInvariantError
 from indexer.localnet.local_network import LocalNetwork
+from indexer.process_setup import StopRequest
 from indexer.service.resync.large_repo_slots import large_repo_slot_count
 from indexer.store import RESERVED_CONNECTIONS
 from indexer.sync.repo_state import Repo
@@ -32,13 +33,13 @@ async def test_broken_invariant_in_any_stage_ends_the_daemon(
     ):
         monkeypatch.setattr(getattr(running, stage), "run", breaks)
         with pytest.raises(BrokenInvariantError, match="a broken rule"):
-            await asyncio.wait_for(running.run(asyncio.Event()), 10)
+            await asyncio.wait_for(running.run(StopRequest()), 30)
 
 
 async def test_broken_invariant_while_draining_is_raised(
     database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stop = asyncio.Event()
+    stop = StopRequest()
 
     async def breaks_at_the_end() -> None:
         await until(lambda: running.inbox.unsettled > 0)
@@ -54,7 +55,7 @@ async def test_broken_invariant_while_draining_is_raised(
         monkeypatch.setattr(running.batch_writer, "run", breaks_at_the_end)
         network.create_account("ada.test")
         with pytest.raises(BrokenInvariantError, match="a broken rule"):
-            await asyncio.wait_for(running.run(stop), 10)
+            await asyncio.wait_for(running.run(stop), 30)
 
 
 async def test_there_are_connections_for_all_resyncs_and_for_the_other_stages(database: str, tmp_path: Path) -> None:

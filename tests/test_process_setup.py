@@ -1,11 +1,16 @@
-import asyncio
-import os
+"""Setup of a daemon process: signals, and the limit of open files."""
+
 import resource
 import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
-from indexer.process_setup import MAX_OPEN_FILES, raise_file_limit, stop_on_signals
+from indexer.process_setup import MAX_OPEN_FILES, NOTHING_LOST, StopRequest, raise_file_limit, stop_on_signals
 
 
 def test_file_limit_is_raised_as_far_as_the_system_allows() -> None:
@@ -20,15 +25,75 @@ def test_file_limit_is_raised_as_far_as_the_system_allows() -> None:
     assert soft == MAX_OPEN_FILES or soft == hard < MAX_OPEN_FILES
 
 
-async def test_first_signal_stops_and_second_signal_cancels() -> None:
-    stop = asyncio.Event()
+async def test_handlers_are_restored_if_no_signal_was_received() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    with stop_on_signals(StopRequest(), 60):
+        assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] != before
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
 
-    async def run() -> None:
-        with stop_on_signals(stop):
-            os.kill(os.getpid(), signal.SIGTERM)
+
+PROGRAM = """
+    import asyncio, sys, threading, time
+    from concurrent.futures import ThreadPoolExecutor
+    from indexer.process_setup import StopRequest, stop_on_signals
+
+    async def main():
+        stop = StopRequest()
+        with stop_on_signals(stop, float(sys.argv[1])):
+            print("ready", flush=True)
             await stop.wait()
-            os.kill(os.getpid(), signal.SIGINT)
-            await asyncio.Event().wait()
+            print("stopping", flush=True)
+            {hang}
 
-    with pytest.raises(asyncio.CancelledError):
-        await asyncio.create_task(run())
+    asyncio.run(main())
+    print("ended", flush=True)
+"""
+HANGS = {
+    "a coroutine that does not end": "await asyncio.Event().wait()",
+    "a coroutine that cannot be cancelled": "await asyncio.shield(asyncio.to_thread(time.sleep, 600))",
+    "a blocked event loop": "time.sleep(600)",
+    "a thread that outlives the event loop": "ThreadPoolExecutor().submit(time.sleep, 600)",
+    "nothing": "",
+}
+
+
+@contextmanager
+def program(hang: str, timeout: float) -> Iterator[subprocess.Popen[str]]:
+    script = textwrap.dedent(PROGRAM).format(hang=HANGS[hang])
+    command = [sys.executable, "-c", script, str(timeout)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def read_until(process: subprocess.Popen[str], line: str) -> None:
+    assert process.stdout is not None
+    assert line in map(str.strip, iter(process.stdout.readline, ""))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hang", [name for name in HANGS if name != "nothing"])
+def test_process_ends_after_the_timeout_or_at_a_second_signal_whatever_it_waits_for(hang: str) -> None:
+    for timeout, event in ((2.0, "daemon.stop-timeout"), (600.0, "daemon.stopped-at-once")):
+        with program(hang, timeout) as process:
+            read_until(process, "ready")
+            process.send_signal(signal.SIGTERM)
+            read_until(process, "stopping")
+            if timeout == 600:
+                process.send_signal(signal.SIGINT)
+            assert process.stdout is not None
+            output = process.stdout.read()
+            assert process.wait(10) == 1
+            assert event in output
+            assert NOTHING_LOST in output
+
+
+@pytest.mark.slow
+def test_process_that_stops_in_time_ends_normally() -> None:
+    with program("nothing", 600) as process:
+        read_until(process, "ready")
+        process.send_signal(signal.SIGTERM)
+        read_until(process, "ended")
+        assert process.wait(10) == 0

@@ -10,7 +10,8 @@ import pytest
 from docs.generate import example_settings, settings_tables
 from indexer.atproto.limits import DEFAULT_LIMITS, Limits
 from indexer.errors import SettingsError
-from indexer.settings import OTHER_VARIABLES, Address, Settings, allowed, load_settings, variable
+from indexer.setting_types import Address
+from indexer.settings import OTHER_VARIABLES, Settings, allowed, load_settings, variable
 from indexer.sync.shard import Shard
 
 ROOT = Path(__file__).parents[1]
@@ -102,6 +103,8 @@ def test_valid_value_is_converted(name: str, text: str, value: Any, monkeypatch:
         ("database_url", "mysql://localhost/x"),
         ("database_url", "postgresql://[/x"),
         ("database_url", "postgresql://localhost:port/x"),
+        ("database_url", "postgresql://localhost:65536/x"),
+        ("database_url", "postgresql://me:12/34@localhost/x"),
         ("database_url", "localhost"),
         ("relays", "https://one.example"),
         ("relays", "wss://one.example,,wss://two.example"),
@@ -143,6 +146,11 @@ def test_valid_value_is_converted(name: str, text: str, value: Any, monkeypatch:
         ("shard", "0/257"),
         ("shard", "-1/4"),
         ("roles", "live,sleep"),
+        ("webhook_url", "localhost:3000"),
+        ("webhook_url", "ftp://localhost/x"),
+        ("webhook_url", "http://me:secret@localhost/x"),
+        ("webhook_url", "http://localhost/a b"),
+        ("admin_password", "two\nlines"),
         ("http_bind", "localhost"),
         ("http_bind", "::1:80"),
         ("http_bind", "[one]:80"),
@@ -196,7 +204,12 @@ def test_error_for_unreadable_file_names_the_file(file: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [("database_url", "mysql://me:hunter2@localhost/x"), ("relays", "wss://me:hunter2@one.example")],
+    [
+        ("database_url", "mysql://me:hunter2@localhost/x"),
+        ("relays", "wss://me:hunter2@one.example"),
+        ("webhook_url", "x://localhost/hunter2"),
+        ("admin_password", "hunter2\n"),
+    ],
 )
 def test_error_never_shows_a_password(name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(variable(name), text)
@@ -220,8 +233,14 @@ def test_user_agent_contains_the_contact() -> None:
     assert "; me@example.com)" in Settings(contact="me@example.com").user_agent
 
 
-def test_text_of_settings_does_not_contain_the_database_url() -> None:
-    settings = Settings.model_validate({"database_url": "postgresql://me:hunter2@localhost/x"})
+def test_text_of_settings_does_not_contain_secrets() -> None:
+    settings = Settings.model_validate(
+        {
+            "database_url": "postgresql://me:hunter2@localhost/x",
+            "webhook_url": "https://example.com/hunter2",
+            "admin_password": "hunter2",
+        }
+    )
     assert settings.database_url is not None
     assert settings.database_url.get_secret_value().endswith("hunter2@localhost/x")
     assert "hunter2" not in f"{settings!r} {settings}"
@@ -244,9 +263,19 @@ def test_example_file_is_generated_and_contains_the_defaults(file: Path) -> None
     assert EXAMPLE.read_text() == example_settings(), "run `python -m docs.generate`"
     uncommented = re.sub(r"^# (?=\w+ = )", "", EXAMPLE.read_text(), flags=re.MULTILINE)
     assert tomllib.loads(uncommented).keys() == Settings.model_fields.keys()
-    file.write_text(re.sub(r"^(database_url|data_dir|contact) .*$", "", uncommented, flags=re.MULTILINE))
+    file.write_text(
+        re.sub(r"^(database_url|data_dir|contact|webhook_url|admin_password) .*$", "", uncommented, flags=re.MULTILINE)
+    )
     assert differences(load_settings(file), Settings()) == []
 
 
 def differences(one: Settings, other: Settings) -> list[str]:
     return [name for name in Settings.model_fields if str(getattr(one, name)) != str(getattr(other, name))]
+
+
+def test_links_without_values_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INDEXER_LINKS", "true")
+    assert load_settings().links
+    monkeypatch.setenv("INDEXER_STORE_VALUES", "false")
+    with pytest.raises(SettingsError, match="INDEXER_LINKS needs INDEXER_STORE_VALUES"):
+        load_settings()

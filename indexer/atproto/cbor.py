@@ -1,24 +1,32 @@
-"""DAG-CBOR, with the library that suits each use (docs/protocol.md#frames).
+"""DAG-CBOR, with the decoder that suits each use (docs/protocol.md#frames).
 
-| functions | library | behaviour |
+| functions | decoder | behaviour |
 |---|---|---|
 | `decode`, `decode_pair` | libipld | fastest; accepts long forms of numbers; a link is the 36 bytes of its CID |
-| `decode_canonical`, `decode_json` | cbrrr | strict; no recursion; a link is a `Link`, or in its JSON form |
+| `decode_canonical` | libipld, else `strict_cbor` | strict; a link is a `Link` |
+| `decode_json` | libipld | strict; a link is in its JSON form; leaves unusual objects to `decode_canonical` |
+| `count_items` | none | counts without decoding; accepts more than all decoders |
 | `explain`, `explain_frame` | cbor2 | diagnosis of rejected bytes, for people |
+
+libipld alone is not strict, and returns a link as plain bytes. But its encoder writes only canonical DAG-CBOR, and
+writes bytes as a link exactly if they are a CID. So if encoding the decoded value gives the original bytes, these are
+canonical, and the bytes in the value that are a CID were links (docs/decisions/0010-strict-dag-cbor-without-cbrrr.md).
 
 libipld recurses on the native stack, up to the recursion limit of Python. The default of 1,000 levels fits a stack of
 1 MiB, so this program never raises that limit.
 """
 
 import re
+from binascii import b2a_base64
 from io import BytesIO
 from typing import Any
 
 import cbor2
-import cbrrr
 import libipld
+import orjson
 
-from indexer.atproto.cid import cid_text, is_link
+from indexer.atproto.cid import MIN_LINK_BYTES, cid_text, is_cid, is_link
+from indexer.atproto.strict_cbor import decode_strict
 
 MAX_EXPLAINED_BYTES = 10_000
 MAX_EXPLAINED_OBJECTS = 3
@@ -28,8 +36,18 @@ MAX_SHOWN_CHARACTERS = 300
 MAX_SHOWN_LEVELS = 8
 _MAX_MESSAGE_CHARACTERS = 200
 
-# Tag 42 without a CID of the protocol's form. The same bytes can occur inside a string.
-_UNUSUAL_LINK = re.compile(rb"\xd8\x2a(?!\x58\x25\x00\x01[\x55\x71]\x12\x20)")
+# Major types and additional information of RFC 8949.
+_STRINGS = frozenset({2, 3})
+_ARRAY = 4
+_CONTAINERS = frozenset({4, 5})
+_TAG = 6
+_ONE_BYTE_ARGUMENT = 24
+_EIGHT_BYTE_ARGUMENT = 27
+
+_LINK_HEAD = 0xD8  # the first byte of tag 42
+_FLOAT_HEAD = 0xFB
+# Keys of the JSON forms of links and byte strings. The same bytes can occur inside a text.
+_reserved_key = re.compile(rb"\$(?:link|bytes)").search
 
 
 class CborError(ValueError):
@@ -76,24 +94,69 @@ def decode_canonical(data: bytes) -> Any:
         CborError: The bytes are not exactly one object, or not canonical.
     """
     try:
-        return cbrrr.decode_dag_cbor(data, cid_ctor=_link)
-    except (ValueError, cbrrr.CbrrrDecodeError, RecursionError, OverflowError) as error:
-        raise CborError(_message(error)) from None
-
-
-def decode_json(data: bytes) -> Any:
-    """Return the value of one canonical object, with links and bytes in the form of AT Protocol JSON.
-
-    Raises:
-        CborError: The bytes are not exactly one canonical object, or its value has no JSON form: it contains a float,
-            or a map with the key `$link` or `$bytes`.
-    """
-    if _UNUSUAL_LINK.search(data):
-        decode_canonical(data)  # because the JSON mode of cbrrr accepts any bytes as a CID
+        value = libipld.decode_dag_cbor(data)
+        if libipld.encode_dag_cbor(value) == data:
+            return _with_links(value)
+    except (ValueError, RecursionError):
+        pass  # not canonical, or nested deeply: the strict decoder decides, and its error names the byte
     try:
-        return cbrrr.decode_dag_cbor(data, atjson_mode=True)
-    except (ValueError, cbrrr.CbrrrDecodeError, RecursionError, OverflowError) as error:
+        return decode_strict(data, Link)
+    except ValueError as error:
         raise CborError(_message(error)) from None
+
+
+def decode_json(data: bytes) -> tuple[Any, bytes] | None:
+    """Return the value of one canonical object with links as bytes, and its AT Protocol JSON.
+
+    Returns:
+        None if `decode_canonical` has to decide: the object is not canonical; it contains a float, an integer of more
+        than 64 bits, a byte string that is a CID, or a map with the key `$link` or `$bytes`; or it is nested deeply.
+    """
+    try:
+        value = libipld.decode_dag_cbor(data)
+        if libipld.encode_dag_cbor(value) != data or _reserved_key(data) or (_FLOAT_HEAD in data and _has_float(value)):
+            return None
+        return value, orjson.dumps(value, default=_json_form)
+    except (ValueError, orjson.JSONEncodeError, RecursionError):
+        return None
+
+
+def count_items(data: bytes, max_items: int, max_depth: int, objects: int = 1) -> tuple[int, bool]:
+    """Count the items of the first `objects` objects without decoding them: containers, keys, values and tags.
+
+    Decoding costs up to 200 bytes of memory per byte, so untrusted bytes are counted first. This takes about 0.2 µs per
+    item. It stops after `max_items`, below `max_depth` levels of containers, and at bytes that no decoder accepts.
+
+    Returns:
+        The number of items, at most one more than `max_items`, and True if there are more than `max_depth` levels.
+    """
+    position, items, left, end = 0, 0, objects, len(data)
+    outer: list[int] = []  # the numbers of items left in the containers around the present one
+    while position < end and items <= max_items:
+        while not left:
+            if not outer:
+                return items, False
+            left = outer.pop()
+        left -= 1
+        items += 1
+        major, argument = data[position] >> 5, data[position] & 31
+        position += 1
+        if argument >= _ONE_BYTE_ARGUMENT:
+            if argument > _EIGHT_BYTE_ARGUMENT:
+                break
+            size = 1 << (argument - _ONE_BYTE_ARGUMENT)
+            argument = int.from_bytes(data[position : position + size])
+            position += size
+        if major in _STRINGS:
+            position += argument
+        elif major == _TAG:
+            left += 1
+        elif major in _CONTAINERS and argument:
+            outer.append(left)
+            left = argument if major == _ARRAY else 2 * argument
+            if len(outer) > max_depth:
+                return items, True
+    return items, False
 
 
 def encode(value: Any) -> bytes:
@@ -158,11 +221,57 @@ def _shorten(text: str, characters: int) -> str:
     return text if len(text) <= characters else f"{text[:characters]}…"
 
 
-def _link(data: bytes) -> Link:
-    """Return the link for the bytes that cbrrr found in tag 42, after the leading zero."""
-    if not is_link(data):
-        raise ValueError("tag 42 does not contain a CIDv1")
-    return Link(data)
+def _with_links(value: Any) -> Any:
+    """Return a value of libipld with a `Link` in place of bytes that were a link.
+
+    Raises:
+        CborError: A link is not a CIDv1.
+    """
+    kind = type(value)
+    if kind is bytes:
+        return Link(value) if is_cid(value) or _was_link(value) else value
+    if kind is dict:
+        return {key: _with_links(inner) for key, inner in value.items()}
+    return [_with_links(inner) for inner in value] if kind is list else value
+
+
+def _json_form(value: bytes) -> dict[str, str]:
+    """Return the JSON form of bytes in a value of libipld.
+
+    Raises:
+        CborError: A link is not a CIDv1.
+    """
+    if is_cid(value) or _was_link(value):
+        return {"$link": libipld.encode_cid(value)}
+    return {"$bytes": b2a_base64(value, newline=False).rstrip(b"=").decode()}
+
+
+def _was_link(value: bytes) -> bool:
+    """Return True if libipld encodes these bytes as a link.
+
+    Raises:
+        CborError: It does, but they are not a CIDv1.
+    """
+    if len(value) < MIN_LINK_BYTES or libipld.encode_dag_cbor(value)[0] != _LINK_HEAD:
+        return False
+    if not is_link(value):
+        raise CborError("tag 42 does not contain a CIDv1")
+    return True
+
+
+def _has_float(value: Any) -> bool:
+    """Return True if the value contains a float. Does not recurse."""
+    left = [value]
+    while left:
+        item = left.pop()
+        kind = type(item)
+        if kind is dict:
+            left.extend(item.values())
+        elif kind is list:
+            left.extend(item)
+        elif kind is float:
+            return True
+    return False
 
 
 def _message(error: BaseException) -> str:

@@ -18,6 +18,8 @@ RAW = b"\x01\x55\x12\x20"
 """First bytes of a CID of the protocol for a raw block. The SHA-256 of the block follows."""
 CID_BYTES = 36
 """Size of a CID of the protocol."""
+MIN_LINK_BYTES = 4
+"""Size of the smallest CIDv1: its digest is empty."""
 MAX_LINK_BYTES = 100
 """Maximum size of a CID of any form."""
 

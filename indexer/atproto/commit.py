@@ -1,6 +1,6 @@
 """Commit objects, repository format version 3 (docs/protocol.md#commit-objects)."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from indexer.atproto.cbor import CborError, Link, decode_canonical, encode
 from indexer.atproto.cid import is_cid
@@ -19,8 +19,7 @@ _MAP_OF_2 = 0xA2
 _MAP_OF_23 = 0xB7  # the largest map whose size is in the first byte
 
 
-@dataclass(frozen=True, slots=True)
-class Commit:
+class Commit(NamedTuple):
     """A decoded commit.
 
     Attributes:

@@ -9,10 +9,14 @@ class Limits:
 
     Attributes:
         frame_bytes: One frame of the stream, in bytes.
+        frame_items: Items of one frame: containers, keys, values and tags at all levels. A #commit with 200 operations
+            has about 2,600.
         commit_blocks_bytes: The CAR slice of a #commit, in bytes.
         commit_ops: Operations of a #commit.
         sync_blocks_bytes: The CAR slice of a #sync, in bytes.
         record_bytes: One record, in bytes of DAG-CBOR.
+        record_json_bytes: The JSON of one record, in bytes. A byte of DAG-CBOR becomes up to 14 bytes of JSON.
+        record_items: Items of one record: containers, keys, values and tags at all levels.
         car_header_bytes: The header of a CAR file, in bytes. A header with one root has 59.
         block_bytes: One block of an export, in bytes.
         node_entries: Entries of a tree node. More than 200 are only possible with keys that are chosen for their hash.
@@ -25,10 +29,13 @@ class Limits:
     """
 
     frame_bytes: int = 5_000_000
+    frame_items: int = 16_384
     commit_blocks_bytes: int = 2_000_000
     commit_ops: int = 200
     sync_blocks_bytes: int = 10_000
     record_bytes: int = 1_048_576
+    record_json_bytes: int = 2_097_152
+    record_items: int = 65_536
     car_header_bytes: int = 4_096
     block_bytes: int = 2_097_152
     node_entries: int = 1_000

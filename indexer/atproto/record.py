@@ -8,15 +8,23 @@ import json
 from base64 import b64encode
 from typing import Any, NamedTuple
 
-import orjson
-
-from indexer.atproto.cbor import CborError, Link, decode_canonical, decode_json
+from indexer.atproto.cbor import CborError, Link, count_items, decode_canonical, decode_json
 from indexer.atproto.cid import cid_text
 from indexer.atproto.limits import Limits
 from indexer.reasons import DescribedEnum
 
 MAX_DEPTH = 250
 """Levels of nesting up to which a record is stored as JSON. orjson fails at 254."""
+MIN_ITEMS = 16_384
+"""Items that the records of even a small commit or export may have."""
+BYTES_PER_ITEM = 4
+"""Bytes of a commit or an export for each further item. Posts have about 12 bytes per item."""
+UNCOUNTED_BYTES = 1_024
+"""A record of at most this size is converted without counting its items."""
+UNUSUAL_COST = 4
+"""Items that an item of an unusual record counts as: converting it takes longer by this factor."""
+MIN_INTEGER = -(1 << 63)
+"""The smallest integer that is not unusual. DAG-CBOR has integers from -2^64 to 2^64 - 1."""
 _RESERVED_KEYS = frozenset({"$link", "$bytes"})
 
 
@@ -26,7 +34,15 @@ class Problem(DescribedEnum):
     MISSING = "missing", "The block of the record was not in the export; no value."
     NOT_STORED = "not-stored", "`INDEXER_STORE_VALUES` is off; no value. Only the view reports it."
     NOT_DAG_CBOR = "not-dag-cbor", "The record is not strict DAG-CBOR; no value, the bytes are stored."
-    TOO_LARGE = "too-large", "The record exceeds the limit; no value, the bytes are stored."
+    TOO_LARGE = "too-large", "The record or its JSON exceeds its limit; no value, the bytes are stored."
+    OMITTED = (
+        "omitted",
+        "Many paths of a commit or an export name one large block; neither value nor bytes are stored for this path.",
+    )
+    TOO_MANY_ITEMS = (
+        "too-many-items",
+        "The record, or its commit or export, has too many items to convert; no value, the bytes are stored.",
+    )
     TOO_DEEP = "too-deep", "The record is nested deeper than JSON parsers follow; no value, the bytes are stored."
     NUL = "nul-character", "A string contains U+0000, which jsonb cannot hold; no value, the bytes are stored."
     RESERVED_KEY = "reserved-key", "A map looks like a link or bytes in JSON; no value, the bytes are stored."
@@ -50,16 +66,47 @@ class Value(NamedTuple):
     original: bytes | None
 
 
-def decode_record(block: bytes, collection: str, limits: Limits) -> Value:
-    """Return the value to store for a record of `collection`. No bytes cause an error."""
+class ItemBudget:
+    """The number of items that the records of one commit or export may still have.
+
+    Converting records takes time and memory per item, not per byte.
+    """
+
+    def __init__(self, source_bytes: int) -> None:
+        self._left = MIN_ITEMS + source_bytes // BYTES_PER_ITEM
+
+    def spend(self, block: bytes, max_items: int, cost: int) -> Problem | None:
+        """Count the items of a record, each as `cost`; return why it is not to be converted, or None."""
+        allowed = min(max_items, max(0, self._left // cost))
+        items, too_deep = count_items(block, allowed, MAX_DEPTH)
+        self._left -= cost * items
+        if too_deep:
+            return Problem.TOO_DEEP
+        return Problem.TOO_MANY_ITEMS if items > allowed else None
+
+
+def decode_record(block: bytes, collection: str, limits: Limits, budget: ItemBudget | None = None) -> Value:
+    """Return the value to store for a record of `collection`. No bytes cause an error.
+
+    Args:
+        block: The record.
+        collection: The collection, with which its `$type` is compared.
+        limits: The limits.
+        budget: The budget of its commit or export; None if the record is alone.
+    """
     if len(block) > limits.record_bytes:
         return Value(None, Problem.TOO_LARGE, block)
-    try:
-        value = decode_json(block)
-        text = orjson.dumps(value).decode()
-    except (CborError, TypeError):
-        return _decode_unusual(block)
-    if "\\u0000" in text and _has_nul(value):
+    budget = budget or ItemBudget(len(block))
+    if len(block) > UNCOUNTED_BYTES and (problem := budget.spend(block, limits.record_items, 1)):
+        return Value(None, problem, block)
+    decoded = decode_json(block)
+    if decoded is None:
+        return _decode_unusual(block, collection, limits, budget)
+    value, encoded = decoded
+    if len(encoded) > limits.record_json_bytes:
+        return Value(None, Problem.TOO_LARGE, block)
+    text = encoded.decode()
+    if _has_nul(text):
         return Value(None, Problem.NUL, block)
     return Value(text, _shape_problem(value, collection), None)
 
@@ -73,59 +120,53 @@ def _shape_problem(value: Any, collection: str) -> Problem | None:
     return Problem.OTHER_TYPE if isinstance(type_, str) else Problem.NO_TYPE
 
 
-def _decode_unusual(block: bytes) -> Value:
-    """Return the value of a record that the fast decoder or the JSON encoder rejected.
-
-    It contains a float, a reserved key or a large integer, is nested deeply, or is not canonical DAG-CBOR.
-    """
+def _decode_unusual(block: bytes, collection: str, limits: Limits, budget: ItemBudget) -> Value:
+    """Return the value of a record that `decode_json` leaves to the strict decoder."""
+    if problem := budget.spend(block, limits.record_items, UNUSUAL_COST):
+        return Value(None, problem, block)
     try:
         value = decode_canonical(block)
     except CborError:
         return Value(None, Problem.NOT_DAG_CBOR, block)
-    try:
-        plain = _to_json(value, 0)
-    except _ReservedKeyError:
+    if any(key.encode() in block for key in _RESERVED_KEYS) and _has_reserved_key(value):
         return Value(None, Problem.RESERVED_KEY, block)
-    except RecursionError:
-        return Value(None, Problem.TOO_DEEP, block)
-    text = json.dumps(plain, ensure_ascii=False, separators=(",", ":"))
-    if "\\u0000" in text and _has_nul(plain):
+    text = json.dumps(value, ensure_ascii=False, check_circular=False, separators=(",", ":"), default=_bytes_to_json)
+    if len(text) > limits.record_json_bytes or len(text.encode()) > limits.record_json_bytes:
+        return Value(None, Problem.TOO_LARGE, block)
+    if _has_nul(text):
         return Value(None, Problem.NUL, block)
-    return Value(text, Problem.NUMBER, block)
+    if _has_unusual_number(value):
+        return Value(text, Problem.NUMBER, block)
+    return Value(text, _shape_problem(value, collection), None)
 
 
-class _ReservedKeyError(Exception):
-    pass
+def _bytes_to_json(value: bytes) -> dict[str, str]:
+    """Return the JSON form of a link or a byte string, as `decode_json` does."""
+    if isinstance(value, Link):
+        return {"$link": cid_text(value)}
+    return {"$bytes": b64encode(value).decode().rstrip("=")}
 
 
-def _to_json(value: Any, depth: int) -> Any:
-    """Return the value with links and byte strings in their JSON form, as `decode_json` does.
-
-    Raises:
-        _ReservedKeyError: A map contains the key of a link or of a byte string.
-        RecursionError: The value has more than `MAX_DEPTH` levels.
-    """
-    if depth > MAX_DEPTH:
-        raise RecursionError
-    match value:
-        case Link():
-            return {"$link": cid_text(value)}
-        case bytes():
-            return {"$bytes": b64encode(value).decode().rstrip("=")}
-        case dict():
-            if not _RESERVED_KEYS.isdisjoint(value):
-                raise _ReservedKeyError
-            return {key: _to_json(item, depth + 1) for key, item in value.items()}
-        case list():
-            return [_to_json(item, depth + 1) for item in value]
-        case _:
-            return value
-
-
-def _has_nul(value: Any) -> bool:
-    """Return True if a text or a key contains U+0000. The value has at most 254 levels, so recursion is safe."""
-    if isinstance(value, str):
-        return "\0" in value
+def _has_reserved_key(value: Any) -> bool:
+    """Return True if a map has the key of a link or of a byte string. The value has at most `MAX_DEPTH` levels."""
     if isinstance(value, dict):
-        return any("\0" in key or _has_nul(item) for key, item in value.items())
-    return isinstance(value, list) and any(map(_has_nul, value))
+        return not _RESERVED_KEYS.isdisjoint(value) or any(map(_has_reserved_key, value.values()))
+    return isinstance(value, list) and any(map(_has_reserved_key, value))
+
+
+def _has_unusual_number(value: Any) -> bool:
+    """Return True if a number is a float or has more than 64 bits. The value has at most `MAX_DEPTH` levels."""
+    match value:
+        case dict():
+            return any(map(_has_unusual_number, value.values()))
+        case list():
+            return any(map(_has_unusual_number, value))
+        case int():
+            return value < MIN_INTEGER
+        case _:
+            return isinstance(value, float)
+
+
+def _has_nul(text: str) -> bool:
+    """Return True if a text or a key in this JSON contains U+0000."""
+    return "\\u0000" in text and "\\u0000" in text.replace("\\\\", "")  # without escaped backslashes

@@ -45,6 +45,14 @@ def is_handle(text: str) -> bool:
     return len(text) <= MAX_HANDLE_CHARACTERS and _HANDLE(text) is not None
 
 
+def normalize_account(text: str) -> str | None:
+    """Return a DID as it is, or a handle in lower case and without a leading @; None for anything else."""
+    handle = text.removeprefix("@").lower()
+    if is_did(text):
+        return text
+    return handle if is_handle(handle) else None
+
+
 def is_resolvable(host: str, *, local: bool) -> bool:
     """Return True if a handle or the host of a did:web may be looked up (docs/protocol.md#handles).
 
@@ -185,6 +193,11 @@ class CollectionFilter:
             raise ValueError("no collection is named; use '*' for all collections")
         self._exact = frozenset(exact)
         self._prefixes = tuple(prefixes)
+
+    @property
+    def matches_all(self) -> bool:
+        """True if every collection is selected."""
+        return "" in self._prefixes
 
     def matches(self, nsid: str) -> bool:
         """Return True if one of the patterns matches the NSID."""

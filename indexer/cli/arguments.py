@@ -1,18 +1,22 @@
 """Types of command line arguments, checked before a command opens anything."""
 
+import re
 from collections.abc import Callable, Iterator
-from typing import IO, TypeVar
+from typing import IO, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import click
 
 from indexer.atproto.crypto import PublicKey, parse_did_key
-from indexer.atproto.syntax import AtUri, is_did, is_handle, is_nsid, normalize_nsid
+from indexer.atproto.syntax import AtUri, is_did, is_nsid, normalize_account, normalize_nsid
 from indexer.errors import UpstreamError
 from indexer.reasons import Rejection
+from indexer.sync.frames import MAX_SEQ
 
 STDIN = "-"
 _MAX_SHOWN = 80
+_MAX_FIRST_PORT = 65_000
+"""The following ports are used, too."""
 
 T = TypeVar("T")
 
@@ -43,10 +47,10 @@ def parse_did(text: str) -> str:
 
 def parse_account(text: str) -> str:
     """Return a DID, or a handle in lower case and without a leading @; raise ValueError for anything else."""
-    handle = text.removeprefix("@").lower()
-    if not (is_did(text) or is_handle(handle)):
+    account = normalize_account(text)
+    if account is None:
         raise ValueError(f"{text[:_MAX_SHOWN]!r} is neither a DID nor a handle")
-    return text if is_did(text) else handle
+    return account
 
 
 def parse_record_uri(text: str) -> AtUri:
@@ -86,6 +90,14 @@ def parse_origin(text: str) -> str:
     return f"{scheme}://{parts.netloc}"
 
 
+def parse_listen_address(text: str) -> tuple[str, int]:
+    """Return the host and the port of `HOST:PORT`; raise ValueError if the text is not an address to listen on."""
+    match = re.fullmatch(r"([A-Za-z0-9.-]+):([0-9]{1,5})", text)
+    if match is None or not 0 < int(match[2]) <= _MAX_FIRST_PORT:
+        raise ValueError(f"{text[:_MAX_SHOWN]!r} is not HOST:PORT, with a port from 1 to {_MAX_FIRST_PORT}")
+    return match[1], int(match[2])
+
+
 def parse_reason(text: str) -> Rejection:
     """Return the reason of a rejection; raise ValueError if there is none with this name."""
     reason = next((reason for reason in Rejection if reason == text), None)
@@ -94,14 +106,27 @@ def parse_reason(text: str) -> Rejection:
     return reason
 
 
+def parse_position(text: str) -> Literal["live", "oldest"] | int:
+    """Return a position in the stream of a relay; raise ValueError if the text is not one."""
+    if text == "live":
+        return "live"
+    if text == "oldest":
+        return "oldest"
+    if not (text.isascii() and text.isdigit() and len(text) <= len(str(MAX_SEQ))) or int(text) > MAX_SEQ:
+        raise ValueError(f"{text[:_MAX_SHOWN]!r} is not a sequence number, live or oldest")
+    return int(text)
+
+
 DID = CheckedParameter("did", parse_did)
 DID_OR_STDIN = CheckedParameter("did", lambda text: text if text == STDIN else parse_did(text))
 ACCOUNT = CheckedParameter("account", parse_account)
 RECORD_URI = CheckedParameter("uri", parse_record_uri)
 KEY = CheckedParameter("key", parse_key)
 NSID = CheckedParameter("nsid", parse_nsid)
+LISTEN_ADDRESS = CheckedParameter("host:port", parse_listen_address)
 ORIGIN = CheckedParameter("url", parse_origin)
 REASON = CheckedParameter("reason", parse_reason)
+START = CheckedParameter("position", parse_position)
 DEAD_LETTER_ID = click.IntRange(1, 2**63 - 1)
 
 

@@ -19,7 +19,7 @@ from indexer.atproto.cid import cid_text
 from indexer.atproto.crypto import PublicKey, parse_did_key
 from indexer.cli.audit_comparison import RepoComparison
 from indexer.cli.audit_result import NOT_IN_DATABASE, RepoAudit
-from indexer.clients import make_did_resolver, make_pds_client, open_outbound_client
+from indexer.clients import make_did_resolver, make_pds_client, open_outbound_client, stored_policy
 from indexer.errors import BrokenInvariantError, UnavailableError, UpstreamError
 from indexer.identity import DidResolver
 from indexer.pds import PdsClient
@@ -184,7 +184,7 @@ async def open_auditor(
             store,
             make_did_resolver(settings, outbound),
             make_pds_client(settings, outbound),
-            settings.policy,
+            await stored_policy(settings, store),
             concurrency=audit_concurrency(settings),
             timeouts=timeouts,
         )

@@ -7,10 +7,10 @@ import click
 from indexer.cli.arguments import DID
 from indexer.cli.audit import audit_concurrency, open_auditor
 from indexer.cli.audit_result import AuditSummary, RepoAudit
-from indexer.cli.command import ExitCode, command
+from indexer.cli.command import ExitCode, command, json_lines_option
 from indexer.cli.database import open_store
-from indexer.cli.output import progress_console
-from indexer.cli.progress_bars import count_progress_bar
+from indexer.cli.output import progress_console, to_json
+from indexer.cli.progress_bars import show_progress
 from indexer.monitoring.log import printable
 from indexer.settings import Settings
 
@@ -25,7 +25,8 @@ DEFAULT_SAMPLE = 100
     metavar="N",
     help=f"Audit N random synchronized repos. Default without DIDs: {DEFAULT_SAMPLE}.",
 )
-async def audit_command(settings: Settings, *, dids: tuple[str, ...], sample: int | None) -> int:
+@json_lines_option
+async def audit_command(settings: Settings, *, dids: tuple[str, ...], sample: int | None, as_json: bool) -> int:
     """Fetch repos again and compare every record with the database.
 
     Nothing is changed. Each repo is fetched from its own host, verified completely, and compared as of one point in
@@ -33,8 +34,9 @@ async def audit_command(settings: Settings, *, dids: tuple[str, ...], sample: in
     gets some seconds to store it; the daemon need not run.
 
     Print one line for each difference (the first hundred of a repo), one line for each repo that could not be compared,
-    and a summary. The exit code is 5 if there are differences, otherwise 1 if a repo in the database could not be
-    compared, otherwise 4 if a DID is not in the database.
+    and a summary. With --json, print one line for each repo, and the summary as the last one. The exit code is 5 if
+    there are differences, otherwise 1 if a repo in the database could not be compared, otherwise 4 if a DID is not in
+    the database.
     """
     if dids and sample is not None:
         raise click.UsageError("Give either DIDs or --sample, not both.")
@@ -44,34 +46,39 @@ async def audit_command(settings: Settings, *, dids: tuple[str, ...], sample: in
         open_auditor(settings, store) as auditor,
     ):
         repos = list(dict.fromkeys(dids)) or await store.sample_synchronized(sample or DEFAULT_SAMPLE)
-        with count_progress_bar("repos", progress_console()) as progress:
-            task = progress.add_task("repos", total=len(repos))
+        with show_progress("repos", len(repos), progress_console()) as progress:
             async with aclosing(auditor.audit(repos)) as results:
                 async for result in results:
                     summary.add(result)
-                    if lines := _result_lines(result):
-                        progress.stop()  # stdout may be the same terminal
-                        click.echo("\n".join(lines))
-                        progress.start()
-                    progress.advance(task)
-    return _print_summary(summary)
+                    if lines := [to_json(result.to_dict())] if as_json else _result_lines(result):
+                        with progress.hidden():
+                            click.echo("\n".join(lines))
+                    progress.update(summary.repos + summary.skipped, note=f"differences: {summary.differences:,}")
+    if as_json:
+        click.echo(to_json({"summary": summary.to_dict()}))
+    else:
+        _print_summary(summary)
+    return _exit_code(summary)
 
 
 def _result_lines(result: RepoAudit) -> list[str]:
     lines = [f"{printable(subject)} {printable(description)}" for subject, description in result.listed]
     if more := result.differences - len(result.listed):
-        lines.append(f"{printable(result.did)} {more:,} more differences")
+        lines.append(f"{printable(result.did)} differences that are not listed: {more:,}")
     if result.reason_skipped is not None:
         lines.append(f"{printable(result.did)} not compared: {printable(result.reason_skipped)}")
     return lines
 
 
-def _print_summary(summary: AuditSummary) -> ExitCode:
+def _print_summary(summary: AuditSummary) -> None:
     click.echo(f"repos: {summary.repos:,} compared, {summary.equal:,} equal")
-    click.echo(f"records: {summary.records:,} compared, {summary.differences:,} differences")
+    click.echo(f"records: {summary.records:,} compared, differences: {summary.differences:,}")
     if summary.skipped:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(summary.reasons_skipped.items()))
         click.echo(f"not compared: {summary.skipped:,} ({reasons})")
+
+
+def _exit_code(summary: AuditSummary) -> ExitCode:
     if summary.differences:
         return ExitCode.DIFFERENT
     if summary.skipped > summary.unknown:

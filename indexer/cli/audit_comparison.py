@@ -67,6 +67,10 @@ class RepoComparison:
         block = self._snapshot.block_of(record.cid)
         if block is None:
             return True if record.problem == Problem.MISSING else None
+        if record.problem == Problem.OMITTED:
+            return True
+        if record.problem == Problem.TOO_MANY_ITEMS:  # it also depends on the other records of its commit
+            return record.original == block
         value = decode_record(block, _collection(record.path), self._policy.limits)
         return stored[1:] == value[1:] and equal_json(record.value, value.json)
 
@@ -81,7 +85,7 @@ class RepoComparison:
         if stored is None:
             return "missing in the database"
         if exported is None:
-            selected = self._policy.collections.matches(_collection(path))
+            selected = self._policy.scope.collections.matches(_collection(path))
             return "not in the repo" if selected else "not in a selected collection"
         if stored == without_value(exported):
             return "different value"

@@ -1,8 +1,8 @@
 """The results of an audit: of one repo, and of all repos together."""
 
 from collections import Counter
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
 
 MAX_LISTED_DIFFERENCES = 100
 """Differences of one repo that are listed; the rest is only counted."""
@@ -39,6 +39,16 @@ class RepoAudit:
     listed: list[AuditDifference] = field(default_factory=list)
     reason_skipped: str | None = None
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the result as a JSON object."""
+        return {
+            "did": self.did,
+            "records": self.records,
+            "differences": self.differences,
+            "listed": [difference._asdict() for difference in self.listed],
+            "reason_skipped": self.reason_skipped,
+        }
+
     def add_difference(self, subject: str, description: str) -> None:
         """Count a difference, and list it if it is one of the first."""
         self.differences += 1
@@ -61,6 +71,10 @@ class AuditSummary:
     records: int = 0
     differences: int = 0
     reasons_skipped: Counter[str] = field(default_factory=Counter)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the summary as a JSON object."""
+        return asdict(self) | {"skipped": self.skipped}
 
     def add(self, result: RepoAudit) -> None:
         """Add the result of a repo."""

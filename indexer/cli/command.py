@@ -1,19 +1,23 @@
-"""Common parts of all commands: exit codes, the decorator that loads the settings, and error lines."""
+"""Common parts of all commands: exit codes, the decorator that loads the settings, and error lines.
 
-import asyncio
+Settings and logs load slowly, so they are imported where a command runs: `indexer --help` needs neither.
+"""
+
 from collections.abc import Callable, Coroutine
 from enum import IntEnum
 from functools import wraps
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 import click
 
-from indexer.monitoring.log import configure_logging, printable
-from indexer.settings import Settings, load_settings
+from indexer.redaction import without_secrets
+
+if TYPE_CHECKING:
+    from indexer.settings import Settings
 
 P = ParamSpec("P")
-Implementation = Callable[Concatenate[Settings, P], Coroutine[Any, Any, int]]
+Implementation = Callable[Concatenate["Settings", P], Coroutine[Any, Any, int]]
 
 
 class ExitCode(IntEnum):
@@ -27,6 +31,22 @@ class ExitCode(IntEnum):
     DIFFERENT = 5
     INTERRUPTED = 130
 
+    @property
+    def text(self) -> str:
+        """The meaning of the exit code, as a sentence."""
+        return _MEANINGS[self]
+
+
+_MEANINGS = {
+    ExitCode.OK: "The command did what it was asked for.",
+    ExitCode.FAILED: "The database or a host is unavailable, a check failed, or something remains to be done.",
+    ExitCode.BAD_ARGUMENT: "An argument or a setting is wrong, or the operator has to correct the database first.",
+    ExitCode.NOT_READY: "`status`: the indexer is not ready.",
+    ExitCode.UNKNOWN: "The DID, handle, record, relay, lexicon or ID is not in the database.",
+    ExitCode.DIFFERENT: "`audit`: database and network differ.",
+    ExitCode.INTERRUPTED: "The command was interrupted (Ctrl-C), or a question was not answered with yes.",
+}
+
 
 config_option = click.option(
     "--config",
@@ -36,17 +56,29 @@ config_option = click.option(
 )
 
 
-def command(name: str, group: click.Group | None = None) -> Callable[[Implementation[P]], click.Command]:
+json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as one line of JSON.")
+json_lines_option = click.option("--json", "as_json", is_flag=True, help="Print one line of JSON for each result.")
+
+
+def command(
+    name: str, group: click.Group | None = None, load: Callable[[Path | None], "Settings"] | None = None
+) -> Callable[[Implementation[P]], click.Command]:
     """Return a decorator that makes a command of a coroutine function, and adds it to `group` if there is one.
 
-    The function takes the settings as its first argument and returns the exit code.
+    The function takes the settings as its first argument and returns the exit code. `load` returns the settings; its
+    argument is the file that `--config` names. The default is `load_settings`.
     """
 
     def decorate(function: Implementation[P]) -> click.Command:
         @wraps(function)
         def invoke(*args: P.args, **options: P.kwargs) -> int:
+            import asyncio  # noqa: PLC0415
+
+            from indexer.monitoring.log import configure_logging  # noqa: PLC0415
+            from indexer.settings import load_settings  # noqa: PLC0415
+
             options.pop("config")
-            settings = load_settings(config_file())
+            settings = (load or load_settings)(config_file())
             configure_logging(settings.log_format, settings.log_level)
             return asyncio.run(function(settings, *args, **options))
 
@@ -68,6 +100,8 @@ def config_file() -> Path | None:
 
 
 def report_error(message: str, code: ExitCode) -> int:
-    """Write the message to stderr as one printable line, and return the exit code."""
-    click.echo(f"indexer: {printable(' '.join(message.split()))}", err=True)
+    """Write the message to stderr as one printable line without secrets, and return the exit code."""
+    from indexer.monitoring.log import printable  # noqa: PLC0415
+
+    click.echo(f"indexer: {printable(without_secrets(' '.join(message.split())))}", err=True)
     return code

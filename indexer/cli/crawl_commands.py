@@ -1,16 +1,24 @@
 """The commands `discover` and `sweep`, which read the repo list of a host."""
 
+from collections.abc import Callable
+
 import click
 
 from indexer.cli.arguments import NSID, ORIGIN
-from indexer.cli.command import ExitCode, command
+from indexer.cli.command import ExitCode, command, json_lines_option, json_option
 from indexer.cli.database import open_store
-from indexer.cli.output import progress_console
-from indexer.cli.progress_bars import crawl_progress_bar
-from indexer.clients import http_origin, open_outbound_client
+from indexer.cli.output import echo_result, progress_console
+from indexer.cli.progress_bars import show_progress
+from indexer.clients import http_origin, open_outbound_client, stored_policy
+from indexer.errors import UnavailableError
 from indexer.monitoring.metrics import Metrics
+from indexer.outbound import OutboundClient
 from indexer.service.crawl.discover import Discovery
+from indexer.service.open_gaps import OpenGaps
 from indexer.settings import Settings
+from indexer.store import Store
+from indexer.sync.crawl_progress import CrawlProgress
+from indexer.sync.shard import Shard
 
 
 @command("discover")
@@ -24,10 +32,11 @@ from indexer.settings import Settings
 )
 @click.option("--relay", metavar="URL", type=ORIGIN, help="Ask this relay. Default: the first of INDEXER_RELAYS.")
 @click.option("--pds", metavar="URL", type=ORIGIN, help="Ask this PDS instead of a relay.")
+@json_lines_option
 async def discover_command(
-    settings: Settings, *, collections: tuple[str, ...], relay: str | None, pds: str | None
+    settings: Settings, *, collections: tuple[str, ...], relay: str | None, pds: str | None, as_json: bool
 ) -> int:
-    """List the accounts of a host and start to track the unknown ones.
+    """List the accounts of a host and start tracking the unknown ones.
 
     The daemon fetches each repo and follows it from then on. An interrupted discovery continues where it stopped. Only
     a few hosts besides relays can list accounts by collection.
@@ -41,10 +50,14 @@ async def discover_command(
             progress = await discovery.begin(source, collection)
             name = f"{collection or 'all accounts'} of {source}"
             if progress.cursor is not None:
-                click.echo(f"{name}: continuing after {progress.listed:,} accounts", err=True)
-            with crawl_progress_bar(name, None, progress_console()) as on_progress:
-                progress = await discovery.run(progress, on_progress)
-            click.echo(f"{name}: {progress.listed} listed, {progress.found} added")
+                click.echo(f"{name}: continuing; accounts listed before: {progress.listed:,}", err=True)
+            with show_progress(name, discovery.expected, progress_console()) as shown:
+                progress = await discovery.run(
+                    progress, lambda now: shown.update(now.listed, note=f"{now.found:,} added")
+                )
+            counts = {"listed": progress.listed, "added": progress.found}
+            result = {"source": source, "collection": collection or None, **counts}
+            echo_result(result, f"{name}: {progress.listed} listed, {progress.found} added", as_json=as_json)
     if discovery.invalid_entries:
         click.echo(
             f"entries of the list that are not valid accounts and were skipped: {discovery.invalid_entries}", err=True
@@ -53,18 +66,45 @@ async def discover_command(
 
 
 @command("sweep")
-async def sweep_command(settings: Settings) -> int:
+@json_option
+async def sweep_command(settings: Settings, *, as_json: bool) -> int:
     """Compare the relay's repo list with the database.
 
     Request a resync for repos that are behind. A repo that seems behind is checked again after half a minute, because
-    the stream may still deliver its commits. The daemon does the same every INDEXER_SWEEP_INTERVAL, and whenever the
-    relay reports a gap.
+    the stream may still deliver its commits. If the scope is `all` repos, start tracking unknown ones. The daemon does
+    the same every INDEXER_SWEEP_INTERVAL, and whenever messages of the relay may have been missed. If the first relay
+    does not answer, the next one is asked.
+    """
+    async with open_store(settings) as store, open_outbound_client(settings) as outbound:
+        known = sum((await store.counts()).statuses.values())
+        with show_progress("accounts listed by the relay", known, progress_console()) as shown:
+            progress = await _reconcile_with_first_available(
+                settings, store, outbound, lambda now: shown.update(now.listed, note=f"{now.found:,} different")
+            )
+    text = f"accounts: {progress.listed} listed, {progress.found} different (resync requested)"
+    echo_result({"listed": progress.listed, "different": progress.found}, text, as_json=as_json)
+    return ExitCode.OK
+
+
+async def _reconcile_with_first_available(
+    settings: Settings, store: Store, outbound: OutboundClient, on_progress: Callable[[CrawlProgress], None]
+) -> CrawlProgress:
+    """Reconcile all shards with the first relay that answers.
+
+    Raises:
+        UnavailableError: No relay answers, or the database is unavailable.
     """
     from indexer.daemon import make_reconciliation  # noqa: PLC0415 - `discover` does not need it
 
-    async with open_store(settings) as store, open_outbound_client(settings) as outbound:
-        known = sum((await store.counts()).statuses.values())
-        with crawl_progress_bar("accounts listed by the relay", known, progress_console()) as on_progress:
-            progress = await make_reconciliation(settings, store, outbound, Metrics()).reconcile(on_progress)
-    click.echo(f"accounts: {progress.listed} listed, {progress.found} different (resync requested)")
-    return ExitCode.OK
+    settings = settings.model_copy(update={"shard": Shard()})
+    metrics = Metrics()
+    gaps = OpenGaps(store, settings.shard, metrics)
+    policy = await stored_policy(settings, store)
+    reconciliation = make_reconciliation(settings, store, outbound, metrics, gaps, tuple, lambda: policy.scope)
+    *others, last = map(http_origin, settings.relays)
+    for relay in others:
+        try:
+            return await reconciliation.reconcile(relay, on_progress)
+        except UnavailableError as error:
+            click.echo(f"{relay}: {error}; asking the next relay", err=True)
+    return await reconciliation.reconcile(last, on_progress)

@@ -2,13 +2,18 @@
 
 import click
 
-from indexer.cli.command import ExitCode, command, config_file
+from indexer.cli.arguments import LISTEN_ADDRESS
+from indexer.cli.command import ExitCode, command, config_file, json_option
+from indexer.cli.output import echo_result, progress_console
+from indexer.cli.progress_bars import show_progress
 from indexer.monitoring.log import configure_logging
-from indexer.settings import Settings
+from indexer.settings import Settings, load_log_settings
 
 
 @command("run")
-@click.option("--no-migrate", is_flag=True, help="Do not upgrade the database schema; stop if it is not current.")
+@click.option(
+    "--no-migrate", is_flag=True, help="Do not upgrade the database schema; stop if this release cannot use it."
+)
 @click.option(
     "--processes",
     default=1,
@@ -30,18 +35,21 @@ async def run_command(settings: Settings, *, no_migrate: bool, processes: int) -
 
 
 @command("migrate")
-async def migrate_command(settings: Settings) -> int:
+@json_option
+async def migrate_command(settings: Settings, *, as_json: bool) -> int:
     """Upgrade the database schema to the version of this release."""
     from indexer.cli.database import open_database  # noqa: PLC0415 - loads the database drivers
-    from indexer.store.migrate import migrate  # noqa: PLC0415
+    from indexer.store.migrate import migrate, schema_state  # noqa: PLC0415
 
     async with open_database(settings) as dsn:
-        await migrate(dsn)
-    click.echo("The database schema is current.")
+        with show_progress("versions of the schema", None, progress_console()) as progress:
+            await migrate(dsn, on_version=lambda applied, total: progress.update(applied, total=total))
+        version = (await schema_state(dsn)).database
+    echo_result({"version": version}, f"The database schema is current: version {version}.", as_json=as_json)
     return ExitCode.OK
 
 
-@command("demo")
+@command("demo", load=lambda _: load_log_settings())
 @click.option(
     "--seconds",
     default=30.0,
@@ -49,15 +57,28 @@ async def migrate_command(settings: Settings) -> int:
     type=click.FloatRange(5, 3_600),
     help="Duration of the activity in the network, in seconds.",
 )
-async def demo_command(settings: Settings, *, seconds: float) -> int:
+@click.option("--keep", is_flag=True, help="Continue to run after the comparison, until Ctrl-C.")
+@click.option(
+    "--serve",
+    type=LISTEN_ADDRESS,
+    metavar="HOST:PORT",
+    help="Run no daemon: serve the network at this address and the next three ports until SIGTERM or SIGINT. "
+    "Its accounts also write statuses of the example app Statusphere, and its PDSes accept records from everybody.",
+)
+async def demo_command(settings: Settings, *, seconds: float, keep: bool, serve: tuple[str, int] | None) -> int:
     """Run the daemon against a small local network.
 
     All commits of the network are really signed. At the end, database and network are compared. All data is temporary,
-    and all hosts are on loopback. The exit code is 0 only if every repo is synchronized and equal.
+    and all hosts are on loopback. Settings have no effect, except INDEXER_LOG_FORMAT and INDEXER_LOG_LEVEL. The exit
+    code is 0 only if every repo is synchronized and equal.
     """
-    from indexer.cli.demo import demo  # noqa: PLC0415 - loads the local network
+    if serve is not None:
+        from indexer.cli.demo_network import serve_network  # noqa: PLC0415 - loads the local network
+
+        return await serve_network(*serve, seconds)
+    from indexer.cli.demo import demo  # noqa: PLC0415
 
     if "log_level" not in settings.model_fields_set:
         # The network causes warnings on purpose, and they would disturb the live table.
         configure_logging(settings.log_format, "error")
-    return await demo(settings, seconds)
+    return await demo(settings, seconds, keep=keep)

@@ -23,7 +23,8 @@ async def open_store(settings: Settings, *, connections: int = 1, readonly: bool
     """Open the store.
 
     Raises:
-        SchemaVersionError: The database schema is not the version that this release needs.
+        SchemaVersionError: This release cannot use the version of the database schema.
+        SettingsError: The operator has to correct the URL, the password or a privilege.
         DatabaseError: The database does not answer.
     """
     async with open_database(settings) as dsn:

@@ -8,8 +8,10 @@ schema `atproto`, as AppViews do.
 import asyncio
 import tempfile
 from collections import Counter
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from time import monotonic
 
@@ -21,7 +23,7 @@ from indexer.cli.command import ExitCode
 from indexer.daemon import Daemon, open_daemon
 from indexer.localnet.local_network import LocalNetwork
 from indexer.localnet.scenario import Scenario, ScenarioReport
-from indexer.monitoring.health import serve_health
+from indexer.process_setup import StopRequest, stop_on_signals
 from indexer.settings import Settings
 from indexer.store import Store
 from indexer.store.embedded import database
@@ -31,6 +33,9 @@ COMMITS_PER_SECOND = 40.0
 SETTLE_SECONDS = 30.0
 """Maximum time, after the activity, until the database equals the network."""
 REFRESH_SECONDS = 0.25
+KEPT_COMMITS_PER_SECOND = 4.0
+"""Rate of commits after the comparison, with `--keep`."""
+STOP_SECONDS = 25.0
 MAX_LISTED_DIFFERENCES = 10
 
 
@@ -49,8 +54,11 @@ class NetworkComparison:
     differences: list[str]
 
 
-async def demo(settings: Settings, seconds: float, console: Console | None = None) -> int:
-    """Run the demo with `seconds` of activity. The exit code is 0 only if every repo is synchronized and equal."""
+async def demo(settings: Settings, seconds: float, console: Console | None = None, *, keep: bool = False) -> int:
+    """Run the demo with `seconds` of activity. The exit code is 0 only if every repo is synchronized and equal.
+
+    With `keep`, the network and the daemon continue to run afterwards, until SIGINT or SIGTERM.
+    """
     console = console or Console(soft_wrap=True)
     async with AsyncExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="indexer-demo-")))
@@ -60,11 +68,28 @@ async def demo(settings: Settings, seconds: float, console: Console | None = Non
         network = await stack.enter_async_context(LocalNetwork())
         settings = _local_settings(settings, network, directory)
         daemon = await stack.enter_async_context(open_daemon(settings, dsn))
-        server = serve_health(settings.http_bind, daemon.probe, daemon.metrics.registry)
-        address = await stack.enter_async_context(server)
+        address = await stack.enter_async_context(daemon.serve_http())
         console.print(f"The daemon consumes {network.relay_url}. Status page and metrics: http://{address}/")
-        report, comparison = await _run_scenario(network, daemon, seconds, console)
-    return _print_result(report, comparison, console)
+        serving = await stack.enter_async_context(_running(daemon))
+        scenario = Scenario(network)
+        comparison = await _run_scenario(network, daemon, serving, scenario, seconds, console)
+        code = _print_result(scenario.report, comparison, console)
+        _print_status_page(f"http://{address}/" if keep else None, next(iter(network.accounts)), console)
+        if keep:
+            await _keep_running(scenario, serving)
+    return code
+
+
+@asynccontextmanager
+async def _running(daemon: Daemon) -> AsyncIterator[asyncio.Task[int]]:
+    """Run the daemon during the block; yield its task."""
+    stop = StopRequest()
+    serving = asyncio.create_task(daemon.run(stop))
+    try:
+        yield serving
+    finally:
+        stop.set()
+        await serving
 
 
 async def compare(network: LocalNetwork, store: Store) -> NetworkComparison:
@@ -105,11 +130,14 @@ def _local_settings(settings: Settings, network: LocalNetwork, directory: Path) 
 
 
 async def _run_scenario(
-    network: LocalNetwork, daemon: Daemon, seconds: float, console: Console
-) -> tuple[ScenarioReport, NetworkComparison]:
-    stop = asyncio.Event()
-    scenario = Scenario(network)
-    serving = asyncio.create_task(daemon.run(stop))
+    network: LocalNetwork,
+    daemon: Daemon,
+    serving: asyncio.Task[int],
+    scenario: Scenario,
+    seconds: float,
+    console: Console,
+) -> NetworkComparison:
+    """Run the scenario, and wait until database and network are equal, at most `SETTLE_SECONDS`."""
     acting = asyncio.create_task(scenario.run(seconds, COMMITS_PER_SECOND))
     ends_at = monotonic() + seconds
     try:
@@ -118,6 +146,7 @@ async def _run_scenario(
                 _raise_if_ended(serving)
                 live.update(await _live_table(network, daemon, scenario.report, ends_at - monotonic()))
                 await asyncio.wait([acting, serving], timeout=REFRESH_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            acting.result()
             deadline = monotonic() + SETTLE_SECONDS
             comparison = await compare(network, daemon.store)
             while (comparison.differences or not _all_events_stored(network, daemon)) and monotonic() < deadline:
@@ -125,14 +154,26 @@ async def _run_scenario(
                 live.update(await _live_table(network, daemon, scenario.report, 0.0))
                 await asyncio.wait([serving], timeout=REFRESH_SECONDS)
                 comparison = await compare(network, daemon.store)
-        return acting.result(), comparison
+        return comparison
     finally:
-        stop.set()
         acting.cancel()
-        await serving
 
 
-def _raise_if_ended(serving: asyncio.Task[None]) -> None:
+async def _keep_running(scenario: Scenario, serving: asyncio.Task[int]) -> None:
+    """Let the accounts continue to act, slowly, until SIGINT or SIGTERM."""
+    stop = StopRequest()
+    with stop_on_signals(stop, STOP_SECONDS):
+        for step in count(1):
+            _raise_if_ended(serving)
+            scenario.perform(step, 1)  # no account event is due after the last step
+            with suppress(TimeoutError):
+                async with asyncio.timeout(1 / KEPT_COMMITS_PER_SECOND):
+                    await stop.wait()
+            if stop.is_set():
+                return
+
+
+def _raise_if_ended(serving: asyncio.Task[int]) -> None:
     if serving.done():
         serving.result()
 
@@ -174,10 +215,21 @@ def _print_result(report: ScenarioReport, comparison: NetworkComparison, console
             "each the same in the database and in the network."
         )
         return ExitCode.OK
-    console.print(f"[bold red]DIFFERENT[/]: {len(comparison.differences)} differences")
+    console.print(f"[bold red]DIFFERENT[/], differences: {len(comparison.differences)}")
     for difference in comparison.differences[:MAX_LISTED_DIFFERENCES]:
         console.print(f"  {difference}", highlight=False)
     return ExitCode.FAILED
+
+
+def _print_status_page(address: str | None, did: str, console: Console) -> None:
+    """Say where the status page is, if it is still served, and what to look at."""
+    if address is None:
+        console.print("Status page: run `indexer demo --keep`, which continues to run, and open the address it prints.")
+    else:
+        console.print(f"Status page: {address} (Ctrl-C ends the demo)", highlight=False)
+    console.print("  Look at the first line (ready or not, and why), lag and rates of the last hour, repos by state,")
+    console.print("  resyncs in progress, failing hosts, dead letters, and consumers of the change log.")
+    console.print(f"  Look up an account: {did}", highlight=False)
 
 
 def _counts(counter: Counter[str]) -> str:

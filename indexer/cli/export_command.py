@@ -9,7 +9,7 @@ import click
 from indexer.cli.arguments import NSID
 from indexer.cli.command import ExitCode, command
 from indexer.cli.database import open_store
-from indexer.cli.export_files import export
+from indexer.cli.export_files import export, require_library
 from indexer.settings import Settings
 
 
@@ -31,12 +31,13 @@ async def export_command(
 ) -> int:
     """Write all visible records of a collection to a file.
 
-    The file has the records of one point in time, as JSON lines or Parquet. Parquet needs the library pyarrow (pip
-    install 'indexer[parquet]'). The file appears only when it is complete. The memory use does not depend on the number
-    of records.
+    The file has the records of one point in time, as JSON lines or Parquet. Parquet needs the library pyarrow,
+    which the extra `parquet` of the package installs. The file appears only when it is complete. The memory use does
+    not depend on the number of records.
     """
     if form == "parquet" and output is None and sys.stdout.isatty():
         raise click.UsageError("Parquet cannot be written to a terminal. Give --output.")
+    require_library(form)
     async with open_store(settings) as store:
         count = await export(store, collection, form, output)
     click.echo(f"records: {count:,}", err=True)

@@ -1,16 +1,18 @@
 """Write the records of a collection to a file: JSON lines or Parquet, as of one point in time, in bounded memory."""
 
+import io
 import os
 import sys
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import ExitStack, aclosing, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, Literal, Protocol
+from typing import IO, Any, Literal, Protocol
 
 import orjson
 
 from indexer.cli.output import progress_console
-from indexer.cli.progress_bars import count_progress_bar
+from indexer.cli.progress_bars import show_progress
 from indexer.errors import SettingsError
 from indexer.store import ExportedRecord, Store
 
@@ -19,6 +21,15 @@ ROW_GROUP_BYTES = 16 * 1024 * 1024
 """Approximate size of one row group, which a Parquet reader loads as a whole."""
 ROW_BYTES = 250
 """Approximate size of a row without its value."""
+
+
+def require_library(form: Format) -> None:
+    """Raise `SettingsError` if the library that writes this format is not installed."""
+    if form == "parquet" and find_spec("pyarrow") is None:
+        raise SettingsError(
+            "Parquet needs the library pyarrow, which is not installed; install the package as "
+            "atproto-indexer[parquet], or build its image with --build-arg EXTRAS=parquet"
+        )
 
 
 class ExportWriter(Protocol):
@@ -30,6 +41,9 @@ class ExportWriter(Protocol):
     def finish(self) -> None:
         """Write the end of the file."""
 
+    def abandon(self) -> None:
+        """Write nothing any more. After an error, a format with an end mark then shows that the file is cut off."""
+
 
 async def export(store: Store, collection: str, form: Format, output: Path | None) -> int:
     """Write the visible records of a collection to a file, or to stdout; return their number.
@@ -39,11 +53,11 @@ async def export(store: Store, collection: str, form: Format, output: Path | Non
     Raises:
         UnavailableError: The database does not answer.
         OSError: The file cannot be written.
-        SettingsError: The library for Parquet is not installed.
     """
     with ExitStack() as stack:
         file = stack.enter_context(_new_file(output)) if output else sys.stdout.buffer
         writer: ExportWriter = JsonLinesWriter(file) if form == "jsonl" else ParquetWriter(file)
+        stack.callback(writer.abandon)
         count = await _write_pages(
             writer, store.export_collection(collection), await store.estimate_records(collection)
         )
@@ -54,14 +68,12 @@ async def export(store: Store, collection: str, form: Format, output: Path | Non
 
 async def _write_pages(writer: ExportWriter, pages: AsyncGenerator[list[ExportedRecord]], estimate: int) -> int:
     count = 0
-    with count_progress_bar("records", progress_console()) as progress:
-        task = progress.add_task("records", total=estimate)
+    with show_progress("records", estimate, progress_console()) as progress:
         async with aclosing(pages):
             async for page in pages:
                 writer.write(page)
                 count += len(page)
-                progress.update(task, completed=count, total=max(count, estimate))
-        progress.update(task, completed=count, total=count)
+                progress.update(count, total=max(count, estimate))
     return count
 
 
@@ -94,20 +106,38 @@ class JsonLinesWriter:
     def finish(self) -> None:
         """Do nothing: the format has no end mark."""
 
+    def abandon(self) -> None:
+        """Do nothing: each page was written at once."""
+
+
+class _Sink(io.RawIOBase):
+    """Passes bytes on until it is cut off. The Parquet library writes the end of a file when its writer is deleted."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.cut_off = False
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        if not self.cut_off:
+            self._file.write(data)
+        return len(data)
+
 
 class ParquetWriter:
     """Writes Parquet with the same columns; `value` is JSON text."""
 
     def __init__(self, file: IO[bytes]) -> None:
-        try:
-            import pyarrow as pa  # noqa: PLC0415 - a large optional library
-            import pyarrow.parquet as pq  # noqa: PLC0415
-        except ImportError:
-            raise SettingsError("Parquet needs the library pyarrow: pip install 'indexer[parquet]'") from None
+        import pyarrow as pa  # noqa: PLC0415 - a large optional library
+        import pyarrow.parquet as pq  # noqa: PLC0415
+
         types = {"indexed_at": pa.timestamp("us", tz="UTC")}
         self._schema = pa.schema([(name, types.get(name, pa.string())) for name in ExportedRecord._fields])
         self._pa = pa
-        self._writer = pq.ParquetWriter(file, self._schema, compression="zstd")
+        self._sink = _Sink(file)
+        self._writer = pq.ParquetWriter(self._sink, self._schema, compression="zstd")
         self._group: list[ExportedRecord] = []
         self._bytes = 0
 
@@ -122,6 +152,10 @@ class ParquetWriter:
         """Write the last row group and the footer."""
         self._write_group()
         self._writer.close()
+
+    def abandon(self) -> None:
+        """Write nothing any more. Without `finish` before, the file has no footer, and no reader accepts it."""
+        self._sink.cut_off = True
 
     def _write_group(self) -> None:
         if self._group:

@@ -1,6 +1,6 @@
 """Verify a CAR export of a repo offline, and list its records."""
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,8 +58,12 @@ class InspectedExport:
 
 
 @asynccontextmanager
-async def open_export(file: Path, key: PublicKey | None, limits: Limits) -> AsyncIterator[InspectedExport]:
+async def open_export(
+    file: Path, key: PublicKey | None, limits: Limits, on_read: Callable[[int], None] = lambda _: None
+) -> AsyncIterator[InspectedExport]:
     """Read and verify a CAR file. The memory use hardly depends on its size.
+
+    `on_read` is called with the number of bytes that are read.
 
     Raises:
         OSError: The file cannot be read.
@@ -70,6 +74,7 @@ async def open_export(file: Path, key: PublicKey | None, limits: Limits) -> Asyn
         with file.open("rb") as opened:
             while chunk := opened.read(_CHUNK_BYTES):
                 spool.write(chunk)
+                on_read(opened.tell())
         spool.finish()
         blocks = _ObservedBlocks(spool)
         try:

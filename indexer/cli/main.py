@@ -3,7 +3,6 @@
 Results go to stdout, log lines and errors to stderr.
 """
 
-import asyncio
 import os
 import sys
 from collections.abc import Sequence
@@ -12,29 +11,40 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.exceptions import NoArgsIsHelpError
 
 from indexer import __version__
 from indexer.cli.command import ExitCode, config_option, report_error
 from indexer.errors import SettingsError, UnavailableError
 
-COMMAND_MODULES = {
-    "run": "daemon_commands",
-    "migrate": "daemon_commands",
-    "demo": "daemon_commands",
-    "status": "status_commands",
-    "repo": "status_commands",
-    "record": "status_commands",
-    "add": "repo_commands",
-    "resync": "repo_commands",
-    "takedown": "repo_commands",
-    "discover": "crawl_commands",
-    "sweep": "crawl_commands",
-    "rejected": "rejected_commands",
-    "audit": "audit_command",
-    "export": "export_command",
-    "inspect": "inspect_command",
+COMMANDS = {
+    "run": ("daemon_commands", "Run the daemon: consume, verify, resync, serve health checks and metrics."),
+    "migrate": ("daemon_commands", "Upgrade the database schema to the version of this release."),
+    "demo": ("daemon_commands", "Run the daemon against a small local network."),
+    "status": ("status_commands", "Show cursor, lag, repos by status, resync queue, throughput and progress."),
+    "repo": ("status_commands", "Show everything that is known about one repo."),
+    "record": ("status_commands", "Show the CID, the value and the rev of one record."),
+    "add": ("repo_commands", "Start tracking repos."),
+    "resync": ("repo_commands", "Request a resync of repos."),
+    "takedown": ("repo_commands", "Hide a repo from the public views."),
+    "discover": ("crawl_commands", "List the accounts of a host and start tracking the unknown ones."),
+    "sweep": ("crawl_commands", "Compare the relay's repo list with the database."),
+    "rejected": ("rejected_commands", "List, show or replay dead letters."),
+    "scope": ("scope_commands", "Show or change which repos are tracked and which collections are stored."),
+    "cursor": ("cursor_commands", "Show or reset the stored positions in the streams of relays."),
+    "audit": ("audit_command", "Fetch repos again and compare every record with the database."),
+    "export": ("export_command", "Write all visible records of a collection to a file."),
+    "lexicon": ("lexicon_commands", "Add lexicons, and query records through views with typed columns."),
+    "inspect": ("inspect_command", "Verify a CAR export of a repo offline and list its records."),
+    "backup": ("backup_commands", "Write a backup of the database to a file."),
+    "restore": ("backup_commands", "Restore a backup into an empty database."),
+    "completion": ("completion_command", "Print the script that completes commands and options in a shell."),
+    "doctor": ("doctor", "Check settings, database, disk, clock, relays, directories, DNS and limits."),
 }
-"""The module of each command in `indexer.cli`. The function of the command `x` is `x_command`."""
+"""The module of each command in `indexer.cli`, and its short help. The function of the command `x` is `x_command`.
+
+The short help is here, too, so that help and shell completion do not import all modules, which takes seconds.
+"""
 
 
 class CommandGroup(click.Group):
@@ -42,41 +52,49 @@ class CommandGroup(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - the signature of click
         """Return the names of all commands."""
-        return sorted(COMMAND_MODULES)
+        return sorted(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
-        """Import a command and return it; None if there is no command with this name."""
-        if cmd_name not in COMMAND_MODULES:
+        """Return a command that has only its name and its short help; None if there is no command with this name."""
+        if cmd_name not in COMMANDS:
             return None
-        module = import_module(f"indexer.cli.{COMMAND_MODULES[cmd_name]}")
-        found: click.Command = getattr(module, f"{cmd_name}_command")
-        return found
+        return click.Command(cmd_name, short_help=COMMANDS[cmd_name][1])
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command that the arguments begin with.
+        """Import the command that the arguments begin with, and return it.
 
         Raises:
             NoSuchCommand: There is no such command.
         """
-        if args[0] not in COMMAND_MODULES:
-            raise click.NoSuchCommand(args[0], possibilities=COMMAND_MODULES, ctx=ctx)
-        return super().resolve_command(ctx, args)
+        if args[0] not in COMMANDS:
+            raise click.NoSuchCommand(args[0], possibilities=COMMANDS, ctx=ctx)
+        return args[0], load_command(args[0]), args[1:]
+
+
+def load_command(name: str) -> click.Command:
+    """Import a command and return it."""
+    module = import_module(f"indexer.cli.{COMMANDS[name][0]}")
+    found: click.Command = getattr(module, f"{name}_command")
+    return found
 
 
 @click.group(
     cls=CommandGroup,
-    no_args_is_help=False,
+    invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 @click.version_option(__version__, prog_name="indexer")
 @config_option
-def commands(config: Path | None) -> None:
+@click.pass_context
+def commands(context: click.Context, /, config: Path | None) -> None:  # noqa: ARG001 - commands read it from the context
     """Index the records of the AT Protocol in Postgres: complete, current and verified.
 
     Settings come from defaults, then a TOML file, then environment variables INDEXER_…; the later source wins.
     """
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -94,8 +112,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return report_error(str(error), ExitCode.FAILED)
     except (click.Abort, KeyboardInterrupt):
         return ExitCode.INTERRUPTED
-    except asyncio.CancelledError:  # the second signal to the daemon
-        return ExitCode.FAILED
     return code if isinstance(code, int) else ExitCode.OK
 
 
@@ -103,4 +119,6 @@ def _message(error: click.ClickException | SettingsError) -> str:
     if not isinstance(error, click.ClickException):
         return str(error)
     context = error.ctx if isinstance(error, click.UsageError) else None
-    return error.format_message().rstrip(".") + (f"; see {context.command_path} --help" if context else "")
+    # click's message for a group without a command is the whole help.
+    text = "Missing command" if isinstance(error, NoArgsIsHelpError) else error.format_message()
+    return text.rstrip(".") + (f"; see {context.command_path} --help" if context else "")

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import Any
 
+import click
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -28,6 +29,11 @@ def progress_console() -> Console:
 def to_json(value: Any) -> str:
     """Return the value as one line of JSON in ASCII, which cannot control a terminal."""
     return json.dumps(value, default=datetime.isoformat)
+
+
+def echo_result(result: Mapping[str, Any], text: str, *, as_json: bool) -> None:
+    """Print a result on stdout: as one line of JSON for scripts, otherwise as text."""
+    click.echo(to_json(result) if as_json else text)
 
 
 def to_readable_json(value: Any) -> str:

@@ -1,12 +1,13 @@
 """The command `rejected` and its subcommands `list`, `show` and `replay`."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO
 
 import click
 
 from indexer.cli.arguments import DEAD_LETTER_ID, DID, REASON
-from indexer.cli.command import ExitCode, command, config_option, report_error
+from indexer.cli.command import ExitCode, command, config_option, json_lines_option, json_option, report_error
 from indexer.cli.database import open_store
 from indexer.cli.dead_letter_text import (
     dead_letter_dict,
@@ -15,7 +16,7 @@ from indexer.cli.dead_letter_text import (
     replay_line,
     report_facts,
 )
-from indexer.cli.output import fact_table, result_console, to_json, to_readable_json
+from indexer.cli.output import echo_result, fact_table, result_console, to_json, to_readable_json
 from indexer.monitoring.log import printable
 from indexer.reasons import Rejection
 from indexer.settings import Settings
@@ -48,7 +49,7 @@ def rejected_command(config: Path | None) -> None:
 @click.option(
     "--limit", default=50, show_default=True, type=click.IntRange(1, 1_000_000), help="Maximum number of messages."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON per message.")
+@json_lines_option
 async def list_command(
     settings: Settings, *, reason: Rejection | None, did: str | None, limit: int, as_json: bool
 ) -> int:
@@ -67,7 +68,7 @@ async def list_command(
 
 @command("show", rejected_command)
 @click.argument("number", metavar="ID", type=DEAD_LETTER_ID)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 @click.option(
     "--frame", type=click.File("wb", lazy=True), help="Write the bytes of the message to a file, and print nothing."
 )
@@ -95,7 +96,10 @@ async def show_command(settings: Settings, *, number: int, as_json: bool, frame:
 @command("replay", rejected_command)
 @click.argument("numbers", nargs=-1, metavar="ID…", type=DEAD_LETTER_ID)
 @click.option("--reason", metavar="REASON", type=REASON, help="Replay every message rejected for this reason.")
-async def replay_command(settings: Settings, *, numbers: tuple[int, ...], reason: Rejection | None) -> int:
+@json_lines_option
+async def replay_command(
+    settings: Settings, *, numbers: tuple[int, ...], reason: Rejection | None, as_json: bool
+) -> int:
     """Process messages again as if they had just arrived.
 
     They are processed in the order of their IDs. The present settings, keys and repo states apply. A daemon may run at
@@ -113,7 +117,7 @@ async def replay_command(settings: Settings, *, numbers: tuple[int, ...], reason
     async with open_store(settings) as store, open_replay(settings, store) as replay:
         for number in sorted(set(numbers)) if reason is None else await store.dead_letter_ids(reason):
             result = await replay.replay(number)
-            click.echo(replay_line(result))
+            echo_result(asdict(result), replay_line(result), as_json=as_json)
             remaining += result.remains
             unknown += not result.exists
     if unknown and numbers:

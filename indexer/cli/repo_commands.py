@@ -1,13 +1,16 @@
 """The commands `add`, `resync` and `takedown`."""
 
+from contextlib import aclosing, nullcontext
 from itertools import islice
 from typing import IO
 
 import click
 
 from indexer.cli.arguments import DID, DID_OR_STDIN, STDIN, read_dids
-from indexer.cli.command import ExitCode, command, report_error
+from indexer.cli.command import ExitCode, command, json_option, report_error
 from indexer.cli.database import open_store
+from indexer.cli.output import echo_result, progress_console
+from indexer.cli.progress_bars import show_progress
 from indexer.settings import Settings
 
 ADD_BATCH_SIZE = 10_000
@@ -16,8 +19,9 @@ ADD_BATCH_SIZE = 10_000
 @command("add")
 @click.argument("dids", nargs=-1, metavar="DID…|-", type=DID_OR_STDIN)
 @click.option("--file", "-f", type=click.File(errors="replace"), help="Read DIDs from a file, one per line.")
-async def add_command(settings: Settings, *, dids: tuple[str, ...], file: IO[str] | None) -> int:
-    """Start to track repos.
+@json_option
+async def add_command(settings: Settings, *, dids: tuple[str, ...], file: IO[str] | None, as_json: bool) -> int:
+    """Start tracking repos.
 
     The daemon fetches each repo and follows it from then on. With `-`, read DIDs from standard input, one per line.
     Empty lines and lines that start with # are skipped.
@@ -30,11 +34,17 @@ async def add_command(settings: Settings, *, dids: tuple[str, ...], file: IO[str
         file = click.open_file(STDIN, errors="replace")
     given = read_dids(file) if file else iter(dids)
     added = count = 0
+    typed = file is not None and file.isatty()  # a bar would disturb the input
+    shown = nullcontext() if typed else show_progress("repos", None, progress_console())
     async with open_store(settings) as store:
-        while batch := list(islice(given, ADD_BATCH_SIZE)):
-            count += len(batch)
-            added += await store.add_repos(batch)
-    click.echo(f"repos: {added} added, {count - added} already tracked")
+        with shown as progress:
+            while batch := list(islice(given, ADD_BATCH_SIZE)):
+                count += len(batch)
+                added += await store.track(batch)
+                if progress is not None:
+                    progress.update(count, note=f"{added:,} added")
+    result = {"added": added, "already_tracked": count - added}
+    echo_result(result, f"repos: {added} added, {count - added} already tracked", as_json=as_json)
     return ExitCode.OK
 
 
@@ -42,7 +52,10 @@ async def add_command(settings: Settings, *, dids: tuple[str, ...], file: IO[str
 @click.argument("dids", nargs=-1, metavar="DID…", type=DID)
 @click.option("--errored", is_flag=True, help="Request a resync of every repo whose last resync failed.")
 @click.option("--all", "everything", is_flag=True, help="Request a resync of every repo.")
-async def resync_command(settings: Settings, *, dids: tuple[str, ...], errored: bool, everything: bool) -> int:
+@json_option
+async def resync_command(
+    settings: Settings, *, dids: tuple[str, ...], errored: bool, everything: bool, as_json: bool
+) -> int:
     """Request a resync of repos.
 
     The daemon fetches the repos again and compares them with the database. The records stay visible in the meantime.
@@ -51,8 +64,16 @@ async def resync_command(settings: Settings, *, dids: tuple[str, ...], errored: 
         raise click.UsageError("Give DIDs, or --errored, or --all.")
     given = sorted(set(dids))
     async with open_store(settings) as store:
-        requested = await store.request_resyncs(given, errored=errored, everything=everything)
-    click.echo(f"resyncs: {requested} requested")
+        if given:
+            requested = await store.request_resyncs(given)
+        else:
+            with show_progress("repos", await store.estimate_repos(), progress_console()) as progress:
+                requested = seen = 0
+                async with aclosing(store.request_resyncs_of_all(errored=errored)) as pages:
+                    async for page in pages:
+                        requested, seen = requested + page.requested, seen + page.repos
+                        progress.update(seen, note=f"{requested:,} requested")
+    echo_result({"requested": requested}, f"resyncs: {requested} requested", as_json=as_json)
     if requested < len(given):
         return report_error(f"{len(given) - requested} of the DIDs are not in the database", ExitCode.UNKNOWN)
     return ExitCode.OK
@@ -61,7 +82,8 @@ async def resync_command(settings: Settings, *, dids: tuple[str, ...], errored: 
 @command("takedown")
 @click.argument("did", metavar="DID", type=DID)
 @click.option("--reverse", is_flag=True, help="Make the repo visible again.")
-async def takedown_command(settings: Settings, *, did: str, reverse: bool) -> int:
+@json_option
+async def takedown_command(settings: Settings, *, did: str, reverse: bool, as_json: bool) -> int:
     """Hide a repo from the public views.
 
     It stays hidden whatever its hosting status is. The daemon still keeps it up to date.
@@ -70,5 +92,6 @@ async def takedown_command(settings: Settings, *, did: str, reverse: bool) -> in
         known = await store.set_takedown(did, on=not reverse)
     if not known:
         return report_error(f"{did} is not in the database", ExitCode.UNKNOWN)
-    click.echo(f"{did} is {'no longer taken down' if reverse else 'taken down'}")
+    text = f"{did} is {'no longer taken down' if reverse else 'taken down'}"
+    echo_result({"did": did, "takedown": not reverse}, text, as_json=as_json)
     return ExitCode.OK

@@ -12,7 +12,7 @@ from rich.live import Live
 
 from indexer.atproto.syntax import AtUri, is_did
 from indexer.cli.arguments import ACCOUNT, RECORD_URI
-from indexer.cli.command import ExitCode, command, report_error
+from indexer.cli.command import ExitCode, command, json_option, report_error
 from indexer.cli.database import open_store
 from indexer.cli.output import fact_table, result_console, to_json, to_readable_json
 from indexer.cli.status_report import Sample, Status, status_of
@@ -30,7 +30,7 @@ RATE_SECONDS = 60.0
 
 
 @command("status")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON; with --watch one line per second.")
+@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON; with --watch one per second.")
 @click.option("--watch", is_flag=True, help="Update the status every second until interrupted.")
 async def status_command(settings: Settings, *, as_json: bool, watch: bool) -> int:
     """Show cursor, lag, repos by status, resync queue, throughput and progress.
@@ -55,7 +55,7 @@ async def status_command(settings: Settings, *, as_json: bool, watch: bool) -> i
 
 @command("repo")
 @click.argument("account", metavar="DID|HANDLE", type=ACCOUNT)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 async def repo_command(settings: Settings, *, account: str, as_json: bool) -> int:
     """Show everything that is known about one repo.
 
@@ -76,7 +76,7 @@ async def repo_command(settings: Settings, *, account: str, as_json: bool) -> in
 
 @command("record")
 @click.argument("uri", metavar="AT-URI", type=RECORD_URI)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 async def record_command(settings: Settings, *, uri: AtUri, as_json: bool) -> int:
     """Show the CID, the value and the rev of one record."""
     async with open_store(settings) as store:

@@ -1,16 +1,28 @@
 """The state of the indexer as the database shows it: the data of `indexer status`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, Literal
 
 from indexer.cli.output import duration_text
-from indexer.monitoring.readiness import MAX_READY_LAG_SECONDS
+from indexer.monitoring.backfill import backfill_of
+from indexer.monitoring.readiness import MAX_LISTED_GAPS, MAX_READY_LAG_SECONDS, ReadinessReason, describe_gap
+from indexer.monitoring.status_rows import (
+    ConsumerStatus,
+    GapStatus,
+    LinkStatus,
+    consumer_status,
+    gap_status,
+    link_status,
+)
+from indexer.service.live.event_clock import MAX_AHEAD
 from indexer.store import Counts
+from indexer.store.shard_lock import ShardSession
+from indexer.sync.feed_delivery import RefusedEvent
+from indexer.sync.gap import OpenGap
 from indexer.sync.plans import Cursor
-from indexer.sync.repo_state import SyncStatus
-from indexer.sync.shard import Shard
+from indexer.sync.shard import BUCKETS, Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +31,8 @@ class CursorStatus:
 
     Attributes:
         event_time: Time of the event at the cursor, as the relay wrote it.
-        lag_seconds: Age of the event at the cursor, or seconds since the stream had no more events, whichever is less.
-            None if both are unknown, because the relay's time cannot be read.
+        lag_seconds: Seconds since the moment up to which all events are stored, by the times of most accounts, or since
+            the stream had no more events. None if it is unknown, because no event has a possible time.
     """
 
     relay: str
@@ -31,23 +43,43 @@ class CursorStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class ConsumerStatus:
-    """A registered consumer of the change log.
+class DaemonStatus:
+    """A daemon with the role `live`.
 
     Attributes:
-        seq: The last change that it was given.
-        behind: Number of changes that it has not been given.
-        lag_seconds: Age of the oldest of those changes.
-        silent_seconds: Seconds since it last asked for changes.
-        cut_off: True if it was disconnected and has to register again.
+        shard: Its shard as i/n, or its range of buckets if n does not divide them equally.
+        state: `owns` if it processes the shard, `waits` if another process holds a part of it.
+        client: The network address of the process.
+        pid: The process ID of its session in Postgres.
+        seconds: Seconds since that session began.
     """
 
-    name: str
-    seq: int
-    behind: int
-    lag_seconds: float
-    silent_seconds: float
-    cut_off: bool
+    shard: str
+    state: Literal["owns", "waits"]
+    client: str
+    pid: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedEventStatus:
+    """An event that clients of the feed do not acknowledge although they acknowledge others.
+
+    Attributes:
+        id: The number of the event.
+        action: What the event says of the record.
+        uri: The record, or the repo for an identity event.
+        attempts: How often it was sent.
+        seconds: Seconds since it was first not acknowledged.
+        failure: Why it counts as not acknowledged.
+    """
+
+    id: int
+    action: str
+    uri: str
+    attempts: int
+    seconds: float
+    failure: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +107,14 @@ class Status:
 
     Attributes:
         database: The URL of the database, without a password.
-        not_ready: The reason why the indexer is not ready; None if it is ready.
+        not_ready_reasons: All reasons why the indexer is not ready, as far as the database shows them.
         reasons: Number of repos by the reason why they are not synchronized.
         failures: Number of repos by the reason why their last fetch failed.
+        counted_share: Share of the table that was counted; below 1, the numbers of repos are estimates.
         records: Estimated number of records.
         resync_queue: Number of repos that wait for a resync.
         parked: Number of repos that are not tried again until an event unparks them.
+        unproven: Number of repos to which an undecidable commit was applied since their last complete export.
         resyncs_per_second: Rate at which repos leave the queue, synchronized or parked. Repos that enter the queue in
             the meantime do not reduce it.
         progress: Share of synchronized repos among those that are synchronized or waiting; None if there are none.
@@ -88,24 +122,35 @@ class Status:
     """
 
     database: str
-    not_ready: str | None
+    not_ready_reasons: list[ReadinessReason]
     cursors: list[CursorStatus]
     repos: dict[str, int]
     reasons: dict[str, int]
     failures: dict[str, int]
+    counted_share: float
     records: int
     resync_queue: int
     parked: int
+    unproven: int
     events_per_second: float
     resyncs_per_second: float
     progress: float | None
     seconds_left: float | None
     consumers: list[ConsumerStatus]
+    refused_events: list[RefusedEventStatus]
     paused_hosts: list[PausedHost]
+    gaps: list[GapStatus]
+    daemons: list[DaemonStatus]
+    links: LinkStatus
+
+    @property
+    def not_ready(self) -> str | None:
+        """The message of the first reason; None if the indexer is ready."""
+        return self.not_ready_reasons[0].message if self.not_ready_reasons else None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the status as the JSON object that `indexer status --json` prints."""
-        return {"ready": self.not_ready is None, **asdict(self)}
+        return {"ready": not self.not_ready_reasons, "not_ready": self.not_ready, **asdict(self)}
 
 
 def status_of(database: str, shard: Shard, earlier: Sample, now: Sample) -> Status:
@@ -115,40 +160,47 @@ def status_of(database: str, shard: Shard, earlier: Sample, now: Sample) -> Stat
         CursorStatus(cursor.relay, cursor.shard, cursor.seq, cursor.event_time, _lag(cursor, now.at))
         for cursor in counts.cursors
     ]
-    synchronized = counts.statuses[SyncStatus.SYNCHRONIZED]
-    waiting = counts.queued + counts.statuses[SyncStatus.IN_PROGRESS]
-    resync_rate = counts.ended / seconds
+    backfill = backfill_of(counts, seconds)
     return Status(
         database=database,
-        not_ready=_not_ready(shard, cursors),
+        not_ready_reasons=[*_open_gaps(shard, counts.gaps), *_cursor_reasons(shard, cursors)],
         cursors=cursors,
         repos={status.value: count for status, count in counts.statuses.items()},
         reasons=counts.reasons,
         failures=counts.failures,
+        counted_share=counts.counted_share,
         records=counts.records,
         resync_queue=counts.queued,
         parked=counts.parked,
+        unproven=counts.unproven,
         events_per_second=_new_events(earlier.counts, counts) / seconds,
-        resyncs_per_second=resync_rate,
-        progress=synchronized / (synchronized + waiting) if synchronized + waiting else None,
-        seconds_left=waiting / resync_rate if waiting and resync_rate else None,
-        consumers=_consumers(counts, now.at),
+        resyncs_per_second=backfill.repos_per_second or 0.0,
+        progress=backfill.progress,
+        seconds_left=backfill.seconds_left,
+        consumers=[consumer_status(consumer, now.at) for consumer in counts.consumers],
+        refused_events=[_refused_event(event, now.at) for event in counts.refused_events],
         paused_hosts=_paused_hosts(counts, now.at),
+        gaps=[gap_status(opened, now.at) for opened in counts.gaps],
+        daemons=[_daemon_status(session, now.at) for session in counts.sessions],
+        links=link_status(counts.links, now.at),
     )
 
 
-def _consumers(counts: Counts, now: float) -> list[ConsumerStatus]:
-    return [
-        ConsumerStatus(
-            consumer.name,
-            consumer.seq,
-            consumer.behind,
-            consumer.lag(now),
-            max(0.0, now - consumer.seen_at),
-            consumer.cut_off,
-        )
-        for consumer in counts.consumers
-    ]
+def _daemon_status(session: ShardSession, now: float) -> DaemonStatus:
+    state: Literal["owns", "waits"] = "owns" if session.owns else "waits"
+    shard = _shard_name(*session.buckets)
+    return DaemonStatus(shard, state, session.client, session.pid, max(0.0, now - session.since))
+
+
+def _refused_event(event: RefusedEvent, now: float) -> RefusedEventStatus:
+    seconds = max(0.0, now - event.since)
+    return RefusedEventStatus(event.id, event.action, event.uri, event.attempts, seconds, event.failure)
+
+
+def _shard_name(first: int, last: int) -> str:
+    """Return a shard with these buckets as i/n; if there is none, the range of buckets."""
+    shards = (Shard(first * count // BUCKETS, count) for count in (BUCKETS // (last - first + 1),))
+    return next((str(s) for s in shards if (s.buckets[0], s.buckets[-1]) == (first, last)), f"buckets {first}-{last}")
 
 
 def _paused_hosts(counts: Counts, now: float) -> list[PausedHost]:
@@ -164,9 +216,20 @@ def _paused_hosts(counts: Counts, now: float) -> list[PausedHost]:
     ]
 
 
+def _open_gaps(shard: Shard, gaps: Sequence[OpenGap]) -> Iterator[ReadinessReason]:
+    """Yield the open gaps of the shard as one reason."""
+    own = [opened for opened in gaps if set(Shard.parse(opened.gap.shard).buckets) & set(shard.buckets)]
+    if own:
+        listed = "; ".join([describe_gap(opened) for opened in own[:MAX_LISTED_GAPS]])
+        yield ReadinessReason("open-gaps", f"repos may be outdated: {listed}", len(own))
+
+
 def _lag(cursor: Cursor, now: float) -> float | None:
-    lags = [_age(cursor.event_time, now), None if cursor.caught_up_at is None else now - cursor.caught_up_at]
-    return min((lag for lag in lags if lag is not None), default=None)
+    """Return the age of what is stored. The time of a single event counts only if nothing better is known."""
+    if cursor.caught_up_at is not None:
+        return max(0.0, now - cursor.caught_up_at)
+    age = _age(cursor.event_time, now)
+    return None if age is None or age < -MAX_AHEAD else max(0.0, age)
 
 
 def _age(event_time: str | None, now: float) -> float | None:
@@ -176,22 +239,23 @@ def _age(event_time: str | None, now: float) -> float | None:
         return None
 
 
-def _not_ready(shard: Shard, cursors: Sequence[CursorStatus]) -> str | None:
-    """Return the reason why the shard is not ready; None if every bucket has a cursor with a small lag.
+def _cursor_reasons(shard: Shard, cursors: Sequence[CursorStatus]) -> Iterator[ReadinessReason]:
+    """Yield the reason if a bucket has no cursor with a small lag.
 
     A bucket may have cursors of several relays, and of shards that existed before. The one with the least lag counts.
     """
     of_buckets = [[c for c in cursors if bucket in Shard.parse(c.shard).buckets] for bucket in shard.buckets]
-    if not any(of_buckets):
-        return "no event is stored yet"
-    if not all(of_buckets):
-        return "some buckets of the shard have not stored an event yet"
     lags = [[c.lag_seconds for c in candidates if c.lag_seconds is not None] for candidates in of_buckets]
-    if not all(lags):
-        return "the lag is unknown: the events of the relay have no valid time"
-    if (lag := max(min(candidates) for candidates in lags)) > MAX_READY_LAG_SECONDS:
-        return f"the newest stored event is {duration_text(lag)} old"
-    return None
+    if not any(of_buckets):
+        yield ReadinessReason("no-cursor", "no event is stored yet", len(of_buckets))
+    elif not all(of_buckets):
+        message = "some buckets of the shard have not stored an event yet"
+        yield ReadinessReason("no-cursor", message, of_buckets.count([]))
+    elif not all(lags):
+        message = "the lag is unknown: the events of the relay have no valid time"
+        yield ReadinessReason("lag-unknown", message, lags.count([]))
+    elif (lag := max(min(candidates) for candidates in lags)) > MAX_READY_LAG_SECONDS:
+        yield ReadinessReason("lag", f"the newest stored event is {duration_text(lag)} old", round(lag, 1))
 
 
 def _new_events(earlier: Counts, now: Counts) -> int:

@@ -9,22 +9,30 @@ from rich.text import Text
 
 from indexer.cli.output import duration_text, fact_table, literal_text
 from indexer.cli.status_report import Status
+from indexer.monitoring.status_rows import LinkStatus
 
 
 def status_tables(status: Status) -> Group:
     """Return the status as tables for a terminal."""
-    parts: list[RenderableType] = [_readiness(status), _cursor_table(status), _repo_table(status)]
+    parts: list[RenderableType] = [_readiness(status), _cursor_table(status)]
+    if status.daemons:
+        parts.append(_daemon_table(status))
+    if status.gaps:
+        parts.append(_gap_table(status))
+    parts.append(_repo_table(status))
     if status.consumers:
         parts.append(_consumer_table(status))
+    if status.refused_events:
+        parts.append(_refused_event_table(status))
     if status.paused_hosts:
         parts.append(_host_table(status))
     return Group(*parts, fact_table(_facts(status)))
 
 
 def _readiness(status: Status) -> Text:
-    if status.not_ready is None:
+    if not status.not_ready_reasons:
         return Text("ready", "bold green")
-    return Text(f"not ready: {status.not_ready}", "bold red")
+    return Text("\n".join(f"not ready: {reason.message}" for reason in status.not_ready_reasons), "bold red")
 
 
 def _cursor_table(status: Status) -> Table:
@@ -32,6 +40,26 @@ def _cursor_table(status: Status) -> Table:
     for cursor in status.cursors:
         lag = "-" if cursor.lag_seconds is None else duration_text(cursor.lag_seconds)
         table.add_row(literal_text(cursor.relay), literal_text(cursor.shard), f"{cursor.seq:,}", lag)
+    return table
+
+
+def _daemon_table(status: Status) -> Table:
+    table = Table("shard", "state", "from", "session", "since", title="daemons", title_justify="left")
+    for daemon in status.daemons:
+        state = Text(daemon.state, "" if daemon.state == "owns" else "yellow")
+        since = f"{duration_text(daemon.seconds)} ago"
+        table.add_row(literal_text(daemon.shard), state, literal_text(daemon.client), str(daemon.pid), since)
+    return table
+
+
+def _gap_table(status: Status) -> Table:
+    table = Table(
+        "relay", "shard", "reason", "first seq", "last seq", "open for", title="open gaps", title_justify="left"
+    )
+    for gap in status.gaps:
+        seqs = ["-" if seq is None else f"{seq:,}" for seq in (gap.first_seq, gap.last_seq)]
+        cells = (gap.relay, gap.shard, gap.reason, *seqs, duration_text(gap.open_seconds))
+        table.add_row(*map(literal_text, cells))
     return table
 
 
@@ -44,7 +72,21 @@ def _repo_table(status: Status) -> Table:
         *((f"last error: {failure}", count) for failure, count in status.failures.items()),
     ]
     for name, count in rows:
-        table.add_row(literal_text(name), f"{count:,}")
+        table.add_row(literal_text(name), _repos(status, count))
+    return table
+
+
+def _repos(status: Status, count: int) -> str:
+    """Return a number of repos, with a word if it is an estimate."""
+    return f"{count:,}" if status.counted_share == 1.0 else f"about {count:,}"
+
+
+def _refused_event_table(status: Status) -> Table:
+    columns = ("event", "record", "sent", "since", "last failure")
+    table = Table(*columns, title="events that clients of the feed refuse", title_justify="left")
+    for event in status.refused_events:
+        name, since = f"{event.id} ({event.action})", f"{duration_text(event.seconds)} ago"
+        table.add_row(*map(literal_text, (name, event.uri, f"{event.attempts} times", since, event.failure)))
     return table
 
 
@@ -71,10 +113,28 @@ def _facts(status: Status) -> Mapping[str, Any]:
     return {
         "database": status.database,
         "records": f"about {status.records:,}",
-        "resync queue": f"{status.resync_queue:,}",
-        "parked": f"{status.parked:,}",
+        "resync queue": _repos(status, status.resync_queue),
+        "parked": _repos(status, status.parked),
+        "unproven": _repos(status, status.unproven),
+        "links": _links(status.links),
         "events per second": f"{status.events_per_second:,.1f}",
         "resyncs per second": f"{status.resyncs_per_second:,.1f}",
         "progress": None if status.progress is None else f"{status.progress:.1%}",
         "time left": None if status.seconds_left is None else duration_text(status.seconds_left),
     }
+
+
+def _links(links: LinkStatus) -> str:
+    if links.state == "off":
+        return "off"
+    parts: list[str] = [links.state]
+    if links.state == "backfill":
+        left = "unknown" if links.seconds_left is None else duration_text(links.seconds_left)
+        parts = [f"backfill: about {links.progress or 0.0:.1%} of the repos", f"time left: {left}"]
+    if links.state == "outdated":
+        parts = ["outdated: turn INDEXER_LINKS off for all processes, then on again"]
+    if links.open_deltas:
+        parts.append(f"changes of counts not added yet: {links.open_deltas:,}")
+    if links.open_recounts:
+        parts.append(f"repos to recount: {links.open_recounts:,}")
+    return "; ".join(parts)

@@ -1,7 +1,9 @@
 """Run several daemon processes on one machine, each with a part of the shard: `indexer run --processes N`.
 
 Each process has its own port and consumes the whole stream. A process that ends is restarted and continues from its
-cursor. Signals are passed on to the processes.
+cursor. Signals are passed on to the processes: they are not in the process group that a terminal sends Ctrl-C to. If
+this process ends at once, at a second signal or because it was killed, the kernel sends a signal to the processes, and
+they drain and end.
 """
 
 import asyncio
@@ -9,6 +11,7 @@ import os
 import sys
 from asyncio.subprocess import Process
 from collections.abc import Mapping
+from functools import partial
 from math import ceil
 from pathlib import Path
 
@@ -17,13 +20,16 @@ import structlog
 from indexer.cli.command import ExitCode
 from indexer.cli.database import open_database
 from indexer.errors import SettingsError
-from indexer.process_setup import stop_on_signals
+from indexer.process_setup import PARENT_ENDED, StopRequest, stop_on_signals
 from indexer.settings import Settings, variable
-from indexer.store.migrate import migrate
+from indexer.store.embedded.server_parent import end_with_parent
+from indexer.store.prepare_database import prepare_database
 from indexer.sync.shard import BUCKETS
 
 MIN_RESTART_SECONDS, MAX_RESTART_SECONDS = 1.0, 60.0
 """Pause before a process is restarted. It doubles each time."""
+STOP_TIMEOUT_SHARE = 0.9
+"""The part of `INDEXER_STOP_TIMEOUT` that the processes have, so that this one can end after them."""
 
 log = structlog.get_logger(__name__)
 
@@ -32,24 +38,27 @@ async def supervise(settings: Settings, processes: int, config: Path | None, *, 
     """Run the processes until a signal arrives, and return the highest exit code.
 
     Raises:
-        SettingsError: There are more processes than buckets.
+        SettingsError: There are more processes than buckets, or the operator has to correct something about the
+            database.
     """
     shards = settings.shard.count * processes
     if shards > BUCKETS:
         needed = f"{processes} processes for shard {settings.shard} need {shards} shards"
         raise SettingsError(f"--processes: {needed}; the maximum is {BUCKETS}")
-    stop = asyncio.Event()
-    with stop_on_signals(stop):
+    stop = StopRequest()
+    with stop_on_signals(stop, settings.stop_timeout):
         async with open_database(settings) as dsn:
-            if migrate_first:
-                await migrate(dsn)
+            if not await prepare_database(dsn, stop, migrate_first=migrate_first):
+                return ExitCode.OK
             children = [
                 ChildProcess(index, process_environment(settings, index, processes), config)
                 for index in range(processes)
             ]
             tasks = [asyncio.create_task(child.run(stop)) for child in children]
+            stop.step = "wait for the daemon processes"
             codes = await asyncio.gather(*tasks)
-    return max(codes)
+            stop.step = "end the use of the database"
+    return max(ExitCode.FAILED if code < 0 else code for code in codes)
 
 
 def process_environment(settings: Settings, index: int, processes: int) -> dict[str, str]:
@@ -64,6 +73,7 @@ def process_environment(settings: Settings, index: int, processes: int) -> dict[
         "handle_rate": settings.handle_rate / processes,
         "outbound_rate": settings.outbound_rate / processes,
         "outbound_concurrency": ceil(settings.outbound_concurrency / processes),
+        "stop_timeout": settings.stop_timeout * STOP_TIMEOUT_SHARE,
     }
     return {variable(name): str(value) for name, value in own.items()}
 
@@ -97,6 +107,8 @@ class ChildProcess:
                     return code
                 log.error("process.ended", process=self._index, code=code, pause=pause)
                 await asyncio.wait([stopped], timeout=pause)
+                if stop.is_set():
+                    return code
                 pause = min(2 * pause, MAX_RESTART_SECONDS)
         finally:
             stopped.cancel()
@@ -106,7 +118,10 @@ class ChildProcess:
 
     async def _run_once(self, stopped: "asyncio.Task[bool]") -> int:
         self.process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "indexer", *self._config, "run", "--no-migrate", env=os.environ | self._environment
+            *(sys.executable, "-m", "indexer", *self._config, "run", "--no-migrate"),
+            env=os.environ | self._environment,
+            process_group=0,
+            preexec_fn=partial(end_with_parent, PARENT_ENDED),
         )
         log.info("process.started", process=self._index, pid=self.process.pid)
         ended = asyncio.create_task(self.process.wait())

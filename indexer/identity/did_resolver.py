@@ -6,16 +6,16 @@ Handles are not verified here, so a handle that is slow to resolve never delays 
 import json
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal, Protocol
 from urllib.parse import unquote
-
-from aiolimiter import AsyncLimiter
 
 from indexer.atproto.did_document import DidDocument, parse_did_document
 from indexer.atproto.syntax import is_handle, is_resolvable
 from indexer.errors import UnavailableError, UpstreamError
+from indexer.identity.directory_turns import DirectoryTurns
 from indexer.reasons import FetchFailure
-from indexer.sync.stored_identity import StoredIdentity
+from indexer.sync.stored_identity import CERTAIN_DENIALS, StoredIdentity
 
 DOCUMENT_BYTES = 65_536
 REQUEST_TIMEOUT = 10.0
@@ -23,17 +23,25 @@ ACCEPT = "application/did+ld+json, application/json"
 Method = Literal["plc", "web"]
 METHODS: tuple[Method, ...] = ("plc", "web")
 GONE = "not registered, or tombstoned"
-"""The problem of a did:plc that its directory does not know, or no longer knows: a 404 or 410."""
+"""The problem of a did:plc that its directory denies: a 404 or 410."""
 
 _PLC = re.compile(r"did:plc:[a-z2-7]{24}").fullmatch
 _LOCAL = re.compile(r"localhost(:[0-9]{1,5})?").fullmatch
-_NOT_FOUND = frozenset({404, 410})
+_NOT_FOUND = 404
+_TOMBSTONED = 410
 _OK = 200
 
 
 def method_of(did: str) -> Method:
     """Return "web" for a did:web, which any host can serve, and "plc" for all other DIDs."""
     return "web" if did.startswith("did:web:") else "plc"
+
+
+def web_host(did: str) -> str | None:
+    """Return the host in a did:web, as of `host_of`, which is known before any lookup; None for other DIDs."""
+    if method_of(did) != "web":
+        return None
+    return unquote(did.removeprefix("did:web:").partition(":")[0]).lower()
 
 
 class HttpResponse(Protocol):
@@ -74,31 +82,34 @@ class DidResolver:
         """Send at most `plc_rate` requests per second to directories. `clock` returns Unix seconds."""
         self._outbound = outbound
         self._plc_urls = plc_urls
-        self._plc_limiter = AsyncLimiter(max(plc_rate, 1.0), max(1.0, 1.0 / plc_rate))
+        self._turns = DirectoryTurns(plc_rate)
         self._allow_private_hosts = allow_private_hosts
         self._clock = clock
         self._request_timeout = request_timeout
 
-    async def resolve(self, did: str) -> StoredIdentity:
+    async def resolve(self, did: str, *, known: bool = True) -> StoredIdentity:
         """Return the identity. Its `problem` says why the DID definitely has no key or no PDS.
+
+        A DID that is not `known` waits until no known one waits for a directory.
 
         Raises:
             UnavailableError: IDENTITY_UNAVAILABLE if there is no definite result now.
         """
         if _PLC(did):
-            return await self._resolve_plc(did)
+            return await self._resolve_plc(did, known=known)
         if method_of(did) == "web":
             return await self._resolve_web(did)
         return self._missing(did, "the DID is malformed, or its method is not supported")
 
-    async def _resolve_plc(self, did: str) -> StoredIdentity:
+    async def _resolve_plc(self, did: str, *, known: bool) -> StoredIdentity:
         failures = []
         for url in self._plc_urls:
-            async with self._plc_limiter:
-                try:
-                    return await self._fetch(did, f"{url}/{did}")
-                except UnavailableError as error:
-                    failures.append(error)
+            if not await self._turns.wait(known=known):
+                raise UnavailableError(FetchFailure.IDENTITY_UNAVAILABLE, "too many new DIDs wait for a lookup")
+            try:
+                return await self._fetch(did, f"{url}/{did}")
+            except UnavailableError as error:
+                failures.append(error)
         raise _unavailable(failures)
 
     async def _resolve_web(self, did: str) -> StoredIdentity:
@@ -118,8 +129,8 @@ class DidResolver:
 
     async def _fetch(self, did: str, url: str) -> StoredIdentity:
         response = await self._outbound.get(url, max_bytes=DOCUMENT_BYTES, timeout=self._request_timeout, accept=ACCEPT)
-        if response.status in _NOT_FOUND:
-            return self._missing(did, GONE if method_of(did) == "plc" else "no document at its host")
+        if response.status in {_NOT_FOUND, _TOMBSTONED}:
+            return self._denied(did, response.status)
         if response.status != _OK:
             raise UnavailableError(FetchFailure.HTTP_STATUS, f"{response.status} from {url}")
         try:
@@ -139,6 +150,13 @@ class DidResolver:
             fetched_at=self._clock(),
             problem=f"the document has no usable {' and no '.join(missing)}" if missing else None,
         )
+
+    def _denied(self, did: str, status: int) -> StoredIdentity:
+        """Return the denial of a DID. Only a directory can deny that a DID exists; a 404 of it may be a mistake."""
+        if method_of(did) == "web":
+            return self._missing(did, "no document at its host")
+        denials = CERTAIN_DENIALS if status == _TOMBSTONED else 1
+        return replace(self._missing(did, GONE), denials=denials, denied_at=self._clock())
 
     def _missing(self, did: str, problem: str) -> StoredIdentity:
         return StoredIdentity(did, None, None, None, self._clock(), problem=problem)

@@ -5,22 +5,14 @@ Handles are only for display. No key and no request to a host depends on this.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
-
-import dns.asyncresolver
-import dns.exception
-import dns.name
-import dns.nameserver
-import dns.resolver
-from dns.rdatatype import TXT
 
 from indexer.atproto.syntax import MAX_HANDLE_CHARACTERS, is_did, is_handle, is_resolvable
-from indexer.errors import SettingsError, UnavailableError
+from indexer.errors import UnavailableError
 from indexer.identity.did_resolver import HttpGetter
+from indexer.identity.dns_records import DNS_TIMEOUT, DnsRecords
 from indexer.reasons import FetchFailure
 from indexer.sync.stored_identity import INVALID_HANDLE
 
-DNS_TIMEOUT = 3.0
 HTTP_TIMEOUT = 5.0
 WELL_KNOWN_BYTES = 2_048
 _PREFIX = "_atproto."
@@ -50,15 +42,9 @@ class HandleVerifier:
         """
         self._outbound = outbound
         self._allow_private_hosts = allow_private_hosts
-        self._dns_timeout = dns_timeout
         self._http_timeout = http_timeout
         self._on_lookup = on_lookup
-        try:
-            self._dns = dns.asyncresolver.Resolver(configure=not dns_servers)
-        except dns.resolver.NoResolverConfiguration:
-            raise SettingsError("dns_servers: no server is set, and the system has none") from None
-        if dns_servers:
-            self._dns.nameservers = [dns.nameserver.Do53Nameserver(host, port) for host, port in dns_servers]
+        self._dns = DnsRecords(dns_servers, timeout=dns_timeout)
 
     async def verify_handle(self, did: str, claimed: str) -> str:
         """Return `claimed` in lower case if it resolves to `did`, otherwise `handle.invalid`.
@@ -93,21 +79,7 @@ class HandleVerifier:
         """Return the DIDs in the TXT records of the handle. More than one DID makes the handle invalid."""
         if len(_PREFIX + handle) > MAX_HANDLE_CHARACTERS:
             return set()
-        records = await self._txt_records(_PREFIX + handle)
-        texts = [b"".join(record.strings).decode("ascii", "replace") for record in records]
-        return {text[4:] for text in texts if text.startswith("did=") and is_did(text[4:])}
-
-    async def _txt_records(self, name: str) -> list[Any]:
-        """Return the TXT records; an empty list if the name has none or does not exist."""
-        try:
-            answer = await self._dns.resolve(dns.name.from_text(name), TXT, search=False, lifetime=self._dns_timeout)
-        except (dns.resolver.NXDOMAIN, dns.resolver.NoAnswer):
-            return []
-        except dns.exception.Timeout as error:
-            raise UnavailableError(FetchFailure.TIMEOUT, f"{error!s:.200}") from None
-        except dns.exception.DNSException as error:
-            raise UnavailableError(FetchFailure.UNREACHABLE, f"{error!s:.200}") from None
-        return list(answer)
+        return await self._dns.dids(_PREFIX + handle)
 
     async def _resolve_by_http(self, handle: str) -> set[str]:
         url = f"https://{handle}/.well-known/atproto-did"

@@ -21,14 +21,15 @@ import structlog
 from indexer.atproto.crypto import PublicKey, parse_did_key
 from indexer.concurrency.background_tasks import BackgroundTasks
 from indexer.errors import UnavailableError
-from indexer.identity.did_resolver import GONE, METHODS, Method, method_of
+from indexer.identity.did_resolver import METHODS, Method, method_of, web_host
 from indexer.identity.refresh_budget import RefreshBudget
-from indexer.outbound import host_of
+from indexer.outbound import host_of, registered_domain
 from indexer.reasons import FetchFailure
-from indexer.sync.stored_identity import StoredIdentity
+from indexer.sync.stored_identity import StoredIdentity, add_denial
 
 MAX_LOOKUPS = 128
-"""In-flight lookups per DID method. The directory's rate limit makes a queue of them."""
+"""Maximum in-flight lookups per DID method, of known identities and again of new DIDs. The directory's rate limit
+makes a queue of them, in which known identities come first."""
 
 MAX_LOOKUPS_IN_BACKGROUND = 16
 """In-flight lookups up to which a background refresh may start another one."""
@@ -51,10 +52,12 @@ class CachedIdentity:
     """An identity with its key parsed.
 
     Attributes:
-        key: None if the identity definitely has no key; `problem` says why.
+        key: None if the identity definitely has no key, or the directory denies the DID; `problem` says why.
         pds: The base URL of the PDS; None if the identity definitely has none.
         fetched_at: Unix seconds.
         stale: True if the identity is known to have changed, or a refresh failed.
+        denied: True if the directory denies the DID.
+        gone: True if it has denied the DID often enough to be certain (`stored_identity.CERTAIN_DENIALS`).
     """
 
     key: PublicKey | None
@@ -62,11 +65,13 @@ class CachedIdentity:
     problem: str | None
     fetched_at: float
     stale: bool
+    denied: bool = False
+    gone: bool = False
 
     @property
-    def gone(self) -> bool:
-        """True if the directory does not know the DID, or no longer knows it."""
-        return self.problem == GONE
+    def doubtful(self) -> bool:
+        """True if the directory denies the DID, and may be wrong. It is asked again, hours apart."""
+        return self.denied and not self.gone
 
     @property
     def host(self) -> str | None:
@@ -89,8 +94,11 @@ class IdentityStore(Protocol):
 class IdentitySource(Protocol):
     """The source of new identities, see `DidResolver`."""
 
-    async def resolve(self, did: str) -> StoredIdentity:
-        """Return the identity; raise `UnavailableError` if there is no definite result now."""
+    async def resolve(self, did: str, *, known: bool) -> StoredIdentity:
+        """Return the identity; raise `UnavailableError` if there is no definite result now.
+
+        Lookups of `known` identities come before lookups of DIDs that may not exist.
+        """
         ...
 
 
@@ -101,7 +109,7 @@ class IdentityObserver(Protocol):
         """Count one lookup."""
 
     def identity_cache(self, found_in: str, count: int) -> None:
-        """Count identities that were found in the same layer (`FOUND_IN`)."""
+        """Count identities by where they were found (`FOUND_IN`)."""
 
     def identity_refresh(self, cause: str, result: str) -> None:
         """Count one request for a refresh (`REFRESH_CAUSES`, `REFRESH_RESULTS`)."""
@@ -126,6 +134,21 @@ class IdentityLifetimes:
     timeout: float = 5.0
 
 
+@dataclass(slots=True)
+class LookupTotals:
+    """Lookups over the network since the start of the process.
+
+    Attributes:
+        answered: Lookups with a definite result.
+        failed: Lookups without one.
+        last_error: The error of the last lookup that failed.
+    """
+
+    answered: int = 0
+    failed: int = 0
+    last_error: str | None = None
+
+
 InFlightLookup = asyncio.Task[CachedIdentity | UnavailableError]
 
 
@@ -138,7 +161,11 @@ class _Entry:
 
 
 class IdentityCache:
-    """Identities of the accounts on the stream, with at most one in-flight lookup per DID."""
+    """Identities of the accounts on the stream, with at most one in-flight lookup per DID.
+
+    Attributes:
+        lookups: The lookups of each DID method.
+    """
 
     def __init__(
         self,
@@ -165,7 +192,9 @@ class IdentityCache:
         self._max_entries = max_entries
         self._memory: OrderedDict[str, _Entry] = OrderedDict()
         self._in_flight: dict[Method, dict[str, InFlightLookup]] = {method: {} for method in METHODS}
+        self._new_in_flight: dict[Method, set[str]] = {method: set() for method in METHODS}
         self._changed_in_flight: set[str] = set()
+        self.lookups: dict[Method, LookupTotals] = {method: LookupTotals() for method in METHODS}
         self._tasks = BackgroundTasks()
 
     async def run(self) -> NoReturn:
@@ -180,6 +209,19 @@ class IdentityCache:
         """Return the identity in memory; None if there is none or if it must be looked up first."""
         entry = self._memory.get(did)
         return None if entry is None or self._must_look_up(entry) else entry.identity
+
+    def knows(self, did: str) -> bool:
+        """Return True if a document of this DID is in memory, so that it is not a made-up DID."""
+        entry = self._memory.get(did)
+        return entry is not None and (entry.identity.key is not None or entry.identity.pds is not None)
+
+    def domain_of(self, did: str) -> str:
+        """Return the registered domain of the account's PDS, else that of its did:web; "" if neither is in memory."""
+        entry = self._memory.get(did)
+        if entry is not None and entry.identity.pds is not None:
+            return _domain_of(entry.identity.pds)
+        host = web_host(did)
+        return registered_domain(host) if host else ""
 
     def refresh_delay(self, did: str, *, refresh: bool = False) -> float:
         """Return the seconds to wait until `lookup` can fetch a newer identity; 0 if waiting has no use."""
@@ -220,7 +262,7 @@ class IdentityCache:
         try:
             await self.preload([did])
         except UnavailableError as error:  # the network can replace the database
-            log.warning("identity.load-failed", did=did, error=str(error))
+            log.debug("identity.load-failed", did=did, error=str(error))
         entry = self._memory.get(did)
         if entry is None:
             return await _result(self._start_lookup(did, MAX_LOOKUPS))
@@ -236,8 +278,21 @@ class IdentityCache:
             async with asyncio.timeout(self._lifetimes.timeout):
                 return await _result(in_flight)
         except (UnavailableError, TimeoutError) as error:
-            log.info("identity.refresh-failed", did=did, error=str(error) or "no response in time")
+            log.debug("identity.refresh-failed", did=did, error=str(error) or "no response in time")
             return replace(entry.identity, stale=True)
+
+    async def refresh(self, did: str) -> CachedIdentity | None:
+        """Look the identity up in the network; return None if the limits do not allow that now.
+
+        Raises:
+            UnavailableError: The lookup failed, or the database is unavailable.
+        """
+        await self.preload([did])
+        entry = self._memory.get(did)
+        if entry is not None and not self._may_refresh(did, entry, "change"):
+            return None
+        in_flight = self._start_lookup(did, MAX_LOOKUPS)
+        return None if in_flight is None else await _result(in_flight)
 
     def mark_stale(self, dids: Iterable[str]) -> None:
         """Record that these identities changed, so that the next `lookup` fetches them again.
@@ -292,34 +347,59 @@ class IdentityCache:
             self._start_lookup(did, MAX_LOOKUPS_IN_BACKGROUND)
 
     def _start_lookup(self, did: str, max_lookups: int) -> InFlightLookup | None:
-        """Return the in-flight lookup of this DID, or a new one; None if there are `max_lookups` others."""
-        in_flight = self._in_flight[method_of(did)]
-        if did not in in_flight and len(in_flight) < max_lookups:
-            in_flight[did] = self._tasks.start(self._fetch(did), f"identity of {did}")
+        """Return the in-flight lookup of this DID, or a new one; None if there are `max_lookups` others.
+
+        Lookups of known identities and of new DIDs are counted apart.
+        """
+        in_flight, new = self._in_flight[method_of(did)], self._new_in_flight[method_of(did)]
+        known = self.knows(did)
+        if did not in in_flight and (len(in_flight) - len(new) if known else len(new)) < max_lookups:
+            if not known:
+                new.add(did)
+            in_flight[did] = self._tasks.start(self._fetch(did, known=known), f"identity of {did}")
             in_flight[did].add_done_callback(lambda _done: self._end_lookup(did))
         return in_flight.get(did)
 
     def _end_lookup(self, did: str) -> None:
         del self._in_flight[method_of(did)][did]
+        self._new_in_flight[method_of(did)].discard(did)
         self._changed_in_flight.discard(did)
 
-    async def _fetch(self, did: str) -> CachedIdentity | UnavailableError:
+    async def _fetch(self, did: str, *, known: bool) -> CachedIdentity | UnavailableError:
+        totals = self.lookups[method_of(did)]
         try:
-            stored = await self._source.resolve(did)
+            found, before = await self._resolve(did, known=known)
         except UnavailableError as error:
+            totals.failed, totals.last_error = totals.failed + 1, str(error)
             self._observer.identity_lookup(method_of(did), error.reason)
             if (entry := self._memory.get(did)) is not None:
                 entry.next_lookup = self._clock() + self._interval(entry)
             return error
-        self._observer.identity_lookup(method_of(did), "found" if stored.problem is None else "missing")
-        stored = replace(stored, stale=did in self._changed_in_flight)
+        totals.answered += 1
+        self._observer.identity_lookup(method_of(did), "found" if found.problem is None else "missing")
+        stored = replace(found, stale=did in self._changed_in_flight)
+        if before is not None and found.denials:
+            stored = add_denial(before, stored)
         identity = _cached(stored)
         self._remember(did, identity, self._clock() + self._interval(self._memory.get(did)))
+        if before is None and not _has_content(found):
+            return identity  # nothing is stored about a DID that may be made up
         try:
             await self._store.save_identities([stored])
         except UnavailableError as error:
-            log.warning("identity.save-failed", did=did, error=str(error))
+            log.debug("identity.save-failed", did=did, error=str(error))
         return identity
+
+    async def _resolve(self, did: str, *, known: bool) -> tuple[StoredIdentity, StoredIdentity | None]:
+        """Return the answer of the network, and if it has no content, the stored identity.
+
+        Raises:
+            UnavailableError: There is no answer, or the database is unavailable and the answer has no content.
+        """
+        answer = await self._source.resolve(did, known=known)
+        if _has_content(answer):
+            return answer, None
+        return answer, (await self._store.load_identities([did])).get(did)
 
     def _interval(self, entry: _Entry | None) -> float:
         """Return the seconds until the next lookup is allowed, after a lookup that replaces `entry`."""
@@ -353,9 +433,20 @@ async def _result(in_flight: InFlightLookup | None) -> CachedIdentity:
     return result
 
 
+def _has_content(identity: StoredIdentity) -> bool:
+    return identity.signing_key is not None or identity.pds is not None
+
+
 def _cached(stored: StoredIdentity) -> CachedIdentity:
-    key = parse_did_key(stored.signing_key) if stored.signing_key else None
-    return CachedIdentity(key, stored.pds and _interned(stored.pds), stored.problem, stored.fetched_at, stored.stale)
+    denied = stored.denials > 0
+    key = parse_did_key(stored.signing_key) if stored.signing_key and not denied else None
+    pds = stored.pds and _interned(stored.pds)
+    return CachedIdentity(key, pds, stored.problem, stored.fetched_at, stored.stale, denied, stored.gone)
+
+
+@lru_cache(maxsize=4_096)  # called for each event
+def _domain_of(pds: str) -> str:
+    return registered_domain(host_of(pds))
 
 
 @lru_cache(maxsize=4_096)

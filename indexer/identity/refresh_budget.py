@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 BURST_SECONDS = 10.0
 SHARES = 5
-"""A user gets at most one of so many equal shares of the rate."""
+"""The number of equal shares of the rate. A user gets at most one share."""
 
 MAX_IDLE_USERS = 16_384
 """Above this number of users, the users whose share is unused are forgotten."""

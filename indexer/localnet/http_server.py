@@ -1,4 +1,4 @@
-"""An HTTP server on loopback that can inject faults into its responses."""
+"""An HTTP server, usually on loopback, that can inject faults into its responses."""
 
 import asyncio
 from collections import Counter
@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 from aiohttp import hdrs, web
 
+LOOPBACK = "127.0.0.1"
 _CHUNK_BYTES = 1 << 16
 _SLOW_WRITES_PER_SECOND = 20
 
@@ -87,22 +88,27 @@ class Fault:
 
 
 Handler = Callable[[web.Request], ServerResponse]
+PostHandler = Callable[[web.Request, bytes], ServerResponse]
+"""The second argument is the body of the request."""
 
 
 class HttpServer:
-    """Serves handlers at 127.0.0.1. The system chooses the port at the first start; later starts use the same port.
+    """Serves handlers. If no port is set, the system chooses one at the first start; later starts use the same port.
 
     Attributes:
-        port: The port; 0 before the first start.
+        host: The name or address that the server listens on and that its URL contains.
+        port: The port; 0 until it is set or chosen.
         requests: The number of requests by path.
         faults: Faults to inject. The first one that matches a request is applied.
     """
 
     def __init__(self) -> None:
+        self.host = LOOPBACK
         self.port = 0
         self.requests: Counter[str] = Counter()
         self.faults: list[Fault] = []
         self._handlers: dict[str, Handler] = {}
+        self._post_handlers: dict[str, PostHandler] = {}
         self._runner: web.AppRunner | None = None
 
     @property
@@ -114,17 +120,23 @@ class HttpServer:
         """
         if not self.port:
             raise RuntimeError("the server has no address before its first start")
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     def route(self, path: str, handler: Handler) -> None:
         """Let `handler` respond to GET requests for `path`. Call it before `start`."""
         self._handlers[path] = handler
+
+    def route_post(self, path: str, handler: PostHandler) -> None:
+        """Let `handler` respond to POST requests for `path`. Call it before `start`."""
+        self._post_handlers[path] = handler
 
     def application(self) -> web.Application:
         """Return the aiohttp application with all routes."""
         application = web.Application()
         for path, handler in self._handlers.items():
             application.router.add_get(path, partial(self._respond, handler))
+        for path, post_handler in self._post_handlers.items():
+            application.router.add_post(path, partial(self._respond_to_post, post_handler))
         return application
 
     async def start(self) -> None:
@@ -134,7 +146,7 @@ class HttpServer:
             self.application(), access_log=None, shutdown_timeout=0.1, handler_cancellation=True
         )
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
+        await web.TCPSite(self._runner, self.host, self.port).start()
         self.port = self._runner.addresses[0][1]
 
     async def stop(self) -> None:
@@ -142,6 +154,10 @@ class HttpServer:
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
+
+    async def _respond_to_post(self, handler: PostHandler, request: web.Request) -> web.StreamResponse:
+        body = await request.read()
+        return await self._respond(lambda request: handler(request, body), request)
 
     async def _respond(self, handler: Handler, request: web.Request) -> web.StreamResponse:
         self.requests[request.path] += 1

@@ -31,7 +31,7 @@ class LocalAccount:
         self.key = self._next_key(curve)
         self.repo = LocalRepo(did, self.key, clock.tid())
         self._publish_identity()
-        pds.hosted[did] = HostedRepo(self.repo, handle)
+        pds.hosted[did] = HostedRepo(self.repo, handle, self.apply_writes)
         self._emit_identity(handle=handle)
         self._emit_account()
         self._emit_commit(self.repo.first)
@@ -130,7 +130,7 @@ class LocalAccount:
                 exports contain the commit of the old PDS, signed with the old key, until the next write.
         """
         old, self.pds = self.pds, to
-        to.hosted[self.did] = HostedRepo(self.repo, self.handle)
+        to.hosted[self.did] = HostedRepo(self.repo, self.handle, self.apply_writes)
         self.swap_key()
         if sign_again:
             self.apply_writes([], lost=True)

@@ -1,4 +1,4 @@
-"""A local AT Protocol network: a PLC directory, PDSes and a relay on loopback, with signed repos."""
+"""A local AT Protocol network: a PLC directory, PDSes and relays, usually on loopback, with signed repos."""
 
 from base64 import b32encode
 from hashlib import sha256
@@ -7,7 +7,7 @@ from typing import Self
 
 from indexer.atproto import cid
 from indexer.atproto.crypto import Curve
-from indexer.localnet.http_server import HttpServer
+from indexer.localnet.http_server import LOOPBACK, HttpServer
 from indexer.localnet.local_account import LocalAccount
 from indexer.localnet.local_pds import LocalPds
 from indexer.localnet.local_plc import LocalPlc
@@ -17,26 +17,49 @@ from indexer.localnet.tid_clock import TidClock
 RecordsByRepo = dict[str, dict[str, bytes]]
 """DID to path to record CID."""
 
+RELAY_SEQ_DISTANCE = 1_000
+"""The sequence of relay number n begins after n times this number."""
+
 
 class LocalNetwork:
     """The network, serving inside `async with LocalNetwork() as net:`.
+
+    All servers listen on `host`. The relays use `first_port` and the following ports, then come the PLC directory and
+    the PDSes. Without `first_port`, the system chooses all ports.
 
     Attributes:
         clock: Makes the TIDs and timestamps of all accounts.
         plc: The PLC directory.
         pdses: The PDSes.
-        relay: The relay, which receives the events of all PDSes.
+        relays: The relays. Each one receives the events of all PDSes and numbers them in a sequence of its own.
+        relay: The first relay.
         accounts: The accounts by DID.
     """
 
-    def __init__(self, *, pds: int = 2, clock: TidClock | None = None, relay_window: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        pds: int = 2,
+        relays: int = 1,
+        clock: TidClock | None = None,
+        relay_window: int | None = None,
+        host: str = LOOPBACK,
+        first_port: int = 0,
+    ) -> None:
         self.clock = clock or TidClock()
         self.plc = LocalPlc()
         self.pdses = [LocalPds() for _ in range(pds)]
-        self.relay = LocalRelay(self.plc, window=relay_window)
+        self.relays = [
+            LocalRelay(self.plc, first_seq=number * RELAY_SEQ_DISTANCE, window=relay_window) for number in range(relays)
+        ]
+        self.relay = self.relays[0]
         self.accounts: dict[str, LocalAccount] = {}
-        for host in self.pdses:
-            host.listeners.append(self.relay.receive)
+        for pds_server in self.pdses:
+            pds_server.listeners += [relay.receive for relay in self.relays]
+        servers: list[HttpServer] = [*self.relays, self.plc, *self.pdses]
+        for number, server in enumerate(servers):
+            server.host = host
+            server.port = first_port + number if first_port else 0
 
     async def __aenter__(self) -> Self:
         for server in self._servers():
@@ -50,12 +73,17 @@ class LocalNetwork:
             await server.stop()
 
     def _servers(self) -> list[HttpServer]:
-        return [self.plc, *self.pdses, self.relay]
+        return [self.plc, *self.pdses, *self.relays]
 
     @property
     def relay_url(self) -> str:
-        """The websocket URL of the relay."""
-        return self.relay.url.replace("http", "ws", 1)
+        """The websocket URL of the first relay."""
+        return self.relay_urls[0]
+
+    @property
+    def relay_urls(self) -> list[str]:
+        """The websocket URLs of the relays, in the order of `relays`."""
+        return [relay.url.replace("http", "ws", 1) for relay in self.relays]
 
     @property
     def plc_url(self) -> str:

@@ -47,7 +47,7 @@ class LocalPlc(HttpServer):
             return json_response({"message": f"DID not registered: {did}"}, 404)
         identity = self.identities[did]
         if identity is None:
-            return json_response({"message": f"DID not available: {did}"}, 404)
+            return json_response({"message": f"DID not available: {did}"}, 410)
         return json_response(did_document(did, identity), content_type="application/did+ld+json")
 
 

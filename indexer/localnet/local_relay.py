@@ -4,8 +4,8 @@ import asyncio
 from bisect import bisect_left
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 from aiohttp import ClientConnectionResetError, WSCloseCode, hdrs, web
 
@@ -67,12 +67,25 @@ class SentMessage:
         kind: The message type (`#commit`, …), or `injected`.
         did: The DID; None for an injected message.
         frame: The whole websocket message; str for a text message.
+        payload: The payload without `seq`; None for an injected message.
     """
 
     seq: int
     kind: str
     did: str | None
     frame: bytes | str
+    payload: dict[str, Any] | None = None
+
+    @classmethod
+    def of_event(cls, seq: int, kind: str, did: str, payload: dict[str, Any]) -> Self:
+        """Return the entry of an event with the number `seq`."""
+        return cls(seq, kind, did, message_frame(kind, payload | {"seq": seq}), payload)
+
+    def renumbered(self, seq: int) -> Self:
+        """Return the same entry with another number. An injected message is sent as before."""
+        if self.payload is None or self.did is None:
+            return replace(self, seq=seq)
+        return self.of_event(seq, self.kind, self.did, self.payload)
 
 
 @dataclass
@@ -101,29 +114,44 @@ class ListedAccount:
 class LocalRelay(HttpServer):
     """A relay.
 
+    A relay that is not serving still receives the events of the PDSes: its subscribers find them after the next start.
+
     Attributes:
-        seq: The latest sequence number.
+        seq: The latest sequence number; at the beginning the parameter `first_seq`, the number before the first event.
         log: Every message that was sent.
         window: How many of the newest messages are replayed; None: all.
         inclusive: True if a replay begins with the event at the cursor, as the protocol says; False if it begins after
             it, as with most relays.
+        announces: True if a subscriber is told that its cursor is in the future (`FutureCursor`) or too old
+            (`OutdatedCursor`). False if the stream silently continues live, or begins at the oldest event.
         max_lag: How many messages a live subscriber may be behind.
         dropped: The number of events by DID that `drop` suppressed.
         wrong_host: The number of events by DID that came from a PDS that does not host the account.
+        lagging: DIDs that the lists of repos by collection do not contain yet.
     """
 
     def __init__(
-        self, plc: LocalPlc, *, window: int | None = None, inclusive: bool = True, max_lag: int = 16_384
+        self,
+        plc: LocalPlc,
+        *,
+        first_seq: int = 0,
+        window: int | None = None,
+        inclusive: bool = True,
+        announces: bool = True,
+        max_lag: int = 16_384,
     ) -> None:
         super().__init__()
-        self.seq = 0
+        self.seq = first_seq
         self.log: list[SentMessage] = []
         self.window = window
         self.inclusive = inclusive
+        self.announces = announces
         self.max_lag = max_lag
         self.dropped: Counter[str] = Counter()
         self.wrong_host: Counter[str] = Counter()
+        self.lagging: set[str] = set()
         self._plc = plc
+        self._first_seq = first_seq
         self._to_drop: Counter[str] = Counter()
         self._listed: dict[str, ListedAccount] = {}
         self._streams: set[asyncio.Transport] = set()
@@ -151,7 +179,7 @@ class LocalRelay(HttpServer):
             self.dropped[did] += 1
             return
         self._update_listing(did, kind, payload)
-        self._append(SentMessage(self.seq, kind, did, message_frame(kind, payload | {"seq": self.seq})))
+        self._append(SentMessage.of_event(self.seq, kind, did, payload))
 
     def drop(self, did: str, events: int = 1) -> None:
         """Suppress the next `events` of `did`. Their sequence numbers stay unused."""
@@ -165,7 +193,21 @@ class LocalRelay(HttpServer):
     def repeat(self, events: int = 1) -> None:
         """Send the newest `events` again, with their old sequence numbers."""
         for sent in self.log[-events:]:
-            self._append(SentMessage(self.seq, sent.kind, sent.did, sent.frame))
+            self._append(replace(sent, seq=self.seq))
+
+    def restart_sequence(self, first_seq: int = 0, keep: int | None = None) -> None:
+        """Lose the sequence, as a relay does that lost its state, and break all connections.
+
+        The repo list stays.
+
+        Args:
+            first_seq: The number before the first event of the new sequence.
+            keep: How many of the newest messages stay; they are numbered anew. None: none of them.
+        """
+        kept = self.log[-keep:] if keep else []
+        self.log = [sent.renumbered(seq) for seq, sent in enumerate(kept, first_seq + 1)]
+        self._first_seq, self.seq = first_seq, first_seq + len(kept)
+        self.abort_connections()
 
     def abort_connections(self) -> int:
         """Break all subscriber connections without a close frame; return how many."""
@@ -231,7 +273,7 @@ class LocalRelay(HttpServer):
             await socket.close(code=WSCloseCode.POLICY_VIOLATION, message=error.error.encode())
 
     def _start_position(self, cursor: str | None) -> tuple[int, bool]:
-        """Return the position in the log to begin at, and True if events after the cursor are out of the window."""
+        """Return the position in the log to begin at, and True if the stream begins with `OutdatedCursor`."""
         if cursor is None:
             return len(self.log), False
         try:
@@ -239,11 +281,13 @@ class LocalRelay(HttpServer):
         except ValueError:
             raise StreamError("InvalidRequest", "cursor must be an integer") from None
         if seq > self.seq:
-            raise StreamError("FutureCursor", "Cursor in the future.")
+            if self.announces:
+                raise StreamError("FutureCursor", "Cursor in the future.")
+            return len(self.log), False
         first = 0 if self.window is None else max(len(self.log) - self.window, 0)
-        last_lost = self.log[first - 1].seq if first else 0
+        last_lost = self.log[first - 1].seq if first else self._first_seq
         wanted = bisect_left(self.log, seq if self.inclusive else seq + 1, key=lambda sent: sent.seq)
-        return max(first, wanted), 0 < seq < last_lost
+        return max(first, wanted), self.announces and 0 < seq < last_lost
 
     async def _send_from(self, socket: web.WebSocketResponse, position: int, *, live: bool) -> None:
         while True:
@@ -283,7 +327,11 @@ class LocalRelay(HttpServer):
 
     def _list_repos_by_collection(self, request: web.Request) -> ServerResponse:
         collection = request.query.get("collection", "")
-        entries = [{"did": did} for did, listed in self._listed.items() if collection in listed.collections]
+        entries = [
+            {"did": did}
+            for did, listed in self._listed.items()
+            if collection in listed.collections and did not in self.lagging
+        ]
         return page_response(request, entries, cursor_on_last_page=False, max_limit=2_000)
 
     def _known(self, request: web.Request) -> tuple[str, ListedAccount]:

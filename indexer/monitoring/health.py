@@ -1,17 +1,25 @@
-"""The HTTP server of the daemon: health checks, metrics, and a status page for people."""
+"""The HTTP server of the daemon: health checks, metrics, and the routes of the status page and of feeds."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+import asyncio
+import logging
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from html import escape
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass
+from time import monotonic
+from typing import Any, Protocol, cast
 
 import orjson
 from aiohttp import hdrs, web
+from aiohttp.http import HttpProcessingError
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 from indexer import __version__
-from indexer.settings import Address
+from indexer.monitoring.conditions import Conditions
+from indexer.monitoring.connection_limit import WEBSOCKETS, ConnectionLimit, Websockets
+from indexer.monitoring.readiness import ReadinessReason
+from indexer.setting_types import Address
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -19,55 +27,133 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class Probe(Protocol):
     """The state of the running daemon. Every method returns immediately, without I/O."""
 
-    def alive(self) -> str | None:
-        """Return None while every stage makes progress or is idle, else a message that names the stalled stage."""
+    def stalled(self) -> Sequence[ReadinessReason]:
+        """Return a reason for each stage that has work and makes no progress; none if the process is healthy."""
 
-    def ready(self) -> str | None:
-        """Return None if the database answers, the stream is open and the lag is small, else the reason."""
+    def ready(self) -> Sequence[ReadinessReason]:
+        """Return all reasons why the database is not up to date; none if the daemon is ready."""
 
-    def status(self) -> Mapping[str, Any]:
-        """Return the rows of the status page in their order. JSON can represent the values."""
+
+@dataclass(frozen=True, slots=True)
+class HttpLimits:
+    """Limits of the HTTP server.
+
+    Attributes:
+        max_connections: Open connections. It is far below the number of files that a process may open, because the
+            relay, the database and the hosts need files, too.
+        max_websockets: Open websockets, in addition.
+        backlog: Connections that are accepted at once, in addition. It is below `max_connections`, so that a connection
+            is read before newer ones close it.
+        header_timeout: Seconds within which a client must send the headers of its next request.
+        scrape_interval: Seconds for which the metrics are not computed again.
+    """
+
+    max_connections: int = 128
+    max_websockets: int = 128
+    backlog: int = 32
+    header_timeout: float = 15.0
+    scrape_interval: float = 1.0
+
+
+DEFAULT_HTTP_LIMITS = HttpLimits()
 
 
 @asynccontextmanager
-async def serve_health(bind: Address, probe: Probe, registry: CollectorRegistry) -> AsyncIterator[Address]:
+async def serve_health(
+    bind: Address,
+    probe: Probe,
+    registry: CollectorRegistry,
+    conditions: Conditions,
+    limits: HttpLimits = DEFAULT_HTTP_LIMITS,
+    routes: Sequence[web.RouteDef] = (),
+) -> AsyncIterator[Address]:
     """Run the HTTP server until the block ends; yield its address, with the real port if `bind` has port 0.
+
+    It serves the health checks, the metrics, and `routes`: the status page and feeds.
 
     Raises:
         OSError: The address cannot be bound.
     """
-    app = make_application(probe, registry)
-    runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1)
+    app = make_application(probe, MetricsPage(registry, limits.scrape_interval))
+    app.router.add_routes(routes)
+    app[WEBSOCKETS] = websockets = Websockets(limits.max_websockets)
+    app.on_shutdown.append(_close_websockets)
+    runner = web.AppRunner(
+        app,
+        access_log=None,
+        handle_signals=False,
+        shutdown_timeout=1,
+        keepalive_timeout=limits.header_timeout,  # it also applies to the first request of a connection
+        logger=_logger(),
+    )
     await runner.setup()
     try:
-        await web.TCPSite(runner, bind.host, bind.port).start()
-        yield Address(bind.host, runner.addresses[0][1])
+        server = cast(web.Server, runner.server)  # `setup` has made it
+        connections = ConnectionLimit(server, limits.max_connections, conditions, websockets)
+        loop = asyncio.get_running_loop()
+        listener = await loop.create_server(connections, bind.host, bind.port, backlog=limits.backlog)
+        try:
+            yield Address(bind.host, listener.sockets[0].getsockname()[1])
+        finally:
+            listener.close()
     finally:
         await runner.cleanup()
 
 
-def make_application(probe: Probe, registry: CollectorRegistry) -> web.Application:
-    """Return the web application with all routes."""
+async def _close_websockets(app: web.Application) -> None:
+    await app[WEBSOCKETS].close()
+
+
+class MetricsPage:
+    """The metrics as text, computed at most once per `interval` seconds, however often they are requested."""
+
+    def __init__(self, registry: CollectorRegistry, interval: float) -> None:
+        self._registry = registry
+        self._interval = interval
+        self._pages: dict[str, tuple[float, bytes]] = {}
+
+    def text(self, accept: str) -> tuple[bytes, str]:
+        """Return the metrics and their content type, in one of the two formats that Prometheus reads."""
+        # Only the two formats are told apart, not their versions: each one is computed and stored for itself.
+        encode, content_type = choose_encoder(_OPENMETRICS if "application/openmetrics-text" in accept else "")
+        computed_at, text = self._pages.get(content_type, (-math.inf, b""))
+        if monotonic() - computed_at >= self._interval:
+            text = encode(self._registry)
+            self._pages[content_type] = monotonic(), text
+        return text, content_type
+
+
+_OPENMETRICS = "application/openmetrics-text; version=1.0.0"
+
+
+def _logger() -> logging.Logger:
+    """Return the logger of the server. A malformed request is answered with status 400 and is not logged."""
+    logger = logging.getLogger("aiohttp.server")
+    logger.addFilter(_is_not_malformed_request)
+    return logger
+
+
+def _is_not_malformed_request(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+
+
+def make_application(probe: Probe, metrics_page: MetricsPage) -> web.Application:
+    """Return the web application with the routes for programs."""
 
     async def healthz(_: web.Request) -> web.Response:
-        return _check_response(probe.alive())
+        return _check_response(probe.stalled())
 
     async def readyz(_: web.Request) -> web.Response:
-        return _check_response(probe.alive() or probe.ready())
+        return _check_response(not_ready_reasons(probe))
 
     async def metrics(request: web.Request) -> web.Response:
-        encode, content_type = choose_encoder(request.headers.get(hdrs.ACCEPT, ""))
-        return web.Response(body=encode(registry), headers={hdrs.CONTENT_TYPE: content_type})
+        text, content_type = metrics_page.text(request.headers.get(hdrs.ACCEPT, ""))
+        return web.Response(body=text, headers={hdrs.CONTENT_TYPE: content_type})
 
     async def version(_: web.Request) -> web.Response:
         return _json_response({"version": __version__})
 
-    async def status_page(_: web.Request) -> web.Response:
-        reason = probe.alive() or probe.ready()
-        return web.Response(text=_render_page(reason, probe.status()), content_type="text/html")
-
     routes: dict[str, Handler] = {
-        "/": status_page,
         "/healthz": healthz,
         "/readyz": readyz,
         "/metrics": metrics,
@@ -79,38 +165,17 @@ def make_application(probe: Probe, registry: CollectorRegistry) -> web.Applicati
     return app
 
 
-def _check_response(reason: str | None) -> web.Response:
-    if reason is None:
+def not_ready_reasons(probe: Probe) -> list[ReadinessReason]:
+    """Return all reasons why the daemon is not ready, stalled stages first."""
+    return [*probe.stalled(), *probe.ready()]
+
+
+def _check_response(reasons: Sequence[ReadinessReason]) -> web.Response:
+    if not reasons:
         return _json_response({"status": "ok"})
-    return _json_response({"status": "unavailable", "reason": reason}, 503)
+    body = {"status": "unavailable", "reason": reasons[0].message, "reasons": [asdict(reason) for reason in reasons]}
+    return _json_response(body, 503)
 
 
 def _json_response(body: Any, status: int = 200) -> web.Response:
     return web.Response(body=orjson.dumps(body), status=status, content_type="application/json")
-
-
-def _render_page(reason: str | None, status: Mapping[str, Any]) -> str:
-    rows = "".join(f"<tr><th>{escape(str(name))}<td>{_cell(value)}" for name, value in status.items())
-    return _PAGE.format(version=escape(__version__), readiness=escape(reason or "ready"), rows=rows)
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "<br>".join(f"{escape(str(name))}: {escape(str(inner))}" for name, inner in value.items())
-    return escape("-" if value is None else f"{value:,}" if isinstance(value, int) else str(value))
-
-
-_PAGE = """<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta http-equiv="refresh" content="5">
-<title>indexer: {readiness}</title>
-<style>
-body {{ font: 16px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 48rem; padding: 0 1rem }}
-th {{ text-align: left; vertical-align: top; padding-right: 2rem; font-weight: 600 }}
-</style>
-<h1>indexer {version}</h1>
-<p>{readiness}</p>
-<table>{rows}</table>
-<p><a href="/metrics">metrics</a> · <a href="/readyz">readiness check</a> · <a href="/healthz">health check</a></p>
-"""

@@ -1,66 +1,30 @@
 """Structured log lines on stderr: this program's and its libraries' in one form, with one list of event names."""
 
 import logging
+import os
 import sys
-from collections.abc import MutableMapping
+import threading
+from collections.abc import Mapping, MutableMapping
+from types import TracebackType
 from typing import Any, Literal
 
 import orjson
 import structlog
+from structlog.tracebacks import ExceptionDictTransformer
 from structlog.typing import Processor
 
-LOG_EVENTS = {
-    "change-log.trimmed": "The oldest segment of the change log, up to this seq, was deleted.",
-    "collections.changed": "INDEXER_COLLECTIONS has changed; each repo follows at its next resync.",
-    "consumer.disconnected": "A consumer was too far behind the change log; it has to register again and start over.",
-    "consumer.lagging": "A consumer is far behind; the change log retains the changes that it has not read.",
-    "daemon.draining": "A signal was received: received messages are written, and no more are read.",
-    "daemon.started": "The daemon is running; its health checks are at this address.",
-    "daemon.stopped": "The daemon has stopped.",
-    "daemon.stopped-at-once": "A second signal was received; unsaved messages are read again after the next start.",
-    "database.unavailable": "Postgres did not answer; the operation will be retried.",
-    "handle.check-failed": "A handle could not be verified; the verification will be retried.",
-    "identity.load-failed": "Postgres did not answer when identities were loaded; they are resolved over the network.",
-    "identity.refresh-failed": "An identity could not be refreshed; the cached one is still used.",
-    "identity.refresh-postponed": "A stale identity could not be refreshed; the refresh will be retried.",
-    "identity.save-failed": "A resolved identity is in use, but Postgres did not store it.",
-    "key.unavailable": "A signing key could not be fetched; the message is not verified, and a synchronized repo is "
-    "resynced.",
-    "postgres.ended": "The embedded Postgres stopped unexpectedly; it will be restarted.",
-    "postgres.killed": "The embedded Postgres did not stop in time and was killed.",
-    "postgres.not-restarted": "The embedded Postgres could not be restarted; the restart will be retried.",
-    "postgres.restarted": "The embedded Postgres is running again.",
-    "process.ended": "One of several daemon processes ended; it will be restarted after a pause.",
-    "process.started": "One of several daemon processes was started.",
-    "reconciliation.done": "The relay's repo list was compared with the database; a resync was requested for repos "
-    "that are behind.",
-    "reconciliation.failed": "The relay's repo list could not be read to its end; it will be continued after a pause.",
-    "relay.connected": "The stream is open.",
-    "relay.connecting": "A connection to a relay is being opened, after this cursor.",
-    "relay.error": "The relay sent an error message and ended the stream.",
-    "relay.gap": "The relay no longer has all events after the cursor; shard 0 requests a reconciliation.",
-    "relay.info": "The relay sent an info message.",
-    "relay.lost": "The connection to the relay was lost; the daemon reconnects after a pause.",
-    "repo.erased": "The grace period of a deleted account is over, and its records were erased.",
-    "repos.unparked": "Parked repos are due again for a resync.",
-    "resync.claim-lost": "The repo was desynchronized again, its lease expired, or the database failed; the resync was "
-    "abandoned.",
-    "resync.done": "A resync ended with this result.",
-    "resync.equivocation": "The export has another tree than the stored one at the same rev; the export was applied.",
-    "resync.failed": "Resync failed; will retry after a back-off, or when the repo is unparked.",
-    "resync.source-failed": "One source of exports failed; the next one is asked.",
-    "resync.values-missing": "No source has the blocks of these records; their CIDs are stored, and a resync will be "
-    "requested later.",
-    "shard-lock.lost": "The database session of the shard lock ended; nothing is written until it is acquired again.",
-    "shard-lock.waiting": "Another process holds the lock on a part of this shard; this process waits for it.",
-}
-"""The name and the meaning of every log event of this program. A test compares the names with the code."""
+from indexer.redaction import REDACTED, is_secret_name, without_secrets
+
+log = structlog.get_logger(__name__)
 
 Format = Literal["auto", "json", "console"]
 
 
 def configure_logging(form: Format = "auto", level: str = "info") -> None:
-    """Send all log lines of the process, from `level` up, to stderr."""
+    """Send all log lines of the process, from `level` up, to stderr, without secrets.
+
+    The tracebacks of uncaught exceptions become log lines, too.
+    """
     as_json = form == "json" or (form == "auto" and not sys.stderr.isatty())
     threshold = logging.getLevelNamesMapping()[level.upper()]
     shared: list[Processor] = [
@@ -85,9 +49,14 @@ def configure_logging(form: Format = "auto", level: str = "info") -> None:
     )
     logging.captureWarnings(capture=True)
     logging.basicConfig(handlers=[handler], level=threshold, force=True)
+    # During an outage, the pool logs a traceback for each reconnection that fails; `condition.began` reports it once.
+    logging.getLogger("asyncpg.pool").setLevel(max(threshold, logging.ERROR))
     for library in ("alembic", "asyncio", "websockets"):
         # Their info lines repeat what this program's own events say.
         logging.getLogger(library).setLevel(max(threshold, logging.WARNING))
+    sys.excepthook = _log_uncaught
+    threading.excepthook = _log_uncaught_in_thread
+    sys.unraisablehook = _log_unraisable
 
 
 def printable(text: str) -> str:
@@ -96,17 +65,63 @@ def printable(text: str) -> str:
 
 
 def _renderers(*, as_json: bool) -> list[Processor]:
+    """Return the last processors. Tracebacks have no local variables: those of libraries contain passwords."""
     if as_json:
         return [
-            structlog.processors.dict_tracebacks,
+            structlog.processors.ExceptionRenderer(ExceptionDictTransformer(show_locals=False)),
+            _remove_secrets,
             structlog.processors.JSONRenderer(serializer=lambda line, **_: orjson.dumps(line, default=str).decode()),
         ]
-    return [_make_printable, structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
+    return [
+        structlog.processors.format_exc_info,
+        _remove_secrets,
+        _make_printable,
+        structlog.dev.ConsoleRenderer(colors=_with_colors(), exception_formatter=structlog.dev.plain_traceback),
+    ]
+
+
+def _with_colors() -> bool:
+    """Return True on a terminal, unless NO_COLOR is set."""
+    return sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+
+
+def _remove_secrets(_: Any, __: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    for key, value in line.items():
+        line[key] = REDACTED if is_secret_name(key) else _redacted(value)
+    return line
+
+
+def _redacted(value: Any) -> Any:
+    """Return a value of a log line without secrets: JSON types keep their type, others become text."""
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): REDACTED if is_secret_name(str(key)) else _redacted(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_redacted(inner) for inner in value]
+    return without_secrets(str(value))
 
 
 def _make_printable(_: Any, __: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
     """Escape the values of a line, which may contain messages from other hosts."""
     for key, value in line.items():
         if isinstance(value, str):
-            line[key] = printable(value)
+            line[key] = "\n".join(map(printable, value.split("\n"))) if key == "exception" else printable(value)
     return line
+
+
+def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    log.critical("process.failed", exc_info=(kind, error, trace))
+
+
+def _log_uncaught_in_thread(failed: threading.ExceptHookArgs) -> None:
+    if failed.exc_value is not None:
+        error = (failed.exc_type, failed.exc_value, failed.exc_traceback)
+        log.error("thread.failed", thread=failed.thread and failed.thread.name, exc_info=error)
+
+
+def _log_unraisable(failed: "sys.UnraisableHookArgs") -> None:
+    if failed.exc_value is not None:
+        error = (failed.exc_type, failed.exc_value, failed.exc_traceback)
+        # The text of the object may call methods of an object that is being destroyed, and may be long.
+        log.error("cleanup.failed", message=failed.err_msg, type=type(failed.object).__name__, exc_info=error)

@@ -1,8 +1,10 @@
-"""Prometheus metrics of one process. The names are a public interface; the label sets are closed."""
+"""Prometheus metrics of one process. The names are a public interface; the label sets are closed or bounded."""
 
+import math
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 from prometheus_client import (
     CollectorRegistry,
@@ -11,12 +13,17 @@ from prometheus_client import (
     GCCollector,
     Histogram,
     Info,
+    Metric,
     PlatformCollector,
     ProcessCollector,
+    disable_created_metrics,
 )
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 from indexer import __version__
 from indexer.identity import FOUND_IN, REFRESH_CAUSES, REFRESH_RESULTS
+from indexer.monitoring.metric_definitions import MAX_LISTED, METRICS, MetricDefinition
 from indexer.outbound import REQUEST_RESULTS
 from indexer.reasons import Desync, FetchFailure, Rejection
 from indexer.sync.plans import Action
@@ -30,9 +37,55 @@ RESYNC_RESULTS = ("synchronized", "unchanged", "lost", "postponed", *Desync, *Fe
 LOOKUP_METHODS = ("plc", "web", "dns", "https")
 LOOKUP_RESULTS = ("found", "missing", *FetchFailure)
 CONSUMER_STATES = ("following", "cut-off")
+FEED_KINDS = ("tap", "jetstream", "webhook")
+DISCONNECTIONS = {
+    "tap": ("client", "feed-ended"),
+    "jetstream": ("client", "too-slow", "not-reading", "log-trimmed", "bad-message"),
+}
+"""Why connections of clients of feeds end, by the kind of the feed."""
+
+Reading = float | Mapping[tuple[str, ...], float]
+"""The value of a gauge without labels, or its values by the values of its labels."""
 
 _STAGE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 60)
+_DELAY_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _RESYNC_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 900)
+
+disable_created_metrics()  # type: ignore[no-untyped-call]  # a series with the start time of each counter tells nothing that the process metrics do not
+
+
+class ConsumerLag(NamedTuple):
+    """A consumer of the change log, the age of its oldest unread change, and the number of unread changes."""
+
+    consumer: str
+    seconds: float
+    changes: int
+
+
+class _GaugesReadAtScrape(Collector):
+    """Gauges whose values are read from the stages at each scrape.
+
+    Attributes:
+        readers: The function that reads a gauge, by its name.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.readers: dict[str, Callable[[], Reading]] = {
+            name: dict[tuple[str, ...], float] if METRICS[name].labels else _unknown for name in names
+        }
+
+    def collect(self) -> Iterable[Metric]:
+        for name, read in self.readers.items():
+            definition, reading = METRICS[name], read()
+            family = GaugeMetricFamily(name, definition.meaning, labels=definition.labels)
+            values = reading if isinstance(reading, Mapping) else {(): reading}
+            for labels, value in values.items():
+                family.add_metric(labels, value)
+            yield family
+
+
+def _unknown() -> float:
+    return math.nan
 
 
 class Metrics:
@@ -47,6 +100,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self._registered: set[str] = set()
         self._add_process_metrics()
         self._add_event_metrics()
         self._add_record_metrics()
@@ -54,84 +108,114 @@ class Metrics:
         self._add_identity_metrics()
         self._add_outbound_metrics()
         self._add_change_log_metrics()
+        self._add_feed_metrics()
+        self._add_link_metrics()
+        self._read_at_scrape = _GaugesReadAtScrape(name for name in METRICS if name not in self._registered)
+        self.registry.register(self._read_at_scrape)
 
     def _add_process_metrics(self) -> None:
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
         GCCollector(registry=self.registry)
-        build = Info("indexer_build", "Version of the indexer and of Python.", registry=self.registry)
+        self._event_loop_delay = self._histogram("indexer_event_loop_delay_seconds", _DELAY_BUCKETS)
+        build = Info("indexer_build", self._definition("indexer_build_info").meaning, registry=self.registry)
         build.info({"version": __version__, "python": platform.python_version()})
+        self._database_up = self._gauge("indexer_database_up")
+        self._database_up.set(1)
+        self._postgres_restarts = self._counter("indexer_postgres_restarts_total")
 
     def _add_event_metrics(self) -> None:
-        received = self._counter("indexer_events_received", "Messages received from relays.", "kind")
+        received = self._counter("indexer_events_received_total")
         self._received = {kind: received.labels(kind) for kind in KINDS}
-        events = self._counter("indexer_events", "Messages processed, by outcome.", "kind", "outcome")
+        events = self._counter("indexer_events_total")
         self._events = {(kind, outcome): events.labels(kind, outcome) for kind in KINDS for outcome in Outcome}
-        rejected = self._counter("indexer_rejected", "Messages rejected by their own fault.", "reason")
+        rejected = self._counter("indexer_rejected_total")
         self._rejected = {reason: rejected.labels(reason) for reason in Rejection}
-        desynchronized = self._counter("indexer_desynchronized", "Repos that became desynchronized.", "reason")
+        desynchronized = self._counter("indexer_desynchronized_total")
         self._desynchronized = {reason: desynchronized.labels(reason) for reason in Desync}
-        self._cursor = self._gauge("indexer_cursor_seq", "Stored cursor: every event up to it is applied.", "relay")
-        self._lag = self._gauge("indexer_firehose_lag_seconds", "Age of the newest stored event.")
-        self._lag.set(float("nan"))
-        self._queue_bytes = self._gauge(
-            "indexer_queue_bytes", "Size of the messages that are received and not settled."
-        )
-        stages = self._histogram("indexer_batch_seconds", "Duration of one stage of a batch.", _STAGE_BUCKETS, "stage")
+        self._lenient_commits = self._counter("indexer_lenient_commits_total")
+        self._refused_accounts = self._counter("indexer_refused_accounts_total")
+        self._cursor = self._gauge("indexer_cursor_seq")
+        self._gaps_open = self._gauge("indexer_gaps_open")
+        stages = self._histogram("indexer_batch_seconds", _STAGE_BUCKETS)
         self._stages = {stage: stages.labels(stage) for stage in STAGES}
 
     def _add_record_metrics(self) -> None:
-        changes = self._counter("indexer_record_changes", "Record changes written.", "action", "live")
+        changes = self._counter("indexer_record_changes_total")
         self._changes = {
             (action, live): changes.labels(action, str(live).lower()) for action in ACTIONS for live in (True, False)
         }
-        self._erased = self._counter("indexer_erased_records", "Records of deleted accounts that were erased.")
+        self._erased = self._counter("indexer_erased_records_total")
 
     def _add_resync_metrics(self) -> None:
-        repos = self._gauge("indexer_repos", "Repos by sync status.", "sync_status")
+        repos = self._gauge("indexer_repos")
         self._repos = {status: repos.labels(status) for status in SyncStatus}
-        resyncs = self._counter("indexer_resync", "Resyncs that ended, by result.", "result")
+        reasons = self._gauge("indexer_repos_desynchronized")
+        self._reasons = {reason: reasons.labels(reason) for reason in Desync}
+        resyncs = self._counter("indexer_resync_total")
         self._resyncs = {result: resyncs.labels(result) for result in RESYNC_RESULTS}
-        self._resync_seconds = self._histogram("indexer_resync_seconds", "Duration of one resync.", _RESYNC_BUCKETS)
-        self._resync_queue = self._gauge("indexer_resync_queue", "Repos waiting for a resync.")
+        self._resync_seconds = self._histogram("indexer_resync_seconds", _RESYNC_BUCKETS)
+        self._resync_queue = self._gauge("indexer_resync_queue")
 
     def _add_identity_metrics(self) -> None:
-        lookups = self._counter("indexer_identity_lookups", "Identity lookups over the network.", "method", "result")
+        lookups = self._counter("indexer_identity_lookups_total")
         self._lookups = {
             (method, result): lookups.labels(method, result) for method in LOOKUP_METHODS for result in LOOKUP_RESULTS
         }
-        cache = self._counter("indexer_identity_cache", "Identities needed, by where they were found.", "found_in")
+        cache = self._counter("indexer_identity_cache_total")
         self._cache = {found_in: cache.labels(found_in) for found_in in FOUND_IN}
-        refreshes = self._counter(
-            "indexer_identity_refreshes", "Requests to refresh a known identity.", "cause", "result"
-        )
+        refreshes = self._counter("indexer_identity_refreshes_total")
         self._refreshes: dict[tuple[str, str], Counter] = {
             (cause, result): refreshes.labels(cause, result) for cause in REFRESH_CAUSES for result in REFRESH_RESULTS
         }
 
     def _add_outbound_metrics(self) -> None:
-        requests = self._counter(
-            "indexer_outbound_requests", "HTTP requests to other hosts, sent or refused before sending.", "result"
-        )
+        requests = self._counter("indexer_outbound_requests_total")
         self._requests = {result: requests.labels(result) for result in REQUEST_RESULTS}
-        self._paused_hosts = self._gauge("indexer_hosts_paused", "Hosts to which no requests are sent at present.")
 
     def _add_change_log_metrics(self) -> None:
-        self._log_bytes = self._gauge("indexer_change_log_bytes", "Size of the change log.")
-        self._consumer_lag = self._gauge(
-            "indexer_consumer_lag_seconds", "Age of the oldest change that a registered consumer has not read."
-        )
-        consumers = self._gauge("indexer_consumers", "Registered consumers of the change log.", "state")
+        self._log_bytes = self._gauge("indexer_change_log_bytes")
+        self._consumer_lag = self._gauge("indexer_consumer_lag_seconds")
+        self._behind_seconds = self._gauge("indexer_consumer_behind_seconds")
+        self._behind_changes = self._gauge("indexer_consumer_behind_changes")
+        consumers = self._gauge("indexer_consumers")
         self._consumers = {state: consumers.labels(state) for state in CONSUMER_STATES}
 
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(name, text, labels, registry=self.registry)
+    def _add_feed_metrics(self) -> None:
+        events = self._counter("indexer_feed_events_total")
+        self._feed_events = {kind: events.labels(kind) for kind in FEED_KINDS}
+        disconnections = self._counter("indexer_feed_disconnections_total")
+        self._feed_disconnections = {
+            (kind, reason): disconnections.labels(kind, reason)
+            for kind, reasons in DISCONNECTIONS.items()
+            for reason in reasons
+        }
 
-    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
-        return Gauge(name, text, labels, registry=self.registry)
+    def _add_link_metrics(self) -> None:
+        self._links_progress = self._gauge("indexer_links_progress_ratio")
+        self._links_progress.set(1.0)
+        self._links_open_deltas = self._gauge("indexer_links_open_deltas")
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
-        return Histogram(name, text, labels, registry=self.registry, buckets=buckets)
+    def _definition(self, name: str) -> MetricDefinition:
+        self._registered.add(name)
+        return METRICS[name]
+
+    def _counter(self, name: str) -> Counter:
+        defined = self._definition(name)
+        # The library adds the suffix.
+        return Counter(name.removesuffix("_total"), defined.meaning, defined.labels, registry=self.registry)
+
+    def _gauge(self, name: str) -> Gauge:
+        defined = self._definition(name)
+        return Gauge(name, defined.meaning, defined.labels, registry=self.registry)
+
+    def _histogram(self, name: str, buckets: tuple[float, ...]) -> Histogram:
+        defined = self._definition(name)
+        return Histogram(name, defined.meaning, defined.labels, registry=self.registry, buckets=buckets)
+
+    def event_loop_delay(self, seconds: float) -> None:
+        """Observe how late a timer ran: the event loop was blocked for this time."""
+        self._event_loop_delay.observe(seconds)
 
     def received(self, kind: str) -> None:
         """Count a message received."""
@@ -149,6 +233,10 @@ class Metrics:
         """Count repos that became desynchronized."""
         self._desynchronized[reason].inc(count)
 
+    def lenient_commits(self, count: int) -> None:
+        """Count commits that were applied although their inversion is undecidable."""
+        self._lenient_commits.inc(count)
+
     def record_changes(self, action: Action | str, *, live: bool, count: int = 1) -> None:
         """Count record changes written; `live` is False for changes that a resync found."""
         self._changes[action, live].inc(count)
@@ -162,14 +250,30 @@ class Metrics:
         # The label is added at the first use: a relay that was never used has no cursor, not the cursor 0.
         self._cursor.labels(relay).set(seq)
 
+    def gaps_open(self, count: int) -> None:
+        """Set the number of open gaps of this shard."""
+        self._gaps_open.set(count)
+
     def resync(self, result: str, seconds: float) -> None:
         """Count a resync that ended, and its duration."""
         self._resyncs[result].inc()
         self._resync_seconds.observe(seconds)
 
-    def postponed(self, count: int) -> None:
-        """Count claimed repos that were postponed before their resync began. They have no duration."""
-        self._resyncs["postponed"].inc(count)
+    def postponed(self, result: str) -> None:
+        """Count a claimed repo that was postponed before its resync began. It has no duration."""
+        self._resyncs[result].inc()
+
+    def refused_accounts(self, count: int) -> None:
+        """Count DIDs whose messages in a batch added no repo, because their registered domain added too many."""
+        self._refused_accounts.inc(count)
+
+    def feed_events(self, kind: str, count: int = 1) -> None:
+        """Count events that were sent to a client of a feed."""
+        self._feed_events[kind].inc(count)
+
+    def feed_disconnected(self, kind: str, reason: str) -> None:
+        """Count a connection of a client of a feed that ended."""
+        self._feed_disconnections[kind, reason].inc()
 
     def identity_lookup(self, method: str, result: str) -> None:
         """Count an answer over the network: from a PLC directory, a did:web host, a DNS server or a handle's host."""
@@ -187,35 +291,52 @@ class Metrics:
         """Count a request to another host."""
         self._requests[result].inc()
 
-    def paused_hosts(self, count: int) -> None:
-        """Set the number of paused hosts."""
-        self._paused_hosts.set(count)
-
     def stage(self, name: str) -> AbstractContextManager[object]:
         """Return a context manager that measures the duration of one stage."""
         return self._stages[name].time()
 
-    def repos(self, counts: Mapping[SyncStatus, int], resync_queue: int) -> None:
-        """Set the number of repos by sync status, and the number of repos that wait for a resync."""
+    def repos(self, statuses: Mapping[SyncStatus, int], reasons: Mapping[str, int], resync_queue: int) -> None:
+        """Set the number of repos by sync status and by sync reason, and of those that wait for a resync."""
         for status, gauge in self._repos.items():
-            gauge.set(counts.get(status, 0))
+            gauge.set(statuses.get(status, 0))
+        for reason, gauge in self._reasons.items():
+            gauge.set(reasons.get(reason, 0))
         self._resync_queue.set(resync_queue)
 
-    def change_log(self, size: int, *, max_lag: float, following: int, cut_off: int) -> None:
+    def links(self, progress: float | None, open_deltas: int) -> None:
+        """Set the progress of the backfill of links, None if none are kept, and the number of open deltas."""
+        self._links_progress.set(1.0 if progress is None else progress)
+        self._links_open_deltas.set(open_deltas)
+
+    def change_log(self, size: int, following: Sequence[ConsumerLag], *, cut_off: int) -> None:
         """Set the state of the change log.
 
         Args:
             size: Bytes of the change log.
-            max_lag: Lag of the slowest consumer, in seconds.
-            following: Number of consumers that follow the change log.
+            following: The consumers that follow the change log.
             cut_off: Number of consumers that were disconnected and have to register again.
         """
         self._log_bytes.set(size)
-        self._consumer_lag.set(max_lag)
-        self._consumers["following"].set(following)
+        self._consumer_lag.set(max([lag.seconds for lag in following], default=0.0))
+        self._consumers["following"].set(len(following))
         self._consumers["cut-off"].set(cut_off)
+        self._behind_seconds.clear()
+        self._behind_changes.clear()
+        for lag in sorted(following, key=lambda lag: -lag.seconds)[:MAX_LISTED]:
+            self._behind_seconds.labels(lag.consumer).set(lag.seconds)
+            self._behind_changes.labels(lag.consumer).set(lag.changes)
 
-    def watch(self, *, lag_seconds: Callable[[], float], queue_bytes: Callable[[], float]) -> None:
-        """Set the functions that are called at each scrape; `lag_seconds` returns NaN if no event is stored yet."""
-        self._lag.set_function(lag_seconds)
-        self._queue_bytes.set_function(queue_bytes)
+    def database_up(self, *, up: bool) -> None:
+        """Set whether the database answers."""
+        self._database_up.set(up)
+
+    def postgres_restarted(self) -> None:
+        """Count a restart of the embedded Postgres."""
+        self._postgres_restarts.inc()
+
+    def watch(self, readers: Mapping[str, Callable[[], Reading]]) -> None:
+        """Set the functions that read gauges from the stages at each scrape, by the name of the gauge."""
+        unknown = readers.keys() - self._read_at_scrape.readers.keys()
+        if unknown:
+            raise KeyError(*unknown)
+        self._read_at_scrape.readers.update(readers)

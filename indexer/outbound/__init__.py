@@ -2,6 +2,7 @@
 
 from indexer.outbound.host_limits import REQUEST_RESULTS, HostLimits, HostState, RateLimits
 from indexer.outbound.http_client import OutboundClient, OutboundSettings, Response, ResponseStream, Timeouts, host_of
+from indexer.outbound.registered_domain import registered_domain
 
 __all__ = [
     "REQUEST_RESULTS",
@@ -14,4 +15,5 @@ __all__ = [
     "ResponseStream",
     "Timeouts",
     "host_of",
+    "registered_domain",
 ]

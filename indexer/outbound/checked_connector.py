@@ -10,6 +10,7 @@ import ssl
 from collections.abc import Awaitable, Callable, Sequence
 from ipaddress import ip_address
 from itertools import zip_longest
+from time import monotonic
 
 import aiohttp
 import dns.asyncresolver
@@ -21,7 +22,7 @@ from aiohttp import AddrInfoType
 from aiohttp.abc import AbstractResolver, ResolveResult
 
 from indexer.errors import SettingsError, UnavailableError
-from indexer.outbound.public_addresses import is_public
+from indexer.outbound.public_addresses import is_public, network_of
 from indexer.reasons import FetchFailure
 
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
@@ -31,6 +32,8 @@ Raises `UnavailableError(NO_SUCH_HOST)` if the name does not exist or has no add
 """
 
 _MAX_ADDRESSES = 4
+_MAX_CACHED = 4_096
+_CACHE_SECONDS = 10.0  # the addresses are known before the connection is made, which must go to the same ones
 _KEEPALIVE_SECONDS = 5.0  # a busy host reuses its connection; idle connections to many other hosts do not pile up
 
 
@@ -48,7 +51,7 @@ class DnsResolver:
         try:
             self._dns = dns.asyncresolver.Resolver(configure=not servers)
         except dns.resolver.NoResolverConfiguration:
-            raise SettingsError("dns_servers: no server is set, and the system has none") from None
+            raise SettingsError("INDEXER_DNS_SERVERS is not set, and the system has no DNS servers; set it") from None
         self._dns.lifetime = timeout
         if servers:
             self._dns.nameservers = [dns.nameserver.Do53Nameserver(host, port) for host, port in servers]
@@ -106,6 +109,13 @@ class CheckedResolver(AbstractResolver):
         self._resolve = resolve
         self._timeout = timeout
         self._allow_private = allow_private
+        self._cache: dict[tuple[str, int], tuple[float, list[ResolveResult]]] = {}
+
+    async def servers(self, host: str, port: int) -> list[str]:
+        """Return the allowed addresses of `host` as `server_of` names them; see `resolve` for the errors."""
+        if literal := _literal(host):
+            return [server_of(literal, port)]
+        return [server_of(result["host"], port) for result in await self.resolve(host, port)]
 
     async def resolve(
         self,
@@ -113,12 +123,15 @@ class CheckedResolver(AbstractResolver):
         port: int = 0,
         family: socket.AddressFamily = socket.AF_UNSPEC,  # noqa: ARG002 - the library's signature
     ) -> list[ResolveResult]:
-        """Return the allowed addresses of `host`.
+        """Return the allowed addresses of `host`. They are remembered for a few seconds.
 
         Raises:
             UnavailableError: NO_SUCH_HOST, or REFUSED_ADDRESS if no address is allowed.
             OSError: The name could not be resolved; TimeoutError if that took too long.
         """
+        expires_at, cached = self._cache.get((host, port), (0.0, []))
+        if expires_at > monotonic():
+            return cached
         try:
             async with asyncio.timeout(self._timeout):
                 addresses = await self._resolve(host, port)
@@ -129,10 +142,20 @@ class CheckedResolver(AbstractResolver):
         allowed = addresses if self._allow_private else [address for address in addresses if is_public(address)]
         if not allowed:
             raise UnavailableError(FetchFailure.REFUSED_ADDRESS, f"{host[:253]}: {', '.join(addresses[:4])}")
-        return [_result(host, address, port) for address in allowed[:_MAX_ADDRESSES]]
+        results = [_result(host, address, port) for address in allowed[:_MAX_ADDRESSES]]
+        self._cache.pop((host, port), None)
+        self._cache[host, port] = monotonic() + _CACHE_SECONDS, results
+        if len(self._cache) > _MAX_CACHED:
+            del self._cache[next(iter(self._cache))]
+        return results
 
     async def close(self) -> None:
         """Do nothing: there is nothing to release."""
+
+
+def server_of(address: str, port: int) -> str:
+    """Return the name of a server in limits, from a network address and a port."""
+    return f"{network_of(address)}:{port}"
 
 
 def _result(host: str, address: str, port: int) -> ResolveResult:
@@ -153,15 +176,10 @@ def public_socket(address: AddrInfoType) -> socket.socket:
     return socket.socket(family, kind, protocol)
 
 
-def checked_connector(
-    resolve: Resolve, tls: ssl.SSLContext, timeout: float, *, allow_private: bool
-) -> aiohttp.TCPConnector:
-    """Return a connector that resolves within `timeout` seconds and connects only to public addresses.
-
-    With `allow_private`, it connects to any address.
-    """
+def checked_connector(resolver: CheckedResolver, tls: ssl.SSLContext, *, allow_private: bool) -> aiohttp.TCPConnector:
+    """Return a connector that connects only to public addresses; with `allow_private`, to any address."""
     return aiohttp.TCPConnector(
-        resolver=CheckedResolver(resolve, timeout, allow_private=allow_private),
+        resolver=resolver,
         socket_factory=None if allow_private else public_socket,
         use_dns_cache=False,
         ssl=tls,

@@ -22,7 +22,7 @@ class Decoder(Protocol):
     """Decodes one body. Call `feed` for each received chunk, then `close`."""
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Yield the decoded bytes of the next chunk.
+        """Yield the decoded bytes of the next chunk in pieces, which may be empty, each in less than a millisecond.
 
         Raises:
             UnavailableError: BAD_ANSWER if the bytes are not valid in this encoding.
@@ -96,8 +96,7 @@ class _Compressed:
             except (zlib.error, ZstdError) as error:
                 raise UnavailableError(FetchFailure.BAD_ANSWER, f"{self._encoding}: {error}") from None
             data = member.unused_data
-            if piece:
-                yield piece
+            yield piece  # also an empty one: thousands of empty members in a row must not block the event loop
 
     def close(self) -> None:
         if self._member is not None and not self._member.eof:

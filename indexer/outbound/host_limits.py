@@ -1,23 +1,31 @@
 """Per-host rate limits and circuit breaker (docs/protocol.md#outbound-requests).
 
-Requests per second and concurrent requests are limited, for each host and in total. A host is paused when it asks for
-it, and when requests to it fail several times in a row. Each of these failures makes the next pause longer. After such
-a pause, one request probes the host; other requests are refused until the probe ends.
+Requests per second and concurrent requests are limited, for each host and in total. Names cost nothing, so the limits
+of a host also hold for all names of one network address, and for all names of one registered domain that have not
+answered yet. Names that have answered from an address have limits of their own there: otherwise other names that lead
+to it could use up its requests.
+
+A host is paused when it asks for a pause, and when requests to it fail several times in a row. Each of these failures
+makes the next pause longer. After such a pause, one request probes the host; other requests are refused until the probe
+ends.
 """
 
 from asyncio import Semaphore
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 from aiolimiter import AsyncLimiter
 
 from indexer.errors import UnavailableError
+from indexer.outbound.registered_domain import registered_domain
 from indexer.reasons import FetchFailure
 from indexer.sync.backoff import backoff_seconds
 
 MAX_HOSTS = 16_384
+MAX_SHARED_LIMITS = 4_096
+"""Network addresses, and registered domains, whose limits are tracked."""
 FAILURE_THRESHOLD = 5
 """Consecutive failures after which a host is paused."""
 
@@ -30,7 +38,8 @@ _EVICTION_BATCH = MAX_HOSTS // 16  # many at a time, because each eviction sorts
 _SERVER_ERROR, _NOT_IMPLEMENTED = 500, 501
 
 _GIVEN_UP = "given-up"  # the caller stopped waiting for the response
-_BY_CLASS = {2: "2xx", 3: "3xx", 4: "4xx", 5: "5xx"}
+_SUCCESS = "2xx"
+_BY_CLASS = {2: _SUCCESS, 3: "3xx", 4: "4xx", 5: "5xx"}
 _OTHER = "other"
 _NO_RESPONSE = frozenset({_GIVEN_UP, FetchFailure.REFUSED_ADDRESS})
 _HOST_FAILURES = frozenset({FetchFailure.UNREACHABLE, FetchFailure.NO_SUCH_HOST, FetchFailure.TIMEOUT})
@@ -77,16 +86,22 @@ class RequestSlot:
     """The permission to send one request, and the result of the request.
 
     Attributes:
+        may_fail: A failure counts as one of the host. It does not if another host redirected to this one.
+        may_pause: The host may ask for a pause. It may not if a host that is not configured redirected to it.
         error: The failure, if it is the host's fault.
         pause: Seconds for which the host asked to receive no requests.
+        server: The network address and port that answered.
     """
 
+    may_fail: bool = True
+    may_pause: bool = True
     result: str = _GIVEN_UP
     error: str | None = None
     pause: float | None = None
+    server: str | None = None
 
     def record_response(self, status: int, pause: float | None) -> None:
-        """Record a response. With `pause`, the host asks for so many seconds without requests.
+        """Record a response. `pause` is the number of seconds for which the host asks to receive no requests.
 
         A 5xx status is a failure, except 501 and a response that asks for a pause.
         """
@@ -121,6 +136,7 @@ class _Host:
     pause_reason: FetchFailure | None = None
     last_error: str | None = None
     last_success: float | None = None
+    answers_from: str | None = None
 
     @property
     def state(self) -> HostState:
@@ -137,10 +153,12 @@ class _Host:
 
     def record(self, slot: RequestSlot, now: float) -> None:
         self.requests += 1
-        if slot.error is not None:
+        if slot.error is not None and slot.may_fail:
             self._record_failure(slot.error, now)
-        elif slot.result not in _NO_RESPONSE:
+        elif slot.error is None and slot.result not in _NO_RESPONSE and (slot.pause is None or slot.may_pause):
             self._record_response(slot.pause, now)
+            if slot.result == _SUCCESS and slot.server is not None:
+                self.answers_from = slot.server
 
     def _record_failure(self, error: str, now: float) -> None:
         self.failures += 1
@@ -168,15 +186,23 @@ class _Host:
 
 
 @dataclass(frozen=True, slots=True)
+class _SharedLimit:
+    """The limits of several names together."""
+
+    rate: AsyncLimiter
+    slots: Semaphore
+
+
+@dataclass(frozen=True, slots=True)
 class RateLimits:
     """Limits of outbound requests.
 
     Attributes:
-        host: Requests per second to one host.
-        host_concurrency: Concurrent requests to one host.
+        host: Requests per second to one host, and to all names of one network address or registered domain, see above.
+        host_concurrency: Concurrent requests to the same.
         total: Requests per second to all hosts.
         total_concurrency: Concurrent requests to all hosts.
-        configured_hosts: Requests per second to each host in the settings, by `host_of`.
+        configured_hosts: Requests per second to each host in the settings, by `host_of`. They share no limits.
     """
 
     host: float = 10.0
@@ -197,6 +223,7 @@ class HostLimits:
         self._total_rate = _limiter(rates.total)
         self._total_slots = Semaphore(rates.total_concurrency)
         self._hosts: OrderedDict[str, _Host] = OrderedDict()
+        self._shared: OrderedDict[str, _SharedLimit] = OrderedDict()
 
     def __len__(self) -> int:
         """Return the number of tracked hosts."""
@@ -207,8 +234,15 @@ class HostLimits:
         return name in self._hosts
 
     @asynccontextmanager
-    async def slot(self, name: str) -> AsyncIterator[RequestSlot]:
+    async def slot(
+        self, name: str, redirected_by: str | None = None, resolve: Callable[[], Awaitable[Sequence[str]]] | None = None
+    ) -> AsyncIterator[RequestSlot]:
         """Wait for a free request slot of the host. The caller records the result of its request in the slot.
+
+        If another host redirected to this one, failures do not count as this host's: otherwise any host could pause any
+        other one. Pauses that it asks for count only behind a configured host, for the same reason.
+
+        `resolve` returns the network addresses of the host, see `server_of`. If it fails, the request fails.
 
         Raises:
             UnavailableError: The host is paused, until `retry_after`: THROTTLED if it asked for the pause,
@@ -218,14 +252,49 @@ class HostLimits:
         host.users += 1
         try:
             self._refuse_if_paused(host)
-            async with host.slots:
+            async with host.slots, AsyncExitStack() as shared:
                 await host.rate.acquire()
+                if resolve is not None and name not in self._rates.configured_hosts:
+                    await self._acquire_shared(shared, host, redirected_by, resolve)
                 await self._total_rate.acquire()
                 async with self._total_slots:
-                    with self._admit(host) as slot:
+                    with self._admit(host, redirected_by) as slot:
                         yield slot
         finally:
             host.users -= 1
+
+    async def _acquire_shared(
+        self,
+        shared: AsyncExitStack,
+        host: _Host,
+        redirected_by: str | None,
+        resolve: Callable[[], Awaitable[Sequence[str]]],
+    ) -> None:
+        """Wait for the limits that the host shares with other names, until `shared` is closed."""
+        if host.answers_from is None:
+            await shared.enter_async_context(self._shared_limit(f"domain {registered_domain(host.name)}"))
+        try:
+            servers = await resolve()
+        except UnavailableError:
+            with self._admit(host, redirected_by) as slot, slot.record_errors():
+                raise
+        if host.answers_from in servers:
+            await shared.enter_async_context(self._shared_limit(f"answers from {host.answers_from}"))
+            return
+        for server in sorted(set(servers)):  # in one order, so that no two requests wait for each other
+            await shared.enter_async_context(self._shared_limit(f"leads to {server}"))
+
+    @asynccontextmanager
+    async def _shared_limit(self, name: str) -> AsyncIterator[None]:
+        limit = self._shared.pop(name, None) or _SharedLimit(
+            _limiter(self._rates.host), Semaphore(self._rates.host_concurrency)
+        )
+        self._shared[name] = limit  # the most recently used one is the last
+        if len(self._shared) > MAX_SHARED_LIMITS:
+            self._shared.popitem(last=False)
+        async with limit.slots:
+            await limit.rate.acquire()
+            yield
 
     def restore(self, states: Iterable[HostState]) -> None:
         """Restore the states that an earlier process saved."""
@@ -252,10 +321,20 @@ class HostLimits:
         paused = [host for host in self._hosts.values() if host.paused_until > now]
         return [host.state for host in sorted(paused, key=lambda host: -host.paused_until)]
 
+    def failing(self) -> list[HostState]:
+        """Return the hosts to which the last `FAILURE_THRESHOLD` requests failed, also between two pauses.
+
+        Those with the most consecutive failures are first.
+        """
+        failing = [host for host in self._hosts.values() if host.consecutive_failures >= FAILURE_THRESHOLD]
+        return [host.state for host in sorted(failing, key=lambda host: -host.consecutive_failures)]
+
     @contextmanager
-    def _admit(self, host: _Host) -> Iterator[RequestSlot]:
+    def _admit(self, host: _Host, redirected_by: str | None) -> Iterator[RequestSlot]:
         self._refuse_if_paused(host)
-        slot, is_probe = RequestSlot(), host.consecutive_failures >= FAILURE_THRESHOLD
+        trusted = redirected_by is None or redirected_by in self._rates.configured_hosts
+        slot = RequestSlot(may_fail=redirected_by is None, may_pause=trusted)
+        is_probe = trusted and host.consecutive_failures >= FAILURE_THRESHOLD
         host.probing |= is_probe
         try:
             yield slot

@@ -6,17 +6,25 @@ import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from http import HTTPStatus
 from time import time
 from types import TracebackType
 from typing import Self
 
 import aiohttp
+from aiohttp.connector import Connection
 from yarl import URL
 
 from indexer.errors import UnavailableError
-from indexer.outbound.checked_connector import DnsResolver, Resolve, checked_connector, resolve_with_system
+from indexer.outbound.checked_connector import (
+    CheckedResolver,
+    DnsResolver,
+    Resolve,
+    checked_connector,
+    resolve_with_system,
+    server_of,
+)
 from indexer.outbound.content_decoding import ACCEPT_ENCODING, make_decoder
 from indexer.outbound.host_limits import HostLimits, RateLimits, RequestSlot
 from indexer.outbound.retry_after import retry_after_seconds
@@ -80,7 +88,7 @@ class Response:
 
 
 class OutboundClient:
-    """Sends GET requests to hosts whose names come from outside.
+    """Sends requests to hosts whose names come from outside.
 
     It connects by https to port 443 of public addresses, without cookies, credentials or proxies. All failures are
     `UnavailableError`: UNREACHABLE, NO_SUCH_HOST, TIMEOUT, TOO_LARGE, REFUSED_ADDRESS, BAD_ANSWER, or HTTP_STATUS for a
@@ -110,10 +118,11 @@ class OutboundClient:
         if resolve is None:
             resolve = resolve_with_system if settings.allow_private_hosts else DnsResolver(settings.dns_servers)
         connect = settings.timeouts.connect
+        allow_private = settings.allow_private_hosts
+        self._resolver = CheckedResolver(resolve, connect, allow_private=allow_private)
         self._session = aiohttp.ClientSession(
-            connector=checked_connector(
-                resolve, tls or _default_tls(), connect, allow_private=settings.allow_private_hosts
-            ),
+            connector=checked_connector(self._resolver, tls or _default_tls(), allow_private=allow_private),
+            response_class=_ResponseWithPeer,
             headers={"User-Agent": settings.user_agent, "Accept-Encoding": ACCEPT_ENCODING},
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect, sock_read=settings.timeouts.read),
             auto_decompress=False,
@@ -145,6 +154,28 @@ class OutboundClient:
         async with self.stream(url, max_bytes=max_bytes, timeout=timeout, min_rate=0, accept=accept) as stream:
             return Response(stream.status, stream.headers, await stream.read(), stream.url)
 
+    async def post(
+        self,
+        url: str,
+        body: bytes,
+        *,
+        headers: Mapping[str, str],
+        timeout: float = 30.0,  # noqa: ASYNC109 - see `get`
+    ) -> Response:
+        """Send a body and return the response, of which at most 16 KiB are read. Redirects are not followed."""
+        target = self._allowed_url(url)
+        host = target.host_port_subcomponent or ""
+        async with (
+            self.hosts.slot(host, None, partial(self._servers, target)) as slot,
+            self._request(target, timeout, slot, headers, body) as stream,
+        ):
+            pause = retry_after_seconds(stream.status, stream.headers, time())
+            slot.record_response(stream.status, pause)
+            slot.server = stream.server
+            if pause is not None:
+                raise _throttled(host, stream.status, pause, None)
+            return Response(stream.status, stream.headers, await stream.read(), stream.url)
+
     @asynccontextmanager
     async def stream(
         self,
@@ -157,14 +188,19 @@ class OutboundClient:
     ) -> AsyncIterator["ResponseStream"]:
         """Open a response like `get`, with the body in chunks, at `min_rate` received bytes per second or more."""
         target = self._allowed_url(url)
+        first = target.host_port_subcomponent or ""
         for _ in range(_MAX_REQUESTS):
             host = target.host_port_subcomponent or ""
-            async with self.hosts.slot(host) as slot, self._request(target, accept, timeout, slot) as stream:
+            redirected_by = None if host == first else first
+            async with (
+                self.hosts.slot(host, redirected_by, partial(self._servers, target)) as slot,
+                self._request(target, timeout, slot, {"Accept": accept}) as stream,
+            ):
                 pause = retry_after_seconds(stream.status, stream.headers, time())
                 slot.record_response(stream.status, pause)
+                slot.server = stream.server
                 if pause is not None:
-                    detail = f"{host}: {stream.status}"
-                    raise UnavailableError(FetchFailure.THROTTLED, detail, retry_after=pause, host=host)
+                    raise _throttled(host, stream.status, pause, None if slot.may_pause else redirected_by)
                 if stream.status not in _REDIRECTS:
                     stream.set_limits(max_bytes, min_rate)
                     yield stream
@@ -173,14 +209,21 @@ class OutboundClient:
                 target = self._redirect_target(target, stream)
         raise UnavailableError(FetchFailure.HTTP_STATUS, f"more than {_MAX_REQUESTS - 1} redirects from {url[:200]}")
 
+    async def _servers(self, url: URL) -> list[str]:
+        """Return the network addresses of the host of a URL; see `CheckedResolver.resolve` for the errors."""
+        with _transport_errors(url):
+            return await self._resolver.servers(url.host or "", url.port or 0)
+
     @asynccontextmanager
     async def _request(
-        self, url: URL, accept: str, seconds: float, slot: RequestSlot
+        self, url: URL, seconds: float, slot: RequestSlot, headers: Mapping[str, str], body: bytes | None = None
     ) -> AsyncIterator["ResponseStream"]:
+        """Send a GET request, or with a body a POST request."""
         deadline = asyncio.get_running_loop().time() + seconds
         with slot.record_errors(), _transport_errors(url):
             async with asyncio.timeout_at(deadline):
-                response = await self._session.get(url, headers={"Accept": accept}, allow_redirects=False)
+                method = "GET" if body is None else "POST"
+                response = await self._session.request(method, url, data=body, headers=headers, allow_redirects=False)
         try:
             yield ResponseStream(url, response, deadline, self._rate_grace, slot)
         finally:
@@ -214,12 +257,25 @@ class OutboundClient:
         return UnavailableError(FetchFailure.REFUSED_ADDRESS, detail)
 
 
+class _ResponseWithPeer(aiohttp.ClientResponse):
+    """A response that remembers who sends it, also when all of it has arrived and the connection is free again."""
+
+    server: str | None = None
+
+    async def start(self, connection: Connection) -> Self:
+        peer = connection.transport and connection.transport.get_extra_info("peername")
+        self.server = server_of(peer[0], peer[1]) if peer else None
+        await super().start(connection)
+        return self
+
+
 class ResponseStream:
     """A response with a body that can be read once.
 
     Attributes:
         headers: Header names are case-insensitive.
         url: The URL after all redirects.
+        server: The network address and port that sends the response, see `server_of`.
     """
 
     def __init__(
@@ -228,6 +284,7 @@ class ResponseStream:
         self.status = response.status
         self.headers = response.headers
         self.url = str(url)
+        self.server = response.server if isinstance(response, _ResponseWithPeer) else None
         self._target = url
         self._success = HTTPStatus.OK <= response.status < HTTPStatus.MULTIPLE_CHOICES
         self._body = response.content
@@ -257,8 +314,9 @@ class ResponseStream:
                 for chunk in decoder.feed(received):
                     decoded += len(chunk)
                     self._check_size(decoded)
-                    yield chunk
-                    await asyncio.sleep(0)  # buffered chunks, small or expanding, must not block the event loop
+                    if chunk:
+                        yield chunk
+                    await asyncio.sleep(0)  # buffered chunks, empty, small or expanding, must not block the event loop
             decoder.close()
 
     async def read(self) -> bytes:
@@ -294,6 +352,17 @@ class ResponseStream:
     def _check_size(self, size: int) -> None:
         if size > self._max_bytes:
             raise UnavailableError(FetchFailure.TOO_LARGE, f"{_shown(self._target)}: over {self._max_bytes} bytes")
+
+
+def _throttled(host: str, status: int, pause: float, redirected_by: str | None) -> UnavailableError:
+    """Return the failure of a request to a host that asks for a pause.
+
+    If `redirected_by` redirected the request, the failure counts only for the caller, and the host is not paused.
+    """
+    if redirected_by is None:
+        return UnavailableError(FetchFailure.THROTTLED, f"{host}: {status}", retry_after=pause, host=host)
+    detail = f"{host}: {status}, redirected by {redirected_by}"
+    return UnavailableError(FetchFailure.HTTP_STATUS, detail, retry_after=pause)
 
 
 @contextmanager

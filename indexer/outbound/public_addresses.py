@@ -1,6 +1,6 @@
 """Decide which addresses outbound connections may use: public unicast only (docs/protocol.md#outbound-requests)."""
 
-from ipaddress import IPv4Address, IPv4Network, IPv6Network, ip_address
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
 
 # The standard library's `is_global` does not cover all of these, and its coverage depends on the patch release.
 _REFUSED_V4 = tuple(
@@ -44,13 +44,31 @@ def is_public(address: str) -> bool:
         return False
     if isinstance(ip, IPv4Address):
         return _is_public_v4(ip)
-    low = IPv4Address(int(ip) & 0xFFFF_FFFF)
-    inner = low if ip in _NAT64 else ip.ipv4_mapped or ip.sixtofour
+    low, inner = _low_v4(ip), _represented_v4(ip)
     if int(ip) >> 32 & _ISATAP_MASK == _ISATAP and not _is_public_v4(low):
         return False
     if inner is not None:
         return _is_public_v4(inner)
     return ip.is_global and ip in _UNICAST_V6 and not any(ip in network for network in _REFUSED_V6)
+
+
+def network_of(address: str) -> str:
+    """Return the network that usually belongs to one machine: an IPv4 address, or an IPv6 network of 64 bits.
+
+    For an IPv6 address that represents an IPv4 address, it is the IPv4 address.
+    """
+    ip = ip_address(address.partition("%")[0])
+    if isinstance(ip, IPv6Address) and (inner := _represented_v4(ip)) is None:
+        return str(IPv6Network((ip, 64), strict=False))
+    return str(ip if isinstance(ip, IPv4Address) else inner)
+
+
+def _represented_v4(ip: IPv6Address) -> IPv4Address | None:
+    return _low_v4(ip) if ip in _NAT64 else ip.ipv4_mapped or ip.sixtofour
+
+
+def _low_v4(ip: IPv6Address) -> IPv4Address:
+    return IPv4Address(int(ip) & 0xFFFF_FFFF)
 
 
 def _is_public_v4(ip: IPv4Address) -> bool:

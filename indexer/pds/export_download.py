@@ -2,8 +2,11 @@
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from time import monotonic
 
 from indexer.pds.spool import Spool
+
+_MIN_SECONDS = 0.001
 
 
 class ExportDownload:
@@ -13,13 +16,31 @@ class ExportDownload:
 
     Attributes:
         spool: Every block received so far, hashed. Nothing in it is proven yet.
+        server: The network address that sends the export; None if it is unknown.
+        received: Bytes received so far.
     """
 
-    def __init__(self, spool: Spool, chunks: AsyncIterator[bytes], connection: AsyncExitStack) -> None:
+    def __init__(
+        self, spool: Spool, chunks: AsyncIterator[bytes], connection: AsyncExitStack, server: str | None = None
+    ) -> None:
         self.spool = spool
+        self.server = server
+        self.received = 0
+        self._opened_at = monotonic()
+        self._completed_at: float | None = None
         self._chunks = chunks
         self._connection = connection
-        self._received = 0
+
+    @property
+    def complete(self) -> bool:
+        """True if the host has sent the whole export."""
+        return self._completed_at is not None
+
+    @property
+    def rate(self) -> float:
+        """The mean rate in bytes per second since the response began."""
+        until = monotonic() if self._completed_at is None else self._completed_at
+        return self.received / max(until - self._opened_at, _MIN_SECONDS)
 
     async def fetch(self, max_bytes: int | None = None) -> bool:
         """Read until the end, or until more than `max_bytes` have arrived; return True if the export is complete.
@@ -31,10 +52,11 @@ class ExportDownload:
             UnavailableError: The host failed, the disk is full, or the file ends within a block (EXPORT_INCOMPLETE).
         """
         async for chunk in self._chunks:
-            self._received += len(chunk)
+            self.received += len(chunk)
             self.spool.write(chunk)
-            if max_bytes is not None and self._received > max_bytes:
+            if max_bytes is not None and self.received > max_bytes:
                 return False
+        self._completed_at = monotonic()
         self.spool.finish()
         await self._connection.aclose()
         return True

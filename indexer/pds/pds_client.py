@@ -89,7 +89,24 @@ class PdsClient:
                 if media_type not in _CAR_TYPES:
                     raise UnavailableError(FetchFailure.BAD_ANSWER, f"media type {media_type[:80]!r} for an export")
                 chunks = await connection.enter_async_context(aclosing(stream.chunks()))
-                yield ExportDownload(spool, chunks, connection)
+                yield ExportDownload(spool, chunks, connection, stream.server)
+
+    async def fetch_record_proof(self, did: str, path: str, host: str) -> bytes:
+        """Return a CAR with a record and its proof (`getRecord` of `com.atproto.sync`). Nothing has been verified.
+
+        `path` is the collection and the record key.
+        """
+        collection, _, rkey = path.partition("/")
+        parameters = {"did": did, "collection": collection, "rkey": rkey}
+        response = await self._outbound.get(
+            xrpc_url(host, "com.atproto.sync.getRecord", parameters),
+            max_bytes=self._limits.commit_blocks_bytes,
+            timeout=_QUERY_TIMEOUT,
+            accept=CAR_TYPE,
+        )
+        if response.status != HTTPStatus.OK:
+            raise xrpc_error(response.status, response.body)
+        return response.body
 
     async def fetch_latest_commit(self, did: str, host: str) -> tuple[bytes, str]:
         """Return the CID and the rev of the latest commit on the host (`getLatestCommit`)."""

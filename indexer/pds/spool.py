@@ -2,7 +2,7 @@
 
 The file holds each block once, after its length (4 bytes, little-endian) and its CID. The most recent blocks stay in a
 buffer; a small export fits into the buffer as a whole. The file has no name, so the system deletes it when it is closed
-or the process dies. The index holds 12 bytes per slot: a part of a hash, and an offset in the file, where the whole CID
+or the process ends. The index holds 12 bytes per slot: a part of a hash, and an offset in the file, where the whole CID
 is compared. The file is not mapped into memory, because its pages would count as memory of this process. It is read in
 pages, and a few of them are cached: each read releases the GIL, and blocks that are read together are usually close to
 each other.
@@ -137,7 +137,10 @@ class Spool:
         self.close()
 
     def _contains(self, cid: bytes) -> bool:
-        return any(self._read(offset, CID_BYTES) == cid for offset in self._index.candidates(cid))
+        for offset in self._index.candidates(cid):  # noqa: SIM110 - `any` needs a generator for each block
+            if self._read(offset, CID_BYTES) == cid:
+                return True
+        return False
 
     def _read(self, offset: int, size: int) -> bytes:
         """Read from the buffer or from the file. No block is partly in both."""

@@ -14,6 +14,9 @@ from indexer.errors import UnavailableError
 from indexer.outbound import OutboundClient
 from indexer.reasons import FetchFailure
 
+MAX_JSON_ITEMS = 16_384
+"""Items of a JSON response. A page of 1,000 accounts has about 6,000."""
+
 _FAILURES = {
     "RepoNotFound": FetchFailure.REPO_NOT_FOUND,
     "RepoDeleted": FetchFailure.REPO_NOT_FOUND,
@@ -41,6 +44,8 @@ async def query(
     response = await outbound.get(xrpc_url(host, method, parameters), max_bytes=max_bytes, timeout=timeout)
     if response.status != HTTPStatus.OK:
         raise xrpc_error(response.status, response.body)
+    if _max_items(response.body) > MAX_JSON_ITEMS:
+        raise UnavailableError(FetchFailure.BAD_ANSWER, f"{method}: the response has over {MAX_JSON_ITEMS} items")
     try:
         body: Any = orjson.loads(response.body)
     except orjson.JSONDecodeError as error:
@@ -48,6 +53,14 @@ async def query(
     if not isinstance(body, dict):
         raise UnavailableError(FetchFailure.BAD_ANSWER, f"{method}: the response is not a JSON object")
     return body
+
+
+def _max_items(body: bytes) -> int:
+    """Return an upper bound of the number of items in JSON text, without decoding it.
+
+    Decoding 4 MiB of empty lists would block the event loop for 0.7 seconds, from a worker thread, too.
+    """
+    return sum(map(body.count, (b",", b"[", b"{")))
 
 
 def xrpc_url(host: str, method: str, parameters: Mapping[str, str]) -> str:

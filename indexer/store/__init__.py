@@ -1,25 +1,56 @@
 """Access to Postgres: the schema of the tables, and every SQL statement of the program."""
 
-from indexer.store.change_log_segments import ConsumerState, RetentionPolicy
+from indexer.store.change_log_segments import ChangeLogState, ConsumerState, RetentionPolicy, TrimPlan
 from indexer.store.collection_export import ExportedRecord
+from indexer.store.connections import RESERVED_CONNECTIONS
 from indexer.store.consistent_read import ConsistentRead, StoredRecord
+from indexer.store.database_check import DatabaseCheck
 from indexer.store.database_errors import DatabaseError
 from indexer.store.dead_letters import DeadLetterGoneError, StoredDeadLetter
+from indexer.store.erase_records import ErasedBatch
+from indexer.store.lexicon_indexes import LexiconIndex, UnknownColumnError
+from indexer.store.lexicon_rows import AddedLexicon, AddedState, StoredLexicon, ViewInUseError
+from indexer.store.link_backfill import FIRST_PATH, LinkState, RecordPath
+from indexer.store.link_progress import LinkProgress, LinkProgressState
+from indexer.store.link_rows import RecountPosition
 from indexer.store.report_queries import Counts
 from indexer.store.resync_transaction import ResyncTransaction
-from indexer.store.store import RESERVED_CONNECTIONS, Store
+from indexer.store.scope_changes import NarrowedPage
+from indexer.store.scope_row import CollectionProgress
+from indexer.store.status_queries import DeliveryState, RejectionSummary
+from indexer.store.store import Store
 
 __all__ = [
+    "FIRST_PATH",
     "RESERVED_CONNECTIONS",
+    "AddedLexicon",
+    "AddedState",
+    "ChangeLogState",
+    "CollectionProgress",
     "ConsistentRead",
     "ConsumerState",
     "Counts",
+    "DatabaseCheck",
     "DatabaseError",
     "DeadLetterGoneError",
+    "DeliveryState",
+    "ErasedBatch",
     "ExportedRecord",
+    "LexiconIndex",
+    "LinkProgress",
+    "LinkProgressState",
+    "LinkState",
+    "NarrowedPage",
+    "RecordPath",
+    "RecountPosition",
+    "RejectionSummary",
     "ResyncTransaction",
     "RetentionPolicy",
     "Store",
     "StoredDeadLetter",
+    "StoredLexicon",
     "StoredRecord",
+    "TrimPlan",
+    "UnknownColumnError",
+    "ViewInUseError",
 ]

@@ -8,6 +8,7 @@ docs/decisions/0005-number-changes-at-commit.md.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import asyncpg
 
@@ -16,7 +17,10 @@ from indexer.store.columns import Connection
 SEGMENTS = 8
 """The number of segments that the migration created."""
 RETAINED_SEGMENTS = SEGMENTS - 2
-"""Segments that share the retained changes. Of the other two, one is the current segment and one is empty."""
+"""Segments that share the retained time. Of the other two, one is the current segment and one is empty."""
+MAX_GROWTH_RATE = 100 * 10**6
+"""Bytes per second at which the change log is assumed to grow at most."""
+MIN_CHECK_SECONDS, MAX_CHECK_SECONDS = 0.2, 60.0
 LOCK_TIMEOUT = "200ms"
 """Maximum time that a truncation waits for its lock. Consumers that come after it wait as long."""
 
@@ -26,7 +30,10 @@ class RetentionPolicy:
     """The limits of the change log. Changes beyond `max_age` or `max_bytes` are trimmed.
 
     A change that a registered consumer has not received is retained beyond these limits. The consumer is disconnected
-    when its lag exceeds `max_consumer_lag`, or when the log exceeds twice `max_bytes`.
+    when its lag exceeds `max_consumer_lag`, or when the log reaches twice `max_bytes`.
+
+    A trim leaves a reserve of `segment_bytes` below both limits, for what is written until the next trim. The next one
+    follows when half of the reserve is used.
 
     Attributes:
         max_age: Seconds; 0 means no limit.
@@ -37,6 +44,20 @@ class RetentionPolicy:
     max_age: float
     max_bytes: int
     max_consumer_lag: float
+
+    @property
+    def segment_bytes(self) -> int:
+        """The size at which the current segment is full."""
+        return self.max_bytes // SEGMENTS
+
+    @property
+    def check_seconds(self) -> float:
+        """The interval at which the size is checked, so that the log does not use up the reserve in between."""
+        return min(max(self.segment_bytes / 2 / MAX_GROWTH_RATE, MIN_CHECK_SECONDS), MAX_CHECK_SECONDS)
+
+    def is_overfull(self, size: int) -> bool:
+        """Return True if a log of this size disconnects the consumers and sessions that prevent trimming."""
+        return size > 2 * self.max_bytes - self.segment_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,17 +127,19 @@ class TrimPlan:
         disconnect: Names of the consumers to disconnect.
         truncate: Numbers of the segments to truncate.
         next_segment: The segment that becomes the current one; None if the current one stays.
+        locked: Numbers of the segments that were not truncated because an open transaction has used them.
     """
 
     disconnect: tuple[str, ...]
     truncate: tuple[int, ...]
     next_segment: int | None
+    locked: tuple[int, ...] = ()
 
 
 def plan_trim(log: ChangeLogState, policy: RetentionPolicy, now: float) -> TrimPlan:
     """Return the steps that bring the log within the policy."""
     surplus = _surplus(log, policy, now)
-    overfull = log.bytes > 2 * policy.max_bytes
+    overfull = policy.is_overfull(log.bytes)
     connected = [consumer for consumer in log.consumers if not consumer.cut_off]
     disconnect = [
         consumer.name
@@ -140,17 +163,17 @@ def _surplus(log: ChangeLogState, policy: RetentionPolicy, now: float) -> list[S
     for segment in sorted(log.segments, key=lambda segment: segment.last_seq or 0):
         if segment.number == log.current or segment.last_time is None:
             continue
-        if rest > policy.max_bytes or 0 < policy.max_age < now - segment.last_time:
+        if rest > policy.max_bytes - policy.segment_bytes or 0 < policy.max_age < now - segment.last_time:
             surplus.append(segment)
             rest -= segment.bytes
     return surplus
 
 
 def _next_segment(log: ChangeLogState, policy: RetentionPolicy, now: float) -> int | None:
-    """Return an empty segment if the current one has its share of the retained changes, by age or size."""
+    """Return an empty segment if the current one is full, by age or size."""
     [current] = [segment for segment in log.segments if segment.number == log.current]
     old = 0 < policy.max_age <= (now - log.opened_at) * RETAINED_SEGMENTS
-    large = current.bytes * RETAINED_SEGMENTS >= policy.max_bytes
+    large = current.bytes >= policy.segment_bytes
     if current.last_seq is None or not (old or large):
         return None
     return min((segment.number for segment in log.segments if segment.last_seq is None), default=None)
@@ -175,11 +198,24 @@ _CONSUMERS = """
     from atproto.readers order by name
 """
 
-# SKIP LOCKED: do not wait for the open transaction of a consumer or of a registration.
+_SIZE = """
+    select sum(pg_total_relation_size(format('indexer.change_%s', number)::regclass)
+        + pg_total_relation_size(format('indexer.change_batch_%s', number)::regclass))::bigint
+    from generate_series(0, $1::integer - 1) as number
+"""
+
+# Consumers lock their own rows for as long as they like, so disconnecting them does not write these.
 _DISCONNECT = """
-    update indexer.consumer set cut_off_at = now()
-    where name in (select name from indexer.consumer where name = any($1::text[]) for update skip locked)
-    returning name
+    with disconnected as (
+        insert into indexer.disconnected_consumer (id)
+        select id from indexer.consumer where name = any($1::text[]) on conflict do nothing returning id
+    )
+    select name from disconnected join indexer.consumer using (id)
+"""
+
+_FORGET_REMOVED = """
+    delete from indexer.disconnected_consumer d
+    where not exists (select from indexer.consumer c where c.id = d.id)
 """
 
 _SET_CURRENT = """
@@ -192,7 +228,12 @@ _LAST_SEQ = """
     order by first_seq desc limit 1
 """
 
-_NEEDED = "select exists (select from indexer.consumer where cut_off_at is null and seq < $1)"
+_NEEDED = """
+    select exists (
+        select from indexer.consumer c
+        where c.seq < $1 and not exists (select from indexer.disconnected_consumer d where d.id = c.id)
+    )
+"""
 
 
 async def load_consumers(connection: Connection) -> list[ConsumerState]:
@@ -207,20 +248,29 @@ async def load_state(connection: Connection) -> ChangeLogState:
     return ChangeLogState(current, opened_at, segments, await load_consumers(connection))
 
 
+async def load_size(connection: Connection) -> int:
+    """Return the bytes of all segments."""
+    size: int = await connection.fetchval(_SIZE, SEGMENTS)
+    return size
+
+
 async def trim(connection: Connection, plan: TrimPlan) -> TrimPlan:
     """Execute the plan; return the steps that succeeded. A step that would have to wait for a lock is skipped."""
     disconnected = [name for (name,) in await connection.fetch(_DISCONNECT, plan.disconnect)] if plan.disconnect else []
+    await connection.execute(_FORGET_REMOVED)
     if plan.next_segment is not None:
         await connection.execute(_SET_CURRENT, plan.next_segment)
-    truncated = [segment for segment in plan.truncate if await _truncate(connection, segment)]
-    return TrimPlan(tuple(disconnected), tuple(truncated), plan.next_segment)
+    results = {segment: await _truncate(connection, segment) for segment in plan.truncate}
+    truncated = tuple(segment for segment, result in results.items() if result == "truncated")
+    locked = tuple(segment for segment, result in results.items() if result == "locked")
+    return TrimPlan(tuple(disconnected), truncated, plan.next_segment, locked)
 
 
-async def _truncate(connection: Connection, segment: int) -> bool:
-    """Truncate a segment; return False if it is locked, is the current one, or is still needed by a consumer.
+async def _truncate(connection: Connection, segment: int) -> Literal["truncated", "locked", "needed"]:
+    """Truncate a segment unless it is locked, is the current one, or is still needed by a consumer.
 
     The conditions are checked again under the locks. `LOCK_TIMEOUT` limits the wait for an open transaction that used
-    the segment: a writer, a consumer, or a backup.
+    the segment: a writer, a query of the view, or a backup.
     """
     try:
         async with connection.transaction():
@@ -230,11 +280,11 @@ async def _truncate(connection: Connection, segment: int) -> bool:
             await connection.execute(f"lock table {tables} in access exclusive mode")
             last = await connection.fetchval(_LAST_SEQ, segment)
             if current == segment or last is None or await connection.fetchval(_NEEDED, last):
-                return False
+                return "needed"
             await connection.execute(
                 "select setval('indexer.trimmed_seq', greatest(last_value, $1)) from indexer.trimmed_seq", last
             )
             await connection.execute(f"truncate {tables}")
     except asyncpg.LockNotAvailableError:
-        return False
-    return True
+        return "locked"
+    return "truncated"

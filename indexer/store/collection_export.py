@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from indexer.store.columns import Connection
 
-PAGE_SIZE = 500
+PAGE_SIZE = 100
 """Records in memory at a time. A record has up to a mebibyte, most have a few hundred bytes."""
 
 

@@ -28,6 +28,7 @@ _REPO: dict[str, tuple[str, Callable[[Repo], Any]]] = {
     "active": ("boolean", lambda repo: repo.active),
     "hosting_status": ("text", lambda repo: storable(repo.hosting_status)),
     "hosting_relay": ("text", lambda repo: repo.hosting_relay),
+    "hosting_epoch": ("bigint", lambda repo: repo.hosting_epoch),
     "hosting_seq": ("bigint", lambda repo: repo.hosting_seq),
     "takedown": ("boolean", lambda repo: repo.takedown),
     "buffered_events": ("integer", lambda repo: repo.buffered_events),
@@ -38,11 +39,17 @@ _REPO: dict[str, tuple[str, Callable[[Repo], Any]]] = {
     "last_error": ("text", lambda repo: storable(repo.last_error)),
     "synchronized_at": ("float8", lambda repo: repo.synchronized_at),
     "erase_at": ("float8", lambda repo: repo.erase_at),
+    "unproven_since": ("float8", lambda repo: repo.unproven_since),
+    "from_stream": ("boolean", lambda repo: repo.from_stream),
+    "scope_version": ("bigint", lambda repo: repo.scope_version),
+    "tracked": ("boolean", lambda repo: repo.tracked),
+    "wanted_in": ("bigint", lambda repo: repo.wanted_in),
 }
 _REASONS = {str(reason): reason for reason in Desync}
-_TIMES = ("next_attempt_at", "synchronized_at", "erase_at")
+_TIMES = ("next_attempt_at", "synchronized_at", "erase_at", "unproven_since")
 
 REPO_COLUMNS: Columns = {name: type_ for name, (type_, _) in _REPO.items()}
+HEAD_COLUMNS: Columns = {name: REPO_COLUMNS[name] for name in ("did", "version", "rev", "data", "commit")}
 
 
 def repo_columns(alias: str) -> str:
@@ -60,6 +67,11 @@ def repo_values(alias: str) -> dict[str, str]:
 def repo_arrays(repos: Sequence[Repo]) -> list[list[Any]]:
     """Return one array per column of `REPO_COLUMNS`."""
     return [[value(repo) for repo in repos] for _, value in _REPO.values()]
+
+
+def head_arrays(repos: Sequence[Repo]) -> list[list[Any]]:
+    """Return one array per column of `HEAD_COLUMNS`."""
+    return [[_REPO[name][1](repo) for repo in repos] for name in HEAD_COLUMNS]
 
 
 def visible(alias: str) -> str:
@@ -80,6 +92,7 @@ def repo_of(row: asyncpg.Record) -> Repo:
         active=row["active"],
         hosting_status=row["hosting_status"],
         hosting_relay=row["hosting_relay"],
+        hosting_epoch=row["hosting_epoch"],
         hosting_seq=row["hosting_seq"],
         takedown=row["takedown"],
         buffered_events=row["buffered_events"],
@@ -90,6 +103,11 @@ def repo_of(row: asyncpg.Record) -> Repo:
         last_error=row["last_error"],
         synchronized_at=row["synchronized_at"],
         erase_at=row["erase_at"],
+        unproven_since=row["unproven_since"],
+        from_stream=row["from_stream"],
+        scope_version=row["scope_version"],
+        tracked=row["tracked"],
+        wanted_in=row["wanted_in"],
     )
 
 

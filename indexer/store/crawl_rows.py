@@ -1,37 +1,77 @@
 """The table of crawl progress, and the comparison of a repo list with the table of repos."""
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from indexer.store.columns import Connection, buckets_of, of_buckets, unnest
 from indexer.sync.crawl_progress import CrawlProgress, Purpose
-from indexer.sync.repo_state import TOMBSTONED, SyncStatus
+from indexer.sync.repo_state import OUT_OF_SCOPE, TOMBSTONED, SyncStatus
 
 _LOAD = """
     select purpose, source, collection, cursor, listed, found, date_part('epoch', began_at) as began_at,
-        date_part('epoch', finished_at) as finished_at
-    from indexer.crawl_progress where purpose = $1 and source = $2 and collection = $3
+        date_part('epoch', finished_at) as finished_at, shard, last_gap
+    from indexer.crawl_progress where purpose = $1 and source = $2 and collection = $3 and shard = $4
+"""
+
+_RECHECKS = """
+    select purpose, source, collection, cursor, listed, found, date_part('epoch', began_at) as began_at,
+        date_part('epoch', finished_at) as finished_at, shard, last_gap
+    from indexer.crawl_progress where purpose = 'recheck' and shard = $1 and finished_at is null order by collection
 """
 
 _SAVE = """
-    insert into indexer.crawl_progress (purpose, source, collection, cursor, listed, found, began_at, finished_at)
-    values ($1, $2, $3, $4, $5, $6, to_timestamp($7), to_timestamp($8))
-    on conflict (purpose, source, collection) do update
+    insert into indexer.crawl_progress
+        (purpose, source, collection, cursor, listed, found, began_at, finished_at, shard, last_gap)
+    values ($1, $2, $3, $4, $5, $6, to_timestamp($7), to_timestamp($8), $9, $10)
+    on conflict (purpose, source, collection, shard) do update
     set cursor = excluded.cursor, listed = excluded.listed, found = excluded.found, began_at = excluded.began_at,
-        finished_at = excluded.finished_at
+        finished_at = excluded.finished_at, last_gap = excluded.last_gap
 """
 
 _FIND_DIFFERENCES = f"""
-    select r.did, r.active from {unnest({"did": "text", "rev": "text"}, "w", 2)}
+    select r.did,
+        r.active and r.sync_status <> '{SyncStatus.DESYNCHRONIZED}' and (r.rev is null or r.rev < w.rev) as behind,
+        not r.active and r.tracked and r.hosting_status is distinct from '{TOMBSTONED}' as hidden,
+        r.from_stream and r.rev is null and r.tracked as unlisted,
+        not r.tracked and r.hosting_status is not distinct from '{OUT_OF_SCOPE}' as unknown
+    from {unnest({"did": "text", "rev": "text"}, "w", 2)}
     join indexer.repo r on r.did = w.did and {of_buckets("r")}
-    where r.active and r.sync_status = '{SyncStatus.SYNCHRONIZED}' and r.rev < w.rev
-        or not r.active and r.hosting_status is distinct from '{TOMBSTONED}'
 """
 
 
-async def load_progress(connection: Connection, purpose: Purpose, source: str, collection: str) -> CrawlProgress | None:
+_ACTIVE = """
+    select did from indexer.repo where did > $1 and active and rev is not null and bucket = any($2::smallint[])
+    order by did limit $3
+"""
+
+
+class ListDifferences(NamedTuple):
+    """The differences between a page of a repo list and the stored repos, as DIDs.
+
+    Attributes:
+        behind: Repos with an older rev that are synchronized or being fetched.
+        hidden: Accounts that are stored as inactive.
+        unknown: Accounts without a stored repo, and those that were out of scope.
+        unlisted: Repos that the stream added, that no list has named yet, and that were not fetched yet.
+    """
+
+    behind: list[str]
+    hidden: list[str]
+    unknown: list[str]
+    unlisted: list[str]
+
+
+async def load_progress(
+    connection: Connection, purpose: Purpose, source: str, collection: str, shard: str
+) -> CrawlProgress | None:
     """Return the progress of the last crawl of this list; None if there was none."""
-    row = await connection.fetchrow(_LOAD, purpose, source, collection)
+    row = await connection.fetchrow(_LOAD, purpose, source, collection, shard)
     return None if row is None else CrawlProgress(**row)
+
+
+async def rechecks(connection: Connection, shard: str) -> list[CrawlProgress]:
+    """Return the lists of added collections that are to be compared again."""
+    return [CrawlProgress(**row) for row in await connection.fetch(_RECHECKS, shard)]
 
 
 async def save_progress(connection: Connection, progress: CrawlProgress) -> None:
@@ -46,14 +86,23 @@ async def save_progress(connection: Connection, progress: CrawlProgress) -> None
         progress.found,
         progress.began_at,
         progress.finished_at,
+        progress.shard,
+        progress.last_gap,
     )
 
 
-async def find_differences(connection: Connection, revs: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Compare accounts that a relay lists as active, with their revs, to the stored repos.
-
-    Returns:
-        The DIDs of synchronized repos with an older rev, and the DIDs of accounts that are stored as inactive.
-    """
+async def find_differences(connection: Connection, revs: Mapping[str, str]) -> ListDifferences:
+    """Compare accounts that a relay lists as active, with their revs, to the stored repos."""
     rows = await connection.fetch(_FIND_DIFFERENCES, buckets_of(revs), list(revs), list(revs.values()))
-    return [did for did, active in rows if active], [did for did, active in rows if not active]
+    known = {row["did"] for row in rows if not row["unknown"]}
+    return ListDifferences(
+        behind=[row["did"] for row in rows if row["behind"]],
+        hidden=[row["did"] for row in rows if row["hidden"]],
+        unknown=[did for did in revs if did not in known],
+        unlisted=[row["did"] for row in rows if row["unlisted"]],
+    )
+
+
+async def active_repos(connection: Connection, after: str, buckets: range, limit: int) -> list[str]:
+    """Return the next DIDs after `after`, at most `limit`, of active repos that were fetched before."""
+    return [did for (did,) in await connection.fetch(_ACTIVE, after, list(buckets), limit)]

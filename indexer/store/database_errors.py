@@ -1,14 +1,19 @@
-"""Classify errors of the database driver: transient ones become a `DatabaseError`, all others pass unchanged."""
+"""Sort errors of the database driver into transient ones, those that the operator has to correct, and bugs."""
 
+import socket
+import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
+from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import asyncpg
 from asyncpg import exceptions
 from sqlalchemy.exc import DBAPIError
 
-from indexer.errors import UnavailableError
+from indexer.errors import RefusedWriteError, SettingsError, UnavailableError
 from indexer.reasons import FetchFailure
+from indexer.redaction import is_secret_name, without_secrets
+from indexer.settings import variable
 
 CONNECT_TIMEOUT = 10.0
 """Seconds to wait for a connection."""
@@ -27,7 +32,34 @@ _TRANSIENT = (
     exceptions.PostgresSystemError,
     exceptions.InvalidCachedStatementError,
     exceptions.OutdatedSchemaCacheError,
+    exceptions.TargetServerAttributeNotMatched,  # no primary at present: a failover
 )
+_TIMEOUTS = (
+    TimeoutError,
+    exceptions.QueryCanceledError,  # by `statement_timeout`, which the operator may set for the role
+    exceptions.LockNotAvailableError,  # after `lock_timeout`
+)
+"""The database works, and did not finish in time: an attempt that fails so is no progress of its stage."""
+_REFUSALS = (
+    exceptions.DataError,
+    exceptions.IntegrityConstraintViolationError,
+    exceptions.ProgramLimitExceededError,
+    exceptions.PLPGSQLError,  # a trigger raised an exception
+    exceptions.InternalServerError,  # includes an allocation of 1 GiB
+    BufferError,  # the driver's message is too long
+    OverflowError,
+)
+"""Errors that the values of a write cause. Others, such as a missing column, are bugs."""
+_READ_ONLY = (exceptions.DiskFullError, exceptions.ReadOnlySQLTransactionError)
+"""Transient errors after which a database still answers queries."""
+_WRONG_ADDRESS = (
+    exceptions.InvalidAuthorizationSpecificationError,  # includes a wrong password
+    exceptions.InvalidCatalogNameError,
+    ssl.SSLCertVerificationError,
+)
+"""Transient in a running daemon, whose database worked before. When it is opened, the operator has to act."""
+_UNKNOWN_HOST = {socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)}
+"""The name server says that the host does not exist. `EAI_AGAIN` is transient: the name server does not answer."""
 
 _SESSION_ENDED = "another operation (2) is in progress"  # 2 is asyncpg's state `PROTOCOL_ERROR_CONSUME`
 
@@ -38,28 +70,110 @@ class DatabaseError(UnavailableError):
 
 @contextmanager
 def database_errors() -> Iterator[None]:
-    """Raise `DatabaseError` for errors of the block that a retry may resolve."""
+    """Raise `DatabaseError` for errors of the block that a retry may resolve.
+
+    Raises:
+        SettingsError: The database role lacks a privilege.
+    """
     try:
         yield
-    except _TRANSIENT as error:
-        raise _database_error(error) from error
-    except DBAPIError as error:
-        cause = getattr(error.orig, "__cause__", None)
-        if not isinstance(cause, _TRANSIENT):
-            raise
-        raise _database_error(cause) from error
-    except asyncpg.InterfaceError as error:
+    except Exception as error:
+        cause = driver_error(error)
+        if _is_transient(cause):
+            raise DatabaseError(_failure(cause), _text(cause)) from error
+        if isinstance(cause, exceptions.InsufficientPrivilegeError):
+            raise SettingsError(f"The database role lacks a privilege: {cause}") from error
+        raise
+
+
+@contextmanager
+def refused_writes() -> Iterator[None]:
+    """Raise `RefusedWriteError` for errors of the block that the values of its writes cause.
+
+    Use it around a block of `database_errors`, which the other errors have passed.
+    """
+    try:
+        yield
+    except _REFUSALS as error:
+        raise RefusedWriteError(_text(error)) from error
+
+
+def is_read_only(error: DatabaseError) -> bool:
+    """Return True if the database answers queries, but can store nothing at present."""
+    return isinstance(error.__cause__, _READ_ONLY)
+
+
+@contextmanager
+def opening(dsn: str) -> Iterator[None]:
+    """Name the database in each error of the block, which connects to it, checks it or migrates it.
+
+    Raises:
+        SettingsError: The operator has to correct something, such as the URL, the password or a privilege.
+        DatabaseError: The database is unavailable.
+    """
+    try:
+        yield
+    except Exception as error:
+        cause = driver_error(error)
+        if reason := _reason_to_correct(cause):
+            raise unusable(dsn, reason) from error
+        if _is_transient(cause):
+            text = f"the database {without_password(dsn)} is unavailable: {_text(cause)}"
+            raise DatabaseError(_failure(cause), text) from error
+        raise
+
+
+async def connect(dsn: str) -> asyncpg.Connection:
+    """Connect to the database. Use it in a block of `opening`."""
+    try:
+        return await asyncpg.connect(dsn, timeout=CONNECT_TIMEOUT)
+    except ValueError as error:  # a part of the URL that the driver cannot read
+        raise unusable(dsn, str(error)) from error
+
+
+def driver_error(error: BaseException) -> BaseException:
+    """Return the driver's own error if SQLAlchemy has wrapped it, otherwise the same error."""
+    cause = error.orig.__cause__ if isinstance(error, DBAPIError) and error.orig is not None else None
+    return cause or error
+
+
+def without_password(dsn: str) -> str:
+    """Return the connection string without passwords."""
+    parts = urlsplit(dsn)
+    credentials, separator, hosts = parts.netloc.rpartition("@")
+    user = credentials.partition(":")[0]
+    parameters = [(name, without_secrets(value)) for name, value in parse_qsl(parts.query) if not is_secret_name(name)]
+    query = urlencode(parameters, safe="/*=")
+    return f"{parts.scheme}://{user}{separator}{hosts}{parts.path}{'?' if query else ''}{query}"
+
+
+def unusable(dsn: str, reason: str) -> SettingsError:
+    """Return the error for a database that this program cannot use until the operator corrects something."""
+    text = without_secrets(" ".join(reason.split()))
+    return SettingsError(f"{variable('database_url')}: cannot use the database {without_password(dsn)}: {text}")
+
+
+def _reason_to_correct(cause: BaseException) -> str | None:
+    """Return what is wrong if the operator has to correct it before the database can be opened; otherwise None."""
+    if isinstance(cause, socket.gaierror) and cause.errno in _UNKNOWN_HOST:
+        return f"its host name does not resolve ({cause.strerror})"
+    is_answer = isinstance(cause, asyncpg.PostgresError | asyncpg.InterfaceError) and not _is_transient(cause)
+    return str(cause) if is_answer or isinstance(cause, _WRONG_ADDRESS) else None
+
+
+def _is_transient(cause: BaseException) -> bool:
+    if isinstance(cause, asyncpg.InterfaceError):
         # asyncpg has no class for the use of a connection that was closed before, only this text.
-        if "clos" not in str(error):
-            raise
-        raise _database_error(error) from error
-    except exceptions.InternalClientError as error:
-        # Nor has it one for a session that the server ended with an error message, while the socket is still open.
-        if _SESSION_ENDED not in str(error):
-            raise
-        raise _database_error(error) from error
+        return "clos" in str(cause)
+    if isinstance(cause, _TRANSIENT):
+        return True
+    # Nor has it one for a session that the server ended with an error message, while the socket is still open.
+    return isinstance(cause, exceptions.InternalClientError) and _SESSION_ENDED in str(cause)
 
 
-def _database_error(error: BaseException) -> DatabaseError:
-    reason = FetchFailure.TIMEOUT if isinstance(error, TimeoutError) else FetchFailure.UNREACHABLE
-    return DatabaseError(reason, f"{type(error).__name__}: {error}"[:500])
+def _failure(cause: BaseException) -> FetchFailure:
+    return FetchFailure.TIMEOUT if isinstance(cause, _TIMEOUTS) else FetchFailure.UNREACHABLE
+
+
+def _text(cause: BaseException) -> str:
+    return f"{type(cause).__name__}: {str(cause) or 'no answer in time'}"[:500]

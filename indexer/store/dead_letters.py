@@ -8,7 +8,7 @@ from typing import Any
 import asyncpg
 
 from indexer.reasons import Rejection
-from indexer.store.columns import Connection, columns_of, storable, unnest
+from indexer.store.columns import Connection, columns_of, of_buckets, storable, unnest
 from indexer.sync.plan_batch import DEAD_LETTER_BYTES
 from indexer.sync.plans import DeadLetter
 from indexer.sync.shard import bucket_of
@@ -30,6 +30,7 @@ class StoredDeadLetter:
     Attributes:
         time: When the message was first rejected.
         frame_bytes: The length of the stored frame, which may be only the beginning of the received frame.
+        epoch: The epoch of the relay's sequence that `seq` belongs to.
     """
 
     id: int
@@ -41,6 +42,7 @@ class StoredDeadLetter:
     reason: Rejection
     detail: str
     frame_bytes: int
+    epoch: int = 0
 
     @property
     def complete(self) -> bool:
@@ -58,11 +60,17 @@ _COLUMNS = {
     "reason": "text",
     "detail": "text",
     "frame": "bytea",
+    "epoch": "bigint",
 }
 
 _INSERT = f"""
     insert into indexer.dead_letter ({", ".join(_COLUMNS)}) select {", ".join(_COLUMNS)}
-    from {unnest(_COLUMNS, "w")} order by ordinal
+    from {unnest(_COLUMNS, "w")}
+    where not exists (
+        select from indexer.dead_letter d where d.bucket = w.bucket and {of_buckets("d")}
+            and d.relay = w.relay and d.reason = w.reason and d.epoch = w.epoch and d.seq = w.seq and d.frame = w.frame
+    )
+    order by ordinal
 """
 
 # Each reason has its own bounds, so that many rejections for one reason do not remove those for other reasons.
@@ -77,7 +85,7 @@ _TRIM = """
 """
 
 _REASONS = {str(reason): reason for reason in Rejection}
-_READ = "id, time, relay, seq, did, kind, reason, detail, octet_length(frame) as frame_bytes"
+_READ = "id, time, relay, seq, did, kind, reason, detail, octet_length(frame) as frame_bytes, epoch"
 
 _NEWEST = f"""
     select {_READ} from indexer.dead_letter
@@ -97,7 +105,10 @@ _DELETE = "delete from indexer.dead_letter where id = $1 returning true"
 
 
 async def insert(connection: Connection, dead_letters: Sequence[DeadLetter]) -> None:
-    """Insert dead letters, and delete the oldest ones beyond `MAX_ROWS` and `MAX_BYTES`."""
+    """Insert dead letters that are new, and delete the oldest ones beyond `MAX_ROWS` and `MAX_BYTES`.
+
+    A relay sends the messages after the cursor again at each connection. Malformed ones do not move the cursor.
+    """
     if not dead_letters:
         return
     rows = [
@@ -110,6 +121,7 @@ async def insert(connection: Connection, dead_letters: Sequence[DeadLetter]) -> 
             dead_letter.reason,
             storable(dead_letter.detail),
             dead_letter.frame,
+            dead_letter.epoch,
         )
         for dead_letter in dead_letters
     ]

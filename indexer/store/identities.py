@@ -6,7 +6,7 @@ from indexer.store.change_log import log_changes
 from indexer.store.columns import Connection, buckets_of, columns_of, of_buckets, storable, unnest
 from indexer.sync.changes import ChangeLogEntry
 from indexer.sync.shard import bucket_of
-from indexer.sync.stored_identity import INVALID_HANDLE, HandleCheck, HandleClaim, StoredIdentity
+from indexer.sync.stored_identity import INVALID_HANDLE, DueIdentity, HandleCheck, HandleClaim, StoredIdentity
 
 _COLUMNS = {
     "did": "text",
@@ -17,40 +17,50 @@ _COLUMNS = {
     "fetched_at": "float8",
     "stale": "boolean",
     "problem": "text",
+    "denials": "integer",
+    "denied_at": "float8",
+    "refresh_at": "float8",
 }
 
 _LOAD = """
-    select did, claimed_handle as handle, pds, signing_key, date_part('epoch', fetched_at) as fetched_at, stale, problem
+    select did, claimed_handle as handle, pds, signing_key, date_part('epoch', fetched_at) as fetched_at, stale,
+        problem, denials, date_part('epoch', denied_at) as denied_at
     from indexer.identity where did = any($1::text[]) and bucket = any($2::smallint[])
 """
 
+# A handle that becomes null is not logged: its verification follows, and is.
 # If the claim is unchanged and verified, keep the time of its next check. If it is unchanged but not verified, check it
 # now: the document may have been read because something changed.
 _SAME_CLAIM = "i.claimed_handle is not distinct from excluded.claimed_handle"
+_RENAMED = "(saved.handle is not null and saved.handle is distinct from before.handle)"
 _SAVE = f"""
     with before as materialized (
-        select did, bucket, pds from indexer.identity
+        select did, bucket, pds, handle from indexer.identity
         where did = any($1::text[]) and bucket = any($2::smallint[])
     ), saved as (
         insert into indexer.identity as i (
-            did, bucket, claimed_handle, pds, signing_key, fetched_at, stale, problem,
+            did, bucket, claimed_handle, pds, signing_key, fetched_at, stale, problem, denials, denied_at, refresh_at,
             handle, handle_attempts, handle_due_at
         )
         select did, bucket, claimed_handle, pds, signing_key, to_timestamp(fetched_at), stale, problem,
+            denials, to_timestamp(denied_at), to_timestamp(refresh_at),
             case when claimed_handle is null then '{INVALID_HANDLE}' end, 0,
             case when claimed_handle is not null then now() end
         from {unnest(_COLUMNS, "w")} order by ordinal
         on conflict (did, bucket) do update
         set claimed_handle = excluded.claimed_handle, pds = excluded.pds, signing_key = excluded.signing_key,
             fetched_at = excluded.fetched_at, stale = excluded.stale, problem = excluded.problem,
+            denials = excluded.denials, denied_at = excluded.denied_at,
+            refresh_at = excluded.refresh_at, refresh_failures = 0,
             handle = case when {_SAME_CLAIM} then i.handle else excluded.handle end,
             handle_attempts = case when {_SAME_CLAIM} then i.handle_attempts else 0 end,
             handle_due_at = case when {_SAME_CLAIM} and i.handle = i.claimed_handle then i.handle_due_at
                 else excluded.handle_due_at end
         where i.fetched_at <= excluded.fetched_at
-        returning did, bucket, pds
+        returning did, bucket, pds, handle
     )
-    select did from saved join before using (did, bucket) where saved.pds <> before.pds order by did
+    select did, coalesce(saved.pds <> before.pds, false) as moved, {_RENAMED} as renamed
+    from saved join before using (did, bucket) where saved.pds <> before.pds or {_RENAMED} order by did
 """
 
 CLAIM_HANDLES = f"""
@@ -71,10 +81,25 @@ of DIDs, as in all statements. Of two concurrent claims the second one finds tha
 DISTINCT, because no index supports it: thousands of rows may share one time.
 """
 
-_SAVE_HANDLE_CHECK = """
-    update indexer.identity
-    set handle = $4, handle_attempts = $5, handle_due_at = to_timestamp($6::float8)
-    where did = $1 and bucket = $2 and claimed_handle is not distinct from $3
+_POSTPONED = {"did": "text", "bucket": "smallint", "due_at": "float8"}
+
+# In the order of DIDs, like all statements. A row with another time is no longer claimed.
+_POSTPONE_HANDLES = f"""
+    update indexer.identity i set handle_due_at = to_timestamp(w.due_at)
+    from (select * from {unnest(_POSTPONED, "w")} order by did) w
+    where i.did = w.did and i.bucket = w.bucket and {of_buckets("i", 2)} and i.handle_due_at = to_timestamp($4)
+"""
+
+_SAVE_HANDLE_CHECK = f"""
+    with before as materialized (
+        select did, bucket, handle from indexer.identity where did = $1 and bucket = $2
+    ), saved as (
+        update indexer.identity
+        set handle = $4, handle_attempts = $5, handle_due_at = to_timestamp($6::float8)
+        where did = $1 and bucket = $2 and claimed_handle is not distinct from $3
+        returning did, bucket, handle
+    )
+    select {_RENAMED} from saved join before using (did, bucket)
 """
 
 # A handle resolves to one DID, so other accounts for which it was verified before must be checked again.
@@ -83,7 +108,23 @@ _RECHECK_OTHERS = f"""
     where handle = $2 and handle <> '{INVALID_HANDLE}' and did <> $1
 """
 
-_STALE = "select did from indexer.identity where stale and bucket = any($1::smallint[]) order by fetched_at limit $2"
+# The oldest and the newest: the oldest, so that each has its turn; the newest, so that none waits for a long queue.
+DUE_IDENTITIES = """
+    (
+        select did, pds, refresh_failures as failures, refresh_at from indexer.identity
+        where starts_with(did, 'did:web:') = $1 and refresh_at <= to_timestamp($2) and bucket = any($3::smallint[])
+        order by refresh_at limit $4
+    ) union (
+        select did, pds, refresh_failures, refresh_at from indexer.identity
+        where starts_with(did, 'did:web:') = $1 and refresh_at <= to_timestamp($2) and bucket = any($3::smallint[])
+        order by refresh_at desc limit $4
+    ) order by refresh_at
+"""
+
+_POSTPONE = """
+    update indexer.identity set refresh_at = to_timestamp($3), refresh_failures = $4
+    where did = $1 and bucket = $2 and refresh_at is not null
+"""
 
 # Two accounts may have the handle until the earlier one is checked again.
 _DID_OF_HANDLE = f"""
@@ -101,7 +142,7 @@ async def load_identities(connection: Connection, dids: Sequence[str]) -> Mappin
 async def save_identities(connection: Connection, identities: Sequence[StoredIdentity]) -> None:
     """Store identities, unless a later reading is stored. Of several for one DID the last one is stored.
 
-    Logs a change for each account that has another PDS. Run it in a transaction.
+    Logs a change for each account that has another PDS or another handle. Run it in a transaction.
     """
     latest = {identity.did: identity for identity in identities}
     rows = [
@@ -114,11 +155,18 @@ async def save_identities(connection: Connection, identities: Sequence[StoredIde
             identity.fetched_at,
             identity.stale,
             storable(identity.problem),
+            identity.denials,
+            identity.denied_at,
+            identity.refresh_at,
         )
         for did, identity in sorted(latest.items())
     ]
-    moved = await connection.fetch(_SAVE, *columns_of(rows, _COLUMNS))
-    await log_changes(connection, [ChangeLogEntry(did, "moved", None, live=True) for (did,) in moved])
+    saved = await connection.fetch(_SAVE, *columns_of(rows, _COLUMNS))
+    changes: list[ChangeLogEntry] = []
+    for did, moved, renamed in saved:
+        changes += [ChangeLogEntry(did, "moved", None, live=True)] if moved else []
+        changes += [ChangeLogEntry(did, "identity", None, live=True)] if renamed else []
+    await log_changes(connection, changes)
 
 
 async def claim_handles(
@@ -129,19 +177,44 @@ async def claim_handles(
     return [HandleClaim(**row) for row in rows]
 
 
+async def postpone_handles(
+    connection: Connection, claims: Sequence[HandleClaim], due: Sequence[float], lease_until: float
+) -> None:
+    """Make claimed handles due again, each at its time in `due`, unless they changed since they were claimed."""
+    rows = sorted((claim.did, bucket_of(claim.did), at) for claim, at in zip(claims, due, strict=True))
+    if rows:
+        await connection.execute(_POSTPONE_HANDLES, *columns_of(rows, _POSTPONED), lease_until)
+
+
 async def save_handle_check(connection: Connection, check: HandleCheck) -> None:
-    """Store the result of a check, unless the account claims another handle now. Run it in a transaction."""
+    """Store the result of a check, unless the account claims another handle now. Run it in a transaction.
+
+    Logs a change if the account has another handle.
+    """
     claim = check.claim
-    await connection.execute(
+    renamed = await connection.fetchval(
         _SAVE_HANDLE_CHECK, claim.did, bucket_of(claim.did), claim.claimed, check.handle, check.attempts, check.due_at
     )
+    if renamed:
+        await log_changes(connection, [ChangeLogEntry(claim.did, "identity", None, live=True)])
     if check.handle is not None and check.handle == claim.claimed != claim.known:
         await connection.execute(_RECHECK_OTHERS, claim.did, check.handle)
 
 
-async def stale_identities(connection: Connection, buckets: range, limit: int) -> list[str]:
-    """Return DIDs whose document is known to have changed since it was read, longest ago first."""
-    return [row["did"] for row in await connection.fetch(_STALE, list(buckets), limit)]
+async def due_identities(
+    connection: Connection, buckets: range, limit: int, now: float, *, web: bool
+) -> list[DueIdentity]:
+    """Return identities to refresh: those that became due first, and as many that became due last.
+
+    At most `limit` of each; with `web` only those of did:web, otherwise only the others.
+    """
+    rows = await connection.fetch(DUE_IDENTITIES, web, now, list(buckets), limit)
+    return [DueIdentity(row["did"], row["pds"], row["failures"]) for row in rows]
+
+
+async def postpone_refresh(connection: Connection, did: str, until: float, failures: int) -> None:
+    """Set the time of the next refresh and the number of failures, unless the identity was refreshed meanwhile."""
+    await connection.execute(_POSTPONE, did, bucket_of(did), until, failures)
 
 
 async def did_of_handle(connection: Connection, handle: str) -> str | None:

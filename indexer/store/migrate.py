@@ -1,82 +1,312 @@
 """Upgrade a database's schema to the latest version in `migrations/`, with Alembic."""
 
-from collections.abc import AsyncIterator
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
 
 import asyncpg
+import structlog
 from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
+from asyncpg import exceptions
 from sqlalchemy import Connection, text
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
 from sqlalchemy.pool import NullPool
 
-import migrations
 from indexer.errors import SchemaVersionError
-from indexer.store.database_errors import CONNECT_TIMEOUT, database_errors
+from indexer.reasons import FetchFailure
+from indexer.store.database_errors import DatabaseError, connect, driver_error, opening, unusable, without_password
+from indexer.store.requirements import (
+    missing_roles,
+    missing_to_migrate,
+    missing_to_run,
+    server_version,
+    unsupported_version,
+)
 from indexer.store.schema import metadata
+from indexer.sync.backoff import backoff_seconds
 
-LOCK_KEY = 0x6D6967726174
-"""The advisory lock that serializes migrations: the bytes of "migrat"."""
+MAX_ATTEMPTS = 50
+"""Attempts to migrate a database while other databases of the same server are migrated."""
+POLL_SECONDS = 0.02
+FIRST_COMPATIBLE = "0019"
+"""A release that needs this version or a later one can use newer schemas, unless a migration says otherwise.
+
+A migration that removes or renames something that the previous release uses stores its own version as the setting
+`oldest_compatible_schema` (docs/decisions/0011-expand-then-contract.md).
+"""
+
+_PACKAGE = Path(__file__).parents[1]
+OnVersion = Callable[[int, int], None]
+"""Called with the number of versions that are applied, and of all versions to apply: first with 0, then after each."""
 
 
-async def migrate(dsn: str, revision: str = "head") -> None:
+def _ignore(_applied: int, _total: int) -> None:
+    """Report no progress."""
+
+
+_alembic_lock = threading.Lock()
+_OLDEST_COMPATIBLE = f"select value from {metadata.schema}.stored_setting where name = 'oldest_compatible_schema'"
+_HAS_LEXICONS = "select to_regprocedure('indexer.recreate_lexicon_views()') is not null"
+_RECREATE_VIEWS = "select indexer.recreate_lexicon_views()"
+_CONFLICT = "tuple concurrently updated"  # asyncpg has no class for this error, only one for all internal errors
+
+log = structlog.get_logger(__name__)
+
+# A second process waits here until the first one commits, and then gets a unique violation.
+_CREATE_LOCK = f"""
+    do $$ begin
+        begin
+            if to_regnamespace('{metadata.schema}') is null then
+                create schema {metadata.schema};
+            end if;
+        exception when unique_violation or duplicate_schema then
+            null;
+        end;
+        begin
+            if to_regclass('{metadata.schema}.migration_lock') is null then
+                create table {metadata.schema}.migration_lock ();
+            end if;
+        exception when unique_violation or duplicate_table then
+            null;
+        end;
+    end $$
+"""
+# Not an advisory lock, because any role could take it.
+_LOCK = f"lock table {metadata.schema}.migration_lock in exclusive mode"
+
+
+def migrations_folder() -> Path:
+    """Return the folder of the migrations (docs/architecture.md#migrations).
+
+    A wheel has it in the package. In the repository, and in an editable installation, it is beside the package.
+    """
+    installed = _PACKAGE / "migrations"
+    return installed if installed.is_dir() else _PACKAGE.parent / "migrations"
+
+
+async def migrate(dsn: str, revision: str = "head", on_version: OnVersion = _ignore) -> None:
     """Upgrade the schema in one transaction. Waits for another process that does the same.
+
+    Roles belong to the whole server. A concurrent migration of another database of the server may therefore fail the
+    transaction, which is then repeated.
 
     Args:
         dsn: The database.
         revision: The version to upgrade to; `head` is the latest one.
+        on_version: Called when the migration begins, and after each version that is applied.
 
     Raises:
+        SchemaVersionError: A newer release created the schema, and this release cannot use it.
+        SettingsError: The operator has to correct the URL, the password, a privilege, or the contents of the database.
         DatabaseError: The database is unavailable.
     """
-
-    def upgrade(connection: Connection) -> None:
-        command.upgrade(_config(connection), revision)
-
-    async with _connection(dsn) as connection:
-        await connection.execute(text("select pg_advisory_xact_lock(:key)"), {"key": LOCK_KEY})
-        await connection.execute(text(f"create schema if not exists {metadata.schema}"))
-        await connection.run_sync(upgrade)
+    for attempt in range(1, MAX_ATTEMPTS + 1):
+        with opening(dsn):
+            async with _only_migration_of_this_process():
+                upgraded = await _upgrade(dsn, revision, on_version)
+        if upgraded:
+            return
+        await asyncio.sleep(backoff_seconds(attempt, dsn, first=0.1, maximum=2.0))
+    conflicts = (
+        f"{MAX_ATTEMPTS} attempts to migrate the database {without_password(dsn)} met concurrent changes of roles"
+    )
+    raise DatabaseError(FetchFailure.UNREACHABLE, conflicts)
 
 
 async def schema_is_current(dsn: str) -> bool:
     """Return True if the schema has exactly the version that this release needs.
 
     Raises:
+        SettingsError: The operator has to correct the URL, the password or a privilege.
         DatabaseError: The database is unavailable.
     """
-    async with _connection(dsn) as connection:
-        database, release = await connection.run_sync(_versions)
+    with opening(dsn):
+        async with _transaction(dsn) as connection:
+            database, release = await connection.run_sync(_versions)
     return database == release
 
 
 async def require_current_schema(dsn: str) -> None:
-    """Raise an error unless the schema has exactly the version that this release needs.
+    """Raise an error unless this release can use the schema: it has the version needed, or a newer, compatible one.
 
     Raises:
-        SchemaVersionError: It has another version; the message names both versions.
+        SchemaVersionError: This release cannot use the schema; the message names both versions.
+        SettingsError: The operator has to correct the URL, the password or a privilege.
         DatabaseError: The database is unavailable.
     """
-    async with _connection(dsn) as connection:
-        database, release = await connection.run_sync(_versions)
-    if database != release:
-        raise SchemaVersionError(database, release)
+    with opening(dsn):
+        async with _transaction(dsn) as connection:
+            database, release = await connection.run_sync(_versions)
+            if database != release:
+                await _require_compatible(connection, database, release)
+
+
+@dataclass(frozen=True, slots=True)
+class SchemaState:
+    """The schema of a database, compared with the one that this release needs.
+
+    Attributes:
+        database: The version of the database schema; None if there is no schema.
+        release: The version that this release needs.
+        missing: A privilege that the role lacks, to upgrade the schema or to run the daemon; None if it has all.
+        compatible: True if the schema is newer, and this release can use it.
+    """
+
+    database: str | None
+    release: str
+    missing: str | None
+    compatible: bool = False
+
+    @property
+    def is_current(self) -> bool:
+        """True if the schema has exactly the version that this release needs."""
+        return self.database == self.release
+
+
+async def schema_state(dsn: str) -> SchemaState:
+    """Return the version of the schema and a missing privilege.
+
+    Raises:
+        SettingsError: The operator has to correct the URL or the password, or the server is too old.
+        DatabaseError: The database is unavailable.
+    """
+    with opening(dsn):
+        async with _transaction(dsn) as connection:
+            database, release = await connection.run_sync(_versions)
+            compatible = await _is_compatible(connection, database, release)
+            can_run = compatible or database == release
+            missing = await (missing_to_run if can_run else missing_to_migrate)(connection)
+    return SchemaState(database, release, missing, compatible)
+
+
+async def require_privileges(dsn: str) -> None:
+    """Raise an error if the role lacks a privilege that the daemon needs on a migrated database.
+
+    Raises:
+        SettingsError: It lacks one.
+        DatabaseError: The database is unavailable.
+    """
+    with opening(dsn):
+        async with _transaction(dsn) as connection:
+            if missing := await missing_to_run(connection):
+                raise unusable(dsn, missing)
 
 
 @asynccontextmanager
-async def _connection(dsn: str) -> AsyncIterator[AsyncConnection]:
-    """Open a connection and a transaction that is committed at the end of the block."""
-
-    async def connect() -> asyncpg.Connection:
-        return await asyncpg.connect(dsn, timeout=CONNECT_TIMEOUT)
-
-    engine = create_async_engine("postgresql+asyncpg://", async_creator=connect, poolclass=NullPool)
+async def _only_migration_of_this_process() -> AsyncIterator[None]:
+    """Run the block alone: Alembic keeps the connection of the running migration in global variables."""
+    while not _alembic_lock.acquire(blocking=False):  # noqa: ASYNC110 - several threads with event loops may need it
+        await asyncio.sleep(POLL_SECONDS)
     try:
-        with database_errors():
-            async with engine.begin() as connection:
-                yield connection
+        yield
+    finally:
+        _alembic_lock.release()
+
+
+async def _require_compatible(connection: AsyncConnection, database: str | None, release: str) -> None:
+    """Raise `SchemaVersionError` unless the schema is newer and this release can use it."""
+    if not await _is_compatible(connection, database, release):
+        raise SchemaVersionError(database, release)
+    log.warning("database.newer-schema", database=database, release=release)
+
+
+async def _is_compatible(connection: AsyncConnection, database: str | None, release: str) -> bool:
+    """Return True if the schema is newer, and no migration after `release` removed what that release needs."""
+    if database is None or database <= release:
+        return False
+    oldest = await connection.scalar(text(_OLDEST_COMPATIBLE))
+    return (oldest or FIRST_COMPATIBLE) <= release
+
+
+async def _upgrade(dsn: str, revision: str, on_version: OnVersion) -> bool:
+    """Upgrade the schema; return False if the transaction has to be repeated."""
+
+    def upgrade(connection: Connection) -> None:
+        config = _config(connection)
+        script = ScriptDirectory.from_config(config)
+        waiting = len(list(script.iterate_revisions(revision, database or "base")))
+        applied = count(1)
+        on_version(0, waiting)
+
+        def on_version_apply(**_: Any) -> None:
+            on_version(next(applied), waiting)
+
+        config.attributes["on_version_apply"] = [on_version_apply]
+        command.upgrade(config, revision)
+
+    try:
+        async with _transaction(dsn) as connection:
+            database, release = await connection.run_sync(_versions)
+            if database == release:
+                return True
+            if database is not None and database > release:
+                await _require_compatible(connection, database, release)
+                return True
+            if missing := await missing_to_migrate(connection):
+                raise unusable(dsn, missing)
+            await connection.execute(text(_CREATE_LOCK))
+            await connection.execute(text(_LOCK))
+            database, release = await connection.run_sync(_versions)  # another process may have migrated it
+            if database == release:
+                return True
+            await connection.run_sync(upgrade)
+            if await connection.scalar(text(_HAS_LEXICONS)):
+                await connection.execute(text(_RECREATE_VIEWS))
+            if roles := await missing_roles(connection):
+                log.warning("database.roles-missing", roles=roles)
+    except DBAPIError as error:
+        cause = driver_error(error)
+        if isinstance(cause, exceptions.DependentObjectsStillExistError):
+            raise unusable(dsn, _in_use(cause)) from error
+        if not _repeatable(cause):
+            raise
+        return False
+    return True
+
+
+def _in_use(error: exceptions.DependentObjectsStillExistError) -> str:
+    """Return what depends on a view that the migration replaces. The hint of Postgres is to drop that, too."""
+    return (
+        f"{error.detail or error.args[0]}; nothing was changed: this release replaces the view; drop what depends on "
+        "it, run the command again, and create it again"
+    )
+
+
+def _repeatable(cause: BaseException) -> bool:
+    """Return True if a concurrent migration of another database of the server caused the error."""
+    if isinstance(cause, exceptions.UniqueViolationError):
+        return cause.schema_name == "pg_catalog"
+    if isinstance(cause, exceptions.InternalServerError):
+        return _CONFLICT in str(cause)
+    return isinstance(cause, exceptions.DeadlockDetectedError)
+
+
+@asynccontextmanager
+async def _transaction(dsn: str) -> AsyncIterator[AsyncConnection]:
+    """Open a connection and a transaction that is committed at the end of the block.
+
+    Raises:
+        SettingsError: The server is too old.
+    """
+
+    async def creator() -> asyncpg.Connection:
+        return await connect(dsn)
+
+    engine = create_async_engine("postgresql+asyncpg://", async_creator=creator, poolclass=NullPool)
+    try:
+        async with engine.begin() as connection:
+            if problem := unsupported_version(await server_version(connection)):
+                raise unusable(dsn, problem)
+            yield connection
     finally:
         await engine.dispose()
 
@@ -84,7 +314,7 @@ async def _connection(dsn: str) -> AsyncIterator[AsyncConnection]:
 def _config(connection: Connection) -> Config:
     """Return the configuration, with everything in `attributes` that migrations/env.py needs."""
     config = Config()
-    config.set_main_option("script_location", next(iter(migrations.__path__)).replace("%", "%%"))
+    config.set_main_option("script_location", str(migrations_folder()).replace("%", "%%"))
     config.attributes.update(connection=connection, target_metadata=metadata, version_table_schema=metadata.schema)
     return config
 

@@ -1,10 +1,12 @@
 """Requests of commands: track repos, request resyncs, take repos down."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from typing import NamedTuple
 
+from indexer.reasons import FetchFailure
 from indexer.store.apply_batch import INSERT_REPOS
-from indexer.store.columns import Connection, repo_arrays
-from indexer.sync.repo_state import Repo, SyncStatus
+from indexer.store.columns import Connection, buckets_of, repo_arrays
+from indexer.sync.repo_state import CHOSEN, OUT_OF_SCOPE, Repo, SyncStatus
 
 BATCH_SIZE = 1_000
 """Repos that one statement adds or requests. The live path waits for the rows of an open transaction."""
@@ -16,15 +18,62 @@ _PAGE = f"""
     from indexer.repo where did > $1 order by did limit $2
 """
 
+_ESTIMATE_REPOS = """
+    select greatest(reltuples::bigint, pg_stat_get_live_tuples(oid), 0)
+    from pg_class where oid = 'indexer.repo'::regclass
+"""
+
 _REQUEST_TAKEDOWN = "select atproto.request_takedown($1, $2)"
 
 
-async def add_repos(connection: Connection, dids: Iterable[str]) -> int:
-    """Start to track repos; return how many were not tracked yet."""
-    repos = [Repo(did, version=1) for did in sorted(set(dids))]
+# Whatever was planned meanwhile is planned again, on the new version. The DIDs are sorted, as in batches.
+_MARK_LISTED = f"""
+    update indexer.repo
+    set from_stream = false, version = version + 1,
+        next_attempt_at = case when last_error like '{FetchFailure.NEW_ACCOUNTS}%' then null else next_attempt_at end,
+        last_error = case when last_error like '{FetchFailure.NEW_ACCOUNTS}%' then null else last_error end
+    where did = any($1::text[]) and bucket = any($2::smallint[]) and from_stream and rev is null
+"""
+
+
+_MARK_WANTED = """
+    update indexer.repo set wanted_in = $3, version = version + 1
+    where did = any($1::text[]) and bucket = any($2::smallint[]) and tracked and wanted_in < $4
+"""
+
+_OUT_OF_SCOPE = f"""
+    select did from indexer.repo
+    where did = any($1::text[]) and bucket = any($2::smallint[]) and not tracked and hosting_status = '{OUT_OF_SCOPE}'
+    order by did
+"""
+_TRACK_AGAIN = "select count(*) filter (where indexer.start_tracking(did, $2)) from unnest($1::text[]) did"
+
+
+async def add_repos(
+    connection: Connection, dids: Iterable[str], *, wanted_in: int = CHOSEN, wanted_before: int = CHOSEN
+) -> int:
+    """Start tracking repos; return how many were not tracked yet.
+
+    Repos that the stream added, and that were not fetched yet, no longer count as new accounts of their host. Repos
+    that an operator untracked stay untracked.
+
+    Args:
+        connection: The connection, within a transaction.
+        dids: The repos.
+        wanted_in: The version of the scope that wants them; by default a command does.
+        wanted_before: Also mark repos that are tracked already, if they were wanted only before this version.
+    """
+    repos = [Repo(did, version=1, wanted_in=wanted_in) for did in sorted(set(dids))]
     added = 0
     for start in range(0, len(repos), BATCH_SIZE):
-        added += len(await connection.fetch(INSERT_REPOS, *repo_arrays(repos[start : start + BATCH_SIZE])))
+        batch = repos[start : start + BATCH_SIZE]
+        known = [repo.did for repo in batch]
+        added += len(await connection.fetch(INSERT_REPOS, *repo_arrays(batch)))
+        await connection.execute(_MARK_LISTED, known, buckets_of(known))
+        if wanted_before:
+            await connection.execute(_MARK_WANTED, known, buckets_of(known), wanted_in, wanted_before)
+        if dropped := [did for (did,) in await connection.fetch(_OUT_OF_SCOPE, known, buckets_of(known))]:
+            added += await connection.fetchval(_TRACK_AGAIN, dropped, wanted_in)
     return added
 
 
@@ -34,16 +83,34 @@ async def request_resyncs(connection: Connection, dids: Sequence[str]) -> int:
     return requested
 
 
-async def request_resyncs_of_all(connection: Connection, *, errored: bool) -> int:
-    """Request a resync of all repos, or of those whose last resync failed; return of how many.
+class RequestedPage(NamedTuple):
+    """A page of repos of which resyncs were requested.
+
+    Attributes:
+        repos: Number of repos in the page.
+        requested: Number of those of which a resync was requested.
+    """
+
+    repos: int
+    requested: int
+
+
+async def request_resyncs_of_all(connection: Connection, *, errored: bool) -> AsyncGenerator[RequestedPage]:
+    """Request a resync of all repos, or of those whose last resync failed; yield each page.
 
     Each page of `BATCH_SIZE` repos is one transaction.
     """
-    requested, page = 0, await connection.fetch(_PAGE, "", BATCH_SIZE, errored)
+    page = await connection.fetch(_PAGE, "", BATCH_SIZE, errored)
     while page:
-        requested += await request_resyncs(connection, [did for did, selected in page if selected])
+        requested = await request_resyncs(connection, [did for did, selected in page if selected])
+        yield RequestedPage(len(page), requested)
         page = await connection.fetch(_PAGE, page[-1]["did"], BATCH_SIZE, errored)
-    return requested
+
+
+async def estimate_repos(connection: Connection) -> int:
+    """Return an estimate of the number of repos."""
+    estimate: int = await connection.fetchval(_ESTIMATE_REPOS)
+    return estimate
 
 
 async def set_takedown(connection: Connection, did: str, *, on: bool) -> bool:

@@ -1,14 +1,25 @@
 """Read-only queries for commands, the status page and the demo. Most of them read the public schema `atproto`."""
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import asyncpg
+
 from indexer.atproto.cid import parse_cid
 from indexer.outbound import HostState
+from indexer.reasons import FetchFailure
 from indexer.store.change_log_segments import ConsumerState, load_consumers
 from indexer.store.columns import Connection, visible
+from indexer.store.database_errors import DatabaseError
+from indexer.store.feed_rows import load_refused
+from indexer.store.gap_rows import load_open as load_open_gaps
 from indexer.store.host_states import load_paused
+from indexer.store.link_progress import LinkProgress, load_progress
+from indexer.store.shard_lock import ShardSession, load_sessions
+from indexer.sync.feed_delivery import RefusedEvent
+from indexer.sync.gap import OpenGap
 from indexer.sync.plans import Cursor
 from indexer.sync.repo_state import SyncStatus
 from indexer.sync.shard import bucket_of
@@ -16,9 +27,16 @@ from indexer.sync.shard import bucket_of
 FIRST_PAGES_PER_REPO = 4
 """Pages of the table that a sample reads first, for each repo of the sample."""
 PAGES_FACTOR = 8
-"""If too few repos qualify, a sample reads so many times as many pages."""
+"""Factor by which a sample reads more pages if too few repos qualify, and a count fewer if it takes too long."""
 MAX_SAMPLE_PAGES = 32_768
 """Pages that a sample reads at most: a quarter of a gigabyte."""
+MAX_COUNTED_PAGES = 131_072
+"""Pages of the table that a count reads at most: a gigabyte, about three million repos. The numbers of repos in a
+larger table are estimated from this number of pages."""
+MAX_FEW = 100_000
+"""Repos of a kind that are counted exactly beside an estimate, because the estimate of few repos is bad."""
+COUNT_MILLISECONDS = 20_000
+"""Time limit of one attempt to count. The next attempt reads fewer pages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +54,12 @@ class Counts:
         consumers: The registered consumers of the change log.
         hosts: Some paused hosts, those with the most consecutive failures.
         ended: Repos that left the resync queue since a given time: synchronized or parked.
+        unproven: Repos to which an undecidable commit was applied since their last complete export.
+        gaps: The open gaps of all shards, oldest first.
+        sessions: The sessions of processes that own a shard or wait for one.
+        counted_share: The share of the table of repos that was read; 1.0 if all repos were counted. If it is smaller,
+            all numbers of repos are estimates, except small ones of `in-progress`, `queued`, `parked` and `unproven`.
+        links: The progress of links.
     """
 
     statuses: dict[SyncStatus, int]
@@ -46,17 +70,41 @@ class Counts:
     cursors: list[Cursor]
     failures: dict[str, int] = field(default_factory=dict)
     consumers: list[ConsumerState] = field(default_factory=list)
+    refused_events: list[RefusedEvent] = field(default_factory=list)
     hosts: list[HostState] = field(default_factory=list)
     ended: int = 0
+    unproven: int = 0
+    gaps: list[OpenGap] = field(default_factory=list)
+    sessions: list[ShardSession] = field(default_factory=list)
+    counted_share: float = 1.0
+    links: LinkProgress = field(default_factory=LinkProgress)
 
 
-_COUNT_REPOS = f"""
-    select sync_status, sync_reason, split_part(last_error, ':', 1) as failure, count(*) as repos,
-        count(*) filter (where sync_status = '{SyncStatus.DESYNCHRONIZED}' and active) as waiting,
-        count(parked_at) as parked,
-        count(*) filter (where greatest(synchronized_at, parked_at) >= to_timestamp($1)) as ended
-    from indexer.repo group by sync_status, sync_reason, failure
+_COUNTED = f"""
+    sync_status, sync_reason, split_part(last_error, ':', 1) as failure, count(*) as repos,
+    count(*) filter (where sync_status = '{SyncStatus.DESYNCHRONIZED}' and active) as waiting,
+    count(parked_at) as parked, count(unproven_since) as unproven,
+    count(*) filter (where greatest(synchronized_at, parked_at) >= to_timestamp($1)) as ended
 """
+_COUNT_REPOS = f"select {_COUNTED} from indexer.repo where tracked group by sync_status, sync_reason, failure"
+
+# Always the same pages: so the difference of two estimates is a change of the repos, and not of the sample.
+_COUNT_SAMPLE = f"""
+    select {_COUNTED} from indexer.repo tablesample system ($2) repeatable (0) where tracked
+    group by sync_status, sync_reason, failure
+"""
+
+# Each of these kinds has an index of its own. $1 is the largest number.
+_FEW_IN_PROGRESS = f"""
+    select count(*) from (select from indexer.repo where sync_status = '{SyncStatus.IN_PROGRESS}' limit $1) found
+"""
+_FEW_WAITING = f"""
+    select count(*) from (
+        select from indexer.repo where sync_status = '{SyncStatus.DESYNCHRONIZED}' and active limit $1
+    ) found
+"""
+_FEW_PARKED = "select count(*) from (select from indexer.repo where parked_at is not null limit $1) found"
+_FEW_UNPROVEN = "select count(*) from (select from indexer.repo where unproven_since is not null limit $1) found"
 
 _CURSORS = """
     select relay, shard, seq, event_time, date_part('epoch', caught_up_at) as caught_up_at
@@ -72,10 +120,11 @@ _REPO = f"""
     select r.did, i.handle, i.pds, r.sync_status, r.sync_reason,
         r.rev, atproto.cid_text(r.data) as data, atproto.cid_text(r.commit) as commit, r.latest_verified_rev,
         coalesce(r.hosting_status, case when r.active then 'active' else 'inactive' end) as hosting_status,
-        r.takedown, {visible("r")} as visible, r.attempts as resync_attempts,
+        r.takedown, r.tracked, {visible("r")} as visible, r.attempts as resync_attempts,
         nullif(r.next_attempt_at, 'infinity') as next_attempt_at,
         coalesce(r.next_attempt_at = 'infinity', false) as parked,
-        r.last_error, r.synchronized_at, r.updated_at, r.lease_until, r.buffered_events, r.buffered_bytes, r.bucket,
+        r.last_error, r.synchronized_at, r.unproven_since, r.updated_at, r.lease_until, r.buffered_events,
+        r.buffered_bytes, r.bucket,
         (select count(*) from indexer.record c where c.did = r.did and c.bucket = r.bucket) as records
     from indexer.repo r left join indexer.identity i using (did, bucket)
     where r.did = $1 and r.bucket = $2
@@ -100,33 +149,110 @@ one page.
 
 
 async def counts(connection: Connection, since: float) -> Counts:
-    """Return the counts, with `ended` since the Unix time `since`."""
-    statuses = dict.fromkeys(SyncStatus, 0)
-    reasons: dict[str, int] = {}
-    failures: dict[str, int] = {}
-    waiting = parked = ended = 0
-    for row in await connection.fetch(_COUNT_REPOS, since):
-        statuses[SyncStatus(row["sync_status"])] += row["repos"]
-        if row["sync_reason"] is not None:
-            reasons[row["sync_reason"]] = reasons.get(row["sync_reason"], 0) + row["repos"]
-        if row["failure"] is not None:
-            failures[row["failure"]] = failures.get(row["failure"], 0) + row["repos"]
-        waiting += row["waiting"]
-        parked += row["parked"]
-        ended += row["ended"]
+    """Return the counts, with `ended` since the Unix time `since`.
+
+    The cost is bounded: all repos are counted only if the table is small enough (`MAX_COUNTED_PAGES`) and the database
+    fast enough (`COUNT_MILLISECONDS`). Otherwise the numbers of repos are estimated from a part of the table.
+    """
+    counted = await _count_repos(connection, since)
     cursors = await connection.fetch(_CURSORS)
     return Counts(
-        statuses=statuses,
-        reasons=reasons,
-        queued=waiting - parked,
-        parked=parked,
+        statuses=counted.statuses,
+        reasons=counted.reasons,
+        queued=max(0, counted.waiting - counted.parked),
+        parked=counted.parked,
         records=await connection.fetchval(_COUNT_RECORDS),
         cursors=[Cursor(**row) for row in cursors],
-        failures=failures,
+        failures=counted.failures,
         consumers=await load_consumers(connection),
+        refused_events=await load_refused(connection),
         hosts=await load_paused(connection),
-        ended=ended,
+        ended=counted.ended,
+        unproven=counted.unproven,
+        gaps=await load_open_gaps(connection),
+        sessions=await load_sessions(connection),
+        counted_share=counted.share,
+        links=await load_progress(connection),
     )
+
+
+@dataclass(slots=True)
+class _RepoNumbers:
+    """The numbers of repos in `Counts`. `waiting` includes the parked ones."""
+
+    share: float
+    statuses: dict[SyncStatus, int] = field(default_factory=lambda: dict.fromkeys(SyncStatus, 0))
+    reasons: dict[str, int] = field(default_factory=dict)
+    failures: dict[str, int] = field(default_factory=dict)
+    waiting: int = 0
+    parked: int = 0
+    unproven: int = 0
+    ended: int = 0
+
+    def add(self, row: asyncpg.Record) -> None:
+        """Add a group of repos, of which `share` was read."""
+        repos = round(row["repos"] / self.share)
+        self.statuses[SyncStatus(row["sync_status"])] += repos
+        if (reason := row["sync_reason"]) is not None:
+            self.reasons[reason] = self.reasons.get(reason, 0) + repos
+        if (failure := row["failure"]) is not None:
+            self.failures[failure] = self.failures.get(failure, 0) + repos
+        self.waiting += round(row["waiting"] / self.share)
+        self.parked += round(row["parked"] / self.share)
+        self.unproven += round(row["unproven"] / self.share)
+        self.ended += round(row["ended"] / self.share)
+
+    async def correct(self, connection: Connection) -> None:
+        """Replace the estimates of kinds with few repos by exact numbers."""
+        if (in_progress := await connection.fetchval(_FEW_IN_PROGRESS, MAX_FEW)) < MAX_FEW:
+            self.statuses[SyncStatus.IN_PROGRESS] = in_progress
+        if (waiting := await connection.fetchval(_FEW_WAITING, MAX_FEW)) < MAX_FEW:
+            self.waiting = waiting
+        if (parked := await connection.fetchval(_FEW_PARKED, MAX_FEW)) < MAX_FEW:
+            self.parked = parked
+        if (unproven := await connection.fetchval(_FEW_UNPROVEN, MAX_FEW)) < MAX_FEW:
+            self.unproven = unproven
+        desynchronized = self.statuses[SyncStatus.DESYNCHRONIZED]
+        self.statuses[SyncStatus.DESYNCHRONIZED] = max(desynchronized, self.waiting)
+
+
+async def _count_repos(connection: Connection, since: float) -> _RepoNumbers:
+    """Count all repos, or those of a part of the table; the part becomes smaller until the time limit suffices."""
+    async with connection.transaction():
+        await _limit_time(connection)
+        total: int = await connection.fetchval(_TABLE_PAGES)
+    pages = min(total, MAX_COUNTED_PAGES)
+    while (numbers := await _count_pages(connection, since, pages / total if total else 1.0)) is None:
+        if pages <= 1:
+            raise DatabaseError(FetchFailure.TIMEOUT, f"no page of repos can be read in {COUNT_MILLISECONDS} ms")
+        pages = max(1, pages // PAGES_FACTOR)
+    if numbers.share < 1.0:
+        with suppress(asyncpg.QueryCanceledError):  # then the estimates remain
+            async with connection.transaction():
+                await _limit_time(connection)
+                await numbers.correct(connection)
+    return numbers
+
+
+async def _count_pages(connection: Connection, since: float, share: float) -> _RepoNumbers | None:
+    """Count the repos in a share of the table; return None if that takes too long."""
+    numbers = _RepoNumbers(share)
+    with suppress(asyncpg.QueryCanceledError):
+        async with connection.transaction():
+            await _limit_time(connection)
+            if share < 1.0:
+                rows = await connection.fetch(_COUNT_SAMPLE, since, 100.0 * share)
+            else:
+                rows = await connection.fetch(_COUNT_REPOS, since)
+        for row in rows:
+            numbers.add(row)
+        return numbers
+    return None
+
+
+async def _limit_time(connection: Connection) -> None:
+    """Limit the time of each statement until the end of the transaction."""
+    await connection.execute(f"set local statement_timeout = {COUNT_MILLISECONDS}")
 
 
 async def repo_report(connection: Connection, did: str) -> dict[str, Any] | None:

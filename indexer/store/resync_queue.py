@@ -4,13 +4,17 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from random import randrange
 
+from asyncpg import Record as Row
+
 from indexer.atproto.record import Problem
 from indexer.reasons import Desync
 from indexer.store.apply_batch import apply
+from indexer.store.change_log import log_changes
 from indexer.store.columns import Connection, of_buckets, repo_columns, repo_of
+from indexer.sync.changes import ChangeLogEntry
 from indexer.sync.plans import Batch, RepoWrite
-from indexer.sync.repo_state import Repo, SyncStatus
-from indexer.sync.repo_transitions import Trigger, desynchronize, transition, unparked
+from indexer.sync.repo_state import OUT_OF_SCOPE, Repo, SyncStatus
+from indexer.sync.repo_transitions import Trigger, amend, desynchronize, transition
 from indexer.sync.shard import BUCKETS, bucket_of
 
 BATCH_SIZE = 500
@@ -62,7 +66,7 @@ _RENEW = f"""
     returning true
 """
 
-# This statement and the next two lock nothing: `apply` compares versions, so rows that changed are skipped.
+# This statement and the next three lock nothing: `apply` compares versions, so rows that changed are skipped.
 _EXPIRED = f"""
     select {repo_columns("r")} from indexer.repo r
     where sync_status = '{_CLAIMED}' and lease_until < to_timestamp($1) and bucket = any($2::smallint[])
@@ -81,12 +85,65 @@ INCOMPLETE = f"""
     order by r.synchronized_at limit $3
 """
 
+# Few repos are marked, and an index lists them in this order.
+UNPROVEN = f"""
+    select {repo_columns("r")} from indexer.repo r
+    where r.unproven_since is not null and r.sync_status = '{SyncStatus.SYNCHRONIZED}' and r.active
+        and (r.attempts = 0 or r.synchronized_at < to_timestamp($1)) and r.bucket = any($2::smallint[])
+    order by r.unproven_since limit $3
+"""
+
 # In index order, so that no more rows are read than returned.
 PARKED = f"""
     select {repo_columns("r")} from indexer.repo r
     where r.parked_at < to_timestamp($1) and r.bucket = any($2::smallint[])
     order by r.bucket, r.parked_at limit $3
 """
+
+
+# Repos without stored records (priority 2) that were parked: because their DID has no usable identity, and no authentic
+# message of them was received; or for any permanent failure, if only the stream has named them. An index lists them.
+DENIED = """
+    select r.did, r.bucket from indexer.repo r
+    where r.parked_at < to_timestamp($1) and r.bucket = any($2::smallint[]) and not r.takedown
+        and r.priority = 2 and (r.from_stream or r.last_error like 'identity-%')
+        and (r.from_stream or r.latest_verified_rev is null)
+    order by r.bucket, r.parked_at limit $3
+"""
+
+# Accounts that upstream hides and of which nothing is stored. An index lists them: they are few, as they are deleted.
+# The records of an account are erased before `erase_at` becomes null. Repos that an operator untracked stay.
+HIDDEN = f"""
+    select r.did, r.bucket from indexer.repo r
+    where r.updated_at < to_timestamp($1) and r.bucket = any($2::smallint[])
+        and not r.active and r.priority = 2 and r.erase_at is null and not r.takedown
+        and (r.tracked or r.hosting_status = '{OUT_OF_SCOPE}')
+        and r.sync_status = '{_WAITING}'
+    order by r.bucket limit $3
+"""
+
+# As with claims: one bucket per statement, and SKIP LOCKED.
+_FORGET = """
+    with locked as materialized (
+        select did from indexer.repo
+        where bucket = $1 and did = any($2::text[]) and parked_at < to_timestamp($3)
+            and (from_stream or latest_verified_rev is null)
+        for update skip locked
+    )
+    delete from indexer.repo where bucket = $1 and did = any(array(select did from locked)) returning did
+"""
+
+_FORGET_HIDDEN = f"""
+    with locked as materialized (
+        select did from indexer.repo
+        where bucket = $1 and did = any($2::text[]) and updated_at < to_timestamp($3) and not active and rev is null
+            and erase_at is null and not takedown and (tracked or hosting_status = '{OUT_OF_SCOPE}')
+        for update skip locked
+    )
+    delete from indexer.repo where bucket = $1 and did = any(array(select did from locked)) returning did
+"""
+
+_FORGET_IDENTITIES = "delete from indexer.identity where bucket = $1 and did = any($2::text[])"
 
 
 async def claim(connection: Connection, count: int, buckets: range, until: float, now: float) -> list[Repo]:
@@ -125,10 +182,54 @@ async def request_missing_values(connection: Connection, buckets: range, before:
     return await _write_repos(connection, [repo_of(row) for row in rows], request)
 
 
+async def request_unproven(connection: Connection, buckets: range, before: float, now: float, limit: int) -> int:
+    """Desynchronize repos to which undecidable commits were applied; return how many. Run it in a transaction.
+
+    At most `limit`, the oldest marks first. Repos that broke before and became synchronized at `before` or later are
+    skipped: their back-off has not started from the beginning again.
+    """
+    rows = await connection.fetch(UNPROVEN, before, list(buckets), limit)
+    request = _desynchronization(Trigger.UNPROVEN, Desync.LENIENT_COMMIT, now)
+    return await _write_repos(connection, [repo_of(row) for row in rows], request)
+
+
 async def unpark(connection: Connection, buckets: range, before: float, now: float) -> int:
-    """Unpark repos that were parked before `before`; return how many. Run it in a transaction."""
+    """Make repos due now that were parked before `before`; return how many. Run it in a transaction."""
     rows = await connection.fetch(PARKED, before, list(buckets), BATCH_SIZE)
-    return await _write_repos(connection, [repo_of(row) for row in rows], lambda repo: unparked(repo, now))
+    return await _write_repos(connection, [repo_of(row) for row in rows], lambda repo: amend(repo, next_attempt_at=now))
+
+
+async def forget_denied(connection: Connection, buckets: range, before: float) -> int:
+    """Delete repos that cannot be fetched and were parked before `before`; return how many.
+
+    Either their DIDs never existed, as far as is known, or only the stream has named them. Run it in a transaction.
+    """
+    denied, forgotten = await connection.fetch(DENIED, before, list(buckets), BATCH_SIZE), 0
+    for bucket, rows in groupby(denied, lambda row: row["bucket"]):
+        deleted = await connection.fetch(_FORGET, bucket, [row["did"] for row in rows], before)
+        forgotten += len(await _forget_identities(connection, bucket, deleted))
+    return forgotten
+
+
+async def forget_hidden(connection: Connection, buckets: range, before: float) -> int:
+    """Delete repos of inactive accounts of which nothing is stored, unchanged since `before`; return how many.
+
+    Consumers may have been told that such a repo is hidden. A repo that is added later begins visible, so they are told
+    that it is visible again. Run it in a transaction.
+    """
+    hidden, forgotten = await connection.fetch(HIDDEN, before, list(buckets), BATCH_SIZE), list[str]()
+    for bucket, rows in groupby(hidden, lambda row: row["bucket"]):
+        deleted = await connection.fetch(_FORGET_HIDDEN, bucket, [row["did"] for row in rows], before)
+        forgotten += await _forget_identities(connection, bucket, deleted)
+    await log_changes(connection, [ChangeLogEntry(did, "visible", None, live=True) for did in forgotten])
+    return len(forgotten)
+
+
+async def _forget_identities(connection: Connection, bucket: int, repos: Sequence[Row]) -> list[str]:
+    """Delete the identities of repos that were deleted; return the DIDs."""
+    dids = [row["did"] for row in repos]
+    await connection.execute(_FORGET_IDENTITIES, bucket, dids)
+    return dids
 
 
 def _desynchronization(trigger: Trigger, reason: Desync, now: float) -> Callable[[Repo], Repo]:
@@ -138,4 +239,4 @@ def _desynchronization(trigger: Trigger, reason: Desync, now: float) -> Callable
 async def _write_repos(connection: Connection, repos: Sequence[Repo], change: Callable[[Repo], Repo]) -> int:
     """Write the changed rows; return how many were still at the version that was read."""
     writes = tuple([RepoWrite(repo.version, change(repo)) for repo in repos])
-    return len(writes) - len(await apply(connection, Batch(writes)))
+    return len(writes) - len((await apply(connection, Batch(writes))).skipped)

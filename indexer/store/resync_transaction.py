@@ -2,19 +2,22 @@
 
 from collections import Counter
 from collections.abc import AsyncIterable, AsyncIterator, Sequence
+from collections.abc import Set as AbstractSet
 
 from asyncpg import Record as Row
 from asyncpg import UniqueViolationError
 
 from indexer.atproto.record import Problem
 from indexer.errors import BrokenInvariantError
+from indexer.store import scope_row
 from indexer.store.apply_batch import apply, create_records, write_records
 from indexer.store.change_log import log_changes
 from indexer.store.columns import Connection, repo_columns, repo_of
 from indexer.store.consistent_read import in_chunks
-from indexer.store.database_errors import database_errors
-from indexer.sync.changes import record_entries
-from indexer.sync.plans import Batch, BufferedEvent, RecordChange
+from indexer.store.database_errors import database_errors, refused_writes
+from indexer.store.link_rows import keeps_links, replace_links, request_recounts
+from indexer.sync.changes import RecordKey, effective_changes, record_entries
+from indexer.sync.plans import Action, Batch, BufferedEvent, RecordChange
 from indexer.sync.repo_state import Repo, SyncStatus
 from indexer.sync.shard import bucket_of
 
@@ -28,9 +31,18 @@ _HOLDS = f"""
     )
 """
 
-_LOCK = f"select {repo_columns('r')} from indexer.repo r where did = $1 and bucket = $2 for update"
+# A lost claim is recognized without the lock: its new owner may hold the lock, and wait for a record that this
+# transaction has written.
+_LOCK = f"""
+    select {repo_columns("r")} from indexer.repo r
+    where did = $1 and bucket = $2 and lease = $3 and sync_status = '{SyncStatus.IN_PROGRESS}' for update
+"""
 
-_BUFFERED = "select relay, seq, frame from indexer.buffered_event where did = $1 and bucket = $2 order by id"
+# A transaction that buffers an event locks the row of its repo, so the events of a repo are committed in the order of
+# their IDs.
+_BUFFERED = """
+    select id, relay, seq, frame from indexer.buffered_event where did = $1 and bucket = $2 and id > $3 order by id
+"""
 
 # The CID of a record without its value gets a zero byte appended, so that it differs from every CID of an export.
 _STORED = f"""
@@ -41,21 +53,24 @@ _STORED = f"""
 
 
 class ResyncTransaction:
-    """The writes of one resync. Call the methods in the order of their definition.
+    """The writes of one resync: the differences to the export, then the buffered events, then the row.
 
     `Store.resync` begins and ends the transaction. The isolation level is READ COMMITTED, so that `lock` and `buffered`
     see events that were buffered meanwhile. No other process writes the records of a repo that is in progress. Every
-    method raises `DatabaseError`.
+    method raises `DatabaseError`, and those that write also raise `RefusedWriteError`.
 
     Attributes:
         connection: The connection, within the transaction.
         finished: True after `finish`; then the transaction is committed.
     """
 
-    def __init__(self, connection: Connection, claimed: Repo) -> None:
+    def __init__(self, connection: Connection, claimed: Repo, scope_version: int) -> None:
         self.connection = connection
         self._claimed = claimed
+        self._scope_version = scope_version
         self._key = (claimed.did, bucket_of(claimed.did))
+        self._last_buffered = 0
+        self._links: bool | None = None
         self.finished = False
 
     async def stored(self) -> AsyncIterator[list[tuple[bytes, bytes]]]:
@@ -86,47 +101,92 @@ class ResyncTransaction:
         Raises:
             BrokenInvariantError: The records are not those that were compared, although the claim holds.
         """
-        with database_errors():
-            written = await self._write(changes)
-            await log_changes(self.connection, list(record_entries(self._claimed.did, changes, live=False)))
-        if written != Counter(change.action for change in changes) and await self.lock() is not None:
+        with refused_writes(), database_errors():
+            effective = await self._write(changes)
+            await log_changes(self.connection, list(record_entries(self._claimed.did, effective, live=False)))
+        if effective != tuple(changes) and await self.lock() is not None:
+            unexpected = next(change for change in changes if change not in effective)
             raise BrokenInvariantError(
-                f"{self._claimed.did}: the stored records changed since they were compared: {dict(written)}"
+                f"{self._claimed.did}: the stored records changed since they were compared: "
+                f"{unexpected.action} of {unexpected.collection}/{unexpected.rkey}"
             )
 
-    async def _write(self, changes: Sequence[RecordChange]) -> Counter[str]:
+    async def _write(self, changes: Sequence[RecordChange]) -> tuple[RecordChange, ...]:
+        """Write the changes; return them as they happened."""
         did = self._claimed.did
         creates = [change for change in changes if change.action == "create"]
         try:
             await create_records(self.connection, did, creates)
+            others = [change for change in changes if change.action != "create"]
         except UniqueViolationError:
-            # Fall back to an upsert, which reports whether each row existed.
-            return await write_records(self.connection, [(did, change) for change in changes])
-        written = await write_records(self.connection, [(did, other) for other in changes if other.action != "create"])
-        return written + Counter(create=len(creates))
+            others = list(changes)  # fall back to an upsert, which returns the records that existed
+        existed = await write_records(self.connection, [(did, change) for change in others])
+        await self._write_links(changes, existed)
+        return effective_changes(did, changes, existed) if others else tuple(changes)
+
+    async def _write_links(self, changes: Sequence[RecordChange], existed: AbstractSet[RecordKey]) -> None:
+        """Write the links of changed records, if links are kept.
+
+        They count as if the visibility of the repo had not changed since the claim; `finish` corrects this.
+        """
+        if changes and await self._keeps_links():
+            keyed = [(self._claimed.did, change) for change in changes]
+            await replace_links(self.connection, keyed, existed, lambda _: self._claimed.visible)
+
+    async def _keeps_links(self) -> bool:
+        if self._links is None:
+            self._links = await keeps_links(self.connection, [self._claimed.did])
+        return self._links
 
     async def lock(self) -> Repo | None:
         """Lock and return the row until the end of the transaction; None if the claim is lost."""
         with database_errors():
-            row = await self.connection.fetchrow(_LOCK, *self._key)
-        repo = None if row is None else repo_of(row)
-        if repo is None or repo.sync_status is not SyncStatus.IN_PROGRESS or repo.lease != self._claimed.lease:
-            return None
-        return repo
+            row = await self.connection.fetchrow(_LOCK, *self._key, self._claimed.lease)
+        return None if row is None else repo_of(row)
+
+    async def holds_scope(self) -> bool:
+        """Return True if the scope is the one that this resync was planned with; it stays until the transaction ends.
+
+        Otherwise records of collections that are no longer selected could be written after the others were deleted.
+        """
+        with database_errors():
+            return await scope_row.holds(self.connection, self._scope_version)
 
     async def buffered(self) -> list[BufferedEvent]:
-        """Return the buffered events in order of arrival. Sequence numbers of different relays are not comparable."""
+        """Return the events that were buffered since the last call, in order of arrival.
+
+        Sequence numbers of different relays are not comparable.
+        """
         with database_errors():
-            rows = await self.connection.fetch(_BUFFERED, *self._key)
-        return [BufferedEvent(self._claimed.did, relay, seq, frame) for relay, seq, frame in rows]
+            rows = await self.connection.fetch(_BUFFERED, *self._key, self._last_buffered)
+        if rows:
+            self._last_buffered = rows[-1]["id"]
+        return [BufferedEvent(self._claimed.did, relay, seq, frame) for _, relay, seq, frame in rows]
+
+    async def write_drained(self, changes: Sequence[RecordChange]) -> Counter[Action]:
+        """Write record changes of buffered events; return how many records were created, updated and deleted.
+
+        The row need not be locked: no other process writes the records of a repo that is in progress.
+        """
+        did = self._claimed.did
+        with refused_writes(), database_errors():
+            stored = await write_records(self.connection, [(did, change) for change in changes])
+            await self._write_links(changes, stored)
+            effective = effective_changes(did, changes, stored)
+            await log_changes(self.connection, list(record_entries(did, effective, live=True)))
+        return Counter([change.action for change in effective])
 
     async def finish(self, batch: Batch) -> None:
-        """Write the new row of the repo and the effects of the buffered events.
+        """Write the new row of the repo, and dead letters of buffered events.
 
         Raises:
             BrokenInvariantError: The row was not locked.
         """
-        with database_errors():
-            if await apply(self.connection, batch):
-                raise BrokenInvariantError(f"{self._claimed.did}: the row changed while it was locked")
+        with refused_writes(), database_errors():
+            changed = [write.repo.did for write in batch.writes if write.repo.visible != self._claimed.visible]
+            if changed and await self._keeps_links():
+                await request_recounts(self.connection, changed)
+            applied = await apply(self.connection, batch, links=self._links)
+        if applied.skipped:
+            raise BrokenInvariantError(f"{self._claimed.did}: the row changed while it was locked")
         self.finished = True

@@ -7,6 +7,7 @@ docs/decisions/0001-table-layout-and-statements.md.
 """
 
 from sqlalchemy import (
+    ARRAY,
     BigInteger,
     Boolean,
     CheckConstraint,
@@ -25,7 +26,7 @@ from sqlalchemy import (
     UniqueConstraint,
     text,
 )
-from sqlalchemy.dialects.postgresql import JSONB
+from sqlalchemy.dialects.postgresql import JSON, JSONB, OID
 
 metadata = MetaData(schema="indexer")
 
@@ -70,6 +71,12 @@ repo = Table(
     # Do not index `rev` or `updated_at`, not even in a WHERE: then every commit would update every index (no HOT).
     Column("priority", SmallInteger, Computed(_PRIORITY, persisted=True), nullable=False),
     Column("parked_at", TIME, Computed(_PARKED_AT, persisted=True)),
+    Column("hosting_epoch", BigInteger, nullable=False, server_default=text("0")),
+    Column("unproven_since", TIME),
+    Column("from_stream", Boolean, nullable=False, server_default=text("false")),
+    Column("scope_version", BigInteger, nullable=False, server_default=text("0")),
+    Column("tracked", Boolean, nullable=False, server_default=text("true")),
+    Column("wanted_in", BigInteger, nullable=False, server_default=text("0")),
     CheckConstraint("sync_status in ('desynchronized', 'in-progress', 'synchronized')", name="repo_sync_status"),
     CheckConstraint("num_nulls(rev, data, commit) in (0, 3)", name="repo_head"),
     CheckConstraint("sync_status <> 'synchronized' or rev is not null", name="repo_synchronized"),
@@ -85,6 +92,15 @@ repo = Table(
 )
 Index("repo_erasures", repo.c.erase_at, postgresql_where=text("erase_at is not null"))
 Index("repo_parked", repo.c.bucket, repo.c.parked_at, postgresql_where=text("parked_at is not null"))
+Index(
+    "repo_denied",
+    repo.c.bucket,
+    repo.c.parked_at,
+    postgresql_where=text("parked_at is not null and priority = 2 and (from_stream or last_error like 'identity-%')"),
+)
+Index("repo_hidden", repo.c.bucket, postgresql_where=text("not active and priority = 2"))
+Index("repo_unproven", repo.c.unproven_since, postgresql_where=text("unproven_since is not null"))
+Index("repo_scope", repo.c.bucket, repo.c.scope_version)
 Index("repo_leases", repo.c.lease_until, postgresql_where=text("sync_status = 'in-progress'"))
 
 resync_queue = Table(
@@ -114,6 +130,75 @@ record = Table(
         "autovacuum_vacuum_insert_scale_factor": "0.05",
         "autovacuum_analyze_scale_factor": "0.02",
     },
+)
+
+link = Table(
+    "link",
+    metadata,
+    Column("did", NAME, primary_key=True),
+    Column("collection", NAME, primary_key=True),
+    Column("rkey", NAME, primary_key=True),
+    Column("number", SmallInteger, primary_key=True, autoincrement=False),
+    Column("bucket", SmallInteger, primary_key=True),
+    Column("target", NAME, nullable=False),
+    Column("kind", Text, nullable=False),
+    Column("path", NAME, nullable=False),
+    Column("counted", Boolean, nullable=False),
+    CheckConstraint("kind in ('did', 'at-uri', 'strong-ref')", name="link_kind"),
+    Index("link_target", "target", "collection", "path", "did", "rkey"),
+    postgresql_with={
+        "autovacuum_vacuum_scale_factor": "0.02",
+        "autovacuum_vacuum_insert_scale_factor": "0.05",
+        "autovacuum_analyze_scale_factor": "0.02",
+    },
+)
+
+# Do not index `count`: then every update of a count would update every index (no HOT).
+link_count = Table(
+    "link_count",
+    metadata,
+    Column("target", NAME, primary_key=True),
+    Column("collection", NAME, primary_key=True),
+    Column("path", NAME, primary_key=True),
+    Column("bucket", SmallInteger, primary_key=True, autoincrement=False),
+    Column("count", BigInteger, nullable=False),
+    postgresql_with={
+        "fillfactor": "80",
+        "autovacuum_vacuum_scale_factor": "0.02",
+        "autovacuum_analyze_scale_factor": "0.02",
+    },
+)
+
+link_delta = Table(
+    "link_delta",
+    metadata,
+    Column("bucket", SmallInteger, primary_key=True, autoincrement=False),
+    Column("id", BigInteger, Identity(always=True), primary_key=True),
+    Column("target", NAME, nullable=False),
+    Column("collection", NAME, nullable=False),
+    Column("path", NAME, nullable=False),
+    Column("delta", Integer, nullable=False),
+    postgresql_with={"autovacuum_vacuum_scale_factor": "0", "autovacuum_vacuum_threshold": "10000"},
+)
+
+link_recount = Table(
+    "link_recount",
+    metadata,
+    Column("did", NAME, primary_key=True),
+    Column("id", BigInteger, Identity(always=True), primary_key=True),
+    Column("bucket", SmallInteger, primary_key=True, autoincrement=False),
+    postgresql_with={"autovacuum_vacuum_scale_factor": "0", "autovacuum_vacuum_threshold": "1000"},
+)
+
+link_bucket = Table(
+    "link_bucket",
+    metadata,
+    Column("bucket", SmallInteger, primary_key=True, autoincrement=False),
+    Column("enabled_at", TIME, nullable=False, server_default=NOW),
+    Column("backfilled_to", NAME, nullable=False, server_default=text("''")),
+    Column("backfilled_repos", BigInteger, nullable=False, server_default=text("0")),
+    Column("done_at", TIME),
+    Column("off_at", TIME),
 )
 
 change_log = Table(
@@ -155,7 +240,7 @@ change = Table(
     Column("cid", LargeBinary),
     PrimaryKeyConstraint("batch", "ordinal", "segment", "bucket", name="change_pkey"),
     CheckConstraint(
-        "action in ('create', 'update', 'delete', 'hidden', 'visible', 'deleted', 'moved', 'completed')",
+        "action in ('create', 'update', 'delete', 'hidden', 'visible', 'deleted', 'identity', 'moved', 'completed')",
         name="change_action",
     ),
     CheckConstraint("(action in ('create', 'update')) = (cid is not null)", name="change_cid"),
@@ -175,9 +260,45 @@ consumer = Table(
     Column("seq", BigInteger, nullable=False),
     Column("registered_at", TIME, nullable=False, server_default=NOW),
     Column("seen_at", TIME, nullable=False, server_default=NOW),
-    Column("cut_off_at", TIME),
+    Column("id", BigInteger, Identity(always=True), nullable=False),
+    Column("owner", NAME),
+    Column("slot", SmallInteger),
+    UniqueConstraint("id", name="consumer_id"),
+    UniqueConstraint("owner", "slot", name="consumer_slot"),
     postgresql_with={"fillfactor": "50"},
 )
+
+disconnected_consumer = Table(
+    "disconnected_consumer",
+    metadata,
+    Column("id", BigInteger, primary_key=True, autoincrement=False),
+    Column("disconnected_at", TIME, nullable=False, server_default=NOW),
+)
+
+feed_delivery = Table(
+    "feed_delivery",
+    metadata,
+    Column("consumer_id", BigInteger, primary_key=True, autoincrement=False),
+    Column("delivered_to", BigInteger, nullable=False),
+    Column("undelivered", ARRAY(BigInteger), nullable=False),
+    Column("snapshot_did", Text),
+    Column("snapshot_collection", Text),
+    Column("snapshot_rkey", Text),
+    Column("refused", JSONB, nullable=False, server_default=text("'[]'")),
+)
+
+shard_owner = Table(
+    "shard_owner",
+    metadata,
+    Column("pid", Integer, primary_key=True, autoincrement=False),
+    Column("role", OID, nullable=False),
+    Column("started_at", TIME, nullable=False),
+    Column("first_bucket", SmallInteger, nullable=False),
+    Column("last_bucket", SmallInteger, nullable=False),
+)
+
+# `migrate` creates and locks it.
+migration_lock = Table("migration_lock", metadata)
 
 buffered_event = Table(
     "buffered_event",
@@ -204,6 +325,7 @@ dead_letter = Table(
     Column("detail", Text, nullable=False),
     Column("frame", LargeBinary, nullable=False),
     Column("time", TIME, nullable=False, server_default=NOW),
+    Column("epoch", BigInteger, nullable=False, server_default=text("0")),
 )
 
 Index("dead_letter_reason", dead_letter.c.relay, dead_letter.c.reason, dead_letter.c.id)
@@ -217,6 +339,42 @@ cursor = Table(
     Column("event_time", Text),
     Column("caught_up_at", TIME),
     Column("updated_at", TIME, nullable=False, server_default=NOW),
+    Column("epoch", BigInteger, nullable=False, server_default=text("0")),
+    Column("stored_until", TIME),
+)
+
+gap = Table(
+    "gap",
+    metadata,
+    Column("id", BigInteger, Identity(always=True), primary_key=True),
+    Column("relay", Text, nullable=False),
+    Column("shard", Text, nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("first_seq", BigInteger),
+    Column("last_seq", BigInteger),
+    Column("opened_at", TIME, nullable=False, server_default=NOW),
+    Column("closed_at", TIME),
+    Column("closed_by", Text),
+)
+Index("gap_open", gap.c.id, postgresql_where=text("closed_at is null"))
+
+scope = Table(
+    "scope",
+    metadata,
+    Column("singleton", Boolean, primary_key=True, server_default=text("true")),
+    Column("version", BigInteger, nullable=False),
+    Column("track", Text, nullable=False),
+    Column("collections", ARRAY(Text), nullable=False),
+    Column("added_in", ARRAY(BigInteger), nullable=False),
+    Column("signal_collections", ARRAY(Text), nullable=False),
+    Column("changed_at", TIME, nullable=False, server_default=NOW),
+    Column("repos_narrowed_in", BigInteger, nullable=False, server_default=text("0")),
+    Column("earlier_repos_stay", Boolean, nullable=False, server_default=text("false")),
+    CheckConstraint("singleton", name="scope_singleton"),
+    CheckConstraint("track in ('all', 'listed', 'signal')", name="scope_track"),
+    CheckConstraint("cardinality(collections) > 0", name="scope_collections"),
+    CheckConstraint("cardinality(added_in) = cardinality(collections)", name="scope_added_in"),
+    CheckConstraint("track <> 'signal' or cardinality(signal_collections) > 0", name="scope_signal"),
 )
 
 stored_setting = Table(
@@ -237,6 +395,8 @@ crawl_progress = Table(
     Column("found", BigInteger, nullable=False),
     Column("began_at", TIME, nullable=False),
     Column("finished_at", TIME),
+    Column("shard", Text, primary_key=True),
+    Column("last_gap", BigInteger, nullable=False),
 )
 
 host = Table(
@@ -268,8 +428,31 @@ identity = Table(
     Column("handle", NAME),
     Column("handle_attempts", Integer, nullable=False),
     Column("handle_due_at", TIME),
+    Column("denials", Integer, nullable=False, server_default=text("0")),
+    Column("denied_at", TIME),
+    Column("refresh_at", TIME),
+    Column("refresh_failures", Integer, nullable=False, server_default=text("0")),
     postgresql_with={"fillfactor": "90"},
 )
-Index("identity_stale", identity.c.fetched_at, postgresql_where=text("stale"))
+Index(
+    "identity_refresh",
+    text("starts_with(did, 'did:web:')"),
+    identity.c.refresh_at,
+    postgresql_where=text("refresh_at is not null"),
+)
 Index("identity_handle", identity.c.handle, postgresql_where=text("handle <> 'handle.invalid'"))
 Index("identity_handle_due", identity.c.handle_due_at, postgresql_where=text("handle_due_at is not null"))
+
+lexicon = Table(
+    "lexicon",
+    metadata,
+    Column("nsid", NAME, primary_key=True),
+    Column("document", JSON, nullable=False),
+    Column("source", Text, nullable=False),
+    Column("view_name", NAME),
+    Column("fields", JSONB),
+    Column("definition", Text),
+    Column("added_at", TIME, nullable=False, server_default=NOW),
+    UniqueConstraint("view_name", name="lexicon_view_name"),
+    CheckConstraint("(view_name is null) = (fields is null)", name="lexicon_has_view"),
+)

@@ -1,40 +1,129 @@
-"""Session locks on buckets, so that each bucket has one live process at a time.
+"""Ownership of buckets by database sessions, so that each bucket has one live process at a time. So has the feed.
 
-The locks end with their session. They only prevent duplicate work. Correctness does not depend on them, because every
-write of a repo compares the version of its row.
+A row of the private table `shard_owner` names the session of each owner. It is valid as long as the session exists, so
+ownership ends with the session, however that ends. Neither locks nor an open transaction last for that time. Advisory
+locks would not do, because any role could take them.
+
+Ownership only prevents duplicate work. Correctness does not depend on it, because every write of a repo compares the
+version of its row.
 """
 
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import asyncpg
 
 from indexer.store.columns import Connection
+from indexer.sync.shard import BUCKETS
 
-LOCK_CLASS = 0x6275636B
-"""The first key of the advisory locks: the bytes of "buck". The second key is the bucket."""
+SESSION_NAME = "indexer buckets "
+"""The application name of a session of a lock, before its buckets."""
+FEED = range(BUCKETS, BUCKETS + 1)
+"""A number after those of the buckets. Its owner is the process that serves the feed for clients of tap."""
 
-_LOCK = "select bool_and(pg_try_advisory_lock($1, bucket)) from unnest($2::integer[]) bucket"
+_ONE_AT_A_TIME = "lock table indexer.shard_owner in share row exclusive mode"
+
+# A process ID may be used again, but not by a session with the same start. For sessions of other roles the start may be
+# hidden (null).
+_FORGET_ENDED = """
+    delete from indexer.shard_owner o where not exists (
+        select from pg_stat_activity a
+        where a.pid = o.pid and a.usesysid = o.role and coalesce(a.backend_start, o.started_at) = o.started_at
+    )
+"""
+
+_CLAIM = """
+    insert into indexer.shard_owner (pid, role, started_at, first_bucket, last_bucket)
+    select a.pid, a.usesysid, a.backend_start, $1, $2 from pg_stat_activity a
+    where a.pid = pg_backend_pid()
+        and not exists (select from indexer.shard_owner o where o.last_bucket >= $1 and o.first_bucket <= $2)
+    returning true
+"""
+
+_RELEASE = "delete from indexer.shard_owner where pid = pg_backend_pid()"
+
+
+_SESSIONS = f"""
+    select a.pid, a.application_name, o.first_bucket, o.last_bucket,
+        coalesce(host(a.client_addr), 'this machine') as client, date_part('epoch', a.backend_start) as since
+    from pg_stat_activity a
+    left join indexer.shard_owner o
+        on o.pid = a.pid and o.role = a.usesysid and o.started_at = coalesce(a.backend_start, o.started_at)
+    where a.datname = current_database()
+        and (o.first_bucket < {BUCKETS} or a.application_name ~ '^{SESSION_NAME}[0-9]+-[0-9]+$')
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSession:
+    """A session by which a process owns its shard, or waits for it.
+
+    Attributes:
+        buckets: The first and the last bucket of the shard.
+        owns: True if the process owns the shard, False if it waits.
+        client: The network address of the process.
+        since: Unix seconds.
+    """
+
+    pid: int
+    buckets: tuple[int, int]
+    owns: bool
+    client: str
+    since: float
+
+
+class ShardLock:
+    """The ownership of the buckets of a shard by one session.
+
+    Attributes:
+        lost: Set when the session has ended, and the ownership with it.
+    """
+
+    def __init__(self, connection: asyncpg.Connection, buckets: range) -> None:
+        self.lost = asyncio.Event()
+        self._connection = connection
+        self._buckets = buckets
+
+    async def claim(self) -> bool:
+        """Own the buckets until the session ends; return False if another session owns one of them."""
+        async with self._connection.transaction():
+            await self._connection.execute(_ONE_AT_A_TIME)
+            await self._connection.execute(_FORGET_ENDED)
+            return await self._connection.fetchval(_CLAIM, self._buckets[0], self._buckets[-1]) is True
 
 
 @asynccontextmanager
-async def hold(connection: asyncpg.Connection, buckets: range) -> AsyncIterator[asyncio.Event | None]:
-    """Hold the locks of the buckets during the block.
-
-    Yields:
-        An event that is set if the session ends; None if another session holds one of the locks.
-    """
-    lost = asyncio.Event()
+async def open_lock(connection: asyncpg.Connection, buckets: range) -> AsyncIterator[ShardLock]:
+    """Yield the lock of these buckets, which is not claimed yet. It is released at the end of the block."""
+    lock = ShardLock(connection, buckets)
 
     def on_termination(_connection: Connection) -> None:
-        lost.set()
+        lock.lost.set()
 
     connection.add_termination_listener(on_termination)
     try:
-        held = await connection.fetchval(_LOCK, LOCK_CLASS, list(buckets))
-        yield lost if held else None
+        yield lock
     finally:
         connection.remove_termination_listener(on_termination)
         if not connection.is_closed():
-            await connection.execute("select pg_advisory_unlock_all()")
+            await connection.execute(_RELEASE)
+
+
+def session_name(buckets: range) -> str:
+    """Return the application name of the session that owns these buckets or waits for them."""
+    return f"{SESSION_NAME}{buckets[0]}-{buckets[-1]}"
+
+
+async def load_sessions(connection: Connection) -> list[ShardSession]:
+    """Return the sessions of all processes that own a shard of the database or wait for one, by bucket."""
+    sessions = [_session_of(row) for row in await connection.fetch(_SESSIONS)]
+    return sorted(sessions, key=lambda session: (session.buckets, not session.owns, session.since))
+
+
+def _session_of(row: asyncpg.Record) -> ShardSession:
+    owns = row["first_bucket"] is not None
+    first, _, last = row["application_name"].removeprefix(SESSION_NAME).partition("-")
+    buckets = (row["first_bucket"], row["last_bucket"]) if owns else (int(first), int(last))
+    return ShardSession(row["pid"], buckets, owns, row["client"], row["since"] or 0.0)

@@ -1,12 +1,14 @@
 """Derive the entries of the change log from a write: entries of records, and entries of the repo itself."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Literal, NamedTuple
 
 from indexer.sync.plans import Action, RecordChange, RepoWrite
 from indexer.sync.repo_state import DELETED, Repo, SyncStatus
 
-RepoAction = Literal["hidden", "visible", "deleted", "moved", "completed"]
+RepoAction = Literal["hidden", "visible", "deleted", "identity", "moved", "completed"]
+RecordKey = tuple[str, str, str]
+"""DID, collection and record key."""
 
 
 class ChangeLogEntry(NamedTuple):
@@ -35,11 +37,13 @@ class RepoVisibility(NamedTuple):
         visible: The public views show the records (`Repo.visible`).
         deleted: The account is deleted upstream.
         synchronized: The stored records are complete.
+        hosting_status: "active", or why the account is not active.
     """
 
     visible: bool
     deleted: bool
     synchronized: bool
+    hosting_status: str = "active"
 
 
 def visibility_of(repo: Repo) -> RepoVisibility:
@@ -48,6 +52,7 @@ def visibility_of(repo: Repo) -> RepoVisibility:
         visible=repo.visible,
         deleted=not repo.active and repo.hosting_status == DELETED,
         synchronized=repo.sync_status is SyncStatus.SYNCHRONIZED,
+        hosting_status="active" if repo.active else repo.hosting_status or "inactive",
     )
 
 
@@ -55,7 +60,8 @@ def change_log_entries(before: RepoVisibility, write: RepoWrite) -> Iterator[Cha
     """Yield the entries of one write, in the order in which a consumer can apply them.
 
     Entries of records come while the repo is visible, if it is visible before or after the write, and before the
-    "completed" entry of the resync that wrote them.
+    "completed" entry of the resync that wrote them. "identity" says that the hosting status changed if no other entry
+    does.
     """
     repo, after = write.repo, visibility_of(write.repo)
     rev = repo.head.rev if repo.head else None
@@ -68,6 +74,35 @@ def change_log_entries(before: RepoVisibility, write: RepoWrite) -> Iterator[Cha
         yield ChangeLogEntry(repo.did, "hidden", rev, live=True)
     if after.deleted and not before.deleted:
         yield ChangeLogEntry(repo.did, "deleted", rev, live=True)
+    elif after.visible == before.visible and after.hosting_status != before.hosting_status:
+        yield ChangeLogEntry(repo.did, "identity", rev, live=True)
+
+
+def effective_changes(
+    did: str, changes: Iterable[RecordChange], stored: Container[RecordKey]
+) -> tuple[RecordChange, ...]:
+    """Return the changes as they happened to the stored records, without deletions of records that did not exist.
+
+    A commit says what it does to the tree of the repo. The stored records may differ from the tree: after a change of
+    the selected collections, they follow at the next resync.
+
+    Args:
+        did: The repo.
+        changes: Changes of its records, in order. There may be several of one record.
+        stored: The keys of the records that were stored before; keys of other records do not matter.
+    """
+    effective = []
+    exists: dict[tuple[str, str], bool] = {}
+    for change in changes:
+        path = change.collection, change.rkey
+        existed = exists.get(path, (did, *path) in stored)
+        exists[path] = change.action != "delete"
+        if exists[path]:
+            action: Action = "update" if existed else "create"
+            effective.append(change if change.action == action else change._replace(action=action))
+        elif existed:
+            effective.append(change)
+    return tuple(effective)
 
 
 def record_entries(did: str, changes: Iterable[RecordChange], *, live: bool) -> Iterator[ChangeLogEntry]:

@@ -5,13 +5,12 @@ the syntax of DIDs and TIDs, and the size limits. Signatures and operations are 
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from indexer.reasons import Rejection
 
 
-@dataclass(frozen=True, slots=True)
-class RepoOp:
+class RepoOp(NamedTuple):
     """One entry of `#commit.ops`.
 
     Attributes:
@@ -25,8 +24,7 @@ class RepoOp:
     prev: bytes | None
 
 
-@dataclass(frozen=True, slots=True)
-class CommitEvent:
+class CommitEvent(NamedTuple):
     """A `#commit` message (docs/protocol.md#commits).
 
     Attributes:
@@ -48,8 +46,7 @@ class CommitEvent:
     kind: Literal["commit"] = "commit"
 
 
-@dataclass(frozen=True, slots=True)
-class SyncEvent:
+class SyncEvent(NamedTuple):
     """A `#sync` message: `blocks` is a CAR slice with the latest commit object (docs/protocol.md#sync-events)."""
 
     seq: int
@@ -60,8 +57,7 @@ class SyncEvent:
     kind: Literal["sync"] = "sync"
 
 
-@dataclass(frozen=True, slots=True)
-class IdentityEvent:
+class IdentityEvent(NamedTuple):
     """An `#identity` message: the identity may have changed (docs/protocol.md#identity).
 
     It has no field for the handle in the message, because that handle is not verified.
@@ -73,8 +69,7 @@ class IdentityEvent:
     kind: Literal["identity"] = "identity"
 
 
-@dataclass(frozen=True, slots=True)
-class AccountEvent:
+class AccountEvent(NamedTuple):
     """An `#account` message (docs/protocol.md#accounts).
 
     Attributes:
@@ -118,13 +113,13 @@ class UnknownEvent:
     kind: Literal["unknown"] = "unknown"
 
 
-@dataclass(frozen=True, slots=True)
-class OtherShardEvent:
+class OtherShardEvent(NamedTuple):
     """A message about an account of another shard. Its other fields are not decoded or checked."""
 
     seq: int
     kind: Literal["commit", "sync", "identity", "account"]
     did: str
+    time: str
 
 
 @dataclass(frozen=True, slots=True)

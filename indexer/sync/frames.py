@@ -6,7 +6,7 @@ The rules are in docs/protocol.md#frames.
 from collections.abc import Callable
 from typing import Any, Literal
 
-from indexer.atproto.cbor import CborError, abridged, decode_pair, explain_frame
+from indexer.atproto.cbor import CborError, abridged, count_items, decode_pair, explain_frame
 from indexer.atproto.cid import is_cid, is_link
 from indexer.atproto.limits import Limits
 from indexer.atproto.syntax import is_did, is_tid
@@ -31,6 +31,7 @@ _MAX_PATH_CHARACTERS = 1_024
 _MAX_STATUS_CHARACTERS = 128
 _MAX_DID_CHARACTERS = 2_048
 _MAX_TYPE_CHARACTERS = 64
+_MAX_TIME_CHARACTERS = 64
 _NAMESPACE = "com.atproto.sync.subscribeRepos"
 _REPO_EVENT_KINDS: dict[str, Literal["commit", "sync", "identity", "account"]] = {
     "#commit": "commit",
@@ -51,6 +52,8 @@ def decode_frame(frame: bytes, limits: Limits, owns: Callable[[str], bool] | Non
     """
     if len(frame) > limits.frame_bytes:
         return _malformed({}, {}, UpstreamError(Rejection.FRAME_TOO_LARGE, f"{len(frame)} bytes"))
+    if _has_more_items(frame, limits.frame_items):
+        return _malformed({}, {}, UpstreamError(Rejection.FRAME_TOO_LARGE, f"over {limits.frame_items} items"))
     try:
         header, payload = _split_frame(frame)
     except UpstreamError as error:
@@ -73,6 +76,14 @@ def frame_for_display(frame: bytes) -> dict[str, Any]:
     return {"header": abridged(header), "payload": abridged(payload)}
 
 
+def _has_more_items(frame: bytes, max_items: int) -> bool:
+    """Return True if the frame has too many items. Decoding 5 MB of nested lists would take two seconds.
+
+    Each item has at least one byte, so small frames are not counted.
+    """
+    return len(frame) > max_items and count_items(frame, max_items, max_items, objects=max_items + 1)[0] > max_items
+
+
 def _split_frame(frame: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
     try:
         header, payload = decode_pair(frame)
@@ -92,7 +103,7 @@ def _other_shard_event(
     if len(did) > _MAX_DID_CHARACTERS or owns(did):
         return None
     kind = _REPO_EVENT_KINDS.get(name)
-    return None if kind is None else OtherShardEvent(seq, kind, did)
+    return None if kind is None else OtherShardEvent(seq, kind, did, _time(payload))
 
 
 def _decode_payload(header: dict[str, Any], payload: dict[str, Any], limits: Limits) -> Event:
@@ -132,7 +143,7 @@ def _commit(payload: dict[str, Any], limits: Limits) -> CommitEvent:
         prev_data=_cid_or_none(payload, "prevData"),
         ops=tuple([_op(op) for op in ops]),
         blocks=blocks,
-        time=_text_or(payload, "time", ""),
+        time=_time(payload),
     )
 
 
@@ -151,12 +162,12 @@ def _sync(payload: dict[str, Any], limits: Limits) -> SyncEvent:
         did=_did(payload, "did"),
         rev=_tid(payload, "rev"),
         blocks=_bytes(payload, "blocks", limits.sync_blocks_bytes),
-        time=_text_or(payload, "time", ""),
+        time=_time(payload),
     )
 
 
 def _identity(payload: dict[str, Any], _limits: Limits) -> IdentityEvent:
-    return IdentityEvent(_seq(payload), _did(payload, "did"), _text_or(payload, "time", ""))
+    return IdentityEvent(_seq(payload), _did(payload, "did"), _time(payload))
 
 
 def _account(payload: dict[str, Any], _limits: Limits) -> AccountEvent:
@@ -168,7 +179,7 @@ def _account(payload: dict[str, Any], _limits: Limits) -> AccountEvent:
         raise UpstreamError(
             Rejection.FIELD_INVALID, f"status is not a string of at most {_MAX_STATUS_CHARACTERS} characters"
         )
-    return AccountEvent(_seq(payload), _did(payload, "did"), active, status, _text_or(payload, "time", ""))
+    return AccountEvent(_seq(payload), _did(payload, "did"), active, status, _time(payload))
 
 
 def _info(payload: dict[str, Any], _limits: Limits) -> InfoEvent:
@@ -250,6 +261,12 @@ def _text(payload: dict[str, Any], name: str) -> str:
 def _text_or(payload: dict[str, Any], name: str, default: str) -> str:
     text = payload.get(name)
     return text if isinstance(text, str) else default
+
+
+def _time(payload: dict[str, Any]) -> str:
+    """Return the time, which identifies the message at a cursor and is stored with it; "" if it is too long."""
+    time = _text_or(payload, "time", "")
+    return time if len(time) <= _MAX_TIME_CHARACTERS else ""
 
 
 def _malformed(header: dict[str, Any], payload: dict[str, Any], error: UpstreamError) -> MalformedEvent:

@@ -2,24 +2,30 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from indexer.reasons import Desync, Rejection
-from indexer.sync.events import IdentityEvent, MalformedEvent, RepoEvent, UnknownEvent
+from indexer.sync.events import MalformedEvent, RepoEvent, UnknownEvent
 from indexer.sync.plan_event import plan_event
 from indexer.sync.plans import BufferedEvent, DeadLetter, NeedsKey, Plan, RecordChange, RepoWrite
 from indexer.sync.policy import KeyState, PlanContext
 from indexer.sync.repo_state import Repo, SyncStatus
-from indexer.sync.repo_transitions import Outcome
+from indexer.sync.repo_transitions import Outcome, Trigger, desynchronize, unparked
 
+MAX_BATCH_BYTES = 16 << 20
+"""Frames and record changes of one batch, in bytes: a batch takes no further message beyond this."""
+MAX_BATCH_CHANGES = 5_000
+"""Record changes of one batch, and their links: a batch takes no further message beyond this. Writing one takes the
+event loop 10 µs."""
 DEAD_LETTER_BYTES = 100_000
 """The maximum length of a dead letter's frame; longer frames are truncated."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReceivedMessage:
+class ReceivedMessage(NamedTuple):
     """A message from the stream, decoded, with its frame.
 
     Attributes:
+        seq: The number of the watermark that this message holds back until it is settled; None if it has none.
         at: The time of arrival, in monotonic seconds.
     """
 
@@ -34,8 +40,7 @@ class ReceivedMessage:
         return None if isinstance(self.event, UnknownEvent) else self.event.did
 
 
-@dataclass(frozen=True, slots=True)
-class SettledMessage:
+class SettledMessage(NamedTuple):
     """A message with its outcome, which is final once the batch is written."""
 
     received: ReceivedMessage
@@ -51,15 +56,28 @@ class _Draft:
     after: Repo
     changes: list[RecordChange] = field(default_factory=list)
     buffered: list[BufferedEvent] = field(default_factory=list)
+    lenient_commits: int = 0
+
+    def write(self) -> RepoWrite:
+        """Return the changes as one write."""
+        return RepoWrite(
+            self.before.version,
+            self.after,
+            tuple(self.changes),
+            tuple(self.buffered),
+            lenient_commits=self.lenient_commits,
+            advances=self.after.advances(self.before),
+        )
 
 
 @dataclass(slots=True)
 class BatchPlan:
-    """The plan of a batch. Every message is either in `settled` or in `waiting`.
+    """The plan of a batch. Every message is in `settled`, in `waiting` or in `postponed`.
 
     Attributes:
         settled: Messages with an outcome.
         waiting: Messages that need a key, and all later messages of the same accounts.
+        postponed: The last messages, if the batch has more than `MAX_BATCH_BYTES` or `MAX_BATCH_CHANGES` without them.
         needed_keys: The keys that `waiting` messages need, by DID.
         stale_identities: DIDs that need an identity refresh.
         drafts: The accumulated changes, by DID.
@@ -67,6 +85,7 @@ class BatchPlan:
 
     settled: list[SettledMessage] = field(default_factory=list)
     waiting: list[ReceivedMessage] = field(default_factory=list)
+    postponed: list[ReceivedMessage] = field(default_factory=list)
     needed_keys: dict[str, NeedsKey] = field(default_factory=dict)
     dead_letters: list[DeadLetter] = field(default_factory=list)
     stale_identities: set[str] = field(default_factory=set)
@@ -75,13 +94,7 @@ class BatchPlan:
     @property
     def writes(self) -> tuple[RepoWrite, ...]:
         """One write per changed row."""
-        return tuple(
-            [
-                RepoWrite(draft.before.version, draft.after, tuple(draft.changes), tuple(draft.buffered))
-                for draft in self.drafts.values()
-                if draft.after is not draft.before
-            ]
-        )
+        return tuple([draft.write() for draft in self.drafts.values() if draft.after is not draft.before])
 
 
 def plan_batch(
@@ -98,8 +111,12 @@ def plan_batch(
         key_state_of: Returns what is known about the key of a DID; None if it has not been looked up.
         context: What all plans of the batch share.
     """
-    result = BatchPlan()
-    for received in batch:
+    result, size, count = BatchPlan(), 0, 0
+    for number, received in enumerate(batch):
+        if size > MAX_BATCH_BYTES or count > MAX_BATCH_CHANGES:
+            result.postponed.extend(batch[number:])
+            break
+        size += len(received.frame)
         event = received.event
         if isinstance(event, MalformedEvent):
             _reject(result, received, event.type, event.reason, event.detail, context)
@@ -108,8 +125,34 @@ def plan_batch(
         elif event.did in result.needed_keys:
             result.waiting.append(received)
         else:
-            _plan_one(result, received, event, repos, key_state_of, context)
+            changes = _plan_one(result, received, event, repos, key_state_of, context)
+            size += sum([change.size for change in changes])
+            count += len(changes)
+            if context.policy.links:
+                count += sum([len(change.links or ()) for change in changes])
     return result
+
+
+def plan_refusal(received: ReceivedMessage, repo: Repo | None, detail: str, context: PlanContext) -> BatchPlan:
+    """Plan a message whose effects the database cannot store: a dead letter, and a resync of its repo.
+
+    Args:
+        received: The message.
+        repo: The row of its repo, or None if there is none or if the database cannot store its next version either.
+        detail: What the database answered.
+        context: The plan context.
+    """
+    result = BatchPlan()
+    _reject(result, received, received.event.kind, Rejection.STORE_FAILED, detail, context)
+    if repo is not None:
+        result.drafts[repo.did] = _Draft(repo, _refused(repo, context.now))
+    return result
+
+
+def _refused(repo: Repo, now: float) -> Repo:
+    if repo.sync_status is SyncStatus.DESYNCHRONIZED:
+        return unparked(repo, now)
+    return desynchronize(repo, Trigger.REFUSED, Desync.STORE_FAILED, now)
 
 
 def _plan_one(
@@ -119,30 +162,33 @@ def _plan_one(
     repos: Mapping[str, Repo],
     key_state_of: Callable[[str], KeyState | None],
     context: PlanContext,
-) -> None:
+) -> tuple[RecordChange, ...]:
+    """Plan one message; return its record changes."""
     did = event.did
     draft = result.drafts.get(did)
     if draft is None:
-        repo = repos.get(did) or Repo(did)
+        repo = repos.get(did) or Repo(did, from_stream=True, wanted_in=context.policy.scope.version)
         draft = result.drafts[did] = _Draft(repo, repo)
     key_state = None if did in result.stale_identities else key_state_of(did)
     plan = plan_event(draft.after, event, len(received.frame), key_state, context)
     if isinstance(plan, NeedsKey):
         result.needed_keys[did] = plan
         result.waiting.append(received)
-        return
-    if isinstance(event, IdentityEvent) and plan.outcome is Outcome.APPLIED:
+        return ()
+    if plan.refresh_identity:
         result.stale_identities.add(did)
     if plan.outcome is Outcome.REJECTED and isinstance(plan.why, Rejection):
         _reject(result, received, event.kind, plan.why, plan.detail, context)
-        return
+        return ()
     _add_to_draft(draft, received.frame, event, plan, context)
     result.settled.append(SettledMessage(received, plan.outcome, plan.why))
+    return plan.changes
 
 
 def _add_to_draft(draft: _Draft, frame: bytes, event: RepoEvent, plan: Plan, context: PlanContext) -> None:
     draft.after = plan.repo
     draft.changes.extend(plan.changes)
+    draft.lenient_commits += plan.lenient
     if plan.buffer:
         draft.buffered.append(BufferedEvent(plan.repo.did, context.relay, event.seq, frame))
     elif plan.repo.sync_status is not SyncStatus.IN_PROGRESS:
@@ -153,6 +199,15 @@ def _reject(
     result: BatchPlan, received: ReceivedMessage, kind: str, reason: Rejection, detail: str, context: PlanContext
 ) -> None:
     result.dead_letters.append(
-        DeadLetter(context.relay, received.seq, received.did, kind, reason, detail, received.frame[:DEAD_LETTER_BYTES])
+        DeadLetter(
+            context.relay,
+            received.event.seq,
+            received.did,
+            kind,
+            reason,
+            detail,
+            received.frame[:DEAD_LETTER_BYTES],
+            context.epoch,
+        )
     )
     result.settled.append(SettledMessage(received, Outcome.REJECTED, reason))

@@ -4,15 +4,14 @@ Cheap checks come first. Before the signature is verified, only a rate-limited k
 `repo_transitions.TRANSITIONS` says what an event does to each sync status.
 """
 
-from dataclasses import replace
-
 from indexer.atproto.mst import EMPTY_TREE
+from indexer.atproto.syntax import CollectionFilter
 from indexer.errors import UpstreamError
 from indexer.reasons import Desync, Rejection
 from indexer.sync.events import AccountEvent, CommitEvent, IdentityEvent, RepoEvent, SyncEvent
 from indexer.sync.plans import NeedsKey, Plan, RecordChange
 from indexer.sync.policy import KeyState, PlanContext, Policy, is_future
-from indexer.sync.record_change import record_change
+from indexer.sync.record_change import RecordConverter
 from indexer.sync.repo_state import DELETED, PARKED, TOMBSTONED, Head, Repo, SyncStatus
 from indexer.sync.repo_transitions import (
     Outcome,
@@ -22,9 +21,11 @@ from indexer.sync.repo_transitions import (
     move,
     reactivate,
     synchronize,
+    track_again,
     transition,
     unparked,
 )
+from indexer.sync.scope import Scope, Track
 from indexer.sync.verify import VerifiedCommit, verify_commit, verify_sync
 
 FIRST_COMMIT_SECONDS = 3.0
@@ -41,10 +42,14 @@ def plan_event(repo: Repo, event: RepoEvent, size: int, key: KeyState | None, co
         key: The signing key; None if it has not been looked up.
         context: What all plans of the batch share.
     """
-    if not (repo.known or context.policy.track_all):
+    if not repo.tracked and not (repo.out_of_scope and _may_add(event, context.policy.scope)):
+        return Plan(repo, Outcome.IGNORED)
+    if not repo.known and (repo.did in context.refused or not _may_add(event, context.policy.scope)):
         return Plan(repo, Outcome.IGNORED)
     if context.host is not None and (elsewhere := _hosted_elsewhere(repo, key, context)):
         return elsewhere
+    if not repo.tracked:
+        return _plan_out_of_scope(repo, event, key, context)
     match event:
         case AccountEvent():
             return _plan_account(repo, event, context)
@@ -52,6 +57,33 @@ def plan_event(repo: Repo, event: RepoEvent, size: int, key: KeyState | None, co
             return _plan_identity(repo, context)
         case _:
             return _plan_signed(repo, event, size, key, context)
+
+
+def _may_add(event: RepoEvent, scope: Scope) -> bool:
+    """Return True if the event may add its unknown repo. What it says about itself is not verified yet."""
+    if scope.signals is None:
+        return scope.track is Track.ALL
+    return isinstance(event, CommitEvent) and any(_writes_signal(op.path, op.cid, scope.signals) for op in event.ops)
+
+
+def _plan_out_of_scope(repo: Repo, event: RepoEvent, key: KeyState | None, context: PlanContext) -> Plan | NeedsKey:
+    """Track a repo again if the event would add an unknown repo: by a signal only if the commit is authentic."""
+    scope, ignored = context.policy.scope, Plan(repo, Outcome.IGNORED)
+    if isinstance(event, AccountEvent) and not event.active:
+        return ignored
+    if scope.signals is not None and isinstance(event, CommitEvent):
+        if key is None:
+            return NeedsKey(repo.did, refresh=False)
+        if not key.available or key.key is None:
+            return ignored
+        try:
+            if not _is_signal(verify_commit(event, key.key, context.policy.limits), scope):
+                return ignored
+        except UpstreamError as error:
+            if error.reason is Rejection.SIGNATURE_INVALID and not key.final:
+                return NeedsKey(repo.did, refresh=True)
+            return ignored
+    return Plan(track_again(repo, scope), Outcome.DESYNCHRONIZED, why=Desync.NEW)
 
 
 def _hosted_elsewhere(repo: Repo, key: KeyState | None, context: PlanContext) -> Plan | NeedsKey | None:
@@ -73,17 +105,22 @@ def _plan_signed(
     if _is_replay(repo, event):
         return _plan_without_records(repo, Trigger.NOT_NEWER, size, context)
     if not repo.active:
-        return Plan(repo, Outcome.IGNORED)
+        # A commit suggests that a DID that is gone exists again. The directory is asked; the commit is not trusted.
+        return Plan(repo, Outcome.IGNORED, refresh_identity=repo.hosting_status == TOMBSTONED)
     if key is None and _worth_a_lookup(repo, event):
         return NeedsKey(repo.did, refresh=False)
-    if key is None or not key.available:
+    if key is None:
         return _plan_unchecked(repo, event, size, context)
+    if not key.available:
+        return _plan_unchecked(_with_failed_lookup(repo), event, size, context)
     return _plan_verified(repo, event, size, key, context)
 
 
 def _plan_verified(
     repo: Repo, event: CommitEvent | SyncEvent, size: int, key: KeyState, context: PlanContext
 ) -> Plan | NeedsKey:
+    if key.doubtful and repo.head is not None:
+        return _plan_unchecked(repo, event, size, context)
     if key.key is None:
         return _plan_without_records(repo, Trigger.INVALID, size, context, why=Rejection.NO_SIGNING_KEY)
     limits = context.policy.limits
@@ -112,18 +149,34 @@ def _is_replay(repo: Repo, event: CommitEvent | SyncEvent) -> bool:
 def _worth_a_lookup(repo: Repo, event: CommitEvent | SyncEvent) -> bool:
     """Return False for a repo that waits for its resync, which looks the key up itself.
 
-    Exceptions: the event may unpark the repo, or contain the whole repo.
+    Exceptions: the event may unpark the repo, or contain the whole repo. Or a lookup for an earlier event failed, and
+    nothing of the repo was ever verified: then it waits behind all DIDs that somebody made up, unless a key shows that
+    it is real.
     """
     if not repo.known or repo.sync_status is not SyncStatus.DESYNCHRONIZED or repo.next_attempt_at == PARKED:
+        return True
+    if _never_verified(repo) and repo.sync_reason is Desync.IDENTITY:
         return True
     return isinstance(event, CommitEvent) and event.since is None and repo.head is None
 
 
+def _never_verified(repo: Repo) -> bool:
+    return repo.head is None and repo.latest_verified_rev is None
+
+
+def _with_failed_lookup(repo: Repo) -> Repo:
+    """Return the row with the reason `identity` instead of `new`, so that the next event tries another lookup."""
+    waits = repo.known and repo.sync_status is SyncStatus.DESYNCHRONIZED and repo.sync_reason is Desync.NEW
+    return repo._replace(sync_reason=Desync.IDENTITY) if waits and _never_verified(repo) else repo
+
+
 def _plan_commit(repo: Repo, commit: VerifiedCommit, size: int, context: PlanContext) -> Plan:
     rev = commit.head.rev
-    if commit.whole and _can_synchronize_without_export(repo, rev):
+    if not repo.known and not _is_signal(commit, context.policy.scope):
+        return Plan(repo, Outcome.IGNORED)
+    if commit.whole and _can_synchronize_without_export(repo, rev, context):
         return _apply(repo, Trigger.WHOLE, commit, context)
-    flaw = commit.flaw
+    flaw, lenient = commit.flaw, False
     if repo.head is None:
         return _plan_without_records(
             repo, Trigger.BREAKS, size, context, verified_rev=rev, why=flaw or Desync.CHAIN_BREAK
@@ -131,18 +184,38 @@ def _plan_commit(repo: Repo, commit: VerifiedCommit, size: int, context: PlanCon
     if repo.head.data != commit.prev_data:
         flaw = flaw or Desync.CHAIN_BREAK
     elif flaw is Desync.UNDECIDABLE and context.policy.lenient and commit.ops_hold:
-        flaw = None  # prevData is the stored data, and the operations are consistent with the new tree
+        flaw, lenient = None, True  # prevData is the stored data, and the operations agree with the new tree
     if flaw:
         return _plan_without_records(
             repo, Trigger.BREAKS, size, context, verified_rev=rev, why=flaw, detail=commit.detail
         )
     if repo.sync_status is SyncStatus.SYNCHRONIZED:
-        return _apply(repo, Trigger.EXTENDS, commit, context)
+        planned = _apply(repo, Trigger.EXTENDS, commit, context)
+        return _mark_unproven(planned, context.now) if lenient else planned
     return _plan_without_records(repo, Trigger.EXTENDS, size, context, verified_rev=rev)
 
 
+def _mark_unproven(plan: Plan, now: float) -> Plan:
+    """Mark the repo of an undecidable commit that is applied: its operations may lack a change of the tree."""
+    since = now if plan.repo.unproven_since is None else plan.repo.unproven_since
+    return plan._replace(repo=plan.repo._replace(unproven_since=since), lenient=True)
+
+
+def _is_signal(commit: VerifiedCommit, scope: Scope) -> bool:
+    """Return True if an authentic commit adds its unknown repo. One that cannot be applied may lack changes."""
+    signals = scope.signals
+    if signals is None or commit.flaw is not None:
+        return True
+    return any(_writes_signal(change.path, change.new, signals) for change in commit.changes)
+
+
+def _writes_signal(path: bytes | str, cid: bytes | None, signals: CollectionFilter) -> bool:
+    text = path.decode(errors="replace") if isinstance(path, bytes) else path
+    return cid is not None and signals.matches(text.partition("/")[0])
+
+
 def _plan_sync(repo: Repo, head: Head, size: int, context: PlanContext) -> Plan:
-    if head.data == EMPTY_TREE and _can_synchronize_without_export(repo, head.rev):
+    if head.data == EMPTY_TREE and _can_synchronize_without_export(repo, head.rev, context):
         return _advance(repo, Trigger.WHOLE, head, (), context)
     if repo.head is None or repo.head.data != head.data:
         why = Desync.EQUIVOCATION if repo.head and repo.head.rev == head.rev else Desync.SYNC_EVENT
@@ -156,13 +229,17 @@ def _plan_sync(repo: Repo, head: Head, size: int, context: PlanContext) -> Plan:
 
 def _plan_account(repo: Repo, event: AccountEvent, context: PlanContext) -> Plan:
     """Apply a relay's report about the account, unless a later one has been applied (docs/protocol.md#accounts)."""
-    if repo.hosting_relay == context.relay and event.seq <= repo.hosting_seq:
+    same_sequence = (repo.hosting_relay, repo.hosting_epoch) == (context.relay, context.epoch)
+    if same_sequence and event.seq <= repo.hosting_seq:
         return Plan(repo, Outcome.REPLAYED)
+    if not (repo.known or event.active):
+        return Plan(repo, Outcome.IGNORED)  # nothing is stored; a message adds the repo when it is active again
     after = amend(
         repo,
         active=event.active,
         hosting_status=event.status,
         hosting_relay=context.relay,
+        hosting_epoch=context.epoch,
         hosting_seq=event.seq,
         erase_at=_erase_at(repo, event, context),
         next_attempt_at=repo.next_attempt_at if repo.known else context.now + FIRST_COMMIT_SECONDS,
@@ -171,13 +248,13 @@ def _plan_account(repo: Repo, event: AccountEvent, context: PlanContext) -> Plan
         return Plan(after, Outcome.APPLIED)
     if repo.active or repo.sync_status is SyncStatus.DESYNCHRONIZED:
         return Plan(unparked(after, context.now), Outcome.APPLIED)
-    return Plan(reactivate(after), Outcome.APPLIED, why=Desync.REACTIVATED)
+    return Plan(reactivate(after, context.now), Outcome.APPLIED, why=Desync.REACTIVATED)
 
 
 def plan_existence(repo: Repo, now: float, policy: Policy, *, exists: bool) -> Repo:
-    """Return the row after the DID disappeared from its directory or returned; the same object if nothing changes.
+    """Return the row after it is certain that the DID is gone, or exists; the same object if nothing changes.
 
-    A DID that disappeared is treated like a deleted account. Nothing follows for a repo without stored records: its
+    A DID that is gone is treated like a deleted account. Nothing follows for a repo without stored records: its
     DID may be too new for the directory.
     """
     if not exists and repo.active and repo.head is not None:
@@ -185,26 +262,42 @@ def plan_existence(repo: Repo, now: float, policy: Policy, *, exists: bool) -> R
     return _returned(repo, now) if exists and not repo.active and repo.hosting_status == TOMBSTONED else repo
 
 
+def plan_erasure_later(repo: Repo, at: float) -> Repo:
+    """Return the row of a repo whose DID is gone, to be erased at `at`; the same object if that changed meanwhile."""
+    return repo if repo.active or repo.hosting_status != TOMBSTONED else amend(repo, erase_at=at)
+
+
 def plan_active(repo: Repo, now: float) -> Repo:
-    """Return the row of a repo that its relay reports as active; the same object if it is active or its DID is gone."""
-    return repo if repo.active or repo.hosting_status == TOMBSTONED else _returned(repo, now)
+    """Return the row of a repo that its relay reports as active; the same object if the relay did not hide it."""
+    hidden_by_relay = not repo.active and repo.hosting_status != TOMBSTONED and repo.tracked
+    return _returned(repo, now) if hidden_by_relay else repo
+
+
+def plan_hidden(repo: Repo, status: str | None, now: float, deletion_grace: float) -> Repo:
+    """Return the row of a repo that its relay reports as inactive; the same object if it is hidden already."""
+    if not repo.active:
+        return repo
+    erase_at = now + deletion_grace if status == DELETED else None
+    return amend(repo, active=False, hosting_status=status, erase_at=erase_at)
 
 
 def _returned(repo: Repo, now: float) -> Repo:
     after = amend(repo, active=True, hosting_status=None, erase_at=None)
-    return unparked(after, now) if repo.sync_status is SyncStatus.DESYNCHRONIZED else reactivate(after)
+    return unparked(after, now) if repo.sync_status is SyncStatus.DESYNCHRONIZED else reactivate(after, now)
 
 
 def plan_listed(repo: Repo, rev: str, now: float) -> Repo:
     """Return the row of a repo that a host lists at `rev`: desynchronized if the stored rev is older, else the same.
 
-    Repo lists are not signed, so the listed rev counts as unverified.
+    Repo lists are not signed, so the listed rev counts as unverified. During a resync it is only noted: the end of the
+    resync compares it with the export.
     """
-    if repo.sync_status is not SyncStatus.SYNCHRONIZED or not repo.active or repo.head is None:
+    if not repo.active or (repo.head is not None and rev <= repo.head.rev):
         return repo
-    if rev <= repo.head.rev:
-        return repo
-    return desynchronize(replace(repo, latest_unverified_rev=rev), Trigger.BEHIND, Desync.BEHIND, now)
+    listed = repo._replace(latest_unverified_rev=max(rev, repo.latest_unverified_rev or ""))
+    if repo.sync_status is SyncStatus.SYNCHRONIZED:
+        return desynchronize(listed, Trigger.BEHIND, Desync.BEHIND, now)
+    return amend(listed) if repo.sync_status is SyncStatus.IN_PROGRESS and listed != repo else repo
 
 
 def _erase_at(repo: Repo, event: AccountEvent, context: PlanContext) -> float | None:
@@ -215,15 +308,18 @@ def _erase_at(repo: Repo, event: AccountEvent, context: PlanContext) -> float | 
 
 def _plan_identity(repo: Repo, context: PlanContext) -> Plan:
     if not repo.known:
-        return Plan(amend(repo, next_attempt_at=context.now + FIRST_COMMIT_SECONDS), Outcome.APPLIED)
-    if repo.sync_status is SyncStatus.IN_PROGRESS:
-        # The new version tells `plan_failure` that the repo changed during its resync.
-        return Plan(amend(repo), Outcome.APPLIED)
-    return Plan(unparked(repo, context.now), Outcome.APPLIED)
+        after = amend(repo, next_attempt_at=context.now + FIRST_COMMIT_SECONDS)
+    elif repo.sync_status is SyncStatus.IN_PROGRESS:
+        after = amend(repo)  # the new version tells `plan_failure` that the repo changed during its resync
+    else:
+        after = unparked(repo, context.now)
+    return Plan(after, Outcome.APPLIED, refresh_identity=True)
 
 
 def _plan_unchecked(repo: Repo, event: CommitEvent | SyncEvent, size: int, context: PlanContext) -> Plan:
     """Plan an event whose key could not be fetched: the repo needs a resync, and nothing in the event is trusted."""
+    if not repo.known and context.policy.scope.signals is not None:
+        return Plan(repo, Outcome.IGNORED)  # a made-up commit may name any collection; the repo lists name real ones
     if not repo.known:
         after = amend(repo, sync_reason=Desync.IDENTITY, latest_unverified_rev=event.rev)
         return Plan(after, Outcome.DESYNCHRONIZED, why=Desync.IDENTITY)
@@ -248,7 +344,7 @@ def _plan_without_records(
     outcome, _ = transition(repo.sync_status, trigger)
     verified = _newer(repo.latest_verified_rev, verified_rev)
     unverified = _newer(repo.latest_unverified_rev, unverified_rev)
-    noted = replace(repo, latest_verified_rev=verified, latest_unverified_rev=unverified)
+    noted = repo._replace(latest_verified_rev=verified, latest_unverified_rev=unverified)
     if outcome is Outcome.BUFFERED:
         return _buffer(noted, size, context)
     if outcome is Outcome.DESYNCHRONIZED and isinstance(why, Desync):
@@ -259,6 +355,9 @@ def _plan_without_records(
         return Plan(repo, outcome, why=why, detail=detail)
     if not repo.known:
         return Plan(amend(noted), Outcome.DESYNCHRONIZED, why=Desync.NEW)
+    if _never_verified(repo) and repo.sync_status is SyncStatus.DESYNCHRONIZED and not repo.waits_as_new:
+        # The DID is real. Its resync does not wait behind DIDs that may not be.
+        return Plan(amend(noted, next_attempt_at=None), outcome, why=why, detail=detail)
     return Plan(amend(unparked(noted, context.now)), outcome, why=why, detail=detail)
 
 
@@ -281,7 +380,8 @@ def _buffer(repo: Repo, size: int, context: PlanContext) -> Plan:
 
 
 def _apply(repo: Repo, trigger: Trigger, commit: VerifiedCommit, context: PlanContext) -> Plan:
-    changes = [record_change(change, commit.head.rev, context.policy) for change in commit.changes]
+    converter = RecordConverter(context.policy, commit.head.rev, commit.size)
+    changes = [converter.convert(change) for change in commit.changes]
     return _advance(repo, trigger, commit.head, tuple([change for change in changes if change]), context)
 
 
@@ -289,11 +389,17 @@ def _advance(repo: Repo, trigger: Trigger, head: Head, changes: tuple[RecordChan
     outcome, _ = transition(repo.sync_status, trigger)
     if repo.sync_status is SyncStatus.SYNCHRONIZED:
         return Plan(move(repo, trigger, head=head), outcome, changes)
-    return Plan(synchronize(repo, trigger, head, context.now), outcome, changes)
+    complete = synchronize(repo, trigger, head, context.now, context.policy.scope.version)
+    return Plan(complete, outcome, changes)
 
 
-def _can_synchronize_without_export(repo: Repo, rev: str) -> bool:
-    """Return True if the repo is empty and no newer rev is known, so that an event with the whole tree may fill it."""
-    if repo.sync_status is not SyncStatus.DESYNCHRONIZED or repo.head is not None:
+def _can_synchronize_without_export(repo: Repo, rev: str, context: PlanContext) -> bool:
+    """Return True if the repo is empty and no newer rev is known, so that an event with the whole tree may fill it.
+
+    An erasure removes the head first and the records after it, in batches.
+    """
+    if repo.sync_status is not SyncStatus.DESYNCHRONIZED or repo.head is not None or repo.sync_reason is Desync.ERASED:
+        return False
+    if repo.did in context.limited:
         return False
     return repo.latest_verified_rev is None or repo.latest_verified_rev <= rev

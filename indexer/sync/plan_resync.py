@@ -3,8 +3,8 @@
 The rules are those of live events: once the export is stored, each buffered event is planned as if it had just arrived.
 """
 
+from collections import deque
 from collections.abc import Iterable
-from dataclasses import replace
 
 from indexer.errors import BrokenInvariantError, UnavailableError
 from indexer.reasons import Desync, Rejection
@@ -12,56 +12,139 @@ from indexer.sync import repo_transitions
 from indexer.sync.backoff import backoff_seconds
 from indexer.sync.events import CommitEvent, MalformedEvent, SyncEvent
 from indexer.sync.frames import decode_frame
-from indexer.sync.plan_batch import DEAD_LETTER_BYTES
+from indexer.sync.plan_batch import DEAD_LETTER_BYTES, MAX_BATCH_CHANGES
 from indexer.sync.plan_event import plan_event
 from indexer.sync.plans import Batch, BufferedEvent, DeadLetter, NeedsKey, Plan, RecordChange, RepoWrite
 from indexer.sync.policy import KeyState, PlanContext
 from indexer.sync.repo_state import PARKED, Head, Repo, SyncStatus
 from indexer.sync.repo_transitions import Outcome, Trigger, desynchronize, synchronize
 
+SLICE_BYTES = 8 << 20
+"""Frames and record changes of buffered events that are planned at a time, in bytes. A slice also ends after
+`MAX_BATCH_CHANGES` changes."""
 
-def plan_completion(
-    locked: Repo, head: Head, buffered: Iterable[BufferedEvent], key: KeyState, context: PlanContext
-) -> Batch:
-    """Plan the last writes of a resync whose stored records are those of `head`; `locked` is the locked row.
+
+class Completion:
+    """The last writes of a resync whose stored records are those of `head`.
+
+    They must have been compared with a complete export if the row needs one (`repo_transitions.needs_export`).
 
     The repo ends synchronized, unless a buffered event breaks the chain or a newer rev than this is known. Then it
     waits for its next resync, at the head that was reached.
+
+    While the row is locked, the live path waits for it, for all repos. So most events are planned before: `add` them,
+    call `plan_slice` until it returns False, and write the changes of each slice. Then call `lock`, do the same with
+    the events that have arrived meanwhile, call `end`, and write its result.
+
+    Attributes:
+        changes: The record changes of the last slice.
+        stuck: True if the next event ends the chain, which is only possible after `lock`.
     """
-    repo = synchronize(locked, Trigger.COMPLETED, head, context.now)
-    changes: list[RecordChange] = []
-    dead_letters: list[DeadLetter] = []
-    for event in buffered:
+
+    def __init__(self, claimed: Repo, head: Head, key: KeyState, context: PlanContext) -> None:
+        """Begin with the row as the worker claimed it, and with the head of the stored records."""
+        self._locked: Repo | None = None
+        self._scope_version = context.policy.scope.version
+        self._repo = synchronize(claimed, Trigger.COMPLETED, head, context.now, self._scope_version)
+        self._head = head
+        self._events = deque[BufferedEvent]()
         # An event may have been buffered because its key was unknown. Its key may be newer than the export's.
-        plan, dead_letter = _drain(repo, event, replace(key, final=True, stale=True), context)
-        repo = plan.repo
-        changes += plan.changes
-        dead_letters += [dead_letter] if dead_letter else []
-        if repo.sync_status is not SyncStatus.SYNCHRONIZED:
+        self._key = key._replace(final=True, stale=True)
+        self._context = context
+        self._newest_buffered = claimed.latest_unverified_rev or ""
+        self._lenient_commits = 0
+        self._dead_letters: list[DeadLetter] = []
+        self.changes: list[RecordChange] = []
+        self.stuck = False
+
+    @property
+    def waiting_bytes(self) -> int:
+        """The bytes of the frames that are not planned yet."""
+        return sum([len(event.frame) for event in self._events])
+
+    def add(self, buffered: Iterable[BufferedEvent]) -> None:
+        """Add buffered events, in order of arrival."""
+        self._events.extend(buffered)
+
+    def lock(self, locked: Repo) -> None:
+        """Continue on the locked row, at the head that was reached."""
+        reached, self._locked, self.stuck = self._repo, locked, False
+        head, now = reached.head or self._head, self._context.now
+        completed = synchronize(locked, Trigger.COMPLETED, head, now, self._scope_version)
+        self._repo = completed._replace(unproven_since=reached.unproven_since)
+
+    def plan_slice(self) -> bool:
+        """Plan the next events, up to `SLICE_BYTES`; return False after the last one that can be planned."""
+        self.changes, size = [], 0
+        while self._events and self._repo.sync_status is SyncStatus.SYNCHRONIZED:
+            event = self._events[0]
+            plan, dead_letter, rev = _drain(self._repo, event, self._key, self._context)
+            if plan.repo.sync_status is not SyncStatus.SYNCHRONIZED and self._locked is None:
+                self.stuck = True  # its outcome depends on the locked row
+                return False
+            self._events.popleft()
+            self._newest_buffered = max(self._newest_buffered, rev)
+            self._repo = plan.repo
+            self.changes += plan.changes
+            self._lenient_commits += plan.lenient
+            self._dead_letters += [dead_letter] if dead_letter else []
+            size += len(event.frame) + sum([change.size for change in plan.changes])
+            if size > SLICE_BYTES or len(self.changes) > MAX_BATCH_CHANGES:
+                return True
+        return False
+
+    def end(self) -> Batch:
+        """Return the row of the repo and the dead letters, without the record changes.
+
+        Raises:
+            BrokenInvariantError: The row is not locked.
+        """
+        locked, repo = self._locked, self._repo
+        if locked is None:
+            raise BrokenInvariantError(f"{repo.did}: the row is not locked")
+        if repo.sync_status is SyncStatus.SYNCHRONIZED:
+            unverified_rev = locked.latest_unverified_rev or ""
+            repo = _unless_behind(repo, unverified_rev, self._newest_buffered, self._context.now)
+        else:
             # The rest of the buffer is discarded, and the newest unverified rev may be of an event in it.
-            repo = replace(repo, latest_unverified_rev=locked.latest_unverified_rev)
-            break
-    else:
-        if repo.latest_verified_rev is not None and repo.head is not None and repo.head.rev < repo.latest_verified_rev:
-            repo = desynchronize(repo, Trigger.BEHIND, Desync.STALE_EXPORT, context.now)
-    return Batch((RepoWrite(locked.version, repo, tuple(changes)),), tuple(dead_letters))
+            repo = repo._replace(latest_unverified_rev=locked.latest_unverified_rev)
+        write = RepoWrite(locked.version, repo, lenient_commits=self._lenient_commits)
+        return Batch((write,), tuple(self._dead_letters))
 
 
-def _drain(repo: Repo, buffered: BufferedEvent, key: KeyState, context: PlanContext) -> tuple[Plan, DeadLetter | None]:
+def _unless_behind(repo: Repo, unverified_rev: str, newest_buffered: str, now: float) -> Repo:
+    """Return the row, desynchronized if a newer rev than its head is known.
+
+    An unverified rev above those of all buffered events is from a repo list that was read during the resync: the stream
+    may have missed the events in between.
+    """
+    rev = repo.head.rev if repo.head else ""
+    if rev < (repo.latest_verified_rev or ""):
+        return desynchronize(repo, Trigger.BEHIND, Desync.STALE_EXPORT, now)
+    if rev < unverified_rev and newest_buffered < unverified_rev:
+        behind = repo._replace(latest_unverified_rev=unverified_rev)
+        return desynchronize(behind, Trigger.BEHIND, Desync.BEHIND, now)
+    return repo
+
+
+def _drain(
+    repo: Repo, buffered: BufferedEvent, key: KeyState, context: PlanContext
+) -> tuple[Plan, DeadLetter | None, str]:
+    """Return the plan of a buffered event, its dead letter if it is rejected, and its rev."""
     event = decode_frame(buffered.frame, context.policy.limits)
     if isinstance(event, MalformedEvent):  # the limits were wider when it arrived
         dead_letter = _dead_letter(repo, buffered, event.type, event.reason, event.detail)
-        return Plan(repo, Outcome.REJECTED), dead_letter
+        return Plan(repo, Outcome.REJECTED), dead_letter, ""
     if not isinstance(event, CommitEvent | SyncEvent):
         raise BrokenInvariantError(f"{repo.did}: a buffered frame is neither a #commit nor a #sync")
     plan = plan_event(repo, event, 0, key, context)
     if isinstance(plan, NeedsKey):
         raise BrokenInvariantError(f"{repo.did}: planning asked for a key although the key is final")
     if isinstance(plan.why, Rejection):
-        return plan, _dead_letter(repo, buffered, event.kind, plan.why, plan.detail)
+        return plan, _dead_letter(repo, buffered, event.kind, plan.why, plan.detail), event.rev
     if plan.outcome is Outcome.DESYNCHRONIZED and plan.why is Desync.CHAIN_BREAK:
-        return replace(plan, repo=replace(plan.repo, sync_reason=Desync.DRAIN_BREAK)), None
-    return plan, None
+        return plan._replace(repo=plan.repo._replace(sync_reason=Desync.DRAIN_BREAK)), None, event.rev
+    return plan, None, event.rev
 
 
 def _dead_letter(repo: Repo, buffered: BufferedEvent, kind: str, reason: Rejection, detail: str) -> DeadLetter:

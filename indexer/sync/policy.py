@@ -1,28 +1,31 @@
 """The inputs of planning besides the event and the repo: the operator's policy, the context, and the signing key."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from indexer.atproto.crypto import PublicKey
 from indexer.atproto.limits import Limits
-from indexer.atproto.syntax import CollectionFilter, tid_micros
+from indexer.atproto.syntax import tid_micros
+from indexer.sync.scope import Scope
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The settings that planning depends on.
+    """The settings and the scope that planning depends on.
 
     Attributes:
         lenient: Apply a commit whose inversion is undecidable, if its operations are consistent with the new tree.
-        track_all: Track every account on the firehose, not only accounts that were added.
+        scope: Which repos are tracked and which collections are stored. It changes while the process runs.
+        links: Find the links in the values of records.
         deletion_grace: Seconds between an account's deletion and the erasure of its records.
     """
 
-    collections: CollectionFilter
+    scope: Scope
     limits: Limits
     store_values: bool = True
     lenient: bool = False
-    track_all: bool = True
     deletion_grace: float = 604_800.0
+    links: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,18 +34,23 @@ class PlanContext:
 
     Attributes:
         relay: The relay that sent the events.
+        epoch: The epoch of its sequence: sequence numbers are comparable only within one epoch of one relay.
         now: Unix seconds.
         host: The host of the stream if it is a PDS and not a relay. A PDS speaks only for accounts that it hosts.
+        refused: Unknown DIDs whose messages add no repo, because their registered domain added too many.
+        limited: Accounts of hosts that added too many, so that a first commit does not replace the first fetch.
     """
 
     policy: Policy
     relay: str
     now: float
     host: str | None = None
+    epoch: int = 0
+    refused: frozenset[str] = frozenset()
+    limited: frozenset[str] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
-class KeyState:
+class KeyState(NamedTuple):
     """The signing key of a repo, as far as it is known.
 
     Attributes:
@@ -51,6 +59,7 @@ class KeyState:
         final: True if no newer lookup is possible for this event.
         stale: True if the identity is known to have changed: a signature that this key does not verify proves nothing.
         host: The network location of the account's PDS.
+        doubtful: True if the directory denies the DID and may be wrong: nothing can be checked until that is certain.
     """
 
     key: PublicKey | None
@@ -58,6 +67,7 @@ class KeyState:
     final: bool = False
     stale: bool = False
     host: str | None = None
+    doubtful: bool = False
 
 
 UNAVAILABLE = KeyState(None, available=False, final=True)

@@ -1,11 +1,20 @@
-"""Turn a verified change of a repo's tree into the change of a stored record."""
+"""Turn verified changes of a repo's tree into the changes of stored records."""
 
-from indexer.atproto.record import Problem, decode_record
+from indexer.atproto.links import links_of
+from indexer.atproto.record import ItemBudget, Problem, Value, decode_record
 from indexer.atproto.syntax import split_path
 from indexer.errors import UpstreamError
 from indexer.sync.plans import Action, RecordChange
 from indexer.sync.policy import Policy
 from indexer.sync.verify import VerifiedChange
+
+MAX_EXPANSION = 16
+"""Bytes of stored values per byte of their commit or export. The most that JSON takes is 14 bytes, for an empty byte
+string, so only blocks that many paths name exceed this."""
+LINK_BYTES = 300
+"""Bytes that a link counts as. Its row and its index entries take more, but it is in the value, too."""
+MIN_VALUE_BYTES = 1 << 20
+"""Bytes of values that even a small commit or export may have."""
 
 
 def selected_path(path: bytes, policy: Policy) -> tuple[str, str] | None:
@@ -18,21 +27,59 @@ def selected_path(path: bytes, policy: Policy) -> tuple[str, str] | None:
         collection, rkey = split_path(path.decode())
     except (UpstreamError, UnicodeDecodeError):
         return None
-    return (collection, rkey) if policy.collections.matches(collection) else None
+    return (collection, rkey) if policy.scope.collections.matches(collection) else None
 
 
-def record_change(change: VerifiedChange, rev: str, policy: Policy) -> RecordChange | None:
-    """Return the change to store; None if the path is not selected."""
-    names = selected_path(change.path, policy)
-    if names is None:
-        return None
-    collection, rkey = names
-    if change.new is None:
-        return RecordChange("delete", collection, rkey, rev)
-    action: Action = "create" if change.old is None else "update"
-    if not policy.store_values:
-        return RecordChange(action, collection, rkey, rev, change.new)
-    if change.block is None:
-        return RecordChange(action, collection, rkey, rev, change.new, problem=Problem.MISSING)
-    value = decode_record(change.block, collection, policy.limits)
-    return RecordChange(action, collection, rkey, rev, change.new, value.json, value.problem, value.original)
+class RecordConverter:
+    """Converts the changes of one commit or of one export, within bounds that follow from its size.
+
+    A block that many paths name is decoded once, and its value is in memory once. In the database, each path has a copy
+    of the value, so that a small commit could fill the disk. Beyond `MAX_EXPANSION`, values are omitted.
+
+    Attributes:
+        bytes_converted: The sum of the sizes of the changes with values so far, in bytes (see `RecordChange.size`), and
+            of their links.
+    """
+
+    def __init__(self, policy: Policy, rev: str, source_bytes: int) -> None:
+        self._policy = policy
+        self._rev = rev
+        self._max_bytes = MIN_VALUE_BYTES + MAX_EXPANSION * source_bytes
+        self.bytes_converted = 0
+        self._items = ItemBudget(source_bytes)
+        self._decoded: dict[tuple[bytes, str], Value] = {}
+
+    def forget_values(self) -> None:
+        """Release the memory of the decoded values. A later path that names one of their blocks decodes it again."""
+        self._decoded.clear()
+
+    def convert(self, change: VerifiedChange) -> RecordChange | None:
+        """Return the change to store; None if the path is not selected."""
+        names = selected_path(change.path, self._policy)
+        if names is None:
+            return None
+        collection, rkey = names
+        if change.new is None:
+            return RecordChange("delete", collection, rkey, self._rev)
+        action: Action = "create" if change.old is None else "update"
+        if not self._policy.store_values:
+            return RecordChange(action, collection, rkey, self._rev, change.new)
+        if change.block is None:
+            return RecordChange(action, collection, rkey, self._rev, change.new, problem=Problem.MISSING)
+        value = self._value(change.new, change.block, collection)
+        links = links_of(value.json) if self._policy.links else None
+        converted = RecordChange(
+            action, collection, rkey, self._rev, change.new, value.json, value.problem, value.original, links
+        )
+        self.bytes_converted += converted.size
+        if links:
+            self.bytes_converted += LINK_BYTES * len(links)
+        if self.bytes_converted > self._max_bytes:
+            return converted._replace(value=None, problem=Problem.OMITTED, original=None, links=None)
+        return converted
+
+    def _value(self, cid: bytes, block: bytes, collection: str) -> Value:
+        value = self._decoded.get((cid, collection))
+        if value is None:
+            value = self._decoded[cid, collection] = decode_record(block, collection, self._policy.limits, self._items)
+        return value

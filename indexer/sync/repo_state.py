@@ -5,11 +5,11 @@ network. The *hosting status* is what the relay reports about the account; the l
 reason for a desynchronization, the number of attempts, and times are fields, not statuses.
 """
 
-from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
+from typing import NamedTuple
 
-from indexer.reasons import Desync
+from indexer.reasons import Desync, FetchFailure
 
 PARKED = inf
 """Value of `Repo.next_attempt_at` for a repo that is not tried again until an event unparks it."""
@@ -17,6 +17,10 @@ DELETED = "deleted"
 """The hosting status that leads to erasure."""
 TOMBSTONED = "tombstoned"
 """The hosting status of a repo whose DID is gone from its directory. No relay sends it."""
+OUT_OF_SCOPE = "out-of-scope"
+"""The hosting status of a repo that was untracked because the scope wants fewer repos. No relay sends it."""
+CHOSEN = 2**63 - 1
+"""Value of `Repo.wanted_in` for a repo that a command, SQL or a request named: each scope wants it."""
 
 
 class SyncStatus(StrEnum):
@@ -27,8 +31,7 @@ class SyncStatus(StrEnum):
     SYNCHRONIZED = "synchronized"
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
+class Head(NamedTuple):
     """The commit of the stored records: its rev, the CID of the MST root, and the CID of the commit block."""
 
     rev: str
@@ -36,8 +39,7 @@ class Head:
     commit: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Repo:
+class Repo(NamedTuple):
     """One row of the table `repo`, with the columns that planning needs.
 
     Attributes:
@@ -47,11 +49,19 @@ class Repo:
         latest_unverified_rev: The newest rev of a message whose signature could not be checked. It makes a resync
             prefer the repo's own PDS over a mirror that is behind, and has no other effect.
         active: False if upstream hides the account, for the reason in `hosting_status`.
+        hosting_epoch: The epoch of the sequence of `hosting_relay` that `hosting_seq` belongs to.
         hosting_seq: The sequence number of the last #account message from `hosting_relay`.
         takedown: True if the local operator hides the account.
         lease: Incremented by every claim, so that a worker can tell whether its claim still holds.
         next_attempt_at: Unix seconds; None means immediately, `PARKED` means after an event unparks the repo.
         erase_at: Unix seconds from which the records of a deleted account may be erased.
+        unproven_since: When the first undecidable commit since the last complete export was applied (Unix seconds);
+            None: there is none. Such a commit may hide a change, so that the stored records may be wrong.
+        from_stream: True if a message of the stream added the repo, and no repo list and no command has named it since.
+        scope_version: The version of the scope for which the stored records are complete.
+        tracked: False if an operator untracked the repo, or if the scope wants it no more (`OUT_OF_SCOPE`). Its records
+            are erased, and all its messages are ignored.
+        wanted_in: The latest version of the scope that wanted the repo, or `CHOSEN`.
     """
 
     did: str
@@ -64,6 +74,7 @@ class Repo:
     active: bool = True
     hosting_status: str | None = None
     hosting_relay: str | None = None
+    hosting_epoch: int = 0
     hosting_seq: int = 0
     takedown: bool = False
     buffered_events: int = 0
@@ -74,6 +85,11 @@ class Repo:
     last_error: str | None = None
     synchronized_at: float | None = None
     erase_at: float | None = None
+    unproven_since: float | None = None
+    from_stream: bool = False
+    scope_version: int = 0
+    tracked: bool = True
+    wanted_in: int = 0
 
     @property
     def known(self) -> bool:
@@ -84,3 +100,25 @@ class Repo:
     def visible(self) -> bool:
         """True if the public views show the repo's records."""
         return self.active and not self.takedown
+
+    @property
+    def out_of_scope(self) -> bool:
+        """True if the scope wanted the repo no more. It is tracked again as soon as the scope wants it."""
+        return not self.tracked and self.hosting_status == OUT_OF_SCOPE
+
+    @property
+    def waits_as_new(self) -> bool:
+        """True if its first fetch was postponed because its host added too many accounts."""
+        return (self.last_error or "").partition(":")[0] == FetchFailure.NEW_ACCOUNTS
+
+    @property
+    def counts_as_new(self) -> bool:
+        """True if its first fetch is about to begin, and counts towards the limit of its host."""
+        never_fetched = self.head is None and self.last_error is None
+        return self.from_stream and never_fetched and self.sync_reason in (Desync.NEW, Desync.IDENTITY)
+
+    def advances(self, before: "Repo") -> bool:
+        """Return True if this row of a synchronized repo differs from the row before in nothing but the head."""
+        if self.sync_status is not SyncStatus.SYNCHRONIZED or not before.known:
+            return False
+        return self._replace(version=before.version, head=before.head) == before

@@ -5,7 +5,6 @@ statements set it themselves: the claim of a resync worker and the function `atp
 `tests/store/test_sync_status_writes.py` compares them with the table.
 """
 
-from dataclasses import replace
 from enum import StrEnum
 from typing import Any
 
@@ -13,11 +12,15 @@ from indexer.errors import BrokenInvariantError
 from indexer.reasons import Desync
 from indexer.sync.backoff import backoff_seconds
 from indexer.sync.repo_state import PARKED, Head, Repo, SyncStatus
+from indexer.sync.scope import Scope
 
 STABLE_SECONDS = 3_600.0
 """A repo that stayed synchronized for this long starts its back-off from the beginning."""
 
-UNPROVEN_REASONS = frozenset({Desync.REQUESTED, Desync.RECORD_MISSING})
+MAX_UNPARK_SECONDS = 600.0
+"""The longest time from the event that unparks a repo to its next attempt, apart from jitter."""
+
+UNPROVEN_REASONS = frozenset({Desync.REQUESTED, Desync.RECORD_MISSING, Desync.LENIENT_COMMIT})
 """Reasons under which the stored records themselves are in doubt: only a complete export settles them, not a head that
 equals the network's."""
 
@@ -45,6 +48,7 @@ class Trigger(StrEnum):
     SYNC_EQUAL = "#sync with the stored data and rev"
     SYNC_ADVANCES = "#sync with the stored data and a higher rev"
     SYNC_DIFFERS = "#sync with other data"
+    REFUSED = "message whose effects the database cannot store"
     OVERFLOWS = "event that overflows the resync buffer"
     CLAIMED = "claimed by a resync worker"
     COMPLETED = "resync completed: export applied, buffer drained"
@@ -52,10 +56,12 @@ class Trigger(StrEnum):
     RELEASED = "claim released by its worker"
     LEASE_EXPIRED = "lease of the resync worker expired"
     BEHIND = "a newer rev is known than the stored one"
+    UNPROVEN = "an undecidable commit was applied without proof"
     VALUES_MISSING = "record values are missing a day after the resync"
     REQUESTED = "resync requested"
     REACTIVATED = "account active again"
-    ERASED = "records of the deleted account erased"
+    ERASED = "records of a deleted account erased, or repo untracked"
+    WIDENED = "collections added to the scope"
 
 
 _D, _P, _S = SyncStatus.DESYNCHRONIZED, SyncStatus.IN_PROGRESS, SyncStatus.SYNCHRONIZED
@@ -71,6 +77,7 @@ TRANSITIONS: dict[SyncStatus, dict[Trigger, tuple[Outcome, SyncStatus]]] = {
         Trigger.SYNC_EQUAL: (Outcome.IGNORED, _D),
         Trigger.SYNC_ADVANCES: (Outcome.IGNORED, _D),
         Trigger.SYNC_DIFFERS: (Outcome.IGNORED, _D),
+        Trigger.REFUSED: (Outcome.REJECTED, _D),
         Trigger.CLAIMED: (Outcome.APPLIED, _P),
         Trigger.REQUESTED: (Outcome.APPLIED, _D),
         Trigger.ERASED: (Outcome.APPLIED, _D),
@@ -85,6 +92,7 @@ TRANSITIONS: dict[SyncStatus, dict[Trigger, tuple[Outcome, SyncStatus]]] = {
         Trigger.SYNC_EQUAL: (Outcome.BUFFERED, _P),
         Trigger.SYNC_ADVANCES: (Outcome.BUFFERED, _P),
         Trigger.SYNC_DIFFERS: (Outcome.BUFFERED, _P),
+        Trigger.REFUSED: (Outcome.REJECTED, _D),
         Trigger.OVERFLOWS: (Outcome.DESYNCHRONIZED, _D),
         Trigger.COMPLETED: (Outcome.APPLIED, _S),
         Trigger.FAILED: (Outcome.DESYNCHRONIZED, _D),
@@ -103,7 +111,10 @@ TRANSITIONS: dict[SyncStatus, dict[Trigger, tuple[Outcome, SyncStatus]]] = {
         Trigger.SYNC_EQUAL: (Outcome.IGNORED, _S),
         Trigger.SYNC_ADVANCES: (Outcome.APPLIED, _S),
         Trigger.SYNC_DIFFERS: (Outcome.DESYNCHRONIZED, _D),
+        Trigger.REFUSED: (Outcome.REJECTED, _D),
         Trigger.BEHIND: (Outcome.DESYNCHRONIZED, _D),
+        Trigger.UNPROVEN: (Outcome.DESYNCHRONIZED, _D),
+        Trigger.WIDENED: (Outcome.DESYNCHRONIZED, _D),
         Trigger.VALUES_MISSING: (Outcome.DESYNCHRONIZED, _D),
         Trigger.REQUESTED: (Outcome.APPLIED, _D),
         Trigger.REACTIVATED: (Outcome.APPLIED, _D),
@@ -131,12 +142,12 @@ def move(repo: Repo, trigger: Trigger, **fields: Any) -> Repo:
         BrokenInvariantError: The trigger cannot happen in this status.
     """
     _, status = transition(repo.sync_status, trigger)
-    return replace(repo, version=repo.version + 1, sync_status=status, **fields)
+    return repo._replace(version=repo.version + 1, sync_status=status, **fields)
 
 
 def amend(repo: Repo, **fields: Any) -> Repo:
     """Return the next version of the row with `fields` replaced, in the same sync status."""
-    return replace(repo, version=repo.version + 1, **fields)
+    return repo._replace(version=repo.version + 1, **fields)
 
 
 def desynchronize(repo: Repo, trigger: Trigger, reason: Desync, now: float) -> Repo:
@@ -154,12 +165,17 @@ def desynchronize(repo: Repo, trigger: Trigger, reason: Desync, now: float) -> R
     )
 
 
-def synchronize(repo: Repo, trigger: Trigger, head: Head, now: float) -> Repo:
-    """Return the row of a repo whose stored records are those of `head`. `attempts` stays until the repo settles."""
+def synchronize(repo: Repo, trigger: Trigger, head: Head, now: float, scope_version: int) -> Repo:
+    """Return the row of a repo whose stored records are those of `head`. `attempts` stays until the repo settles.
+
+    They must be complete for this version of the scope. If the repo needs an export (`needs_export`), they must have
+    been compared with one.
+    """
     return move(
         repo,
         trigger,
         sync_reason=None,
+        unproven_since=None,
         head=head,
         latest_unverified_rev=None,
         synchronized_at=now,
@@ -167,21 +183,50 @@ def synchronize(repo: Repo, trigger: Trigger, head: Head, now: float) -> Repo:
         last_error=None,
         buffered_events=0,
         buffered_bytes=0,
+        scope_version=scope_version,
     )
 
 
-def reactivate(repo: Repo) -> Repo:
-    """Return the row of an account that became active again, with a resync requested.
+def track_again(repo: Repo, scope: Scope) -> Repo:
+    """Return the row of a repo that was out of scope, and that the scope wants again: it is fetched."""
+    return amend(
+        repo,
+        tracked=True,
+        active=True,
+        hosting_status=None,
+        erase_at=None,
+        next_attempt_at=None,
+        last_error=None,
+        from_stream=True,
+        wanted_in=scope.version,
+    )
+
+
+def widen(repo: Repo) -> Repo:
+    """Return the row of a repo that is fetched because collections were added. It broke nothing: no back-off."""
+    return move(repo, Trigger.WIDENED, sync_reason=Desync.SCOPE_WIDENED, next_attempt_at=None)
+
+
+def needs_export(repo: Repo, scope: Scope) -> bool:
+    """Return True if only a complete export may end the resync: stored records are in doubt, or some may be missing."""
+    in_doubt = repo.sync_reason in UNPROVEN_REASONS or repo.unproven_since is not None
+    return in_doubt or repo.scope_version < scope.complete_from
+
+
+def reactivate(repo: Repo, now: float) -> Repo:
+    """Return the row of an account that became active again, desynchronized with the back-off of a break.
 
     Its commits were ignored while it was inactive, and an export that is being fetched may be older than they are.
     """
-    reason = _keep_unproven(repo, Desync.REACTIVATED)
-    return move(repo, Trigger.REACTIVATED, sync_reason=reason, buffered_events=0, buffered_bytes=0)
+    return desynchronize(repo, Trigger.REACTIVATED, Desync.REACTIVATED, now)
 
 
-def release(repo: Repo, at: float | None = None) -> Repo:
-    """Return the row of a repo whose worker gives its claim back. It may be claimed again from `at` (None: now)."""
-    return _end_claim(repo, Trigger.RELEASED, next_attempt_at=at)
+def release(repo: Repo, at: float | None = None, error: str | None = None) -> Repo:
+    """Return the row of a repo whose worker gives its claim back. It may be claimed again from `at` (None: now).
+
+    `error` replaces the last error.
+    """
+    return _end_claim(repo, Trigger.RELEASED, next_attempt_at=at, last_error=error or repo.last_error)
 
 
 def fail(repo: Repo, *, attempts: int, next_attempt_at: float, last_error: str) -> Repo:
@@ -197,6 +242,7 @@ def erase(repo: Repo) -> Repo:
         repo,
         Trigger.ERASED,
         sync_reason=Desync.ERASED,
+        unproven_since=None,
         head=None,
         attempts=0,
         next_attempt_at=PARKED,
@@ -207,8 +253,16 @@ def erase(repo: Repo) -> Repo:
 
 
 def unparked(repo: Repo, now: float) -> Repo:
-    """Return the row of a parked repo that is tried again; the same object for any other repo."""
-    return amend(repo, next_attempt_at=now) if repo.next_attempt_at == PARKED else repo
+    """Return the row of a parked repo that is tried again; the same object for any other repo.
+
+    The repo is due at once after one break and one failure, and later after more of them in a row: whoever sends the
+    events that unpark it must not cause a request for each of them.
+    """
+    if repo.next_attempt_at != PARKED:
+        return repo
+    excess = repo.attempts - 2
+    wait = backoff_seconds(excess, repo.did, maximum=MAX_UNPARK_SECONDS) if excess > 0 else 0.0
+    return amend(repo, next_attempt_at=now + wait)
 
 
 def _end_claim(repo: Repo, trigger: Trigger, **fields: Any) -> Repo:

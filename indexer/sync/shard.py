@@ -1,6 +1,5 @@
 """Buckets and shards: the distribution of DIDs over processes and, in a distributed database, over nodes."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
@@ -13,6 +12,11 @@ BUCKETS = 256
 def bucket_of(did: str) -> int:
     """Return the DID's bucket, 0 to 255: the first byte of its SHA-256, which SQL can compute as well."""
     return sha256(did.encode()).digest()[0]
+
+
+def bucket_of_target(target: str) -> int:
+    """Return the bucket of the target of a link, in the same way. It is not cached: there are too many targets."""
+    return sha256(target.encode()).digest()[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,20 +57,3 @@ class Shard:
 
     def __str__(self) -> str:
         return f"{self.index}/{self.count}"
-
-
-def resume_seq(cursors: Mapping[Shard, int], shard: Shard) -> int | None:
-    """Return the sequence number from which `shard` continues: all its buckets have been processed up to there.
-
-    The number of shards may change at any time: some buckets then receive messages again, which changes nothing.
-    Buckets that were never processed do not count.
-
-    Args:
-        cursors: The stored cursor of every present and former shard.
-        shard: The shard that starts.
-
-    Returns:
-        None if no bucket of the shard was ever processed.
-    """
-    reached = [[seq for other, seq in cursors.items() if bucket in other.buckets] for bucket in shard.buckets]
-    return min((max(seqs) for seqs in reached if seqs), default=None)

@@ -60,9 +60,10 @@ class SnapshotDiff:
 
     def remaining(self) -> Iterator[Difference]:
         """Yield the entries of the snapshot after the last stored path."""
-        while self._entry is not None:
+        if self._entry is not None:
             yield Difference(self._entry[0], None, self._entry[1])
-            self._advance()
+        for path, cid in self._snapshot:
+            yield Difference(path, None, cid)
 
     def _advance(self) -> Entry | None:
         self._entry = next(self._snapshot, None)

@@ -1,14 +1,22 @@
 """Identities as they are stored: the content of a DID document, and the verification of its handle."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 INVALID_HANDLE = "handle.invalid"
 """Replaces a claimed handle that failed verification (docs/protocol.md#handles)."""
+
+CERTAIN_DENIALS = 3
+"""Denials in a row after which it is certain that a DID is gone. A tombstone is certain at once."""
+
+DENIAL_SECONDS = 7_200.0
+"""A denial counts only if it comes this long after the last one that counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredIdentity:
     """The identity that the last successful lookup of a DID gave.
+
+    While the directory denies the DID (`denials` > 0), the other fields are those of the last document.
 
     Attributes:
         handle: The handle that the DID document claims, not verified.
@@ -17,6 +25,8 @@ class StoredIdentity:
         fetched_at: Unix seconds.
         stale: True if the identity may have changed since then.
         problem: Why the DID has no usable identity; None if it has one.
+        denials: How often in a row the directory denied the DID, hours apart; 0 if it knows the DID.
+        denied_at: The time of the last denial that counted, in Unix seconds.
     """
 
     did: str
@@ -26,6 +36,45 @@ class StoredIdentity:
     fetched_at: float
     stale: bool = False
     problem: str | None = None
+    denials: int = 0
+    denied_at: float | None = None
+
+    @property
+    def gone(self) -> bool:
+        """True if it is certain that the directory does not know the DID any more."""
+        return self.denials >= CERTAIN_DENIALS
+
+    @property
+    def refresh_at(self) -> float | None:
+        """When to look the identity up again although no message asks for it (Unix seconds); None: never."""
+        if self.stale:
+            return self.fetched_at
+        if self.denied_at is None or self.gone or self.signing_key is None:
+            return None
+        return self.denied_at + DENIAL_SECONDS
+
+
+def add_denial(known: StoredIdentity, denial: StoredIdentity) -> StoredIdentity:
+    """Return the identity after a denial by the directory: the known document, with the denial counted."""
+    counted = replace(known, fetched_at=denial.fetched_at, stale=denial.stale, problem=denial.problem)
+    recent = known.denied_at is not None and denial.fetched_at < known.denied_at + DENIAL_SECONDS
+    if known.gone or (recent and not denial.gone):
+        return counted
+    return replace(counted, denials=max(known.denials + 1, denial.denials), denied_at=denial.fetched_at)
+
+
+@dataclass(frozen=True, slots=True)
+class DueIdentity:
+    """An identity that is due for a refresh.
+
+    Attributes:
+        pds: The base URL of the account's PDS, as far as it is known.
+        failures: The number of failed refreshes since the last successful one.
+    """
+
+    did: str
+    pds: str | None
+    failures: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,9 @@ from indexer.atproto.car import split_car
 from indexer.atproto.commit import Commit, decode_commit
 from indexer.atproto.crypto import PublicKey
 from indexer.atproto.limits import Limits
-from indexer.atproto.mst import EMPTY_TREE, Verdict, invert, leaves, walk
-from indexer.errors import UpstreamError
-from indexer.reasons import Desync, Rejection
+from indexer.atproto.mst import EMPTY_TREE, Verdict, find, invert, leaves, walk
+from indexer.errors import UnavailableError, UpstreamError
+from indexer.reasons import Desync, FetchFailure, Rejection
 from indexer.sync.events import CommitEvent, SyncEvent
 from indexer.sync.fold_operations import LegacyOperationsError, fold_operations
 from indexer.sync.repo_state import Head
@@ -43,8 +43,7 @@ class VerifiedChange(NamedTuple):
     block: bytes | None
 
 
-@dataclass(frozen=True, slots=True)
-class VerifiedCommit:
+class VerifiedCommit(NamedTuple):
     """A commit with a valid signature. If `flaw` is None, its operations lead from `prev_data` to `head.data`.
 
     Attributes:
@@ -52,6 +51,7 @@ class VerifiedCommit:
         first: True if the message has no `since`.
         flaw: Why the commit cannot be applied.
         ops_hold: With the flaw `UNDECIDABLE`: True if the new tree shows the effect of every operation.
+        size: The bytes of its CAR slice.
     """
 
     did: str
@@ -62,6 +62,7 @@ class VerifiedCommit:
     flaw: Desync | None
     detail: str = ""
     ops_hold: bool = True
+    size: int = 0
 
     @property
     def whole(self) -> bool:
@@ -122,7 +123,9 @@ def verify_commit(event: CommitEvent, key: PublicKey, limits: Limits) -> Verifie
     missing = next((change for change in changes if change.new and change.block is None), None)
     if missing and flaw in {None, Desync.UNDECIDABLE}:
         flaw, detail = Desync.RECORD_MISSING, missing.path.decode(errors="replace")
-    return VerifiedCommit(commit.did, head, prev_data, first, changes, flaw, detail, inversion.ops_hold)
+    return VerifiedCommit(
+        commit.did, head, prev_data, first, changes, flaw, detail, inversion.ops_hold, len(event.blocks)
+    )
 
 
 def verify_sync(event: SyncEvent, key: PublicKey, limits: Limits) -> VerifiedSync:
@@ -162,6 +165,25 @@ def verify_export_commit(root: bytes, block_of: BlockOf, key: PublicKey | None, 
     if key is not None and not key.verify(commit.sig, commit.unsigned):
         raise UpstreamError(Rejection.SIGNATURE_INVALID)
     return commit
+
+
+def verify_record(did: str, path: str, car: bytes, key: PublicKey, limits: Limits) -> bytes | None:
+    """Return the block of a record from the proof that a PDS sends for it; None if the repo has no such record.
+
+    `path` is the collection and the record key. The proof has the signed commit and the tree nodes down to the path.
+
+    Raises:
+        UpstreamError: The proof breaks a rule, lacks the commit, or is not signed with the key.
+        UnavailableError: The proof lacks a tree node or the record.
+    """
+    roots, blocks = split_car(car, limits, max_bytes=limits.commit_blocks_bytes)
+    commit = verify_export_commit(roots[0], blocks.get, key, did)
+    cid = find(blocks.get, commit.data, path.encode(), limits)
+    if cid is None:
+        return None
+    if cid not in blocks:
+        raise UnavailableError(FetchFailure.BAD_ANSWER, f"the proof lacks the record {path}")
+    return blocks[cid]
 
 
 def _signed_commit(

@@ -392,7 +392,13 @@ GRANTS = (
     *(
         f"""
         do $$ begin
-            alter role {role} set {setting} = '{value}';
+            -- If another database has set it, do not wait for the transaction of a third one that sets it again.
+            if not exists (
+                select from pg_db_role_setting s join pg_roles r on r.oid = s.setrole
+                where r.rolname = '{role}' and s.setdatabase = 0 and '{setting}={value}' = any(s.setconfig)
+            ) then
+                alter role {role} set {setting} = '{value}';
+            end if;
         exception when undefined_object or insufficient_privilege then
             raise notice 'role {role}: %', sqlerrm;
         end $$

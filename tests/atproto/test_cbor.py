@@ -3,11 +3,14 @@ import json
 import random
 import subprocess
 import sys
+from base64 import b64encode
+from functools import partial
+from itertools import count
 from typing import Any
 
 import cbor2
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from indexer.atproto.cbor import (
@@ -25,7 +28,11 @@ from indexer.atproto.cbor import (
     explain,
     explain_frame,
 )
-from indexer.atproto.cid import cid_of
+from indexer.atproto.cid import cid_of, cid_text
+from indexer.atproto.strict_cbor import decode_strict
+from tests.atproto import dag_cbor_oracle as oracle
+from tests.atproto.dag_cbor_oracle import Cid, Pairs
+from tests.profiles import scaled
 from tests.vectors import vectors
 
 DASL_FILES = (
@@ -48,6 +55,10 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=6), inner, max_size=5),
     max_leaves=15,
 )
+
+
+def json_bytes(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
 
 
 def is_canonical(data: bytes) -> bool:
@@ -108,8 +119,8 @@ def test_links_and_byte_strings_are_told_apart() -> None:
     assert decode_canonical(linked) == decode_canonical(plain) == {"l": cid}
     assert isinstance(decode_canonical(linked)["l"], Link)
     assert not isinstance(decode_canonical(plain)["l"], Link)
-    assert set(decode_json(linked)["l"]) == {"$link"}
-    assert set(decode_json(plain)["l"]) == {"$bytes"}
+    assert decode_json(linked) == ({"l": cid}, json_bytes({"l": {"$link": cid_text(cid)}}))
+    assert decode_json(plain) is None
     assert encode({"l": cid}) == linked
 
 
@@ -143,33 +154,40 @@ def test_deep_nesting_and_false_lengths_are_rejected(bomb: bytes) -> None:
 
 
 def test_strict_decoder_accepts_deep_nesting() -> None:
-    """It does not recurse. Callers reject such a value because of its type."""
+    """It does not recurse then. Callers reject such a value because of its type."""
     assert isinstance(decode_canonical(b"\x81" * 100_000 + b"\x00"), list)
 
 
 SMALL_STACK = """
 import threading
-from indexer.atproto.cbor import CborError, decode, decode_pair
+from indexer.atproto.cbor import CborError, decode, decode_canonical, decode_json, decode_pair
 def reject(bomb):
     for decoder in (decode, decode_pair):
         try:
             decoder(bomb)
         except CborError:
             rejected.append(bomb)
-rejected = []
-threading.stack_size(1 << 20)
-for bomb in (b"\\x81" * 100_000, b"\\xa1\\x61a" * 50_000):
-    thread = threading.Thread(target=reject, args=(bomb,))
+def accept(nested):
+    decode_json(nested + b"\\xfb" + bytes(8))
+    accepted.append(type(decode_canonical(nested + b"\\x00")))
+def in_thread(target, argument):
+    thread = threading.Thread(target=target, args=(argument,))
     thread.start()
     thread.join()
-print(len(rejected))
+rejected, accepted = [], []
+threading.stack_size(1 << 20)
+for level in (b"\\x81", b"\\xa1\\x61a"):
+    in_thread(reject, level * 50_000)
+    for levels in (400, 900, 990, 50_000):
+        in_thread(accept, level * levels)
+print(len(rejected), len(accepted))
 """
 
 
-def test_deep_nesting_is_rejected_in_a_thread_with_a_small_stack() -> None:
+def test_deep_nesting_does_not_overflow_the_small_stack_of_a_thread() -> None:
     """In a separate process, because a stack overflow would end it."""
     done = subprocess.run([sys.executable, "-c", SMALL_STACK], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout.strip()) == (0, "4"), done.stderr
+    assert (done.returncode, done.stdout.strip()) == (0, "4 8"), done.stderr
 
 
 LINK = b"\xd8\x2a"
@@ -189,9 +207,9 @@ NOT_LINKS = [
 
 @pytest.mark.parametrize("data", NOT_LINKS)
 def test_link_without_a_valid_cid_is_rejected(data: bytes) -> None:
-    for decoder in (decode_canonical, decode_json):
-        with pytest.raises(CborError):
-            decoder(b"\xa1\x61l" + data)
+    with pytest.raises(CborError):
+        decode_canonical(b"\xa1\x61l" + data)
+    assert decode_json(b"\xa1\x61l" + data) is None
 
 
 @pytest.mark.parametrize(
@@ -200,8 +218,9 @@ def test_link_without_a_valid_cid_is_rejected(data: bytes) -> None:
 def test_link_may_contain_any_form_of_cid_v1(prefix: bytes) -> None:
     cid = prefix + bytes(prefix[-1])
     linked = cbor2.dumps(cbor2.CBORTag(42, b"\x00" + cid))
+    assert type(decode_canonical(linked)) is Link
     assert decode_canonical(linked) == cid
-    assert list(decode_json(linked)) == ["$link"]
+    assert decode_json(linked) == (cid, json_bytes({"$link": cid_text(cid)}))
 
 
 PIECES = st.sampled_from(
@@ -209,14 +228,141 @@ PIECES = st.sampled_from(
 )
 
 
-@given(st.lists(PIECES | st.binary(max_size=4), max_size=6).map(b"".join))
-def test_json_is_made_only_of_bytes_that_the_strict_decoder_accepts(data: bytes) -> None:
-    array = b"\x81" + data
+CIDS = st.builds(
+    lambda prefix, data: Cid(prefix + data),
+    st.sampled_from([b"\1\x71\x12\x20", b"\1\x55\x12\x20"]),
+    st.binary(min_size=32, max_size=32),
+) | st.builds(
+    lambda prefix, data: Cid(prefix + bytes([len(data)]) + data),
+    st.sampled_from([b"\1\x55\0", b"\1\xb0\1\x13", b"\1\x71\x81\0", b"\0\x71\x12", b"\x12"]),
+    st.binary(max_size=70),
+)
+KEYS = st.text(max_size=3) | st.sampled_from(["$link", "$bytes", "$type"])
+ITEMS = st.recursive(
+    st.sampled_from([None, False, True, 0, 23, 24, 255, 256, 2**63, 2**64 - 1, -(2**63), -(2**63) - 1, -(2**64)])
+    | st.floats(allow_nan=True)
+    | st.text(max_size=5)
+    | st.binary(max_size=5)
+    | CIDS
+    | CIDS.map(lambda cid: cid.data),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(KEYS, inner, max_size=4)
+        | st.lists(st.tuples(KEYS | inner, inner), max_size=3).map(lambda pairs: Pairs(tuple(pairs)))
+    ),
+    max_leaves=8,
+)
+
+
+@st.composite
+def encodings(draw: st.DrawFn) -> bytes:
+    """Draw CBOR that may break one of the rules: long numbers, unsorted or repeated keys, changed bytes."""
+    wide = draw(st.none() | st.integers(0, 10))  # the number that is longer than necessary
+    numbers = count()
+    size = draw(st.sampled_from([1, 2, 4, 8]))
+    data = oracle.encode(draw(ITEMS), lambda _: size if next(numbers) == wide else 0)
+    match draw(st.sampled_from(["unchanged", "unchanged", "flip", "cut", "append"])):
+        case "flip":
+            at = draw(st.integers(0, len(data) - 1))
+            return data[:at] + bytes([data[at] ^ 1 << draw(st.integers(0, 7))]) + data[at + 1 :]
+        case "cut":
+            return data[: draw(st.integers(0, len(data)))]
+        case "append":
+            return data + draw(st.binary(max_size=3))
+    return data
+
+
+DATA = encodings() | st.lists(PIECES | st.binary(max_size=4), max_size=6).map(lambda parts: b"\x81" + b"".join(parts))
+
+
+def with_types(value: Any) -> Any:
+    """Return a value in which 1, 1.0 and True, and links and byte strings, are different."""
+    match value:
+        case dict():
+            return {key: with_types(inner) for key, inner in value.items()}
+        case list():
+            return [with_types(inner) for inner in value]
+        case Cid():
+            return ("Link", value.data)
+        case Link():
+            return ("Link", bytes(value))
+        case _:
+            return (type(value).__name__, repr(value))
+
+
+def expected(data: bytes) -> Any:
+    """Return the value according to the oracle; a `ValueError` if the bytes are not canonical."""
     try:
-        decode_json(array)
-    except CborError:
+        return oracle.canonical_value(data)
+    except ValueError as error:
+        return error
+
+
+@settings(max_examples=scaled(500))
+@given(DATA)
+def test_strict_decoders_accept_what_the_oracle_accepts_and_return_its_value(data: bytes) -> None:
+    value = expected(data)
+    for decoder in (decode_canonical, partial(decode_strict, make_link=Link)):
+        if isinstance(value, ValueError):
+            with pytest.raises(ValueError, match=r"\w"):
+                decoder(data)
+        else:
+            assert with_types(decoder(data)) == with_types(value)
+
+
+def obvious_json(value: Any) -> Any:
+    """Return AT Protocol JSON; raise a `ValueError` for a value that `decode_json` leaves to `decode_canonical`."""
+    match value:
+        case dict():
+            if {"$link", "$bytes"} & set(value):
+                raise ValueError
+            return {key: obvious_json(inner) for key, inner in value.items()}
+        case list():
+            return [obvious_json(inner) for inner in value]
+        case Cid():
+            return {"$link": cid_text(value.data)}
+        case bytes():
+            return {"$bytes": b64encode(value).decode().rstrip("=")}
+        case float():
+            raise ValueError
+        case int() if value < -(2**63):
+            raise ValueError
+    return value
+
+
+@settings(max_examples=scaled(500))
+@given(DATA)
+def test_json_is_that_of_the_value_of_the_oracle(data: bytes) -> None:
+    value, found = expected(data), decode_json(data)
+    if found is None:
         return
-    assert is_canonical(array)
+    assert not isinstance(value, ValueError)
+    assert json.loads(found[1]) == obvious_json(value)
+
+
+@given(ITEMS.filter(lambda item: not isinstance(item, Pairs)))
+def test_json_is_returned_for_every_ordinary_object(item: Any) -> None:
+    data = oracle.encode(item)
+    value = expected(data)
+    if isinstance(value, ValueError) or has_unusual_bytes(value):
+        return
+    with contextlib.suppress(ValueError):
+        wanted = obvious_json(value)
+        found = decode_json(data)
+        assert found is not None
+        assert json.loads(found[1]) == wanted
+
+
+def has_unusual_bytes(value: Any) -> bool:
+    """Return True if the value contains a byte string that could be a CID, or a link to a long digest."""
+    match value:
+        case dict():
+            return any(map(has_unusual_bytes, value.values()))
+        case list():
+            return any(map(has_unusual_bytes, value))
+        case Cid():
+            return len(value.data) > 64
+    return isinstance(value, bytes) and len(value) > 3
 
 
 def test_rejected_frame_is_explained_object_by_object() -> None:

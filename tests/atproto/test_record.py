@@ -2,6 +2,7 @@ import json
 import struct
 from base64 import b32decode, b64decode
 from typing import Any
+from unittest.mock import patch
 
 import asyncpg
 import cbor2
@@ -9,9 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from indexer.atproto.cbor import count_items
 from indexer.atproto.cid import RAW, cid_of, cid_text
 from indexer.atproto.limits import DEFAULT_LIMITS, Limits
-from indexer.atproto.record import Problem, Value, decode_record
+from indexer.atproto.record import ItemBudget, Problem, Value, decode_record
 from indexer.localnet import dag_cbor
 from tests.profiles import scaled
 from tests.vectors import vectors
@@ -105,6 +107,38 @@ def test_record_over_the_size_limit_keeps_its_bytes() -> None:
     assert decode_record(block, NSID, Limits(record_bytes=50)) == (None, Problem.TOO_LARGE, block)
 
 
+@pytest.mark.parametrize("last", [b"\x00", b"\xfb\x3f\xf8" + bytes(6)])
+def test_record_whose_json_exceeds_the_limit_keeps_its_bytes(last: bytes) -> None:
+    block = b"\x82\x79\x03\xe8" + b"\x01" * 1_000 + last
+    assert len(decode_record(block, NSID, Limits(record_json_bytes=6_010)).json or "") > 6_000
+    assert decode_record(block, NSID, Limits(record_json_bytes=6_000)) == (None, Problem.TOO_LARGE, block)
+
+
+def test_record_with_too_many_items_or_levels_keeps_its_bytes_and_is_not_decoded() -> None:
+    flat, deep = b"\x9a\x00\x0f\x42\x40" + b"\x40" * 1_000_000, b"\x84" + (b"\x81" * 251 + b"\x00") * 4 + bytes(500)
+    with patch("indexer.atproto.record.decode_json", side_effect=AssertionError("decoded")):
+        assert decode(flat) == (None, Problem.TOO_MANY_ITEMS, flat)
+        assert decode(deep) == (None, Problem.TOO_DEEP, deep)
+
+
+def test_items_of_one_commit_have_a_common_limit() -> None:
+    block = dag_cbor.encode(["x"] * 4_000)
+    budget = ItemBudget(0)
+    problems = [decode_record(block, NSID, DEFAULT_LIMITS, budget).problem for _ in range(6)]
+    assert problems == [Problem.NOT_A_MAP] * 4 + [Problem.TOO_MANY_ITEMS] * 2
+    unusual = b"\x82\xfb\x3f\xf8" + bytes(6) + dag_cbor.encode(["x"] * 900)
+    budget = ItemBudget(0)
+    problems = [decode_record(unusual, NSID, DEFAULT_LIMITS, budget).problem for _ in range(6)]
+    assert problems == [Problem.NUMBER] * 3 + [Problem.TOO_MANY_ITEMS] * 3
+
+
+@pytest.mark.parametrize("backslashes", range(6))
+def test_only_an_escape_of_nul_counts_as_nul(backslashes: int) -> None:
+    text = "\\" * backslashes
+    assert decode({"$type": NSID, "a": f"{text}u0000", "b": f"{text}\\u0000"}).problem is None
+    assert decode({"$type": NSID, "a": f"{text}\0"}).problem is Problem.NUL
+
+
 @given(st.binary(max_size=300))
 def test_arbitrary_bytes_give_a_value_or_keep_their_bytes(block: bytes) -> None:
     value = decode(block)
@@ -186,3 +220,15 @@ def test_block_can_be_restored_from_jsonb_or_is_stored_itself(postgres: Any, val
     for block, value, stored in zip(blocks, decoded, postgres.run(through_jsonb()), strict=True):
         assert (value.original or from_json(json.loads(stored or "null"))) == block
         assert value.json is not None or value.original == block
+
+
+@given(VALUES)
+def test_count_of_items_is_that_of_the_decoded_value(value: Any) -> None:
+    def count(value: Any) -> int:
+        if isinstance(value, dict):
+            return 1 + len(value) + sum(map(count, value.values()))
+        return 1 + sum(map(count, value)) if isinstance(value, list) else 1
+
+    block = encode(value)
+    assert count_items(block, 1_000_000, 250) == (count(value), False)
+    assert count_items(block, 3, 250) == (min(4, count(value)), False)

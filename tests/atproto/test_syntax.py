@@ -115,6 +115,8 @@ def test_collection_filter_matches_whole_segments() -> None:
     assert not collections.matches("app.bskyx.feed.post")
     assert not collections.matches("com.example.things")
     assert CollectionFilter().matches("anything.at.all")
+    assert CollectionFilter(["com.example.thing", "*"]).matches_all
+    assert not collections.matches_all
 
 
 @pytest.mark.parametrize("pattern", ["", "app.bsky*", "*.bsky", "app.*.post", ".*", "app..b.*", "app bsky"])

@@ -83,6 +83,15 @@ def test_resync_benchmark(tmp_path: Path, stored: bool) -> None:
     check_floor(report["floor"], speed, "record")
 
 
+def test_feed_benchmark(tmp_path: Path) -> None:
+    report = run(tmp_path, "feed", *command_line({"repos": 20, "records": 60, "commits": 1_500, "subscribers": 3}))
+    feed = report["one process with 3 subscribers"]
+    assert 0 < feed["events received by each subscriber, at least"] <= feed["record changes logged"]
+    assert feed["process CPU, µs per logged change"] > 0
+    for path in ("nobody subscribes", "with subscribers"):
+        assert report[f"live path, {path}"]["commits/s, verified and durable"] > 0
+
+
 def test_guard_measures_every_stage(tmp_path: Path) -> None:
     report = run(tmp_path, "guard", "--smoke")
     assert {name: set(stages) for name, stages in report.items()} == {

@@ -25,7 +25,7 @@ def session_without_database(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
         if name.startswith("INDEXER_"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("INDEXER_DATABASE_URL", "postgresql://127.0.0.1:1/none")
-    monkeypatch.setattr("indexer.cli.command.configure_logging", lambda *_: None)
+    monkeypatch.setattr("indexer.monitoring.log.configure_logging", lambda *_: None)
     return Session(capsys)
 
 
@@ -71,7 +71,7 @@ async def ada(world: AuditWorld) -> LocalAccount:
         [
             Write.create(f"{UNUSUAL_COLLECTION}/{number}", block)
             for number, (name, (block, *_)) in enumerate(UNUSUAL_RECORDS.items())
-            if name not in {"nothing", "bottomless"}  # hosts do not send the one; the other takes a second each time
+            if name not in {"nothing", "bottomless"}  # hosts do not send the one; the other is slow to decode
         ]
     )
     ada.create("nowhere", {"$type": "nowhere"}, rkey="a path that names no record")

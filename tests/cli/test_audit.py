@@ -26,6 +26,8 @@ from tests.daemon_harness import run_daemon
 from tests.store.test_values import COLLECTION as UNUSUAL_COLLECTION
 from tests.waiting import until
 
+pytestmark = pytest.mark.slow
+
 
 async def test_resynchronized_repo_with_unusual_records_is_equal(
     world: AuditWorld, ada: LocalAccount, monkeypatch: pytest.MonkeyPatch
@@ -118,7 +120,6 @@ ROW_CHANGES: dict[str, tuple[str, str, list[str]]] = {
 }
 
 
-@pytest.mark.slow
 async def test_every_change_to_stored_rows_is_found(
     world: AuditWorld, ada: LocalAccount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,14 +149,14 @@ async def test_different_head_is_found(world: AuditWorld) -> None:
     assert await world.differences(ada) == [f"{ada.did} behind: database 3aaaaaaaaaaaa, host {ada.rev}"]
 
 
-async def test_settings_decide_which_records_and_values_are_compared(world: AuditWorld) -> None:
+async def test_settings_and_stored_scope_decide_what_is_compared(world: AuditWorld) -> None:
     ada = world.create_account("ada", posts=2)
     ada.create(LIKE, {"$type": LIKE}, rkey="1")
     await world.synchronize(collections=POST, store_values="false")
-    assert await world.differences(ada, collections=POST, store_values="false") == []
-    assert await world.differences(ada, collections=POST) == [f"{POST}/{n:03} different value" for n in range(2)]
-    assert await world.differences(ada, store_values="false") == [f"{LIKE}/1 missing in the database"]
-    lines = await world.differences(ada, collections=LIKE, store_values="false")
+    assert await world.differences(ada, store_values="false") == []
+    assert await world.differences(ada) == [f"{POST}/{n:03} different value" for n in range(2)]
+    await world.sql(f"select atproto.set_collections(array['{LIKE}'])")
+    lines = await world.differences(ada, store_values="false")
     assert lines == [
         f"{LIKE}/1 missing in the database",
         *[f"{POST}/{n:03} not in a selected collection" for n in range(2)],
@@ -230,7 +231,6 @@ SKIPPED: dict[str, tuple[Callable[[AuditWorld, LocalAccount], Any], str]] = {
 }
 
 
-@pytest.mark.slow
 async def test_skipped_repos_have_a_reason_and_do_not_delay_the_others(database: str, tmp_path: Path) -> None:
     async with audit_world(database, tmp_path, hosts=len(SKIPPED) + 1) as world:
         accounts = {case: world.create_account(f"account{number}") for number, case in enumerate(SKIPPED)}
@@ -355,7 +355,6 @@ async def test_repo_that_becomes_desynchronized_during_the_audit_is_skipped(
     assert await world.reason_skipped(ada) == "not synchronized: requested"
 
 
-@pytest.mark.slow
 async def test_commits_during_the_audit_are_not_differences(world: AuditWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     """The daemon stores the commits of an account that keeps writing; each audit compares one point in time."""
     monkeypatch.setattr(consistent_read, "CHUNK_SIZE", 1)

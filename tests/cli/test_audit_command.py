@@ -46,7 +46,7 @@ async def test_audit_prints_differences_and_writes_nothing(world: AuditWorld, ad
         ]
     )
     assert repos == "repos: 1 compared, 0 equal"
-    assert records == f"records: {len(ada.records)} compared, 3 differences"
+    assert records == f"records: {len(ada.records)} compared, differences: 3"
     assert skipped == "not compared: 3 (1 inactive, 1 not in the database, 1 repo-not-found)"
     assert (result.returncode, result.stderr) == (5, "")
     assert not list((world.directory / "spool").iterdir())
@@ -57,7 +57,7 @@ async def test_random_sample_is_audited_by_default(world: AuditWorld, ada: Local
     await world.synchronize()
     result = await world.run_command()
     records = len(ada.records) - 1 + len(bob.records)
-    assert result.stdout == f"repos: 2 compared, 2 equal\nrecords: {records} compared, 0 differences\n"
+    assert result.stdout == f"repos: 2 compared, 2 equal\nrecords: {records} compared, differences: 0\n"
     assert (result.returncode, result.stderr) == (0, "")
     result = await world.run_command("--sample", "1")
     assert result.stdout.startswith("repos: 1 compared, 1 equal\n")
@@ -103,8 +103,8 @@ async def test_only_the_first_of_many_differences_are_listed(world: AuditWorld) 
     assert lines == [
         f"at://{ada.did}/{POST}/{number:03} missing in the database" for number in range(MAX_LISTED_DIFFERENCES)
     ]
-    assert more == f"{ada.did} 150 more differences"
-    assert records == "records: 250 compared, 250 differences"
+    assert more == f"{ada.did} differences that are not listed: 150"
+    assert records == "records: 250 compared, differences: 250"
 
 
 async def test_interrupted_audit_exits_without_output(world: AuditWorld) -> None:

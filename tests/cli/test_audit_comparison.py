@@ -20,7 +20,8 @@ from indexer.localnet.local_repo import LocalRepo
 from indexer.reasons import FetchFailure
 from indexer.store import StoredRecord
 from indexer.sync.policy import Policy
-from indexer.sync.record_change import record_change
+from indexer.sync.record_change import RecordConverter
+from indexer.sync.scope import Scope
 from indexer.sync.verify import Snapshot, VerifiedChange, verify_snapshot
 
 KEY = PrivateKey.from_seed("k256", b"audit")
@@ -40,7 +41,9 @@ BLOCKS = [
 RECORDS = st.dictionaries(PATHS, st.sampled_from(BLOCKS))
 POLICIES = st.builds(
     Policy,
-    st.sampled_from([CollectionFilter(), CollectionFilter(["com.example.a"]), CollectionFilter(["com.example.a.*"])]),
+    st.sampled_from(
+        [Scope(), *(Scope(collections=CollectionFilter([pattern])) for pattern in ("com.example.a", "com.example.a.*"))]
+    ),
     st.just(DEFAULT_LIMITS),
     st.booleans(),
 )
@@ -60,7 +63,7 @@ def snapshot_of(records: dict[str, bytes], missing_blocks: set[bytes]) -> Snapsh
 
 def stored_record(path: str, block: bytes, policy: Policy) -> StoredRecord | None:
     """Return the row that a resync writes, with the value formatted differently, as Postgres does."""
-    change = record_change(VerifiedChange(path.encode(), None, cid_of(block), block), REV, policy)
+    change = RecordConverter(policy, REV, len(block)).convert(VerifiedChange(path.encode(), None, cid_of(block), block))
     if change is None:
         return None
     value = change.value and json.dumps(json.loads(change.value), indent=1)
@@ -87,7 +90,7 @@ def expected_differences(
     records: dict[str, bytes], missing_blocks: set[bytes], stored: dict[str, StoredRecord], policy: Policy
 ) -> tuple[dict[str, str], int]:
     """Return the difference at each path, and the number of values that cannot be compared."""
-    all_values = Policy(policy.collections, policy.limits)
+    all_values = Policy(policy.scope, policy.limits)
     expected = {path: row for path, block in records.items() if (row := stored_record(path, block, all_values))}
     differences, not_compared = {}, 0
     for path in sorted(stored.keys() | expected.keys()):
@@ -95,7 +98,7 @@ def expected_differences(
         if row is None:
             differences[path] = "missing in the database"
         elif expected_row is None:
-            selected = policy.collections.matches(path.partition("/")[0])
+            selected = policy.scope.collections.matches(path.partition("/")[0])
             differences[path] = "not in the repo" if selected else "not in a selected collection"
         elif row.cid != expected_row.cid:
             differences[path] = "different CID"
@@ -119,7 +122,7 @@ def test_comparison_finds_the_same_differences_as_a_comparison_of_dictionaries(
     chunk_size: int,
 ) -> None:
     """The rows are those of `records`, except that paths in `older` have an older version or were deleted since."""
-    writing = Policy(policy.collections, policy.limits, store_values=values_stored)
+    writing = Policy(policy.scope, policy.limits, store_values=values_stored)
     rows = {path: row for path, block in (records | older).items() if (row := stored_record(path, block, writing))}
     stored = {
         path: row

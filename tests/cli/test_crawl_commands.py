@@ -14,11 +14,11 @@ import pytest
 from indexer.cli.main import main
 from indexer.localnet.local_network import LocalNetwork
 from indexer.reasons import Desync
-from indexer.service.crawl import reconcile
+from indexer.service.crawl.reconcile import ReconciliationSettings
 from indexer.store import Store
 from indexer.sync.crawl_progress import CrawlProgress
 from indexer.sync.repo_state import SyncStatus
-from tests.cli.command_line import PROJECT, environment_without_settings
+from tests.cli.command_line import PROJECT, Session, environment_without_settings, error_line
 from tests.daemon_harness import run_daemon, settings_for, wait_for_cursor
 from tests.waiting import until
 
@@ -100,7 +100,7 @@ async def test_interrupted_discover_continues_at_its_cursor(
     await store.save_crawl_progress(CrawlProgress("discover", network.relay.url, "", "2", 2, 2, began_at=time()))
     code, output, errors = await run("discover")
     assert (code, output) == (0, f"all accounts of {network.relay.url}: 3 listed, 3 added\n")
-    assert errors == f"all accounts of {network.relay.url}: continuing after 2 accounts\n"
+    assert errors == f"all accounts of {network.relay.url}: continuing; accounts listed before: 2\n"
     *_, cyd = network.accounts
     assert (await store.repos(list(network.accounts))).keys() == {cyd}
 
@@ -116,12 +116,10 @@ async def test_interrupted_discover_continues_at_its_cursor(
         (["everything"], "Got unexpected extra argument (everything)"),
     ],
 )
-def test_bad_argument_has_exit_code_2(arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["discover", *arguments]) == 2
-    output = capsys.readouterr()
-    assert output.out == ""
-    assert output.err.startswith(f"indexer: {expected}")
-    assert output.err.count("\n") == 1
+def test_bad_argument_has_exit_code_2(arguments: list[str], expected: str, session_without_database: Session) -> None:
+    result = session_without_database("discover", *arguments)
+    assert result.returncode == 2
+    assert error_line(result).startswith(expected)
 
 
 async def test_sweep_requests_a_resync_for_repos_that_are_behind(
@@ -138,8 +136,8 @@ async def test_sweep_requests_a_resync_for_repos_that_are_behind(
         await until(lambda: all_synchronized(store, network))
     ada, *_ = network.accounts.values()
     ada.create(NOTE, {"text": "written while no daemon runs"})
-    monkeypatch.setattr(reconcile, "ReconciliationIntervals", partial(reconcile.ReconciliationIntervals, settle=0.1))
-    monkeypatch.setattr("indexer.cli.command.configure_logging", lambda *_: None)
+    monkeypatch.setattr("indexer.daemon.ReconciliationSettings", partial(ReconciliationSettings, settle=0.1))
+    monkeypatch.setattr("indexer.monitoring.log.configure_logging", lambda *_: None)
     for name, value in run.environment.items():
         monkeypatch.setenv(name, value)
     capsys.readouterr()
@@ -163,4 +161,4 @@ async def test_progress_is_shown_on_a_terminal(run: CommandRunner) -> None:
     assert code == 0
     assert "3 added" in output
     assert b"all accounts of" in shown
-    assert b"3 found" in shown
+    assert b"3 added" in shown

@@ -1,3 +1,4 @@
+import asyncio
 import json
 import os
 import re
@@ -6,13 +7,15 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import asyncpg
 import httpx
 import pytest
 
+from indexer.store.embedded import database as embedded_database
 from indexer.store.migrate import migrate
-from tests.cli.command_line import PROJECT, error_line, run_indexer
+from tests.cli.command_line import PROJECT, environment_without_settings, error_line, run_indexer
 from tests.cli.stored_account import DID
 
 pytestmark = pytest.mark.slow
@@ -46,8 +49,63 @@ async def test_error_for_an_old_schema_names_both_versions(empty_database: str) 
 def test_unreachable_database_is_reported_in_one_line() -> None:
     result = run_indexer("status", INDEXER_DATABASE_URL="postgresql://me:hunter2@127.0.0.1:1/none")
     assert result.returncode == 1
-    assert error_line(result).startswith("unreachable: ")
+    assert error_line(result).startswith("unreachable: the database postgresql://me@127.0.0.1:1/none is unavailable: ")
     assert "hunter2" not in result.stderr
+
+
+@pytest.mark.parametrize("command", ["status", "migrate", "run"])
+def test_wrong_database_url_is_reported_in_one_line_that_names_setting_and_database(
+    command: str, empty_database: str
+) -> None:
+    name = urlsplit(empty_database).path
+    for url, reason in {
+        "postgresql://me:hunter2@nowhere.invalid/mine": "its host name does not resolve",
+        f"{empty_database}&foo=bar": 'unrecognized configuration parameter "foo"',
+        empty_database.replace(name, "/mine"): 'database "mine" does not exist',
+        empty_database.replace("//postgres@", "//nobody@"): 'role "nobody" does not exist',
+        f"{empty_database}&sslmode=maybe": "`sslmode` parameter must be one of",
+    }.items():
+        result = run_indexer(command, INDEXER_DATABASE_URL=url)
+        assert result.returncode == 2
+        address = url.replace(":hunter2", "")
+        assert error_line(result).startswith(f"INDEXER_DATABASE_URL: cannot use the database {address}: {reason}")
+
+
+async def test_wrong_password_ends_the_start_in_one_line_without_the_password(tmp_path: Path) -> None:
+    async with embedded_database(None, tmp_path) as dsn:
+        connection = await asyncpg.connect(dsn)
+        file = tmp_path / "postgres/data/pg_hba.conf"
+        file.write_text(f"local all guarded scram-sha-256\n{file.read_text()}")
+        await connection.execute("create role guarded login password 'right'; select pg_reload_conf()")
+        await connection.close()
+        url = dsn.replace("//postgres@", "//guarded:hunter2@")
+        for arguments in (["migrate"], ["run"], ["run", "--processes", "2"]):
+            result = run_indexer(*arguments, INDEXER_DATABASE_URL=url)
+            assert result.returncode == 2
+            assert error_line(result).endswith('password authentication failed for user "guarded"')
+            assert "hunter2" not in result.stderr
+
+
+@pytest.mark.parametrize("arguments", [[], ["--no-migrate"], ["--processes", "2"]])
+async def test_daemon_waits_for_a_database_that_is_down_until_a_signal(arguments: list[str]) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "indexer", "run", *arguments,
+        env=environment_without_settings() | {"INDEXER_DATABASE_URL": "postgresql://me:hunter2@127.0.0.1:1/none"},
+        cwd=PROJECT, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stderr is not None
+    try:
+        line = json.loads(await asyncio.wait_for(process.stderr.readline(), 60))
+        assert (line["event"], line["level"]) == ("database.waiting", "warning")
+        assert "postgresql://me@127.0.0.1:1/none" in line["error"]
+        process.send_signal(signal.SIGTERM)
+        rest = await asyncio.wait_for(process.stderr.read(), 60)
+        assert await process.wait() == 0
+        assert b"Traceback" not in rest
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
 
 
 def test_daemon_serves_health_checks_and_stops_on_a_signal(database: str, tmp_path: Path) -> None:

@@ -1,20 +1,25 @@
+import gc
 import json
 import sys
 from collections.abc import AsyncIterator
 from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
+from pyarrow.lib import ArrowInvalid
 
 from indexer.atproto.cid import cid_text
 from indexer.cli import export_files
 from indexer.cli.export_files import Format, JsonLinesWriter, ParquetWriter, export
-from indexer.errors import SettingsError
-from indexer.store import ExportedRecord, Store, collection_export
+from indexer.reasons import FetchFailure
+from indexer.store import DatabaseError, ExportedRecord, Store, collection_export
 from indexer.sync.plans import Batch, RecordChange, RepoWrite
-from tests.cli.command_line import run_indexer
+from tests.cli.command_line import Session, error_line, run_indexer
 from tests.store.repo_rows import delete, did, head, insert, put, synchronized
+
+pytestmark = pytest.mark.slow
 
 VALUE = '{"text": "two\\nlines, \\"quoted\\", 雨", "link": {"$link": "bafy"}, "n": [1, null]}'
 FORMATS: tuple[Format, ...] = ("jsonl", "parquet")
@@ -95,6 +100,28 @@ async def test_failed_export_leaves_the_previous_file(
     assert await export(store, "app.test", "jsonl", file) == 2
 
 
+async def test_parquet_that_is_cut_off_on_stdout_is_not_a_complete_file(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library writes the footer when the writer is deleted, also after an error."""
+    monkeypatch.setattr(export_files, "ROW_GROUP_BYTES", 1)
+    [page] = [page async for page in store.export_collection("app.test")]
+
+    async def fail_after_one_page(_: str) -> AsyncIterator[list[ExportedRecord]]:
+        yield page
+        raise DatabaseError(FetchFailure.UNREACHABLE, "connection lost")
+
+    monkeypatch.setattr(store, "export_collection", fail_after_one_page)
+    file = BytesIO()
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(buffer=file))
+    with pytest.raises(DatabaseError):
+        await export(store, "app.test", "parquet", None)
+    gc.collect()
+    assert len(file.getvalue()) > 100, "a part was written"
+    with pytest.raises(ArrowInvalid):
+        pq.read_table(BytesIO(file.getvalue()))
+
+
 async def test_row_groups_have_a_maximum_size(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(export_files, "ROW_GROUP_BYTES", 1_000)
     monkeypatch.setattr(export_files, "ROW_BYTES", 0)
@@ -108,16 +135,18 @@ async def test_row_groups_have_a_maximum_size(store: Store, monkeypatch: pytest.
     assert [metadata.row_group(n).num_rows for n in range(metadata.num_row_groups)] == [2, 3, 1]
 
 
-async def test_error_without_pyarrow_says_how_to_install_it(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_error_without_pyarrow_names_this_distribution_and_comes_before_the_database_is_opened(
+    session_without_database: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(SettingsError, match="pip install"):
-        await export(store, "app.test", "parquet", tmp_path / "out")
+    monkeypatch.setattr(export_files, "find_spec", lambda _: None)
+    file = tmp_path / "out"
+    result = session_without_database("export", "--collection", "app.test.a", "--format", "parquet", "-o", str(file))
+    assert result.returncode == 2
+    assert "install the package as atproto-indexer[parquet]" in error_line(result)
+    assert "--build-arg EXTRAS=parquet" in error_line(result)
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
 async def test_export_command(store: Store, database: str, tmp_path: Path) -> None:
     result = run_indexer("export", "--collection", "app.test.more", INDEXER_DATABASE_URL=database)
     assert (result.returncode, result.stderr) == (0, "records: 1\n")

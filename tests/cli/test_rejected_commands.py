@@ -11,6 +11,8 @@ from indexer.sync.plans import Batch, DeadLetter
 from tests.cli.command_line import Session, error_line
 from tests.cli.stored_account import CID, DID, REV
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 async def dead_letters(database: str) -> None:

@@ -1,6 +1,7 @@
 import json
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,3 +65,21 @@ def test_bad_argument_has_exit_code_2(arguments: list[str], session_without_data
     result = session_without_database(*arguments)
     assert result.returncode == 2
     error_line(result)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("stored_account")
+def test_results_are_printed_as_json(session: Session) -> None:
+    def result(*arguments: str) -> Any:
+        (line,) = session(*arguments, "--json").stdout.splitlines()
+        return json.loads(line)
+
+    assert result("add", "did:web:one.example", DID) == {"added": 1, "already_tracked": 1}
+    assert result("resync", DID) == {"requested": 1}
+    assert result("takedown", DID) == {"did": DID, "takedown": True}
+    assert result("migrate").keys() == {"version"}
+    assert result("cursor", "reset", "wss://one.example", "--to", "5", "--yes") == {
+        "relay": "wss://one.example",
+        "seq": 5,
+        "shards": ["0/1"],
+    }

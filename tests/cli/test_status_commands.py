@@ -16,7 +16,7 @@ from indexer.atproto.cid import cid_text
 from indexer.cli.status_commands import sample_statuses
 from indexer.reasons import Desync
 from indexer.store import Counts, Store
-from indexer.store.store import without_password
+from indexer.store.database_errors import without_password
 from indexer.sync.plans import Cursor
 from indexer.sync.repo_state import SyncStatus
 from indexer.sync.shard import Shard
@@ -45,7 +45,9 @@ def test_status_is_ready_while_events_are_recent(session: Session) -> None:
 def test_status_is_not_ready_without_events(session: Session) -> None:
     result = session("status", "--json")
     assert result.returncode == 3
-    assert json.loads(result.stdout)["not_ready"] == "no event is stored yet"
+    status = json.loads(result.stdout)
+    assert status["not_ready"] == "no event is stored yet"
+    assert status["not_ready_reasons"] == [{"code": "no-cursor", "message": "no event is stored yet", "value": 256}]
 
 
 @pytest.mark.usefixtures("stored_account")

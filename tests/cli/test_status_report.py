@@ -9,8 +9,10 @@ from indexer.cli.output import duration_text, fact_table
 from indexer.cli.status_report import Sample, Status, status_of
 from indexer.cli.status_tables import status_tables
 from indexer.outbound import HostState
-from indexer.reasons import FetchFailure
-from indexer.store import ConsumerState, Counts
+from indexer.reasons import FetchFailure, GapReason
+from indexer.store import ConsumerState, Counts, LinkProgress
+from indexer.sync.feed_delivery import RefusedEvent
+from indexer.sync.gap import Gap, OpenGap
 from indexer.sync.plans import Cursor
 from indexer.sync.repo_state import SyncStatus
 from indexer.sync.shard import Shard
@@ -47,6 +49,15 @@ def shown(renderable: RenderableType) -> str:
     return console.file.getvalue()
 
 
+def test_estimated_numbers_of_repos_are_shown_as_estimates() -> None:
+    counted = replace(repos(synchronized=44_000_000, queued=900_000), counted_share=0.07)
+    shown_status = shown(status_tables(status(counted)))
+    assert "about 44,000,000" in shown_status
+    assert shown_status.count("about 900,000") == 2, "as desynchronized, and in the queue"
+    assert status(counted).to_dict()["counted_share"] == 0.07
+    assert "about 44" not in shown(status_tables(status(repos(synchronized=44))))
+
+
 @pytest.mark.parametrize(
     ("cursors", "reason"),
     [
@@ -67,7 +78,30 @@ def shown(renderable: RenderableType) -> str:
 def test_shard_is_ready_if_every_bucket_has_a_recent_cursor(cursors: list[Cursor], reason: str | None) -> None:
     result = status(replace(NOTHING, cursors=cursors))
     assert result.not_ready == reason
-    assert result.to_dict()["ready"] is (reason is None)
+    as_json = result.to_dict()
+    assert as_json["ready"] is (reason is None)
+    assert [reason["message"] for reason in as_json["not_ready_reasons"]] == [text for text in [reason] if text]
+
+
+def test_open_gap_of_the_shard_is_shown_and_makes_it_not_ready() -> None:
+    gap = Gap(RELAY, "1/2", GapReason.CURSOR_OUTDATED, first_seq=6)
+    counts = replace(NOTHING, cursors=[cursor()], gaps=[OpenGap(3, gap, NOON - 90)])
+    sample = Sample(NOON, counts)
+    other, own = (status_of("postgresql:///any", shard, sample, sample) for shard in (Shard(0, 2), Shard()))
+    assert other.not_ready is None
+    assert own.not_ready is not None
+    assert "gap cursor-outdated in the stream of wss://one.example, seq 6 to unknown" in own.not_ready
+    assert own.to_dict()["gaps"] == [
+        {
+            "relay": RELAY,
+            "shard": "1/2",
+            "reason": "cursor-outdated",
+            "first_seq": 6,
+            "last_seq": None,
+            "open_seconds": 90.0,
+        }
+    ]
+    assert "1 min 30 s" in shown(status_tables(own))
 
 
 def test_rates_are_averages_between_the_samples() -> None:
@@ -137,6 +171,7 @@ BUSY = replace(
     repos(synchronized=1_234, in_progress=7, queued=2_993, parked=11),
     reasons={"new": 2_900, "chain-break": 93},
     failures={"timeout": 4, "repo-not-found": 12},
+    unproven=1_030,
     records=56_789,
     cursors=[cursor(7_654_321)],
     ended=50,
@@ -159,6 +194,7 @@ def test_tables_show_all_values() -> None:
         ["records", "about 56,789"],
         ["resync queue", "2,993"],
         ["parked", "11"],
+        ["unproven", "1,030"],
         ["events per second", "150.0"],
         ["resyncs per second", "25.0"],
         ["progress", "29.1%"],
@@ -177,6 +213,7 @@ def test_json_contains_all_values() -> None:
         "records": 56_789,
         "resync_queue": 2_993,
         "parked": 11,
+        "unproven": 1_030,
         "events_per_second": 150,
         "resyncs_per_second": 25,
         "progress": 1_234 / 4_234,
@@ -211,3 +248,59 @@ def test_consumers_are_shown_with_their_lag_or_as_disconnected() -> None:
     rows = [re.split("[│ ]{2,}", line.strip("│ ")) for line in shown(status_tables(result)).splitlines()]
     assert ["search", "90", "10", "1 min 5 s", "5 s ago"] in rows
     assert ["old", "3", "97", "disconnected", "1 d 1 h ago"] in rows
+
+
+def test_events_that_clients_refuse_are_shown_with_their_record_and_how_often_they_were_sent() -> None:
+    event = RefusedEvent(7, "create", "at://did:plc:a/app.test/one", 5, NOON - 65, "status 422")
+    result = status(replace(NOTHING, refused_events=[event]))
+    text = shown(status_tables(result))
+    assert all(part in text for part in ("7 (create)", event.uri, "5 times", "1 min 5 s ago", "status 422"))
+    assert result.to_dict()["refused_events"] == [
+        {
+            "id": 7,
+            "action": "create",
+            "uri": event.uri,
+            "attempts": 5,
+            "seconds": 65,
+            "failure": "status 422",
+        }
+    ]
+    assert "refuse" not in shown(status_tables(status(NOTHING)))
+
+
+@pytest.mark.parametrize(
+    ("links", "text", "progress", "seconds_left"),
+    [
+        (LinkProgress(), "off", None, None),
+        (LinkProgress("complete", 1.0, 7, NOON), "complete", 1.0, None),
+        (LinkProgress("complete", 1.0, 7, NOON, open_recounts=2), "complete; repos to recount: 2", 1.0, None),
+        (
+            LinkProgress("backfill", 0.25, 1_234, NOON - 600, open_deltas=1_500),
+            "backfill: about 25.0% of the repos; time left: 30 min; changes of counts not added yet: 1,500",
+            0.25,
+            1_800.0,
+        ),
+        (
+            LinkProgress("backfill", 0.0, 0, NOON),
+            "backfill: about 0.0% of the repos; time left: unknown",
+            0.0,
+            None,
+        ),
+        (
+            LinkProgress("outdated", 0.5, 3, NOON),
+            "outdated: turn INDEXER_LINKS off for all processes, then on again",
+            None,
+            None,
+        ),
+    ],
+    ids=["off", "complete", "recounts", "backfill", "begun", "outdated"],
+)
+def test_links_are_shown_with_their_progress_and_prevent_no_readiness(
+    links: LinkProgress, text: str, progress: float | None, seconds_left: float | None
+) -> None:
+    result = status(replace(NOTHING, cursors=[cursor()], links=links))
+    assert f"{text}\n" in re.sub(r" +\n", "\n", shown(status_tables(result)))
+    as_json = result.to_dict()
+    assert (as_json["links"]["state"], as_json["links"]["progress"]) == (links.state, progress)
+    assert as_json["links"]["seconds_left"] == seconds_left
+    assert as_json["ready"] is True, "records are up to date; only link_count waits"

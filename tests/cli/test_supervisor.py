@@ -48,7 +48,7 @@ async def processes(
     command = [sys.executable, "-m", "indexer", "run", "--no-migrate", "--processes", str(count)]
     with (directory / "daemon.log").open("ab") as log:
         process = await asyncio.create_subprocess_exec(
-            *command, env=daemon_environment(network, dsn, directory), stdout=log, stderr=log
+            *command, env=daemon_environment(network, dsn, directory), stdout=log, stderr=log, start_new_session=True
         )
     try:
         yield process
@@ -102,14 +102,38 @@ async def test_no_change_is_lost_or_duplicated_when_processes_are_killed_or_thei
 
 
 @pytest.mark.slow
-async def test_error_of_a_process_stops_all(tmp_path: Path) -> None:
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="children are found in /proc")
+async def test_ctrl_c_reaches_each_process_once(database: str, tmp_path: Path) -> None:
+    """A terminal sends SIGINT to the process group, and a second signal would end a process without draining."""
+    log = tmp_path / "daemon.log"
+    async with LocalNetwork() as network, processes(network, database, tmp_path, 2) as parent:
+        await until(lambda: log.read_text().count("daemon.started") == 2)
+        os.killpg(parent.pid, signal.SIGINT)
+        assert await asyncio.wait_for(parent.wait(), 60) == 0, log.read_text()[-2_000:]
+    assert log.read_text().count('daemon.stopped"') == 2
+    assert "daemon.stopped-at-once" not in log.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="children are found in /proc")
+async def test_processes_drain_when_their_parent_is_killed(database: str, tmp_path: Path) -> None:
+    log = tmp_path / "daemon.log"
+    async with LocalNetwork() as network, processes(network, database, tmp_path, 2) as parent:
+        await until(lambda: log.read_text().count("daemon.started") == 2)
+        parent.kill()
+        await parent.wait()
+        await until(lambda: log.read_text().count('daemon.stopped"') == 2)
+
+
+@pytest.mark.slow
+async def test_wrong_database_stops_all_processes_with_one_line(empty_database: str, tmp_path: Path) -> None:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("INDEXER_")}
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "indexer", "run", "--processes", "2",
-        env=clean | {"INDEXER_DATABASE_URL": "postgresql://127.0.0.1:1/none", "INDEXER_DATA_DIR": str(tmp_path)},
+        sys.executable, "-m", "indexer", "run", "--processes", "2", "--no-migrate",
+        env=clean | {"INDEXER_DATABASE_URL": empty_database, "INDEXER_DATA_DIR": str(tmp_path)},
         stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     _, errors = await asyncio.wait_for(process.communicate(), 60)
-    assert process.returncode == 1
-    assert b"127.0.0.1" in errors
-    assert b"Traceback" not in errors
+    assert process.returncode == 2
+    [line] = errors.splitlines()
+    assert b"The database has no schema" in line

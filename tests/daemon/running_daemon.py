@@ -1,15 +1,17 @@
 """A local network, a daemon in the test process, its database, and the checks that tests make on them."""
 
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import asyncpg
 
 from indexer.atproto.crypto import PrivateKey
+from indexer.atproto.limits import Limits
 from indexer.cli.demo import NetworkComparison, compare
+from indexer.concurrency.stage_progress import StageProgress
 from indexer.daemon import Daemon
 from indexer.localnet.local_account import LocalAccount
 from indexer.localnet.local_network import LocalNetwork, RecordsByRepo
@@ -17,6 +19,8 @@ from indexer.localnet.local_pds import GET_REPO
 from indexer.localnet.local_relay import message_frame
 from indexer.localnet.local_repo import LocalChange
 from indexer.store import Store
+from indexer.sync.events import MalformedEvent
+from indexer.sync.frames import decode_frame
 from tests.daemon_harness import run_daemon, settings_for, wait_for_cursor
 from tests.waiting import until
 
@@ -57,19 +61,38 @@ class RunningDaemon:
     Attributes:
         stages: The stages of the daemon.
         dsn: The database of the daemon.
+        recorded: The sequence numbers of dead letters that were seen.
     """
 
     network: LocalNetwork
     stages: Daemon
     dsn: str
+    limits: Limits
+    recorded: set[int] = field(default_factory=set)
 
     @property
     def store(self) -> Store:
         return self.stages.store
 
     async def wait_for_cursor(self) -> None:
-        """Wait until everything that the relay has sent is in the database. Its last message must have a number."""
-        await wait_for_cursor(self.stages, self.network.relay_url, self.network.relay.log[-1].seq)
+        """Wait until everything that the relay has sent is in the database. Its last message must have a number.
+
+        The cursor does not pass malformed messages at the end; they become dead letters.
+        """
+        seqs = set[int]()
+        for sent in reversed(self.network.relay.log):
+            frame = sent.frame.encode() if isinstance(sent.frame, str) else sent.frame
+            if not isinstance(decode_frame(frame, self.limits), MalformedEvent):
+                await wait_for_cursor(self.stages, self.network.relay_url, sent.seq)
+                break
+            seqs.add(sent.seq)
+
+        async def stored() -> bool:
+            rows = await self.execute("select seq from atproto.rejected where seq = any($1::bigint[])", list(seqs))
+            self.recorded |= {row["seq"] for row in rows}  # a replay may remove them later
+            return seqs <= self.recorded
+
+        await until(stored, lambda: f"dead letters {seqs}")
 
     async def wait_until_equal(self) -> NetworkComparison:
         """Wait until everything is read and the database equals the network."""
@@ -141,7 +164,7 @@ class RunningDaemon:
 
     async def wait_for_counter(self, name: str, *, above: float = 0, **labels: str) -> None:
         """Wait until the counter `indexer_{name}_total` is greater than `above`."""
-        await until(lambda: self.counter(name, **labels) > above, lambda: (name, labels, self.stages.probe.status()))
+        await until(lambda: self.counter(name, **labels) > above, lambda: (name, labels, self.stages.status.snapshot()))
 
     @property
     def export_requests(self) -> int:
@@ -171,15 +194,20 @@ class RunningDaemon:
 
 @asynccontextmanager
 async def running_daemon(
-    dsn: str, directory: Path, network: LocalNetwork | None = None, **settings: Any
+    dsn: str,
+    directory: Path,
+    network: LocalNetwork | None = None,
+    others: Sequence[StageProgress] = (),
+    **settings: Any,
 ) -> AsyncIterator[RunningDaemon]:
     """Run a daemon on a network that is already running, or on a new one."""
     if network is None:
-        async with LocalNetwork() as new, running_daemon(dsn, directory, new, **settings) as daemon:
+        async with LocalNetwork() as new, running_daemon(dsn, directory, new, others, **settings) as daemon:
             yield daemon
         return
-    async with run_daemon(settings_for(network.relay_url, network.plc_url, directory, **settings), dsn) as stages:
-        yield RunningDaemon(network, stages, dsn)
+    loaded = settings_for(network.relay_url, network.plc_url, directory, **settings)
+    async with run_daemon(loaded, dsn, others) as stages:
+        yield RunningDaemon(network, stages, dsn, loaded.limits)
 
 
 def post(text: object) -> dict[str, Any]:

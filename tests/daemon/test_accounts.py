@@ -43,9 +43,9 @@ def deactivate_write_and_activate(account: LocalAccount) -> None:
     account.activate()
 
 
-def slow_down_export(account: LocalAccount) -> Fault:
-    """Let the account's next export take about two seconds. Its content is the state at the time of the request."""
-    fault = Fault(GET_REPO, account.did, rate=sum(map(len, account.repo.export())) // 2)
+def slow_down_export(account: LocalAccount, seconds: int = 2) -> Fault:
+    """Let the account's next export take this long. Its content is the state at the time of the request."""
+    fault = Fault(GET_REPO, account.did, rate=sum(map(len, account.repo.export())) // seconds)
     account.pds.faults.append(fault)
     return fault
 
@@ -97,6 +97,9 @@ async def test_account_changes_during_a_resync(database: str, tmp_path: Path) ->
         await daemon.wait_until_equal()
         for name in hidden.keys() - {"deleted"}:
             accounts[name].activate()
+        await daemon.wait_for_cursor()
+        # A reactivation has the back-off of a break, and the slow resyncs were breaks.
+        await daemon.execute("update indexer.repo set next_attempt_at = null where next_attempt_at < 'infinity'")
         await daemon.wait_until_equal()
         assert set(await daemon.store.visible_repos()) == {
             account.did for name, account in accounts.items() if name != "deleted"
@@ -227,7 +230,7 @@ async def test_resyncs_are_repeated_after_the_daemon_was_killed(database: str, t
             for _ in range(2):
                 await connection.execute("update indexer.repo set attempts = 0")
                 for account in accounts:
-                    slow_down_export(account)
+                    slow_down_export(account, seconds=60)  # the daemon is killed before its end
                     network.relay.drop(account.did)
                     account.create(POST, post("lost"))
                     account.create(POST, post("after the lost one"))

@@ -2,20 +2,17 @@
 
 from collections import Counter
 from copy import copy
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from indexer.localnet import dag_cbor
-from indexer.localnet.local_network import LocalNetwork
 from indexer.localnet.local_relay import message_frame
 from indexer.localnet.local_repo import Write
 from indexer.localnet.scenario import Scenario
-from indexer.service.crawl import reconcile
-from tests.daemon.running_daemon import POST, RunningDaemon, commit_payload, post, running_daemon
-from tests.database_checks import assert_change_log_consistent
+from tests.daemon.running_daemon import POST, commit_payload, post, running_daemon
+from tests.database_checks import assert_change_log_consistent, stored_seq
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -25,7 +22,7 @@ UNDECODABLE_FRAMES = [
     b"\xff\x00 not CBOR",
     b"\xa0" * 3,
     b"\x9f" * 10_000,
-    b"\x81" * 100_000,
+    b"\x81" * 10_000,
     dag_cbor.encode({"op": 1, "t": "#commit"}),
     dag_cbor.encode({"op": 1, "t": "#commit"}) + dag_cbor.encode([]),
     dag_cbor.encode({"op": "1", "t": "#commit"}) + dag_cbor.encode({}),
@@ -54,7 +51,7 @@ async def test_invalid_frames_become_dead_letters_and_the_stream_continues(datab
         frames = [row["frame"] for row in await daemon.execute("select frame from indexer.dead_letter order by id")]
         assert frames == UNDECODABLE_FRAMES + FRAMES_WITH_INVALID_FIELDS
         assert daemon.counter_sum("events_received") == daemon.counter_sum("events")
-        assert daemon.stages.probe.ready() is None
+        assert daemon.stages.probe.ready() == []
         assert daemon.export_requests == 0
 
 
@@ -69,7 +66,7 @@ async def test_messages_of_unknown_kinds_are_ignored(database: str, tmp_path: Pa
         assert daemon.counter("events", kind="unknown", outcome="ignored") == 2
         assert daemon.counter("events", kind="info", outcome="ignored") == 1
         assert await daemon.dead_letters() == []
-        assert daemon.stages.firehose_consumer.gaps == 0
+        assert daemon.stages.open_gaps.gaps == []
 
 
 async def test_damaged_commits_are_rejected_each_for_its_reason(database: str, tmp_path: Path) -> None:
@@ -141,14 +138,14 @@ async def test_repeated_messages_are_ignored_and_decreasing_sequence_numbers_are
         before = await daemon.record_rows(account)
         daemon.network.relay.repeat(1)
         await daemon.wait_for_counter("events", kind="commit", outcome="replayed")
-        assert daemon.stages.probe.ready() is None
+        assert daemon.stages.probe.ready() == []
         daemon.network.relay.repeat(4)  # the last message is among them twice
         await daemon.wait_for_counter("rejected", above=1, reason="seq-not-increasing")
-        assert "lower sequence numbers" in (daemon.stages.probe.ready() or "")
+        assert "lower sequence numbers" in str(daemon.stages.probe.ready())
         assert await daemon.record_rows(account) == before
         account.create(POST, post("after the repeated messages"))
         await daemon.wait_until_equal()
-        assert daemon.stages.probe.ready() is None
+        assert daemon.stages.probe.ready() == []
         assert daemon.counter("rejected", reason="seq-not-increasing") == 2
         assert daemon.counter("events", kind="commit", outcome="replayed") >= 1
         assert daemon.export_requests == 0
@@ -167,46 +164,15 @@ async def test_commit_with_another_sequence_number_is_replayed_without_effect(da
         await assert_change_log_consistent(database)
 
 
-async def test_cursor_older_than_the_window_of_the_relay_causes_a_reconciliation(
-    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The reconciliation finds the repo whose only new commit is in the gap."""
-    monkeypatch.setattr(reconcile, "ReconciliationIntervals", partial(reconcile.ReconciliationIntervals, settle=0.5))
-    async with LocalNetwork() as network:
-        async with running_daemon(database, tmp_path, network) as daemon:
-            active, quiet = daemon.create_account("ada.test"), daemon.create_account("bob.test")
-            await daemon.wait_until_equal()
-            assert daemon.stages.firehose_consumer.gaps == 0
-        network.relay.window = 3
-        for account in (quiet, active):
-            account.create(POST, post("in the gap"))
-        for _ in range(4):
-            active.create(POST, post("in the window"))
-        async with running_daemon(database, tmp_path, network) as daemon:
-            await until(lambda: daemon.stages.firehose_consumer.gaps == 1)
-            assert daemon.counter("events", kind="info", outcome="ignored") == 1
-            await daemon.wait_for_cursor()
-            await until(lambda: record_count_is(daemon, active.did, len(active.records)))
-            await daemon.wait_until_equal()
-            assert daemon.counter("desynchronized", reason="behind") >= 1
-            assert daemon.stages.reconciliation.crawl_progress is not None
-            assert daemon.stages.reconciliation.crawl_progress.found >= 1
-            assert daemon.stages.probe.ready() is None
-
-
-async def record_count_is(daemon: RunningDaemon, did: str, records: int) -> bool:
-    return len(await daemon.store.visible_records(did)) == records
-
-
-async def test_cursor_ahead_of_the_relay_is_reported_and_not_reset(database: str, tmp_path: Path) -> None:
+async def test_start_ahead_of_the_relay_is_reported_and_not_changed(database: str, tmp_path: Path) -> None:
     """The daemon continues when the relay has reached the cursor."""
     async with running_daemon(database, tmp_path, start="2") as daemon:
-        await until(lambda: "FutureCursor" in (daemon.stages.probe.ready() or ""))
-        assert await daemon.store.cursor(daemon.network.relay_url, "0/1") is None
+        await until(lambda: "FutureCursor" in str(daemon.stages.probe.ready()))
+        assert await stored_seq(daemon.store, daemon.network.relay_url) is None
         assert daemon.counter("events", kind="error", outcome="ignored") >= 1
         daemon.create_account("ada.test")
         await daemon.wait_until_equal()
-        assert daemon.stages.probe.ready() is None
+        assert daemon.stages.probe.ready() == []
 
 
 async def test_too_large_message_becomes_a_dead_letter_and_the_stream_continues(database: str, tmp_path: Path) -> None:

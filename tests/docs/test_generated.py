@@ -1,10 +1,11 @@
 import asyncpg
 
+from docs.client_types import load_public_columns
 from docs.generate import LAYERS, PROJECT, VIEWS, describe_public_schema, generated, outdated
 
 
 async def test_generated_documentation_is_current(sql: asyncpg.Connection) -> None:
-    files = generated(await describe_public_schema(sql))
+    files = generated(await describe_public_schema(sql), await load_public_columns(sql))
     assert outdated(files) == [], "run `make docs`"
 
 

@@ -11,12 +11,12 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 import asyncpg
-import cbrrr
 import pytest
 
 from indexer.localnet.local_network import LocalNetwork
 from indexer.localnet.scenario import Scenario
 from tests.daemon.running_daemon import LIKE, POST, post, running_daemon
+from tests.localnet.independent_decoder import decode_all
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +28,7 @@ Post = tuple[str | None, int, int]
 
 
 def decode(block: bytes) -> dict[str, Any]:
-    record = cbrrr.decode_dag_cbor(block)
+    (record,) = decode_all(block)
     assert isinstance(record, dict)
     return record
 

@@ -57,12 +57,13 @@ async def test_document_becomes_an_identity(loopback: Loopback) -> None:
     assert "accept: application/did+ld+json" in loopback.host.requests[0]
 
 
-@pytest.mark.parametrize("status", [404, 410])
-async def test_unregistered_and_tombstoned_dids_are_definitely_missing(loopback: Loopback, status: int) -> None:
+@pytest.mark.parametrize(("status", "certain"), [(404, False), (410, True)])
+async def test_unregistered_and_tombstoned_dids_are_denied(loopback: Loopback, status: int, certain: bool) -> None:
     loopback.host.pages[f"/{DID}"] = http_response(b'{"message":"DID not available"}', status=status)
     identity = await resolver(loopback, loopback.host.url, "http://127.0.0.1:1").resolve(DID)
     assert (identity.signing_key, identity.pds, identity.handle) == (None, None, None)
     assert identity.problem == "not registered, or tombstoned"
+    assert (identity.denials > 0, identity.gone) == (True, certain)
     assert len(loopback.requests) == 1
 
 
@@ -106,7 +107,7 @@ async def test_next_directory_is_asked_after_a_failure(loopback: Loopback, fault
     loopback.host.pages[f"/first/{DID}"] = FAULTS[fault]
     loopback.host.pages[f"/second/{DID}"] = page()
     bases = (f"{loopback.host.url}/first", f"{loopback.host.url}/second")
-    assert await resolver(loopback, *bases, timeout=1.0).resolve(DID) == found()
+    assert await resolver(loopback, *bases, timeout=3.0).resolve(DID) == found()
 
 
 async def test_retry_after_of_the_directory_is_passed_on(loopback: Loopback) -> None:

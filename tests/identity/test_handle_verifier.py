@@ -31,8 +31,8 @@ def verifier(loopback: Loopback, name_server: NameServer, lookups: list[tuple[st
         loopback,
         [name_server.address],
         allow_private_hosts=True,
-        dns_timeout=1.0,
-        http_timeout=1.0,
+        dns_timeout=3.0,
+        http_timeout=3.0,
         on_lookup=lambda *lookup: lookups.append(lookup),
     )
 

@@ -34,6 +34,7 @@ class World:
         host: The PDS in the documents of the directory.
         problem: If set, the directory has no key for any DID, for this reason.
         requests: Number of requests to the directory.
+        known_requests: Number of those that were made for known identities.
         request_received: Set when the directory receives a request.
         directory_gate: The directory responds only while it is set.
         directory_down: The directory fails.
@@ -46,6 +47,7 @@ class World:
     def __init__(self) -> None:
         self.now = 1_000.0
         self.requests = 0
+        self.known_requests = 0
         self.directory_down = False
         self.key = 0
         self.host = "pds.test"
@@ -64,8 +66,9 @@ class World:
         self.found_in: Counter[str] = Counter()
         self.caches: list[IdentityCache] = []
 
-    async def resolve(self, did: str) -> StoredIdentity:
+    async def resolve(self, did: str, *, known: bool) -> StoredIdentity:
         self.requests += 1
+        self.known_requests += known
         self.request_received.set()
         await self.directory_gate.wait()
         if self.bug:
@@ -73,7 +76,8 @@ class World:
         if self.directory_down:
             raise UnavailableError(FetchFailure.IDENTITY_UNAVAILABLE, "down")
         key = None if self.problem else KEYS[self.key].did_key()
-        return StoredIdentity(did, "alice.test", f"https://{self.host}", key, self.now, problem=self.problem)
+        pds = f"https://{self.host}" if self.host else None
+        return StoredIdentity(did, "alice.test", pds, key, self.now, problem=self.problem)
 
     async def load_identities(self, dids: Sequence[str]) -> dict[str, StoredIdentity]:
         self.queries += 1
@@ -295,11 +299,36 @@ async def test_lookups_in_flight_are_limited(world: World) -> None:
     await world.settle()
     with pytest.raises(UnavailableError):
         await identities.lookup("did:plc:aaaaaaaaaaaaaaaaaaaaaaaa")
-    identity = await identities.lookup(DID, refresh=True)
-    assert (identity.key, identity.stale) == (KEYS[0], False)
     world.directory_gate.set()
     await asyncio.gather(*waiting)
     assert world.requests == 1 + MAX_LOOKUPS
+
+
+async def test_lookups_of_new_dids_do_not_prevent_those_of_known_identities(world: World) -> None:
+    identities = world.identities(max_entries=500)
+    await identities.lookup(DID)
+    world.directory_gate.clear()
+    waiting = [asyncio.create_task(identities.lookup(did)) for did in dids(MAX_LOOKUPS)]
+    await world.settle()
+    world.key = 1
+    refreshed = asyncio.create_task(identities.lookup(DID, refresh=True))
+    await world.settle()
+    world.directory_gate.set()
+    assert (await refreshed).key == KEYS[1]
+    await asyncio.gather(*waiting)
+    assert world.known_requests == 1
+
+
+async def test_nothing_is_stored_about_a_new_did_that_the_directory_denies(world: World) -> None:
+    world.problem = "not registered"
+    world.host = ""
+    identities = world.identities()
+    assert (await identities.lookup(DID)).problem == "not registered"
+    assert world.table == {}
+    world.problem = None
+    world.now += 200
+    assert (await identities.lookup(DID)).key == KEYS[0]
+    assert list(world.table) == [DID]
 
 
 async def test_cancelled_caller_does_not_cancel_the_lookup_of_others(world: World) -> None:

@@ -144,9 +144,12 @@ async def test_unknown_and_tombstoned_dids_are_not_found(
     net: LocalNetwork, account: LocalAccount, client: httpx.AsyncClient
 ) -> None:
     net.plc.identities[account.did] = None
-    for did, message in ((account.did, "DID not available"), ("did:plc:unknown", "DID not registered")):
+    for did, status, message in (
+        (account.did, 410, "DID not available"),
+        ("did:plc:unknown", 404, "DID not registered"),
+    ):
         answer = await client.get(f"{net.plc_url}/{did}")
-        assert (answer.status_code, answer.json()) == (404, {"message": f"{message}: {did}"})
+        assert (answer.status_code, answer.json()) == (status, {"message": f"{message}: {did}"})
 
 
 async def test_fault_applies_given_number_of_times(account: LocalAccount, client: httpx.AsyncClient) -> None:

@@ -6,16 +6,18 @@ import pytest
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, ConnectionClosedError
 
+from indexer.localnet.http_server import Fault
 from indexer.localnet.local_network import LocalNetwork
-from indexer.localnet.local_relay import SUBSCRIBE_REPOS, error_frame
+from indexer.localnet.local_pds import LIST_REPOS
+from indexer.localnet.local_relay import SUBSCRIBE_REPOS, LocalRelay, error_frame
 from indexer.localnet.local_repo import Write
 from tests.localnet.http_clients import http_client
 from tests.localnet.independent_decoder import cid_from_text, decode_car, decode_frame
 
 
-def stream(net: LocalNetwork, cursor: object = None) -> connect:
+def stream(net: LocalNetwork, cursor: object = None, *, relay: int = 0) -> connect:
     query = "" if cursor is None else f"?cursor={cursor}"
-    return connect(f"{net.relay_url}{SUBSCRIBE_REPOS}{query}", max_size=None)
+    return connect(f"{net.relay_urls[relay]}{SUBSCRIBE_REPOS}{query}", max_size=None)
 
 
 async def receive(socket: ClientConnection) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -28,7 +30,11 @@ async def seqs(socket: ClientConnection, count: int) -> list[int]:
 
 
 def sent(net: LocalNetwork) -> list[tuple[str, dict[str, Any]]]:
-    return [(entry.kind, decode_frame(entry.frame)[1]) for entry in net.relay.log]
+    return payloads(net.relay)
+
+
+def payloads(relay: LocalRelay) -> list[tuple[str, dict[str, Any]]]:
+    return [(entry.kind, decode_frame(entry.frame)[1]) for entry in relay.log]
 
 
 async def test_new_account_emits_events_in_order_of_reference_pds(net: LocalNetwork) -> None:
@@ -243,3 +249,97 @@ async def test_relay_keeps_port_and_log_after_restart(net: LocalNetwork) -> None
     assert net.relay_url == url
     async with stream(net, 0) as socket:
         assert await seqs(socket, 4) == [1, 2, 3, 4]
+
+
+async def test_events_sent_while_a_relay_is_stopped_are_replayed_after_its_start(net: LocalNetwork) -> None:
+    account = net.create_account()
+    await net.relay.stop()
+    account.create("com.example.note", {})
+    await net.relay.start()
+    async with stream(net, 5) as socket:
+        assert await seqs(socket, 1) == [5]
+
+
+async def test_relays_send_the_same_events_with_sequences_of_their_own() -> None:
+    async with LocalNetwork(relays=2) as net:
+        assert net.relay is net.relays[0]
+        assert net.relay_url == net.relay_urls[0] != net.relay_urls[1]
+        account = net.create_account()
+        account.create("com.example.note", {})
+        for number, expected in enumerate([[1, 2, 3, 4, 5], [1001, 1002, 1003, 1004, 1005]]):
+            async with stream(net, 0, relay=number) as socket:
+                assert await seqs(socket, 5) == expected
+        first, second = map(payloads, net.relays)
+        assert [(kind, payload | {"seq": 0}) for kind, payload in first] == [
+            (kind, payload | {"seq": 0}) for kind, payload in second
+        ]
+
+
+async def test_a_stopped_relay_does_not_stop_the_others() -> None:
+    async with LocalNetwork(relays=2) as net:
+        await net.relays[1].stop()
+        net.create_account()
+        async with stream(net, 0) as socket:
+            assert await seqs(socket, 4) == [1, 2, 3, 4]
+        await net.relays[1].start()
+        async with stream(net, 0, relay=1) as socket:
+            assert await seqs(socket, 4) == [1001, 1002, 1003, 1004]
+
+
+async def test_a_restarted_sequence_begins_anew_and_breaks_connections(net: LocalNetwork) -> None:
+    account = net.create_account()
+    async with stream(net, 0) as socket:
+        await seqs(socket, 4)
+        net.relay.restart_sequence()
+        with pytest.raises(ConnectionClosedError):
+            await socket.recv()
+    assert (net.relay.seq, net.relay.log) == (0, [])
+    account.create("com.example.note", {})
+    async with stream(net, 0) as socket:
+        assert await seqs(socket, 1) == [1]
+    async with http_client(base_url=net.relay.url) as client:
+        assert len((await client.get(LIST_REPOS)).json()["repos"]) == 1
+
+
+async def test_a_restarted_sequence_can_keep_the_newest_messages(net: LocalNetwork) -> None:
+    account = net.create_account()
+    account.create("com.example.note", {})
+    newest = sent(net)[-2:]
+    net.relay.inject("text")
+    net.relay.restart_sequence(first_seq=500, keep=3)
+    account.create("com.example.note", {})
+    async with stream(net, 0) as socket:
+        kept = [(await receive(socket))[1] for _ in range(2)]
+        assert await socket.recv() == "text"
+        assert await seqs(socket, 1) == [504]
+    assert kept == [payload | {"seq": 501 + n} for n, (_, payload) in enumerate(newest)]
+    async with stream(net, 3) as socket:
+        assert (await receive(socket))[1]["name"] == "OutdatedCursor"
+
+
+async def test_a_silent_relay_continues_live_after_a_future_cursor(net: LocalNetwork) -> None:
+    net.relay.announces = False
+    account = net.create_account()
+    async with stream(net, 99) as socket:
+        account.create("com.example.note", {})
+        assert await seqs(socket, 1) == [5]
+
+
+async def test_a_silent_relay_begins_at_its_oldest_event_after_an_outdated_cursor(net: LocalNetwork) -> None:
+    net.relay.announces = False
+    net.relay.window = 2
+    net.create_account()
+    async with stream(net, 1) as socket:
+        assert await seqs(socket, 2) == [3, 4]
+
+
+async def test_the_repo_list_can_fail_while_the_stream_works(net: LocalNetwork) -> None:
+    fault = Fault(LIST_REPOS, times=None, status=503)
+    net.relay.faults.append(fault)
+    net.create_account()
+    async with http_client(base_url=net.relay.url) as client:
+        assert (await client.get(LIST_REPOS)).status_code == 503
+        async with stream(net, 0) as socket:
+            assert await seqs(socket, 4) == [1, 2, 3, 4]
+        net.relay.faults.remove(fault)
+        assert (await client.get(LIST_REPOS)).status_code == 200

@@ -1,32 +1,37 @@
-from collections.abc import AsyncIterator, Mapping
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
 
 import aiohttp
 import pytest
-from aiohttp import hdrs
+import structlog
+from aiohttp import hdrs, web
+from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from indexer import __version__
-from indexer.monitoring.health import serve_health
+from indexer.monitoring.conditions import HTTP_CONNECTIONS_LIMITED, Conditions
+from indexer.monitoring.connection_limit import WEBSOCKETS
+from indexer.monitoring.health import HttpLimits, serve_health
 from indexer.monitoring.metrics import Metrics
-from indexer.settings import Address
+from indexer.monitoring.readiness import ReadinessReason
+from indexer.setting_types import Address
+from tests.waiting import until
 
 
 @dataclass
 class FakeProbe:
-    stalled: str | None = None
-    not_ready: str | None = None
-    rows: dict[str, Any] = field(default_factory=dict)
+    stalls: list[ReadinessReason] = field(default_factory=list)
+    reasons: list[ReadinessReason] = field(default_factory=list)
 
-    def alive(self) -> str | None:
-        return self.stalled
+    def stalled(self) -> list[ReadinessReason]:
+        return self.stalls
 
-    def ready(self) -> str | None:
-        return self.not_ready
-
-    def status(self) -> Mapping[str, Any]:
-        return self.rows
+    def ready(self) -> list[ReadinessReason]:
+        return self.reasons
 
 
 @pytest.fixture
@@ -40,9 +45,15 @@ def metrics() -> Metrics:
 
 
 @pytest.fixture
-async def client(probe: FakeProbe, metrics: Metrics) -> AsyncIterator[aiohttp.ClientSession]:
+def conditions() -> Conditions:
+    return Conditions()
+
+
+@pytest.fixture
+async def client(probe: FakeProbe, metrics: Metrics, conditions: Conditions) -> AsyncIterator[aiohttp.ClientSession]:
+    limits = HttpLimits(scrape_interval=0.0)
     async with (
-        serve_health(Address("127.0.0.1", 0), probe, metrics.registry) as address,
+        serve_health(Address("127.0.0.1", 0), probe, metrics.registry, conditions, limits) as address,
         aiohttp.ClientSession(f"http://{address}") as session,
     ):
         yield session
@@ -54,22 +65,42 @@ async def test_checks_of_a_ready_daemon_return_200(client: aiohttp.ClientSession
             assert (response.status, await response.json()) == (200, {"status": "ok"})
 
 
-async def test_lagging_daemon_is_alive_but_not_ready(client: aiohttp.ClientSession, probe: FakeProbe) -> None:
-    probe.not_ready = "the newest event is 300 s old"
+async def test_lagging_daemon_is_alive_but_not_ready_for_all_reasons(
+    client: aiohttp.ClientSession, probe: FakeProbe
+) -> None:
+    probe.reasons = [
+        ReadinessReason("relay-disconnected", "no relay is connected", 12.5),
+        ReadinessReason("lag", "the newest event is 300 s old", 300.0),
+    ]
     async with client.get("/healthz") as response:
         assert response.status == 200
     async with client.get("/readyz") as response:
         assert response.status == 503
-        assert await response.json() == {"status": "unavailable", "reason": "the newest event is 300 s old"}
+        assert await response.json() == {
+            "status": "unavailable",
+            "reason": "no relay is connected",
+            "reasons": [
+                {"code": "relay-disconnected", "message": "no relay is connected", "value": 12.5},
+                {"code": "lag", "message": "the newest event is 300 s old", "value": 300.0},
+            ],
+        }
 
 
 async def test_daemon_with_a_stalled_stage_is_neither_alive_nor_ready(
     client: aiohttp.ClientSession, probe: FakeProbe
 ) -> None:
-    probe.stalled = "writer"
+    probe.stalls = [ReadinessReason("stage-stalled", f"{name} stalled", 130.5) for name in ("inbox", "batch writer")]
     for path in ("/healthz", "/readyz"):
         async with client.get(path) as response:
-            assert (response.status, (await response.json())["reason"]) == (503, "writer")
+            assert response.status == 503
+            assert await response.json() == {
+                "status": "unavailable",
+                "reason": "inbox stalled",
+                "reasons": [
+                    {"code": "stage-stalled", "message": "inbox stalled", "value": 130.5},
+                    {"code": "stage-stalled", "message": "batch writer stalled", "value": 130.5},
+                ],
+            }
 
 
 async def test_metrics_are_served_in_both_formats(client: aiohttp.ClientSession, metrics: Metrics) -> None:
@@ -89,18 +120,6 @@ async def test_xrpc_health_returns_the_version(client: aiohttp.ClientSession) ->
         assert await response.json() == {"version": __version__}
 
 
-async def test_status_page_escapes_markup(client: aiohttp.ClientSession, probe: FakeProbe) -> None:
-    probe.not_ready = "<b>late</b>"
-    probe.rows = {"cursor": 1234567, "repos": {"<i>": 2}, "last error": "<script>", "handle": None}
-    async with client.get("/") as response:
-        text = await response.text()
-        assert response.content_type == "text/html"
-    assert "1,234,567" in text
-    assert "&lt;script&gt;" in text
-    assert "&lt;i&gt;: 2" in text
-    assert not any(markup in text for markup in ("<script>", "<b>", "<i>"))
-
-
 async def test_unknown_paths_and_methods_are_rejected(client: aiohttp.ClientSession) -> None:
     async with client.get("/nothing") as response:
         assert response.status == 404
@@ -108,8 +127,143 @@ async def test_unknown_paths_and_methods_are_rejected(client: aiohttp.ClientSess
         assert response.status == 405
 
 
-async def test_address_in_use_raises_os_error(probe: FakeProbe, metrics: Metrics) -> None:
-    async with serve_health(Address("127.0.0.1", 0), probe, metrics.registry) as address:
+async def test_address_in_use_raises_os_error(probe: FakeProbe, metrics: Metrics, conditions: Conditions) -> None:
+    async with serve_health(Address("127.0.0.1", 0), probe, metrics.registry, conditions) as address:
         with pytest.raises(OSError, match=str(address.port)):
-            async with serve_health(address, probe, metrics.registry):
+            async with serve_health(address, probe, metrics.registry, conditions):
                 pass
+
+
+async def half_send_requests(address: Address, count: int) -> list[socket.socket]:
+    """Open connections, and send a request without its end on each one."""
+    loop, sockets = asyncio.get_running_loop(), []
+    for _ in range(count):
+        connection = socket.socket()
+        connection.setblocking(False)
+        await loop.sock_connect(connection, tuple(address))
+        await loop.sock_sendall(connection, b"GET /healthz HTTP/1.1\r\nHost: x\r\nX-Slow: ")
+        sockets.append(connection)
+    return sockets
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def is_open(connection: socket.socket) -> bool:
+    """Return True if the server has neither answered nor closed the connection."""
+    try:
+        connection.recv(1)
+    except BlockingIOError:
+        return True
+    except ConnectionResetError:
+        return False
+    return False
+
+
+async def echo(request: web.Request) -> web.StreamResponse:
+    websocket = web.WebSocketResponse()
+    with request.app[WEBSOCKETS].hold(request, websocket):
+        await websocket.prepare(request)
+        async for message in websocket:
+            await websocket.send_str(message.data)
+    return websocket
+
+
+async def test_new_connections_do_not_close_websockets_which_have_a_limit_of_their_own(
+    probe: FakeProbe, metrics: Metrics, conditions: Conditions
+) -> None:
+    limits = HttpLimits(max_connections=4, max_websockets=2, backlog=2)
+    address_ = Address("127.0.0.1", 0)
+    routes = [web.get("/echo", echo)]
+    async with (
+        serve_health(address_, probe, metrics.registry, conditions, limits, routes) as address,
+        aiohttp.ClientSession(f"http://{address}") as session,
+        session.ws_connect("/echo") as first,
+        session.ws_connect("/echo") as second,
+    ):
+        async with session.get("/echo") as response:
+            assert (response.status, await response.text()) == (503, "2 websockets are open, which is the limit")
+        sockets = await half_send_requests(address, 20)
+        await until(lambda: sum(map(is_open, sockets)) <= limits.max_connections)
+        for websocket in (first, second):
+            await websocket.send_str("hello")
+            assert await websocket.receive_str() == "hello"
+        for connection in sockets:
+            connection.close()
+
+
+async def test_websockets_are_closed_with_a_reason_when_the_server_ends(
+    probe: FakeProbe, metrics: Metrics, conditions: Conditions
+) -> None:
+    async with AsyncExitStack() as stack:
+        address = await stack.enter_async_context(
+            serve_health(Address("127.0.0.1", 0), probe, metrics.registry, conditions, routes=[web.get("/echo", echo)])
+        )
+        async with aiohttp.ClientSession(f"http://{address}") as session, session.ws_connect("/echo") as websocket:
+            closing = asyncio.create_task(stack.aclose())
+            message = await websocket.receive()
+            assert (message.data, message.extra) == (1001, "the server is stopping")
+            await closing
+
+
+async def test_half_sent_requests_cannot_keep_more_connections_than_the_limit(
+    probe: FakeProbe, metrics: Metrics, conditions: Conditions
+) -> None:
+    limits, before = HttpLimits(), open_files()
+    async with serve_health(Address("127.0.0.1", 0), probe, metrics.registry, conditions) as address:
+        with structlog.testing.capture_logs() as lines:
+            sockets = await half_send_requests(address, 400)
+            async with aiohttp.ClientSession(f"http://{address}") as session, session.get("/healthz") as response:
+                assert response.status == 200
+            await until(lambda: sum(map(is_open, sockets)) <= limits.max_connections)
+            assert open_files() - before <= len(sockets) + limits.max_connections + limits.backlog
+            assert is_open(sockets[-1]), "the newest connections remain"
+        for connection in sockets:
+            connection.close()
+    assert [(line["event"], line["condition"]) for line in lines] == [
+        ("condition.began", HTTP_CONNECTIONS_LIMITED.name)
+    ]
+
+
+@pytest.mark.slow
+async def test_half_sent_request_is_closed_after_the_header_timeout(
+    probe: FakeProbe, metrics: Metrics, conditions: Conditions
+) -> None:
+    limits = HttpLimits(header_timeout=0.5)
+    async with serve_health(Address("127.0.0.1", 0), probe, metrics.registry, conditions, limits) as address:
+        [connection] = await half_send_requests(address, 1)
+        await until(lambda: not is_open(connection))
+        connection.close()
+
+
+async def test_repeated_scrapes_compute_the_metrics_once(probe: FakeProbe, conditions: Conditions) -> None:
+    class CountingRegistry(CollectorRegistry):
+        collected = 0
+
+        def collect(self) -> Iterator[Metric]:
+            self.collected += 1
+            return iter(())
+
+    registry, limits = CountingRegistry(), HttpLimits(scrape_interval=60.0)
+    async with (
+        serve_health(Address("127.0.0.1", 0), probe, registry, conditions, limits) as address,
+        aiohttp.ClientSession(f"http://{address}") as session,
+    ):
+        for number in range(100):
+            accept = ("text/plain", "application/openmetrics-text", f"text/plain; version={number}")[number % 3]
+            async with session.get("/metrics", headers={hdrs.ACCEPT: accept}) as response:
+                assert response.status == 200
+    assert registry.collected == 2  # one per format
+
+
+async def test_malformed_request_is_answered_without_a_log_line(
+    probe: FakeProbe, metrics: Metrics, conditions: Conditions, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serve_health(Address("127.0.0.1", 0), probe, metrics.registry, conditions) as address:
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(b"GET /healthz HTTP/9.9\r\nno colon\r\n\r\n")
+        assert b" 400 " in await reader.readline()
+        writer.close()
+        await writer.wait_closed()
+    assert not caplog.records

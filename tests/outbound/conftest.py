@@ -17,7 +17,7 @@ from cryptography.x509.oid import NameOID
 from indexer.outbound import OutboundClient, OutboundSettings, Timeouts
 from tests.outbound.scripted_host import ScriptedHost
 
-SHORT_TIMEOUTS = Timeouts(connect=2.0, read=1.0, rate_grace=0.1)
+SHORT_TIMEOUTS = Timeouts(connect=10.0, read=3.0, rate_grace=0.5)
 LOCAL = OutboundSettings("test (mailto:someone@example.com)", allow_private_hosts=True, timeouts=SHORT_TIMEOUTS)
 PUBLIC_ONLY = OutboundSettings("test", timeouts=SHORT_TIMEOUTS)
 

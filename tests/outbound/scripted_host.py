@@ -39,12 +39,13 @@ class ScriptedHost:
         connections: Number of accepted connections.
     """
 
-    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(self, tls: ssl.SSLContext | None = None, bind: str = "127.0.0.1") -> None:
         self.pages: dict[str, bytes | Script] = {}
         self.requests: list[str] = []
         self.connections = 0
         self.port = 0
         self._tls = tls
+        self._bind = bind
         self._handlers: list[asyncio.Task[None]] = []
         self._writers: list[asyncio.StreamWriter] = []
 
@@ -55,7 +56,7 @@ class ScriptedHost:
     async def __aenter__(self) -> Self:
         shutdown_timeout = None if self._tls is None else TLS_SHUTDOWN_TIMEOUT
         self._server = await asyncio.start_server(
-            self._accept, "127.0.0.1", 0, ssl=self._tls, ssl_shutdown_timeout=shutdown_timeout
+            self._accept, self._bind, 0, ssl=self._tls, ssl_shutdown_timeout=shutdown_timeout
         )
         self.port = self._server.sockets[0].getsockname()[1]
         return self

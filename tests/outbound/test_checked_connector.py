@@ -5,6 +5,7 @@ import os
 import ssl
 from collections.abc import Sequence
 from ipaddress import ip_address
+from time import monotonic
 
 import dns.rcode
 import pytest
@@ -41,14 +42,18 @@ async def test_public_host(world: OutboundWorld, public_client: OutboundClient) 
 
 
 async def test_connection_goes_to_the_address_that_was_checked(
-    world: OutboundWorld, public_client: OutboundClient
+    world: OutboundWorld, public_client: OutboundClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """DNS rebinding: the first lookup gives a public address, all later ones a private address."""
     world.names["pds.example"] = [[PUBLIC], [PRIVATE]]
     world.host.pages["/"] = http_response(b"hello", headers={"Connection": "close"})
     await public_client.get("https://pds.example/", max_bytes=10)
+    await public_client.get("https://pds.example/", max_bytes=10)
+    assert world.connected == [(PUBLIC, 443)] * 2
+    assert len(world.lookups) == 1, "its addresses are remembered for a few seconds"
+    monkeypatch.setattr("indexer.outbound.checked_connector.monotonic", lambda: monotonic() + 60.0)
     assert (await failure_of(public_client, "https://pds.example/")).reason is FetchFailure.REFUSED_ADDRESS
-    assert world.connected == [(PUBLIC, 443)]
+    assert world.connected == [(PUBLIC, 443)] * 2
 
 
 async def test_only_the_public_addresses_of_a_name_are_tried(
@@ -152,6 +157,7 @@ async def test_host_without_tls(world: OutboundWorld, public_client: OutboundCli
         }
 
 
+@pytest.mark.slow
 async def test_names_that_cannot_be_resolved(world: OutboundWorld, public_client: OutboundClient) -> None:
     async def never_resolve(_name: str, _port: int) -> Sequence[str]:
         return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
@@ -234,7 +240,7 @@ async def test_names_that_do_not_resolve_do_not_delay_others(world: OutboundWorl
         async def resolve(name: str, port: int) -> Sequence[str]:
             return await (fast if name == "pds.example" else slow)(name, port)
 
-        settings = OutboundSettings("test", timeouts=Timeouts(connect=0.5))
+        settings = OutboundSettings("test", timeouts=Timeouts(connect=5.0))
         async with OutboundClient(settings, resolve=resolve, tls=world.trust) as client:
             waiting = [asyncio.create_task(failure_of(client, f"https://{n}.example/")) for n in range(90)]
             await silent.wait_for_queries(len(waiting))

@@ -3,61 +3,19 @@
 import asyncio
 import gzip
 import tracemalloc
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from backports import zstd
 
-from indexer.errors import UnavailableError
-from indexer.outbound import OutboundClient, OutboundSettings, RateLimits, Response
-from indexer.outbound.host_limits import FAILURE_THRESHOLD
+from indexer.outbound import OutboundClient, RateLimits, Response
 from indexer.reasons import FetchFailure
 from tests.outbound.conftest import LOCAL, SHORT_TIMEOUTS
-from tests.outbound.scripted_host import Script, ScriptedHost, gzip_response, hang, http_response
-
-CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
-
-
-async def failure_of(request: Awaitable[object]) -> UnavailableError:
-    with pytest.raises(UnavailableError) as failure:
-        await request
-    return failure.value
-
-
-async def read_all(
-    outbound: OutboundClient,
-    url: str,
-    *,
-    max_bytes: int = 10_000_000,
-    timeout: float = 5.0,  # noqa: ASYNC109
-    min_rate: float = 0.0,
-    after_each: Callable[[], Awaitable[object]] | None = None,
-) -> int:
-    """Stream a body; return its size."""
-    size = 0
-    async with outbound.stream(url, max_bytes=max_bytes, timeout=timeout, min_rate=min_rate, accept="*/*") as stream:
-        async for chunk in stream.chunks():
-            size += len(chunk)
-            if after_each is not None:
-                await after_each()
-    return size
-
-
-def writes(*pieces: bytes, every: float = 0.0, forever: bool = False) -> Script:
-    """Return a script that sends a piece every `every` seconds; with `forever`, it repeats the last one."""
-
-    async def script(writer: asyncio.StreamWriter) -> None:
-        for piece in pieces:
-            writer.write(piece)
-            await writer.drain()
-            await asyncio.sleep(every)
-        while forever:
-            writer.write(pieces[-1])
-            await writer.drain()
-            await asyncio.sleep(every)
-
-    return script
+from tests.outbound.http_requests import CHUNKED, failure_of, read_all, reset, writes
+from tests.outbound.scripted_host import ScriptedHost, gzip_response, hang, http_response
 
 
 async def test_headers_of_a_request(host: ScriptedHost, outbound: OutboundClient) -> None:
@@ -235,12 +193,6 @@ async def test_truncated_or_malformed_response(host: ScriptedHost, outbound: Out
     assert (await failure_of(read_all(outbound, f"{host.url}/"))).reason is FetchFailure.UNREACHABLE
 
 
-async def reset(writer: asyncio.StreamWriter) -> None:
-    writer.write(http_response(b"half", length=8))
-    await writer.drain()
-    writer.transport.abort()
-
-
 async def test_connection_reset_within_the_body(host: ScriptedHost, outbound: OutboundClient) -> None:
     host.pages["/"] = reset
     assert (await failure_of(read_all(outbound, f"{host.url}/"))).reason is FetchFailure.UNREACHABLE
@@ -281,177 +233,17 @@ async def test_cancelled_request_releases_its_slot(host: ScriptedHost) -> None:
         assert (await outbound.get(f"{host.url}/", max_bytes=10)).body == b"x"
 
 
-# Redirects
+async def test_post_sends_the_body_once_and_follows_no_redirect(outbound: OutboundClient) -> None:
+    received: list[tuple[bytes, str]] = []
 
+    async def receive(request: web.Request) -> web.Response:
+        received.append((await request.read(), request.headers["X-Test"]))
+        return web.Response(status=302, headers={"Location": "/"}, body=b"moved")
 
-async def test_at_most_three_redirects_are_followed(host: ScriptedHost, outbound: OutboundClient) -> None:
-    for hop in range(5):
-        host.pages[f"/{hop}"] = http_response(
-            status=[301, 302, 303, 307, 308][hop], headers={"Location": f"/{hop + 1}"}
-        )
-    host.pages["/3"] = http_response(b"here")
-    response = await outbound.get(f"{host.url}/0", max_bytes=10)
-    assert (response.body, response.url) == (b"here", f"{host.url}/3")
-    host.pages["/3"] = http_response(status=302, headers={"Location": "/4"})
-    assert (await failure_of(outbound.get(f"{host.url}/0", max_bytes=10))).reason is FetchFailure.HTTP_STATUS
-    assert sum("get /4 " in request for request in host.requests) == 0
-
-
-async def test_redirect_loop_and_redirect_without_location(host: ScriptedHost, outbound: OutboundClient) -> None:
-    host.pages["/"] = http_response(status=302, headers={"Location": "/"})
-    assert (await failure_of(outbound.get(f"{host.url}/", max_bytes=10))).reason is FetchFailure.HTTP_STATUS
-    host.pages["/"] = http_response(status=302)
-    assert (await failure_of(outbound.get(f"{host.url}/", max_bytes=10))).reason is FetchFailure.HTTP_STATUS
-
-
-# Pauses that hosts ask for
-
-
-@pytest.mark.parametrize(
-    ("headers", "seconds"),
-    [
-        ({"Retry-After": "7"}, 7),
-        ({"RateLimit-Limit": "3000", "RateLimit-Remaining": "0", "RateLimit-Reset": "40"}, 40),
-        ({}, 60),
-        ({"Content-Type": "text/html"}, 60),
-    ],
-)
-async def test_host_gets_the_pause_that_it_asks_for(
-    host: ScriptedHost, outbound: OutboundClient, headers: dict[str, str], seconds: float
-) -> None:
-    host.pages["/"] = http_response(b"<html>Too many requests</html>", status=429, headers=headers)
-    first = await failure_of(outbound.get(f"{host.url}/", max_bytes=10))
-    second = await failure_of(outbound.get(f"{host.url}/other", max_bytes=10))
-    assert first.reason is second.reason is FetchFailure.THROTTLED
-    assert first.retry_after == seconds
-    assert first.host == second.host == host.url.removeprefix("http://")
-    assert second.retry_after is not None
-    assert seconds - 5 < second.retry_after <= seconds
-    assert len(host.requests) == 1
-
-
-async def test_503_with_retry_after_asks_for_a_pause(host: ScriptedHost, outbound: OutboundClient) -> None:
-    host.pages["/"] = http_response(status=503, headers={"Retry-After": "7"})
-    failure = await failure_of(outbound.get(f"{host.url}/", max_bytes=10))
-    assert (failure.reason, failure.retry_after) == (FetchFailure.THROTTLED, 7)
-
-
-# Hosts that fail
-
-
-async def finish(request: Awaitable[object]) -> None:
-    """Wait for a response, or any failure except HOST_PAUSED."""
-    try:
-        await request
-    except UnavailableError as error:
-        assert error.reason is not FetchFailure.HOST_PAUSED  # noqa: PT017 - most requests do not fail
-
-
-@pytest.mark.parametrize(
-    "page",
-    [
-        pytest.param(hang, marks=pytest.mark.slow),
-        pytest.param(writes(http_response(b"half", length=8), every=60), marks=pytest.mark.slow),
-        pytest.param(writes(CHUNKED, b"1\r\nx\r\n", every=0.02, forever=True), marks=pytest.mark.slow),
-        reset,
-        b"SSH-2.0-OpenSSH_9.9\r\n",
-        http_response(gzip.compress(b"x" * 100, mtime=0)[:-3], headers={"Content-Encoding": "gzip"}),
-        http_response(b"<html>", status=500),
-        http_response(b"<html>", status=502),
-        http_response(status=503),
-    ],
-)
-async def test_host_is_paused_after_failures(
-    host: ScriptedHost, outbound: OutboundClient, page: bytes | Script
-) -> None:
-    host.pages["/"] = page
-    for _ in range(FAILURE_THRESHOLD):
-        await finish(read_all(outbound, f"{host.url}/", timeout=0.4, min_rate=1_000))
-    requests = len(host.requests)
-    failure = await failure_of(outbound.get(f"{host.url}/other", max_bytes=10))
-    assert failure.reason is FetchFailure.HOST_PAUSED
-    assert failure.retry_after is not None
-    assert failure.retry_after > 20
-    assert len(host.requests) == requests >= FAILURE_THRESHOLD
-    assert [state.consecutive_failures for state in outbound.hosts.paused()] == [FAILURE_THRESHOLD]
-
-
-@pytest.mark.parametrize(
-    "page",
-    [
-        http_response(b"{}"),
-        http_response(status=501),
-        http_response(b'{"error": "RepoNotFound"}', status=400),
-        http_response(b"<html>", status=404),
-        http_response(b"x" * 2_000),
-        http_response(b"not what it says", headers={"Content-Encoding": "gzip"}),
-        http_response(status=302, headers={"Location": "ftp://127.0.0.1/"}),
-    ],
-)
-async def test_host_is_not_paused_after_other_responses(
-    host: ScriptedHost, outbound: OutboundClient, page: bytes
-) -> None:
-    host.pages["/"] = page
-    for _ in range(FAILURE_THRESHOLD + 1):
-        await finish(outbound.get(f"{host.url}/", max_bytes=1_000))
-    assert len(host.requests) == FAILURE_THRESHOLD + 1
-    assert outbound.hosts.paused() == []
-
-
-async def test_unreachable_host_is_paused(outbound: OutboundClient) -> None:
-    async with ScriptedHost() as closed:
-        url = closed.url
-    for _ in range(FAILURE_THRESHOLD):
-        assert (await failure_of(outbound.get(url, max_bytes=10))).reason is FetchFailure.UNREACHABLE
-    assert (await failure_of(outbound.get(url, max_bytes=10))).reason is FetchFailure.HOST_PAUSED
-
-
-@pytest.mark.slow
-async def test_results_of_requests_are_reported(host: ScriptedHost) -> None:
-    results: list[str] = []
-    host.pages |= {
-        "/": http_response(status=302, headers={"Location": "/there"}),
-        "/there": http_response(b"{}"),
-        "/not": http_response(status=404),
-        "/broken": http_response(status=500),
-        "/large": http_response(b"x" * 100),
-        "/hang": hang,
-        "/reset": reset,
-        "/odd": http_response(b"?", headers={"Content-Encoding": "br"}),
-        "/wait": http_response(status=429),
-    }
-    settings = replace(LOCAL, rates=RateLimits(host=1_000))
-    async with OutboundClient(settings, on_request=results.append) as outbound:
-        for page in host.pages:
-            await finish(outbound.get(f"{host.url}{page}", max_bytes=10))
-        for url in (host.url, "gopher://pds.example/"):
-            await finish(outbound.get(url, max_bytes=10))
-    counted = "3xx 2xx 2xx 4xx 5xx too-large timeout unreachable bad-answer 4xx throttled refused-address"
-    assert results == counted.split()
-
-
-async def test_connections_to_all_hosts_are_limited(host: ScriptedHost) -> None:
-    running = maximum = 0
-    full = asyncio.Event()
-
-    async def resolve(_name: str, _port: int) -> list[str]:
-        return ["127.0.0.1"]
-
-    async def hold(writer: asyncio.StreamWriter) -> None:
-        nonlocal running, maximum
-        running += 1
-        maximum = max(maximum, running)
-        if running == 20:
-            full.set()
-        await full.wait()
-        running -= 1
-        writer.write(http_response(b"{}", headers={"Connection": "close"}))
-        await writer.drain()
-
-    host.pages["/"] = hold
-    settings = OutboundSettings("test", allow_private_hosts=True, rates=RateLimits(total=100_000, total_concurrency=20))
-    urls = [f"http://{number}.example:{host.port}/" for number in range(300)]
-    async with OutboundClient(settings, resolve=resolve) as outbound:
-        responses = await asyncio.gather(*[outbound.get(url, max_bytes=10) for url in urls])
-    assert {response.body for response in responses} == {b"{}"}
-    assert maximum == 20
+    application = web.Application()
+    application.router.add_post("/", receive)
+    async with TestServer(application) as server:
+        url = str(server.make_url("/"))
+        response = await outbound.post(url, b"hello", headers={"X-Test": "1"})
+    assert (response.status, response.body, received) == (302, b"moved", [(b"hello", "1")])
+    assert (await failure_of(outbound.post(url, b"", headers={}))).reason is FetchFailure.UNREACHABLE

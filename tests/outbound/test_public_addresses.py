@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexer.outbound.public_addresses import is_public
+from indexer.outbound.public_addresses import is_public, network_of
 
 RESERVED_V4 = [
     ("0.0.0.0", "0.255.255.255"),  # noqa: S104
@@ -99,3 +99,18 @@ def test_addresses_that_are_not_public_are_refused(address: str) -> None:
 @pytest.mark.parametrize("address", ["93.184.216.34", "1.1.1.1", "2606:4700:4700::1111", "2a00:1450:4001::1"])
 def test_public_addresses_are_allowed(address: str) -> None:
     assert is_public(address)
+
+
+@pytest.mark.parametrize(
+    ("address", "network"),
+    [
+        ("192.0.2.7", "192.0.2.7"),
+        ("2001:db8:1:2:3::4", "2001:db8:1:2::/64"),
+        ("2001:db8:1:2::9%eth0", "2001:db8:1:2::/64"),
+        ("::ffff:192.0.2.7", "192.0.2.7"),
+        ("64:ff9b::192.0.2.7", "192.0.2.7"),
+        ("2002:c000:207::1", "192.0.2.7"),
+    ],
+)
+def test_addresses_of_one_machine_are_one_network(address: str, network: str) -> None:
+    assert network_of(address) == network

@@ -6,7 +6,7 @@ from indexer.localnet.local_network import LocalNetwork
 from indexer.outbound import OutboundClient, OutboundSettings, Timeouts
 from tests.outbound.scripted_host import ScriptedHost
 
-LOCAL = OutboundSettings("test", allow_private_hosts=True, timeouts=Timeouts(read=1.0, rate_grace=0.1))
+LOCAL = OutboundSettings("test", allow_private_hosts=True, timeouts=Timeouts(read=3.0, rate_grace=1.0))
 
 
 @pytest.fixture

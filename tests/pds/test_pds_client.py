@@ -14,7 +14,7 @@ from indexer.localnet.local_repo import Write
 from indexer.outbound import OutboundClient, OutboundSettings, RateLimits
 from indexer.pds import PdsClient
 from indexer.reasons import FetchFailure, Rejection
-from indexer.sync.verify import verify_snapshot
+from indexer.sync.verify import verify_record, verify_snapshot
 
 GET_REPO = "com.atproto.sync.getRepo"
 CAR = {"Content-Type": "application/vnd.ipld.car"}
@@ -147,8 +147,8 @@ async def test_download_that_is_not_continued_leaves_no_file(
 async def test_slow_export(
     account: LocalAccount, outbound: OutboundClient, tmp_path: Path, limits: dict[str, float], detail: str | None
 ) -> None:
-    """Send the export in about three quarters of a second."""
-    account.pds.faults.append(Fault(GET_REPO, rate=sum(map(len, account.repo.export())) * 4 // 3))
+    """Send the export in about three seconds."""
+    account.pds.faults.append(Fault(GET_REPO, rate=sum(map(len, account.repo.export())) // 3))
     pds = PdsClient(outbound, DEFAULT_LIMITS, tmp_path / "spool", **limits)
     if detail is None:
         async with pds.fetch_export(account.did, account.pds.url) as spool:
@@ -203,6 +203,18 @@ async def test_invalid_latest_commit_is_refused(account: LocalAccount, pds: PdsC
     with pytest.raises(UnavailableError) as failure:
         await pds.fetch_latest_commit(account.did, account.pds.url)
     assert failure.value.reason is FetchFailure.BAD_ANSWER
+
+
+async def test_record_with_its_proof(account: LocalAccount, pds: PdsClient) -> None:
+    path = "com.example.note/7"
+    proof = await pds.fetch_record_proof(account.did, path, account.pds.url)
+    assert proof == account.repo.record_proof(path)
+    block = verify_record(account.did, path, proof, account.key.public, DEFAULT_LIMITS)
+    assert block == account.records[path]
+    account.takedown()
+    with pytest.raises(UnavailableError) as failure:
+        await pds.fetch_record_proof(account.did, path, account.pds.url)
+    assert failure.value.reason is FetchFailure.REPO_TAKENDOWN
 
 
 @pytest.mark.parametrize("host", ["", "pds.example", "//", "https://[::1", "at://did:plc:x", "http://\x00/"])

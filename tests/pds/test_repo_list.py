@@ -110,3 +110,25 @@ async def test_size_of_a_page_is_limited(host: ScriptedHost, outbound: OutboundC
     with pytest.raises(UnavailableError) as failure:
         await list_repos(outbound, host.url, "", None)
     assert failure.value.reason is FetchFailure.TOO_LARGE
+
+
+@pytest.mark.parametrize("item", [b"[]", b"{}", b"1", b'{"did":"did:plc:a"}'])
+async def test_page_with_too_many_items_is_refused_before_it_is_decoded(
+    host: ScriptedHost, outbound: OutboundClient, monkeypatch: pytest.MonkeyPatch, item: bytes
+) -> None:
+    """Decoding 4 MiB of empty lists takes 0.7 seconds."""
+    monkeypatch.setattr("indexer.pds.xrpc.orjson.loads", lambda _: pytest.fail("decoded"))
+    items = b",".join([item] * (4_000_000 // (len(item) + 1)))
+    host.pages[ALL] = http_response(b'{"repos":[' + items + b"]}")
+    with pytest.raises(UnavailableError, match="over 16384 items") as failure:
+        await list_repos(outbound, host.url, "", None)
+    assert failure.value.reason is FetchFailure.BAD_ANSWER
+
+
+async def test_longest_pages_of_hosts_are_accepted(host: ScriptedHost, outbound: OutboundClient) -> None:
+    entry = {"did": DID, "head": "bafy" + "a" * 55, "rev": REV, "active": False, "status": "deactivated"}
+    host.pages[ALL] = http_response(orjson.dumps({"cursor": "x", "repos": [entry] * 1_000}))
+    assert len((await list_repos(outbound, host.url, "", None)).accounts) == 1_000
+    of_collection = ALL.replace("listRepos?", "listReposByCollection?").replace("1000", "2000") + "&collection=a.b.c"
+    host.pages[of_collection] = http_response(orjson.dumps({"cursor": "x", "repos": [{"did": DID}] * 2_000}))
+    assert len((await list_repos(outbound, host.url, "a.b.c", None)).accounts) == 2_000

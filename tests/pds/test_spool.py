@@ -62,6 +62,7 @@ def open_file_sizes(directory: Path) -> list[int]:
 blocks = st.binary(max_size=40) | st.integers(0, 9).map(lambda n: bytes([n]) * 1_000 * n)
 
 
+@pytest.mark.slow
 @given(
     st.lists(blocks, max_size=60),
     st.lists(blocks, max_size=5),

@@ -14,12 +14,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import cbrrr
 from aiohttp import web
 from websockets.asyncio.server import ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
+
+from indexer.localnet import dag_cbor
+from tests.localnet.independent_decoder import decode_frame
 
 ARCHIVE = Path(__file__).parents[1] / "data" / "recording.tar.xz"
 FIRST_PDS_PORT = 46327
@@ -91,7 +93,7 @@ class Recording:
     def _stream(self, pds: int) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         file = io.BytesIO(self._files[f"pds{pds}.live.frames"])
         while size := file.read(4):
-            yield _decode(file.read(int.from_bytes(size, "big")))
+            yield decode_frame(file.read(int.from_bytes(size, "big")))
 
     def _pds(self, did: str, at: str) -> int | None:
         operation = self.operation(did, at)
@@ -169,7 +171,7 @@ class ReplayedNetwork:
         did = request.query["did"]
         for frame in reversed(self.recording.frames[: self.sent]):
             if frame.did == did and frame.type == "#commit":
-                _, payload = _decode(frame.frame)
+                _, payload = decode_frame(frame.frame)
                 return web.json_response({"cid": payload["commit"].encode(), "rev": payload["rev"]})
         return web.json_response({"error": "RepoNotFound", "message": did}, status=400)
 
@@ -208,10 +210,5 @@ def _did(payload: dict[str, Any]) -> str:
     return did
 
 
-def _decode(frame: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
-    header, payload = cast("Any", cbrrr.decode_multi_dag_cbor_in_violation_of_the_spec(frame))
-    return header, payload
-
-
 def _encode(header: dict[str, Any], payload: dict[str, Any]) -> bytes:
-    return cbrrr.encode_dag_cbor(header) + cbrrr.encode_dag_cbor(payload)
+    return dag_cbor.encode(header) + dag_cbor.encode(payload)

@@ -12,9 +12,11 @@ import pytest
 
 from indexer.daemon import Daemon
 from indexer.outbound import OutboundClient, OutboundSettings, RateLimits
-from indexer.service.crawl import reconcile
+from indexer.reasons import GapReason
 from indexer.service.crawl.discover import Discovery
+from indexer.service.crawl.reconcile import ReconciliationSettings
 from indexer.store import Store
+from indexer.sync.gap import Gap
 from tests.daemon_harness import run_daemon, settings_for, wait_for_cursor
 from tests.realnet.real_network import RealAccount, RealPds, real_network
 from tests.waiting import until
@@ -139,7 +141,7 @@ async def test_scenario_on_a_real_pds_is_indexed_from_its_stream(database: str, 
 async def test_repo_list_reveals_older_accounts_and_a_lost_commit(
     database: str, tmp_path: Path, store: Store, outbound: OutboundClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reconcile, "ReconciliationIntervals", partial(reconcile.ReconciliationIntervals, settle=0.1))
+    monkeypatch.setattr("indexer.daemon.ReconciliationSettings", partial(ReconciliationSettings, settle=0.1))
     with real_network(1, tmp_path) as network:
         pds = network.pds[0]
         active, inactive = await asyncio.to_thread(play_scenario, pds)
@@ -155,10 +157,10 @@ async def test_repo_list_reveals_older_accounts_and_a_lost_commit(
             await asyncio.to_thread(writer.write_silently, [silent])
             expected[writer.did] = await asyncio.to_thread(listed_records, pds, writer)
             assert f"{NOTE}/silent" in expected[writer.did]
-            running.reconciliation.request()
+            await running.open_gaps.open(Gap(pds.stream_url, "0/1", GapReason.CURSOR_OUTDATED))
             await wait_until_equal(database, expected)
             assert running.reconciliation.progress is not None
-            assert running.reconciliation.progress.endswith("1 differ")
+            assert running.reconciliation.progress.endswith("different: 1")
             assert not {account.did for account in inactive} & (await visible_repos(database)).keys()
 
 

@@ -4,17 +4,22 @@ from contextlib import aclosing
 from dataclasses import replace
 
 import pytest
+from structlog.testing import capture_logs
+from websockets.asyncio.server import ServerConnection, serve
 
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.localnet.local_network import LocalNetwork
 from indexer.relay.subscription import PATH, ConnectionSettings, Subscription
 from indexer.sync.events import StreamError
 from indexer.sync.frames import decode_frame
+from tests.event_loop_watch import EventLoopWatch
 from tests.outbound.scripted_host import ScriptedHost, http_response
+from tests.waiting import until
 
 QUICK = ConnectionSettings(
-    connect_timeout=5, ping_interval=5, message_timeout=0.5, first_delay=0.01, max_delay=0.05, stable_after=60
+    connect_timeout=20, ping_interval=20, message_timeout=20, first_delay=0.01, max_delay=0.05, stable_after=60
 )
+IMPATIENT = replace(QUICK, message_timeout=0.5)
 
 
 @pytest.fixture
@@ -59,6 +64,25 @@ async def test_the_stream_starts_after_the_cursor(net: LocalNetwork) -> None:
     assert await next_seqs(subscription(net.relay_url), Cursors(2), 3) == [3, 4, 5]
 
 
+@pytest.mark.slow
+async def test_attempts_to_reach_a_relay_that_is_down_are_counted_instead_of_logged_one_by_one(
+    net: LocalNetwork,
+) -> None:
+    net.create_account()
+    await net.relay.stop()
+    source, cursors = subscription(net.relay_url), Cursors(0)
+    with capture_logs() as lines:
+        reading = asyncio.create_task(next_seqs(source, cursors, 1))
+        await until(lambda: len(cursors.asked) > 20)
+        await net.relay.start()
+        assert await reading == [1]
+    shown = [line for line in lines if line["log_level"] != "debug"]
+    attempts = [line["attempts"] for line in shown if line["event"] == "relay.unreachable"]
+    assert attempts[:5] == [1, 2, 4, 8, 16]
+    assert len(attempts) <= 8
+    assert [line["event"] for line in shown if line["event"] != "relay.unreachable"] == ["relay.connected"]
+
+
 async def test_a_reconnection_asks_for_the_cursor_again(net: LocalNetwork) -> None:
     net.relay.inclusive = False
     account = net.create_account()
@@ -100,8 +124,9 @@ async def error_of_second_connection(source: Subscription) -> str:
 
 
 @pytest.mark.slow
-async def test_a_connection_without_messages_is_closed(net: LocalNetwork) -> None:
-    assert "no message for 0.5 s" in await error_of_second_connection(subscription(net.relay_url))
+async def test_a_connection_without_messages_is_closed_and_the_next_one_is_given_more_time(net: LocalNetwork) -> None:
+    """The second connection has the same cursor, so nothing new has happened on the relay."""
+    assert "no message for 1 s" in await error_of_second_connection(subscription(net.relay_url, settings=IMPATIENT))
 
 
 async def test_a_text_message_is_yielded_as_bytes(net: LocalNetwork) -> None:
@@ -158,7 +183,7 @@ async def test_a_skipped_message_is_counted_once_when_the_connection_breaks_late
     first = net.relay.seq + 1
     for record in (SMALL, LARGE, SMALL):
         account.create("com.example.note", record)
-    source = subscription(net.relay_url, max_bytes=20_000)
+    source = subscription(net.relay_url, max_bytes=20_000, settings=IMPATIENT)
     seen: list[int] = []
     connections = 0
 
@@ -237,3 +262,54 @@ async def test_an_error_frame_is_yielded_before_the_connection_ends(net: LocalNe
         event = decode_frame(await anext(frames), DEFAULT_LIMITS)
     assert isinstance(event, StreamError)
     assert event.error == "FutureCursor"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("message", [b"\x82\x00", b"\x8a\x00"], ids=["empty messages", "pongs"])
+async def test_many_tiny_messages_do_not_block_the_event_loop(message: bytes) -> None:
+    """256 KiB of them may arrive at once."""
+    count, last = 150_000, b"the last one"
+
+    async def send(connection: ServerConnection) -> None:
+        connection.transport.write(message * count)
+        await connection.send(last)
+        await connection.wait_closed()
+
+    async def receive(relay: str) -> int:
+        received, patient = 0, replace(QUICK, message_timeout=60, ping_interval=60)
+        async with aclosing(subscription(relay, settings=patient).frames(Cursors(0))) as all_:
+            async for frame in all_:
+                if frame == last:
+                    break
+                received += 1
+        return received
+
+    async with serve(send, "127.0.0.1", 0) as server:
+        [socket] = server.sockets
+        with EventLoopWatch() as watch:
+            task = asyncio.create_task(receive(f"ws://127.0.0.1:{socket.getsockname()[1]}"), context=watch.context)
+            async with asyncio.timeout(60):
+                received = await task
+    assert received == (count if message == b"\x82\x00" else 0)
+    watch.check()
+
+
+@pytest.mark.slow
+async def test_bytes_are_not_received_faster_than_they_are_parsed() -> None:
+    size, count = 4 << 20, 16
+    frame = b"\x82\x7f" + size.to_bytes(8) + bytes(size)
+    connections: list[ServerConnection] = []
+
+    async def send(connection: ServerConnection) -> None:
+        connection.transport.write(frame * count)
+        connections.append(connection)
+        await connection.wait_closed()
+
+    async with serve(send, "127.0.0.1", 0) as server:
+        [socket] = server.sockets
+        relay = f"ws://127.0.0.1:{socket.getsockname()[1]}"
+        async with aclosing(
+            subscription(relay, settings=replace(QUICK, message_timeout=60)).frames(Cursors(0))
+        ) as all_:
+            assert await anext(all_) == bytes(size)
+            assert connections[0].transport.get_write_buffer_size() > size * count / 2, "the rest is still to be sent"

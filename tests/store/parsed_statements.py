@@ -38,8 +38,21 @@ SENDERS = {
     for name, method in getmembers(driver, isfunction)
     if not name.startswith("_") and SQL & set(signature(method).parameters)
 }
-LOCALS = {"segment": 0}
-"""Values of local variables that are put into a statement: the number of a segment of the change log."""
+LOCALS = {
+    "segment": 0,
+    "role": "atproto_reader",
+    "index": "lexicon_a_b",
+    "method": "btree",
+    "expressions": "(lexicon.to_text((value -> 'a'), 1))",
+    "collection": "'a.b.c'",
+    "comment": "'a'",
+}
+"""Values of local variables that are put into a statement: a segment, a public role, and the parts of an index."""
+DYNAMIC = {
+    "indexer.create_lexicon_view": "creates and drops views, comments on them and grants access to them",
+    "indexer.drop_lexicon_view": "drops a view",
+}
+"""Functions that execute statements which are not in the source: DDL of views, which Citus runs on the coordinator."""
 COPY = ("schema_name", "columns")
 CONNECTION = re.compile("connection|pool")
 LEVELS = ("SelectStmt", "InsertStmt", "UpdateStmt", "DeleteStmt")
@@ -383,7 +396,7 @@ async def database_statements(sql: asyncpg.Connection) -> list[Statement]:
     return [
         Statement(name, body)
         for name, definition, own in await sql.fetch(_DEFINITIONS)
-        for body in ([_sql(own)] if own else _plpgsql(definition))
+        for body in ([_sql(own)] if own else _plpgsql(definition, dynamic=name.removeprefix("function ") in DYNAMIC))
     ]
 
 
@@ -393,14 +406,14 @@ def _sql(body: str) -> str:
     return body.removeprefix("BEGIN ATOMIC").removesuffix("END")
 
 
-def _plpgsql(definition: str) -> Iterator[str]:
+def _plpgsql(definition: str, *, dynamic: bool) -> Iterator[str]:
     """Yield the statements of a PL/pgSQL function. Row types are replaced, because the parser does not know them.
 
     Raises:
-        LookupError: The function executes a dynamic statement.
+        LookupError: The function executes a dynamic statement, and is not expected to.
     """
     body = pgparse.parse_pgsql(re.sub(r"(?m)^(\s*\w+) indexer\.\w+;$", r"\1 record;", definition))
-    if any(nodes(body, "PLpgSQL_stmt_dynexecute")):
+    if any(nodes(body, "PLpgSQL_stmt_dynexecute")) != dynamic:
         raise LookupError(definition)
     for expression in nodes(body, "PLpgSQL_expr"):
         query = expression["query"]

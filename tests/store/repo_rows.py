@@ -1,6 +1,5 @@
 """Repos and record changes for the tests of the store."""
 
-from dataclasses import replace
 from hashlib import sha256
 from typing import Any
 
@@ -21,17 +20,14 @@ def head(rev: str = "3laaaaaaaaa22") -> Head:
 
 
 def synchronized(name: object, **fields: Any) -> Repo:
-    return replace(
-        Repo(
-            did(name),
-            version=1,
-            sync_status=SyncStatus.SYNCHRONIZED,
-            sync_reason=None,
-            head=head(),
-            synchronized_at=1.5,
-        ),
-        **fields,
-    )
+    return Repo(
+        did(name),
+        version=1,
+        sync_status=SyncStatus.SYNCHRONIZED,
+        sync_reason=None,
+        head=head(),
+        synchronized_at=1.5,
+    )._replace(**fields)
 
 
 def put(path: str, text: str = "{}", action: Action = "create", rev: str = "3laaaaaaaaa22") -> RecordChange:
@@ -58,7 +54,7 @@ async def waiting_for_locks(sql: asyncpg.Connection, count: int) -> bool:
 
 async def in_progress(store: Store, name: object, *, now: float = 100.0, **fields: Any) -> Repo:
     """Insert a repo with the head of `synchronized`, and claim it at `now` for ten seconds."""
-    await insert(store, replace(synchronized(name), sync_status=SyncStatus.DESYNCHRONIZED, **fields))
+    await insert(store, synchronized(name)._replace(sync_status=SyncStatus.DESYNCHRONIZED, **fields))
     claimed = await store.claim(1, range(256), 10.0, now)
     assert [repo.did for repo in claimed] == [did(name)]
     return claimed[0]

@@ -1,13 +1,14 @@
 import asyncio
+import json
 import random
 from collections.abc import Iterable
-from dataclasses import replace
 from math import inf
 
 import asyncpg
 import pytest
 
 from indexer.atproto.cid import cid_of, cid_text
+from indexer.errors import RefusedWriteError
 from indexer.reasons import Desync, Rejection
 from indexer.store import DatabaseError, Store, dead_letters
 from indexer.sync.plans import Batch, BufferedEvent, Cursor, DeadLetter, RecordChange, RepoWrite
@@ -37,9 +38,8 @@ async def terminate_all_but(connection: asyncpg.Connection) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "repo",
-    [
+async def test_rows_are_read_as_they_were_written(store: Store) -> None:
+    rows = [
         Repo(did(1), version=1),
         Repo(did(1), version=7, next_attempt_at=PARKED, last_error="http-status: 500", attempts=3),
         Repo(
@@ -60,11 +60,10 @@ async def terminate_all_but(connection: asyncpg.Connection) -> None:
             synchronized_at=0.5,
         ),
         *[Repo(did(1), version=1, sync_reason=reason) for reason in Desync],
-    ],
-)
-async def test_a_row_is_read_as_it_was_written(store: Store, repo: Repo) -> None:
-    await insert(store, repo)
-    assert await store.repos([did(1), did("unknown")]) == {did(1): repo}
+    ]
+    repos = {did(number): row._replace(did=did(number)) for number, row in enumerate(rows)}
+    await insert(store, *repos.values())
+    assert await store.repos([*repos, did("unknown")]) == repos
 
 
 async def test_random_batches_give_the_same_records_as_a_dictionary(store: Store, sql: asyncpg.Connection) -> None:
@@ -87,7 +86,7 @@ async def test_random_batches_give_the_same_records_as_a_dictionary(store: Store
                     changes.append(put(path, f'{{"step": {step}, "n": {n}}}', action))  # type: ignore[arg-type]
                     records[one, path] = changes[-1].cid or b""
                 log[one].append((changes[-1].action, path, changes[-1].cid))
-            repo = replace(synchronized(0), did=one, version=repos[one].version + 1)
+            repo = synchronized(0)._replace(did=one, version=repos[one].version + 1)
             writes.append(RepoWrite(repos[one].version, repo, tuple(changes)))
             repos[one] = repo
         assert await store.apply(Batch(tuple(writes))) == frozenset()
@@ -175,7 +174,7 @@ async def test_a_write_on_another_version_is_skipped_and_the_cursor_is_not_saved
     assert (await store.repos([did("changed")]))[did("changed")].latest_verified_rev is None
     assert await sql.fetchval("select count(*) from indexer.buffered_event") == 0
     assert await sql.fetchval("select array_agg(did) from indexer.change where rkey is not null") == [did("same")]
-    assert await store.cursor(RELAY, "0/1") is None
+    assert await store.cursors() == []
 
 
 async def test_a_repo_inserted_meanwhile_is_not_overwritten(store: Store) -> None:
@@ -191,7 +190,7 @@ async def test_of_two_writes_on_one_version_one_is_skipped(store: Store) -> None
     async def write(error: str, order: Iterable[Repo]) -> frozenset[str]:
         return await store.apply(
             Batch(
-                tuple(RepoWrite(1, replace(repo, version=2, last_error=error), (put("app.test/a"),)) for repo in order)
+                tuple(RepoWrite(1, repo._replace(version=2, last_error=error), (put("app.test/a"),)) for repo in order)
             )
         )
 
@@ -208,7 +207,7 @@ async def test_a_batch_that_fails_writes_nothing(store: Store, sql: asyncpg.Conn
         (dead_letter(1),),
         cursor=Cursor(RELAY, "0/1", 9),
     )
-    with pytest.raises(asyncpg.DataError):  # a bug of the caller, so it is no DatabaseError
+    with pytest.raises(RefusedWriteError):  # a retry would fail again, so it is no DatabaseError
         await store.apply(batch)
     for table in ("repo", "record", "change", "dead_letter", "cursor"):
         assert await sql.fetchval(f"select count(*) from indexer.{table}") == 0  # noqa: S608
@@ -217,23 +216,28 @@ async def test_a_batch_that_fails_writes_nothing(store: Store, sql: asyncpg.Conn
 async def test_the_cursor_never_decreases(store: Store, sql: asyncpg.Connection) -> None:
     for seq, event_time in ((5, "five"), (3, "three"), (7, None), (9, "a time\0 of any form")):
         await store.apply(Batch(cursor=Cursor(RELAY, "0/1", seq, event_time)))
-        assert await store.cursor(RELAY, "0/1") == max(5, seq)
+        assert [cursor.seq for cursor in await store.cursors()] == [max(5, seq)]
     await store.apply(Batch(cursor=Cursor(RELAY, "1/2", 4)))
-    assert await store.cursor(RELAY, "0/1") == 9
     rows = await sql.fetch("select shard, seq, event_time from atproto.cursors order by shard")
     assert [tuple(row) for row in rows] == [("0/1", 9, "a time\ufffd of any form"), ("1/2", 4, None)]
+
+
+async def test_a_new_epoch_replaces_the_cursor(store: Store) -> None:
+    for epoch, seq in ((0, 900), (1, 3), (0, 901), (1, 2)):
+        await store.apply(Batch(cursor=Cursor(RELAY, "0/1", seq, epoch=epoch)))
+    assert [(cursor.epoch, cursor.seq) for cursor in await store.cursors()] == [(1, 3)]
 
 
 async def test_events_are_buffered_until_the_resync_ends(store: Store, sql: asyncpg.Connection) -> None:
     repo = await in_progress(store, 1)
     for seq in (7, 8, 8):
-        repo = replace(repo, version=repo.version + 1, buffered_events=repo.buffered_events + 1)
+        repo = repo._replace(version=repo.version + 1, buffered_events=repo.buffered_events + 1)
         await store.apply(
             Batch((RepoWrite(repo.version - 1, repo, (), (BufferedEvent(repo.did, RELAY, seq, b"frame"),)),))
         )
     assert [row[0] for row in await sql.fetch("select seq from indexer.buffered_event order by seq")] == [7, 8, 8]
     assert await sql.fetchval("select lease_until from indexer.repo") is not None
-    ended = replace(repo, version=repo.version + 1, sync_status=SyncStatus.DESYNCHRONIZED)
+    ended = repo._replace(version=repo.version + 1, sync_status=SyncStatus.DESYNCHRONIZED)
     assert not await store.apply(Batch((RepoWrite(repo.version, ended),)))
     assert await sql.fetchval("select count(*) from indexer.buffered_event") == 0
     assert await sql.fetchval("select lease_until from indexer.repo") is None
@@ -309,5 +313,44 @@ async def test_a_parked_repo_has_an_infinite_next_attempt(store: Store, sql: asy
 
 async def test_a_value_that_cannot_be_stored_is_no_database_error(store: Store) -> None:
     """Even if its text is like that of a lost connection."""
-    with pytest.raises(asyncpg.DataError, match="closed"):
+    with pytest.raises(RefusedWriteError, match="closed"):
         await store.apply(Batch(cursor=Cursor(RELAY, "0/1", "the connection is closed")))  # type: ignore[arg-type]
+
+
+async def test_large_records_are_written_in_several_statements_with_the_same_result(
+    store: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("indexer.store.apply_batch.STATEMENT_BYTES", 10_000)
+    values = {f"{number:02}": json.dumps("x" * (5_000 if number % 3 else 20_000)) for number in range(20)}
+    creates = [RecordChange("create", "a.b.c", rkey, "3a", b"cid", value) for rkey, value in values.items()]
+    row = synchronized(1)
+    await sql.execute("create table statement (size bigint)")
+    await sql.execute(
+        """
+        create function note_statement() returns trigger language plpgsql as $$
+            begin insert into statement select sum(octet_length(value::text)) from written; return null; end
+        $$"""
+    )
+    await sql.execute(
+        "create trigger note after insert on indexer.record referencing new table as written "
+        "for each statement execute function note_statement()"
+    )
+    assert not await store.apply(Batch((RepoWrite(0, row, tuple(creates)),)))
+    assert {row["rkey"]: row["value"] for row in await sql.fetch("select rkey, value from indexer.record")} == values
+    sizes = [size for (size,) in await sql.fetch("select size from statement")]
+    assert len(sizes) > 10
+    assert max(sizes) < 21_000
+    deletes = [change._replace(action="delete", cid=None, value=None) for change in creates]
+    assert not await store.apply(Batch((RepoWrite(row.version, row._replace(version=9), tuple(deletes)),)))
+    assert not await sql.fetch("select from indexer.record")
+
+
+async def test_row_of_which_only_the_head_advances_is_stored_completely(store: Store) -> None:
+    await insert(store, synchronized(1), synchronized(2))
+    before = await store.repos([did(1), did(2)])
+    after = before[did(1)]._replace(version=before[did(1)].version + 3, head=head("3lbbbbbbbbb22"))
+    assert after.advances(before[did(1)])
+    write = RepoWrite(before[did(1)].version, after, advances=True)
+    assert not await store.apply(Batch((write,)))
+    assert await store.repos([did(1), did(2)]) == {did(1): after, did(2): before[did(2)]}
+    assert await store.apply(Batch((write,))) == {did(1)}, "the row has another version by now"

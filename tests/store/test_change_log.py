@@ -2,7 +2,6 @@
 
 import asyncio
 from contextlib import AsyncExitStack
-from dataclasses import replace
 
 import asyncpg
 import pytest
@@ -13,11 +12,13 @@ from indexer.store import Store
 from indexer.store.change_log import log_changes
 from indexer.sync.plans import Batch, RepoWrite
 from indexer.sync.repo_state import SyncStatus
-from indexer.sync.stored_identity import StoredIdentity
+from indexer.sync.stored_identity import HandleCheck, HandleClaim, StoredIdentity
 from tests.conftest import DatabaseServer
 from tests.profiles import scaled
 from tests.store.change_log_helpers import NEXT, after, change, connected, log, rkeys
 from tests.store.repo_rows import delete, did, in_progress, insert, put, synchronized
+
+pytestmark = pytest.mark.slow
 
 
 async def test_a_late_commit_is_not_skipped_and_blocks_no_other(database: str, sql: asyncpg.Connection) -> None:
@@ -201,7 +202,6 @@ STEPS = st.lists(
 )
 
 
-@pytest.mark.slow
 @settings(max_examples=scaled(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=STEPS)
 async def test_any_interleaving_of_writers_gives_commit_order(
@@ -277,7 +277,6 @@ class Interleaving:
             del self.open[writer], self.writers[writer]
 
 
-@pytest.mark.slow
 async def test_concurrent_writers_and_consumers(database: str) -> None:
     """Consumers that read all the time get each change once, and the changes of each repo in order."""
     writers, rounds = 6, 60
@@ -337,7 +336,7 @@ async def test_takedowns_and_account_statuses_are_logged(store: Store, sql: asyn
     await store.apply(Batch((RepoWrite(2, synchronized(1, version=3, takedown=True), (put("app.test/a"),)),)))
     assert await store.set_takedown(did(1), on=False)
     back = synchronized(1, version=5, sync_status=SyncStatus.DESYNCHRONIZED, active=False, hosting_status="suspended")
-    await store.apply(Batch((RepoWrite(4, replace(back, synchronized_at=None)),)))
+    await store.apply(Batch((RepoWrite(4, back._replace(synchronized_at=None)),)))
     rows = await after(sql, position)
     assert [(row["action"], row["rkey"]) for row in rows] == [
         ("hidden", None),
@@ -348,9 +347,7 @@ async def test_takedowns_and_account_statuses_are_logged(store: Store, sql: asyn
     assert {(row["did"], row["live"]) for row in rows} == {(did(1), True)}
 
 
-async def test_a_change_of_the_pds_is_logged_and_no_other_change_of_an_identity(
-    store: Store, sql: asyncpg.Connection
-) -> None:
+async def test_a_change_of_the_pds_is_logged_and_a_claim_is_not(store: Store, sql: asyncpg.Connection) -> None:
     def identity(at: float, pds: str | None, handle: str = "alice.test") -> StoredIdentity:
         return StoredIdentity(did(1), handle, pds, "did:key:zabc", at, stale=False, problem=None)
 
@@ -366,3 +363,31 @@ async def test_a_change_of_the_pds_is_logged_and_no_other_change_of_an_identity(
             [identity(at, pds, handle), StoredIdentity(did(2), None, None, None, at, False, "gone")]
         )
     assert [(row["did"], row["action"], row["rkey"]) for row in await after(sql)] == [(did(1), "moved", None)]
+
+
+async def test_each_change_of_a_verified_handle_is_logged_once(store: Store, sql: asyncpg.Connection) -> None:
+    async def claim(at: float, handle: str | None) -> None:
+        await store.save_identities([StoredIdentity(did(1), handle, "https://one.test", "did:key:zabc", at)])
+
+    async def check(claimed: str, known: str | None, result: str | None) -> None:
+        await store.save_handle_check(HandleCheck(HandleClaim(did(1), claimed, known, 0), result, 0, 9.0))
+
+    async def logged() -> list[tuple[str, str, bool]]:
+        return [(row["did"], row["action"], row["live"]) for row in await after(sql)]
+
+    entry = (did(1), "identity", True)
+    await claim(1.0, "alice.test")
+    assert await logged() == [], "the handle is not known yet"
+    await check("alice.test", None, "alice.test")
+    await check("alice.test", "alice.test", "alice.test")
+    assert await logged() == [entry]
+    await claim(2.0, "bob.test")
+    await check("alice.test", "alice.test", "alice.test")
+    assert await logged() == [entry], "the check of an earlier claim has no effect"
+    await check("bob.test", None, "handle.invalid")
+    assert await logged() == [entry] * 2
+    await check("bob.test", "handle.invalid", "bob.test")
+    await claim(3.0, None)
+    assert await logged() == [entry] * 4, "without a claim, the handle is invalid"
+    await claim(4.0, None)
+    assert await logged() == [entry] * 4

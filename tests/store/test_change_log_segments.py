@@ -21,6 +21,8 @@ from indexer.store.change_log_segments import (
 )
 from tests.store.change_log_helpers import NEXT, after, change, connected, log, rkeys
 
+pytestmark = pytest.mark.slow
+
 NOW = 1_000_000.0
 DAY = 86_400.0
 POLICY = RetentionPolicy(7 * DAY, 6_000, 14 * DAY)
@@ -61,9 +63,11 @@ def test_the_current_segment_is_never_truncated() -> None:
 
 @pytest.mark.parametrize(
     ("size", "age", "expected"),
-    [(999, DAY, None), (1_000, 0.0, 1), (10, 7 / 6 * DAY + 1, 1), (10, 7 / 6 * DAY - 1, None)],
+    [(749, DAY, None), (750, 0.0, 1), (10, 7 / 6 * DAY + 1, 1), (10, 7 / 6 * DAY - 1, None)],
 )
-def test_a_segment_holds_a_sixth_of_the_retained_changes(size: int, age: float, expected: int | None) -> None:
+def test_a_segment_holds_an_eighth_of_the_size_or_a_sixth_of_the_time(
+    size: int, age: float, expected: int | None
+) -> None:
     log = log_of(Segment(0, size, 20, NOW), opened_at=NOW - age)
     assert plan_trim(log, POLICY, NOW).next_segment == expected
 
@@ -117,6 +121,21 @@ def test_no_connected_consumer_loses_changes(
         left = sum(segment.bytes for segment in log.segments if segment.number not in plan.truncate)
         assert left <= max(POLICY.max_bytes, segments[-1].bytes) + 100 * SEGMENTS
     assert log.current not in plan.truncate
+
+
+def test_after_a_consumer_was_disconnected_the_one_large_segment_waits_for_the_others() -> None:
+    """The one that stopped kept all segments, so the current one grew. The other one is a few changes behind."""
+    full = [Segment(number, 750, number + 1, NOW - 60) for number in range(SEGMENTS - 1)]
+    current = Segment(SEGMENTS - 1, 6_200, 90, NOW)
+    stopped, other = consumer("stopped", 0, NOW - 60), consumer("other", 85, NOW - 1)
+    first = plan_trim(log_of(*full, current, consumers=(stopped, other)), POLICY, NOW)
+    assert first == TrimPlan(("stopped",), tuple(range(SEGMENTS - 1)), None)
+    trimmed = log_of(current, consumers=(replace(stopped, cut_off=True), other))
+    assert plan_trim(trimmed, POLICY, NOW) == TrimPlan((), (), 0)
+    switched = log_of(current, Segment(0, 100, 95, NOW), consumers=(other,))
+    assert plan_trim(switched, POLICY, NOW) == TrimPlan((), (), None)
+    caught_up = replace(switched, consumers=(replace(other, seq=90),))
+    assert plan_trim(caught_up, POLICY, NOW).truncate == (SEGMENTS - 1,)
 
 
 async def fill(sql: asyncpg.Connection, *, segments: int) -> None:

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 from indexer.reasons import Desync
 from indexer.store import Store
+from indexer.store.crawl_rows import ListDifferences
 from indexer.sync.crawl_progress import CrawlProgress
-from indexer.sync.repo_state import TOMBSTONED, SyncStatus
+from indexer.sync.repo_state import TOMBSTONED, Repo, SyncStatus
 from tests.store.repo_rows import did, head, insert, synchronized
 
 OLD, STORED, NEWER = "3laaaaaaaaa22", "3laaaaaaaab22", "3laaaaaaaac22"
@@ -15,11 +16,15 @@ async def test_differences_are_repos_that_are_behind_and_repos_that_are_hidden(s
     stored = {
         name: synchronized(name, head=head(STORED)) for name in ("newer", "same", "older", "hidden", "broken", "gone")
     }
-    stored["hidden"] = replace(stored["hidden"], active=False)
-    stored["gone"] = replace(stored["gone"], active=False, hosting_status=TOMBSTONED)
-    stored["broken"] = replace(stored["broken"], sync_status=SyncStatus.DESYNCHRONIZED, sync_reason=Desync.NEW)
+    stored["hidden"] = stored["hidden"]._replace(active=False)
+    stored["gone"] = stored["gone"]._replace(active=False, hosting_status=TOMBSTONED)
+    stored["broken"] = stored["broken"]._replace(sync_status=SyncStatus.DESYNCHRONIZED, sync_reason=Desync.NEW)
+    stored["announced"] = Repo(did("announced"), version=1, from_stream=True)
+    stored["announced and fetched"] = synchronized("announced and fetched", head=head(STORED), from_stream=True)
     await insert(store, *stored.values())
     listed = {
+        "announced": NEWER,
+        "announced and fetched": STORED,
         "newer": NEWER,
         "same": STORED,
         "older": OLD,
@@ -29,8 +34,8 @@ async def test_differences_are_repos_that_are_behind_and_repos_that_are_hidden(s
         "unknown": NEWER,
     }
     differences = await store.find_differences({did(name): rev for name, rev in listed.items()})
-    assert differences == ([did("newer")], [did("hidden")])
-    assert await store.find_differences({}) == ([], [])
+    assert differences == ListDifferences([did("newer")], [did("hidden")], [did("unknown")], [did("announced")])
+    assert await store.find_differences({}) == ListDifferences([], [], [], [])
 
 
 async def test_progress_is_stored_per_purpose_source_and_collection(store: Store) -> None:

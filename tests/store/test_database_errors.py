@@ -1,12 +1,19 @@
-"""A session that the server ends is a transient error."""
+"""Errors of the database are transient, or the operator's to correct, or bugs."""
 
 import asyncio
+import errno
+import socket
+import ssl
 from collections import Counter
 
 import asyncpg
+import pytest
+from asyncpg.exceptions import TargetServerAttributeNotMatched
 
+from indexer.errors import IndexerError, SettingsError
+from indexer.reasons import FetchFailure
 from indexer.store import DatabaseError
-from indexer.store.database_errors import database_errors
+from indexer.store.database_errors import database_errors, opening, without_password
 
 MAX_SESSIONS = 500
 
@@ -30,3 +37,84 @@ async def test_a_session_ended_by_the_server_is_a_database_error_at_any_moment(
             causes[type(error.__cause__).__name__] += 1
         connection.terminate()
     assert causes["InternalClientError"], causes
+
+
+@pytest.mark.parametrize("limit", ["statement_timeout", "lock_timeout"])
+async def test_a_statement_that_the_server_cancels_after_a_time_limit_is_a_timeout(
+    database: str, sql: asyncpg.Connection, limit: str
+) -> None:
+    """So that `DatabaseAttempt` does not report it as an answer: the stage still waits."""
+    connection = await asyncpg.connect(database, server_settings={limit: "50ms"})
+    try:
+        async with sql.transaction():
+            await sql.execute("lock table indexer.repo in access exclusive mode")
+            with pytest.raises(DatabaseError) as caught, database_errors():
+                await connection.fetch("select from indexer.repo")
+        assert caught.value.reason is FetchFailure.TIMEOUT
+    finally:
+        await connection.close()
+
+
+def raised(error: BaseException) -> IndexerError:
+    """Return what `opening` makes of an error of the driver."""
+    with (
+        pytest.raises(IndexerError) as caught,
+        opening("postgresql://me:hunter2@db.example:5433/mine?sslpassword=hunter2"),
+    ):
+        raise error
+    assert "postgresql://me@db.example:5433/mine" in str(caught.value)
+    assert "hunter2" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConnectionRefusedError(errno.ECONNREFUSED, "Connect call failed"),
+        OSError(errno.EHOSTUNREACH, "No route to host"),
+        TimeoutError(),
+        socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution"),
+        asyncpg.CannotConnectNowError("the database system is starting up"),
+        asyncpg.TooManyConnectionsError("sorry, too many clients already"),
+        TargetServerAttributeNotMatched("None of the hosts match"),
+    ],
+)
+def test_outage_is_a_transient_error_that_names_the_database(error: BaseException) -> None:
+    assert isinstance(raised(error), DatabaseError)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        socket.gaierror(socket.EAI_NONAME, "Name or service not known"),
+        asyncpg.InvalidPasswordError('password authentication failed for user "me"'),
+        asyncpg.InvalidAuthorizationSpecificationError("no pg_hba.conf entry"),
+        asyncpg.InvalidCatalogNameError('database "mine" does not exist'),
+        asyncpg.InsufficientPrivilegeError('permission denied for database "mine"'),
+        asyncpg.UndefinedObjectError('unrecognized configuration parameter "foo"'),
+        ssl.SSLCertVerificationError("certificate verify failed"),
+    ],
+)
+def test_wrong_setting_is_a_settings_error_that_names_the_setting_and_the_database(error: BaseException) -> None:
+    found = raised(error)
+    assert isinstance(found, SettingsError)
+    assert str(found).startswith("INDEXER_DATABASE_URL: ")
+
+
+def test_lost_privilege_of_a_running_daemon_is_a_settings_error() -> None:
+    with pytest.raises(SettingsError, match="lacks a privilege: permission denied for table repo"), database_errors():
+        raise asyncpg.InsufficientPrivilegeError("permission denied for table repo")
+
+
+@pytest.mark.parametrize(
+    ("dsn", "shown"),
+    [
+        ("postgresql://me:hunter2@one:5432,two:5433/x", "postgresql://me@one:5432,two:5433/x"),
+        ("postgres:///x?user=me&password=hunter2&host=/run/p", "postgres:///x?user=me&host=/run/p"),
+        ("postgres://me@one/x?SSLPassword=hunter2&api_token=hunter2&port=1", "postgres://me@one/x?port=1"),
+        ("postgres://me@one/x?options=-c%20app.secret=hunter2", "postgres://me@one/x?options=-c+app.secret=***"),
+    ],
+)
+def test_address_has_no_password_in_any_form_of_the_url(dsn: str, shown: str) -> None:
+    assert without_password(dsn) == shown

@@ -12,9 +12,9 @@ from indexer.store import Store, host_states
 
 HEALTHY = HostState("pds.example", 10, 1, 0, None, None, "timeout: 5 s", 1_800_000_000.0)
 FAILING = HostState(
-    "failing.example:8443", 7, 7, 7, time() + 3_000, FetchFailure.HOST_PAUSED, "unreachable: reset\0by peer", None
+    "failing.example:8443", 7, 7, 7, time() + 200_000, FetchFailure.HOST_PAUSED, "unreachable: reset\0by peer", None
 )
-THROTTLED = HostState("throttled.example", 3, 0, 0, time() + 600, FetchFailure.THROTTLED, None, None)
+THROTTLED = HostState("throttled.example", 3, 0, 0, time() + 100_000, FetchFailure.THROTTLED, None, None)
 
 
 async def test_paused_and_failing_hosts_are_loaded(store: Store, sql: asyncpg.Connection) -> None:

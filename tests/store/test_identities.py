@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 
 import asyncpg
+import pytest
 
 from indexer.store import Store
 from indexer.store.identities import CLAIM_HANDLES
@@ -179,6 +180,7 @@ async def test_due_handles_are_found_by_index(store: Store, sql: asyncpg.Connect
     assert "identity_handle" in plan
 
 
+@pytest.mark.slow
 async def test_handles_stored_before_verification_are_migrated_as_claims(empty_database: str) -> None:
     await migrate(empty_database, "0006")
     async with connected(empty_database) as sql:
@@ -194,3 +196,25 @@ async def test_handles_stored_before_verification_are_migrated_as_claims(empty_d
         assert await claimed(store) == [HandleClaim(did(1), "alice.test", None, 0)]
     finally:
         await store.close()
+
+
+async def did_of(sql: asyncpg.Connection, handle: str | None) -> str | None:
+    found: str | None = await sql.fetchval("select atproto.did_of($1)", handle)
+    return found
+
+
+async def test_did_of_finds_only_verified_handles(store: Store, sql: asyncpg.Connection) -> None:
+    await insert(store, synchronized(1), synchronized(2))
+    await store.save_identities([identity(1, "alice.test"), identity(2, None)])
+    assert await did_of(sql, "alice.test") is None
+    await save_check(store, 1, "alice.test")
+    assert {await did_of(sql, name) for name in ("alice.test", "Alice.TEST", "@alice.test")} == {did(1)}
+    assert {await did_of(sql, name) for name in (INVALID_HANDLE, "bob.test", "", None)} == {None}
+
+
+async def test_did_of_names_the_account_whose_handle_was_verified_last(store: Store, sql: asyncpg.Connection) -> None:
+    await store.save_identities([identity(1, "alice.test"), identity(2, "alice.test")])
+    claims = await claimed(store)
+    for claim in claims:
+        await store.save_handle_check(HandleCheck(claim, "alice.test", 0, NOON))
+    assert await did_of(sql, "alice.test") == claims[1].did

@@ -7,9 +7,10 @@ import asyncpg
 import pytest
 
 from benchmarks import public_schema
+from benchmarks.links import LIKERS
 from indexer.store import Store
-from indexer.store.apply_batch import UPDATE_REPOS
-from indexer.store.columns import buckets_of, repo_arrays
+from indexer.store.apply_batch import ADVANCE_REPOS, UPDATE_REPOS
+from indexer.store.columns import buckets_of, head_arrays, repo_arrays
 from indexer.store.store import LOAD_REPOS
 from tests.conftest import DatabaseServer
 from tests.store.change_log_helpers import connected
@@ -23,6 +24,13 @@ SMALL_BATCHES = """
     insert into indexer.change (segment, batch, ordinal, bucket, live, action, did)
     select 0, id, 0, 0, true, 'hidden', 'did:plc:a' from batch
 """
+LINKS = """
+    insert into indexer.link_bucket (bucket, done_at) select n, now() from generate_series(0, 255) n;
+    insert into indexer.link (did, collection, rkey, number, bucket, target, kind, path, counted)
+    select did, collection, rkey, 0, bucket, value #>> '{subject,uri}', 'strong-ref', '.subject.uri', true
+    from indexer.record;
+    insert into indexer.link_recount (did, bucket) select did, bucket from indexer.repo limit 3
+"""
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +39,7 @@ def large(postgres: DatabaseServer) -> Iterator[str]:
         connection = await asyncpg.connect(dsn)
         await public_schema.generate(connection, RECORDS)
         await connection.execute(SMALL_BATCHES)
+        await connection.execute(LINKS)
         await connection.execute("analyze")
         await connection.close()
 
@@ -108,6 +117,21 @@ async def test_a_batch_finds_its_repos_by_primary_key(store: Store, database: st
     dids, buckets = [repo.did for repo in repos], buckets_of(repo.did for repo in repos)
     found = await plans(database, LOAD_REPOS, dids, buckets, mode=mode)
     assert "Index Scan using repo_pkey" in found
-    found = await plans(database, UPDATE_REPOS, buckets, *repo_arrays(repos), [1] * len(repos), mode=mode)
-    assert found.count("Index Scan using repo_pkey") == 2, found
-    assert not re.search("Index Cond:.* ANY ", found), found
+    for statement, arrays in ((UPDATE_REPOS, repo_arrays(repos)), (ADVANCE_REPOS, head_arrays(repos))):
+        found = await plans(database, statement, buckets, *arrays, [1] * len(repos), mode=mode)
+        assert found.count("Index Scan using repo_pkey") == 2, found
+        assert not re.search("Index Cond:.* ANY ", found), found
+
+
+@pytest.mark.slow
+async def test_links_and_their_count_are_read_with_an_index(large: str) -> None:
+    """The count reads no links but those of the repos that are recounted."""
+    async with connected(large) as sql:
+        target = await sql.fetchval("select target from indexer.link where collection = 'app.bsky.feed.like' limit 1")
+    values = target, "app.bsky.feed.like", ".subject.uri"
+    found = await plans(large, "select atproto.link_count($1, $2, $3)", *values)
+    assert {"link_count_pkey", "link_delta_pkey"} <= set(re.findall(r"link_\w+", found)), found
+    assert "Seq Scan on link" not in found.replace("Seq Scan on link_bucket", ""), found
+    found = await plans(large, LIKERS, *values)
+    assert "using link_target" in found, found
+    assert not re.search(r"Seq Scan|Sort", found), found

@@ -9,11 +9,13 @@ import pytest
 
 from indexer.atproto.cid import cid_text
 from indexer.reasons import Desync
-from indexer.store import Store, report_queries
+from indexer.store import DatabaseError, Store, report_queries
 from indexer.sync.plans import Batch, Cursor
 from indexer.sync.repo_state import PARKED, Repo, SyncStatus
 from indexer.sync.stored_identity import HandleCheck, HandleClaim, StoredIdentity
 from tests.store.repo_rows import did, head, in_progress, insert, put, synchronized
+
+PAGES = "select pg_relation_size('indexer.repo') / 8192"
 
 
 async def test_counts(store: Store, sql: asyncpg.Connection) -> None:
@@ -62,6 +64,74 @@ async def test_counts_of_an_empty_database(store: Store) -> None:
     counts = await store.counts()
     assert counts.statuses == dict.fromkeys(SyncStatus, 0)
     assert (counts.reasons, counts.queued, counts.parked, counts.records, counts.cursors) == ({}, 0, 0, 0, [])
+
+
+MANY_REPOS = """
+    insert into indexer.repo (did, bucket, version, sync_status, sync_reason, rev, data, commit, active, hosting_seq,
+        takedown, buffered_events, buffered_bytes, lease, lease_until, attempts, next_attempt_at, last_error,
+        synchronized_at, unproven_since)
+    select 'did:plc:' || n, n % 256, 1,
+        case when n % 10 = 0 then 'desynchronized' when n = 1 then 'in-progress' else 'synchronized' end,
+        case when n % 10 = 0 then 'chain-break' end, '3aaaaaaaaaaaa', '\\x01', '\\x02', true, 0, false, 0, 0, 0,
+        case when n = 1 then now() end, 0, case when n = 10 then 'infinity'::timestamptz end,
+        case when n % 20 = 0 then 'timeout: slow' end, to_timestamp(100 + n % 4), case when n = 3 then now() end
+    from generate_series(1, $1) n
+"""
+"""One of ten repos is desynchronized; one repo each is being resynced, parked and unproven."""
+
+
+def assert_about(estimate: int, number: int) -> None:
+    assert estimate == pytest.approx(number, rel=0.25), "an estimate from many pages"
+
+
+@pytest.mark.slow
+async def test_repos_of_a_large_table_are_estimated_from_a_part_of_it_and_few_ones_counted(
+    store: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await sql.execute(MANY_REPOS.replace("$1", "40000"))
+    await sql.execute("vacuum analyze indexer.repo")
+    exact = await store.counts(102.0)
+    assert (exact.counted_share, sum(exact.statuses.values()), exact.ended) == (1.0, 40_000, 20_000)
+    monkeypatch.setattr(report_queries, "MAX_COUNTED_PAGES", 200)
+    monkeypatch.setattr(report_queries, "MAX_FEW", 100)
+    counts = await store.counts(102.0)
+    assert counts.counted_share == pytest.approx(200 / await sql.fetchval(PAGES))
+    assert counts.statuses[SyncStatus.IN_PROGRESS] == 1
+    assert (counts.parked, counts.unproven) == (1, 1)
+    assert_about(counts.statuses[SyncStatus.SYNCHRONIZED], 35_999)
+    assert_about(counts.statuses[SyncStatus.DESYNCHRONIZED], 4_000)
+    assert_about(counts.queued, 3_999)
+    assert_about(counts.reasons["chain-break"], 4_000)
+    assert_about(counts.failures["timeout"], 2_000)
+    assert_about(counts.ended, 20_000)
+    assert (await store.counts(102.0)).statuses == counts.statuses, "the same pages are read again"
+    monkeypatch.setattr(report_queries, "MAX_FEW", 100_000)
+    assert (await store.counts()).queued == 3_999
+
+
+@pytest.mark.slow
+async def test_repos_are_counted_whatever_the_time_limit(
+    store: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A count of 200,000 repos takes longer than 20 ms, and one of a few pages does not."""
+    await sql.execute(MANY_REPOS.replace("$1", "200000"))
+    monkeypatch.setattr(report_queries, "COUNT_MILLISECONDS", 20)
+    counts = await store.counts()
+    assert counts.counted_share < 1.0
+    assert 20_000 < sum(counts.statuses.values()) < 2_000_000
+    assert counts.statuses[SyncStatus.SYNCHRONIZED] > counts.statuses[SyncStatus.DESYNCHRONIZED]
+
+
+async def test_count_that_waits_for_a_lock_ends_with_a_database_error(
+    store: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await insert(store, synchronized(1))
+    monkeypatch.setattr(report_queries, "COUNT_MILLISECONDS", 50)
+    async with sql.transaction():
+        await sql.execute("lock table indexer.repo in access exclusive mode")
+        with pytest.raises(DatabaseError):
+            await store.counts()
+    assert (await store.counts()).statuses[SyncStatus.SYNCHRONIZED] == 1
 
 
 async def test_a_repo_report_has_status_reason_and_error(store: Store) -> None:

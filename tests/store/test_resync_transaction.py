@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-from dataclasses import replace
 
 import asyncpg
 import pytest
@@ -21,8 +20,8 @@ ALL = range(256)
 async def completed(store: Store, repo: Repo) -> Repo:
     """Return the row of the repo after a resync during which no event arrived."""
     row = (await store.repos([repo.did]))[repo.did]
-    return replace(
-        row, version=row.version + 1, sync_status=SyncStatus.SYNCHRONIZED, sync_reason=None, head=head("3lbbbbbbbbb22")
+    return row._replace(
+        version=row.version + 1, sync_status=SyncStatus.SYNCHRONIZED, sync_reason=None, head=head("3lbbbbbbbbb22")
     )
 
 
@@ -36,7 +35,7 @@ async def test_stored_records_come_in_path_order(store: Store, monkeypatch: pyte
     collections = ["com.example.foo", "com.example.foo-x", "com.example.foo.bar", "com.example.fo", "a.b", "z.z"]
     paths = [f"{collection}/{rkey}" for collection in collections for rkey in ("A", "a", "-", "~", "3l:x")]
     await insert(store, synchronized("other"), changes=(put("com.example.foo/other"),))
-    await insert(store, replace(synchronized(1), sync_status=SyncStatus.DESYNCHRONIZED), changes=tuple(map(put, paths)))
+    await insert(store, synchronized(1)._replace(sync_status=SyncStatus.DESYNCHRONIZED), changes=tuple(map(put, paths)))
     (claimed,) = await store.claim(1, ALL, 10.0, 100.0)
     async with store.resync(claimed) as transaction:
         chunks = [chunk async for chunk in transaction.stored()]
@@ -69,7 +68,7 @@ async def test_a_difference_that_does_not_fit_the_stored_records_is_a_bug(
     store: Store, sql: asyncpg.Connection, change: RecordChange
 ) -> None:
     """If the claim is lost, it is no bug, because another worker may have changed the records."""
-    repo = replace(synchronized(1), sync_status=SyncStatus.DESYNCHRONIZED)
+    repo = synchronized(1)._replace(sync_status=SyncStatus.DESYNCHRONIZED)
     await insert(store, repo, changes=(put("app.test/there"),))
     (claimed,) = await store.claim(1, ALL, 10.0, 100.0)
     with pytest.raises(BrokenInvariantError, match="changed since they were compared"):
@@ -90,7 +89,7 @@ async def test_writes_between_chunks_do_not_change_what_is_read(store: Store, mo
     for round_ in range(8):
         before = {path: put(path, '"stored"') for path in numbers.sample(names, numbers.randrange(len(names)))}
         snapshot = {path: put(path, numbers.choice(['"stored"', '"fetched"'])) for path in numbers.sample(names, 20)}
-        repo = replace(synchronized(round_), sync_status=SyncStatus.DESYNCHRONIZED)
+        repo = synchronized(round_)._replace(sync_status=SyncStatus.DESYNCHRONIZED)
         await insert(store, repo, changes=tuple(before.values()))
         (claimed,) = await store.claim(1, ALL, 1e10, 100.0)
         diff = SnapshotDiff(iter(sorted((path.encode(), change.cid or b"") for path, change in snapshot.items())))
@@ -121,7 +120,7 @@ async def test_changes_become_visible_with_the_commit(store: Store, sql: asyncpg
     async with store.resync(claimed) as transaction:
         await transaction.write([put("app.test/a"), put("app.test/b", '"old"')])
         row = (await store.repos([did(1)]))[did(1)]  # an event of the stream arrives
-        buffering = replace(row, version=row.version + 1, buffered_events=1)
+        buffering = row._replace(version=row.version + 1, buffered_events=1)
         buffered = tuple(BufferedEvent(did(1), RELAY, seq, b"frame") for seq in (9, 8))
         assert not await store.apply(Batch((RepoWrite(row.version, buffering, (), buffered),)))
         assert await store.visible_records(did(1)) == {}
@@ -207,3 +206,16 @@ async def test_a_record_with_special_characters_is_stored_unchanged(store: Store
     assert record["value"]["braces"] == "{a,b}"
     assert record["value"]["text"] == "\\ \n é 🦋"
     assert await stored(store, claimed) == [(b"app.test/NULL", odd.cid)]
+
+
+async def test_lost_claim_is_recognized_while_the_row_is_locked(store: Store, sql: asyncpg.Connection) -> None:
+    """The new owner may wait for a record that this transaction has written: to wait for its lock were a deadlock."""
+    repo = synchronized(1)._replace(sync_status=SyncStatus.DESYNCHRONIZED)
+    await insert(store, repo)
+    (claimed,) = await store.claim(1, ALL, 10.0, 100.0)
+    async with store.resync(claimed) as transaction:
+        await transaction.write([put("app.test/new")])
+        await sql.execute("select atproto.request_resync($1)", repo.did)
+        async with sql.transaction(), asyncio.timeout(20):
+            await sql.execute("select from indexer.repo for update")
+            assert await transaction.lock() is None

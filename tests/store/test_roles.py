@@ -11,8 +11,15 @@ from indexer.sync.plans import Batch, RepoWrite
 from tests.store.change_log_helpers import connected
 from tests.store.repo_rows import did, insert, put, synchronized
 
+pytestmark = pytest.mark.slow
+
 READS = (
-    *(f"table atproto.{view}" for view in ("repos", "records", "changes", "cursors", "rejected", "readers")),
+    *(
+        f"table atproto.{view}"
+        for view in ("repos", "records", "blobs", "links", "link_progress", "changes", "cursors", "rejected", "readers")
+    ),
+    "select atproto.did_of('alice.test')",
+    "select atproto.link_count('did:plc:a', 'app.test', '.a')",
     "select atproto.record_bytes('did:plc:a', 'app.test', 'a')",
     "select atproto.latest_seq()",
     "select * from atproto.changes_after(0, 1)",

@@ -14,7 +14,7 @@ from indexer.atproto.cid import cid_of, cid_text
 from indexer.store import DatabaseError, Store
 from indexer.store.apply_batch import apply
 from indexer.store.migrate import migrate, schema_is_current
-from indexer.store.resync_queue import CLAIM, DUE, INCOMPLETE, PARKED
+from indexer.store.resync_queue import CLAIM, DUE, INCOMPLETE, PARKED, UNPROVEN
 from indexer.store.schema import metadata
 from indexer.sync.plans import Batch, RepoWrite
 from indexer.sync.shard import bucket_of
@@ -32,7 +32,8 @@ CATALOG = """
         and attnum > 0 and not attisdropped
         and relname <> 'alembic_version'
     union all
-    select 'constraint', conrelid::regclass::text, conname, pg_get_constraintdef(oid), '', '', ''
+    select 'constraint', conrelid::regclass::text, conname,
+        replace(pg_get_constraintdef(oid), ' NOT VALID', ''), '', '', ''
     from pg_constraint where connamespace = 'indexer'::regnamespace and conparentid = 0 and contype not in ('n', 't')
         and conrelid::regclass::text !~ 'alembic_version|_[0-9]+$'
     union all
@@ -53,6 +54,9 @@ VIEWS = {
     "cursors": "relay shard seq event_time updated_at caught_up_at",
     "hosts": "host requests failures failures_in_a_row paused_until pause_reason last_error last_success_at updated_at",
     "rejected": "id relay seq did kind reason time",
+    "blobs": "did cid mime_type size collection rkey uri",
+    "links": "target target_kind did collection rkey path",
+    "link_progress": "state buckets_done buckets repos_done enabled_at completed_at",
 }
 
 
@@ -78,6 +82,7 @@ async def test_the_migrations_give_the_schema_of_the_metadata(database: str, emp
     assert migrated == await catalog(empty_database)
 
 
+@pytest.mark.slow
 async def test_concurrent_migrations_succeed(empty_database: str) -> None:
     assert not await schema_is_current(empty_database)
     await asyncio.gather(*[migrate(empty_database) for _ in range(3)])
@@ -185,7 +190,7 @@ async def test_a_commit_updates_no_index_of_the_repo_table(store: Store, sql: as
     await insert(store, synchronized(1))
     async with sql.transaction():
         repo = synchronized(1, version=2, head=head("3lbbbbbbbbb22"), latest_verified_rev="3lbbbbbbbbb22")
-        assert not await apply(sql, Batch((RepoWrite(1, repo),)))
+        assert not (await apply(sql, Batch((RepoWrite(1, repo),)))).skipped
         assert await sql.fetchval("select pg_stat_get_xact_tuples_hot_updated('indexer.repo'::regclass)") == 1
 
 
@@ -227,7 +232,7 @@ async def test_frequent_statements_use_indexes(store: Store, sql: asyncpg.Connec
 
 
 async def test_maintenance_of_the_queue_reads_only_rows_that_are_due(store: Store, sql: asyncpg.Connection) -> None:
-    """Half of all repos are parked, a hundredth of them long enough, and few repos lack values."""
+    """Half of all repos are parked, a hundredth of them long enough. Few repos lack values, and few are unproven."""
     await sql.execute(
         "insert into indexer.repo (did, bucket, version, sync_status, rev, data, commit, active, hosting_seq, "
         "takedown, buffered_events, buffered_bytes, lease, attempts, next_attempt_at, synchronized_at, updated_at) "
@@ -239,8 +244,11 @@ async def test_maintenance_of_the_queue_reads_only_rows_that_are_due(store: Stor
         "insert into indexer.record (did, collection, rkey, bucket, cid, rev, value_problem) select did, 'a.b', 'c', "
         "bucket, '', '3l', case when did like '%77' then 'missing' end from indexer.repo"
     )
+    await sql.execute("update indexer.repo set unproven_since = now() where did like '%78'")
     await sql.execute("analyze indexer.repo, indexer.record; set plan_cache_mode = force_generic_plan")
     explain = "explain (analyze, costs off, timing off) "
+    plan = "\n".join(row[0] for row in await sql.fetch(explain + UNPROVEN, 200.0, list(range(256)), 60))
+    assert re.search(r"Index Scan using repo_unproven .*rows=60\b", plan), plan
     plan = "\n".join(row[0] for row in await sql.fetch(explain + PARKED, 200.0, list(range(256)), 50))
     assert re.search(r"Limit .*rows=50\b", plan), plan
     assert re.search(r"Index Scan using repo_parked .*rows=50\b", plan), plan

@@ -12,8 +12,8 @@ from indexer.store import Store
 from indexer.store.apply_batch import INSERT_REPOS, UPDATE_REPOS
 from indexer.store.resync_queue import CLAIM
 from indexer.sync.plans import Batch, BufferedEvent, RepoWrite
-from indexer.sync.repo_state import Repo, SyncStatus
-from indexer.sync.repo_transitions import TRANSITIONS, Outcome, Trigger, amend
+from indexer.sync.repo_state import CHOSEN, Repo, SyncStatus
+from indexer.sync.repo_transitions import TRANSITIONS, Outcome, Trigger, amend, erase
 from tests.store.parsed_statements import Node, Statement, database_statements, nodes, sent_statements, table_of
 from tests.store.repo_rows import did, in_progress, insert, synchronized
 
@@ -63,6 +63,8 @@ async def test_only_known_statements_write_the_sync_status(sql: asyncpg.Connecti
         "repo_requests.INSERT_REPOS",
         "resync_queue.CLAIM",
         "function atproto.request_resync",
+        "function indexer.start_tracking",
+        "function indexer.stop_tracking",
     }
     assert written["apply_batch.INSERT_REPOS"] == written["repo_requests.INSERT_REPOS"] == INSERT_REPOS
     assert written["apply_batch.UPDATE_REPOS"] == UPDATE_REPOS
@@ -78,7 +80,11 @@ async def test_every_function_that_names_the_column_is_parsed(sql: asyncpg.Conne
     )
     assert {row["lanname"] for row in functions} == {"sql", "plpgsql"}
     named = {row["name"] for row in functions if COLUMN in row["definition"]}
-    assert named == {"function atproto.request_resync"}
+    assert named == {
+        "function atproto.request_resync",
+        "function indexer.start_tracking",
+        "function indexer.stop_tracking",
+    }
 
 
 @pytest.mark.parametrize("batch_statement", [INSERT_REPOS, UPDATE_REPOS], ids=["insert", "update"])
@@ -160,3 +166,27 @@ async def test_a_request_makes_the_transition_of_its_trigger(
     )
     assert await sql.fetchval("select count(*) from indexer.buffered_event") == 0
     assert await sql.fetchval("select lease_until from indexer.repo") is None
+
+
+@pytest.mark.parametrize("status", SyncStatus)
+async def test_untracking_makes_the_transition_of_an_erasure(store: Store, status: SyncStatus) -> None:
+    before = await repo_in(store, status)
+    assert await store.untrack([did(1)]) == 1
+    [after] = (await store.repos([did(1)])).values()
+    outcome, expected = TRANSITIONS[status][Trigger.ERASED]
+    assert outcome is Outcome.APPLIED
+    assert after.sync_status is expected
+    assert after.erase_at is not None
+    assert after == erase(before)._replace(
+        tracked=False, active=False, erase_at=after.erase_at, latest_verified_rev=None, last_error=None
+    )
+
+
+async def test_tracking_an_untracked_repo_keeps_its_status(store: Store) -> None:
+    """It waits for its first fetch, as after an erasure."""
+    await insert(store, synchronized(1))
+    await store.untrack([did(1)])
+    [before] = (await store.repos([did(1)])).values()
+    await store.track([did(1)])
+    [after] = (await store.repos([did(1)])).values()
+    assert after == amend(before, tracked=True, active=True, erase_at=None, next_attempt_at=None, wanted_in=CHOSEN)

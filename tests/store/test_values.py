@@ -4,17 +4,18 @@ import json
 from typing import Any
 
 import asyncpg
-import cbrrr
 
 from indexer.atproto.cid import cid_of, cid_text
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.record import Problem, decode_record
+from indexer.localnet import dag_cbor
 from indexer.store import Store
 from indexer.sync.plans import Batch, RecordChange, RepoWrite
 from tests.store.repo_rows import head, insert, synchronized
 
 COLLECTION = "app.test.record"
 LINK = cid_of(b"somewhere")
+LINK_HEAD = b"\xd8\x2a\x58\x25\x00"
 SEEN = (
     "select cid, value, value_problem, atproto.record_bytes(did, collection, rkey) from atproto.records where rkey = $1"
 )
@@ -32,7 +33,7 @@ def nested(depth: int) -> bytes:
 
 
 def typed(**fields: Any) -> bytes:
-    return bytes(cbrrr.encode_dag_cbor({"$type": COLLECTION, **fields}))
+    return dag_cbor.encode({"$type": COLLECTION, **fields})
 
 
 ODD: dict[str, tuple[bytes, Problem | None, Any]] = {
@@ -42,8 +43,8 @@ ODD: dict[str, tuple[bytes, Problem | None, Any]] = {
         {"text": "é 雨 🦋 \\u0000 \x01\x7f", "n": -(2**63)},
     ),
     "bytes": (typed(a=b"\0\xff", b={"c": [b""]}), None, {"a": {"$bytes": "AP8"}, "b": {"c": [{"$bytes": ""}]}}),
-    "link": (typed(a=cbrrr.CID(LINK)), None, {"a": {"$link": cid_text(LINK)}}),
-    "bytes like a link": (typed(a=LINK), None, {"a": {"$bytes": "AXESI"}}),
+    "link": (typed(a=LINK), None, {"a": {"$link": cid_text(LINK)}}),
+    "bytes like a link": (typed(a=LINK).replace(LINK_HEAD, b"\x58\x24"), None, {"a": {"$bytes": "AXESI"}}),
     "nul": (typed(text="a\0b"), Problem.NUL, None),
     "nul in a key": (typed(**{"a\0": 1}), Problem.NUL, None),
     "number": (b"\xa1\x61a\x1b\xff\xff\xff\xff\xff\xff\xff\xff", Problem.NO_TYPE, {"a": 2**64 - 1}),
@@ -51,7 +52,7 @@ ODD: dict[str, tuple[bytes, Problem | None, Any]] = {
     "huge float": (b"\xa1\x61a\xfb\x7f\xef\xff\xff\xff\xff\xff\xff", Problem.NUMBER, None),
     "nan": (b"\xa1\x61a\xfb\x7f\xf8\x00\x00\x00\x00\x00\x00", Problem.NOT_DAG_CBOR, None),
     "deep": (nested(5_000), Problem.TOO_DEEP, None),
-    "bottomless": (b"\x81" * 500_000, Problem.NOT_DAG_CBOR, None),
+    "bottomless": (b"\x81" * 100_000, Problem.TOO_DEEP, None),
     "no type": (b"\xa1\x61a\x01", Problem.NO_TYPE, {"a": 1}),
     "type is a number": (b"\xa1\x65$type\x01", Problem.NO_TYPE, {"$type": 1}),
     "other type": (b"\xa1\x65$type\x63a.b", Problem.OTHER_TYPE, {"$type": "a.b"}),

@@ -4,7 +4,7 @@ from typing import Any
 
 from indexer.atproto.crypto import Curve, PrivateKey
 from indexer.atproto.limits import DEFAULT_LIMITS
-from indexer.atproto.syntax import CollectionFilter, tid_of
+from indexer.atproto.syntax import tid_of
 from indexer.localnet import dag_cbor
 from indexer.localnet.local_network import did_of
 from indexer.localnet.local_repo import LocalChange, LocalRepo, Write
@@ -13,12 +13,14 @@ from indexer.sync.frames import decode_frame
 from indexer.sync.plan_batch import ReceivedMessage
 from indexer.sync.policy import KeyState, PlanContext, Policy
 from indexer.sync.repo_state import Head, Repo, SyncStatus
+from indexer.sync.scope import Scope
+from tests.sync.hidden_deletion import hide_deletion
 
 NOW = 1_790_000_000.0
 TIME = "2026-09-21T00:00:00Z"
 RELAY = "wss://relay.test"
 POST = "app.bsky.feed.post"
-STORE_ALL = Policy(CollectionFilter(), DEFAULT_LIMITS)
+STORE_ALL = Policy(Scope(), DEFAULT_LIMITS)
 CONTEXT = PlanContext(STORE_ALL, RELAY, NOW)
 
 
@@ -57,6 +59,11 @@ class SigningAccount:
     def commit_post(self, rkey: str, text: str = "hello") -> dict[str, Any]:
         """Return a commit that creates one post."""
         return self.commit(Write.create(f"{POST}/{rkey}", {"$type": POST, "text": text}))
+
+    def commit_with_hidden_deletion(self, create: str, delete: str) -> dict[str, Any]:
+        """Return an undecidable commit of two writes, without the operation that deletes a record."""
+        change = self.repo.write([Write.create(create, {}), Write.delete(delete)], self.key, self.next_rev())
+        return self.commit_payload(hide_deletion(change, delete))
 
     def sync_event(self) -> dict[str, Any]:
         self.ticks += 1

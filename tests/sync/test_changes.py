@@ -1,4 +1,3 @@
-from dataclasses import replace
 from itertools import pairwise, product
 from typing import Any
 
@@ -10,9 +9,11 @@ from indexer.sync.repo_state import Head, Repo, SyncStatus
 
 NEW = Repo("did:plc:a")
 HEAD = Head("3laaaaaaaaa22", bytes(36), bytes(36))
-SYNCHRONIZED = replace(NEW, version=1, sync_status=SyncStatus.SYNCHRONIZED, sync_reason=None, head=HEAD)
+SYNCHRONIZED = NEW._replace(version=1, sync_status=SyncStatus.SYNCHRONIZED, sync_reason=None, head=HEAD)
+TAKEN_DOWN = SYNCHRONIZED._replace(takedown=True)
 DELETED: dict[str, Any] = {"active": False, "hosting_status": "deleted"}
 DEACTIVATED: dict[str, Any] = {"active": False, "hosting_status": "deactivated"}
+SUSPENDED: dict[str, Any] = {"active": False, "hosting_status": "suspended"}
 CHANGE = RecordChange("create", "app.test", "a", "3laaaaaaaaa22", bytes(36))
 
 
@@ -23,20 +24,30 @@ def actions(before: Repo, after: Repo, *changes: RecordChange) -> list[str]:
 @pytest.mark.parametrize(
     ("before", "after", "expected"),
     [
-        (NEW, replace(NEW, version=1), []),
-        (NEW, replace(NEW, version=1, **DEACTIVATED), ["hidden"]),
+        (NEW, NEW._replace(version=1), []),
+        (NEW, NEW._replace(version=1, **DEACTIVATED), ["hidden"]),
         (NEW, SYNCHRONIZED, ["create", "completed"]),
-        (SYNCHRONIZED, replace(SYNCHRONIZED, version=2), ["create"]),
-        (SYNCHRONIZED, replace(SYNCHRONIZED, sync_status=SyncStatus.DESYNCHRONIZED), ["create"]),
-        (SYNCHRONIZED, replace(SYNCHRONIZED, takedown=True), ["create", "hidden"]),
-        (replace(SYNCHRONIZED, takedown=True), SYNCHRONIZED, ["visible", "create"]),
-        (replace(SYNCHRONIZED, takedown=True), replace(SYNCHRONIZED, takedown=True, **DEACTIVATED), ["create"]),
-        (replace(SYNCHRONIZED, takedown=True, **DEACTIVATED), replace(SYNCHRONIZED, takedown=True), ["create"]),
-        (SYNCHRONIZED, replace(SYNCHRONIZED, **DELETED), ["create", "hidden", "deleted"]),
-        (replace(SYNCHRONIZED, **DEACTIVATED), replace(SYNCHRONIZED, **DELETED), ["create", "deleted"]),
-        (replace(SYNCHRONIZED, **DELETED), SYNCHRONIZED, ["visible", "create"]),
-        (replace(SYNCHRONIZED, **DELETED), replace(SYNCHRONIZED, **DELETED), ["create"]),
-        (SYNCHRONIZED, replace(SYNCHRONIZED, active=True, hosting_status="deleted"), ["create"]),
+        (SYNCHRONIZED, SYNCHRONIZED._replace(version=2), ["create"]),
+        (SYNCHRONIZED, SYNCHRONIZED._replace(sync_status=SyncStatus.DESYNCHRONIZED), ["create"]),
+        (SYNCHRONIZED, SYNCHRONIZED._replace(takedown=True), ["create", "hidden"]),
+        (SYNCHRONIZED._replace(takedown=True), SYNCHRONIZED, ["visible", "create"]),
+        (
+            SYNCHRONIZED._replace(takedown=True),
+            SYNCHRONIZED._replace(takedown=True, **DEACTIVATED),
+            ["create", "identity"],
+        ),
+        (
+            SYNCHRONIZED._replace(takedown=True, **DEACTIVATED),
+            SYNCHRONIZED._replace(takedown=True),
+            ["create", "identity"],
+        ),
+        (SYNCHRONIZED, SYNCHRONIZED._replace(**DELETED), ["create", "hidden", "deleted"]),
+        (SYNCHRONIZED._replace(**DEACTIVATED), SYNCHRONIZED._replace(**DELETED), ["create", "deleted"]),
+        (SYNCHRONIZED._replace(**DEACTIVATED), SYNCHRONIZED._replace(**SUSPENDED), ["create", "identity"]),
+        (SYNCHRONIZED._replace(**DELETED), SYNCHRONIZED._replace(**SUSPENDED), ["create", "identity"]),
+        (SYNCHRONIZED._replace(**DELETED), SYNCHRONIZED, ["visible", "create"]),
+        (SYNCHRONIZED._replace(**DELETED), SYNCHRONIZED._replace(**DELETED), ["create"]),
+        (SYNCHRONIZED, SYNCHRONIZED._replace(active=True, hosting_status="deleted"), ["create"]),
     ],
 )
 def test_entries_of_a_repo_enclose_the_entries_of_its_records(before: Repo, after: Repo, expected: list[str]) -> None:
@@ -47,7 +58,7 @@ def test_entries_of_a_repo_enclose_the_entries_of_its_records(before: Repo, afte
 def test_a_consumer_can_follow_the_visibility_of_a_repo() -> None:
     """Takes all pairs of states in sequence: the entries alone tell a consumer what the row says."""
     states = [
-        replace(SYNCHRONIZED, sync_status=status, takedown=takedown, **hosting)
+        SYNCHRONIZED._replace(sync_status=status, takedown=takedown, **hosting)
         for status, takedown, hosting in product(
             (SyncStatus.SYNCHRONIZED, SyncStatus.IN_PROGRESS), (False, True), ({}, DEACTIVATED, DELETED)
         )
@@ -63,8 +74,18 @@ def test_a_consumer_can_follow_the_visibility_of_a_repo() -> None:
             assert not (visible and deleted)
 
 
+def test_every_change_of_the_hosting_status_is_logged() -> None:
+    states = [
+        SYNCHRONIZED._replace(takedown=takedown, **hosting)
+        for takedown, hosting in product((False, True), ({}, DEACTIVATED, SUSPENDED, DELETED))
+    ]
+    for before, after in product(states, repeat=2):
+        changed = visibility_of(before) != visibility_of(after)
+        assert bool(actions(before, after)) == changed, (before, after)
+
+
 def test_live_is_false_only_for_entries_of_a_resync() -> None:
-    write = RepoWrite(1, replace(SYNCHRONIZED, takedown=True), (CHANGE,), live=False)
+    write = RepoWrite(1, SYNCHRONIZED._replace(takedown=True), (CHANGE,), live=False)
     record, completed, hidden = change_log_entries(
         RepoVisibility(visible=True, deleted=False, synchronized=False), write
     )

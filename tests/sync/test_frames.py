@@ -65,7 +65,7 @@ def test_info_error_and_unknown_operations() -> None:
         dag_cbor.encode({"op": "1", "t": "#commit"}) + b"\xa0",
         dag_cbor.encode({"op": True, "t": "#commit"}) + b"\xa0",
         dag_cbor.encode({"op": 1}) + b"\xa0",
-        b"\x81" * 100_000,
+        b"\x81" * 10_000,
     ],
 )
 def test_a_frame_without_header_and_payload_is_malformed(data: bytes) -> None:
@@ -176,7 +176,7 @@ def test_a_message_of_another_shard_is_recognized_by_its_did(
     broken = payload | {"rev": 7, "active": 7, "blocks": 7}
     for message in (payload, broken):
         assert decode_frame(encoded_frame(kind, message), DEFAULT_LIMITS, owns) == OtherShardEvent(
-            payload["seq"], kind, alice.did
+            payload["seq"], kind, alice.did, payload["time"]
         )
     assert asked == [alice.did] * 2
     assert decode_frame(encoded_frame(kind, payload), DEFAULT_LIMITS, lambda _did: True) == decoded_event(kind, payload)
@@ -205,3 +205,57 @@ def test_any_header_and_payload_can_be_displayed() -> None:
     for broken in (b"", encoded_frame("commit", payload)[:-1], dag_cbor.encode({}) + dag_cbor.encode([])):
         with pytest.raises(UpstreamError, match="frame-malformed"):
             frame_for_display(broken)
+
+
+@pytest.mark.parametrize(("length", "kept"), [(64, 64), (65, 0), (4_000_000, 0)])
+def test_time_of_a_message_is_at_most_64_characters_long(length: int, kept: int) -> None:
+    payload = SigningAccount().commit_post("a") | {"time": "2" * length}
+    event, other = (
+        decoded_event("commit", payload),
+        decode_frame(encoded_frame("commit", payload), DEFAULT_LIMITS, lambda _: False),
+    )
+    assert isinstance(event, CommitEvent)
+    assert isinstance(other, OtherShardEvent)
+    assert (len(event.time), len(other.time)) == (kept, kept)
+
+
+HEADER = dag_cbor.encode({"op": 1, "t": "#commit"})
+ITEMS = {
+    "nulls": b"\xf6",
+    "empty byte strings": b"\x40",
+    "empty lists": b"\x80",
+    "empty maps": b"\xa0",
+    "texts": b"\x61a",
+    "maps": b"\xa1\x61a\x40",
+    "deep lists": b"\x81" * 240 + b"\x00",
+    "deep maps": b"\xa1\x61a" * 240 + b"\x00",
+    "numbers": b"\x1b" + b"\xff" * 8,
+}
+
+
+def filled(item: bytes, count: int, *, payload: bool) -> bytes:
+    """Return a frame with this item so many times, in a list or one after the other."""
+    if not payload:
+        return HEADER + item * count
+    return HEADER + b"\xa1\x63ops\x9a" + count.to_bytes(4) + item * count
+
+
+@pytest.mark.parametrize("payload", [True, False], ids=["list", "objects"])
+@pytest.mark.parametrize("name", ITEMS)
+def test_frame_with_too_many_items_is_rejected_before_it_is_decoded(
+    name: str, monkeypatch: pytest.MonkeyPatch, *, payload: bool
+) -> None:
+    """Decoding 5 MB of deep lists takes two seconds."""
+    monkeypatch.setattr("indexer.sync.frames.decode_pair", lambda _: pytest.fail("decoded"))
+    frame = filled(ITEMS[name], (DEFAULT_LIMITS.frame_bytes - 100) // len(ITEMS[name]), payload=payload)
+    event = decode_frame(frame, DEFAULT_LIMITS)
+    assert isinstance(event, MalformedEvent)
+    assert (event.reason, event.detail) == (Rejection.FRAME_TOO_LARGE, "over 16384 items")
+
+
+def test_longest_commit_is_decoded() -> None:
+    """200 operations with all fields, and the lists of older relays."""
+    link = SigningAccount().repo.head.cid
+    op = {"action": "update", "path": "a.b.c/" + "x" * 500, "cid": link, "prev": link}
+    payload = SigningAccount().commit_post("x") | {"ops": [op] * 200, "blobs": [link] * 2_000}
+    assert isinstance(decode_frame(encoded_frame("commit", payload), DEFAULT_LIMITS), CommitEvent)

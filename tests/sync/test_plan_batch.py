@@ -7,7 +7,14 @@ from hypothesis import strategies as st
 from indexer.localnet.local_repo import Write
 from indexer.reasons import Desync, Rejection
 from indexer.sync.events import MalformedEvent, UnknownEvent
-from indexer.sync.plan_batch import DEAD_LETTER_BYTES, BatchPlan, ReceivedMessage, plan_batch
+from indexer.sync.plan_batch import (
+    DEAD_LETTER_BYTES,
+    MAX_BATCH_BYTES,
+    MAX_BATCH_CHANGES,
+    BatchPlan,
+    ReceivedMessage,
+    plan_batch,
+)
 from indexer.sync.plans import NeedsKey, RecordChange
 from indexer.sync.policy import UNAVAILABLE, KeyState
 from indexer.sync.repo_state import Repo, SyncStatus
@@ -47,7 +54,7 @@ def messages(steps: Sequence[tuple[str, str]]) -> tuple[list[ReceivedMessage], d
                 sent.append(received_message("account", account.account_event(active=step == "activate")))
             case "repeat":
                 sent.append(sent[number % len(sent)])
-    return [replace(message, seq=seq) for seq, message in enumerate(sent, start=1)], accounts
+    return [message._replace(seq=seq) for seq, message in enumerate(sent, start=1)], accounts
 
 
 def run(
@@ -59,7 +66,7 @@ def run(
     changes: list[RecordChange] = []
     outcomes: list[Outcome] = []
     for batch in batches:
-        plan = plan_batch(batch, rows, lambda did: replace(key_states[did], final=True), CONTEXT)
+        plan = plan_batch(batch, rows, lambda did: key_states[did]._replace(final=True), CONTEXT)
         assert not plan.waiting
         for write in plan.writes:
             assert write.expected_version == rows.get(write.repo.did, Repo(write.repo.did)).version
@@ -133,7 +140,7 @@ def test_rejected_messages_become_dead_letters_and_change_nothing() -> None:
     long = MalformedEvent(Rejection.FIELD_INVALID, "rev", "#commit", 7, alice.did)
     forged = received_message("commit", alice.first_commit())
     batch = [ReceivedMessage(7, b"x" * 200_000, long), forged, ReceivedMessage(9, b"", UnknownEvent("#new", 9))]
-    plan = plan_of(batch, replace(SigningAccount("mallory").key_state, final=True))
+    plan = plan_of(batch, SigningAccount("mallory").key_state._replace(final=True))
     assert [item.outcome for item in plan.settled] == [Outcome.REJECTED, Outcome.REJECTED, Outcome.IGNORED]
     assert [dead_letter.reason for dead_letter in plan.dead_letters] == [
         Rejection.FIELD_INVALID,
@@ -163,3 +170,47 @@ def test_an_unavailable_key_settles_all_messages() -> None:
         (Outcome.DESYNCHRONIZED, Desync.IDENTITY),
         (Outcome.IGNORED, Desync.IDENTITY),
     ]
+
+
+def test_batch_takes_no_more_messages_than_its_bytes_allow() -> None:
+    alice = SigningAccount()
+    row, block = alice.row(), b"\x7a" + (300_000).to_bytes(4) + b"\x01" * 300_000
+    sent = [
+        received_message("commit", alice.commit(*[Write.create(f"a.b.c/{number}{n}", block) for n in range(4)]))
+        for number in range(10)
+    ]
+    plan = plan_batch(sent, {alice.did: row}, {alice.did: alice.key_state}.get, CONTEXT)
+    planned = [settled.received for settled in plan.settled]
+    assert [*planned, *plan.postponed] == sent
+    assert plan.postponed
+    [write] = plan.writes
+    one_commit = sum(change.size for change in write.changes) // len(planned)
+    size = sum(change.size for change in write.changes) + sum(len(message.frame) for message in planned)
+    assert MAX_BATCH_BYTES < size < MAX_BATCH_BYTES + 2 * one_commit
+
+
+def test_batch_takes_no_more_messages_than_its_changes_allow() -> None:
+    alice = SigningAccount()
+    row = alice.row()
+    sent = [
+        received_message("commit", alice.commit(*[Write.create(f"a.b.c/{number}-{n}", {}) for n in range(200)]))
+        for number in range(30)
+    ]
+    plan = plan_batch(sent, {alice.did: row}, {alice.did: alice.key_state}.get, CONTEXT)
+    assert [*[settled.received for settled in plan.settled], *plan.postponed] == sent
+    [write] = plan.writes
+    assert MAX_BATCH_CHANGES < len(write.changes) <= MAX_BATCH_CHANGES + 200
+    assert plan.postponed
+
+
+def test_batch_takes_no_more_messages_than_its_links_allow() -> None:
+    alice = SigningAccount()
+    row = alice.row()
+    context = replace(CONTEXT, policy=replace(CONTEXT.policy, links=True))
+    value = {"a": [f"did:web:{number}.test" for number in range(100)]}
+    sent = [received_message("commit", alice.commit(Write.create(f"a.b.c/{number}", value))) for number in range(70)]
+    plan = plan_batch(sent, {alice.did: row}, {alice.did: alice.key_state}.get, context)
+    assert [*[settled.received for settled in plan.settled], *plan.postponed] == sent
+    [write] = plan.writes
+    assert MAX_BATCH_CHANGES < sum(1 + len(change.links or ()) for change in write.changes) <= MAX_BATCH_CHANGES + 101
+    assert plan.postponed

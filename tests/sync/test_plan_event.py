@@ -1,32 +1,20 @@
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from indexer.atproto.car import split_car
 from indexer.atproto.cid import cid_of
 from indexer.atproto.limits import Limits
-from indexer.atproto.mst import key_height
 from indexer.atproto.syntax import CollectionFilter, tid_of
-from indexer.localnet.local_repo import Write, car
+from indexer.localnet.local_repo import Write
 from indexer.reasons import Desync, Rejection
-from indexer.sync.plan_event import plan_active, plan_event, plan_listed
+from indexer.sync.plan_event import plan_active, plan_event
 from indexer.sync.plans import NeedsKey, Plan
-from indexer.sync.policy import UNAVAILABLE, KeyState, PlanContext, Policy
-from indexer.sync.repo_state import PARKED, TOMBSTONED, Head, Repo, SyncStatus
+from indexer.sync.policy import UNAVAILABLE, KeyState
+from indexer.sync.repo_state import OUT_OF_SCOPE, PARKED, TOMBSTONED, Head, Repo, SyncStatus
 from indexer.sync.repo_transitions import Outcome, Trigger, desynchronize
+from indexer.sync.scope import Scope, Track
+from tests.sync.planning import DESYNCHRONIZED, IN_PROGRESS, LISTED, SYNCHRONIZED, plan
 from tests.sync.signing_account import CONTEXT, NOW, POST, STORE_ALL, SigningAccount, decoded_event
-
-
-def plan(
-    repo: Repo, kind: str, payload: dict[str, Any], key_state: KeyState | None, context: PlanContext = CONTEXT
-) -> Plan:
-    planned = plan_event(repo, decoded_event(kind, payload), 1_000, key_state, context)
-    assert isinstance(planned, Plan), planned
-    return planned
-
-
-IN_PROGRESS, SYNCHRONIZED, DESYNCHRONIZED = SyncStatus.IN_PROGRESS, SyncStatus.SYNCHRONIZED, SyncStatus.DESYNCHRONIZED
 
 
 def test_commits_of_a_chain_are_applied() -> None:
@@ -59,7 +47,7 @@ def test_changes_have_the_actions_of_the_writes() -> None:
 def test_only_selected_collections_are_written_but_the_head_advances() -> None:
     alice = SigningAccount()
     before = alice.row()
-    context = replace(CONTEXT, policy=replace(STORE_ALL, collections=CollectionFilter(["com.example.*"])))
+    context = replace(CONTEXT, policy=replace(STORE_ALL, scope=Scope(collections=CollectionFilter(["com.example.*"]))))
     payload = alice.commit(Write.create(f"{POST}/a", {}), Write.create("com.example.note/a", {}))
     planned = plan(before, "commit", payload, alice.key_state, context)
     assert [change.collection for change in planned.changes] == ["com.example.note"]
@@ -121,9 +109,9 @@ def test_a_forged_message_changes_nothing(status: SyncStatus) -> None:
     alice, mallory = SigningAccount(), SigningAccount("mallory")
     before = alice.row(status)
     payload = alice.commit_post("a")
-    planned = plan(before, "commit", payload, replace(mallory.key_state, final=True))
+    planned = plan(before, "commit", payload, mallory.key_state._replace(final=True))
     assert (planned.repo, planned.outcome, planned.why) == (before, Outcome.REJECTED, Rejection.SIGNATURE_INVALID)
-    unknown = plan(Repo(alice.did), "commit", payload, replace(mallory.key_state, final=True))
+    unknown = plan(Repo(alice.did), "commit", payload, mallory.key_state._replace(final=True))
     assert not unknown.repo.known
 
 
@@ -132,17 +120,17 @@ def test_an_invalid_signature_causes_one_key_refresh() -> None:
     before = alice.row()
     message = decoded_event("commit", alice.commit_post("a"))
     assert plan_event(before, message, 0, mallory.key_state, CONTEXT) == NeedsKey(alice.did, refresh=True)
-    assert isinstance(plan_event(before, message, 0, replace(mallory.key_state, final=True), CONTEXT), Plan)
+    assert isinstance(plan_event(before, message, 0, mallory.key_state._replace(final=True), CONTEXT), Plan)
 
 
 def test_a_signature_that_a_stale_key_does_not_verify_is_not_rejected() -> None:
     """The identity is stale and could not be refreshed, so the message may be authentic."""
     alice, mallory = SigningAccount(), SigningAccount("mallory")
     before = alice.row()
-    stale = replace(mallory.key_state, final=True, stale=True)
+    stale = mallory.key_state._replace(final=True, stale=True)
     planned = plan(before, "commit", alice.commit_post("a"), stale)
     assert (planned.outcome, planned.repo.sync_reason) == (Outcome.DESYNCHRONIZED, Desync.IDENTITY)
-    right = replace(alice.key_state, final=True, stale=True)
+    right = alice.key_state._replace(final=True, stale=True)
     assert plan(before, "commit", alice.commit_post("b"), right).why is Desync.CHAIN_BREAK
 
 
@@ -155,7 +143,7 @@ def test_no_key_is_looked_up_for_a_repo_that_waits_for_its_resync() -> None:
         alice.did, refresh=False
     )
     planned = plan_event(waiting, message, 0, None, CONTEXT)
-    expected = replace(waiting, version=waiting.version + 1, latest_unverified_rev=message.rev)
+    expected = waiting._replace(version=waiting.version + 1, latest_unverified_rev=message.rev)
     assert planned == Plan(expected, Outcome.IGNORED, why=Desync.IDENTITY), "the resync will look up the key"
 
 
@@ -183,6 +171,38 @@ def test_an_event_with_an_unavailable_key_causes_a_resync(status: SyncStatus, ou
     assert planned.repo.latest_unverified_rev == alice.repo.head.rev, "an export from a mirror may be older"
 
 
+def test_a_commit_of_a_denied_did_is_unchecked_if_records_are_stored() -> None:
+    """Without stored records, the DID has never proved anything, and the commit adds no row."""
+    alice, key = SigningAccount(), KeyState(None, doubtful=True)
+    planned = plan(alice.row(SyncStatus.SYNCHRONIZED), "commit", alice.commit_post("a"), key)
+    assert (planned.outcome, planned.why, planned.changes) == (Outcome.DESYNCHRONIZED, Desync.IDENTITY, ())
+    planned = plan(Repo(alice.did), "commit", alice.commit_post("b"), key)
+    assert (planned.outcome, planned.why, planned.repo) == (Outcome.REJECTED, Rejection.NO_SIGNING_KEY, Repo(alice.did))
+
+
+def test_a_commit_of_a_gone_did_is_ignored_and_refreshes_its_identity() -> None:
+    alice = SigningAccount()
+    row, commit = alice.row(SyncStatus.SYNCHRONIZED), alice.commit_post("a")
+    for status, refreshed in ((TOMBSTONED, True), ("deactivated", False)):
+        hidden = row._replace(active=False, hosting_status=status)
+        planned = plan(hidden, "commit", commit, None)
+        assert (planned.outcome, planned.repo, planned.refresh_identity) == (Outcome.IGNORED, hidden, refreshed)
+
+
+def test_a_repo_whose_lookup_failed_is_looked_up_again_with_its_next_commit() -> None:
+    """Its first proof moves it to the front of the queue, before all DIDs that somebody made up."""
+    alice = SigningAccount()
+    announced = Repo(alice.did, version=1, next_attempt_at=NOW + 3_000)
+    first = plan(announced, "commit", alice.commit_post("a"), UNAVAILABLE)
+    assert (first.outcome, first.repo.sync_reason) == (Outcome.IGNORED, Desync.IDENTITY)
+    later = alice.commit_post("b")
+    needed = plan_event(first.repo, decoded_event("commit", later), 100, None, CONTEXT)
+    assert needed == NeedsKey(alice.did, refresh=False)
+    proved = plan(first.repo, "commit", later, KeyState(alice.key.public))
+    assert proved.repo.latest_verified_rev == alice.repo.head.rev
+    assert proved.repo.next_attempt_at is None, "due at once"
+
+
 def test_an_authentic_commit_adds_an_unknown_repo() -> None:
     alice = SigningAccount()
     alice.commit_post("before")
@@ -199,11 +219,67 @@ def test_an_authentic_commit_adds_an_unknown_repo() -> None:
 
 def test_events_of_untracked_accounts_are_ignored() -> None:
     alice = SigningAccount()
-    context = replace(CONTEXT, policy=replace(STORE_ALL, track_all=False))
+    context = replace(CONTEXT, policy=replace(STORE_ALL, scope=LISTED))
     for kind, payload in (("commit", alice.commit_post("a")), ("identity", alice.identity_event())):
         assert plan(Repo(alice.did), kind, payload, None, context).outcome is Outcome.IGNORED
     tracked = Repo(alice.did, version=1)
     assert isinstance(plan_event(tracked, decoded_event("commit", alice.first_commit()), 0, None, context), NeedsKey)
+
+
+def test_messages_of_an_untracked_repo_change_nothing() -> None:
+    alice = SigningAccount()
+    untracked = Repo(alice.did, version=3, tracked=False, active=False)
+    active = alice.account_event(active=True)
+    for kind, payload in (
+        ("commit", alice.commit_post("a")),
+        ("identity", alice.identity_event()),
+        ("account", active),
+    ):
+        planned = plan(untracked, kind, payload, alice.key_state)
+        assert (planned.repo, planned.outcome, planned.changes) == (untracked, Outcome.IGNORED, ())
+    assert plan_active(untracked, NOW) is untracked, "a repo list does not track it again"
+
+
+def out_of_scope(did: str) -> Repo:
+    return Repo(did, version=3, tracked=False, active=False, hosting_status=OUT_OF_SCOPE, sync_reason=Desync.ERASED)
+
+
+def test_repo_that_was_out_of_scope_is_tracked_again_by_an_authentic_signal_only() -> None:
+    alice, mallory = SigningAccount(), SigningAccount("mallory")
+    before = out_of_scope(alice.did)
+    scope = Scope(5, Track.SIGNAL, signal_collections=CollectionFilter(["app.bsky.feed.*"]))
+    context = replace(CONTEXT, policy=replace(STORE_ALL, scope=scope))
+    signal = alice.commit_post("a")
+    other_scope = replace(scope, signal_collections=CollectionFilter(["a.b.c"]))
+    other = replace(context, policy=replace(STORE_ALL, scope=other_scope))
+    assert isinstance(plan_event(before, decoded_event("commit", signal), 0, None, context), NeedsKey)
+    for kind, payload, key, of in (
+        ("commit", signal, mallory.key_state._replace(final=True), context),
+        ("commit", signal, alice.key_state, other),
+        ("identity", alice.identity_event(), alice.key_state, context),
+        ("account", alice.account_event(active=True), alice.key_state, context),
+        ("commit", signal, alice.key_state, replace(context, policy=replace(STORE_ALL, scope=LISTED))),
+    ):
+        planned = plan(before, kind, payload, key, of)
+        assert (planned.repo, planned.outcome, planned.changes) == (before, Outcome.IGNORED, ())
+    planned = plan(before, "commit", signal, alice.key_state, context)
+    assert (planned.outcome, planned.why, planned.changes) == (Outcome.DESYNCHRONIZED, Desync.NEW, ())
+    after = planned.repo
+    assert (after.version, after.tracked, after.visible, after.wanted_in) == (4, True, True, 5)
+    assert (after.sync_status, after.next_attempt_at, after.hosting_status) == (SyncStatus.DESYNCHRONIZED, None, None)
+
+
+def test_repo_that_was_out_of_scope_is_tracked_again_by_any_event_if_all_repos_are_wanted() -> None:
+    alice = SigningAccount()
+    before = out_of_scope(alice.did)
+    for kind, payload in (
+        ("commit", alice.commit_post("a")),
+        ("identity", alice.identity_event()),
+        ("account", alice.account_event(active=True)),
+    ):
+        assert plan(before, kind, payload, None).repo.tracked, kind
+    hidden = plan(before, "account", alice.account_event(active=False), None)
+    assert (hidden.repo, hidden.outcome) == (before, Outcome.IGNORED)
 
 
 def test_a_commit_with_a_rev_from_the_future_is_rejected() -> None:
@@ -250,7 +326,7 @@ def test_the_back_off_grows_when_resyncs_overflow_repeatedly() -> None:
     assert repo.next_attempt_at == NOW or repo.next_attempt_at is None
     waits = []
     for _ in range(4):
-        repo = desynchronize(replace(repo, sync_status=IN_PROGRESS), Trigger.OVERFLOWS, Desync.BUFFER_OVERFLOW, NOW)
+        repo = desynchronize(repo._replace(sync_status=IN_PROGRESS), Trigger.OVERFLOWS, Desync.BUFFER_OVERFLOW, NOW)
         assert repo.next_attempt_at is not None
         waits.append(repo.next_attempt_at - NOW)
     assert waits == sorted(waits)
@@ -268,15 +344,15 @@ def test_a_pds_is_accepted_only_for_accounts_that_it_hosts(kind: str) -> None:
         "identity": alice.identity_event(),
     }[kind]
     context = replace(CONTEXT, host="pds.test")
-    here = replace(alice.key_state, host="pds.test")
-    elsewhere = replace(alice.key_state, host="new.test")
+    here = alice.key_state._replace(host="pds.test")
+    elsewhere = alice.key_state._replace(host="new.test")
     message = decoded_event(kind, payload)
     assert plan_event(repo, message, 100, None, context) == NeedsKey(alice.did, refresh=False)
     assert plan_event(repo, message, 100, elsewhere, context) == NeedsKey(alice.did, refresh=True)
-    rejected = plan(repo, kind, payload, replace(elsewhere, final=True), context)
+    rejected = plan(repo, kind, payload, elsewhere._replace(final=True), context)
     assert (rejected.outcome, rejected.why, rejected.repo) == (Outcome.REJECTED, Rejection.WRONG_HOST, repo)
     assert plan(repo, kind, payload, here, context).outcome is not Outcome.REJECTED
-    assert plan(repo, kind, payload, replace(elsewhere, final=True), CONTEXT).outcome is not Outcome.REJECTED
+    assert plan(repo, kind, payload, elsewhere._replace(final=True), CONTEXT).outcome is not Outcome.REJECTED
 
 
 def test_a_taken_down_repo_is_still_synchronized() -> None:
@@ -329,7 +405,7 @@ class TestSync:
         alice = SigningAccount()
         before = alice.row()
         payload = alice.sync_event() | {"rev": tid_of(int(NOW * 1_000_000))}
-        planned = plan(before, "sync", payload, replace(alice.key_state, final=True))
+        planned = plan(before, "sync", payload, alice.key_state._replace(final=True))
         assert (planned.repo, planned.why) == (before, Rejection.ENVELOPE_MISMATCH)
 
 
@@ -342,7 +418,7 @@ class TestFirstCommit:
         )
         fresh = Repo(alice.did, version=1)
         assert plan(fresh, "commit", first, alice.key_state).repo.sync_status is SYNCHRONIZED
-        outdated = replace(fresh, latest_verified_rev=alice.repo.head.rev + "z")
+        outdated = fresh._replace(latest_verified_rev=alice.repo.head.rev + "z")
         assert plan(outdated, "commit", first, alice.key_state).outcome is Outcome.IGNORED
 
     def test_a_first_commit_is_buffered_during_a_resync(self) -> None:
@@ -383,115 +459,10 @@ class TestBufferAndBackOff:
             alice.commit_post("missed" + alice.repo.head.rev)
             planned = plan(repo, "commit", alice.commit_post("received" + alice.repo.head.rev), alice.key_state)
             waits.append((planned.repo.next_attempt_at or NOW) - NOW)
-            repo = replace(planned.repo, sync_status=SYNCHRONIZED, head=alice.head, synchronized_at=NOW - 10)
+            repo = planned.repo._replace(sync_status=SYNCHRONIZED, head=alice.head, synchronized_at=NOW - 10)
         assert waits[0] == 0
         assert waits == sorted(waits)
         assert waits[-1] > 600
-        settled = replace(repo, synchronized_at=NOW - 7_200)
+        settled = repo._replace(synchronized_at=NOW - 7_200)
         alice.commit_post("missed")
         assert plan(settled, "commit", alice.commit_post("received"), alice.key_state).repo.next_attempt_at is None
-
-
-class TestAccounts:
-    def test_the_latest_account_event_of_a_relay_counts(self) -> None:
-        alice = SigningAccount()
-        before = alice.row()
-        deactivated = alice.account_event(active=False, status="deactivated")
-        activated = alice.account_event(active=True)
-        hidden = plan(before, "account", deactivated, None)
-        assert (hidden.outcome, hidden.repo.active, hidden.repo.hosting_status) == (
-            Outcome.APPLIED,
-            False,
-            "deactivated",
-        )
-        shown = plan(hidden.repo, "account", activated, None)
-        assert shown.repo.active
-        again = plan(shown.repo, "account", deactivated, None)
-        assert again == Plan(shown.repo, Outcome.REPLAYED)
-
-    def test_a_reactivated_account_is_resynchronized(self) -> None:
-        alice = SigningAccount()
-        hidden = alice.row(active=False)
-        planned = plan(hidden, "account", alice.account_event(active=True), None)
-        assert (planned.repo.sync_status, planned.repo.sync_reason) == (DESYNCHRONIZED, Desync.REACTIVATED)
-        assert planned.repo.head == hidden.head
-
-    def test_account_and_identity_events_unpark_a_repo(self) -> None:
-        alice = SigningAccount()
-        parked = alice.row(DESYNCHRONIZED, next_attempt_at=PARKED, active=False)
-        assert plan(parked, "account", alice.account_event(active=True), None).repo.next_attempt_at == NOW
-        assert plan(replace(parked, active=True), "identity", alice.identity_event(), None).repo.next_attempt_at == NOW
-
-    def test_the_resync_of_a_new_account_waits_for_its_first_commit(self) -> None:
-        alice = SigningAccount()
-        planned = plan(Repo(alice.did), "account", alice.account_event(active=True), None)
-        assert planned.repo.known
-        assert planned.repo.next_attempt_at is not None
-        assert planned.repo.next_attempt_at > NOW
-        whole = plan(planned.repo, "commit", alice.first_commit(), alice.key_state)
-        assert whole.repo.sync_status is SYNCHRONIZED
-
-
-def test_lenient_applies_undecidable_commits_that_are_consistent_with_the_tree() -> None:
-    alice = SigningAccount()
-    alice.commit(*(Write.create(f"{POST}/{n:03}", {"n": n}) for n in range(200)))
-    before = alice.row()
-    high = max((f"{POST}/100{n}" for n in range(200)), key=lambda path: key_height(path.encode()))
-    payload = alice.commit(Write.create(high, {}))  # its inversion merges the neighbouring subtrees
-    blocks = split_car(payload["blocks"], STORE_ALL.limits, max_bytes=10**7)[1]
-    outcomes = set()
-    for left_out in blocks.keys() - {payload["commit"]}:
-        remaining = {payload["commit"]: blocks[payload["commit"]]} | {c: b for c, b in blocks.items() if c != left_out}
-        incomplete = payload | {"blocks": car(remaining)}
-        strict = plan(before, "commit", incomplete, alice.key_state)
-        lenient_context = replace(CONTEXT, policy=Policy(CollectionFilter(), STORE_ALL.limits, lenient=True))
-        lenient = plan(before, "commit", incomplete, alice.key_state, lenient_context)
-        if strict.why is Desync.UNDECIDABLE:
-            outcomes.add(lenient.outcome)
-            if lenient.outcome is Outcome.APPLIED:
-                assert lenient.repo.head == alice.head
-    assert Outcome.APPLIED in outcomes
-
-
-# Repo lists
-
-
-STORED, NEWER = tid_of(1_000), tid_of(2_000)
-ROW = Repo("did:plc:x", 7, SyncStatus.SYNCHRONIZED, None, Head(STORED, cid_of(b"data"), cid_of(b"commit")))
-
-
-@pytest.mark.parametrize(
-    ("repo", "rev"),
-    [
-        (ROW, STORED),
-        (ROW, tid_of(500)),
-        (replace(ROW, active=False), NEWER),
-        (replace(ROW, sync_status=SyncStatus.IN_PROGRESS), NEWER),
-        (replace(ROW, sync_status=SyncStatus.DESYNCHRONIZED, sync_reason=Desync.NEW), NEWER),
-    ],
-)
-def test_a_listed_rev_that_is_not_newer_changes_nothing(repo: Repo, rev: str) -> None:
-    assert plan_listed(repo, rev, NOW) is repo
-
-
-def test_a_newer_listed_rev_causes_a_resync_and_counts_as_unverified() -> None:
-    after = plan_listed(ROW, NEWER, NOW)
-    assert (after.sync_status, after.sync_reason) == (SyncStatus.DESYNCHRONIZED, Desync.BEHIND)
-    assert (after.head, after.latest_verified_rev, after.latest_unverified_rev) == (ROW.head, None, NEWER)
-    assert after.version > ROW.version
-
-
-@pytest.mark.parametrize("repo", [ROW, replace(ROW, active=False, hosting_status=TOMBSTONED)])
-def test_a_repo_list_does_not_activate_a_tombstoned_repo(repo: Repo) -> None:
-    assert plan_active(repo, NOW) is repo
-
-
-def test_an_account_listed_as_active_becomes_active_and_is_resynchronized() -> None:
-    after = plan_active(replace(ROW, active=False, hosting_status="deleted", erase_at=NOW + 5), NOW)
-    assert (after.active, after.hosting_status, after.erase_at) == (True, None, None)
-    assert (after.sync_status, after.sync_reason) == (SyncStatus.DESYNCHRONIZED, Desync.REACTIVATED)
-    waiting = replace(
-        ROW, active=False, sync_status=SyncStatus.DESYNCHRONIZED, sync_reason=Desync.NEW, next_attempt_at=PARKED
-    )
-    after = plan_active(waiting, NOW)
-    assert (after.active, after.sync_reason, after.next_attempt_at) == (True, Desync.NEW, NOW)

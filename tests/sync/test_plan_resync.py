@@ -8,11 +8,12 @@ from indexer.errors import UnavailableError
 from indexer.localnet.local_repo import Write
 from indexer.reasons import Desync, FetchFailure, Rejection
 from indexer.sync.plan_event import plan_event
-from indexer.sync.plan_resync import plan_completion, plan_failure
-from indexer.sync.plans import BufferedEvent, Plan, RepoWrite
-from indexer.sync.policy import UNAVAILABLE
+from indexer.sync.plan_resync import Completion, plan_failure
+from indexer.sync.plans import Batch, BufferedEvent, Plan, RecordChange, RepoWrite
+from indexer.sync.policy import UNAVAILABLE, KeyState, PlanContext
 from indexer.sync.repo_state import PARKED, Head, Repo, SyncStatus
 from indexer.sync.repo_transitions import release
+from tests.sync.hidden_deletion import high_path
 from tests.sync.signing_account import CONTEXT, NOW, POST, RELAY, SigningAccount, decoded_event, encoded_frame
 
 
@@ -20,7 +21,7 @@ def claimed(account: SigningAccount, **fields: object) -> Repo:
     row = Repo(
         account.did, version=4, sync_status=SyncStatus.IN_PROGRESS, sync_reason=Desync.CHAIN_BREAK, lease=2, attempts=1
     )
-    return replace(row, **fields)  # type: ignore[arg-type]
+    return row._replace(**fields)  # type: ignore[arg-type]
 
 
 def buffered(account: SigningAccount, *payloads: dict[str, object]) -> list[BufferedEvent]:
@@ -30,8 +31,47 @@ def buffered(account: SigningAccount, *payloads: dict[str, object]) -> list[Buff
     ]
 
 
+def plan_completion(
+    before: Repo, locked: Repo, head: Head, events: list[BufferedEvent], key: KeyState, context: PlanContext
+) -> Batch:
+    """Return the batch of a completion, with its record changes, the same wherever the row is locked."""
+    batches = [
+        _plan_completion(Completion(before, head, key, context), locked, events[:number], events[number:])
+        for number in range(len(events) + 1)
+    ]
+    [first], *others = [batch.writes for batch in batches]
+    for batch, [write] in zip(batches[1:], others, strict=True):
+        assert write._replace(repo=write.repo._replace(version=first.repo.version)) == first
+        assert batch.dead_letters == batches[0].dead_letters
+    return batches[0]
+
+
+def _plan_completion(
+    completion: Completion, locked: Repo, earlier: list[BufferedEvent], later: list[BufferedEvent]
+) -> Batch:
+    completion.add(earlier)
+    changes = plan_slices(completion)
+    completion.lock(locked)
+    completion.add(later)
+    changes += plan_slices(completion)
+    batch = completion.end()
+    [write] = batch.writes
+    assert not write.changes
+    return replace(batch, writes=(write._replace(changes=tuple(changes)),))
+
+
+def plan_slices(completion: Completion) -> list[RecordChange]:
+    more, changes = True, list[RecordChange]()
+    while more:
+        more = completion.plan_slice()
+        changes += completion.changes
+    return changes
+
+
 def completed(account: SigningAccount, head: Head, events: list[BufferedEvent], **fields: object) -> RepoWrite:
-    [write] = plan_completion(claimed(account, **fields), head, events, account.key_state, CONTEXT).writes
+    [write] = plan_completion(
+        claimed(account), claimed(account, **fields), head, events, account.key_state, CONTEXT
+    ).writes
     return write
 
 
@@ -66,6 +106,28 @@ def test_a_chain_break_in_the_buffer_keeps_the_state_before_it() -> None:
     assert [change.rkey for change in write.changes] == ["applied"]
 
 
+def test_a_completed_resync_clears_the_mark_of_lenient_commits() -> None:
+    alice = SigningAccount()
+    write = completed(alice, alice.head, [], unproven_since=NOW - 60)
+    assert (write.repo.sync_status, write.repo.unproven_since) == (SyncStatus.SYNCHRONIZED, None)
+
+
+def test_a_lenient_commit_in_the_buffer_marks_the_repo_again() -> None:
+    alice = SigningAccount()
+    alice.commit(*(Write.create(f"{POST}/{number:03}", {"n": number}) for number in range(200)))
+    head = alice.head
+    events = buffered(
+        alice,
+        alice.commit_with_hidden_deletion(high_path(f"{POST}/100-"), f"{POST}/110"),
+        alice.commit_post("after it"),
+    )
+    context = replace(CONTEXT, policy=replace(CONTEXT.policy, lenient=True))
+    repo = claimed(alice, unproven_since=NOW - 60)
+    [write] = plan_completion(repo, repo, head, events, alice.key_state, context).writes
+    assert (write.repo.sync_status, write.repo.head) == (SyncStatus.SYNCHRONIZED, alice.head)
+    assert (write.repo.unproven_since, write.lenient_commits) == (NOW, 1)
+
+
 def test_an_export_older_than_a_verified_rev_does_not_complete_the_resync() -> None:
     alice = SigningAccount()
     head = alice.head
@@ -76,11 +138,24 @@ def test_an_export_older_than_a_verified_rev_does_not_complete_the_resync() -> N
     assert newer.repo.sync_status is SyncStatus.SYNCHRONIZED
 
 
+def test_an_export_older_than_a_rev_listed_meanwhile_causes_one_more_resync() -> None:
+    """The stream may have missed the commit between the export and the repo list."""
+    alice = SigningAccount()
+    head, known = alice.head, alice.commit_post("buffered")
+    listed = alice.commit_post("missed by the stream")["rev"]
+    write = completed(alice, head, buffered(alice, known), latest_unverified_rev=listed)
+    assert (write.repo.sync_status, write.repo.sync_reason) == (SyncStatus.DESYNCHRONIZED, Desync.BEHIND)
+    assert write.repo.latest_unverified_rev == listed
+    again = claimed(alice)._replace(latest_unverified_rev=listed)
+    [write] = plan_completion(again, again, head, [], alice.key_state, CONTEXT).writes
+    assert write.repo.sync_status is SyncStatus.SYNCHRONIZED, "the list is not signed: it causes one resync"
+
+
 def test_buffered_events_with_an_unavailable_key_cause_another_resync() -> None:
     alice = SigningAccount()
     head = alice.head
     [write] = plan_completion(
-        claimed(alice), head, buffered(alice, alice.commit_post("a")), UNAVAILABLE, CONTEXT
+        claimed(alice), claimed(alice), head, buffered(alice, alice.commit_post("a")), UNAVAILABLE, CONTEXT
     ).writes
     assert (write.repo.sync_status, write.repo.sync_reason, write.changes) == (
         SyncStatus.DESYNCHRONIZED,
@@ -98,7 +173,7 @@ def test_a_buffered_event_signed_by_a_newer_key_is_not_rejected() -> None:
     planned = plan_event(claimed(alice), decoded_event("commit", payload), 1_000, UNAVAILABLE, CONTEXT)
     assert isinstance(planned, Plan)
     assert planned.buffer
-    [write] = plan_completion(planned.repo, head, buffered(alice, payload), old, CONTEXT).writes
+    [write] = plan_completion(claimed(alice), planned.repo, head, buffered(alice, payload), old, CONTEXT).writes
     assert (write.repo.sync_status, write.repo.sync_reason) == (SyncStatus.DESYNCHRONIZED, Desync.IDENTITY)
 
 
@@ -110,7 +185,9 @@ def test_an_invalid_buffered_event_is_rejected_without_the_others() -> None:
     planned = plan_event(claimed(alice), decoded_event("commit", damaged), 1_000, UNAVAILABLE, CONTEXT)
     assert isinstance(planned, Plan)
     assert planned.buffer
-    batch = plan_completion(planned.repo, head, buffered(alice, damaged, good), alice.key_state, CONTEXT)
+    batch = plan_completion(
+        claimed(alice), planned.repo, head, buffered(alice, damaged, good), alice.key_state, CONTEXT
+    )
     [dead_letter] = batch.dead_letters
     assert (dead_letter.relay, dead_letter.seq, dead_letter.did, dead_letter.kind) == (RELAY, 0, alice.did, "commit")
     assert dead_letter.reason is Rejection.CAR_MALFORMED
@@ -125,7 +202,8 @@ def test_a_buffered_event_above_a_lowered_limit_is_rejected_and_causes_another_r
     payload = alice.commit_post("buffered")
     events = [BufferedEvent(alice.did, RELAY, 7, encoded_frame("commit", payload))]
     context = replace(CONTEXT, policy=replace(CONTEXT.policy, limits=replace(DEFAULT_LIMITS, frame_bytes=100)))
-    batch = plan_completion(claimed(alice, latest_verified_rev=payload["rev"]), head, events, alice.key_state, context)
+    locked = claimed(alice, latest_verified_rev=payload["rev"])
+    batch = plan_completion(claimed(alice), locked, head, events, alice.key_state, context)
     assert [(dead_letter.seq, dead_letter.reason) for dead_letter in batch.dead_letters] == [
         (7, Rejection.FRAME_TOO_LARGE)
     ]
@@ -152,7 +230,8 @@ def test_an_account_reactivated_during_its_resync_is_resynchronized_again() -> N
         Desync.REACTIVATED,
         0,
     )
-    assert repo.next_attempt_at is None
+    assert repo.next_attempt_at is not None
+    assert repo.next_attempt_at > CONTEXT.now, "it also broke when this resync was requested"
 
 
 @pytest.mark.parametrize("reason", FetchFailure)
@@ -199,3 +278,21 @@ def test_a_released_repo_is_due_immediately() -> None:
     alice = SigningAccount()
     row = release(claimed(alice, last_error="before"))
     assert (row.sync_status, row.next_attempt_at, row.attempts) == (SyncStatus.DESYNCHRONIZED, None, 1)
+
+
+def test_buffered_events_are_planned_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("indexer.sync.plan_resync.SLICE_BYTES", 5_000)
+    alice = SigningAccount()
+    head = alice.head
+    events = buffered(alice, *[alice.commit_post(f"{number:02}", "x" * 1_000) for number in range(20)])
+    completion = Completion(claimed(alice), head, alice.key_state, CONTEXT)
+    completion.add(events)
+    slices = []
+    while completion.plan_slice():
+        slices.append([change.rkey for change in completion.changes])
+    slices.append([change.rkey for change in completion.changes])
+    assert len(slices) > 5
+    assert [rkey for rkeys in slices for rkey in rkeys] == [f"{number:02}" for number in range(20)]
+    completion.lock(claimed(alice))
+    [write] = completion.end().writes
+    assert (write.repo.head, write.repo.sync_status) == (alice.head, SyncStatus.SYNCHRONIZED)

@@ -20,11 +20,14 @@ from indexer.sync.repo_transitions import (
     erase,
     fail,
     move,
+    needs_export,
     reactivate,
     release,
     synchronize,
     transition,
+    widen,
 )
+from indexer.sync.scope import Scope
 from tests.source_code import source_calls
 from tests.sync.signing_account import CONTEXT, NOW, SigningAccount, decoded_event
 
@@ -61,19 +64,22 @@ def test_only_a_whole_tree_or_a_completed_resync_synchronizes() -> None:
 
 HEAD = Head("3laaaaaaaaa22", b"data", b"commit")
 ROW_FUNCTIONS: dict[Trigger, Callable[[Repo, Trigger], Repo]] = {
-    Trigger.WHOLE: lambda repo, trigger: synchronize(repo, trigger, HEAD, NOW),
+    Trigger.WHOLE: lambda repo, trigger: synchronize(repo, trigger, HEAD, NOW, 0),
     Trigger.BREAKS: lambda repo, trigger: desynchronize(repo, trigger, Desync.CHAIN_BREAK, NOW),
     Trigger.UNCHECKED: lambda repo, trigger: desynchronize(repo, trigger, Desync.IDENTITY, NOW),
     Trigger.SYNC_DIFFERS: lambda repo, trigger: desynchronize(repo, trigger, Desync.SYNC_EVENT, NOW),
+    Trigger.REFUSED: lambda repo, trigger: desynchronize(repo, trigger, Desync.STORE_FAILED, NOW),
     Trigger.OVERFLOWS: lambda repo, trigger: desynchronize(repo, trigger, Desync.BUFFER_OVERFLOW, NOW),
-    Trigger.COMPLETED: lambda repo, trigger: synchronize(repo, trigger, HEAD, NOW),
+    Trigger.COMPLETED: lambda repo, trigger: synchronize(repo, trigger, HEAD, NOW, 0),
     Trigger.FAILED: lambda repo, _: fail(repo, attempts=1, next_attempt_at=NOW, last_error="timeout"),
     Trigger.RELEASED: lambda repo, _: release(repo),
     Trigger.LEASE_EXPIRED: lambda repo, trigger: desynchronize(repo, trigger, Desync.LEASE_EXPIRED, NOW),
     Trigger.BEHIND: lambda repo, trigger: desynchronize(repo, trigger, Desync.BEHIND, NOW),
+    Trigger.UNPROVEN: lambda repo, trigger: desynchronize(repo, trigger, Desync.LENIENT_COMMIT, NOW),
     Trigger.VALUES_MISSING: lambda repo, trigger: desynchronize(repo, trigger, Desync.RECORD_MISSING, NOW),
-    Trigger.REACTIVATED: lambda repo, _: reactivate(repo),
+    Trigger.REACTIVATED: lambda repo, _: reactivate(repo, NOW),
     Trigger.ERASED: lambda repo, _: erase(repo),
+    Trigger.WIDENED: lambda repo, _: widen(repo),
 }
 PAIRS = list(product(SyncStatus, Trigger))
 POSSIBLE = [(status, trigger) for status, trigger in PAIRS if trigger in TRANSITIONS[status]]
@@ -92,7 +98,7 @@ def row(status: SyncStatus) -> Repo:
 def test_move_follows_the_table(status: SyncStatus, trigger: Trigger) -> None:
     _, after = TRANSITIONS[status][trigger]
     assert transition(status, trigger) == TRANSITIONS[status][trigger]
-    assert move(row(status), trigger) == replace(row(status), version=4, sync_status=after)
+    assert move(row(status), trigger) == row(status)._replace(version=4, sync_status=after)
 
 
 @pytest.mark.parametrize(
@@ -108,6 +114,21 @@ def test_the_row_functions_follow_the_table(status: SyncStatus, trigger: Trigger
     assert (after.version, after.sync_status) == (4, TRANSITIONS[status][trigger][1])
     assert (after.sync_reason is None) is (after.sync_status is SyncStatus.SYNCHRONIZED)
     assert (after.buffered_events, after.buffered_bytes) == (0, 0)
+
+
+def test_the_mark_of_lenient_commits_stays_until_the_records_are_compared_or_erased() -> None:
+    marked = row(SyncStatus.SYNCHRONIZED)._replace(unproven_since=NOW)
+    waiting = desynchronize(marked, Trigger.UNPROVEN, Desync.LENIENT_COMMIT, NOW)
+    claimed = move(waiting, Trigger.CLAIMED)
+    failed = fail(claimed, attempts=1, next_attempt_at=NOW, last_error="timeout")
+    unfinished = [marked, waiting, claimed, failed, release(claimed), reactivate(claimed, NOW)]
+    unfinished.append(desynchronize(claimed, Trigger.LEASE_EXPIRED, Desync.LEASE_EXPIRED, NOW))
+    unfinished.append(desynchronize(marked, Trigger.BREAKS, Desync.CHAIN_BREAK, NOW))
+    assert [(repo.unproven_since, needs_export(repo, Scope())) for repo in unfinished] == [(NOW, True)] * len(
+        unfinished
+    )
+    finished = [synchronize(claimed, Trigger.COMPLETED, HEAD, NOW, 0), erase(marked)]
+    assert [(repo.unproven_since, needs_export(repo, Scope())) for repo in finished] == [(None, False)] * len(finished)
 
 
 @pytest.mark.parametrize(("status", "trigger"), IMPOSSIBLE)
@@ -144,7 +165,7 @@ def breaks(status: SyncStatus) -> Received:
 
 def whole(status: SyncStatus) -> Received:
     alice = SigningAccount()
-    return Received(replace(alice.row(status), head=None), "commit", alice.first_commit(), alice.key_state)
+    return Received(alice.row(status)._replace(head=None), "commit", alice.first_commit(), alice.key_state)
 
 
 def not_newer(status: SyncStatus) -> Received:
@@ -155,7 +176,7 @@ def not_newer(status: SyncStatus) -> Received:
 
 def invalid(status: SyncStatus) -> Received:
     alice, mallory = SigningAccount(), SigningAccount("mallory")
-    return Received(alice.row(status), "commit", alice.commit_post("a"), replace(mallory.key_state, final=True))
+    return Received(alice.row(status), "commit", alice.commit_post("a"), mallory.key_state._replace(final=True))
 
 
 def unchecked(status: SyncStatus) -> Received:
@@ -228,6 +249,7 @@ def sets_sync_status(call: ast.Call) -> bool:
 
 
 def test_only_move_sets_a_sync_status() -> None:
-    """`repo_of` constructs a repo from its row in the database."""
+    """`repo_of` constructs a repo from its row in the database, and `account_status` a report about it."""
     found = {(found.module, found.function) for found in source_calls() if sets_sync_status(found.call)}
-    assert found == {("sync/repo_transitions.py", "move"), ("store/columns.py", "repo_of")}
+    readers = {("store/columns.py", "repo_of"), ("monitoring/account_status.py", "account_status")}
+    assert found == {("sync/repo_transitions.py", "move")} | readers

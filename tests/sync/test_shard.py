@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexer.sync.shard import BUCKETS, Shard, bucket_of, resume_seq
+from indexer.sync.shard import BUCKETS, Shard, bucket_of
 
 
 @given(st.integers(1, BUCKETS))
@@ -41,28 +41,3 @@ def test_a_shard_is_parsed_as_it_is_printed(shard: Shard) -> None:
 def test_subshards_cover_the_buckets_of_their_shard(whole: tuple[int, int], count: int) -> None:
     shard = Shard(*whole)
     assert [bucket for index in range(count) for bucket in shard.subshard(index, count).buckets] == list(shard.buckets)
-
-
-@given(st.lists(st.tuples(st.integers(1, 6), st.lists(st.integers(0, 20), min_size=6, max_size=6)), max_size=5), SHARDS)
-def test_no_bucket_skips_messages_when_the_number_of_shards_changes(
-    phases: list[tuple[int, list[int]]], shard: Shard
-) -> None:
-    """Each phase has another number of shards; `done` counts how far each bucket was really processed."""
-    cursors: dict[Shard, int] = {}
-    done = [0] * BUCKETS
-    for count, steps in phases:
-        starts = {part: resume_seq(cursors, part) for part in (Shard(index, count) for index in range(count))}
-        for part, step in zip(starts, steps, strict=False):
-            start = starts[part] or 0
-            assert start <= min(done[bucket] for bucket in part.buckets), "a bucket would skip messages"
-            cursors[part] = max(cursors.get(part, 0), start + step)
-            for bucket in part.buckets:
-                done[bucket] = max(done[bucket], start + step)
-    final = resume_seq(cursors, shard)
-    assert final is None or final == min(done[bucket] for bucket in shard.buckets)
-
-
-def test_buckets_that_were_never_processed_do_not_count() -> None:
-    assert resume_seq({Shard(0, 2): 7}, Shard(0, 1)) == 7
-    assert resume_seq({Shard(0, 2): 7}, Shard(1, 2)) is None
-    assert resume_seq({Shard(0, 2): 7, Shard(1, 2): 5, Shard(0, 1): 3}, Shard(0, 1)) == 5

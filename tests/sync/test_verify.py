@@ -11,12 +11,12 @@ from indexer.atproto.commit import decode_commit
 from indexer.atproto.crypto import PrivateKey, PublicKey
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.mst import EMPTY_TREE, MissingNodeError
-from indexer.errors import UpstreamError
+from indexer.errors import UnavailableError, UpstreamError
 from indexer.localnet import dag_cbor
-from indexer.localnet.local_repo import Write, car, car_header
-from indexer.reasons import Desync, Rejection
+from indexer.localnet.local_repo import Write, car, car_header, car_section
+from indexer.reasons import Desync, FetchFailure, Rejection
 from indexer.sync.events import CommitEvent
-from indexer.sync.verify import VerifiedCommit, verify_commit, verify_snapshot, verify_sync
+from indexer.sync.verify import VerifiedCommit, verify_commit, verify_record, verify_snapshot, verify_sync
 from tests.profiles import scaled
 from tests.source_code import source_calls
 from tests.sync.signing_account import POST, SigningAccount, decoded_event
@@ -245,6 +245,54 @@ def test_a_commit_of_another_version_is_rejected() -> None:
     with pytest.raises(UpstreamError) as caught:
         decode_commit(block, cid_of(block))
     assert caught.value.reason is Rejection.COMMIT_MALFORMED
+
+
+def test_a_record_with_its_proof_is_verified() -> None:
+    account = account_with_posts()
+    for rkey in ("000", "007", "039"):
+        proof = account.repo.record_proof(f"{POST}/{rkey}")
+        found = verify_record(account.did, f"{POST}/{rkey}", proof, account.key.public, DEFAULT_LIMITS)
+        assert found == account.repo.records[f"{POST}/{rkey}"]
+
+
+@pytest.mark.parametrize("path", [f"{POST}/0000", "a.a.a/a", "z.z.z/z"])
+def test_the_absence_of_a_record_is_verified(path: str) -> None:
+    account = account_with_posts()
+    proof = account.repo.record_proof(path)
+    assert verify_record(account.did, path, proof, account.key.public, DEFAULT_LIMITS) is None
+
+
+def test_a_record_of_another_account_or_signed_by_another_key_is_rejected() -> None:
+    account = account_with_posts()
+    path = f"{POST}/007"
+    proof, key = account.repo.record_proof(path), account.key.public
+    for did, other, reason in (
+        ("did:plc:other", key, Rejection.ENVELOPE_MISMATCH),
+        (account.did, PrivateKey.from_seed("k256", b"other").public, Rejection.SIGNATURE_INVALID),
+    ):
+        with pytest.raises(UpstreamError) as rejected:
+            verify_record(did, path, proof, other, DEFAULT_LIMITS)
+        assert rejected.value.reason is reason
+
+
+def test_a_proof_without_any_one_block_proves_nothing() -> None:
+    """The tree nodes beside the path are in the proof, too, and not needed."""
+    account = account_with_posts(records=400)
+    path = f"{POST}/007"
+    blocks = blocks_of(account.repo.record_proof(path))
+
+    def outcome(missing: bytes) -> bytes | str | None:
+        sections = [car_section(cid, block) for cid, block in blocks.items() if cid != missing]
+        proof = b"".join([car_header(account.repo.head.cid), *sections])
+        try:
+            return verify_record(account.did, path, proof, account.key.public, DEFAULT_LIMITS)
+        except (UpstreamError, UnavailableError) as error:
+            return error.reason
+
+    outcomes = [outcome(cid) for cid in blocks]
+    needed = {FetchFailure.EXPORT_INCOMPLETE, FetchFailure.BAD_ANSWER}
+    assert needed <= set(outcomes)
+    assert set(outcomes) <= needed | {Rejection.COMMIT_MISSING, account.repo.records[path]}
 
 
 @pytest.mark.parametrize("name", ["VerifiedCommit", "VerifiedSync", "VerifiedChange", "Snapshot"])

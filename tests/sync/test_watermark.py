@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from indexer.errors import BrokenInvariantError
-from indexer.sync.watermark import Watermark
+from indexer.sync.watermark import Position, Watermark
 
 
 def oracle(start: int | None, seqs: list[int], done: set[int]) -> int | None:
@@ -26,7 +26,7 @@ def test_the_position_is_below_every_pending_number(numbers: set[int], data: st.
         watermark.add(seq)
     finished: set[int] = set()
     for seq in order:
-        assert watermark.position_if_done([seq]) == oracle(start, seqs, finished | {seq})
+        assert watermark.position_if_done([seq]).seq == oracle(start, seqs, finished | {seq})
         watermark.mark_done([seq])
         finished.add(seq)
         assert watermark.position == oracle(start, seqs, finished)
@@ -36,9 +36,20 @@ def test_the_position_is_below_every_pending_number(numbers: set[int], data: st.
 def test_position_if_done_changes_nothing() -> None:
     watermark = Watermark(5)
     watermark.add(7)
-    assert watermark.position_if_done([7]) == 7
+    assert watermark.position_if_done([7]) == Position(7, None)
     assert watermark.position == 5
     assert len(watermark) == 1
+
+
+def test_the_position_has_the_time_of_its_own_message() -> None:
+    watermark = Watermark(5, "five")
+    for seq, event_time in ((7, "seven"), (8, None), (9, "nine")):
+        watermark.add(seq, event_time)
+    assert watermark.event_time == "five"
+    assert watermark.position_if_done([7, 9]) == Position(7, "seven")
+    watermark.mark_done([7, 8])
+    assert watermark.position == 8
+    assert watermark.event_time is None
 
 
 @pytest.mark.parametrize("seq", [3, 5, 9])

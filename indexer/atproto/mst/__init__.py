@@ -3,7 +3,7 @@
 from indexer.atproto.mst.inversion import Inversion, Verdict, invert
 from indexer.atproto.mst.net_op import NetOp
 from indexer.atproto.mst.node import EMPTY_TREE, Node, decode_node, encode_node, key_height
-from indexer.atproto.mst.walk import MissingNodeError, leaves, walk
+from indexer.atproto.mst.walk import MissingNodeError, find, leaves, walk
 
 __all__ = [
     "EMPTY_TREE",
@@ -14,6 +14,7 @@ __all__ = [
     "Verdict",
     "decode_node",
     "encode_node",
+    "find",
     "invert",
     "key_height",
     "leaves",

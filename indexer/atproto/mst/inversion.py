@@ -19,8 +19,8 @@ the CAR slice, the result is undecidable.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from indexer.atproto.cid import cid_text
 from indexer.atproto.limits import Limits
@@ -39,8 +39,7 @@ class Verdict(Enum):
     UNDECIDABLE = "a node that is needed is not in the CAR slice"
 
 
-@dataclass(frozen=True, slots=True)
-class Inversion:
+class Inversion(NamedTuple):
     """A verdict with its details.
 
     Attributes:

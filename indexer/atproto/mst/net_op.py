@@ -1,11 +1,9 @@
 """The net effect of a commit on one key of the tree."""
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class NetOp:
+class NetOp(NamedTuple):
     """The net operation of a commit on one key.
 
     Attributes:

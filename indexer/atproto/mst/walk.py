@@ -1,5 +1,6 @@
 """Walk a whole tree: the only proof that an export is complete (docs/protocol.md#merkle-search-tree)."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from itertools import repeat
 
@@ -56,6 +57,23 @@ def walk(block_of: BlockOf, root: bytes, limits: Limits) -> Iterator[tuple[bytes
             if node.keys and not (key < node.keys[0] and (upper is None or node.keys[-1] < upper)):
                 raise_malformed("a subtree reaches beyond the keys beside it")
             steps += _steps(node, layer, key, upper)
+
+
+def find(block_of: BlockOf, root: bytes, key: bytes, limits: Limits) -> bytes | None:
+    """Return the CID of the record at a key; None if the tree has no such key. It reads only the nodes on the way.
+
+    Raises:
+        UpstreamError: With NODE_MALFORMED, if a node breaks a rule.
+        MissingNodeError: A node is missing, so that nothing is proven.
+    """
+    tree: bytes | None = root
+    while tree is not None:
+        node = _load(block_of, tree, limits)
+        index = bisect_left(node.keys, key)
+        if index < len(node.keys) and node.keys[index] == key:
+            return node.values[index]
+        tree = node.subtree_before(index)
+    return None
 
 
 def leaves(block_of: BlockOf, root: bytes) -> Iterator[tuple[bytes, bytes]]:

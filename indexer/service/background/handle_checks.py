@@ -1,15 +1,20 @@
 """Verify the handles that DID documents claim, independently of keys, hosts and records."""
 
 import asyncio
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from math import ceil
 from time import time
 
 import structlog
 from aiolimiter import AsyncLimiter
 
+from indexer.concurrency.stage_progress import StageProgress
 from indexer.errors import UnavailableError
 from indexer.identity import HandleVerifier
+from indexer.outbound import registered_domain
 from indexer.service.periodic import DatabaseAttempt
 from indexer.store import Store
 from indexer.sync.backoff import backoff_seconds
@@ -17,6 +22,13 @@ from indexer.sync.shard import Shard
 from indexer.sync.stored_identity import INVALID_HANDLE, HandleCheck, HandleClaim
 
 MAX_CONCURRENCY = 64
+MAX_DOMAINS = 10_000
+"""Registered domains whose postponed handles are spaced."""
+MAX_POSTPONED_SECONDS = 3_600.0
+CLAIMS_PER_CHECK = 8
+"""Handles that are claimed for each one that is checked at the same time, to find those of other domains."""
+DOMAIN_SHARE = 0.5
+"""Share of the rate at which the postponed handles of one registered domain become due again."""
 MAX_ATTEMPTS = 8
 """Failed attempts, over about half a day, after which the handle of an account counts as unknown."""
 
@@ -45,7 +57,14 @@ class HandleCheckIntervals:
 
 
 class HandleChecks:
-    """Verifies handles that are due, at most `rate` per second."""
+    """Verifies handles that are due, at most `rate` per second.
+
+    Registered domains take turns, because one domain has as many handles as its owner likes. Handles beyond those that
+    are checked next are postponed, one behind the other, so that they do not stay ahead of those of other domains.
+
+    Attributes:
+        stage: Its progress. Each claim of handles, and each check of a handle, is an activity of its own.
+    """
 
     def __init__(
         self,
@@ -61,8 +80,11 @@ class HandleChecks:
         self._shard = shard
         self._intervals = intervals or HandleCheckIntervals()
         self._limiter = AsyncLimiter(1, 1 / rate)
+        self._domain_interval = 1 / (rate * DOMAIN_SHARE)
+        self._next_due: dict[str, float] = {}
         # Enough slots to reach the rate although every check takes its longest duration.
         self._concurrency = min(ceil(rate * self._intervals.check), MAX_CONCURRENCY)
+        self.stage = StageProgress("handle checks")
         self._slots = asyncio.Semaphore(self._concurrency)
 
     async def run(self) -> None:
@@ -79,15 +101,31 @@ class HandleChecks:
                     await asyncio.sleep(self._intervals.idle)
 
     async def _claim(self) -> list[HandleClaim]:
-        buckets, lease = self._shard.buckets, self._intervals.lease
-        with DatabaseAttempt():
-            return await self._store.claim_handles(self._concurrency, buckets, lease, time())
-        return []
+        """Claim the handles to check next, the domains in turn, and give the other ones back."""
+        count, now, claims = self._concurrency * CLAIMS_PER_CHECK, time(), list[HandleClaim]()
+        with DatabaseAttempt(self.stage):
+            claims = await self._store.claim_handles(count, self._shard.buckets, self._intervals.lease, now)
+        in_turn = _in_turn(claims)
+        checked, others = in_turn[: self._concurrency], in_turn[self._concurrency :]
+        is_alone = len({_domain(claim) for claim in claims}) == 1 and len(claims) < count
+        due = [now if is_alone else self._schedule(_domain(claim), now) for claim in others]
+        with DatabaseAttempt():  # if this fails, they are due again when their leases expire
+            await self._store.postpone_handles(others, due, now + self._intervals.lease)
+        return checked
+
+    def _schedule(self, domain: str, now: float) -> float:
+        """Return when to check the next postponed handle of a domain; each call schedules one handle."""
+        due_at = max(now, self._next_due.pop(domain, 0.0)) + self._domain_interval
+        self._next_due[domain] = min(due_at, now + MAX_POSTPONED_SECONDS)
+        if len(self._next_due) > MAX_DOMAINS:
+            del self._next_due[next(iter(self._next_due))]
+        return self._next_due[domain]
 
     async def _check_and_save(self, claim: HandleClaim) -> None:
-        check = await self._check(claim)
-        with DatabaseAttempt():  # if this fails, the handle is due again when the claim's lease expires
-            await self._store.save_handle_check(check)
+        with self.stage.task() as work:
+            check = await self._check(claim)
+            with DatabaseAttempt(work):  # if this fails, the handle is due again when the claim's lease expires
+                await self._store.save_handle_check(check)
 
     async def _check(self, claim: HandleClaim) -> HandleCheck:
         if claim.claimed is None:
@@ -104,3 +142,15 @@ class HandleChecks:
         first, maximum = self._intervals.first_retry, self._intervals.max_retry
         pause = backoff_seconds(attempts, claim.did, first=first, maximum=maximum)
         return HandleCheck(claim, handle, attempts, time() + pause)
+
+
+def _domain(claim: HandleClaim) -> str:
+    return registered_domain((claim.claimed or "").lower())
+
+
+def _in_turn(claims: Sequence[HandleClaim]) -> list[HandleClaim]:
+    """Return the claims in an order in which their registered domains take turns."""
+    by_domain = defaultdict[str, list[HandleClaim]](list)
+    for claim in claims:
+        by_domain[_domain(claim)].append(claim)
+    return [claim for turn in zip_longest(*by_domain.values()) for claim in turn if claim is not None]

@@ -1,11 +1,15 @@
 """Hold the shard locks, so that at most one process writes the repos of a bucket."""
 
 import asyncio
+from datetime import UTC, datetime
+from time import monotonic
 
 import structlog
 
+from indexer.concurrency.stage_progress import StageProgress
 from indexer.service.periodic import DatabaseAttempt
 from indexer.store import Store
+from indexer.store.shard_lock import ShardLock, ShardSession
 from indexer.sync.shard import Shard
 
 RETRY_SECONDS = 1.0
@@ -19,35 +23,70 @@ class ShardOwnership:
     Processes with overlapping shards wait for each other.
 
     Attributes:
+        stage: Its progress. An attempt to acquire the locks is work until the database answers.
         owned: Set while this process holds the locks.
+        owned_since: When it acquired them (monotonic seconds); None while it does not hold them.
+        waits_since: When it began to wait for them (monotonic seconds).
         last_error: Why it does not hold them; None if it does.
     """
 
     def __init__(self, store: Store, shard: Shard) -> None:
         self._store = store
         self._shard = shard
+        self.stage = StageProgress("shard lock")
         self.owned = asyncio.Event()
+        self.owned_since: float | None = None
+        self.waits_since = monotonic()
         self.last_error: str | None = None
 
     async def run(self) -> None:
         """Acquire and hold the locks forever. Only an exception that is a bug ends it."""
         while True:
-            with DatabaseAttempt() as attempt:
+            with DatabaseAttempt(self.stage) as attempt:
                 await self._acquire_and_hold()
             self.last_error = attempt.error or self.last_error
             await asyncio.sleep(RETRY_SECONDS)
 
     async def _acquire_and_hold(self) -> None:
-        """Hold the locks until the session ends; return at once if another session holds any of them."""
-        async with self._store.hold_buckets(self._shard.buckets) as lost:
-            if lost is None:
-                if self.last_error is None:
-                    log.warning("shard-lock.waiting", shard=str(self._shard))
-                self.last_error = f"another process holds buckets of shard {self._shard}"
-                return
+        """Wait until no other process holds a bucket of the shard; then hold the locks until the session ends."""
+        async with self._store.shard_lock(self._shard.buckets) as lock:
+            waited = False
+            while not await self._claim(lock):
+                holders = "; ".join(map(_description, await self._other_owners()))
+                if not waited:
+                    log.warning("shard-lock.waiting", shard=str(self._shard), holders=holders)
+                    waited = True
+                self.last_error = f"another process holds buckets of shard {self._shard}, and this one waits: {holders}"
+                await asyncio.sleep(RETRY_SECONDS)
+            if waited:
+                log.info("shard-lock.acquired", shard=str(self._shard))
             self.last_error = None
             self.owned.set()
-            await lost.wait()
+            self.owned_since = monotonic()
+            await lock.lost.wait()
             self.owned.clear()
+            self.owned_since, self.waits_since = None, monotonic()
             self.last_error = f"the session that held the locks of shard {self._shard} has ended"
             log.warning("shard-lock.lost", shard=str(self._shard))
+
+    async def _claim(self, lock: ShardLock) -> bool:
+        """Try to own the buckets. To wait for the other process afterwards is no work of this stage."""
+        self.stage.begin()
+        claimed = await lock.claim()
+        self.stage.idle()
+        self.stage.failed(None)
+        return claimed
+
+    async def _other_owners(self) -> list[ShardSession]:
+        """Return the sessions that own a bucket of the shard."""
+        buckets = self._shard.buckets
+        return [
+            session
+            for session in await self._store.shard_sessions()
+            if session.owns and session.buckets[0] <= buckets[-1] and buckets[0] <= session.buckets[1]
+        ]
+
+
+def _description(session: ShardSession) -> str:
+    since = datetime.fromtimestamp(session.since, UTC).isoformat(" ", "seconds")
+    return f"session {session.pid} from {session.client} since {since}"

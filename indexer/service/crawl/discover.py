@@ -4,48 +4,66 @@ from collections.abc import Callable
 from functools import partial
 from time import time
 
+from indexer.concurrency.stage_progress import StageProgress
 from indexer.outbound import OutboundClient
 from indexer.pds.repo_list import RepoListPage
 from indexer.service.crawl.repo_list_pages import repo_list_pages
 from indexer.store import Store
-from indexer.sync.crawl_progress import CrawlProgress
+from indexer.sync.crawl_progress import CrawlProgress, Purpose
+from indexer.sync.scope import Scope
 
 
 class Discovery:
     """Tracks listed accounts. The accounts of a page and the progress are saved in one transaction.
 
     Attributes:
+        stage: Its progress. Each request, and the write of each page, is work.
         invalid_entries: Entries of the list that are not accounts.
+        expected: How many accounts the last complete crawl listed; None if there was none.
     """
 
-    def __init__(self, store: Store, outbound: OutboundClient) -> None:
+    def __init__(self, store: Store, outbound: OutboundClient, stage: StageProgress | None = None) -> None:
         self._store = store
         self._outbound = outbound
+        self.stage = stage or StageProgress("discover")
         self.invalid_entries = 0
+        self.expected: int | None = None
 
-    async def begin(self, source: str, collection: str) -> CrawlProgress:
+    async def begin(self, source: str, collection: str, purpose: Purpose = "discover") -> CrawlProgress:
         """Return the progress of the last crawl if it was interrupted, else that of a new crawl."""
-        last = await self._store.crawl_progress("discover", source, collection)
+        last = await self._store.crawl_progress(purpose, source, collection)
         if last is not None and last.finished_at is None:
             return last
-        return CrawlProgress("discover", source, collection, began_at=time())
+        self.expected = None if last is None else last.listed
+        return CrawlProgress(purpose, source, collection, began_at=time())
 
-    async def run(self, progress: CrawlProgress, on_page: Callable[[CrawlProgress], None]) -> CrawlProgress:
+    async def run(
+        self, progress: CrawlProgress, on_page: Callable[[CrawlProgress], None], signals: Scope | None = None
+    ) -> CrawlProgress:
         """Read the list from `progress` to its end, and return the final progress.
+
+        If the scope changes that `signals` names, the rest of the list is not read.
 
         Inactive accounts are left out: they cannot be fetched, and the stream reports when they become active.
 
         Args:
             progress: The progress that `begin` returned.
             on_page: Called with the progress after each page.
+            signals: The scope, if the list is that of one of its signal collections; None if a command adds the repos.
 
         Raises:
             UnavailableError: The host or the database is unavailable. The progress so far is saved.
         """
-        async for page in repo_list_pages(self._outbound, progress.source, progress.collection, progress.cursor):
+        source, collection, cursor = progress.source, progress.collection, progress.cursor
+        async for page in repo_list_pages(self._outbound, source, collection, cursor, self.stage.add()):
             self.invalid_entries += page.invalid_entries
             dids = [account.did for account in page.accounts if account.active]
-            progress = await self._store.add_listed(dids, partial(_after_page, progress, page))
+            with self.stage.busy():
+                after_page = partial(_after_page, progress, page)
+                added = await self._store.add_listed(dids, after_page, scope=signals, by_signal=signals is not None)
+            if added is None:
+                return progress
+            progress = added
             on_page(progress)
         return progress
 

@@ -1,47 +1,77 @@
 """Reconciliation: compare a relay's repo list with the database, and request resyncs of repos that are behind.
 
-The list can be ahead of the stream by the events that are on their way. So a repo that seems to be behind is compared
-again after a while. The list is not signed, so it never changes a record; it only causes a resync. An account that is
-listed but hidden in the database is shown again if the relay confirms that it is active.
+The list can be ahead of the stream by the events that are on their way. So a repo that seems to be behind or unknown is
+compared again after a while. The list is not signed, so it never changes a record; it only causes a resync. An account
+that is listed but hidden in the database is shown again if the relay confirms that it is active. One that is not listed
+but shown is hidden if the relay confirms that it is not active.
+
+A reconciliation closes the gaps of its shard that were open when it began, if it ran to the end of the list of the
+relay whose stream is open: what the list does not contain yet, that stream delivers.
 """
 
 import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from math import inf
 from time import monotonic, time
 
 import structlog
 
 from indexer.atproto.syntax import tid_micros
+from indexer.concurrency.stage_progress import StageProgress
 from indexer.errors import UnavailableError
 from indexer.monitoring.metrics import Metrics
 from indexer.outbound import OutboundClient
-from indexer.pds.repo_list import RepoListPage, fetch_repo_status
+from indexer.pds.repo_list import RepoListPage, RepoStatus, fetch_repo_status
 from indexer.reasons import Desync
+from indexer.service.crawl.listed_accounts import ListedAccounts
 from indexer.service.crawl.repo_list_pages import repo_list_pages
+from indexer.service.open_gaps import OpenGaps
+from indexer.service.periodic import DatabaseAttempt
 from indexer.store import Store
 from indexer.sync.crawl_progress import CrawlProgress
-from indexer.sync.plan_event import plan_active
+from indexer.sync.plan_event import plan_active, plan_hidden
 from indexer.sync.plans import Batch, RepoWrite
+from indexer.sync.scope import Scope, Track
+from indexer.sync.shard import Shard
 
 MAX_PENDING_PAGES = 100
 """Pages that wait for their second comparison, each with at most a thousand repos."""
+MAX_UNLISTED = 10_000
+"""Accounts that are missing in the list, and whose hosting status is asked for, in one reconciliation."""
+_PAGE_SIZE = 5_000
+MAX_RESUME_SECONDS = 86_400.0
+"""An interrupted reconciliation that began longer ago starts again."""
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class ReconciliationIntervals:
-    """Times in seconds.
+class ReconciliationSettings:
+    """Settings of the reconciliation; times are seconds.
 
     Attributes:
+        shard: Only repos of this shard are compared.
+        interval: Between two reconciliations; 0: only while a gap is open.
+        drift: A listed rev further in the future is ignored, because clocks do not differ by more.
+        scope: Returns the present scope: if it wants all repos, listed accounts that are unknown are tracked.
+        deletion_grace: From the deletion of an account to the erasure of its records.
         settle: How long the stream may take to deliver events that the list already includes.
-        retry: Pause after a failed reconciliation.
+        poll: How often to look for a connected relay, an open gap and the end of the interval.
+        first_retry: Pause after the first failure; it doubles with each one, up to `max_retry`.
     """
 
+    shard: Shard
+    interval: float
+    drift: float
+    scope: Callable[[], Scope]
+    deletion_grace: float
     settle: float = 30.0
-    retry: float = 600.0
+    poll: float = 5.0
+    first_retry: float = 5.0
+    max_retry: float = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +84,8 @@ class _PendingPage:
         listed: The number of accounts on the page.
         revs: The listed revs of the repos that seemed to be behind, by DID.
         hidden: The DIDs of listed accounts that are hidden in the database.
+        unknown: The DIDs of listed accounts that are not tracked, if the scope wants all repos.
+        unlisted: The DIDs of listed accounts that only the stream has named.
     """
 
     due_at: float
@@ -61,15 +93,30 @@ class _PendingPage:
     listed: int
     revs: Mapping[str, str]
     hidden: Sequence[str]
+    unknown: Sequence[str]
+    unlisted: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class _ListedBy:
+    """The accounts that the list contained so far, in the reconciliation of `source` that began at this time."""
+
+    source: str
+    began_at: float
+    accounts: ListedAccounts
+
+    def belongs_to(self, progress: CrawlProgress) -> bool:
+        # The database rounds times to microseconds.
+        return self.source == progress.source and abs(self.began_at - progress.began_at) < 0.001  # noqa: PLR2004
 
 
 class Reconciliation:
-    """Reconciles the database with the repo list of `source` every `interval` seconds, and on request.
-
-    A listed rev further in the future than `drift` seconds is ignored, because clocks do not differ by more.
+    """Reconciles the database with a relay's repo list at each interval, and while a gap is open.
 
     Attributes:
+        stage: Its progress. Each request for a page, and each comparison of a page, is work.
         crawl_progress: The progress of the last reconciliation of this process.
+        last_error: Why the last reconciliation failed, with its source; None if it did not fail.
         waits_until: The end of the wait before a page is compared again (monotonic seconds); None if there is no wait.
     """
 
@@ -78,142 +125,253 @@ class Reconciliation:
         store: Store,
         outbound: OutboundClient,
         metrics: Metrics,
-        source: str,
-        *,
-        interval: float,
-        drift: float,
-        intervals: ReconciliationIntervals | None = None,
+        gaps: OpenGaps,
+        sources: Callable[[], Sequence[str]],
+        settings: ReconciliationSettings,
     ) -> None:
+        """Create a reconciliation.
+
+        Args:
+            store: The store.
+            outbound: The client for requests to the sources.
+            metrics: Counts the repos that were found.
+            gaps: The open gaps of the shard.
+            sources: Returns the base URLs of the relays to ask: the one whose stream is open, then the others in the
+                order of preference; none if no stream is open.
+            settings: The settings.
+        """
         self._store = store
         self._outbound = outbound
         self._metrics = metrics
-        self._source = source
-        self._interval = interval
-        self._drift = drift
-        self._intervals = intervals or ReconciliationIntervals()
-        self._requested = asyncio.Event()
+        self._gaps = gaps
+        self._sources = sources
+        self._settings = settings
+        self._buckets = settings.shard.buckets
+        self.stage = StageProgress("reconciliation")
+        self._requests = self.stage.add()
         self.crawl_progress: CrawlProgress | None = None
+        self.last_error: str | None = None
         self.waits_until: float | None = None
-
-    def request(self) -> None:
-        """Start a complete reconciliation now: the stream has lost events, and the affected repos are unknown."""
-        self._requested.set()
+        self._compared: dict[str, int] = {}
+        self._listed: _ListedBy | None = None
 
     @property
     def progress(self) -> str | None:
         """The progress of the last reconciliation of this process, for display."""
+        if self.last_error is not None:
+            return f"failed and will be retried: {self.last_error}"
         if self.crawl_progress is None:
             return None
         state = "running" if self.crawl_progress.finished_at is None else "done"
-        return f"{state}: {self.crawl_progress.listed:,} accounts listed, {self.crawl_progress.found:,} differ"
+        return f"{state}; accounts listed: {self.crawl_progress.listed:,}, different: {self.crawl_progress.found:,}"
 
     async def run(self) -> None:
-        """Reconcile at each interval and on request. Only an exception that is a bug ends it."""
+        """Reconcile when it is due. Only an exception that is a bug ends it."""
+        failures = 0
         while True:
-            try:
-                await self._wait_for_request(await self._seconds_until_due())
-                progress = await self.reconcile(self._save_progress)
-                log.info("reconciliation.done", relay=self._source, listed=progress.listed, different=progress.found)
-            except UnavailableError as error:
-                log.warning("reconciliation.failed", relay=self._source, error=str(error))
-                await asyncio.sleep(self._intervals.retry)
+            await self._wait_until_due()
+            with self.stage.busy():
+                failures = 0 if await self._reconcile_with_first_available() else failures + 1
+            if failures:
+                pause = self._settings.first_retry * 2.0 ** min(failures - 1, 16)
+                await asyncio.sleep(min(pause, self._settings.max_retry))
 
-    async def reconcile(self, on_page: Callable[[CrawlProgress], None]) -> CrawlProgress:
+    async def reconcile(
+        self, source: str, on_page: Callable[[CrawlProgress], None], may_close_gaps: Callable[[], bool] = lambda: False
+    ) -> CrawlProgress:
         """Compare the whole list, or the rest of it if a recent reconciliation was interrupted; return the progress.
 
         Args:
+            source: The base URL of the relay.
             on_page: Called with the progress after each page.
+            may_close_gaps: Called at the end of the list; returns True if the stream of this relay is open.
 
         Raises:
             UnavailableError: The relay or the database is unavailable. The progress so far is saved.
         """
-        while True:
-            progress = await self._compare_pages(await self._begin(), on_page)
-            if progress.finished_at is not None:
-                return progress
-
-    async def _seconds_until_due(self) -> float:
-        """Return the time until the next reconciliation. The first one is due one interval after the first start."""
-        last = await self._store.crawl_progress("sweep", self._source)
-        now = time()
-        if last is None:
-            last = CrawlProgress("sweep", self._source, began_at=now, finished_at=now)
-            await self._store.save_crawl_progress(last)
-        return 0.0 if last.finished_at is None else last.finished_at + self._interval - now
-
-    async def _wait_for_request(self, seconds: float) -> None:
-        """Wait until a reconciliation is requested, at most for `seconds`."""
-        try:
-            async with asyncio.timeout(seconds):
-                await self._requested.wait()
-        except TimeoutError:
-            return
-
-    async def _begin(self) -> CrawlProgress:
-        """Return the progress of a recent reconciliation that was interrupted, else that of a new one."""
-        last = await self._store.crawl_progress("sweep", self._source)
-        now = time()
-        resumable = last is not None and last.finished_at is None and now - last.began_at < self._interval
-        if last is not None and resumable and not self._requested.is_set():
-            return last
-        self._requested.clear()
-        progress = CrawlProgress("sweep", self._source, began_at=now)
-        await self._store.save_crawl_progress(progress)
-        return progress
-
-    async def _compare_pages(self, progress: CrawlProgress, on_page: Callable[[CrawlProgress], None]) -> CrawlProgress:
-        """Compare the pages to the end of the list; stop early, unfinished, if a new reconciliation is requested."""
+        progress = await self._begin(source)
         pending: deque[_PendingPage] = deque()
-        async for page in repo_list_pages(self._outbound, self._source, "", progress.cursor):
-            pending.append(await self._compare(page))
+        self.stage.idle()
+        async for page in repo_list_pages(self._outbound, source, "", progress.cursor, self._requests):
+            self.stage.moved()
+            pending.append(await self._compare(page, self._listed_by(progress)))
             while pending and (
                 page.cursor is None or len(pending) > MAX_PENDING_PAGES or pending[0].due_at <= monotonic()
             ):
-                self.waits_until = pending[0].due_at
-                await self._wait_for_request(self.waits_until - monotonic())
-                self.waits_until = None
-                if self._requested.is_set():
-                    return progress
-                progress = await self._compare_again(progress, pending.popleft())
+                await self._wait_until(pending[0].due_at)
+                progress = await self._compare_again(progress, pending.popleft(), may_close_gaps)
                 on_page(progress)
+            self.stage.idle()
         return progress
 
-    async def _compare(self, page: RepoListPage) -> _PendingPage:
-        """Compare a page for the first time. If no repo seems to be behind, it is due again at once."""
-        max_micros = (time() + self._drift) * 1_000_000
+    async def _wait_until_due(self) -> None:
+        """Wait until a stream is open and, besides, a gap is open or the interval is over."""
+        while True:
+            with DatabaseAttempt(self.stage):
+                sources = self._sources()
+                if sources and (self._gaps.gaps or await self._seconds_until_due(sources) <= 0):
+                    return
+            await self._gaps.wait_until_opened(self._settings.poll)
+            if not self._sources():
+                await asyncio.sleep(self._settings.poll)
+
+    async def _seconds_until_due(self, sources: Sequence[str]) -> float:
+        """Return the time until the next reconciliation. The first one is due one interval after the first start."""
+        if not self._settings.interval:
+            return inf
+        shard, now = str(self._settings.shard), time()
+        rows = [await self._store.crawl_progress("sweep", source, shard=shard) for source in sources]
+        if rows[0] is not None and rows[0].finished_at is None:
+            return 0.0
+        finished = [row.finished_at for row in rows if row is not None and row.finished_at is not None]
+        if not finished:
+            await self._store.save_crawl_progress(
+                CrawlProgress("sweep", sources[0], began_at=now, finished_at=now, shard=shard)
+            )
+        return max(finished, default=now) + self._settings.interval - now
+
+    async def _reconcile_with_first_available(self) -> bool:
+        """Reconcile with the first source that answers; return True if it was the relay whose stream is open.
+
+        Another source finds repos that are behind, but cannot close a gap. So it is asked only once for each gap.
+        """
+        for source in self._sources():
+            if not self._is_open(source) and self._compared.get(source) == self._gaps.newest:
+                continue
+            try:
+                progress = await self.reconcile(source, self._save_progress, partial(self._is_open, source))
+                await self._gaps.refresh()
+            except UnavailableError as error:
+                self.last_error = f"{source}: {error}"
+                log.warning("reconciliation.failed", relay=source, error=str(error))
+                continue
+            log.info("reconciliation.done", relay=source, listed=progress.listed, different=progress.found)
+            self._compared[source] = progress.last_gap
+            if self._is_open(source):
+                self.last_error = None
+                return True
+            return False
+        return False
+
+    def _is_open(self, source: str) -> bool:
+        """Return True if the stream of this relay is open."""
+        return list(self._sources()[:1]) == [source]
+
+    async def _begin(self, source: str) -> CrawlProgress:
+        """Return the progress of a recent reconciliation that was interrupted, else that of a new one.
+
+        It is not continued if a gap was opened since it began, or if a gap is open and another process began it.
+        """
+        shard, now = str(self._settings.shard), time()
+        last = await self._store.crawl_progress("sweep", source, shard=shard)
+        if (
+            last is not None
+            and last.finished_at is None
+            and now - last.began_at < MAX_RESUME_SECONDS
+            and last.last_gap >= self._gaps.newest
+            and (not self._gaps.newest or self._listed_by(last))
+        ):
+            return last
+        progress = CrawlProgress("sweep", source, began_at=now, shard=shard, last_gap=self._gaps.newest)
+        await self._store.save_crawl_progress(progress)
+        stored = sum((await self._store.counts()).statuses.values())
+        self._listed = _ListedBy(source, now, ListedAccounts(2 * stored))
+        return progress
+
+    def _listed_by(self, progress: CrawlProgress) -> ListedAccounts | None:
+        """Return the accounts listed so far; None if another process read the first pages."""
+        return self._listed.accounts if self._listed is not None and self._listed.belongs_to(progress) else None
+
+    async def _wait_until(self, due_at: float) -> None:
+        self.waits_until = due_at
+        self.stage.idle()
+        await asyncio.sleep(max(0.0, due_at - monotonic()))
+        self.stage.moved()
+        self.waits_until = None
+
+    async def _compare(self, page: RepoListPage, listed: ListedAccounts | None) -> _PendingPage:
+        """Compare a page for the first time. If no repo seems to be behind or unknown, it is due again at once."""
+        max_micros = (time() + self._settings.drift) * 1_000_000
         revs = {
             account.did: account.rev
             for account in page.accounts
-            if account.active and account.rev is not None and tid_micros(account.rev) <= max_micros
+            if account.active
+            and account.rev is not None
+            and tid_micros(account.rev) <= max_micros
+            and self._settings.shard.owns(account.did)
         }
-        behind, hidden = await self._store.find_differences(revs)
-        due_at = monotonic() + (self._intervals.settle if behind else 0.0)
-        return _PendingPage(due_at, page.cursor, len(page.accounts), {did: revs[did] for did in behind}, hidden)
+        behind, hidden, unknown, unlisted = await self._store.find_differences(revs)
+        if listed is not None:
+            # Unknown accounts would fill the set, and accounts without a rev are rare.
+            for did in {account.did for account in page.accounts if account.active}.difference(unknown):
+                listed.add(did)
+        unknown = unknown if self._settings.scope().track is Track.ALL else []
+        due_at = monotonic() + (self._settings.settle if behind or unknown else 0.0)
+        return _PendingPage(
+            due_at, page.cursor, len(page.accounts), {did: revs[did] for did in behind}, hidden, unknown, unlisted
+        )
 
-    async def _compare_again(self, progress: CrawlProgress, page: _PendingPage) -> CrawlProgress:
-        """Desynchronize repos that are still behind, show accounts that are active again, and save the progress."""
+    async def _compare_again(
+        self, progress: CrawlProgress, page: _PendingPage, may_close_gaps: Callable[[], bool]
+    ) -> CrawlProgress:
+        """Desynchronize repos that are still behind, track unknown ones, show accounts, and save the progress."""
         behind = await self._store.desynchronize_behind(page.revs, time()) if page.revs else 0
         self._metrics.desynchronized(Desync.BEHIND, behind)
-        shown = sum([await self._show_if_active(did) for did in page.hidden])
+        shown = sum([await self._show_if_active(progress.source, did) for did in page.hidden])
         self._metrics.desynchronized(Desync.REACTIVATED, shown)
-        progress = progress.after_page(page.cursor, page.listed, behind + shown, time())
-        await self._store.save_crawl_progress(progress)
-        return progress
+        hidden = await self._hide_unlisted(progress) if page.cursor is None else 0
 
-    async def _show_if_active(self, did: str) -> bool:
+        def after_page(added: int) -> CrawlProgress:
+            self._metrics.desynchronized(Desync.NEW, added)
+            return progress.after_page(page.cursor, page.listed, behind + shown + hidden + added, time())
+
+        scope, close_gaps = self._settings.scope(), may_close_gaps()
+        unknown = [*(page.unknown if scope.track is Track.ALL else ()), *page.unlisted]
+        added = await self._store.add_listed(unknown, after_page, scope=scope, close_gaps=close_gaps)
+        # The next reconciliation adds what the changed scope wants.
+        return added or await self._store.add_listed([], after_page, close_gaps=close_gaps) or progress
+
+    async def _hide_unlisted(self, progress: CrawlProgress) -> int:
+        """Hide accounts that the whole list did not contain as active, if the relay confirms it; return how many."""
+        listed, hidden, asked, last = self._listed_by(progress), 0, 0, ""
+        while listed is not None and (page := await self._store.active_repos(last, self._buckets, _PAGE_SIZE)):
+            last = page[-1]
+            for did in [did for did in page if did not in listed]:
+                if asked >= MAX_UNLISTED:
+                    log.warning("reconciliation.many-unlisted", relay=progress.source, asked=asked)
+                    return hidden
+                asked += 1
+                hidden += await self._hide_if_inactive(progress.source, did)
+        return hidden
+
+    async def _hide_if_inactive(self, source: str, did: str) -> bool:
+        """Hide the account if the relay says that it is not active; return True if it was shown before."""
+        repo = (await self._store.repos([did]))[did]
+        status = await self._fetch_status(source, did)
+        if status is None or status.active:
+            return False
+        after = plan_hidden(repo, status.status, time(), self._settings.deletion_grace)
+        return after is not repo and not await self._store.apply(Batch((RepoWrite(repo.version, after),)))
+
+    async def _show_if_active(self, source: str, did: str) -> bool:
         """Show the account if the relay says that it is active; return True if it was hidden before.
 
         The row is read before the relay is asked. So if an event changes the row meanwhile, the write is not applied.
         """
         repo = (await self._store.repos([did]))[did]
+        status = await self._fetch_status(source, did)
+        after = plan_active(repo, time()) if status is not None and status.active else repo
+        return after is not repo and not await self._store.apply(Batch((RepoWrite(repo.version, after),)))
+
+    async def _fetch_status(self, source: str, did: str) -> RepoStatus | None:
+        """Return the hosting status of an account; None if the relay does not know the account."""
+        self.stage.moved()
         try:
-            status = await fetch_repo_status(self._outbound, self._source, did)
+            return await fetch_repo_status(self._outbound, source, did)
         except UnavailableError as error:
             if not error.reason.is_permanent:
                 raise
-            return False
-        after = plan_active(repo, time()) if status.active else repo
-        return after is not repo and not await self._store.apply(Batch((RepoWrite(repo.version, after),)))
+            return None
 
     def _save_progress(self, progress: CrawlProgress) -> None:
         self.crawl_progress = progress

@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator
 
 import stamina
 
+from indexer.concurrency.stage_progress import Work
 from indexer.errors import UnavailableError
 from indexer.outbound import OutboundClient
 from indexer.pds.repo_list import RepoListPage, list_repos
@@ -13,27 +14,31 @@ MAX_ATTEMPTS = 6
 
 
 async def repo_list_pages(
-    outbound: OutboundClient, source: str, collection: str, cursor: str | None
+    outbound: OutboundClient, source: str, collection: str, cursor: str | None, requests: Work
 ) -> AsyncIterator[RepoListPage]:
     """Yield the pages of the repo list of `source`, from `cursor` to the end.
+
+    Each request is work of `requests`; a pause before a retry is not.
 
     Raises:
         UnavailableError: All attempts to fetch a page failed.
     """
     while True:
-        page = await _fetch_page(outbound, source, collection, cursor)
+        page = await _fetch_page(outbound, source, collection, cursor, requests)
         yield page
         cursor = page.cursor
         if cursor is None:
             return
 
 
-async def _fetch_page(outbound: OutboundClient, source: str, collection: str, cursor: str | None) -> RepoListPage:
+async def _fetch_page(
+    outbound: OutboundClient, source: str, collection: str, cursor: str | None, requests: Work
+) -> RepoListPage:
     attempts = stamina.retry_context(
         on=_retry_after, attempts=MAX_ATTEMPTS, timeout=None, wait_initial=1.0, wait_max=60.0
     )
     async for attempt in attempts:
-        with attempt:
+        with attempt, requests.busy():
             return await list_repos(outbound, source, collection, cursor)
     raise AssertionError("the last attempt raises")
 

@@ -4,25 +4,39 @@ import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
-from time import monotonic, time
+from time import time
 
+import structlog
+
+from indexer.concurrency.stage_progress import StageProgress
+from indexer.errors import RefusedWriteError
+from indexer.monitoring.conditions import MESSAGES_REFUSED, Conditions
 from indexer.monitoring.metrics import Metrics
 from indexer.reasons import Desync, Rejection
+from indexer.relay.event_time import event_seconds
+from indexer.service.current_scope import CurrentScope
+from indexer.service.live.account_limits import AccountLimits
+from indexer.service.live.batch_size import BatchSize
+from indexer.service.live.event_clock import EventClock
 from indexer.service.live.inbox import Inbox
 from indexer.service.live.key_lookups import KeyLookups
+from indexer.service.live.settled_totals import SettledTotals
 from indexer.service.live.stream_position import StreamPosition
 from indexer.service.periodic import DatabaseAttempt
-from indexer.store import Store
-from indexer.sync.plan_batch import BatchPlan, ReceivedMessage, SettledMessage, plan_batch
+from indexer.store import DatabaseError, Store
+from indexer.sync.events import MalformedEvent, UnknownEvent
+from indexer.sync.plan_batch import BatchPlan, ReceivedMessage, SettledMessage, plan_batch, plan_refusal
 from indexer.sync.plans import Batch, Cursor
 from indexer.sync.policy import PlanContext, Policy
 from indexer.sync.repo_transitions import Outcome
 from indexer.sync.shard import Shard
+from indexer.sync.watermark import Position
 
 # With these outcomes, a `Desync` reason says why the repo is desynchronized now. With others, it says why the event
 # changed nothing.
 _DESYNCHRONIZING = frozenset({Outcome.DESYNCHRONIZED, Outcome.APPLIED})
+
+log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +50,6 @@ class WriterSettings:
         idle_after: The shard counts as caught up after this time without a message.
     """
 
-    policy: Policy
     shard: Shard
     batch_size: int = 500
     linger: float = 0.05
@@ -48,9 +61,8 @@ class BatchWriter:
     """Writes the batches of one shard, as long as the event `owned` is set.
 
     Attributes:
-        last_error: The database error of the last batch; None if it was written.
-        lag: Age of the newest written event in seconds; None before the first event.
-        last_progress: When a batch was last started or written (monotonic seconds).
+        stage: Its progress. A batch is work until it is written.
+        totals: The settled and the rejected messages.
     """
 
     def __init__(
@@ -62,74 +74,163 @@ class BatchWriter:
         owned: asyncio.Event,
         settings: WriterSettings,
         metrics: Metrics,
+        conditions: Conditions,
+        account_limits: AccountLimits,
+        scope: CurrentScope,
     ) -> None:
         self._store = store
+        self._scope = scope
+        self._conditions = conditions
         self._inbox = inbox
         self._keys = keys
         self._position = position
         self._owned = owned
         self._settings = settings
         self._metrics = metrics
-        self.last_error: str | None = None
-        self.lag: float | None = None
-        self.last_progress = monotonic()
+        self._account_limits = account_limits
+        self._batch_size = BatchSize(settings.batch_size)
+        self.stage = StageProgress("batch writer", needs_shard=True)
+        self.totals = SettledTotals()
+        self._clock = EventClock(keys.domain_of)
+
+    @property
+    def lag(self) -> float | None:
+        """Seconds since the time up to which everything is stored; None if that is not known.
+
+        It grows with the clock whenever nothing is written, whatever the cause.
+        """
+        return None if self._clock.reached is None else max(0.0, time() - self._clock.reached)
+
+    @property
+    def cursor_age(self) -> float | None:
+        """The lag, or before the first stored event the age of the message at the stored cursor; None if unknown."""
+        if self.lag is not None:
+            return self.lag
+        stored_at = event_seconds(self._position.watermark.event_time)
+        return None if stored_at is None else max(0.0, time() - stored_at)
 
     async def run(self) -> None:
         """Write batches forever. Only an exception that is a bug ends it."""
         settings = self._settings
         while True:
             taken = await self._inbox.take(
-                settings.batch_size, linger=settings.linger, idle_timeout=settings.idle_after
+                self._batch_size.current, linger=settings.linger, idle_timeout=settings.idle_after
             )
             messages = self._keys.hold_back(taken)
             await self._owned.wait()
-            self.last_progress = monotonic()
-            with DatabaseAttempt() as attempt:
+            with DatabaseAttempt(self.stage) as attempt:
                 if messages:
-                    await self._write(messages)
+                    await self._write_or_halve(messages)
                 elif not taken:
                     await self._save_position()
-                self.last_progress = monotonic()
-            self.last_error = attempt.error
             if attempt.error is not None:
                 # If the transaction was committed all the same, the messages count as replayed the next time.
                 self._inbox.put_back(messages)
                 await asyncio.sleep(settings.retry_interval)
+
+    async def _write_or_halve(self, messages: Sequence[ReceivedMessage]) -> None:
+        """Write a batch. If its content makes the database fail, continue with half of it, or reject a single message.
+
+        Raises:
+            DatabaseError: Nothing was written; the messages are to be put back.
+        """
+        try:
+            await self._write(messages)
+        except (RefusedWriteError, DatabaseError) as error:
+            refused = isinstance(error, RefusedWriteError)
+            if isinstance(error, DatabaseError) and not await self._store.answers_after(error):
+                raise
+            if self._batch_size.add_failure(len(messages), certain=refused):
+                await self._reject(messages[0], str(error))
+            elif refused:
+                log.debug("batch.refused", messages=len(messages), error=str(error))
+                self._inbox.put_back(messages)
+                return
+            else:
+                raise
+        self._batch_size.add_success()
 
     async def _write(self, messages: Sequence[ReceivedMessage]) -> None:
         dids = list({message.did for message in messages if message.did})
         with self._metrics.stage("load"):
             repos = await self._store.repos(dids)
             await self._keys.load(dids)
-        with self._metrics.stage("plan"):
-            context = PlanContext(self._settings.policy, self._position.relay, time(), self._position.host)
-            plan = await asyncio.to_thread(plan_batch, messages, repos, self._keys.key_state, context)
+            if self._scope.is_behind(repos.values()):
+                await self._scope.refresh()
+        with self._scope.in_use() as policy:
+            with self._metrics.stage("plan"):
+                context = self._account_limits.apply(dids, repos, self._keys.key_state, self._context(policy))
+                plan = await asyncio.to_thread(plan_batch, messages, repos, self._keys.key_state, context)
+            await self._apply(messages, plan)
+
+    async def _reject(self, message: ReceivedMessage, detail: str) -> None:
+        """Write the dead letter of a message whose effects the database cannot store, and desynchronize its repo."""
+        log.debug("message.refused", did=message.did, seq=message.seq, error=detail)
+        text = f"{message.did or 'a message without a DID'}, seq {message.seq}: {detail}; it becomes a dead letter"
+        self._conditions.report(MESSAGES_REFUSED, message=text)
+        context, repo = self._context(self._scope.policy), None
+        if message.did is not None:
+            repo = (await self._store.repos([message.did])).get(message.did)
+        try:
+            await self._apply([message], plan_refusal(message, repo, detail, context))
+        except RefusedWriteError:  # the row of the repo is the cause
+            await self._apply([message], plan_refusal(message, None, detail, context))
+
+    async def _apply(self, messages: Sequence[ReceivedMessage], plan: BatchPlan) -> None:
         with self._metrics.stage("apply"):
             cursor = self._cursor_after(plan)
             batch = Batch(plan.writes, tuple(plan.dead_letters), frozenset(plan.stale_identities), cursor)
-            conflicts = await self._store.apply(batch)
-        await self._settle(messages, plan, conflicts)
+            applied = await self._store.write(batch)
+        self._metrics.lenient_commits(
+            sum([write.lenient_commits for write in batch.writes if write.repo.did not in applied.skipped])
+        )
+        for action, count in applied.changes.items():
+            self._metrics.record_changes(action, live=True, count=count)
+        self._account_limits.count(plan, applied.skipped, self._keys.key_state)
+        self._observe_times(plan, cursor)
+        await self._settle(messages, plan, applied.skipped)
+
+    def _context(self, policy: Policy) -> PlanContext:
+        position = self._position
+        return PlanContext(policy, position.relay, time(), position.host, position.epoch)
 
     async def _save_position(self) -> None:
         """Save the cursor and the current time when no message is waiting."""
         seq = self._position.watermark.position
         if seq is None or not self._position.is_open() or self._inbox.unsettled:
             return
-        cursor = Cursor(self._position.relay, str(self._settings.shard), seq, caught_up_at=time())
+        now = time()
+        cursor = self._cursor(Position(seq, self._position.watermark.event_time), caught_up_at=now)
         await self._store.apply(Batch(cursor=cursor))
         self._metrics.cursor(self._position.relay, seq)
-        self.lag = 0.0
+        self._clock.advance(now)
 
     def _cursor_after(self, plan: BatchPlan) -> Cursor | None:
         """Return the cursor that is valid when the plan is committed; None if there is none yet."""
         seqs = [settled.received.seq for settled in plan.settled if settled.received.seq is not None]
-        seq = self._position.watermark.position_if_done(seqs)
-        if seq is None:
+        position = self._position.watermark.position_if_done(seqs)
+        if position.seq is None:
             return None
-        newest = next((item.received for item in reversed(plan.settled) if item.received.seq == seq), None)
-        event_time = getattr(newest.event, "time", None) if newest else None
-        self.lag = _age(event_time) if event_time else self.lag
-        return Cursor(self._position.relay, str(self._settings.shard), seq, event_time)
+        return self._cursor(position)
+
+    def _cursor(self, position: Position, caught_up_at: float | None = None) -> Cursor:
+        return Cursor(
+            relay=self._position.relay,
+            shard=str(self._settings.shard),
+            seq=position.seq or 0,
+            event_time=position.event_time,
+            caught_up_at=self._clock.reached if caught_up_at is None else caught_up_at,
+            epoch=self._position.epoch,
+            stored_until=self._clock.stored_until,
+        )
+
+    def _observe_times(self, plan: BatchPlan, cursor: Cursor | None) -> None:
+        """Note the times of this shard's messages up to the cursor. Others at the cursor are not decoded."""
+        if cursor is None:
+            return
+        stored = [item.received.event for item in plan.settled if (item.received.seq or cursor.seq) <= cursor.seq]
+        known = [event for event in stored if not isinstance(event, UnknownEvent | MalformedEvent)]
+        self._clock.observe([(event.did, event.time) for event in known], time())
 
     async def _settle(self, messages: Sequence[ReceivedMessage], plan: BatchPlan, conflicts: frozenset[str]) -> None:
         """Settle the messages that were written, and start key lookups for the messages that wait for a key.
@@ -145,15 +246,16 @@ class BatchWriter:
         done = [item.received for item in settled]
         self._position.watermark.mark_done(message.seq for message in done if message.seq is not None)
         self._keys.discard_results(did for did in (message.did for message in done) if did)
-        self._count(settled, plan, conflicts)
+        self._count(settled)
+        self.totals.add(settled, plan.dead_letters)
         for did, need in plan.needed_keys.items():
             if did not in conflicts:
                 self._keys.start(need, [message for message in plan.waiting if message.did == did])
-        if conflicts:
-            self._inbox.put_back([message for message in messages if message.did in conflicts])
+        planned = messages[: len(messages) - len(plan.postponed)]
+        self._inbox.put_back([*[message for message in planned if message.did in conflicts], *plan.postponed])
         self._inbox.settle(done)
 
-    def _count(self, settled: Sequence[SettledMessage], plan: BatchPlan, conflicts: frozenset[str]) -> None:
+    def _count(self, settled: Sequence[SettledMessage]) -> None:
         results = Counter([(item.received.event.kind, item.outcome, item.why) for item in settled])
         for (kind, outcome, why), count in results.items():
             self._metrics.outcome(kind, outcome, count)
@@ -161,16 +263,5 @@ class BatchWriter:
                 self._metrics.rejected(why, count)
             elif isinstance(why, Desync) and outcome in _DESYNCHRONIZING:
                 self._metrics.desynchronized(why, count)
-        written = [write for write in plan.writes if write.repo.did not in conflicts]
-        for action, count in Counter([change.action for write in written for change in write.changes]).items():
-            self._metrics.record_changes(action, live=True, count=count)
         if self._position.watermark.position is not None:
             self._metrics.cursor(self._position.relay, self._position.watermark.position)
-
-
-def _age(event_time: str) -> float | None:
-    """Return the age in seconds; None if the relay's time has an unknown format. Only for display."""
-    try:
-        return max(0.0, time() - datetime.fromisoformat(event_time).timestamp())
-    except ValueError:
-        return None

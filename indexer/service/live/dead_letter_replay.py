@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from time import time
 from typing import Literal
 
-from indexer.errors import UnavailableError
+from indexer.errors import RefusedWriteError, UnavailableError
 from indexer.identity import IdentityCache
 from indexer.outbound import host_of
 from indexer.reasons import Desync, FetchFailure, Rejection
@@ -100,7 +100,7 @@ class DeadLetterReplay:
             return ReplayResult(dead_letter_id, UNKNOWN)
         except DatabaseError:
             raise
-        except UnavailableError as error:
+        except (UnavailableError, RefusedWriteError) as error:
             return ReplayResult(dead_letter_id, UNTRIED, detail=str(error))
 
     async def _replay(self, dead_letter: StoredDeadLetter, frame: bytes) -> ReplayResult:
@@ -129,7 +129,7 @@ class DeadLetterReplay:
         repos = await self._store.repos(dids)
         await self._key_states.load(dids)
         host = host_of(dead_letter.relay) if self._upstream_is_pds else None
-        context = PlanContext(self._policy, dead_letter.relay, time(), host)
+        context = PlanContext(self._policy, dead_letter.relay, time(), host, dead_letter.epoch)
         plan = plan_batch([received], repos, self._key_states.cached, context)
         while plan.needed_keys:
             [need] = plan.needed_keys.values()

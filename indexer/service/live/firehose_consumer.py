@@ -1,28 +1,37 @@
 """The firehose consumer: decode frames from the relay and put them into the inbox, in order."""
 
-import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic
-from typing import Literal
 
 import structlog
 
 from indexer.atproto.limits import Limits
+from indexer.concurrency.stage_progress import StageProgress
 from indexer.monitoring.metrics import Metrics
 from indexer.reasons import Rejection
 from indexer.relay.subscription import Subscription
 from indexer.service.live.inbox import Inbox
+from indexer.service.live.stream_continuity import StreamContinuity
 from indexer.service.live.stream_position import StreamPosition
-from indexer.service.periodic import DatabaseAttempt
-from indexer.store import Store
-from indexer.sync.events import Event, InfoEvent, MalformedEvent, OtherShardEvent, StreamError
+from indexer.sync.events import (
+    AccountEvent,
+    Event,
+    InfoEvent,
+    MalformedEvent,
+    OtherShardEvent,
+    RepoEvent,
+    StreamError,
+    UnknownEvent,
+)
 from indexer.sync.frames import decode_frame
 from indexer.sync.plan_batch import ReceivedMessage
 from indexer.sync.repo_transitions import Outcome
+from indexer.sync.sequence_order import SequenceOrder, Step
 from indexer.sync.shard import Shard
+from indexer.sync.watermark import Position
 
-Start = Literal["live", "oldest"] | int
+MAX_INFO_NAMES = 16
+"""Names of info messages that are logged for each connection."""
 
 log = structlog.get_logger(__name__)
 
@@ -33,141 +42,194 @@ class ConsumerSettings:
 
     Attributes:
         shard: Only messages about accounts of this shard are put into the inbox.
-        start: The cursor for a relay without a stored cursor: the newest event, the oldest event, or a seq.
         max_pending: Maximum unfinished sequence numbers in the watermark. Above it, the consumer waits for the writer.
-        retry_interval: Seconds between two attempts to load the cursor.
     """
 
     shard: Shard
     limits: Limits
-    start: Start = "live"
     max_pending: int = 200_000
-    retry_interval: float = 1.0
 
 
 class FirehoseConsumer:
     """Reads the stream for one shard.
 
     Attributes:
+        stage: Its progress. Each message, and each new connection until it is requested, is work.
         last_error: The last error of the stream; None after the next message in order.
-        gaps: How often the relay no longer had all events after the cursor.
+        failing_since: When that error came first (monotonic seconds); None without an error.
+        last_message: When each relay sent its last message (monotonic seconds).
     """
 
     def __init__(
         self,
-        store: Store,
         subscription: Subscription,
+        continuity: StreamContinuity,
         inbox: Inbox,
         position: StreamPosition,
         settings: ConsumerSettings,
         metrics: Metrics,
-        on_gap: Callable[[], None] = lambda: None,
     ) -> None:
-        self._store = store
         self._subscription = subscription
+        self._continuity = continuity
         self._inbox = inbox
         self._position = position
         self._settings = settings
         self._metrics = metrics
-        self._on_gap = on_gap
-        self._last_seq = 0
+        self._order = SequenceOrder(0)
+        self._leap: Position | None = None
         self._skipped = 0
+        self._info_names = set[str]()
+        self.stage = StageProgress("firehose consumer")
         self.last_error: str | None = None
-        self.gaps = 0
+        self.failing_since: float | None = None
+        self.last_message: dict[str, float] = {}
 
     async def run(self) -> None:
         """Read the stream forever. Only an exception that is a bug ends it."""
         shard, limits = self._settings.shard, self._settings.limits
         owns = None if shard.count == 1 else shard.owns
-        async for frame in self._subscription.frames(self._begin_connection):
+        async for frame in self._subscription.frames(self.begin_connection):
+            self.stage.moved()
             if self._skipped != self._subscription.skipped:
                 await self._reject_skipped()
-            await self._handle(self._check_order(decode_frame(frame, limits, owns)), frame)
+            event = decode_frame(frame, limits, owns)
+            if not self._continuity.proven and await self._is_replayed(event):
+                self._metrics.received(event.kind)
+                self._metrics.outcome(event.kind, Outcome.REPLAYED)
+            else:
+                await self._handle(event, frame)
+            self.stage.idle()
 
-    async def _begin_connection(self, relay: str) -> int | None:
+    async def begin_connection(self, relay: str) -> int | None:
         """Return the cursor for a new connection, after all messages of the previous one are settled."""
-        await self._inbox.wait_until_settled()
-        cursor = await self._load_cursor(relay)
-        if cursor is None:
-            start = self._settings.start
-            cursor = start if isinstance(start, int) else {"live": None, "oldest": 0}[start]
-        self._position.begin(relay, cursor)
-        self._last_seq = cursor or 0
-        return cursor
+        await self._wait_until_settled()
+        entry = await self._continuity.begin(relay)
+        watermark = entry.watermark
+        self._position.begin(relay, entry.epoch, watermark)
+        self._order = SequenceOrder(watermark.position or 0)
+        self._leap = None
+        self._info_names.clear()
+        self.stage.idle()
+        return entry.cursor
 
-    async def _load_cursor(self, relay: str) -> int | None:
-        while True:
-            with DatabaseAttempt():
-                return await self._store.cursor(relay, str(self._settings.shard))
-            await asyncio.sleep(self._settings.retry_interval)
+    async def _wait_until_settled(self) -> None:
+        """Wait for the batch writer, which is no work of this stage."""
+        self.stage.idle()
+        await self._inbox.wait_until_settled()
+        self.stage.moved()
+
+    async def _put(self, received: ReceivedMessage) -> None:
+        """Put a message into the inbox, possibly after waiting for the batch writer."""
+        if self._inbox.is_full:
+            self.stage.idle()
+        await self._inbox.put(received)
+
+    async def _is_replayed(self, event: Event) -> bool:
+        """Return True for a message at the start of a connection that the stored cursor includes."""
+        return not isinstance(event, InfoEvent | StreamError) and not await self._continuity.is_new(event)
 
     async def _reject_skipped(self) -> None:
         """Record a rejection for each message over the size limit, which the subscription skipped."""
         for _ in range(self._subscription.skipped - self._skipped):
-            detail = f"the message after seq {self._last_seq}"
+            detail = f"the message after seq {self._order.last}"
             await self._handle(MalformedEvent(Rejection.FRAME_TOO_LARGE, detail, "", None, None), b"")
         self._skipped = self._subscription.skipped
 
-    def _check_order(self, event: Event) -> Event:
-        """Replace an event by a malformed one if its seq is lower than the last one.
-
-        If this repeats, the relay has lost its sequence numbers, and an operator must decide what to do.
-        """
-        if event.seq is None or event.seq >= self._last_seq:
-            return event
-        detail = f"{event.seq} after {self._last_seq}"
-        self.last_error = f"the relay sends lower sequence numbers than before: {detail}"
-        return MalformedEvent(Rejection.SEQ_NOT_INCREASING, detail, event.kind, None, getattr(event, "did", None))
-
     async def _handle(self, event: Event, frame: bytes) -> None:
-        self._metrics.received(event.kind)
-        if isinstance(event, OtherShardEvent) or (isinstance(event, MalformedEvent) and not self._must_record(event)):
-            await self._ignore(event)
-        elif isinstance(event, InfoEvent):
-            self._handle_info(event)
+        self.last_message[self._position.relay] = monotonic()
+        if isinstance(event, InfoEvent):
+            await self._handle_info(event)
         elif isinstance(event, StreamError):
             self._handle_error(event)
-        elif event.seq is None or self._advance(event.kind, event.seq):
-            await self._inbox.put(ReceivedMessage(event.seq, frame, event, monotonic()))
+        elif isinstance(event, UnknownEvent | MalformedEvent):
+            await self._handle_unproven(event, frame)
+        else:
+            await self._handle_valid(event, frame)
+
+    async def _handle_unproven(self, event: UnknownEvent | MalformedEvent, frame: bytes) -> None:
+        """Process a message whose number proves nothing: the cursor passes it with the next valid message."""
+        self._metrics.received(event.kind)
+        if isinstance(event, MalformedEvent) and not self._must_record(event):
+            self._metrics.outcome(event.kind, Outcome.IGNORED)
+        else:
+            await self._put(ReceivedMessage(None, frame, event, monotonic()))
+
+    async def _handle_valid(self, event: RepoEvent | OtherShardEvent, frame: bytes) -> None:
+        """Process a message according to its number.
+
+        If lower numbers repeat, the relay has lost its sequence numbers, and an operator must decide what to do.
+        """
+        if isinstance(event, OtherShardEvent) and len(self._position.watermark) > self._settings.max_pending:
+            await self._wait_until_settled()
+        last = self._order.last
+        match self._order.place(event.seq):
+            case Step.REPEATED:
+                self._metrics.received(event.kind)
+                self._metrics.outcome(event.kind, Outcome.REPLAYED)
+            case Step.LOWER:
+                detail = f"{event.seq} after {last}"
+                self._fail(f"the relay sends lower sequence numbers than before: {detail}")
+                rejected = MalformedEvent(Rejection.SEQ_NOT_INCREASING, detail, event.kind, event.seq, event.did)
+                await self._handle_unproven(rejected, frame)
+            case Step.LEAP:
+                await self._confirm_leap()
+                self._leap = Position(event.seq, event.time)
+                if isinstance(event, AccountEvent):  # later messages of the account are compared with its number
+                    event = event._replace(seq=self._order.last + 1)
+                await self._accept(event, None, frame)
+            case Step.NEXT:
+                await self._confirm_leap()
+                self._position.watermark.add(event.seq, event.time)
+                await self._accept(event, event.seq, frame)
+
+    async def _confirm_leap(self) -> None:
+        """Let the cursor pass the leap if the next message has confirmed its number; forget the leap in any case."""
+        leap, self._leap = self._leap, None
+        if leap is not None and leap.seq is not None and leap.seq <= self._order.last:
+            await self._wait_until_settled()
+            self._position.watermark.add(leap.seq, leap.event_time)
+            self._position.watermark.mark_done((leap.seq,))
+
+    async def _accept(self, event: RepoEvent | OtherShardEvent, seq: int | None, frame: bytes) -> None:
+        """Put a message of this shard into the inbox, and ignore others; `seq` is None if the cursor must not pass."""
+        self._metrics.received(event.kind)
+        self.last_error = self.failing_since = None
+        if not isinstance(event, OtherShardEvent):
+            await self._put(ReceivedMessage(seq, frame, event, monotonic()))
+            return
+        if seq is not None:
+            self._position.watermark.mark_done((seq,))
+        self._metrics.outcome(event.kind, Outcome.IGNORED)
 
     def _must_record(self, event: MalformedEvent) -> bool:
         """Return True if this shard records the rejection. All shards read the message, and one shard records it."""
         shard = self._settings.shard
         return shard.index == 0 if event.did is None else shard.owns(event.did)
 
-    async def _ignore(self, event: OtherShardEvent | MalformedEvent) -> None:
-        if len(self._position.watermark) > self._settings.max_pending:
-            await self._inbox.wait_until_settled()
-        if event.seq is not None:
-            if not self._advance(event.kind, event.seq):
-                return
-            self._position.watermark.mark_done((event.seq,))
-        self._metrics.outcome(event.kind, Outcome.IGNORED)
-
-    def _advance(self, kind: str, seq: int) -> bool:
-        """Return True if the message is new. Many relays send the message of the cursor again."""
-        if seq == self._last_seq:
-            self._metrics.outcome(kind, Outcome.REPLAYED)
-            return False
-        self._last_seq = seq
-        self.last_error = None
-        self._position.watermark.add(seq)
-        return True
-
-    def _handle_info(self, event: InfoEvent) -> None:
+    async def _handle_info(self, event: InfoEvent) -> None:
+        self._metrics.received(event.kind)
         self._metrics.outcome(event.kind, Outcome.IGNORED)
         if event.name == "OutdatedCursor":
-            self.gaps += 1
-            self._on_gap()
-            log.error("relay.gap", relay=self._position.relay, cursor=self._last_seq, message=event.message[:300])
-        else:
-            log.info("relay.info", relay=self._position.relay, name=event.name[:64])
+            await self._continuity.announce(self._order.last + 1)
+        elif (name := event.name[:64]) not in self._info_names and len(self._info_names) < MAX_INFO_NAMES:
+            self._info_names.add(name)
+            log.info("relay.info", relay=self._position.relay, name=name)
 
     def _handle_error(self, event: StreamError) -> None:
         """Log the error; the relay closes the stream after it.
 
-        A cursor from the future is not reset automatically (docs/protocol.md#sequence-numbers-and-cursors).
+        A stored cursor from the future belongs to a sequence that has ended. A cursor that the operator chose is not
+        changed (docs/protocol.md#sequence-numbers-and-cursors).
         """
+        self._metrics.received(event.kind)
         self._metrics.outcome(event.kind, Outcome.IGNORED)
-        self.last_error = f"{event.error[:64]}: {event.message[:200]}"
-        log.error("relay.error", relay=self._position.relay, error=self.last_error)
+        error, known = f"{event.error[:64]}: {event.message[:200]}", self.last_error
+        self._fail(error)
+        if event.error == "FutureCursor" and not self._continuity.proven:
+            self._continuity.restart(error)
+        elif error != known:
+            log.error("relay.error", relay=self._position.relay, error=error)
+
+    def _fail(self, error: str) -> None:
+        self.last_error = error
+        self.failing_since = self.failing_since or monotonic()

@@ -5,10 +5,16 @@ from collections import deque
 from collections.abc import Iterable
 from time import monotonic
 
+from indexer.concurrency.stage_progress import StageProgress
 from indexer.sync.plan_batch import ReceivedMessage
 
 MESSAGE_BYTES = 2_000
 """Approximate memory of a decoded message besides its frame."""
+
+
+def message_bytes(message: ReceivedMessage) -> int:
+    """Return the approximate memory of a message."""
+    return MESSAGE_BYTES + len(message.frame)
 
 
 class Inbox:
@@ -18,12 +24,15 @@ class Inbox:
     batch, not for each message.
 
     Attributes:
+        stage: Its progress. Queued messages are work, and the inbox moves when the taker takes some.
+        max_bytes: The memory of unsettled messages from which no more are read.
         unsettled: The number of messages that are not settled.
         unsettled_bytes: Their approximate memory.
     """
 
     def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
+        self.stage = StageProgress("inbox", needs_shard=True)
+        self.max_bytes = max_bytes
         self._queue: deque[ReceivedMessage] = deque()
         self._first_queued_at = 0.0
         self._wanted = 1
@@ -35,16 +44,22 @@ class Inbox:
         self.unsettled_bytes = 0
         self.unsettled = 0
 
+    @property
+    def is_full(self) -> bool:
+        """True if `put` waits for room."""
+        return self.unsettled_bytes >= self.max_bytes
+
     async def put(self, received: ReceivedMessage) -> None:
         """Wait for room and append a message. A message larger than `max_bytes` is appended if there is any room."""
-        while self.unsettled_bytes >= self._max_bytes:
+        while self.is_full:
             self._has_room.clear()
             await self._has_room.wait()
         self.unsettled += 1
-        self.unsettled_bytes += MESSAGE_BYTES + len(received.frame)
+        self.unsettled_bytes += message_bytes(received)
         self._all_settled.clear()
         if not self._queue:
             self._first_queued_at = monotonic()
+            self.stage.begin()
         self._queue.append(received)
         if len(self._queue) >= self._wanted:
             self._has_wanted.set()
@@ -52,6 +67,8 @@ class Inbox:
     def put_back(self, messages: Iterable[ReceivedMessage]) -> None:
         """Return messages, in their order, to the front of the queue."""
         self._queue.extendleft(reversed(list(messages)))
+        if self._queue:
+            self.stage.begin()
         if len(self._queue) >= self._wanted:
             self._has_wanted.set()
 
@@ -68,14 +85,19 @@ class Inbox:
         if not await self._wait_for(1, idle_timeout):
             return []
         await self._wait_for(max_count, self._first_queued_at + linger - monotonic())
-        return [self._queue.popleft() for _ in range(min(max_count, len(self._queue)))]
+        taken = [self._queue.popleft() for _ in range(min(max_count, len(self._queue)))]
+        if self._queue:
+            self.stage.moved()
+        else:
+            self.stage.idle()
+        return taken
 
     def settle(self, messages: Iterable[ReceivedMessage]) -> None:
         """Release the memory of messages that were taken and whose outcome is durable."""
         for message in messages:
             self.unsettled -= 1
-            self.unsettled_bytes -= MESSAGE_BYTES + len(message.frame)
-        if self.unsettled_bytes < self._max_bytes:
+            self.unsettled_bytes -= message_bytes(message)
+        if self.unsettled_bytes < self.max_bytes:
             self._has_room.set()
         if not self.unsettled:
             self._all_settled.set()

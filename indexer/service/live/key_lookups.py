@@ -4,47 +4,83 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import NoReturn
 
 import structlog
 
 from indexer.concurrency.background_tasks import BackgroundTasks
+from indexer.concurrency.stage_progress import StageProgress
 from indexer.errors import UnavailableError
 from indexer.identity import METHODS, IdentityCache, Method, method_of
 from indexer.reasons import FetchFailure
-from indexer.service.live.inbox import Inbox
+from indexer.service.live.inbox import Inbox, message_bytes
 from indexer.service.live.key_states import KeyStates
 from indexer.sync.plan_batch import ReceivedMessage
 from indexer.sync.plans import NeedsKey
 from indexer.sync.policy import UNAVAILABLE, KeyState
 
 MAX_QUEUED_PER_SLOT = 4
+LOOKUP_STALL_SECONDS = 240.0
+"""A lookup that takes longer has stalled. The pause before a refresh, a turn in a full queue and the timeout take
+less."""
+MAX_WAITING_SHARE = 1 / 2
+"""Share of the inbox that messages may occupy while they wait for keys."""
+MAX_WAITING_SHARE_OF_DID = 1 / 16
+"""Share of the inbox that the waiting messages of one DID may occupy."""
 
 log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Wait:
+    """The messages of one DID that wait for its key, their approximate memory, and the lookup."""
+
+    lookup: asyncio.Task[None]
+    messages: list[ReceivedMessage]
+    bytes: int
+
+    def add(self, message: ReceivedMessage) -> None:
+        self.messages.append(message)
+        self.bytes += message_bytes(message)
 
 
 class KeyLookups:
     """Looks up signing keys in background tasks, and puts the waiting messages back into the inbox afterwards.
 
-    For each DID method, at most `concurrency` lookups run at a time, each for at most `timeout` seconds, and
-    `MAX_QUEUED_PER_SLOT` times as many are queued. Beyond that, a key counts as unavailable. While a message waits for
-    a key, all later messages of its DID wait, too: messages of one DID are planned in stream order.
+    For each DID method, known identities apart from new DIDs, at most `concurrency` lookups run at a time, each for at
+    most `timeout` seconds, and `MAX_QUEUED_PER_SLOT` times as many are queued. Beyond that, a key counts as
+    unavailable. While a message waits for a key, all later messages of its DID wait, too: messages of one DID are
+    planned in stream order.
+
+    Waiting messages occupy at most a share of the inbox, of each DID and in total. Beyond that, the wait of the DID
+    with the most bytes ends, and its key counts as unavailable.
+
+    Attributes:
+        stage: Its progress. Each lookup is an activity of its own.
     """
 
     def __init__(self, identities: IdentityCache, inbox: Inbox, *, timeout: float, concurrency: int) -> None:
+        self.stage = StageProgress("key lookups", LOOKUP_STALL_SECONDS)
+        self._identities = identities
         self._key_states = KeyStates(identities, timeout=timeout)
         self._inbox = inbox
         self._max_queued_or_running = concurrency * (1 + MAX_QUEUED_PER_SLOT)
-        # Each method has its own slots: hosts of did:web can be slow on purpose, and must not delay did:plc.
-        self._slots = {method: asyncio.Semaphore(concurrency) for method in METHODS}
-        self._queued_or_running = Counter[Method]()
-        self._waiting: dict[str, list[ReceivedMessage]] = {}
+        # Hosts of did:web can be slow on purpose, and must not delay did:plc. Anyone can invent new DIDs, and they must
+        # not delay known ones.
+        self._slots = {(method, known): asyncio.Semaphore(concurrency) for method in METHODS for known in (True, False)}
+        self._queued_or_running = Counter[tuple[Method, bool]]()
+        self._waiting: dict[str, _Wait] = {}
         self._results: dict[str, KeyState] = {}
         self._tasks = BackgroundTasks()
 
     def __len__(self) -> int:
         """Return the number of waiting messages."""
-        return sum(map(len, self._waiting.values()))
+        return sum(len(wait.messages) for wait in self._waiting.values())
+
+    def domain_of(self, did: str) -> str:
+        """Return the registered domain of the account's host, as far as it is known without a lookup, else ""."""
+        return self._identities.domain_of(did)
 
     async def load(self, dids: Iterable[str]) -> None:
         """Load identities from the database into the cache, with one query.
@@ -62,11 +98,12 @@ class KeyLookups:
         """Queue the messages of DIDs that wait for a key behind their earlier messages; return the other messages."""
         free = []
         for message in messages:
-            waiting = self._waiting.get(message.did) if message.did else None
-            if waiting is None:
+            wait = self._waiting.get(message.did) if message.did else None
+            if wait is None:
                 free.append(message)
             else:
-                waiting.append(message)
+                wait.add(message)
+        self._limit_waiting_bytes()
         return free
 
     def key_state(self, did: str) -> KeyState | None:
@@ -80,8 +117,9 @@ class KeyLookups:
 
     def start(self, need: NeedsKey, messages: Sequence[ReceivedMessage]) -> None:
         """Start the lookup that `messages`, all of one DID, wait for."""
-        self._waiting[need.did] = list(messages)
-        self._tasks.start(self._look_up(need), f"key of {need.did}")
+        lookup = self._tasks.start(self._look_up(need), f"key of {need.did}")
+        self._waiting[need.did] = _Wait(lookup, list(messages), sum(map(message_bytes, messages)))
+        self._limit_waiting_bytes()
 
     async def run(self) -> NoReturn:
         """Raise the first unexpected exception of a lookup: its messages would wait forever."""
@@ -93,20 +131,37 @@ class KeyLookups:
 
     async def _look_up(self, need: NeedsKey) -> None:
         try:
-            result = await self._key_states.fetch(need.did, refresh=need.refresh, slot=self._slot(method_of(need.did)))
+            with self.stage.task():
+                result = await self._key_states.fetch(need.did, refresh=need.refresh, slot=self._slot(need.did))
         except UnavailableError as error:
-            log.info("key.unavailable", did=need.did, error=str(error))
+            log.debug("key.unavailable", did=need.did, error=str(error))
             result = UNAVAILABLE
-        self._results[need.did] = result
-        self._inbox.put_back(self._waiting.pop(need.did))
+        self._end_wait(need.did, result)
+
+    def _end_wait(self, did: str, result: KeyState) -> None:
+        self._results[did] = result
+        self._inbox.put_back(self._waiting.pop(did).messages)
+
+    def _limit_waiting_bytes(self) -> None:
+        """End waits, that of the DID with the most bytes first, until the waiting messages are within their shares."""
+        total = sum(wait.bytes for wait in self._waiting.values())
+        for did, wait in sorted(self._waiting.items(), key=lambda item: -item[1].bytes):
+            within_share = wait.bytes <= self._inbox.max_bytes * MAX_WAITING_SHARE_OF_DID
+            if within_share and total <= self._inbox.max_bytes * MAX_WAITING_SHARE:
+                return
+            log.debug("key.unavailable", did=did, error=f"{wait.bytes} bytes of messages wait for the key")
+            wait.lookup.cancel()
+            self._end_wait(did, UNAVAILABLE)
+            total -= wait.bytes
 
     @asynccontextmanager
-    async def _slot(self, method: Method) -> AsyncIterator[None]:
-        if self._queued_or_running[method] >= self._max_queued_or_running:
+    async def _slot(self, did: str) -> AsyncIterator[None]:
+        kind = method_of(did), self._key_states.known(did)
+        if self._queued_or_running[kind] >= self._max_queued_or_running:
             raise UnavailableError(FetchFailure.IDENTITY_UNAVAILABLE, "the key lookup queue is full")
-        self._queued_or_running[method] += 1
+        self._queued_or_running[kind] += 1
         try:
-            async with self._slots[method]:
+            async with self._slots[kind]:
                 yield
         finally:
-            self._queued_or_running[method] -= 1
+            self._queued_or_running[kind] -= 1

@@ -34,6 +34,10 @@ class KeyStates:
         identity = self._identities.peek(did)
         return None if identity is None else _key_state(identity, final=False)
 
+    def known(self, did: str) -> bool:
+        """Return True if a document of the DID is in memory, so that it is not a made-up DID."""
+        return self._identities.knows(did)
+
     async def fetch(
         self, did: str, *, refresh: bool = False, slot: AbstractAsyncContextManager[None] | None = None
     ) -> KeyState:
@@ -57,4 +61,4 @@ class KeyStates:
 
 
 def _key_state(identity: CachedIdentity, *, final: bool) -> KeyState:
-    return KeyState(identity.key, final=final, stale=identity.stale, host=identity.host)
+    return KeyState(identity.key, final=final, stale=identity.stale, host=identity.host, doubtful=identity.doubtful)

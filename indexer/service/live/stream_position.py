@@ -14,6 +14,7 @@ class StreamPosition:
     Attributes:
         is_open: Return True while the stream is connected.
         relay: The URL of the relay; "" before the first connection.
+        epoch: The epoch of the relay's sequence.
         host: The host of the stream if the upstream is a PDS, else None.
         watermark: The sequence numbers that are not done yet, and the position up to which all are done.
     """
@@ -21,12 +22,14 @@ class StreamPosition:
     def __init__(self, is_open: Callable[[], bool], *, upstream_is_pds: bool = False) -> None:
         self.is_open = is_open
         self.relay = ""
+        self.epoch = 0
         self.host: str | None = None
         self.watermark = Watermark()
         self._upstream_is_pds = upstream_is_pds
 
-    def begin(self, relay: str, cursor: int | None) -> None:
-        """Start again after `cursor` in the stream of `relay`; all messages of the previous connection must be done."""
+    def begin(self, relay: str, epoch: int, watermark: Watermark) -> None:
+        """Start again in the stream of `relay`; all messages of the previous connection must be done."""
         self.relay = relay
+        self.epoch = epoch
         self.host = host_of(relay) if self._upstream_is_pds else None
-        self.watermark = Watermark(cursor)
+        self.watermark = watermark

@@ -9,40 +9,69 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
-from functools import partial
-from itertools import islice
+from functools import lru_cache, partial
 from time import time
+from typing import Protocol
 
 import structlog
 
 from indexer.atproto.record import Problem
-from indexer.errors import UnavailableError, UpstreamError
+from indexer.atproto.syntax import CollectionFilter
+from indexer.errors import BrokenInvariantError, UnavailableError, UpstreamError
 from indexer.identity import CachedIdentity, IdentityCache
+from indexer.monitoring.conditions import EQUIVOCATIONS, VALUES_MISSING, Conditions
 from indexer.monitoring.metrics import Metrics
 from indexer.pds import LARGE_BYTES, ExportDownload, PdsClient, Spool
 from indexer.reasons import Desync, FetchFailure, Rejection
 from indexer.service.resync.admission import Postponed
 from indexer.service.resync.lease import ClaimLostError
+from indexer.service.resync.phase import Phase
 from indexer.store import DatabaseError, ResyncTransaction, Store
-from indexer.sync.plan_resync import plan_completion
-from indexer.sync.plans import Batch, RecordChange
+from indexer.sync.plan_resync import Completion
+from indexer.sync.plans import Action, Batch, RecordChange
 from indexer.sync.policy import KeyState, PlanContext, Policy, is_future
-from indexer.sync.record_change import record_change
+from indexer.sync.record_change import RecordConverter
 from indexer.sync.repo_state import Repo, SyncStatus
-from indexer.sync.repo_transitions import UNPROVEN_REASONS
+from indexer.sync.repo_transitions import needs_export
 from indexer.sync.snapshot_diff import Difference, SnapshotDiff, without_value
 from indexer.sync.verify import Snapshot, VerifiedChange, verify_snapshot
 
 CHUNK = 2_000
-"""Records that one statement writes."""
+"""Differences between the stored records and the export in memory at a time."""
+CHUNK_BYTES = 8 << 20
+"""Bytes of record changes after which a chunk takes no further difference."""
+LOCKED_BYTES = 256 << 10
+"""Frames of buffered events, in bytes, that are planned and written while the row of the repo is locked. One batch of
+the live path may add more just before the lock."""
 
 log = structlog.get_logger(__name__)
+
+
+class ScopeChangedError(Exception):
+    """The scope changed during the attempt: nothing is written, and the repo is claimed again."""
+
+
+class ExportSlots(Protocol):
+    """The slots of the resync that an attempt belongs to. If a method returns `Postponed`, so does the attempt."""
+
+    def open_export(self, download: ExportDownload) -> Postponed | None:
+        """Note that the host answers, before the export is fetched."""
+        ...
+
+    def enlarge(self) -> Postponed | None:
+        """Note that the export turned out to be large."""
+        ...
+
+    def enter(self, phase: Phase) -> None:
+        """Note that the attempt enters this phase."""
+        ...
 
 
 class ResyncAttempts:
     """Brings claimed repos to the state of the network, one attempt per call of `attempt`.
 
-    `sources` are asked for an export in this order: the base URL of a relay, or None for the repo's own PDS.
+    `sources` are asked for an export in this order: the base URL of a relay, or None for the repo's own PDS. `policy`
+    returns the policy with the present scope.
     """
 
     def __init__(
@@ -50,9 +79,10 @@ class ResyncAttempts:
         store: Store,
         identities: IdentityCache,
         pds: PdsClient,
-        policy: Policy,
+        policy: Callable[[], Policy],
         metrics: Metrics,
         sources: Sequence[str | None],
+        conditions: Conditions,
     ) -> None:
         self._store = store
         self._identities = identities
@@ -60,21 +90,20 @@ class ResyncAttempts:
         self._policy = policy
         self._metrics = metrics
         self._sources = sources
+        self._conditions = conditions
         # Threads keep the event loop responsive; more of them would only contend for the GIL
         # (docs/decisions/0008-threads-and-processes.md). The second one verifies large exports, so that small ones do
         # not wait for them.
         self._thread = ThreadPoolExecutor(1, "resync")
         self._large_thread = ThreadPoolExecutor(1, "resync of a large repo")
 
-    async def attempt(
-        self, claimed: Repo, identity: CachedIdentity, enlarge: Callable[[], Postponed | None]
-    ) -> str | Postponed:
+    async def attempt(self, claimed: Repo, identity: CachedIdentity, slots: ExportSlots) -> str | Postponed:
         """Resync one repo; return "synchronized", "unchanged", or the reason why the repo is still desynchronized.
 
         Args:
             claimed: The row as the worker claimed it.
             identity: Its identity, with a key and a PDS.
-            enlarge: Called when the export turns out to be large. If it returns `Postponed`, so does the attempt.
+            slots: The slots of this resync.
 
         Raises:
             UnavailableError: No source has a usable export.
@@ -83,12 +112,21 @@ class ResyncAttempts:
             ClaimLostError: The claim is lost. As with the other errors, nothing has changed, except that a
                 DatabaseError at COMMIT may hide a success.
         """
-        if await self._is_unchanged(claimed, identity):
-            return await self._complete(claimed, None, identity)
+        try:
+            return await self._attempt(claimed, identity, slots)
+        except ScopeChangedError:
+            return Postponed()
+
+    async def _attempt(self, claimed: Repo, identity: CachedIdentity, slots: ExportSlots) -> str | Postponed:
+        slots.enter(Phase.LATEST_COMMIT)
+        policy = self._policy()
+        if await self._is_unchanged(claimed, identity, policy):
+            slots.enter(Phase.WRITE)
+            return await self._complete(policy, claimed, None, identity)
         failure: UpstreamError | UnavailableError = UnavailableError(FetchFailure.UNREACHABLE, "no source configured")
         for source in self._sources:
             try:
-                return await self._attempt_from(source, claimed, identity, enlarge)
+                return await self._attempt_from(source, claimed, identity, slots)
             except DatabaseError:
                 raise
             except (UpstreamError, UnavailableError) as error:
@@ -101,21 +139,24 @@ class ResyncAttempts:
         source: str | None,
         claimed: Repo,
         identity: CachedIdentity,
-        enlarge: Callable[[], Postponed | None],
+        slots: ExportSlots,
     ) -> str | Postponed:
         async with AsyncExitStack() as stack:
+            slots.enter(Phase.DOWNLOAD)
             with self._metrics.stage("fetch"):
                 download = self._pds.open_export(claimed.did, source or identity.pds or "")
-                fetched = await _fetch(await stack.enter_async_context(download), enlarge)
+                fetched = await _fetch(await stack.enter_async_context(download), slots)
             if isinstance(fetched, Postponed):
                 return fetched
+            slots.enter(Phase.VERIFY)
             snapshot, identity = await self._verify(claimed, fetched, identity)
             self._check_rev(claimed, snapshot, last=source is self._sources[-1])
-            return await self._complete(claimed, snapshot, identity)
+            slots.enter(Phase.WRITE)
+            return await self._complete(self._policy(), claimed, snapshot, identity, fetched.size)
 
-    async def _is_unchanged(self, claimed: Repo, identity: CachedIdentity) -> bool:
+    async def _is_unchanged(self, claimed: Repo, identity: CachedIdentity, policy: Policy) -> bool:
         """Return True if the PDS reports the stored head as its latest commit, so that no export is needed."""
-        if claimed.head is None or identity.pds is None or claimed.sync_reason in UNPROVEN_REASONS:
+        if claimed.head is None or identity.pds is None or needs_export(claimed, policy.scope):
             return False
         try:
             latest = await self._pds.fetch_latest_commit(claimed.did, identity.pds)
@@ -139,14 +180,14 @@ class ResyncAttempts:
         if identity.key is None:
             raise UnavailableError(FetchFailure.IDENTITY_MISSING, identity.problem or "no key")
         thread = self._large_thread if spool.size > LARGE_BYTES else self._thread
-        verify = partial(verify_snapshot, claimed.did, spool.root, spool.block, identity.key, self._policy.limits)
+        verify = partial(verify_snapshot, claimed.did, spool.root, spool.block, identity.key, self._policy().limits)
         with self._metrics.stage("verify-export"):
             return await asyncio.get_running_loop().run_in_executor(thread, verify)
 
     def _check_rev(self, claimed: Repo, snapshot: Snapshot, *, last: bool) -> None:
         """Reject a verified export because of its rev. Of two states with one rev, the last source's is accepted."""
         rev = snapshot.head.rev
-        if is_future(rev, time(), self._policy.limits):
+        if is_future(rev, time(), self._policy().limits):
             raise UpstreamError(Rejection.FUTURE_REV, rev)
         if not last:
             _reject_stale(snapshot, claimed.latest_verified_rev)
@@ -157,106 +198,176 @@ class ResyncAttempts:
         if rev == claimed.head.rev and snapshot.head.data != claimed.head.data:
             if not last:
                 raise UnavailableError(FetchFailure.EXPORT_STALE, f"differs from the stored state at {rev}")
-            log.warning("resync.equivocation", did=claimed.did, rev=rev)
+            log.debug("resync.equivocation", did=claimed.did, rev=rev)
+            message = f"{claimed.did} has another tree at {rev} than before; it was applied"
+            self._conditions.report(EQUIVOCATIONS, message=message)
             self._metrics.desynchronized(Desync.EQUIVOCATION)
 
-    async def _complete(self, claimed: Repo, snapshot: Snapshot | None, identity: CachedIdentity) -> str:
+    async def _complete(
+        self,
+        policy: Policy,
+        claimed: Repo,
+        snapshot: Snapshot | None,
+        identity: CachedIdentity,
+        export_bytes: int = 0,
+    ) -> str:
         """Write the differences to `snapshot` (None: the stored head is current), drain the buffer, end the resync."""
-        async with self._store.resync(claimed) as transaction:
-            written = await self._write(claimed, transaction, snapshot) if snapshot else Counter[str]()
-            locked = await transaction.lock()
-            head = snapshot.head if snapshot else claimed.head
-            if locked is None or head is None:
-                raise ClaimLostError("claimed by another worker, or desynchronized again")
-            context = PlanContext(self._policy, "", time())
-            batch = plan_completion(locked, head, await transaction.buffered(), KeyState(identity.key), context)
+        head = snapshot.head if snapshot else claimed.head
+        if head is None:
+            raise BrokenInvariantError(f"{claimed.did}: no export, and no stored head")
+        async with self._store.resync(claimed, policy.scope.version) as transaction:
+            written = Counter[str]()
+            if snapshot is not None:
+                converter = RecordConverter(policy, snapshot.head.rev, export_bytes)
+                export = _Export(snapshot, converter, policy.scope.collections)
+                await self._write(claimed, transaction, export, written)
+            completion = Completion(claimed, head, KeyState(identity.key), PlanContext(policy, "", time()))
+            drained = await self._drain(transaction, completion)
+            batch = completion.end()
             await transaction.finish(batch)
-        self._count(written, batch)
+        self._count(written, drained, batch)
         [write] = batch.writes
         if write.repo.sync_status is not SyncStatus.SYNCHRONIZED and write.repo.sync_reason is not None:
             return write.repo.sync_reason
         return "synchronized" if snapshot else "unchanged"
 
-    def _count(self, written: Counter[str], batch: Batch) -> None:
+    async def _drain(self, transaction: ResyncTransaction, completion: Completion) -> Counter[Action]:
+        """Write the effects of the buffered events, and lock the row; return how many records they changed.
+
+        The batch writer waits for a locked row, and with it all repos of the shard. So the row is locked only when few
+        bytes are left. The buffer is bounded, so this moment comes, however fast events arrive.
+        """
+        drained = Counter[Action]()
+        completion.add(await transaction.buffered())
+        while completion.waiting_bytes > LOCKED_BYTES and not completion.stuck:
+            drained += await self._drain_waiting(transaction, completion)
+            completion.add(await transaction.buffered())
+        locked = await transaction.lock()
+        if locked is None:
+            raise ClaimLostError("claimed by another worker, or desynchronized again")
+        if not await transaction.holds_scope():
+            raise ScopeChangedError
+        completion.lock(locked)
+        completion.add(await transaction.buffered())
+        return drained + await self._drain_waiting(transaction, completion)
+
+    async def _drain_waiting(self, transaction: ResyncTransaction, completion: Completion) -> Counter[Action]:
+        """Plan the events that are waiting, and write their effects in slices; return how many records they changed."""
+        loop, drained, more = asyncio.get_running_loop(), Counter[Action](), completion.waiting_bytes > 0
+        while more:
+            more = await loop.run_in_executor(self._thread, completion.plan_slice)
+            if completion.changes:
+                await self._check_claim(transaction)
+                drained += await transaction.write_drained(completion.changes)
+        return drained
+
+    def _count(self, written: Counter[str], drained: Counter[Action], batch: Batch) -> None:
         [write] = batch.writes
         for action, count in written.items():
             self._metrics.record_changes(action, live=False, count=count)
-        for change in write.changes:
-            self._metrics.record_changes(change.action, live=True)
+        for action, count in drained.items():
+            self._metrics.record_changes(action, live=True, count=count)
+        self._metrics.lenient_commits(write.lenient_commits)
         for dead_letter in batch.dead_letters:
             self._metrics.rejected(dead_letter.reason)
         if write.repo.sync_status is not SyncStatus.SYNCHRONIZED and write.repo.sync_reason is not None:
             self._metrics.desynchronized(write.repo.sync_reason)
 
-    async def _write(self, claimed: Repo, transaction: ResyncTransaction, snapshot: Snapshot) -> Counter[str]:
-        """Write all differences; return how many records were created, updated and deleted.
+    async def _write(
+        self, claimed: Repo, transaction: ResyncTransaction, export: "_Export", written: Counter[str]
+    ) -> None:
+        """Write all differences, and count in `written` how many records were created, updated and deleted.
 
         An export without the blocks of some records fails the first time, since it may have been cut off after its last
         tree node. The second time in a row, the records are stored without their values
         (docs/protocol.md#exports).
         """
-        diff, written, missing = SnapshotDiff(self._selected(snapshot)), Counter[str](), 0
+        diff, missing = SnapshotDiff(export.selected()), 0
         async for chunk in transaction.stored():
-            missing += await self._write_all(transaction, diff.compare(chunk), snapshot, written)
-        missing += await self._write_all(transaction, diff.remaining(), snapshot, written)
+            missing += await self._write_all(transaction, diff.compare(chunk), export, written)
+        missing += await self._write_all(transaction, diff.remaining(), export, written)
         if missing and not _lacked_records(claimed):
             raise UnavailableError(FetchFailure.EXPORT_LACKS_RECORDS, f"{missing} records")
         if missing:
-            log.warning("resync.values-missing", did=claimed.did, records=missing)
-        return written
-
-    def _selected(self, snapshot: Snapshot) -> Iterator[tuple[bytes, bytes]]:
-        """Yield the entries of the selected collections. Stored records of other collections are deleted thereby."""
-        matches = self._policy.collections.matches
-        return (entry for entry in snapshot.records() if matches(entry[0].partition(b"/")[0].decode(errors="replace")))
+            log.debug("resync.values-missing", did=claimed.did, records=missing)
+            message = f"{claimed.did} lacks the values of {missing} records; they are fetched again later"
+            self._conditions.report(VALUES_MISSING, message=message)
 
     async def _write_all(
         self,
         transaction: ResyncTransaction,
         differences: Iterator[Difference],
-        snapshot: Snapshot,
+        export: "_Export",
         written: Counter[str],
     ) -> int:
         """Write the differences in chunks; return how many records lack their block."""
         loop, missing = asyncio.get_running_loop(), 0
         while True:
             with self._metrics.stage("diff"):
-                exhausted, changes = await loop.run_in_executor(self._thread, self._next_changes, differences, snapshot)
+                exhausted, changes = await loop.run_in_executor(self._thread, export.next_changes, differences)
             if changes:
                 with self._metrics.stage("apply-export"):
-                    await self._write_chunk(transaction, changes)
+                    await self._check_claim(transaction)
+                    await transaction.write(changes)
             written.update(change.action for change in changes)
             missing += sum(change.problem == Problem.MISSING for change in changes)
             if exhausted:
                 return missing
 
-    async def _write_chunk(self, transaction: ResyncTransaction, changes: Sequence[RecordChange]) -> None:
-        """Write one chunk; raise ClaimLostError if the claim is lost: its new owner would wait for our locks."""
+    async def _check_claim(self, transaction: ResyncTransaction) -> None:
+        """Raise ClaimLostError if the claim is lost: its new owner would wait for the locks of this transaction."""
         if not await transaction.holds_claim():
             raise ClaimLostError("claimed by another worker, or desynchronized again")
-        await transaction.write(changes)
 
-    def _next_changes(self, differences: Iterator[Difference], snapshot: Snapshot) -> tuple[bool, list[RecordChange]]:
+
+class _Export:
+    """A verified export whose differences become record changes, one chunk at a time."""
+
+    def __init__(self, snapshot: Snapshot, converter: RecordConverter, collections: CollectionFilter) -> None:
+        self.snapshot = snapshot
+        self._converter = converter
+        self._collections = collections
+
+    def selected(self) -> Iterator[tuple[bytes, bytes]]:
+        """Return the entries of the selected collections. The comparison deletes stored records of others."""
+        if self._collections.matches_all:
+            return self.snapshot.records()
+
+        @lru_cache(maxsize=256)  # the paths are in order: those of a collection follow each other
+        def is_selected(collection: bytes) -> bool:
+            return self._collections.matches(collection.decode(errors="replace"))
+
+        return (entry for entry in self.snapshot.records() if is_selected(entry[0].partition(b"/")[0]))
+
+    def next_changes(self, differences: Iterator[Difference]) -> tuple[bool, list[RecordChange]]:
         """Return True if `differences` is exhausted, and the changes for its next chunk."""
-        chunk = list(islice(differences, CHUNK))
-        changes = [self._change(difference, snapshot) for difference in chunk]
-        return len(chunk) < CHUNK, [change for change in changes if change]
+        self._converter.forget_values()
+        changes, end = [], self._converter.bytes_converted + CHUNK_BYTES
+        for count, difference in enumerate(differences, 1):
+            change = self._change(difference)
+            if change is not None:
+                changes.append(change)
+            if count == CHUNK or self._converter.bytes_converted >= end:
+                return False, changes
+        return True, changes
 
-    def _change(self, difference: Difference, snapshot: Snapshot) -> RecordChange | None:
+    def _change(self, difference: Difference) -> RecordChange | None:
         path, old, new = difference
         if new is None:
             collection, _, rkey = path.decode().partition("/")
-            return RecordChange("delete", collection, rkey, snapshot.head.rev)
-        block = snapshot.block_of(new)
+            return RecordChange("delete", collection, rkey, self.snapshot.head.rev)
+        block = self.snapshot.block_of(new)
         if block is None and old == without_value(new):
             return None  # the stored record and the export both lack the value
-        return record_change(VerifiedChange(path, old, new, block), snapshot.head.rev, self._policy)
+        return self._converter.convert(VerifiedChange(path, old, new, block))
 
 
-async def _fetch(download: ExportDownload, enlarge: Callable[[], Postponed | None]) -> Spool | Postponed:
-    """Fetch the whole export, or only its beginning if it is large and `enlarge` postpones the repo."""
+async def _fetch(download: ExportDownload, slots: ExportSlots) -> Spool | Postponed:
+    """Fetch the whole export, or only its beginning if it is large and `slots` postpone the repo."""
+    if postponed := slots.open_export(download):
+        return postponed
     if not await download.fetch(LARGE_BYTES):
-        if postponed := enlarge():
+        if postponed := slots.enlarge():
             return postponed
         await download.fetch()
     return download.spool

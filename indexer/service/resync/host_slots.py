@@ -1,5 +1,7 @@
 """Limit concurrent resyncs per host, so that one slow host or one host with many repos never occupies all workers."""
 
+from collections.abc import Mapping
+
 MAX_HOSTS = 10_000
 """Hosts whose durations, retry times and pauses are remembered."""
 MAX_WAIT_SECONDS = 3_600.0
@@ -7,6 +9,9 @@ MAX_WAIT_SECONDS = 3_600.0
 
 _FIRST_ESTIMATE_SECONDS = 0.05  # duration of a resync, before any resync of the host has ended
 _NEWEST_WEIGHT = 0.2  # of the newest duration, in the moving average of a host
+_MAX_GROWTH = 4.0
+"""A duration counts for at most this multiple of the mean before it: one large repo says little about the others."""
+_MIN_SECONDS = 0.001
 
 
 class HostSlots:
@@ -16,8 +21,13 @@ class HostSlots:
     far. So they do not return to the front of the queue again and again, ahead of repos of other hosts.
     """
 
-    def __init__(self, slots_per_host: int) -> None:
+    def __init__(self, slots_per_host: int, exceptions: Mapping[str, int] | None = None) -> None:
+        """Give each host `slots_per_host` slots, except those in `exceptions`.
+
+        Besides hosts, the names may be other limit keys: registered domains and network addresses.
+        """
         self._slots_per_host = slots_per_host
+        self._exceptions = exceptions or {}
         self._started: dict[str, list[float]] = {}
         self._mean_seconds: dict[str, float] = {}
         self._next_retry: dict[str, float] = {}
@@ -25,7 +35,7 @@ class HostSlots:
 
     def is_free(self, host: str, now: float) -> bool:
         """Return True if the host has a free slot and no pause."""
-        return len(self._started.get(host, ())) < self._slots_per_host and self._paused_until.get(host, 0.0) <= now
+        return len(self._started.get(host, ())) < self._limit(host) and self._paused_until.get(host, 0.0) <= now
 
     def acquire(self, host: str, now: float) -> None:
         """Occupy a slot of the host from `now` on."""
@@ -37,7 +47,8 @@ class HostSlots:
         if not self._started[host]:
             del self._started[host]
         mean = self._mean_seconds.pop(host, _FIRST_ESTIMATE_SECONDS)
-        self._mean_seconds[host] = mean + _NEWEST_WEIGHT * (now - since - mean)
+        seconds = min(now - since, _MAX_GROWTH * mean)
+        self._mean_seconds[host] = max(_MIN_SECONDS, mean + _NEWEST_WEIGHT * (seconds - mean))
         _forget_oldest(self._mean_seconds)
 
     def pause(self, host: str, until: float) -> None:
@@ -47,12 +58,22 @@ class HostSlots:
 
     def schedule_retry(self, host: str, now: float) -> float:
         """Return when to claim the next repo that found no free slot; each call schedules one repo."""
-        longest = now - min(self._started.get(host, ()), default=now)
-        seconds = max(self._mean_seconds.get(host, _FIRST_ESTIMATE_SECONDS), longest)
         earliest = max(now, self._paused_until.get(host, 0.0), self._next_retry.pop(host, 0.0))
-        self._next_retry[host] = min(earliest + seconds / self._slots_per_host, now + MAX_WAIT_SECONDS)
+        self._next_retry[host] = min(earliest + 1 / self._rate(host, now), now + MAX_WAIT_SECONDS)
         _forget_oldest(self._next_retry)
         return self._next_retry[host]
+
+    def _rate(self, host: str, now: float) -> float:
+        """Return how many resyncs of the host end per second while all its slots are occupied.
+
+        A slot whose resync runs for longer than usual is expected to take as long again, and does not slow the others.
+        """
+        mean, started = self._mean_seconds.get(host, _FIRST_ESTIMATE_SECONDS), self._started.get(host, ())
+        free = max(0, self._limit(host) - len(started))
+        return sum(1 / max(mean, now - since) for since in started) + free / mean
+
+    def _limit(self, host: str) -> int:
+        return self._exceptions.get(host, self._slots_per_host)
 
 
 def _forget_oldest(by_host: dict[str, float]) -> None:

@@ -32,12 +32,15 @@ class LargeRepoSlots:
         """Return True if the repo was large before."""
         return did in self._known
 
-    def try_acquire(self, did: str, since: float, now: float) -> bool:
-        """Occupy a slot if one is free, for a resync that began at `since`. The repo counts as large from now on."""
+    def remember(self, did: str) -> None:
+        """Count the repo as large from now on."""
         self._known[did] = None
         self._known.move_to_end(did)
         if len(self._known) > MAX_KNOWN:
             self._known.popitem(last=False)
+
+    def try_acquire(self, since: float, now: float) -> bool:
+        """Occupy a slot if one is free, for a resync that began at `since`."""
         if free := self._slots.is_free(_ALL_HOSTS, now):
             self._slots.acquire(_ALL_HOSTS, since)
         return free

@@ -7,14 +7,20 @@ from time import monotonic, time
 
 import structlog
 
-from indexer.errors import UnavailableError, UpstreamError
-from indexer.identity import IdentityCache
+from indexer.concurrency.stage_progress import StageProgress
+from indexer.errors import RefusedWriteError, UnavailableError, UpstreamError
+from indexer.identity import IdentityCache, web_host
+from indexer.monitoring.conditions import NEW_ACCOUNTS_LIMITED, RESYNCS_FAILING, RESYNCS_SLOW, Conditions
 from indexer.monitoring.metrics import Metrics
+from indexer.outbound import registered_domain
+from indexer.pds import ExportDownload
 from indexer.reasons import FetchFailure
+from indexer.service.new_accounts import NewAccounts
 from indexer.service.periodic import DatabaseAttempt
 from indexer.service.resync.admission import UNKNOWN_HOST, Admission, Postponed, Slot
 from indexer.service.resync.attempt import ResyncAttempts
 from indexer.service.resync.lease import ClaimLostError, run_under_lease
+from indexer.service.resync.phase import Phase
 from indexer.store import DatabaseError, Store
 from indexer.sync.plan_event import plan_existence
 from indexer.sync.plan_resync import plan_failure
@@ -25,6 +31,10 @@ from indexer.sync.repo_transitions import release
 from indexer.sync.shard import Shard
 
 MAX_CLAIM = 256
+LARGE_FAIR_TIMES = 6.0
+"""A large export ends because it is slow only after this multiple of `fair_time`."""
+_REPORTED_BY_HOST = frozenset({FetchFailure.HOST_PAUSED, FetchFailure.THROTTLED})
+"""With these reasons no request was sent. The failures before the pause were reported, and so was the host."""
 
 log = structlog.get_logger(__name__)
 
@@ -34,13 +44,17 @@ class WorkerPoolSettings:
     """Settings of the pool; times are seconds.
 
     Attributes:
-        workers: Concurrent resyncs, not counting those of large repos.
+        workers: Concurrent resyncs, not counting those of large repos and slow exports.
+        share: The share of the workers that one host, registered domain or network address may occupy.
+        fair_time: How long a resync may occupy a worker if all workers are occupied.
         idle_interval: Pause between two looks at an empty queue.
         lease: How long a claim lasts without a renewal.
         attempt_timeout: The longest duration of one attempt.
     """
 
     workers: int = 8
+    share: float = 0.5
+    fair_time: float = 10.0
     idle_interval: float = 1.0
     lease: float = 120.0
     attempt_timeout: float = 3_600.0
@@ -48,19 +62,49 @@ class WorkerPoolSettings:
 
 @dataclass(slots=True, eq=False)
 class RunningResync:
-    """A claimed repo and the slots that it occupies."""
+    """A claimed repo and the slots that it occupies.
+
+    Attributes:
+        deadline: When the attempt ends at the latest; None if it does not run.
+        postponed: Set if it is ended because it is slow.
+    """
 
     claimed: Repo
     slot: Slot
+    deadline: asyncio.Timeout | None = None
+    postponed: Postponed | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _ExportSlots:
+    """The slots of one resync, as its attempt sees them."""
+
+    admission: Admission
+    slot: Slot
+    slot_freed: asyncio.Event
+
+    def open_export(self, download: ExportDownload) -> Postponed | None:
+        return self.admission.open_export(self.slot, download, time())
+
+    def enlarge(self) -> Postponed | None:
+        postponed = self.admission.enlarge(self.slot, time())
+        if postponed is None:
+            self.slot_freed.set()  # the resync no longer occupies a worker
+        return postponed
+
+    def enter(self, phase: Phase) -> None:
+        self.slot.phase, self.slot.phase_since = phase, time()
 
 
 class WorkerPool:
     """Runs resyncs of the repos of one shard. `run` ends only with an exception that is a bug.
 
     Attributes:
+        stage: Its progress. While all workers are occupied, the pool has work, and moves when a resync receives a part
+            of its export, or ends.
+        claims: The activity that claims repos.
         running: The resyncs in progress.
-        last_error: The database error of the last claim; None if it succeeded.
-        last_progress: When the pool last claimed repos, or found none (monotonic seconds).
+        ended: The number of resyncs that have ended, with whatever result.
     """
 
     def __init__(
@@ -71,7 +115,9 @@ class WorkerPool:
         policy: Policy,
         shard: Shard,
         metrics: Metrics,
+        conditions: Conditions,
         settings: WorkerPoolSettings | None = None,
+        new_accounts: NewAccounts | None = None,
     ) -> None:
         self._store = store
         self._identities = identities
@@ -79,13 +125,16 @@ class WorkerPool:
         self._policy = policy
         self._buckets = shard.buckets
         self._metrics = metrics
+        self._conditions = conditions
         self._settings = settings or WorkerPoolSettings()
-        self._admission = Admission(self._settings.workers)
+        self._new_accounts = new_accounts or NewAccounts(0)
+        self._admission = Admission(self._settings.workers, self._settings.share)
         self._slot_freed = asyncio.Event()
         self._claiming: asyncio.Task[list[Repo]] | None = None
+        self.stage = StageProgress("resync pool")
+        self.claims = self.stage.add()
         self.running: list[RunningResync] = []
-        self.last_error: str | None = None
-        self.last_progress = monotonic()
+        self.ended = 0
 
     @property
     def free_workers(self) -> int:
@@ -97,19 +146,19 @@ class WorkerPool:
         claim_size = 1
         async with asyncio.TaskGroup() as group:
             while True:
-                while self.free_workers <= 0:
-                    await self._wait_for_slot(None)
+                await self._wait_for_a_worker(group)
                 self._slot_freed.clear()
-                claimed = await self._claim(max(claim_size, self.free_workers))
+                count = max(claim_size, self.free_workers)
+                claimed = await self._claim(count)
                 started = await self._start(group, claimed)
-                self.last_progress = monotonic()
-                # If none was admitted, claim more next time: many repos of one busy host may be first in the queue.
-                claim_size = 1 if started else min(2 * len(claimed), MAX_CLAIM)
-                if not started:
+                # If most were postponed, claim more next time: many repos of one busy host may be first in the queue.
+                # They are postponed, and the repos of other hosts behind them are reached without a wait.
+                claim_size = min(2 * len(claimed), MAX_CLAIM) if 2 * started < len(claimed) else 1
+                if not started and len(claimed) < count:
                     await self._wait_for_slot(self._settings.idle_interval / (4 if claimed else 1))
 
     async def give_back(self) -> None:
-        """End the claims of resyncs that were cancelled or not started, so that nobody waits for their leases."""
+        """End the claims of resyncs that were cancelled or not started, so that no process waits for their leases."""
         claimed = [running.claimed for running in self.running]
         self.running.clear()
         with DatabaseAttempt():
@@ -124,6 +173,21 @@ class WorkerPool:
             self._claiming.cancel()
             await asyncio.gather(self._claiming, return_exceptions=True)
 
+    async def _wait_for_a_worker(self, group: asyncio.TaskGroup) -> None:
+        """Wait until a worker is free. The stage has stalled if all workers are occupied and no resync moves."""
+        received = -1
+        while self.free_workers <= 0:
+            if received != (received := self._received_bytes()):
+                self.stage.moved()
+            await self._wait_for_slot(self._settings.idle_interval)
+            await self._free_a_worker(group)
+        self.stage.idle()
+
+    def _received_bytes(self) -> int:
+        """Return the bytes of the exports that are being received. Each resync that begins or ends changes it."""
+        downloads = [running.slot.download for running in self.running]
+        return sum([download.received for download in downloads if download is not None])
+
     async def _wait_for_slot(self, seconds: float | None) -> None:
         """Wait until a slot has become free, at most for `seconds`."""
         try:
@@ -133,14 +197,44 @@ class WorkerPool:
             return
         self._slot_freed.clear()
 
+    async def _free_a_worker(self, group: asyncio.TaskGroup) -> None:
+        """If all workers are occupied, let the slowest resync leave its worker after the fair time.
+
+        It is set aside, and continues. If too many are set aside already and other repos wait, one that is slower than
+        usual ends instead, and its repo is claimed again later.
+        """
+        admission, now = self._admission, time()
+        slow = admission.slowest_on_worker(self._settings.fair_time, now) if admission.free_workers <= 0 else None
+        if slow is None or admission.set_aside(slow):
+            return
+        slowest = admission.slower_than_usual(slow)
+        waiting = await self._claim(1) if slowest else []
+        if slowest is not None and waiting:
+            self._end_slow(slowest)
+            slow.aside = True
+        await self._start(group, waiting)
+
+    def _end_slow_large(self) -> None:
+        """End the slowest large export if it is slower than usual, because another large repo waits for its slot."""
+        if slow := self._admission.slow_large(LARGE_FAIR_TIMES * self._settings.fair_time, time()):
+            self._end_slow(slow)
+
+    def _end_slow(self, slot: Slot) -> None:
+        for running in self.running:
+            if running.slot is slot and running.deadline is not None:
+                running.postponed = self._admission.postpone_slow(slot, time())
+                running.deadline.reschedule(asyncio.get_running_loop().time())
+                log.debug("resync.slow", did=slot.did, host=slot.host, bytes_per_second=round(slot.rate))
+                message = f"{slot.did}: {slot.rate:.0f} bytes per second; the resync starts again later"
+                self._conditions.report(RESYNCS_SLOW, slot.host, message=message)
+
     async def _claim(self, count: int) -> list[Repo]:
         """Claim repos. A claim completes even if this task is cancelled; `give_back` returns its repos."""
         claim = self._store.claim(count, self._buckets, self._settings.lease, time())
         self._claiming = asyncio.create_task(claim, name="claim of repos")
         claimed: list[Repo] = []
-        with DatabaseAttempt() as claiming:
+        with DatabaseAttempt(self.claims):
             claimed = await asyncio.shield(self._claiming)
-        self.last_error = claiming.error
         with DatabaseAttempt():  # without the identities, each attempt looks up its own
             await self._identities.preload([repo.did for repo in claimed])
         return claimed
@@ -149,21 +243,40 @@ class WorkerPool:
         """Start the repos that find free slots and postpone the others; return how many were started."""
         now, postponed = time(), []
         for repo in claimed:
-            identity = self._identities.peek(repo.did)
-            slot = self._admission.admit(repo.did, (identity and identity.host) or UNKNOWN_HOST, now)
+            slot = self._admit(repo, now)
             if isinstance(slot, Postponed):
+                self._metrics.postponed(slot.result)
                 postponed.append((repo, slot))
             else:
                 running = RunningResync(repo, slot)
                 self.running.append(running)
                 group.create_task(self._resync(running), name=f"resync of {repo.did}")
-        self._metrics.postponed(len(postponed))
+        if any(slot.large for _, slot in postponed):
+            self._end_slow_large()
         with DatabaseAttempt():  # if this fails, their leases expire
             await self._postpone(postponed)
         return len(claimed) - len(postponed)
 
+    def _admit(self, repo: Repo, now: float) -> Slot | Postponed:
+        """Occupy slots for a claimed repo. The host of a did:web counts until that of the PDS is known."""
+        identity = self._identities.peek(repo.did)
+        host = identity.host if identity else None
+        if host and self._new_accounts.is_limited(host, now) and (postponed := self._wait_as_new(repo, host, now)):
+            return postponed
+        return self._admission.admit(repo.did, host or web_host(repo.did) or UNKNOWN_HOST, now)
+
+    def _wait_as_new(self, repo: Repo, host: str, now: float) -> Postponed | None:
+        """Count a new account; return until when its first fetch waits, or None if the host is within its limit."""
+        until = self._new_accounts.add(host, now) if repo.counts_as_new else None
+        if until is None:
+            return None
+        domain = registered_domain(host)
+        message = f"{domain} added too many accounts; the repo is fetched later"
+        self._conditions.report(NEW_ACCOUNTS_LIMITED, domain, message=f"{repo.did}: {message}")
+        return Postponed(until, failure=UnavailableError(FetchFailure.NEW_ACCOUNTS, message))
+
     async def _postpone(self, repos: Sequence[tuple[Repo, Postponed]]) -> None:
-        writes = [RepoWrite(repo.version, release(repo, postponed.until)) for repo, postponed in repos]
+        writes = [RepoWrite(repo.version, _released(repo, postponed)) for repo, postponed in repos]
         changed = await self._store.apply(Batch(tuple(writes)))
         for repo in [repo for repo, _ in repos if repo.did in changed]:
             await self._update_claimed(repo, release)
@@ -174,9 +287,12 @@ class WorkerPool:
             result = await self._attempt_and_record(running)
         except (ClaimLostError, DatabaseError) as error:
             result = "lost"  # the lease expires, and the repo is claimed again
-            log.warning("resync.claim-lost", did=running.claimed.did, error=str(error))
+            log.debug("resync.claim-lost", did=running.claimed.did, error=str(error))
         self._admission.release(running.slot, time())
         self.running.remove(running)
+        self.ended += 1
+        if self.free_workers <= 0:  # several resyncs may be set aside
+            self.stage.moved()
         self._slot_freed.set()
         self._metrics.resync(result, monotonic() - started)
         log.debug("resync.done", did=running.claimed.did, result=result)
@@ -190,42 +306,62 @@ class WorkerPool:
             raise
         except UnavailableError as error:
             return await self._record_failure(claimed, error)
+        except RefusedWriteError as error:
+            return await self._record_failure(claimed, UnavailableError(FetchFailure.NOT_STORABLE, str(error)))
         except UpstreamError as error:
             failure = UnavailableError(FetchFailure.EXPORT_REJECTED, str(error))
             return await self._record_failure(claimed, failure)
         if isinstance(result, Postponed):
-            until = result.until
-            await self._update_claimed(claimed, lambda repo: release(repo, until))
-            return "postponed"
+            if result.large:
+                self._end_slow_large()
+            postponed = result
+            await self._update_claimed(claimed, lambda repo: _released(repo, postponed))
+            return postponed.result
         return result
 
     async def _attempt(self, running: RunningResync) -> str | Postponed:
-        claimed, slot, seconds = running.claimed, running.slot, self._settings.attempt_timeout
+        seconds = self._settings.attempt_timeout
         try:
-            async with asyncio.timeout(seconds):
-                identity = await self._identities.lookup(claimed.did, refresh=claimed.attempts > 0)
-                if identity.gone:
-                    raise UnavailableError(FetchFailure.IDENTITY_GONE, identity.problem or "")
-                if identity.key is None or identity.host is None:
-                    raise UnavailableError(FetchFailure.IDENTITY_MISSING, identity.problem or "no key or no PDS")
-                if postponed := self._admission.change_host(slot, identity.host, time()):
-                    return postponed
-                return await self._attempts.attempt(claimed, identity, lambda: self._enlarge(slot))
+            async with asyncio.timeout(seconds) as running.deadline:
+                return await self._attempt_in_time(running)
         except TimeoutError:
+            if running.postponed is not None:
+                return running.postponed
             raise UnavailableError(FetchFailure.TIMEOUT, f"no result after {seconds:.0f} s") from None
+        finally:
+            running.deadline = None
 
-    def _enlarge(self, slot: Slot) -> Postponed | None:
-        postponed = self._admission.enlarge(slot, time())
-        if postponed is None:
-            self._slot_freed.set()  # the resync no longer occupies a worker
-        return postponed
+    async def _attempt_in_time(self, running: RunningResync) -> str | Postponed:
+        claimed, slot = running.claimed, running.slot
+        identity = await self._identities.lookup(claimed.did, refresh=claimed.attempts > 0)
+        if identity.doubtful and claimed.head is not None:
+            raise UnavailableError(FetchFailure.IDENTITY_DOUBTFUL, identity.problem or "")
+        if identity.denied:
+            raise UnavailableError(FetchFailure.IDENTITY_GONE, identity.problem or "")
+        if identity.key is None or identity.host is None:
+            raise UnavailableError(FetchFailure.IDENTITY_MISSING, identity.problem or "no key or no PDS")
+        now = time()
+        if postponed := self._admission.change_host(slot, identity.host, now):
+            return postponed
+        if postponed := self._wait_as_new(claimed, identity.host, now):
+            return postponed
+        return await self._attempts.attempt(claimed, identity, _ExportSlots(self._admission, slot, self._slot_freed))
 
     async def _record_failure(self, claimed: Repo, failure: UnavailableError) -> str:
         if failure.host is not None and failure.retry_after is not None:
             self._admission.pause_host(failure.host, time() + failure.retry_after)
         await self._update_claimed(claimed, lambda repo: self._failed(repo, claimed, failure))
-        log.info("resync.failed", did=claimed.did, error=str(failure), attempts=claimed.attempts + 1)
+        self._report(claimed, failure)
         return failure.reason
+
+    def _report(self, claimed: Repo, failure: UnavailableError) -> None:
+        """Report the failure as one of many with the same reason and host: a broken host has thousands of repos."""
+        log.debug("resync.failed", did=claimed.did, error=str(failure), attempts=claimed.attempts + 1)
+        if failure.reason in _REPORTED_BY_HOST:
+            return
+        identity = self._identities.peek(claimed.did)
+        subject = f"{failure.reason} at {identity.host}" if identity and identity.host else str(failure.reason)
+        self._conditions.report(RESYNCS_FAILING, subject, message=f"{claimed.did}: {failure}; it is retried")
 
     def _failed(self, repo: Repo, claimed: Repo, failure: UnavailableError) -> Repo:
         after = plan_failure(repo, claimed, failure, time())
@@ -240,3 +376,7 @@ class WorkerPool:
             return change(repo) if holds else repo
 
         await self._store.update_repo(claimed.did, if_claimed)
+
+
+def _released(repo: Repo, postponed: Postponed) -> Repo:
+    return release(repo, postponed.until, None if postponed.failure is None else str(postponed.failure))

@@ -2,30 +2,34 @@
 
 The directory `<data dir>/postgres` contains:
 
-    lock           locked by the process that owns the server
+    lock           locked by the parent process of the server, and by a process that starts one
+    control        the socket on which the parent accepts users of the server
     data           the cluster; named `data.init` until it is complete
     socket         the directory of the socket, or a link to it: the path of a socket is limited to 107 bytes
     binaries       a link to copies of the binaries, if they had to be copied
-    postgres.log   the log of the server; the part before that is in `postgres.log.1`
+    postgres.log   the log of the server; the part before that is in `postgres.log.1`. Only the owner may read them
 
 Postgres refuses to run as root. Root runs it as the account that owns the cluster: `postgres`, or `nobody`. That
 account may lack access to the data directory, so the server gets the directory as an open file descriptor, and the
 permissions of directories that were there before stay as they are. Binaries that the account cannot reach are copied.
+The server trusts every connection to its socket, which only its own account and root can reach. So if root started it,
+any process of that account is its superuser.
 
 The open directory is locked, too. Every process of the server inherits this lock. So it shows whether one of them still
-runs after their owner was killed, without any check of process IDs.
+runs after their parent was killed, without any check of process IDs.
 """
 
 import asyncio
 import contextlib
-import ctypes
 import fcntl
 import importlib.util
 import os
 import pwd
 import shutil
 import signal
+import socket
 import stat
+import sys
 import tempfile
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import AsyncIterator, Iterable
@@ -35,30 +39,27 @@ from typing import Any
 
 from indexer.errors import SettingsError, UnavailableError
 from indexer.reasons import FetchFailure
+from indexer.store.embedded import server_parent
+from indexer.store.embedded.parent_connection import ParentConnection, connect
+from indexer.store.embedded.server_parent import ServerPlan, end_with_parent, open_log
 
 PORT = 5432
 """The port, which is a part of the socket's file name."""
 POLL_SECONDS = 0.03
 MAX_LOG_BYTES = 10_000_000
+LOG_POLL_SECONDS = 60.0
 MAX_SOCKET_PATH_BYTES = 107
 SHARED_DIRECTORY = "/tmp"  # noqa: S108 - short, and every account can reach it; the names created in it are random
-PR_SET_PDEATHSIG = 1
 
 
 class Cluster:
-    """The files of one server, in `directory`.
-
-    The owner is the process whose call of `own` returned True. Only the owner may call `opened`, `serve` and
-    `rotate_log`. `directory_fd` is the file descriptor that `opened` yields.
-    """
+    """The files of one server, in `directory`."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory.absolute()
         self.log = self.directory / "postgres.log"
         self._data = self.directory / "data"
         self._account: tuple[int, int] | None = None
-        self._binaries: Path | None = None
-        self._ownership = contextlib.ExitStack()  # closed by `disown`
 
     @property
     def socket(self) -> Path:
@@ -66,23 +67,41 @@ class Cluster:
         socket = self.directory / "socket"
         return socket.readlink() if socket.is_symlink() else socket
 
-    def own(self) -> bool:
-        """Take the lock of the owner, which the kernel releases when this process ends; return False if it is taken."""
-        self.directory.mkdir(parents=True, exist_ok=True)
-        fd = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-        if not _lock(fd):
-            os.close(fd)
-            return False
-        self._ownership.callback(os.close, fd)
-        return True
+    async def connect(self) -> ParentConnection | None:
+        """Become a user of the running server; return None if none runs."""
+        return await connect(self.directory)
 
-    def disown(self) -> None:
-        """Release the lock, and remove the copies of the binaries."""
-        self._ownership.close()
-        self._binaries = None
+    async def start(self, options: Iterable[str]) -> ParentConnection | None:
+        """Start a server with the command line options, and become its first user.
+
+        Creates the cluster if necessary. The server may end soon; then the connection ends.
+
+        Returns:
+            None if another process starts or stops a server at this time.
+        """
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with contextlib.ExitStack() as opened, contextlib.ExitStack() as on_failure:
+            lock = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+            opened.callback(os.close, lock)  # the parent inherits the lock
+            if not _lock(lock):
+                return None
+            async with self._opened() as directory_fd:
+                self._account = _server_account(self._data)
+                if self._account is not None:
+                    self.directory.chmod(0o711)  # the account may pass through it, but not list it
+                self._make_socket_directory()
+                binaries, copies = await self._reachable(find_binaries(), directory_fd, on_failure)
+                if copies is not None:
+                    opened.callback(os.close, copies)
+                await self._prepare_data(binaries, directory_fd)
+                command = self._command(binaries, directory_fd, options)
+                locks = [lock] if copies is None else [lock, copies]
+                connection = await self._start_parent(command, directory_fd, locks)
+            on_failure.pop_all()  # the parent removes the copies
+        return connection
 
     @contextlib.asynccontextmanager
-    async def opened(self) -> AsyncIterator[int]:
+    async def _opened(self) -> AsyncIterator[int]:
         """Open and lock the directory, after every process of an earlier server has ended."""
         directory_fd = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -95,40 +114,51 @@ class Cluster:
         finally:
             os.close(directory_fd)
 
-    async def serve(self, directory_fd: int, options: Iterable[str]) -> Process:
-        """Start the server with the command line options. Creates the socket directory and the cluster if necessary."""
-        self._account = _server_account(self._data)
-        if self._account is not None:
-            self.directory.chmod(0o711)  # the account may pass through it, but not list it
-        self._make_socket_directory()
-        if self._binaries is None:
-            self._binaries = await self._reachable(find_binaries(), directory_fd)
+    async def _prepare_data(self, binaries: Path, directory_fd: int) -> None:
         if (self._data / "PG_VERSION").exists():
-            await self._check_version(self._binaries, directory_fd)
+            await self._check_version(binaries, directory_fd)
         else:
-            await self._create(self._binaries, directory_fd)
-        self.rotate_log()
-        with self.log.open("ab") as output:
-            return await self._child(
-                self._binaries / "postgres",
-                *(
-                    "-D",
-                    f"{_path_of(directory_fd)}/{self._data.name}",
-                    "-k",
-                    f"{_path_of(directory_fd)}/socket",
-                    *options,
-                ),
+            await self._create(binaries, directory_fd)
+
+    def _command(self, binaries: Path, directory_fd: int, options: Iterable[str]) -> list[str]:
+        path = _path_of(directory_fd)
+        return [str(binaries / "postgres"), "-D", f"{path}/{self._data.name}", "-k", f"{path}/socket", *options]
+
+    async def _start_parent(self, command: list[str], directory_fd: int, locks: list[int]) -> ParentConnection | None:
+        """Start the parent of the server, which detaches from this process, and connect to it."""
+        connected, of_parent = socket.socketpair()
+        with of_parent:
+            plan = ServerPlan(
+                command=command,
+                environment=self._environment(),
+                account=self._account,
                 directory_fd=directory_fd,
+                user_fd=of_parent.fileno(),
+                locks=locks,
+                log=str(self.log),
+                max_log_bytes=MAX_LOG_BYTES,
+                log_interval=LOG_POLL_SECONDS,
+                remove=[str(path) for path in self._copies()],
+            )
+            try:
+                await self._run_parent(plan)
+            except BaseException:
+                connected.close()
+                raise
+        return await ParentConnection.open(connected)
+
+    async def _run_parent(self, plan: ServerPlan) -> None:
+        with open_log(self.log) as output:
+            started = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", server_parent.__file__),
+                stdin=PIPE,
                 stdout=output,
                 stderr=output,
-                start_new_session=True,  # Ctrl-C in the terminal must not reach the server; its owner stops it
+                cwd="/",
+                pass_fds=[plan.directory_fd, plan.user_fd, *plan.locks],
+                start_new_session=True,  # Ctrl-C in the terminal must not reach the server
             )
-
-    def rotate_log(self) -> None:
-        """Copy and truncate the log if it is too large. The server opened it for appending and continues in it."""
-        if self.log.exists() and self.log.stat().st_size > MAX_LOG_BYTES:
-            shutil.copyfile(self.log, self.log.with_suffix(".log.1"))
-            os.truncate(self.log, 0)
+        await started.communicate(plan.to_json().encode())
 
     def _make_socket_directory(self) -> None:
         socket = self.directory / "socket"
@@ -144,7 +174,10 @@ class Cluster:
             stale.unlink()
 
     def _is_private(self, directory: Path) -> bool:
-        """Return True if it is the one that this class created. Its name may be taken by others after a clean-up."""
+        """Return True if only the account of the server can use the directory.
+
+        After a clean-up of temporary files, another account may have created a directory of this name.
+        """
         try:
             status = directory.lstat()
         except FileNotFoundError:
@@ -158,30 +191,39 @@ class Cluster:
         if self._account is not None:
             os.chown(directory, *self._account)
 
-    async def _reachable(self, binaries: Path, directory_fd: int) -> Path:
-        """Return the directory of the binaries, or of copies if the account of the server cannot reach them."""
-        link = self.directory / "binaries"
-        if link.is_symlink():
-            shutil.rmtree(link.readlink(), ignore_errors=True)  # left by an owner that was killed
-            link.unlink()
+    async def _reachable(
+        self, binaries: Path, directory_fd: int, on_failure: contextlib.ExitStack
+    ) -> tuple[Path, int | None]:
+        """Return the directory of the binaries, or copy them if the account of the server cannot reach them.
+
+        With copies, the second value is an open file that protects them. `on_failure` removes them.
+        """
+        for path in self._copies():
+            _remove(path)  # left by a parent that was killed
         if self._account is None:
-            return binaries
+            return binaries, None
         with contextlib.suppress(PermissionError, UnavailableError):
             await self._output_of(binaries / "postgres", "--version", directory_fd=directory_fd)
-            return binaries
-        return await asyncio.to_thread(copy_binaries, binaries, self._directory_for_copies(link))
+            return binaries, None
+        directory, protection = self._make_directory_for_copies(on_failure)
+        return await asyncio.to_thread(copy_binaries, binaries, directory), protection
 
-    def _directory_for_copies(self, link: Path) -> Path:
-        """Create a directory that every account can read, which is removed when this process gives up ownership."""
+    def _copies(self) -> list[Path]:
+        """Return the directory of copied binaries and the link to it, if there are any."""
+        link = self.directory / "binaries"
+        return [link.readlink(), link] if link.is_symlink() else []
+
+    def _make_directory_for_copies(self, on_failure: contextlib.ExitStack) -> tuple[Path, int]:
+        """Create a directory that every account can read."""
+        link = self.directory / "binaries"
         directory = Path(tempfile.mkdtemp(prefix="indexer-pg-", dir=SHARED_DIRECTORY))
         link.symlink_to(directory)
-        self._ownership.callback(_remove, link)
-        self._ownership.callback(shutil.rmtree, directory, ignore_errors=True)
+        on_failure.callback(_remove, link)
+        on_failure.callback(_remove, directory)
         directory.chmod(0o755)
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-        self._ownership.callback(os.close, fd)
         fcntl.flock(fd, fcntl.LOCK_SH)  # systemd-tmpfiles(8) does not remove a locked directory
-        return directory
+        return directory, fd
 
     async def _check_version(self, binaries: Path, directory_fd: int) -> None:
         output = await self._output_of(binaries / "postgres", "--version", directory_fd=directory_fd)
@@ -229,7 +271,7 @@ class Cluster:
             cwd="/",
             env=self._environment(),
             pass_fds=[directory_fd],
-            preexec_fn=partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, signal.SIGINT),
+            preexec_fn=partial(end_with_parent, signal.SIGINT),
             **options,
         )
 

@@ -1,11 +1,9 @@
-"""Own an embedded server: start it or find the one of another process, keep it alive, stop it."""
+"""Use an embedded server: start it or find the running one, keep it alive, and stop it after its last use."""
 
 import asyncio
 import contextlib
 import os
-import signal
-from asyncio.subprocess import Process
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from urllib.parse import quote
@@ -13,35 +11,51 @@ from urllib.parse import quote
 import asyncpg
 import structlog
 
+from indexer.concurrency.stage_progress import StageProgress
 from indexer.errors import SettingsError, UnavailableError
 from indexer.reasons import FetchFailure
-from indexer.store.database_errors import DatabaseError, database_errors
 from indexer.store.embedded.cluster import POLL_SECONDS, PORT, Cluster
+from indexer.store.embedded.parent_connection import ParentConnection
 
 START_TIMEOUT = 600.0
 """Seconds to wait for a start. Crash recovery replays up to `max_wal_size` of log."""
-STOP_TIMEOUT = 60.0
+RESTART_STALL_SECONDS = START_TIMEOUT + 60.0
+"""A restart that takes longer has stalled. A shorter limit could let an orchestrator end each crash recovery."""
 CONNECT_TIMEOUT = 5.0
 RESTART_PAUSE_SECONDS = (0.1, 1.0, 5.0, 30.0)
 """Pauses before a restart, by the number of failed restarts before it."""
-OWNER_POLL_SECONDS = 0.5
-LOG_POLL_SECONDS = 60.0
 MAX_SHARED_BUFFERS = 1 << 30
 DATABASE = "indexer"
+
+_NOT_READY = (OSError, asyncpg.InterfaceError, asyncpg.PostgresConnectionError, asyncpg.OperatorInterventionError)
+"""Errors of a connection to a server that starts or stops."""
 
 log = structlog.get_logger(__name__)
 
 
+def postgres_stage() -> StageProgress:
+    """Return the stage that restarts an embedded server. A failed restart is no progress: only the server is."""
+    return StageProgress("embedded Postgres", RESTART_STALL_SECONDS, needs_database=False)
+
+
 @asynccontextmanager
-async def database(url: str | None, data_dir: Path, settings: Mapping[str, str] | None = None) -> AsyncIterator[str]:
+async def database(
+    url: str | None,
+    data_dir: Path,
+    settings: Mapping[str, str] | None = None,
+    on_restart: Callable[[], None] = lambda: None,
+    stage: StageProgress | None = None,
+) -> AsyncIterator[str]:
     """Provide a database during the block: the one at `url`, or the embedded one if `url` is None.
 
-    If another process already runs the embedded server, that server is used.
+    All processes that need the embedded server share one. It stops when the last of them ends.
 
     Args:
         url: The connection string of a database.
         data_dir: The data directory; the embedded server uses its subdirectory `postgres`.
         settings: Settings of Postgres for the embedded server, which override the defaults.
+        on_restart: Called when the embedded server runs again after it ended unexpectedly.
+        stage: A restart of the embedded server is work of this stage until the server accepts connections.
 
     Yields:
         The connection string.
@@ -54,7 +68,7 @@ async def database(url: str | None, data_dir: Path, settings: Mapping[str, str] 
     if url is not None:
         yield url
         return
-    server = EmbeddedPostgres(data_dir / "postgres", settings or {})
+    server = EmbeddedPostgres(data_dir / "postgres", settings or {}, on_restart, stage)
     await server.start()
     keep_alive = asyncio.create_task(server.keep_alive(), name="postgres")
     try:
@@ -72,11 +86,18 @@ async def database(url: str | None, data_dir: Path, settings: Mapping[str, str] 
 class EmbeddedPostgres:
     """One server for the cluster in `directory`. `settings` are settings of Postgres, which override the defaults."""
 
-    def __init__(self, directory: Path, settings: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        settings: Mapping[str, str],
+        on_restart: Callable[[], None] = lambda: None,
+        stage: StageProgress | None = None,
+    ) -> None:
         self._cluster = Cluster(directory)
+        self._on_restart = on_restart
+        self._stage = stage or postgres_stage()
         self._settings = {**_default_settings(), **settings, "listen_addresses": "", "port": str(PORT)}
-        self._owned = False
-        self._process: Process | None = None
+        self._connection: ParentConnection | None = None
 
     @property
     def dsn(self) -> str:
@@ -84,99 +105,98 @@ class EmbeddedPostgres:
         return f"postgresql://postgres@/{DATABASE}?host={quote(str(self._cluster.socket))}&port={PORT}"
 
     async def start(self) -> None:
-        """Start the server, or wait until the server of another process accepts connections."""
+        """Use the running server, or start one; wait until it accepts connections."""
         async with _start_timeout(
-            f"the server that another process runs in {self._cluster.directory} does not accept connections"
+            f"an earlier server in {self._cluster.directory} does not end, or the present one does not accept "
+            f"connections; see {self._cluster.log}"
         ):
-            while not self._own():
-                if await self._accepts_connections(DATABASE):
-                    return
+            while (connection := await self._use()) is None:  # noqa: ASYNC110 - there is no event for a file lock
                 await asyncio.sleep(POLL_SECONDS)
-        try:
-            await self._launch()
-        except BaseException:
-            await self.stop()
-            raise
+        ended, self._connection = self._connection, connection
+        if ended is not None:
+            await ended.close()
 
     async def stop(self) -> None:
-        """Stop the server if this process owns it, and give up the ownership. Open transactions are rolled back."""
-        try:
-            if self._process is not None and self._process.returncode is None:
-                await self._shut_down(self._process)
-        finally:
-            self._cluster.disown()
-            self._owned = False
+        """Stop the server, unless other processes use it. Open transactions are rolled back."""
+        if self._connection is not None and await self._connection.leave():
+            log.error("postgres.killed", log=str(self._cluster.log))
 
     async def keep_alive(self) -> None:
-        """Restart the server whenever it ends, including when its owner ends. Runs until it is cancelled."""
-        failures = 0
+        """Restart the server whenever it ends. Runs until it is cancelled."""
+        while self._connection is not None:
+            code = await self._connection.wait_until_ended()
+            log.error("postgres.ended", code=code, log=str(self._cluster.log))
+            with self._stage.busy():
+                await self._restart()
+
+    async def _restart(self) -> None:
+        failures, known = 0, ""
         while True:
-            await self._wait_until_down()
             await asyncio.sleep(RESTART_PAUSE_SECONDS[min(failures, len(RESTART_PAUSE_SECONDS) - 1)])
             try:
-                await self._launch()
+                await self.start()
             except (OSError, UnavailableError, SettingsError) as error:
                 failures += 1
-                log.error("postgres.not-restarted", error=str(error))  # noqa: TRY400 - the traceback adds nothing
+                if str(error) != known:
+                    log.error("postgres.not-restarted", error=str(error))  # noqa: TRY400 - the traceback adds nothing
+                known = str(error)
             else:
-                failures = 0
                 log.info("postgres.restarted")
-
-    async def _wait_until_down(self) -> None:
-        """Wait until no server runs and this process owns the cluster."""
-        while not self._own():  # noqa: ASYNC110 - there is no event for a file lock that another process releases
-            await asyncio.sleep(OWNER_POLL_SECONDS)
-        while self._process is not None:
-            with contextlib.suppress(TimeoutError):
-                code = await asyncio.wait_for(self._process.wait(), LOG_POLL_SECONDS)
-                log.error("postgres.ended", code=code, log=str(self._cluster.log))
+                self._on_restart()
                 return
-            self._cluster.rotate_log()
 
-    def _own(self) -> bool:
-        self._owned = self._owned or self._cluster.own()
-        return self._owned
-
-    async def _launch(self) -> None:
-        """Start the server and wait until it accepts connections."""
-        options = [word for name, value in self._settings.items() for word in ("-c", f"{name}={value}")]
-        async with _start_timeout(
-            f"an earlier server does not end, or the new one does not start; see {self._cluster.log}"
-        ):
-            async with self._cluster.opened() as directory_fd:
-                self._process = await self._cluster.serve(directory_fd, options)
-            while not await self._accepts_connections("postgres"):
-                if self._process.returncode is not None:
-                    words = " ".join(self._cluster.log.read_text(errors="replace").splitlines()[-3:])
-                    raise UnavailableError(FetchFailure.UNREACHABLE, f"the embedded Postgres ended: {words}")
-                await asyncio.sleep(POLL_SECONDS)
-        await self._create_database()
-
-    async def _shut_down(self, process: Process) -> None:
-        process.send_signal(signal.SIGINT)
+    async def _use(self) -> ParentConnection | None:
+        """Become a user of a server that accepts connections; None if another process starts or stops one."""
+        connection, started = await self._cluster.connect(), False
+        if connection is None:
+            options = [word for name, value in self._settings.items() for word in ("-c", f"{name}={value}")]
+            connection, started = await self._cluster.start(options), True
+        if connection is None:
+            return None
         try:
-            await asyncio.wait_for(process.wait(), STOP_TIMEOUT)
-        except TimeoutError:
-            log.exception("postgres.killed")
-            process.kill()
-            await process.wait()
-
-    async def _accepts_connections(self, name: str) -> bool:
-        try:
-            with database_errors():
-                connection = await self._connect(name)
-        except DatabaseError as error:
-            return isinstance(error.__cause__, asyncpg.TooManyConnectionsError)
+            usable = await self._wait_until_usable(connection)
+        except BaseException:
+            await connection.leave()
+            raise
+        if usable:
+            return connection
         await connection.close()
+        if started:
+            words = " ".join(self._cluster.log.read_text(errors="replace").splitlines()[-3:])
+            raise UnavailableError(FetchFailure.UNREACHABLE, f"the embedded Postgres ended: {words}")
+        return None
+
+    async def _wait_until_usable(self, connection: ParentConnection) -> bool:
+        """Wait until the server accepts connections; return False if it has ended instead."""
+        while not await self._has_database():
+            if await connection.has_ended(POLL_SECONDS):
+                return False
         return True
 
-    async def _create_database(self) -> None:
-        with database_errors(), contextlib.suppress(asyncpg.DuplicateDatabaseError):
-            connection = await self._connect("postgres")
+    async def _has_database(self) -> bool:
+        """Return True if the server accepts connections to the database. Create the database if it does not exist."""
+        with contextlib.suppress(*_NOT_READY):
             try:
+                connection = await self._connect(DATABASE)
+            except asyncpg.TooManyConnectionsError:
+                return True
+            except asyncpg.InvalidCatalogNameError:
+                await self._create_database()
+                return False
+            await connection.close()
+            return True
+        return False
+
+    async def _create_database(self) -> None:
+        connection = await self._connect("postgres")
+        try:
+            # These errors: another user of the server creates it at the same time.
+            with contextlib.suppress(
+                asyncpg.DuplicateDatabaseError, asyncpg.UniqueViolationError, asyncpg.ObjectInUseError
+            ):
                 await connection.execute(f"create database {DATABASE}")
-            finally:
-                await connection.close()
+        finally:
+            await connection.close()
 
     async def _connect(self, name: str) -> "asyncpg.Connection[asyncpg.Record]":
         socket = str(self._cluster.socket)

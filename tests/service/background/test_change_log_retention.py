@@ -1,11 +1,21 @@
+import asyncio
+from dataclasses import replace
+
 import asyncpg
 import pytest
+from sqlalchemy import make_url
 from structlog.testing import capture_logs
 
 from indexer.monitoring.metrics import Metrics
 from indexer.service.background.change_log_retention import ChangeLogRetention
 from indexer.store import RetentionPolicy, Store
+from indexer.store.blocking_sessions import end_blocking_sessions
 from tests.store.change_log_helpers import change, connected, log
+from tests.waiting import until
+
+pytestmark = pytest.mark.slow
+
+BATCH_SIZE = 500
 
 
 @pytest.mark.parametrize(("alarm", "limit", "event"), [(60, 0, "consumer.lagging"), (60, 120, "consumer.disconnected")])
@@ -34,11 +44,148 @@ async def test_lagging_consumer_is_logged_and_then_disconnected(
             assert (value("indexer_change_log_bytes") or 0) > 0
             with capture_logs() as lines:
                 await retention.trim()
-            assert [line["event"] for line in lines] == (["consumer.lagging"] if event == "consumer.lagging" else [])
+            assert lines == [], "nothing has changed"
             await assert_cut_off(sql, expected=event == "consumer.disconnected")
+    finally:
+        await store.close()
+
+
+async def test_consumer_that_lagged_is_logged_once_when_it_has_caught_up(
+    database: str, sql: asyncpg.Connection
+) -> None:
+    store = await Store.open(database)
+    retention = ChangeLogRetention(store, RetentionPolicy(0, 2**40, 0), Metrics(), lag_alarm=60)
+    try:
+        await sql.execute("select atproto.register_reader('one')")
+        async with connected(database) as writer:
+            await log(writer, change(1), change(2))
+        await sql.execute("update indexer.change_batch set time = now() - interval '200 seconds'")
+        with capture_logs() as lines:
+            for _ in range(3):
+                await retention.trim()
+            await sql.execute("select count(*) from atproto.next_changes('one', 5)")
+            for _ in range(3):
+                await retention.trim()
+        assert [(line["event"], line["reader"]) for line in lines] == [
+            ("consumer.lagging", "one"),
+            ("consumer.caught-up", "one"),
+        ]
     finally:
         await store.close()
 
 
 async def assert_cut_off(sql: asyncpg.Connection, *, expected: bool) -> None:
     assert await sql.fetchval("select cut_off_at is not null from atproto.readers where name = 'one'") == expected
+
+
+async def test_a_warning_says_that_size_and_not_time_limits_the_change_log(
+    database: str, sql: asyncpg.Connection
+) -> None:
+    store = await Store.open(database)
+    try:
+        await log(sql, *[change(1, n) for n in range(5_000)])
+        for max_bytes, expected in ((2**40, []), (2**20, [(604_800, 2**20)]), (2**20, [])):
+            policy = RetentionPolicy(604_800, max_bytes, 0)
+            retention = ChangeLogRetention(store, policy, Metrics(), lag_alarm=60)
+            with capture_logs() as lines:
+                for _ in range(3):
+                    await retention.trim()
+                    await log(sql, change(1))
+            found = [(line["retention"], line["limit"]) for line in lines if line["event"] == "change-log.size-limit"]
+            assert found == expected
+    finally:
+        await store.close()
+
+
+async def test_a_transaction_that_read_the_view_is_ended_when_the_change_log_has_twice_its_size(
+    database: str, sql: asyncpg.Connection
+) -> None:
+    """Only the session of the consumer, and only then. A backup, here of a superuser, is never ended."""
+    store = await Store.open(database)
+    await sql.execute("create role hostile_consumer login in role atproto_reader")
+    try:
+        async with connected(with_user(database, "hostile_consumer")) as hostile, connected(database) as backup:
+            await log(sql, *[change(1, n) for n in range(12_000)])
+            for session in (hostile, backup):
+                await session.execute("begin; select count(*) from atproto.changes")
+            await sql.execute("update indexer.change_log set current_segment = 1")
+            await log(sql, change(2))
+            policy, metrics = RetentionPolicy(604_800, 2**20, 0), Metrics()
+            patient = ChangeLogRetention(store, policy, metrics, lag_alarm=60)
+            strict = ChangeLogRetention(store, policy, metrics, lag_alarm=60, max_transaction_seconds=0)
+            large = ChangeLogRetention(store, replace(policy, max_bytes=2**22), metrics, lag_alarm=60)
+            with capture_logs() as lines:
+                await large.trim()
+                await patient.trim()
+                assert lines == [], "the log is not large enough, or the transaction is not old enough"
+                await strict.trim()
+                assert [(line["event"], line["role"]) for line in lines] == [
+                    ("consumer.session-ended", "hostile_consumer")
+                ]
+            await until(hostile.is_closed)
+            assert await backup.fetchval("select 1") == 1
+            await backup.execute("rollback")
+            with capture_logs() as lines:
+                await patient.trim()
+            assert [line["event"] for line in lines] == ["change-log.trimmed", "change-log.size-limit"]
+    finally:
+        await sql.execute("drop role hostile_consumer")
+        await store.close()
+
+
+async def test_a_session_that_may_not_be_ended_is_reported(database: str, sql: asyncpg.Connection) -> None:
+    """The daemon's role needs pg_signal_backend to end the sessions of other roles."""
+    await sql.execute("create role hostile_consumer login in role atproto_reader; create role plain_daemon login")
+    try:
+        await sql.execute("grant usage on schema indexer to plain_daemon; grant pg_read_all_stats to plain_daemon")
+        async with (
+            connected(with_user(database, "hostile_consumer")) as hostile,
+            connected(with_user(database, "plain_daemon")) as daemon,
+        ):
+            await hostile.execute("begin; select count(*) from atproto.changes")
+            [session] = await end_blocking_sessions(daemon, (0,), 0)
+            assert (session.role, session.ended) == ("hostile_consumer", False)
+            assert await hostile.fetchval("select 1") == 1
+    finally:
+        await sql.execute("revoke usage on schema indexer from plain_daemon")
+        await sql.execute("drop role hostile_consumer; drop role plain_daemon")
+
+
+async def test_the_change_log_keeps_its_size_limit_while_it_grows(database: str, sql: asyncpg.Connection) -> None:
+    """A consumer that never reads lets it grow to twice that size. One that reads gets every change meanwhile."""
+    store, limit, received = await Store.open(database), 2**21, 0
+    retention = ChangeLogRetention(store, RetentionPolicy(604_800, limit, 0), Metrics(), lag_alarm=3_600)
+    task = asyncio.create_task(retention.run())
+    await sql.execute("select atproto.register_reader('bystander')")
+
+    async def write(batches: int, max_bytes: int) -> int:
+        """Write batches of about 100 kB, each when the log is below the limit; return its largest size."""
+
+        async def within() -> bool:
+            return await store.change_log_size() <= max_bytes
+
+        nonlocal received
+        largest = 0
+        for number in range(batches):
+            await log(sql, *[change(number, n) for n in range(BATCH_SIZE)])
+            received += await sql.fetchval("select count(*) from atproto.next_changes('bystander', 1000)")
+            largest = max(largest, await store.change_log_size())
+            await until(within)
+        return largest
+
+    try:
+        assert await write(60, limit) <= 1.2 * limit
+        await sql.execute("select atproto.register_reader('behind')")
+        assert await write(80, 2 * limit) <= 2.2 * limit
+        assert received == 140 * BATCH_SIZE
+        rows = await sql.fetch("select name, cut_off_at is not null as cut_off from atproto.readers order by name")
+        assert [tuple(row) for row in rows] == [("behind", True), ("bystander", False)]
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+        await store.close()
+
+
+def with_user(dsn: str, role: str) -> str:
+    """Return the DSN for a login as the role."""
+    return make_url(dsn).set(username=role, password=None).render_as_string(hide_password=False)

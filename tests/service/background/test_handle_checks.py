@@ -1,7 +1,7 @@
 """Handle checks: from the claim in a DID document, by DNS and HTTP, to the handle in the public view."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from time import monotonic
@@ -20,6 +20,8 @@ from tests.identity.name_server import NameServer
 from tests.outbound.scripted_host import http_response
 from tests.store.repo_rows import did, insert, synchronized
 from tests.waiting import until
+
+pytestmark = pytest.mark.slow
 
 __all__ = ["loopback", "name_server"]
 
@@ -50,10 +52,10 @@ class HandleScenario:
 
     @asynccontextmanager
     async def checking(
-        self, rate: float = 1_000.0, intervals: HandleCheckIntervals = QUICK
+        self, rate: float = 1_000.0, intervals: HandleCheckIntervals = QUICK, dns_timeout: float = 10.0
     ) -> AsyncIterator[asyncio.Task[None]]:
         handles = HandleVerifier(
-            self.loopback, [self.names.address], allow_private_hosts=True, dns_timeout=0.5, http_timeout=0.5
+            self.loopback, [self.names.address], allow_private_hosts=True, dns_timeout=dns_timeout, http_timeout=10.0
         )
         checks = HandleChecks(self.store, handles, Shard(), rate=rate, intervals=intervals)
         task = asyncio.create_task(checks.run())
@@ -153,17 +155,57 @@ def attempted(scenario: HandleScenario, attempts: int) -> Callable[[], Awaitable
 
 async def test_slow_name_servers_do_not_delay_other_checks(scenario: HandleScenario) -> None:
     """A check of a silent name takes a second, and enough checks run at the same time to reach the rate."""
-    for number in range(30):
+    for number in range(150):
         await scenario.claim(number, f"silent{number}.test")
     await scenario.claim("ann", "ann.test")
     scenario.answer("ann", "ann.test")
     scenario.names.silent = "_atproto.silent"
     scenario.loopback.host.pages[WELL_KNOWN_PATH] = http_response(status=404)
-    async with scenario.checking(intervals=replace(QUICK, check=1.0)):
-        await asyncio.wait_for(scenario.until_shown("ann", "ann.test"), 2.0)
+    async with scenario.checking(intervals=replace(QUICK, check=1.0), dns_timeout=1.0):
+        await asyncio.wait_for(scenario.until_shown("ann", "ann.test"), 10.0)
 
 
-@pytest.mark.slow
+async def test_handles_of_one_domain_do_not_delay_those_of_others(scenario: HandleScenario) -> None:
+    """400 accounts claim newer handles of one domain; 10 handles are checked per second."""
+    honest = [f"honest{number}" for number in range(5)]
+    for name in honest:
+        await scenario.claim(name, f"{name}.{name}.test")
+        scenario.answer(name, f"{name}.{name}.test")
+    for number in range(400):
+        await scenario.claim(number, f"h{number}.hostile.test")
+        scenario.answer(number, f"h{number}.hostile.test")
+    async with scenario.checking(rate=10.0):
+        for name in honest:
+            await scenario.until_shown(name, f"{name}.{name}.test")
+        assert max(hostile_before(scenario, f"_atproto.{name}.{name}.test") for name in honest) < 60
+        checked = len(hostile(scenario.names.queries))
+        late = "late"
+        await scenario.claim(late, "late.other.test")
+        scenario.answer(late, "late.other.test")
+        await scenario.until_shown(late, "late.other.test")
+        assert hostile_before(scenario, "_atproto.late.other.test") < checked + 140
+    due = await scenario.sql.fetchval("select count(*) from indexer.identity where handle_due_at <= now()")
+    assert due < 400, "the others of the domain are due later"
+
+
+def hostile(queries: Sequence[str]) -> set[str]:
+    return {name for name in queries if name.endswith(".hostile.test")}
+
+
+def hostile_before(scenario: HandleScenario, name: str) -> int:
+    """Return how many names of the hostile domain were asked for before this one."""
+    return len(hostile(scenario.names.queries[: scenario.names.queries.index(name)]))
+
+
+async def test_single_domain_gets_the_whole_rate(scenario: HandleScenario) -> None:
+    for number in range(200):
+        await scenario.claim(number, f"h{number}.example.test")
+        scenario.answer(number, f"h{number}.example.test")
+    async with scenario.checking():
+        for number in range(200):
+            await scenario.until_shown(number, f"h{number}.example.test")
+
+
 async def test_rate_is_limited(scenario: HandleScenario) -> None:
     for number in range(10):
         await scenario.claim(number, f"h{number}.test")

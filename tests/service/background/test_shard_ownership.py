@@ -1,19 +1,23 @@
 import asyncio
+from io import StringIO
 from pathlib import Path
 
 import asyncpg
 import pytest
+from rich.console import Console
+from structlog.testing import capture_logs
 
+from indexer.cli.status_report import Sample, Status, status_of
+from indexer.cli.status_tables import status_tables
 from indexer.service.background.shard_ownership import ShardOwnership
-from indexer.store import Store
-from indexer.store.shard_lock import LOCK_CLASS
+from indexer.store import Store, shard_lock
 from indexer.sync.shard import Shard
 from tests.daemon.running_daemon import POST, post, running_daemon
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 
-HOLDERS = "select distinct pid from pg_locks where locktype = 'advisory' and classid = $1"
+OWNERS = "select pid from indexer.shard_owner"
 
 
 async def test_overlapping_shards_wait_for_each_other(database: str) -> None:
@@ -45,14 +49,15 @@ async def test_locks_are_acquired_again_after_the_session_ends(database: str) ->
     ownership = ShardOwnership(store, Shard(3, 4))
     running = asyncio.create_task(ownership.run())
     await ownership.owned.wait()
-    [before] = await sql.fetch(HOLDERS, LOCK_CLASS)
+    [before] = await sql.fetch(OWNERS)
     await sql.execute("select pg_terminate_backend($1)", before["pid"])
 
     async def held_by_another_session() -> bool:
-        return [row["pid"] for row in await sql.fetch(HOLDERS, LOCK_CLASS)] not in ([], [before["pid"]])
+        return [row["pid"] for row in await sql.fetch(OWNERS)] not in ([], [before["pid"]])
 
     await until(held_by_another_session)
-    assert ownership.last_error is None
+    await until(lambda: ownership.last_error is None)
+    assert ownership.owned.is_set()
     running.cancel()
     await asyncio.wait([running])
     await store.close()
@@ -65,15 +70,60 @@ async def test_nothing_is_written_while_another_process_holds_the_buckets(
     async with running_daemon(database, tmp_path) as daemon:
         account = daemon.create_account("ada.test")
         await daemon.wait_until_equal()
-        [holder] = await sql.fetch(HOLDERS, LOCK_CLASS)
+        [holder] = await sql.fetch(OWNERS)
         await sql.execute("select pg_terminate_backend($1)", holder["pid"])
         await until(lambda: not daemon.stages.shard_ownership.owned.is_set())
-        await sql.execute("select pg_advisory_lock($1, bucket) from generate_series(0, 255) bucket", LOCK_CLASS)
-        account.create(POST, post("meanwhile"))
-        ownership, inbox = daemon.stages.shard_ownership, daemon.stages.inbox
-        await until(lambda: "another process" in str(ownership.last_error) and inbox.unsettled == 1)
-        assert daemon.stages.probe.ready() == "another process holds buckets of shard 0/1"
-        assert daemon.stages.probe.alive() is None
-        assert (await daemon.repo_row(account))["rev"] != account.rev
-        await sql.execute("select pg_advisory_unlock_all()")
+        async with shard_lock.open_lock(sql, range(7, 8)) as lock:
+            assert await lock.claim()
+            account.create(POST, post("meanwhile"))
+            ownership, inbox = daemon.stages.shard_ownership, daemon.stages.inbox
+            await until(lambda: "another process" in str(ownership.last_error) and inbox.unsettled == 1)
+            [reason] = daemon.stages.probe.ready()
+            assert reason.code == "shard-lock"
+            assert reason.message.startswith("another process holds buckets of shard 0/1, and this one waits: session ")
+            assert daemon.stages.probe.stalled() == []
+            assert (await daemon.repo_row(account))["rev"] != account.rev
         await daemon.wait_until_equal()
+
+
+async def test_second_daemon_on_a_shard_waits_visibly_and_takes_over(database: str, tmp_path: Path) -> None:
+    """In its log, in its readiness, and in the status report; nothing is lost."""
+    async with running_daemon(database, tmp_path) as first:
+        account = first.create_account("ada.test")
+        await first.wait_until_equal()
+        with capture_logs() as lines:
+            async with running_daemon(database, tmp_path / "second", first.network) as second:
+                await until(lambda: second.stages.shard_ownership.last_error is not None)
+                [reason] = [reason for reason in second.stages.probe.ready() if reason.code == "shard-lock"]
+                assert "this one waits: session" in reason.message
+                assert second.stages.subscription.connection is None, "it does not consume"
+                sessions = await first.store.shard_sessions()
+                assert [(session.buckets, session.owns) for session in sessions] == [
+                    ((0, 255), True),
+                    ((0, 255), False),
+                ]
+                status = await status_of_store(first.store)
+                assert [(daemon.shard, daemon.state) for daemon in status.daemons] == [
+                    ("0/1", "owns"), ("0/1", "waits"),
+                ]  # fmt: skip
+                assert "waits" in rendered(status)
+                assert first.stages.probe.ready() == []
+                [owner] = await first.execute(OWNERS)
+                await first.execute("select pg_terminate_backend($1)", owner["pid"])
+                await until(second.stages.shard_ownership.owned.is_set)
+                account.create(POST, post("after the change of owner"))
+                await second.wait_until_equal()
+        events = [line["event"] for line in lines]
+        assert events.count("shard-lock.waiting") >= 1
+        assert "shard-lock.acquired" in events
+
+
+async def status_of_store(store: Store) -> Status:
+    sample = Sample(0.0, await store.counts())
+    return status_of(store.address, Shard(), sample, sample)
+
+
+def rendered(status: Status) -> str:
+    output = StringIO()
+    Console(width=200, file=output).print(status_tables(status))
+    return output.getvalue()

@@ -1,5 +1,8 @@
 """Discovery: tracking listed accounts, and resuming an interrupted crawl."""
 
+import asyncio
+from time import monotonic
+
 import asyncpg
 import pytest
 import stamina
@@ -9,9 +12,11 @@ from indexer.outbound import OutboundClient
 from indexer.service.crawl.discover import Discovery
 from indexer.store import Store
 from indexer.sync.crawl_progress import CrawlProgress
+from indexer.sync.repo_state import CHOSEN
 from tests.outbound.scripted_host import ScriptedHost
 from tests.service.crawl.repo_list_responses import FAILURE, page, path, requested_cursors
 from tests.store.repo_rows import did, insert, synchronized
+from tests.waiting import until
 
 REV = "3laaaaaaaaa22"
 
@@ -41,7 +46,7 @@ async def test_active_listed_accounts_are_tracked(
         (2, 1, "x"),
         (5, 2, None),
     ]
-    assert (await store.repos([did("known")]))[did("known")] == synchronized("known")
+    assert (await store.repos([did("known")]))[did("known")] == synchronized("known", version=2, wanted_in=CHOSEN)
 
 
 async def test_interrupted_crawl_is_resumed_and_a_finished_one_starts_again(
@@ -82,6 +87,26 @@ async def test_each_source_and_collection_has_its_own_progress(
     assert (await discovery.begin(host.url, "com.example.a")).cursor == "x"
     assert (await discovery.begin(host.url, "com.example.b")).cursor is None
     assert (await discovery.begin("https://other.example", "com.example.a")).cursor is None
+
+
+async def test_host_that_does_not_answer_is_work_without_progress_until_it_does(
+    store: Store, sql: asyncpg.Connection, host: ScriptedHost, outbound: OutboundClient
+) -> None:
+    answer = asyncio.Event()
+
+    async def late(writer: asyncio.StreamWriter) -> None:
+        await answer.wait()
+        writer.write(page((did(1), REV)))
+        await writer.drain()
+
+    host.pages[path()] = late
+    discovery, began = Discovery(store, outbound), monotonic()
+    running = asyncio.create_task(discovery.run(await discovery.begin(host.url, ""), lambda _: None))
+    await until(lambda: discovery.stage.seconds_without_progress(began) > 0.2)
+    answer.set()
+    await running
+    assert discovery.stage.seconds_without_progress(began) == 0.0
+    assert await tracked(sql) == {did(1)}
 
 
 async def test_no_request_is_sent_during_a_pause_that_the_host_asked_for(

@@ -4,8 +4,9 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from time import monotonic, time
-from typing import Any
+from typing import Any, Self
 
 import asyncpg
 import orjson
@@ -16,21 +17,38 @@ from indexer.atproto.syntax import tid_of
 from indexer.errors import UnavailableError
 from indexer.monitoring.metrics import Metrics
 from indexer.outbound import OutboundClient
-from indexer.reasons import Desync
+from indexer.reasons import Desync, GapReason
 from indexer.service.crawl import reconcile
-from indexer.service.crawl.reconcile import Reconciliation, ReconciliationIntervals
+from indexer.service.crawl.reconcile import Reconciliation, ReconciliationSettings
+from indexer.service.open_gaps import OpenGaps
 from indexer.store import Store
+from indexer.store.crawl_rows import ListDifferences
 from indexer.sync.crawl_progress import CrawlProgress
+from indexer.sync.gap import Gap
 from indexer.sync.plans import Batch, RepoWrite
 from indexer.sync.repo_state import TOMBSTONED, Repo, SyncStatus
+from indexer.sync.scope import Scope, Track
+from indexer.sync.shard import Shard
 from tests.outbound.scripted_host import ScriptedHost, http_response
 from tests.service.crawl.repo_list_responses import FAILURE, page, path, requested_cursors
 from tests.store.repo_rows import did, head, in_progress, insert, synchronized
 from tests.waiting import until
 
+pytestmark = pytest.mark.slow
+
 OLDER, STORED, NEWER = "3laaaaaaaaa22", "3laaaaaaaab22", "3laaaaaaaac22"
 DAY = 86_400.0
-NO_WAIT = ReconciliationIntervals(settle=0.0, retry=0.0)
+NO_WAIT = ReconciliationSettings(
+    Shard(),
+    interval=DAY,
+    drift=300.0,
+    scope=lambda: Scope(track=Track.LISTED),
+    deletion_grace=60.0,
+    settle=0.0,
+    poll=0.01,
+    first_retry=0.01,
+)
+LONG_SETTLE = replace(NO_WAIT, settle=600.0)
 
 
 def stored(name: object, **fields: Any) -> Repo:
@@ -41,11 +59,13 @@ def make_reconciliation(
     store: Any,
     outbound: OutboundClient,
     host: ScriptedHost,
-    *,
-    interval: float = DAY,
-    intervals: ReconciliationIntervals = NO_WAIT,
+    settings: ReconciliationSettings = NO_WAIT,
+    *sources: str,
 ) -> Reconciliation:
-    return Reconciliation(store, outbound, Metrics(), host.url, interval=interval, drift=300.0, intervals=intervals)
+    """Return the reconciliation of a daemon whose stream from the first source, or else from `host`, is open."""
+    metrics = Metrics()
+    gaps = OpenGaps(store, settings.shard, metrics)
+    return Reconciliation(store, outbound, metrics, gaps, lambda: sources or (host.url,), settings)
 
 
 def ignore_progress(_progress: CrawlProgress) -> None:
@@ -62,21 +82,37 @@ async def test_only_repos_that_are_behind_are_desynchronized(
 ) -> None:
     tombstoned = stored("gone", active=False, hosting_status=TOMBSTONED)
     unchanged = [stored("equal"), stored("ahead"), tombstoned, stored("future"), stored("not listed")]
-    broken = replace(stored("broken"), sync_status=SyncStatus.DESYNCHRONIZED, sync_reason=Desync.CHAIN_BREAK)
-    claimed = await in_progress(store, "claimed", now=time())
+    broken = stored("broken")._replace(sync_status=SyncStatus.DESYNCHRONIZED, sync_reason=Desync.CHAIN_BREAK)
     await insert(store, stored("behind"), broken, *unchanged)
     future_rev = tid_of(int((time() + 3_600) * 1_000_000))
-    listed = {"equal": STORED, "ahead": OLDER, "gone": NEWER, "future": future_rev, "broken": NEWER, "claimed": NEWER}
+    listed = {"equal": STORED, "ahead": OLDER, "gone": NEWER, "future": future_rev, "broken": NEWER}
     host.pages[path()] = page(*[(did(name), rev) for name, rev in listed.items()], cursor="x")
     host.pages[path("x")] = page((did("behind"), NEWER), (did("unknown"), NEWER))
+    serve_status(host, "not listed", active=True)
     reconciliation = make_reconciliation(store, outbound, host)
-    progress = await reconciliation.reconcile(ignore_progress)
-    assert (progress.listed, progress.found) == (8, 1)
+    progress = await reconciliation.reconcile(host.url, ignore_progress)
+    assert (progress.listed, progress.found) == (7, 1)
     assert await behind(sql) == {did("behind"): NEWER}
     assert await store.repos([repo.did for repo in unchanged]) == {repo.did: repo for repo in unchanged}
-    assert await store.repos([broken.did, claimed.did, did("unknown")]) == {broken.did: broken, claimed.did: claimed}
+    assert await store.repos([broken.did, did("unknown")]) == {broken.did: broken}
     marked = (await store.repos([did("behind")]))[did("behind")]
     assert (marked.sync_status, marked.head, marked.next_attempt_at) == (SyncStatus.DESYNCHRONIZED, head(STORED), None)
+
+
+async def test_reconciliation_ends_the_wait_of_new_accounts_that_the_relay_lists(
+    store: Store, host: ScriptedHost, outbound: OutboundClient
+) -> None:
+    """Their host added too many. Others keep waiting."""
+    error = "new-accounts: evil.example added too many accounts"
+    waiting = Repo(did("listed"), version=1, from_stream=True, next_attempt_at=9e9, last_error=error)
+    await insert(store, waiting, waiting._replace(did=did("not listed")))
+    host.pages[path()] = page((did("listed"), STORED))
+    progress = await make_reconciliation(store, outbound, host).reconcile(host.url, ignore_progress)
+    assert (progress.listed, progress.found) == (1, 0)
+    repos = await store.repos([did("listed"), did("not listed")])
+    assert (repos[did("listed")].next_attempt_at, repos[did("listed")].last_error) == (None, None)
+    assert not repos[did("listed")].from_stream
+    assert repos[did("not listed")].next_attempt_at == 9e9
 
 
 def serve_status(host: ScriptedHost, name: str, *, active: bool) -> None:
@@ -95,7 +131,7 @@ async def test_account_that_became_active_unnoticed_is_shown_and_resynced(
     host.pages[f"/xrpc/com.atproto.sync.getRepoStatus?did={did('moved')}"] = http_response(
         b'{"error": "RepoNotFound"}', status=404
     )
-    progress = await make_reconciliation(store, outbound, host).reconcile(ignore_progress)
+    progress = await make_reconciliation(store, outbound, host).reconcile(host.url, ignore_progress)
     assert progress.found == 1
     repos = await store.repos([did(name) for name in ("back", "still hidden", "moved")])
     assert [repo.active for repo in repos.values()].count(True) == 1
@@ -114,13 +150,13 @@ async def test_account_hidden_by_the_stream_meanwhile_stays_hidden(
     async def hide(writer: asyncio.StreamWriter) -> None:
         """Mark the account as deleted just before the response is sent."""
         await store.update_repo(
-            did("back"), lambda repo: replace(repo, version=repo.version + 1, hosting_status="deleted")
+            did("back"), lambda repo: repo._replace(version=repo.version + 1, hosting_status="deleted")
         )
         writer.write(http_response(orjson.dumps({"did": did("back"), "active": True})))
         await writer.drain()
 
     host.pages[f"/xrpc/com.atproto.sync.getRepoStatus?did={did('back')}"] = hide
-    progress = await make_reconciliation(store, outbound, host).reconcile(ignore_progress)
+    progress = await make_reconciliation(store, outbound, host).reconcile(host.url, ignore_progress)
     assert progress.found == 0
     repo = (await store.repos([did("back")]))[did("back")]
     assert (repo.active, repo.hosting_status) == (False, "deleted")
@@ -135,12 +171,12 @@ class CatchingUpStore:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
-    async def find_differences(self, revs: Mapping[str, str]) -> tuple[list[str], list[str]]:
-        behind, hidden = await self._store.find_differences(revs)
-        for repo in (await self._store.repos(behind)).values():
-            after = replace(repo, version=repo.version + 1, head=head(NEWER))
+    async def find_differences(self, revs: Mapping[str, str]) -> ListDifferences:
+        found: ListDifferences = await self._store.find_differences(revs)
+        for repo in (await self._store.repos(found.behind)).values():
+            after = repo._replace(version=repo.version + 1, head=head(NEWER))
             assert not await self._store.apply(Batch((RepoWrite(repo.version, after),)))
-        return behind, hidden
+        return found
 
 
 async def test_repo_updated_by_the_stream_meanwhile_is_not_behind(
@@ -148,16 +184,16 @@ async def test_repo_updated_by_the_stream_meanwhile_is_not_behind(
 ) -> None:
     await insert(store, stored("late"))
     host.pages[path()] = page((did("late"), NEWER))
-    progress = await make_reconciliation(CatchingUpStore(store), outbound, host).reconcile(ignore_progress)
+    progress = await make_reconciliation(CatchingUpStore(store), outbound, host).reconcile(host.url, ignore_progress)
     assert progress.found == 0
     assert await behind(sql) == {}
     assert (await store.repos([did("late")]))[did("late")].head == head(NEWER)
 
 
 @asynccontextmanager
-async def waiting(reconciliation: Reconciliation) -> AsyncIterator[float]:
+async def waiting(reconciliation: Reconciliation, host: ScriptedHost) -> AsyncIterator[float]:
     """Run a reconciliation until it waits to compare a page again, and yield the remaining seconds."""
-    task = asyncio.create_task(reconciliation.reconcile(ignore_progress))
+    task = asyncio.create_task(reconciliation.reconcile(host.url, ignore_progress))
     try:
         await until(lambda: reconciliation.waits_until is not None)
         assert reconciliation.waits_until is not None
@@ -172,9 +208,7 @@ async def test_repo_is_compared_again_after_the_settle_time(
 ) -> None:
     await insert(store, stored("behind"))
     host.pages[path()] = page((did("behind"), NEWER))
-    async with waiting(
-        make_reconciliation(store, outbound, host, intervals=ReconciliationIntervals(settle=600.0))
-    ) as seconds:
+    async with waiting(make_reconciliation(store, outbound, host, LONG_SETTLE), host) as seconds:
         assert 590 < seconds <= 600
         assert await behind(sql) == {}
     progress = await store.crawl_progress("sweep", host.url)
@@ -189,9 +223,9 @@ async def test_interrupted_reconciliation_is_resumed(
     host.pages[path("x")] = FAILURE
     reconciliation = make_reconciliation(store, outbound, host)
     with stamina.set_testing(True, attempts=1), pytest.raises(UnavailableError):
-        await reconciliation.reconcile(ignore_progress)
+        await reconciliation.reconcile(host.url, ignore_progress)
     host.pages[path("x")] = page((did(2), STORED))
-    progress = await make_reconciliation(store, outbound, host).reconcile(ignore_progress)
+    progress = await make_reconciliation(store, outbound, host).reconcile(host.url, ignore_progress)
     assert requested_cursors(host) == [None, "x", "x"]
     assert progress.listed == 2
     assert progress.finished_at is not None
@@ -202,7 +236,7 @@ async def test_reconciliation_interrupted_long_ago_starts_again(
 ) -> None:
     await store.save_crawl_progress(CrawlProgress("sweep", host.url, "", "x", 7, 3, began_at=time() - DAY - 1))
     host.pages[path()] = page((did(1), STORED))
-    progress = await make_reconciliation(store, outbound, host).reconcile(ignore_progress)
+    progress = await make_reconciliation(store, outbound, host).reconcile(host.url, ignore_progress)
     assert requested_cursors(host) == [None]
     assert progress.listed == 1
 
@@ -215,7 +249,7 @@ async def test_number_of_pending_pages_is_bounded(
     await insert(store, *[stored(number) for number in range(3)])
     for number in range(3):
         host.pages[path(str(number) if number else None)] = page((did(number), NEWER), cursor=str(number + 1))
-    async with waiting(make_reconciliation(store, outbound, host, intervals=ReconciliationIntervals(settle=600.0))):
+    async with waiting(make_reconciliation(store, outbound, host, LONG_SETTLE), host):
         assert requested_cursors(host) == [None, "1"]
 
 
@@ -249,30 +283,217 @@ async def begun(store: Store, host: ScriptedHost) -> bool:
     return await store.crawl_progress("sweep", host.url) is not None
 
 
-async def test_request_starts_a_reconciliation_and_restarts_a_running_one(
+def gap(relay: str = "wss://relay.test", shard: str = "0/1") -> Gap:
+    return Gap(relay, shard, GapReason.CURSOR_OUTDATED, first_seq=6)
+
+
+class Reconciling:
+    """A running reconciliation and its gaps. The stream of the first source is open."""
+
+    def __init__(
+        self, store: Store, outbound: OutboundClient, *sources: str, settings: ReconciliationSettings = NO_WAIT
+    ) -> None:
+        self.metrics = Metrics()
+        self.gaps = OpenGaps(store, settings.shard, self.metrics)
+        self.sources = list(sources)
+        self.reconciliation = Reconciliation(store, outbound, self.metrics, self.gaps, lambda: self.sources, settings)
+
+    async def __aenter__(self) -> Self:
+        await self.gaps.refresh()
+        self._task = asyncio.create_task(self.reconciliation.run())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert not self._task.done()
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def wait_until_closed(self) -> None:
+        await until(lambda: self.gaps.gaps == [])
+
+
+CLOSED_BY = "select closed_by from atproto.gaps order by opened_at"
+
+
+async def test_gap_starts_a_reconciliation_that_closes_it(
     store: Store, sql: asyncpg.Connection, host: ScriptedHost, outbound: OutboundClient
 ) -> None:
     await insert(store, stored("behind"))
     host.pages[path()] = page((did(1), STORED), cursor="x")
     host.pages[path("x")] = page((did("behind"), NEWER))
-    reconciliation = make_reconciliation(store, outbound, host, intervals=ReconciliationIntervals(settle=600.0))
-    async with running(reconciliation):
-        reconciliation.request()
-        await until(lambda: requested_cursors(host) == [None, "x"])
-        reconciliation.request()
-        await until(lambda: requested_cursors(host) == [None, "x", None, "x"])
-    assert await behind(sql) == {}
+    async with Reconciling(store, outbound, host.url) as reconciling:
+        assert host.requests == []
+        await reconciling.gaps.open(gap())
+        assert reconciling.metrics.registry.get_sample_value("indexer_gaps_open") == 1
+        await reconciling.wait_until_closed()
+        assert reconciling.metrics.registry.get_sample_value("indexer_gaps_open") == 0
+    assert await behind(sql) == {did("behind"): NEWER}
+    assert [row[0] for row in await sql.fetch(CLOSED_BY)] == [host.url]
+    assert requested_cursors(host) == [None, "x"]
+
+
+async def test_gap_opened_during_a_reconciliation_needs_another_one(
+    store: Store, sql: asyncpg.Connection, host: ScriptedHost, outbound: OutboundClient
+) -> None:
+    """The first page was read before the second gap was opened."""
+    opened_again = asyncio.Event()
+
+    async def open_again(writer: asyncio.StreamWriter) -> None:
+        if not opened_again.is_set():
+            opened_again.set()
+            await reconciling.gaps.open(gap())
+        writer.write(page((did(2), STORED)))
+        await writer.drain()
+
+    host.pages[path()] = page((did(1), STORED), cursor="x")
+    host.pages[path("x")] = open_again
+    async with Reconciling(store, outbound, host.url) as reconciling:
+        await reconciling.gaps.open(gap())
+        await opened_again.wait()
+        await reconciling.wait_until_closed()
+    assert requested_cursors(host) == [None, "x", None, "x"]
+    assert await sql.fetchval("select count(*) from atproto.gaps where closed_at is not null") == 2
+
+
+async def test_gap_is_not_closed_by_a_reconciliation_that_began_before_it(
+    store: Store, host: ScriptedHost, outbound: OutboundClient
+) -> None:
+    """The interrupted reconciliation is not resumed: its first page was read too early."""
+    await store.save_crawl_progress(CrawlProgress("sweep", host.url, "", "x", 7, 3, began_at=time()))
+    await store.open_gap(gap())
+    host.pages[path()] = page((did(1), STORED))
+    async with Reconciling(store, outbound, host.url) as reconciling:
+        await reconciling.wait_until_closed()
+    assert requested_cursors(host) == [None]
+
+
+async def test_gap_stays_open_while_no_stream_is_open(
+    store: Store, host: ScriptedHost, outbound: OutboundClient
+) -> None:
+    await store.open_gap(gap())
+    host.pages[path()] = page((did(1), STORED))
+    async with Reconciling(store, outbound) as reconciling:
+        await reconciling.gaps.refresh()
+        assert host.requests == []
+        reconciling.sources.append(host.url)
+        await reconciling.wait_until_closed()
+
+
+async def test_gap_stays_open_if_the_stream_changes_to_another_relay(
+    store: Store, sql: asyncpg.Connection, host: ScriptedHost, outbound: OutboundClient
+) -> None:
+    async with ScriptedHost() as other:
+
+        async def change_relay(writer: asyncio.StreamWriter) -> None:
+            reconciling.sources[:] = [other.url, host.url]
+            writer.write(page((did(1), STORED)))
+            await writer.drain()
+
+        host.pages[path()] = change_relay
+        other.pages[path()] = page((did(1), STORED))
+        async with Reconciling(store, outbound, host.url) as reconciling:
+            await reconciling.gaps.open(gap())
+            await reconciling.wait_until_closed()
+        assert [row[0] for row in await sql.fetch(CLOSED_BY)] == [other.url]
+        assert len(host.requests) == 1
+
+
+async def test_next_relay_is_compared_once_if_the_connected_one_does_not_answer(
+    store: Store, sql: asyncpg.Connection, host: ScriptedHost, outbound: OutboundClient
+) -> None:
+    await insert(store, stored("behind"))
+    async with ScriptedHost() as other:
+        host.pages[path()] = FAILURE
+        other.pages[path()] = page((did("behind"), NEWER))
+        with stamina.set_testing(True, attempts=1):
+            async with Reconciling(store, outbound, host.url, other.url) as reconciling:
+                await reconciling.gaps.open(gap())
+                await until(lambda: len(host.requests) == 3)
+                assert await behind(sql) == {did("behind"): NEWER}
+                assert len(other.requests) == 1
+                assert reconciling.gaps.newest == 1, "only the relay whose stream is open closes the gap"
+                assert f"failed and will be retried: {host.url}: http-status" in (
+                    reconciling.reconciliation.progress or ""
+                )
+                host.pages[path()] = page((did("behind"), NEWER))
+                await reconciling.wait_until_closed()
+
+
+async def test_shard_compares_its_own_repos_and_closes_its_own_gaps(
+    store: Store, sql: asyncpg.Connection, host: ScriptedHost, outbound: OutboundClient
+) -> None:
+    first, second = Shard(0, 2), Shard(1, 2)
+    await insert(store, *[stored(name) for name in "abcdefgh"])
+    host.pages[path()] = page(*[(did(name), NEWER) for name in "abcdefgh"])
+    await store.open_gap(gap(shard=str(second)))
+    async with Reconciling(store, outbound, host.url, settings=replace(NO_WAIT, shard=first)) as reconciling:
+        await reconciling.gaps.open(gap(shard=str(first)))
+        await reconciling.wait_until_closed()
+    marked = await behind(sql)
+    assert 0 < len(marked) < 8
+    assert all(first.owns(marked_did) for marked_did in marked)
+    assert [opened.gap.shard for opened in await store.open_gaps()] == [str(second)]
+
+
+async def test_unknown_accounts_are_tracked_if_all_are(
+    store: Store, host: ScriptedHost, outbound: OutboundClient
+) -> None:
+    inactive: dict[str, object] = {"did": did("inactive"), "rev": NEWER, "active": False}
+    host.pages[path()] = page((did("unknown"), NEWER), inactive)
+    for track in (Track.LISTED, Track.ALL):
+        settings = replace(NO_WAIT, scope=partial(Scope, track=track))
+        progress = await make_reconciliation(store, outbound, host, settings).reconcile(host.url, ignore_progress)
+        assert progress.found == (track is Track.ALL)
+    repos = await store.repos([did("unknown"), did("inactive")])
+    assert [(repo.did, repo.sync_reason) for repo in repos.values()] == [(did("unknown"), Desync.NEW)]
+
+
+async def test_account_that_is_not_listed_is_hidden_if_the_relay_says_so(
+    store: Store, sql: asyncpg.Connection, host: ScriptedHost, outbound: OutboundClient
+) -> None:
+    """It was taken down or deleted while messages were lost."""
+    names = ("listed", "listed as inactive", "deleted", "active", "elsewhere")
+    await insert(store, *[stored(name) for name in names], Repo(did("never fetched"), version=1))
+    inactive: dict[str, object] = {"did": did("listed as inactive"), "rev": STORED, "active": False}
+    host.pages[path()] = page((did("listed"), STORED), inactive)
+    serve_status(host, "listed as inactive", active=False)
+    serve_status(host, "active", active=True)
+    deleted = {"did": did("deleted"), "active": False, "status": "deleted"}
+    host.pages[f"/xrpc/com.atproto.sync.getRepoStatus?did={did('deleted')}"] = http_response(orjson.dumps(deleted))
+    host.pages[f"/xrpc/com.atproto.sync.getRepoStatus?did={did('elsewhere')}"] = http_response(
+        b'{"error": "RepoNotFound"}', status=404
+    )
+    progress = await make_reconciliation(store, outbound, host).reconcile(host.url, ignore_progress)
+    rows = await sql.fetch("select did, hosting_status, erase_at is not null from indexer.repo where not active")
+    assert {tuple(row) for row in rows} == {
+        (did("listed as inactive"), "deactivated", False),
+        (did("deleted"), "deleted", True),
+    }
+    assert (progress.listed, progress.found) == (2, 2)
+    logged = await sql.fetch("select did, action from atproto.changes where action in ('hidden', 'deleted')")
+    assert sorted([action for _, action in logged]) == ["deleted", "hidden", "hidden"]
+    assert len(host.requests) == 5
+
+
+async def test_repo_that_is_being_fetched_notes_the_listed_rev(
+    store: Store, host: ScriptedHost, outbound: OutboundClient
+) -> None:
+    claimed = await in_progress(store, "claimed", now=time())
+    host.pages[path()] = page((claimed.did, NEWER))
+    progress = await make_reconciliation(store, outbound, host).reconcile(host.url, ignore_progress)
+    assert progress.found == 0
+    noted = (await store.repos([claimed.did]))[claimed.did]
+    assert (noted.sync_status, noted.latest_unverified_rev) == (SyncStatus.IN_PROGRESS, NEWER)
 
 
 async def test_failed_reconciliation_is_resumed(store: Store, host: ScriptedHost, outbound: OutboundClient) -> None:
     host.pages[path()] = page((did(1), STORED), cursor="x")
     host.pages[path("x")] = FAILURE
-    reconciliation = make_reconciliation(store, outbound, host)
     with stamina.set_testing(True, attempts=1):
-        async with running(reconciliation):
-            reconciliation.request()
+        async with Reconciling(store, outbound, host.url) as reconciling:
+            await reconciling.gaps.open(gap())
             await until(lambda: requested_cursors(host)[-2:] == ["x", "x"])
             host.pages[path("x")] = page()
-            assert reconciliation.progress == "running: 1 accounts listed, 0 differ"
-            await until(lambda: reconciliation.progress == "done: 1 accounts listed, 0 differ")
+            await reconciling.wait_until_closed()
+            await until(lambda: reconciling.reconciliation.progress == "done; accounts listed: 1, different: 0")
     assert requested_cursors(host).count(None) == 1

@@ -26,6 +26,7 @@ from indexer.sync.plans import Batch, BufferedEvent, DeadLetter, RepoWrite
 from indexer.sync.policy import Policy
 from indexer.sync.repo_state import Head, Repo, SyncStatus
 from indexer.sync.repo_transitions import Outcome
+from indexer.sync.scope import Scope, Track
 from indexer.sync.stored_identity import StoredIdentity
 from tests.service.resync.simulated_network import COLLECTIONS, AccountOwner
 from tests.store.repo_rows import waiting_for_locks
@@ -46,7 +47,7 @@ class FakeDirectory:
         self.error: UnavailableError | None = None
         self.lookups: list[str] = []
 
-    async def resolve(self, did: str) -> StoredIdentity:
+    async def resolve(self, did: str, *, known: bool = True) -> StoredIdentity:  # noqa: ARG002
         self.lookups.append(did)
         if self.error is not None:
             raise self.error
@@ -86,7 +87,7 @@ class ReplayScenario:
         """Insert the owner's row at the present head of the repo."""
         head = self.owner.repo.head
         repo = Repo(self.owner.did, 1, SyncStatus.SYNCHRONIZED, None, Head(head.rev, head.data, head.cid))
-        repo = replace(repo, **fields)
+        repo = repo._replace(**fields)
         assert not await self.store.apply(Batch((RepoWrite(0, repo),)))
         return repo
 
@@ -185,7 +186,7 @@ async def test_message_about_no_repo_is_ignored(scenario: ReplayScenario, messag
 async def test_filters_of_accounts_and_collections_apply(scenario: ReplayScenario) -> None:
     payload = scenario.owner.commit(Write.create(PATH, RECORD), Write.create(f"{COLLECTIONS[1]}/b", RECORD))
     dead_letter_id = await scenario.reject_event("commit", payload | {"since": None})
-    assert await scenario.replay(dead_letter_id, replace(STORE_ALL, track_all=False)) == ReplayResult(
+    assert await scenario.replay(dead_letter_id, replace(STORE_ALL, scope=Scope(track=Track.LISTED))) == ReplayResult(
         dead_letter_id, Outcome.IGNORED
     )
     assert (await scenario.repo(), await scenario.remaining()) == (None, [])
@@ -195,7 +196,7 @@ async def test_filters_of_accounts_and_collections_apply(scenario: ReplayScenari
         "commit",
         scenario.owner.commit(Write.create(f"{COLLECTIONS[0]}/c", RECORD), Write.create(f"{COLLECTIONS[1]}/d", RECORD)),
     )
-    chosen = replace(STORE_ALL, collections=CollectionFilter([COLLECTIONS[1]]), track_all=False)
+    chosen = replace(STORE_ALL, scope=Scope(track=Track.LISTED, collections=CollectionFilter([COLLECTIONS[1]])))
     assert await scenario.replay(dead_letter_id, chosen) == ReplayResult(dead_letter_id, Outcome.APPLIED)
     assert await scenario.records() == {f"{COLLECTIONS[1]}/d"}
 
@@ -348,7 +349,7 @@ class ConcurrentlyChangedStore(Store):
 async def changed_store(scenario: ReplayScenario, database: str) -> AsyncIterator[ConcurrentlyChangedStore]:
     store = await ConcurrentlyChangedStore.open(database, connections=2)
     store.change = lambda: scenario.store.update_repo(
-        scenario.owner.did, lambda repo: replace(repo, version=repo.version + 1)
+        scenario.owner.did, lambda repo: repo._replace(version=repo.version + 1)
     )
     scenario.store = store
     yield store
@@ -377,7 +378,7 @@ async def test_replay_gives_up_if_the_repo_keeps_changing(
     result = await scenario.replay(dead_letter_id)
     assert (result.outcome, changed_store.times) == (UNTRIED, 1)
     assert "changed during" in result.detail
-    assert await scenario.repo() == replace(before, version=before.version + MAX_ATTEMPTS)
+    assert await scenario.repo() == before._replace(version=before.version + MAX_ATTEMPTS)
     assert (await scenario.records(), await scenario.remaining()) == (set(), [(dead_letter_id, "signature-invalid")])
 
 
@@ -386,8 +387,9 @@ async def test_commit_applied_meanwhile_is_not_applied_twice(
 ) -> None:
     """The relay sent the commit again, and it was applied."""
     await scenario.synchronized()
-    message = encoded_frame("commit", scenario.owner.commit(Write.create(PATH, RECORD)))
-    dead_letter_id, same = await scenario.insert_dead_letter(message), await scenario.insert_dead_letter(message)
+    commit = scenario.owner.commit(Write.create(PATH, RECORD))
+    first, again = encoded_frame("commit", commit), encoded_frame("commit", commit | {"seq": commit["seq"] + 1})
+    dead_letter_id, same = await scenario.insert_dead_letter(first), await scenario.insert_dead_letter(again)
     changed_store.change, changed_store.times = lambda: scenario.replay(same), 1
     assert await scenario.replay(dead_letter_id) == ReplayResult(dead_letter_id, Outcome.REPLAYED)
     assert (await scenario.records(), await scenario.remaining()) == ({PATH}, [])

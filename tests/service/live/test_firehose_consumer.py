@@ -1,17 +1,28 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import pytest
+from structlog.testing import capture_logs
 
 from indexer.atproto.limits import DEFAULT_LIMITS
-from indexer.localnet.local_relay import message_frame
+from indexer.localnet.local_relay import error_frame, message_frame
 from indexer.monitoring.metrics import Metrics
+from indexer.reasons import GapReason
+from indexer.relay.seek import Entry
+from indexer.relay.subscription import Subscription
 from indexer.service.live.firehose_consumer import ConsumerSettings, FirehoseConsumer
 from indexer.service.live.inbox import Inbox
+from indexer.service.live.stream_continuity import StreamContinuity
+from indexer.service.live.stream_entry import StreamEntries
 from indexer.service.live.stream_position import StreamPosition
-from indexer.sync.events import MalformedEvent
+from indexer.service.open_gaps import OpenGaps
+from indexer.sync.events import IdentityEvent, MalformedEvent
+from indexer.sync.frames import MAX_SEQ
+from indexer.sync.gap import Gap, OpenGap
+from indexer.sync.sequence_order import MAX_LEAP
 from indexer.sync.shard import Shard, bucket_of
+from indexer.sync.stored_cursor import StoredCursor
 from tests.waiting import until
 
 
@@ -32,6 +43,11 @@ class FakeSubscription:
     def __init__(self, frames: Sequence[bytes]) -> None:
         self._frames = frames
         self.skipped = 0
+        self.connection = None
+        self.reconnections = 0
+
+    def reconnect(self) -> None:
+        self.reconnections += 1
 
     async def frames(self, cursor_of: Any) -> AsyncIterator[bytes]:
         await cursor_of("wss://relay.test")
@@ -41,23 +57,59 @@ class FakeSubscription:
 
 
 class FakeStore:
-    """Has no stored cursor."""
+    """Has the given cursors, no synchronized repo, and stores gaps."""
 
-    async def cursor(self, _relay: str, _shard: str) -> int | None:
-        return None
+    def __init__(self, cursors: Sequence[StoredCursor]) -> None:
+        self._cursors = cursors
+        self.gaps: list[OpenGap] = []
+        self.last_seqs: dict[int, int] = {}
+
+    async def cursors(self) -> Sequence[StoredCursor]:
+        return self._cursors
+
+    async def has_synchronized_repo(self, _buckets: range) -> bool:
+        return False
+
+    async def open_gap(self, gap: Gap) -> OpenGap:
+        self.gaps.append(OpenGap(len(self.gaps) + 1, gap, 0.0))
+        return self.gaps[-1]
+
+    async def set_last_seq_of_gap(self, gap_id: int, last_seq: int) -> None:
+        self.last_seqs[gap_id] = last_seq
+
+
+async def seek_nothing(_relay: str, _target: float) -> Entry:
+    return Entry(None, None)
 
 
 class RunningConsumer:
     """A consumer that reads the given frames."""
 
-    def __init__(self, *frames: bytes, shard: Shard, max_pending: int = 1_000) -> None:
+    def __init__(
+        self, *frames: bytes, shard: Shard, max_pending: int = 1_000, cursors: Sequence[StoredCursor] = ()
+    ) -> None:
         self.inbox = Inbox(1_000_000)
         self.position = StreamPosition(lambda: True)
         self.metrics = Metrics()
-        store: Any = FakeStore()
-        subscription: Any = FakeSubscription(frames)
+        self.store = FakeStore(cursors)
+        store: Any = self.store
+        self.subscription = FakeSubscription(frames)
         settings = ConsumerSettings(shard, DEFAULT_LIMITS, max_pending=max_pending)
-        self.consumer = FirehoseConsumer(store, subscription, self.inbox, self.position, settings, self.metrics)
+        subscription = cast("Subscription", self.subscription)
+        continuity = StreamContinuity(
+            StreamEntries(store, seek_nothing, shard, "live"),
+            OpenGaps(store, shard, self.metrics),
+            subscription,
+            str(shard),
+        )
+        self.consumer = FirehoseConsumer(
+            subscription,
+            continuity,
+            self.inbox,
+            self.position,
+            settings,
+            self.metrics,
+        )
 
     def count(self, outcome: str) -> float | None:
         return self.metrics.registry.get_sample_value("indexer_events_total", {"kind": "identity", "outcome": outcome})
@@ -121,5 +173,109 @@ async def test_lower_sequence_number_is_rejected() -> None:
         assert running.consumer.last_error is None, "the next message was in order"
 
 
+async def test_repeated_messages_of_the_relay_itself_are_logged_once() -> None:
+    info, error = message_frame("#info", {"name": "Hello", "message": ""}), error_frame("TooSlow", "Faster!")
+    with capture_logs() as lines:
+        async with RunningConsumer(
+            *[info] * 50, *[error] * 50, identity(1, OWN_DID), *[error] * 50, identity(2, OWN_DID), shard=Shard()
+        ) as running:
+            await until(lambda: running.inbox.unsettled == 2)
+    assert [line["event"] for line in lines] == ["relay.info", "relay.error", "relay.error"]
+
+
 def test_the_two_dids_belong_to_different_shards() -> None:
     assert bucket_of(OWN_DID) < 128 <= bucket_of(OTHER_DID)
+
+
+RELAY = "wss://relay.test"
+AT_FIVE = StoredCursor(RELAY, Shard(), 0, 5, "2026-01-01T00:00:00Z", 0.0)
+
+
+async def test_messages_up_to_the_stored_cursor_are_replayed() -> None:
+    frames = [identity(seq, OWN_DID) for seq in (4, 5, 6)]
+    async with RunningConsumer(*frames, shard=Shard(), cursors=[AT_FIVE]) as running:
+        await until(lambda: running.inbox.unsettled == 1)
+        assert [message.seq for message in await running.inbox.take(9)] == [6]
+        assert running.count("replayed") == 2
+        assert running.store.gaps == []
+
+
+async def test_a_gap_is_stored_before_the_first_message_after_it() -> None:
+    async with RunningConsumer(identity(9, OWN_DID), shard=Shard(), cursors=[AT_FIVE]) as running:
+        await until(lambda: running.inbox.unsettled == 1)
+        assert [opened.gap for opened in running.store.gaps] == [
+            Gap(RELAY, "0/1", GapReason.CURSOR_OUTDATED, first_seq=6, last_seq=8)
+        ]
+
+
+async def test_an_announced_gap_is_stored_once() -> None:
+    info = message_frame("#info", {"name": "OutdatedCursor", "message": ""})
+    async with RunningConsumer(info, identity(9, OWN_DID), shard=Shard(), cursors=[AT_FIVE]) as running:
+        await until(lambda: running.inbox.unsettled == 1)
+        assert [opened.gap.first_seq for opened in running.store.gaps] == [6]
+        assert running.store.last_seqs == {1: 8}
+
+
+@pytest.mark.parametrize(
+    ("frame", "expected"),
+    [
+        (error_frame("FutureCursor", "Cursor in the future."), 1),
+        (identity(3, OWN_DID), 2),
+        (identity(5, OWN_DID).replace(b"2026-01-01", b"2026-01-02"), 2),
+    ],
+    ids=["FutureCursor", "lower seq", "other message at the cursor"],
+)
+async def test_another_sequence_is_entered_anew(frame: bytes, expected: int) -> None:
+    """The messages of this connection change nothing."""
+    async with RunningConsumer(frame, identity(6, OWN_DID), shard=Shard(), cursors=[AT_FIVE]) as running:
+        await until(lambda: running.count("replayed") == expected)
+        assert running.subscription.reconnections == 1
+        assert running.inbox.unsettled == 0
+        assert await running.consumer.begin_connection(RELAY) is None
+        assert [opened.gap.reason for opened in running.store.gaps] == [GapReason.SEQUENCE_RESTARTED]
+        assert running.position.epoch == 1
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        message_frame("#later", {"seq": MAX_SEQ}),
+        message_frame("#commit", {"seq": MAX_SEQ, "repo": OWN_DID}),
+        message_frame("#commit", {"seq": 1, "repo": OWN_DID}),
+        identity(MAX_SEQ, OWN_DID),
+        identity(MAX_SEQ, OTHER_DID),
+    ],
+    ids=["unknown type", "malformed", "malformed, low number", "valid", "valid, of another shard"],
+)
+async def test_odd_sequence_number_refuses_no_later_message(odd: bytes) -> None:
+    frames = [identity(5, OWN_DID), identity(6, OWN_DID), odd, identity(7, OWN_DID), identity(8, OWN_DID)]
+    cursor = StoredCursor("wss://relay.test", Shard(0, 2), 0, 5, "2026-01-01T00:00:00Z", 0.0)
+    async with RunningConsumer(*frames, shard=Shard(0, 2), cursors=[cursor]) as running:
+        await until(lambda: running.position.watermark.position_if_done([6, 7, 8]).seq == 8)
+        events = [message.event for message in await running.inbox.take(9)]
+        valid = [event.seq for event in events if isinstance(event, IdentityEvent) and event.seq != MAX_SEQ]
+        assert (valid, running.consumer.last_error, running.store.gaps) == ([6, 7, 8], None, [])
+
+
+async def test_odd_sequence_number_at_the_start_of_a_connection_proves_nothing() -> None:
+    """It neither begins a new epoch nor opens a gap."""
+    odd = [message_frame("#later", {"seq": seq}) for seq in (1, MAX_SEQ)]
+    frames = [*odd, identity(5, OWN_DID), identity(6, OWN_DID)]
+    cursor = StoredCursor("wss://relay.test", Shard(0, 2), 0, 5, "2026-01-01T00:00:00Z", 0.0)
+    async with RunningConsumer(*frames, shard=Shard(0, 2), cursors=[cursor]) as running:
+        await until(lambda: running.inbox.unsettled > 0)
+        assert (running.store.gaps, running.subscription.reconnections) == ([], 0)
+        assert running.position.watermark.position_if_done([6]).seq == 6
+
+
+async def test_leap_that_the_next_message_confirms_moves_the_cursor_once_it_is_settled() -> None:
+    leap = 6 + 2 * MAX_LEAP
+    frames = [identity(6, OWN_DID), identity(leap, OWN_DID), identity(leap + 1, OTHER_DID)]
+    async with RunningConsumer(*frames, shard=Shard(0, 2)) as running:
+        taken = await running.inbox.take(2)
+        if len(taken) < 2:
+            taken += await running.inbox.take(1)
+        assert running.position.watermark.position is None
+        running.position.watermark.mark_done([6])
+        running.inbox.settle(taken)
+        await until(lambda: running.position.watermark.position == leap + 1)

@@ -11,6 +11,7 @@ from indexer.identity import CachedIdentity
 from indexer.reasons import FetchFailure
 from indexer.service.live.inbox import Inbox
 from indexer.service.live.key_lookups import MAX_QUEUED_PER_SLOT, KeyLookups
+from indexer.sync.events import IdentityEvent
 from indexer.sync.plan_batch import ReceivedMessage
 from indexer.sync.plans import NeedsKey
 from indexer.sync.policy import UNAVAILABLE
@@ -34,9 +35,13 @@ class FakeIdentityCache:
         self.error: Exception | None = None
         self.lookups: list[str] = []
         self.pauses: dict[str, float] = {}
+        self.known: set[str] = set()
 
     def peek(self, _did: str) -> CachedIdentity | None:
         return None
+
+    def knows(self, did: str) -> bool:
+        return did in self.known
 
     def refresh_delay(self, did: str, *, refresh: bool = False) -> float:  # noqa: ARG002
         return self.pauses.get(did, 0.0)
@@ -52,9 +57,9 @@ class FakeIdentityCache:
 class LookupScenario:
     """Key lookups with a fake identity cache and an inbox."""
 
-    def __init__(self, *, concurrency: int = 2, timeout: float = 60.0) -> None:
+    def __init__(self, *, concurrency: int = 2, timeout: float = 60.0, inbox_bytes: int = 10**9) -> None:
         self.identities = FakeIdentityCache()
-        self.inbox = Inbox(10**9)
+        self.inbox = Inbox(inbox_bytes)
         self.keys = KeyLookups(self.identities, self.inbox, timeout=timeout, concurrency=concurrency)  # type: ignore[arg-type]
         self._message = received_message("commit", SigningAccount().commit_post("x"))
 
@@ -147,6 +152,15 @@ async def test_slow_web_hosts_take_no_slots_from_the_directory(make_scenario: Ma
     await until(lambda: scenario.identities.lookups[-1] == ERIN)
 
 
+async def test_new_dids_take_no_slots_from_known_ones(make_scenario: MakeScenario) -> None:
+    scenario = make_scenario(concurrency=1)
+    await scenario.start(*dids(100))
+    await until(lambda: len(scenario.identities.lookups) == 1)
+    scenario.identities.known.add(ERIN)
+    await scenario.start(ERIN)
+    await until(lambda: scenario.identities.lookups[-1] == ERIN)
+
+
 async def test_lookup_that_pauses_first_takes_no_slot(make_scenario: MakeScenario) -> None:
     scenario = make_scenario(concurrency=1)
     changed = dids(50)
@@ -156,6 +170,67 @@ async def test_lookup_that_pauses_first_takes_no_slot(make_scenario: MakeScenari
     await scenario.returned()
     assert scenario.identities.lookups == [ERIN]
     assert len(scenario.keys) == len(changed)
+
+
+async def write_batches(scenario: LookupScenario, outcomes: dict[str, list[str]]) -> None:
+    """Settle messages like the batch writer: a message without a known key waits for it, except those of `ERIN`."""
+    while True:
+        messages = scenario.keys.hold_back(await scenario.inbox.take(20))
+        by_did: dict[str, list[ReceivedMessage]] = {}
+        for message in messages:
+            by_did.setdefault(message.did or "", []).append(message)
+        for did, own in by_did.items():
+            key_state = scenario.keys.key_state(did)
+            if did == ERIN or key_state is not None:
+                outcome = "unavailable" if key_state is UNAVAILABLE else "planned"
+                outcomes.setdefault(did, []).extend([outcome] * len(own))
+                scenario.keys.discard_results([did])
+                scenario.inbox.settle(own)
+            else:
+                scenario.keys.start(NeedsKey(did, refresh=False), own)
+
+
+def large_message(did: str, size: int = 2_000_000) -> ReceivedMessage:
+    event = IdentityEvent(seq=1, did=did, time="")
+    return ReceivedMessage(1, bytes(size), event)
+
+
+@pytest.mark.parametrize("forged", [[WEB] * 40, [f"did:web:h{number % 30}.example.com" for number in range(90)]])
+async def test_forged_commits_of_hanging_hosts_do_not_stop_the_stream(
+    make_scenario: MakeScenario, forged: list[str]
+) -> None:
+    """The inbox holds fewer bytes than the messages that wait for keys. No lookup ends."""
+    scenario = make_scenario(concurrency=64, inbox_bytes=64 * 1024 * 1024)
+    outcomes: dict[str, list[str]] = {}
+    writer = asyncio.create_task(write_batches(scenario, outcomes))
+    try:
+        for did in forged:
+            await asyncio.wait_for(scenario.inbox.put(large_message(did)), 10)
+        await scenario.inbox.put(large_message(ERIN, 1_000))
+        await until(lambda: ERIN in outcomes)
+        waiting = scenario.inbox.unsettled
+        assert waiting < len(forged) / 2 + 1
+        assert set(outcomes.pop(ERIN)) == {"planned"}
+        ended = sum(map(len, outcomes.values()))
+        assert {outcome for own in outcomes.values() for outcome in own} == {"unavailable"}
+        scenario.identities.gate.set()
+        await until(lambda: scenario.inbox.unsettled == 0)
+        assert sum(map(len, outcomes.values())) == len(forged), "one outcome each"
+        assert ended > 0
+    finally:
+        writer.cancel()
+        await asyncio.gather(writer, return_exceptions=True)
+
+
+async def test_large_wait_ends_and_small_ones_continue(make_scenario: MakeScenario) -> None:
+    scenario = make_scenario(concurrency=64, inbox_bytes=16_000_000)
+    await scenario.start(ERIN)
+    scenario.keys.start(NeedsKey(WEB, refresh=False), [large_message(WEB, 400_000)] * 2)
+    assert scenario.keys.hold_back([large_message(WEB, 400_000), large_message(ERIN, 1_000)]) == []
+    assert scenario.keys.key_state(WEB) is UNAVAILABLE
+    assert [message.did for message in await scenario.returned()] == [WEB] * 3
+    assert scenario.keys.key_state(ERIN) is None
+    assert len(scenario.keys) == 2
 
 
 async def test_close_cancels_lookups(make_scenario: MakeScenario) -> None:

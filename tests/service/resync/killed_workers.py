@@ -19,6 +19,7 @@ from indexer.atproto.cid import cid_text, parse_cid
 from indexer.atproto.record import Problem
 from indexer.errors import UnavailableError
 from indexer.identity import CachedIdentity
+from indexer.monitoring.conditions import Conditions
 from indexer.monitoring.metrics import Metrics
 from indexer.pds import ExportDownload
 from indexer.reasons import FetchFailure
@@ -234,6 +235,11 @@ class ResyncWorld:
 class EndlessDownload:
     """A large export that never ends; the second one is postponed, because large repos have one slot."""
 
+    server = None
+    complete = False
+    rate = 0.0
+    received = 0
+
     async def fetch(self, max_bytes: int | None = None) -> bool:
         if max_bytes is None:
             await asyncio.Event().wait()
@@ -349,9 +355,9 @@ class MortalStore(Store):
         return FAIL if self._world.fetch_failed(did) else POSTPONE_RUNNING
 
     @asynccontextmanager
-    async def resync(self, claimed: Repo) -> AsyncIterator[ResyncTransaction]:
+    async def resync(self, claimed: Repo, scope_version: int = 0) -> AsyncIterator[ResyncTransaction]:
         """Its only write is its commit."""
-        async with AsyncExitStack() as stack, super().resync(claimed) as transaction:
+        async with AsyncExitStack() as stack, super().resync(claimed, scope_version) as transaction:
             yield transaction
             written = await stack.enter_async_context(self._write(COMPLETE))
             written.append(claimed)
@@ -363,7 +369,7 @@ class WorkerProcess:
     def __init__(self, world: ResyncWorld, store: MortalStore) -> None:
         self.store = store
         simulated: Any = world
-        attempts = ResyncAttempts(store, simulated, simulated, STORE_ALL, Metrics(), (None,))
+        attempts = ResyncAttempts(store, simulated, simulated, lambda: STORE_ALL, Metrics(), (None,), Conditions())
         pool_settings = WorkerPoolSettings(workers=WORKERS, idle_interval=0.01, lease=LEASE)
         maintenance_settings = MaintenanceSettings(
             unpark_after=LONG_AGO,
@@ -372,7 +378,7 @@ class WorkerProcess:
             search_interval=0.05,
             batch_pause=0.0,
         )
-        self._pool = WorkerPool(store, simulated, attempts, STORE_ALL, Shard(), Metrics(), pool_settings)
+        self._pool = WorkerPool(store, simulated, attempts, STORE_ALL, Shard(), Metrics(), Conditions(), pool_settings)
         self._maintenance = QueueMaintenance(store, Shard(), Metrics(), maintenance_settings)
 
     async def live(self, done: Callable[[], Awaitable[bool]]) -> None:

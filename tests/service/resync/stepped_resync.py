@@ -17,14 +17,17 @@ import orjson
 
 from indexer.errors import UnavailableError, UpstreamError
 from indexer.identity import CachedIdentity
+from indexer.monitoring.conditions import Conditions
 from indexer.monitoring.metrics import Metrics
+from indexer.pds import ExportDownload
 from indexer.reasons import FetchFailure
 from indexer.service.resync.attempt import ResyncAttempts
 from indexer.service.resync.lease import ClaimLostError
+from indexer.service.resync.phase import Phase
 from indexer.store import DatabaseError, ResyncTransaction, Store
 from indexer.sync.plan_batch import ReceivedMessage
 from indexer.sync.plan_resync import plan_failure
-from indexer.sync.plans import Batch, BufferedEvent, RecordChange
+from indexer.sync.plans import Action, Batch, BufferedEvent, RecordChange
 from indexer.sync.policy import Policy
 from indexer.sync.repo_state import Repo, SyncStatus
 from tests.service.resync.simulated_network import (
@@ -60,6 +63,16 @@ _WAITING = (
 TERMINATE = "select pg_terminate_backend(pid, 5000) from pg_stat_activity where application_name = $1"
 
 
+class FreeSlots:
+    """Slots that are always free."""
+
+    def open_export(self, _download: ExportDownload) -> None: ...
+
+    def enlarge(self) -> None: ...
+
+    def enter(self, _phase: Phase) -> None: ...
+
+
 class KilledError(BaseException):
     """The worker died; nothing of it continues."""
 
@@ -72,9 +85,9 @@ class SteppedStore:
         self._step = step
 
     @asynccontextmanager
-    async def resync(self, claimed: Repo) -> AsyncIterator["SteppedTransaction"]:
+    async def resync(self, claimed: Repo, scope_version: int) -> AsyncIterator["SteppedTransaction"]:
         await self._step("begin")
-        async with self._store.resync(claimed) as transaction:
+        async with self._store.resync(claimed, scope_version) as transaction:
             yield SteppedTransaction(transaction, self._step)
             await self._step("commit")
         await self._step("committed")
@@ -103,9 +116,16 @@ class SteppedTransaction:
         await self._step("lock")
         return await self._transaction.lock()
 
+    async def holds_scope(self) -> bool:
+        return await self._transaction.holds_scope()
+
     async def buffered(self) -> list[BufferedEvent]:
-        await self._step("locked")
+        await self._step("read buffer")
         return await self._transaction.buffered()
+
+    async def write_drained(self, changes: Sequence[RecordChange]) -> Counter[Action]:
+        await self._step("write drained")
+        return await self._transaction.write_drained(changes)
 
     async def finish(self, batch: Batch) -> None:
         await self._step("finish")
@@ -125,7 +145,8 @@ class Worker:
         stepping: Any = SteppedStore(store, self._step)
         host: Any = SimulatedHost(world.owner, world.spool_directory, world.mirror_lag, self._step)
         myself: Any = self
-        self._resync = ResyncAttempts(stepping, myself, host, world.policy, Metrics(), (MIRROR, None))
+        sources, policy = (MIRROR, None), lambda: world.policy
+        self._resync = ResyncAttempts(stepping, myself, host, policy, Metrics(), sources, Conditions())
 
     async def attempt(self) -> bool:
         """Claim the repo and resync it; return False if it was not due. Raises `KilledError`."""
@@ -144,7 +165,7 @@ class Worker:
         await self._step("claimed")
         try:
             known = await self.lookup(claimed.did, refresh=claimed.attempts > 0)
-            result = await self._resync.attempt(claimed, known, lambda: None)
+            result = await self._resync.attempt(claimed, known, FreeSlots())
             self._world.results[str(result)] += 1
         except (ClaimLostError, DatabaseError):
             if self.died_at is not None:

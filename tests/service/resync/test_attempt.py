@@ -13,6 +13,8 @@ from indexer.sync.repo_transitions import Outcome
 from tests.service.resync.stepped_resync import KilledError, SteppedWorld
 from tests.sync.signing_account import received_message
 
+pytestmark = pytest.mark.slow
+
 
 class WrongRecords(SteppedWorld):
     """A repo whose stored records are wrong although its stored head is right."""
@@ -112,6 +114,18 @@ async def test_interrupted_resync_keeps_its_reason_requested(
     assert repo.sync_reason is Desync.REQUESTED
     await resync(world)
     assert await has_all_records(world, sql)
+
+
+@pytest.mark.parametrize("reason", [Desync.LENIENT_COMMIT, Desync.CHAIN_BREAK])
+async def test_equal_heads_do_not_complete_the_resync_of_an_unproven_repo(
+    database: str, store: Store, sql: asyncpg.Connection, tmp_path: Path, reason: Desync
+) -> None:
+    world = WrongRecords(database, store, sql, tmp_path, "ada")
+    await world.begin()
+    await sql.execute("update indexer.repo set sync_reason = $1, unproven_since = now()", reason)
+    await resync(world)
+    assert await has_all_records(world, sql)
+    assert (await store.repos([world.owner.did]))[world.owner.did].unproven_since is None
 
 
 async def test_equal_heads_complete_a_resync_and_drain_its_buffer(

@@ -30,7 +30,8 @@ def test_retries_are_spaced_by_the_mean_duration_of_the_host() -> None:
 
 def test_longest_wait_is_bounded() -> None:
     slots = HostSlots(3)
-    slots.acquire("huge", -1_000.0)
+    for _ in range(3):
+        slots.acquire("huge", -1_000.0)
     assert max(slots.schedule_retry("huge", 0.0) for _ in range(100)) == MAX_WAIT_SECONDS
 
 
@@ -41,6 +42,32 @@ def test_running_resyncs_count_before_any_has_ended() -> None:
     assert slots.schedule_retry("hangs", 100.1) < 100.2
     retries = [slots.schedule_retry("hangs", 160.0) for _ in range(3)]
     assert [round(retry - 160.0) for retry in retries] == [20, 40, 60]
+
+
+def slots_of_fast_host() -> HostSlots:
+    """Return the slots of a host whose resyncs took a tenth of a second each."""
+    slots = HostSlots(4)
+    for _ in range(50):
+        slots.acquire("host", 0.0)
+        slots.release("host", 0.0, 0.1)
+    return slots
+
+
+def test_one_slow_resync_delays_only_its_share_of_the_others() -> None:
+    slots = slots_of_fast_host()
+    slots.acquire("host", 0.0)
+    for _ in range(3):
+        slots.acquire("host", 500.0)
+    retries = [slots.schedule_retry("host", 500.0) for _ in range(100)]
+    assert retries[-1] - 500.0 < 100 * 0.1 / 3 + 0.1
+
+
+def test_slow_resync_that_ended_delays_the_others_little() -> None:
+    slots = slots_of_fast_host()
+    slots.acquire("host", 0.0)
+    slots.release("host", 0.0, 500.0)
+    retries = [slots.schedule_retry("host", 500.0) for _ in range(100)]
+    assert retries[-1] - 500.0 < 2 * 100 * 0.1 / 4
 
 
 def test_paused_host_has_no_free_slot() -> None:

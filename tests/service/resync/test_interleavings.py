@@ -16,8 +16,10 @@ from indexer.store import Store
 from tests.service.resync.stepped_resync import KilledError, SteppedWorld
 from tests.sync.signing_account import STORE_ALL
 
+pytestmark = pytest.mark.slow
+
 ROUNDS = 8
-MANY = 50  # so many worlds reach all these results
+MANY = 50  # enough random cases to reach all these results
 ENDS = {"synchronized", "lost", "drain-break", "repo-deactivated"}
 LEAST_STEPS = 18
 NARROW = replace(STORE_ALL, limits=replace(STORE_ALL.limits, resync_buffer_events=2))
@@ -27,6 +29,7 @@ NARROW = replace(STORE_ALL, limits=replace(STORE_ALL.limits, resync_buffer_event
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("indexer.store.resync_transaction.CHUNK_SIZE", 3)
     monkeypatch.setattr("indexer.service.resync.attempt.CHUNK", 2)
+    monkeypatch.setattr("indexer.service.resync.attempt.LOCKED_BYTES", 0)  # drain before the lock, too
 
 
 async def run_world(world: SteppedWorld) -> None:
@@ -41,6 +44,7 @@ async def run_world(world: SteppedWorld) -> None:
     await world.settle()
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("numbers", [range(2), pytest.param(range(2, 60), marks=pytest.mark.slow)], ids=str)
 async def test_random_events_between_all_steps(
     database: str, store: Store, sql: asyncpg.Connection, tmp_path: Path, numbers: Sequence[int]
@@ -55,7 +59,6 @@ async def test_random_events_between_all_steps(
     assert results.keys() >= (ENDS if len(numbers) > MANY else {"synchronized"})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("event_rate", [0.0, 0.3])
 async def test_worker_killed_between_every_two_steps(
     database: str, store: Store, sql: asyncpg.Connection, tmp_path: Path, event_rate: float

@@ -9,15 +9,12 @@ def test_slots_are_a_quarter_of_the_workers_and_at_most_eight() -> None:
     assert [large_repo_slot_count(workers) for workers in (1, 4, 8, 28, 32, 1_000)] == [1, 1, 2, 7, 8, 8]
 
 
-def test_repo_without_a_free_slot_is_remembered() -> None:
+def test_slot_is_free_again_after_its_release() -> None:
     slots = LargeRepoSlots(1)
-    assert not slots.knows("one")
-    assert slots.try_acquire("one", 10.0, 11.0)
-    assert not slots.try_acquire("two", 10.0, 11.0)
-    assert slots.knows("one")
-    assert slots.knows("two")
+    assert slots.try_acquire(10.0, 11.0)
+    assert not slots.try_acquire(10.0, 11.0)
     slots.release(10.0, 20.0)
-    assert slots.try_acquire("two", 20.0, 20.0)
+    assert slots.try_acquire(20.0, 20.0)
 
 
 @pytest.mark.parametrize("count", [1, 2, 8])
@@ -31,7 +28,7 @@ def test_forty_waiting_repos_all_get_a_slot_with_few_retries(count: int) -> None
         if since is not None:
             slots.release(since, now)
             ends.append(now)
-        elif slots.try_acquire(did, now, now):
+        elif slots.try_acquire(now, now):
             heappush(events, (now + 100.0, did, now))
         else:
             retries += 1
@@ -43,10 +40,10 @@ def test_forty_waiting_repos_all_get_a_slot_with_few_retries(count: int) -> None
 
 def test_least_recently_seen_large_repo_is_forgotten() -> None:
     slots = LargeRepoSlots(1)
-    slots.try_acquire("one", 0.0, 0.0)
-    slots.try_acquire("two", 0.0, 0.0)
+    slots.remember("one")
+    slots.remember("two")
     for number in range(MAX_KNOWN - 2):
-        slots.try_acquire(f"did{number}", 0.0, 0.0)
-    slots.try_acquire("one", 0.0, 0.0)
-    slots.try_acquire("another", 0.0, 0.0)
+        slots.remember(f"did{number}")
+    slots.remember("one")
+    slots.remember("another")
     assert [did for did in ("one", "two", "another") if slots.knows(did)] == ["one", "another"]

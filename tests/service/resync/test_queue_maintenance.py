@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from time import time
-from typing import Any
+from typing import Any, cast
 
 import asyncpg
 import pytest
@@ -12,20 +12,25 @@ import pytest
 from indexer.atproto.record import Problem
 from indexer.errors import UnavailableError
 from indexer.identity import CachedIdentity
+from indexer.monitoring.conditions import Conditions
 from indexer.monitoring.metrics import Metrics
 from indexer.reasons import Desync, FetchFailure
 from indexer.service.resync.queue_maintenance import MaintenanceSettings, QueueMaintenance
 from indexer.service.resync.worker_pool import WorkerPool, WorkerPoolSettings
 from indexer.store import Store
-from indexer.sync.repo_state import PARKED, Repo
+from indexer.store.resync_queue import DENIED, HIDDEN
+from indexer.sync.repo_state import PARKED, Repo, SyncStatus
 from indexer.sync.repo_transitions import Trigger, synchronize
 from indexer.sync.shard import Shard
+from indexer.sync.stored_identity import StoredIdentity
 from tests.service.resync.test_worker_pool import FixedIdentities
 from tests.store.repo_rows import did, head, insert, put, synchronized
 from tests.sync.signing_account import STORE_ALL
 from tests.waiting import until
 
-DAY = 86_400.0
+pytestmark = pytest.mark.slow
+
+DAY, HOUR = 86_400.0, 3_600.0
 WITHOUT_VALUE = (put("app.test/a")._replace(value=None, problem=Problem.MISSING),)
 _MAKE_A_DAY_OLD = """
     update indexer.repo set updated_at = now() - interval '1 day 1 second',
@@ -47,11 +52,34 @@ class CountingStore:
     async def request_missing_values(self, buckets: range, seconds: float, now: float) -> int:
         return self._count(now, await self._store.request_missing_values(buckets, seconds, now))
 
+    async def request_unproven(self, buckets: range, seconds: float, now: float, limit: int) -> int:
+        return self._count(now, await self._store.request_unproven(buckets, seconds, now, limit))
+
     async def unpark(self, buckets: range, seconds: float, now: float) -> int:
         return self._count(now, await self._store.unpark(buckets, seconds, now))
 
     def _count(self, now: float, found: int) -> int:
         self.found[now] = self.found.get(now, 0) + found
+        return found
+
+
+class Searches:
+    """The store, and the repos that each search for unproven repos desynchronized."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.requested: list[set[str]] = []
+        self._before: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    async def request_unproven(self, buckets: range, seconds: float, now: float, limit: int) -> int:
+        found = await self._store.request_unproven(buckets, seconds, now, limit)
+        rows = await self._store.repos([did(name) for name in range(40)])
+        waiting = {row.did for row in rows.values() if row.sync_status is SyncStatus.DESYNCHRONIZED}
+        self.requested.append(waiting - self._before)
+        self._before = waiting
         return found
 
 
@@ -62,11 +90,11 @@ class RecordedAttempts:
         self._store = store
         self.reasons: dict[str, list[Desync | None]] = {}
 
-    async def attempt(self, claimed: Repo, _identity: CachedIdentity, _enlarge: object) -> str:
+    async def attempt(self, claimed: Repo, _identity: CachedIdentity, _slots: object) -> str:
         self.reasons.setdefault(claimed.did, []).append(claimed.sync_reason)
         if claimed.head is None:
             raise UnavailableError(FetchFailure.REPO_NOT_FOUND)
-        await self._store.update_repo(claimed.did, lambda repo: synchronize(repo, Trigger.COMPLETED, head(), time()))
+        await self._store.update_repo(claimed.did, lambda repo: synchronize(repo, Trigger.COMPLETED, head(), time(), 0))
         return "synchronized"
 
 
@@ -78,7 +106,8 @@ async def maintained(
     attempts, counting = RecordedAttempts(store), CountingStore(store)
     collaborators: tuple[Any, Any, Any] = (counting, FixedIdentities(lambda _did: "one.example"), attempts)
     settings = MaintenanceSettings(unpark_after=unpark_after, search_interval=0.02, batch_pause=0.0)
-    pool = WorkerPool(*collaborators, STORE_ALL, Shard(), Metrics(), WorkerPoolSettings(workers=4, idle_interval=0.01))
+    pool_settings = WorkerPoolSettings(workers=4, idle_interval=0.01)
+    pool = WorkerPool(*collaborators, STORE_ALL, Shard(), Metrics(), Conditions(), pool_settings)
     maintenance = QueueMaintenance(collaborators[0], Shard(), Metrics(), settings)
     tasks = [asyncio.create_task(pool.run()), asyncio.create_task(maintenance.run())]
     try:
@@ -102,8 +131,12 @@ async def three_more_searches(counting: CountingStore) -> None:
 async def test_parked_repo_is_tried_once_per_interval(store: Store, sql: asyncpg.Connection) -> None:
     await insert(store, parked("long ago"), parked("just now"))
     await sql.execute(_MAKE_A_DAY_OLD, [did("long ago")])
+
+    async def failed() -> bool:
+        return (await store.repos([did("long ago")]))[did("long ago")].attempts > 0
+
     async with maintained(store) as (attempts, counting):
-        await until(lambda: did("long ago") in attempts.reasons)
+        await until(failed)
         await three_more_searches(counting)
     assert attempts.reasons == {did("long ago"): [Desync.NEW]}
     rows = await store.repos([did("long ago"), did("just now")])
@@ -143,6 +176,40 @@ async def test_missing_values_are_requested_a_day_later(
     assert attempts.reasons == {one: [Desync.RECORD_MISSING] for one in dids}
 
 
+async def test_repos_with_lenient_commits_are_requested_a_few_at_a_time_the_oldest_first(store: Store) -> None:
+    """Repos that were synchronized within the hour, inactive ones, and those of other shards stay as they are."""
+    now = float(int(time()))
+    names = [name for name in range(40) if Shard(0, 2).owns(did(name))][:7]
+    other = next(name for name in range(40) if not Shard(0, 2).owns(did(name)))
+    marked = [synchronized(name, unproven_since=now - order) for order, name in enumerate(names)]
+    others = [
+        synchronized("recent", attempts=1, unproven_since=now - DAY, synchronized_at=now - HOUR + 60),
+        synchronized("inactive", unproven_since=now - DAY, active=False),
+        synchronized("unmarked"),
+        synchronized(other, unproven_since=now - DAY),
+    ]
+    await insert(store, *marked, *others)
+    metrics, searches = Metrics(), Searches(store)
+    settings = MaintenanceSettings(unproven_interval=0.02, unproven_per_search=3)
+    maintenance = QueueMaintenance(cast("Store", searches), Shard(0, 2), metrics, settings)
+    task = asyncio.create_task(maintenance.run())
+    try:
+        await until(lambda: len(searches.requested) >= 4)
+        assert not task.done()
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    oldest_first = [repo.did for repo in reversed(marked)]
+    assert [sorted(dids) for dids in searches.requested[:4]] == [
+        sorted(oldest_first[start : start + 3]) for start in (0, 3, 6, 9)
+    ]
+    rows = (await store.repos(oldest_first)).values()
+    assert {(row.sync_reason, row.next_attempt_at) for row in rows} == {(Desync.LENIENT_COMMIT, None)}, "due at once"
+    assert await store.repos([repo.did for repo in others]) == {repo.did: repo for repo in others}
+    requested = metrics.registry.get_sample_value("indexer_desynchronized_total", {"reason": "lenient-commit"})
+    assert requested == len(marked)
+
+
 async def test_interval_zero_never_unparks_but_requests_missing_values(store: Store, sql: asyncpg.Connection) -> None:
     await insert(store, parked("long ago"))
     await insert(store, synchronized("incomplete"), changes=WITHOUT_VALUE)
@@ -152,3 +219,110 @@ async def test_interval_zero_never_unparks_but_requests_missing_values(store: St
         await three_more_searches(counting)
     assert list(attempts.reasons) == [did("incomplete")]
     assert (await store.repos([did("long ago")]))[did("long ago")] == parked("long ago")
+
+
+async def test_dids_that_never_existed_are_forgotten_after_a_day(store: Store, sql: asyncpg.Connection) -> None:
+    """Repos with records, with an authentic message, with another failure, or taken down stay."""
+    denied = Repo(did("denied"), version=1, next_attempt_at=PARKED, last_error="identity-gone: not registered")
+    stays = [
+        denied._replace(did=did("synchronized"), head=head()),
+        denied._replace(did=did("authentic"), latest_verified_rev="3laaaaaaaaa22"),
+        denied._replace(did=did("not at its host"), last_error="repo-not-found"),
+        denied._replace(did=did("taken down"), takedown=True),
+        denied._replace(did=did("hidden"), active=False),
+    ]
+    recent = denied._replace(did=did("recent"))
+    await insert(store, denied, *stays, recent)
+    await store.save_identities([StoredIdentity(denied.did, None, None, None, 5.0, problem="no such host")])
+    await sql.execute(_MAKE_A_DAY_OLD, [repo.did for repo in (denied, *stays)])
+    assert await store.forget_denied(range(256), DAY, time()) == 1
+    assert await store.repos([denied.did]) == {}
+    assert await store.load_identities([denied.did]) == {}
+    assert len(await store.repos([repo.did for repo in (*stays, recent)])) == len(stays) + 1
+    assert await store.forget_denied(range(256), DAY, time()) == 0
+
+
+async def test_repos_that_only_the_stream_named_are_forgotten_a_day_after_they_were_parked(
+    store: Store, sql: asyncpg.Connection
+) -> None:
+    """Also with an identity and an authentic message: any host can have both. A listed repo is tried again instead."""
+    announced = parked("announced")._replace(from_stream=True, latest_verified_rev="3laaaaaaaaa22")
+    stays = [parked("listed"), announced._replace(did=did("synchronized"), head=head())]
+    await insert(store, announced, *stays)
+    await store.save_identities([StoredIdentity(announced.did, "a.test", "https://a.test", None, 5.0)])
+    await sql.execute(_MAKE_A_DAY_OLD, [repo.did for repo in (announced, *stays)])
+    assert await store.forget_denied(range(256), DAY, time()) == 1
+    assert await store.repos([announced.did]) == {}
+    assert await store.load_identities([announced.did]) == {}
+    assert len(await store.repos([repo.did for repo in stays])) == len(stays)
+
+
+async def test_hidden_accounts_of_which_nothing_is_stored_are_forgotten_after_a_day(
+    store: Store, sql: asyncpg.Connection
+) -> None:
+    """Consumers are told that they are visible, as a repo is that is added later."""
+    hidden = [
+        Repo(did("new"), version=1, active=False, hosting_status="deactivated", next_attempt_at=5.0),
+        Repo(did("parked"), version=1, active=False, hosting_status="takendown", next_attempt_at=PARKED),
+        Repo(did("erased"), version=1, active=False, hosting_status="deleted", sync_reason=Desync.ERASED),
+    ]
+    stays = [
+        hidden[0]._replace(did=did("active"), active=True),
+        hidden[0]._replace(did=did("has records"), head=head()),
+        hidden[0]._replace(did=did("taken down here"), takedown=True),
+        hidden[2]._replace(did=did("is being erased"), erase_at=5.0),
+    ]
+    recent = hidden[0]._replace(did=did("recent"))
+    await insert(store, *hidden, *stays, recent)
+    await sql.execute(_MAKE_A_DAY_OLD, [repo.did for repo in (*hidden, *stays)])
+    seq = await sql.fetchval("select atproto.latest_seq()")
+    assert await store.forget_hidden(range(256), DAY, time()) == len(hidden)
+    assert await store.repos([repo.did for repo in hidden]) == {}
+    assert len(await store.repos([repo.did for repo in (*stays, recent)])) == len(stays) + 1
+    entries = await sql.fetch("select did, action from atproto.changes_after($1, 100)", seq)
+    assert {tuple(entry) for entry in entries} == {(repo.did, "visible") for repo in hidden}
+    assert await store.forget_hidden(range(256), DAY, time()) == 0
+
+
+async def test_maintenance_forgets_hidden_accounts(store: Store, sql: asyncpg.Connection) -> None:
+    await insert(store, *[Repo(did(number), version=1, active=False) for number in range(700)], parked("real"))
+    await sql.execute(_MAKE_A_DAY_OLD, [did("real"), *map(did, range(700))])
+    async with maintained(store) as (attempts, _):
+        await until(lambda: did("real") in attempts.reasons)
+    assert await sql.fetchval("select count(*) from indexer.repo") == 1
+
+
+async def test_hidden_accounts_are_found_by_index(sql: asyncpg.Connection) -> None:
+    await sql.execute(
+        "insert into indexer.repo (did, bucket, version, sync_status, active, takedown, hosting_seq, buffered_events, "
+        "buffered_bytes, lease, attempts) "
+        "select 'did:plc:' || n, n % 256, 1, 'desynchronized', n % 100 > 0, false, 0, 0, 0, 0, 0 "
+        "from generate_series(1, 20000) n"
+    )
+    await sql.execute("analyze indexer.repo")
+    rows = await sql.fetch(f"explain (analyze, costs off) {HIDDEN}", 4e9, list(range(256)), 10)
+    plan = "\n".join(row[0] for row in rows)
+    assert "repo_hidden" in plan, plan
+
+
+async def test_denied_dids_are_forgotten_instead_of_unparked(store: Store, sql: asyncpg.Connection) -> None:
+    made_up = [parked(number)._replace(last_error="identity-gone: not registered") for number in range(700)]
+    await insert(store, *made_up, parked("real"))
+    await sql.execute(_MAKE_A_DAY_OLD, [did("real"), *[repo.did for repo in made_up]])
+    async with maintained(store) as (attempts, _):
+        await until(lambda: did("real") in attempts.reasons)
+        assert list(attempts.reasons) == [did("real")]
+    assert await sql.fetchval("select count(*) from indexer.repo") == 1
+
+
+async def test_denied_dids_are_found_by_index(sql: asyncpg.Connection) -> None:
+    await sql.execute(
+        "insert into indexer.repo (did, bucket, version, sync_status, active, takedown, hosting_seq, buffered_events, "
+        "buffered_bytes, lease, attempts, next_attempt_at, last_error) "
+        "select 'did:plc:' || n, n % 256, 1, 'desynchronized', true, false, 0, 0, 0, 0, 0, 'infinity', "
+        "case when n % 100 = 0 then 'identity-gone: x' else 'repo-not-found' end from generate_series(1, 20000) n"
+    )
+    await sql.execute("analyze indexer.repo")
+    rows = await sql.fetch(f"explain (analyze, costs off) {DENIED}", 4e9, list(range(256)), 10)
+    plan = "\n".join(row[0] for row in rows)
+    assert "repo_denied" in plan, plan

@@ -1,0 +1,185 @@
+"""Generate SQLAlchemy models and TypeScript types of the public schema from the catalog of a migrated database.
+
+`make docs` writes them to examples/public_schema/.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import asyncpg
+
+KEYS = {
+    "repos": "did",
+    "records": "did collection rkey",
+    "blobs": "did collection rkey cid",
+    "links": "target did collection rkey path",
+    "link_progress": "state",
+    "changes": "seq",
+    "readers": "name",
+    "cursors": "relay shard",
+    "gaps": "relay shard opened_at",
+    "hosts": "host",
+    "rejected": "id",
+    "scope_progress": "collection",
+}
+"""The columns that identify a row of each view. SQLAlchemy needs them, and Postgres knows no keys of views."""
+CLASSES = {"rejected": "RejectedMessage", "link_progress": "LinkProgress", "scope_progress": "ScopeProgress"}
+"""Names of classes, if they are not the name of the view without its last letter."""
+PYTHON_TYPES = {
+    "bigint": ("int", "BigInteger"),
+    "boolean": ("bool", "Boolean"),
+    "integer": ("int", "Integer"),
+    "jsonb": ("Any", "JSONB"),
+    "text": ("str", "Text"),
+    "timestamp with time zone": ("datetime", "DateTime(timezone=True)"),
+}
+"""For each SQL type the type in Python, and that of SQLAlchemy."""
+TYPESCRIPT_TYPES = {
+    "bigint": "Int8",
+    "boolean": "boolean",
+    "integer": "number",
+    "jsonb": "Json",
+    "text": "string",
+    "timestamp with time zone": "Date",
+}
+LINE_LENGTH = 120
+
+_COLUMNS = """
+    select relname as view, obj_description(c.oid, 'pg_class') as view_comment, attname as name,
+        format_type(atttypid, atttypmod) as type, col_description(attrelid, attnum) as comment
+    from pg_class c join pg_attribute on attrelid = c.oid and attnum > 0 and not attisdropped
+    where relnamespace = 'atproto'::regnamespace and relkind in ('v', 'm', 'r') order by relname, attnum
+"""
+
+_MODELS_HEAD = '''\
+"""SQLAlchemy models of the public views of the indexer (schema `atproto`). Generated from the database: do not edit.
+
+Copy this file into your project. The views are read-only.
+"""
+
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import BigInteger, Boolean, DateTime, Integer, MetaData, Text
+from sqlalchemy.dialects.postgresql import JSONB
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+
+class PublicView(DeclarativeBase):
+    """Base class of all views."""
+
+    metadata = MetaData(schema="atproto")
+'''
+_TYPES_HEAD = """\
+// TypeScript types of the public views of the indexer (schema `atproto`). Generated from the database: do not edit.
+// Copy this file into your project. The types are those of the values that node-postgres returns.
+
+/** A bigint, which node-postgres returns as text, because a number of JavaScript has only 53 bits. */
+export type Int8 = string;
+
+/** A time that may be infinity, which node-postgres returns as the number Infinity. */
+export type DateOrInfinity = Date | number;
+
+/** A value of type jsonb. */
+export type Json = null | boolean | number | string | Json[] | { [key: string]: Json };
+"""
+
+
+class PublicColumn(NamedTuple):
+    """A column of a public view."""
+
+    view: str
+    view_comment: str
+    name: str
+    type: str
+    comment: str
+
+    @property
+    def nullable(self) -> bool:
+        """Return True if the column may be null: a column may be null only if its comment says so (docs/sql.md)."""
+        return self._comment_has("null")
+
+    @property
+    def infinite(self) -> bool:
+        """Return True if the time may be infinity: the comment says so."""
+        return self._comment_has("infinity")
+
+    def _comment_has(self, word: str) -> bool:
+        return re.search(rf"\b{word}\b", self.comment, re.IGNORECASE) is not None
+
+
+async def load_public_columns(connection: asyncpg.Connection) -> list[PublicColumn]:
+    """Return the columns of all public views, by view in the order of their names."""
+    return [PublicColumn(*row) for row in await connection.fetch(_COLUMNS)]
+
+
+def sqlalchemy_models(columns: Sequence[PublicColumn]) -> str:
+    """Return a Python module with a class for each view."""
+    return _MODELS_HEAD + "".join(map(_model, _by_view(columns)))
+
+
+def typescript_types(columns: Sequence[PublicColumn]) -> str:
+    """Return a TypeScript module with an interface for each view, and one that names all views."""
+    views = _by_view(columns)
+    names = "".join(f'  "atproto.{view[0].view}": {class_of(view[0].view)};\n' for view in views)
+    interfaces = "".join(map(_interface, views))
+    index = f"/** All views by name, for example for Kysely. */\nexport interface Views {{\n{names}}}\n"
+    return f"{_TYPES_HEAD}{interfaces}\n{index}"
+
+
+def class_of(view: str) -> str:
+    """Return the name of the class or interface of a view, in the singular."""
+    return CLASSES.get(view) or view.removesuffix("s").title().replace("_", "")
+
+
+def _by_view(columns: Sequence[PublicColumn]) -> list[list[PublicColumn]]:
+    views: dict[str, list[PublicColumn]] = {}
+    for column in columns:
+        views.setdefault(column.view, []).append(column)
+    return list(views.values())
+
+
+def _model(view: Sequence[PublicColumn]) -> str:
+    first, keys = view[0], KEYS[view[0].view].split()
+    lines = [f"\n\nclass {class_of(first.view)}(PublicView):\n    {_docstring(first.view_comment)}\n\n"]
+    lines.append(f'    __tablename__ = "{first.view}"\n\n')
+    for column in view:
+        python, sql = PYTHON_TYPES[column.type]
+        if column.nullable and python != "Any":
+            python = f"{python} | None"
+        key = ", primary_key=True" if column.name in keys else ""
+        lines.append(f"    {column.name}: Mapped[{python}] = mapped_column({sql}{key})\n")
+        lines.append(f'    """{_wrapped(column.comment, "    ")}"""\n')
+    return "".join(lines)
+
+
+def _docstring(text: str) -> str:
+    """Return the docstring of a class: the first sentence in its own paragraph."""
+    first, end, rest = text.partition(". ")
+    return f'"""{first}.\n\n    {_wrapped(rest, "    ")}\n    """' if end else f'"""{_wrapped(text, "    ")}"""'
+
+
+def _interface(view: Sequence[PublicColumn]) -> str:
+    first = view[0]
+    lines = [f"\n{_typescript_comment(first.view_comment, '')}\nexport interface {class_of(first.view)} {{\n"]
+    for column in view:
+        type_ = "DateOrInfinity" if column.infinite else TYPESCRIPT_TYPES[column.type]
+        type_ += " | null" * (column.nullable and column.type != "jsonb")
+        lines.append(f"{_typescript_comment(column.comment, '  ')}\n  {column.name}: {type_};\n")
+    return "".join([*lines, "}\n"])
+
+
+def _typescript_comment(text: str, indent: str) -> str:
+    return f"{indent}/** {_wrapped(text, f'{indent} * ')} */"
+
+
+def _wrapped(text: str, indent: str) -> str:
+    """Return the text in lines, of which all but the first begin with `indent`."""
+    lines, line = [], ""
+    for word in text.split():
+        if line and len(indent) + len(line) + len(word) + 8 > LINE_LENGTH:
+            lines.append(line)
+            line = ""
+        line = f"{line} {word}".strip()
+    return f"\n{indent}".join([*lines, line])

@@ -1,0 +1,275 @@
+"""Read lexicons, and the fields of the records that they describe (docs/sql.md#typed-views).
+
+The reader is strict about what the fields of a record depend on: the identifier, the definitions, and the types of the
+properties of a record. It does not check definitions of queries, procedures and other types.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+from indexer.atproto.syntax import is_nsid
+
+STRONG_REFERENCE = "com.atproto.repo.strongRef"
+MAX_FIELDS = 500
+"""Fields of a record. A field has up to three columns, and a view of Postgres at most 1,600."""
+UNLIMITED = 2**31 - 1
+"""The maximum length of a string without one."""
+MAX_REFERENCE_BYTES = 2_048
+"""Longer DIDs and AT-URIs are not shown, so that a B-tree can index those that are."""
+
+_LEXICON_VERSION = 1
+_MAX_REFERENCES = 16
+"""References that are followed from a field to the definition of its type."""
+_MAX_SHOWN = 80
+_BYTES_OF_FORMAT = {
+    "at-identifier": MAX_REFERENCE_BYTES,
+    "at-uri": MAX_REFERENCE_BYTES,
+    "cid": 256,
+    "did": MAX_REFERENCE_BYTES,
+    "handle": 253,
+    "language": 128,
+    "nsid": 317,
+    "record-key": 512,
+    "tid": 13,
+    "uri": 8_192,
+}
+
+
+class FieldKind(StrEnum):
+    """The type of a field, as far as its columns depend on it."""
+
+    TEXT = "text"
+    BIGINT = "bigint"
+    BOOLEAN = "boolean"
+    TIMESTAMP = "timestamp"
+    TEXT_ARRAY = "text_array"
+    ARRAY = "array"
+    OBJECT = "object"
+    LINK = "link"
+    STRONG_REF = "strong_ref"
+    BLOB = "blob"
+    ANY = "any"
+
+
+_KINDS = {
+    "array": FieldKind.ARRAY,
+    "blob": FieldKind.BLOB,
+    "boolean": FieldKind.BOOLEAN,
+    "bytes": FieldKind.OBJECT,
+    "cid-link": FieldKind.LINK,
+    "integer": FieldKind.BIGINT,
+    "null": FieldKind.ANY,
+    "object": FieldKind.OBJECT,
+    "record": FieldKind.OBJECT,
+    "ref": FieldKind.ANY,
+    "string": FieldKind.TEXT,
+    "token": FieldKind.TEXT,
+    "union": FieldKind.OBJECT,
+    "unknown": FieldKind.OBJECT,
+}
+
+
+class RecordField(NamedTuple):
+    """A field of a record.
+
+    Attributes:
+        name: The name in the record.
+        kind: The type. `ANY` if it refers to a definition that is not known.
+        required: True if the lexicon requires the field.
+        nullable: True if the lexicon allows null.
+        max_bytes: The maximum bytes of a string, or of each string of an array.
+        description: The description in the lexicon; empty if there is none.
+    """
+
+    name: str
+    kind: FieldKind
+    required: bool
+    nullable: bool
+    max_bytes: int
+    description: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lexicon:
+    """A lexicon.
+
+    Attributes:
+        nsid: Its NSID.
+        text: The whole document as JSON.
+        defs: The definitions by name.
+        record: The object that describes the records; None if the lexicon has no record type.
+    """
+
+    nsid: str
+    text: str
+    defs: Mapping[str, Mapping[str, Any]]
+    record: Mapping[str, Any] | None
+
+
+def parse_lexicon(document: Any) -> Lexicon:
+    """Return the lexicon in a decoded JSON document.
+
+    Raises:
+        ValueError: The document is not a lexicon; the message says why.
+    """
+    if not isinstance(document, dict) or "lexicon" not in document:
+        raise ValueError("it has no field `lexicon`")
+    version = document["lexicon"]
+    if type(version) is not int or version != _LEXICON_VERSION:
+        raise ValueError(f"version {_shown(version)} of the lexicon language is unknown")
+    nsid = document.get("id")
+    if not isinstance(nsid, str) or not is_nsid(nsid):
+        raise ValueError(f"`id` is not an NSID: {_shown(nsid)}")
+    defs = document.get("defs")
+    if not isinstance(defs, dict) or not defs:
+        raise ValueError("`defs` is not an object with definitions")
+    for name, definition in defs.items():
+        if not _has_type(definition):
+            raise ValueError(f"`defs.{_shown(name)}` is not a definition with a type")
+    main = defs.get("main", {})
+    return Lexicon(nsid, _text_of(document), defs, _record(main) if main.get("type") == "record" else None)
+
+
+def record_fields(lexicon: Lexicon, known: Mapping[str, Lexicon]) -> tuple[RecordField, ...]:
+    """Return the fields of a lexicon with a record type, in the order of the document.
+
+    `known` has the lexicons that the fields may refer to, by NSID.
+    """
+    record = lexicon.record or {}
+    required, nullable = record.get("required", ()), record.get("nullable", ())
+    fields = []
+    for name, schema in record.get("properties", {}).items():
+        kind, max_bytes = _type(schema, lexicon.nsid, {**known, lexicon.nsid: lexicon})
+        description = schema.get("description")
+        fields.append(
+            RecordField(
+                name,
+                kind,
+                required=name in required,
+                nullable=name in nullable,
+                max_bytes=max_bytes,
+                description=description if isinstance(description, str) else "",
+            )
+        )
+    return tuple(fields)
+
+
+def references(lexicon: Lexicon, known: Mapping[str, Lexicon]) -> set[str]:
+    """Return the NSIDs of the other lexicons that the types of the record's fields depend on, known or not."""
+    found: set[str] = set()
+    known = {**known, lexicon.nsid: lexicon}
+    for schema in (lexicon.record or {}).get("properties", {}).values():
+        nsid = lexicon.nsid
+        for owner, step in _steps(schema, nsid, known):
+            found.add(owner)
+            nsid, schema = owner, step or {}  # noqa: PLW2901 - the definition of the type
+        found.update(owner for owner, _ in _steps(schema.get("items") or {}, nsid, known))
+    return found - {lexicon.nsid, STRONG_REFERENCE}
+
+
+def _record(main: Mapping[str, Any]) -> Mapping[str, Any]:
+    record = main.get("record")
+    if not isinstance(record, dict) or record.get("type") != "object":
+        raise ValueError("`defs.main.record` is not of the type object")
+    properties = record.get("properties", {})
+    valid = isinstance(properties, dict)
+    if not valid:
+        raise ValueError("`defs.main.record.properties` is not an object")
+    if len(properties) > MAX_FIELDS:
+        raise ValueError(f"the record has {len(properties)} fields; at most {MAX_FIELDS} are supported")
+    for name, schema in properties.items():
+        place = f"defs.main.record.properties.{_shown(name)}"
+        _check_schema(schema, place)
+        if schema["type"] == "array":
+            _check_schema(schema.get("items"), f"{place}.items")
+    for key in ("required", "nullable"):
+        names = record.get(key, [])
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"`defs.main.record.{key}` is not a list of names")
+    return record
+
+
+def _has_type(definition: Any) -> bool:
+    return isinstance(definition, dict) and isinstance(definition.get("type"), str)
+
+
+def _check_schema(schema: Any, place: str) -> None:
+    type_ = schema.get("type") if isinstance(schema, dict) else None
+    if not isinstance(type_, str) or type_ not in _KINDS:
+        raise ValueError(f"`{place}` has no known type: {_shown(type_)}")
+    if type_ == "ref" and not isinstance(schema.get("ref"), str):
+        raise ValueError(f"`{place}.ref` is not a reference")
+    length = schema.get("maxLength", 0)
+    if type_ in {"string", "array"} and (type(length) is not int or length < 0):
+        raise ValueError(f"`{place}.maxLength` is not a length")
+
+
+def _steps(
+    schema: Mapping[str, Any], nsid: str, known: Mapping[str, Lexicon]
+) -> Iterator[tuple[str, Mapping[str, Any] | None]]:
+    """Yield the lexicon and the schema of each step from a reference to its definition; None: it is not known."""
+    for _ in range(_MAX_REFERENCES):
+        if schema.get("type") != "ref":
+            return
+        owner, _, name = str(schema.get("ref")).partition("#")
+        nsid = owner or nsid
+        found = known[nsid].defs.get(name or "main") if nsid in known else None
+        yield nsid, found
+        schema = found or {}
+
+
+def _resolve(schema: Any, nsid: str, known: Mapping[str, Lexicon]) -> tuple[str, Mapping[str, Any]]:
+    """Return a schema of the lexicon `nsid`, or the definition that it refers to, with the lexicon of the result.
+
+    The result has no type if the definition is not known.
+    """
+    if not isinstance(schema, dict):
+        return nsid, {}
+    for owner, found in _steps(schema, nsid, known):
+        nsid, schema = owner, found or {}
+    return nsid, schema if schema.get("type") != "ref" else {}
+
+
+def _type(schema: Mapping[str, Any], nsid: str, known: Mapping[str, Lexicon]) -> tuple[FieldKind, int]:
+    """Return the kind of a field, and the maximum bytes of its strings."""
+    if schema["type"] == "ref" and schema["ref"].removesuffix("#main") == STRONG_REFERENCE:
+        return FieldKind.STRONG_REF, UNLIMITED
+    nsid, found = _resolve(schema, nsid, known)
+    kind = _KINDS.get(found.get("type", ""), FieldKind.ANY)
+    if kind is FieldKind.ARRAY:
+        _, found = _resolve(found.get("items"), nsid, known)
+        kind = FieldKind.TEXT_ARRAY if found.get("type") in {"string", "token"} else FieldKind.ARRAY
+    elif kind is FieldKind.TEXT and found.get("format") == "datetime":
+        kind = FieldKind.TIMESTAMP
+    return kind, _max_bytes(found)
+
+
+def _max_bytes(schema: Mapping[str, Any]) -> int:
+    length, format_ = schema.get("maxLength"), schema.get("format")
+    limits = [UNLIMITED]
+    limits += [length] if type(length) is int and length >= 0 and schema.get("type") == "string" else []
+    limits += [_BYTES_OF_FORMAT[format_]] if isinstance(format_, str) and format_ in _BYTES_OF_FORMAT else []
+    return min(limits)
+
+
+def _text_of(document: Any) -> str:
+    """Return the document as JSON that Postgres can store.
+
+    Raises:
+        ValueError: It has a character, a number or a depth that Postgres cannot store.
+    """
+    try:
+        text = json.dumps(document, ensure_ascii=False, allow_nan=False)
+        text.encode()
+    except (ValueError, RecursionError) as error:  # includes UnicodeEncodeError
+        raise ValueError(f"it cannot be stored as JSON: {error}") from None
+    if "\\u0000" in text:
+        raise ValueError("it contains the character U+0000")
+    return text
+
+
+def _shown(value: Any) -> str:
+    return repr(value)[:_MAX_SHOWN]

@@ -1,0 +1,136 @@
+"""The command `cursor` and its subcommands `show` and `reset`."""
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from time import time
+from typing import Any, Literal
+
+import click
+from rich.table import Table
+
+from indexer.cli.arguments import START
+from indexer.cli.command import ExitCode, command, config_option, json_option, report_error
+from indexer.cli.database import open_store
+from indexer.cli.output import echo_result, literal_text, result_console, to_json
+from indexer.monitoring.readiness import describe_gap
+from indexer.relay.event_time import event_seconds
+from indexer.relay.live_position import live_position
+from indexer.settings import Settings
+from indexer.sync.gap import OpenGap
+from indexer.sync.shard import BUCKETS, Shard
+from indexer.sync.stored_cursor import StoredCursor
+from indexer.sync.watermark import Position
+
+COLUMNS = ("relay", "shard", "epoch", "seq", "event_time", "lag_seconds")
+
+
+@click.group("cursor")
+@config_option
+def cursor_command(config: Path | None) -> None:
+    """Show or reset the stored positions in the streams of relays."""
+
+
+@command("show", cursor_command)
+@json_option
+async def show_command(settings: Settings, *, as_json: bool) -> int:
+    """Show the stored cursors and the open gaps.
+
+    The lag is the age of the message at the cursor, by its own time.
+    """
+    async with open_store(settings) as store:
+        cursors, gaps = await store.cursors(), await store.open_gaps()
+    rows = [_cursor_row(cursor, time()) for cursor in sorted(cursors, key=_order)]
+    if as_json:
+        click.echo(to_json({"cursors": rows, "open_gaps": [_gap_row(gap) for gap in gaps]}))
+        return ExitCode.OK
+    table = Table(*(name.replace("_", " ") for name in COLUMNS), box=None)
+    for row in rows:
+        table.add_row(*(literal_text("-" if row[name] is None else str(row[name])) for name in COLUMNS))
+    result_console().print(table)
+    for gap in gaps:
+        click.echo(f"open: {describe_gap(gap)}")
+    return ExitCode.OK
+
+
+@command("reset", cursor_command)
+@click.argument("relay", metavar="RELAY")
+@click.option(
+    "--to",
+    "target",
+    default="oldest",
+    show_default=True,
+    metavar="SEQ|live|oldest",
+    type=START,
+    help="Continue with this sequence number, with the next message, or with the oldest message that the relay has.",
+)
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
+@json_option
+async def reset_command(
+    settings: Settings, *, relay: str, target: Literal["live", "oldest"] | int, yes: bool, as_json: bool
+) -> int:
+    """Set the cursor of a relay, for all shards, and open a gap.
+
+    RELAY is the URL of the relay as `indexer cursor show` prints it. No daemon may run. The next daemon is not ready
+    until a reconciliation has closed the gap. Records are not changed: messages that are received again have no effect,
+    and repos that missed messages are fetched again.
+    """
+    async with open_store(settings, connections=2) as store, store.shard_lock(range(BUCKETS)) as lock:
+        if not await lock.claim():
+            return report_error("a daemon is running; stop all daemons of this database first", ExitCode.FAILED)
+        cursors = await store.cursors()
+        if relay not in {cursor.relay for cursor in cursors}:
+            return report_error(f"no cursor is stored for {relay}; see indexer cursor show", ExitCode.UNKNOWN)
+        if not yes:
+            click.confirm(f"Reset the cursor of {relay} to {target}?", abort=True, err=True)
+        position = await _position(settings, relay, target)
+        if position is None:
+            return report_error(f"{relay} has sent no message; the cursor is unchanged", ExitCode.FAILED)
+        shards = present_shards(cursors)
+        await store.reset_cursor(relay, shards, position)
+    names = [str(shard) for shard in shards]
+    text = f"{relay}: cursor {position.seq} in shards {', '.join(names)}; a gap is open for each shard"
+    echo_result({"relay": relay, "seq": position.seq, "shards": names}, text, as_json=as_json)
+    return ExitCode.OK
+
+
+def present_shards(cursors: Sequence[StoredCursor]) -> list[Shard]:
+    """Return the shards that processed each bucket last. The number of shards may have changed in the past."""
+    latest = [
+        max(processed, key=lambda cursor: cursor.updated_at).shard
+        for bucket in range(BUCKETS)
+        if (processed := [cursor for cursor in cursors if bucket in cursor.shard.buckets])
+    ]
+    return sorted(set(latest), key=lambda shard: (shard.count, shard.index))
+
+
+async def _position(settings: Settings, relay: str, target: Literal["live", "oldest"] | int) -> Position | None:
+    """Return the position that the target means; None if the relay sends no message to find it."""
+    if isinstance(target, int):
+        return Position(target, None)
+    if target == "oldest":
+        return Position(0, None)
+    return await live_position(relay, settings.limits, settings.user_agent)
+
+
+def _cursor_row(cursor: StoredCursor, now: float) -> dict[str, Any]:
+    at = event_seconds(cursor.event_time)
+    lag = None if at is None else round(now - at, 1)
+    values = (cursor.relay, str(cursor.shard), cursor.epoch, cursor.seq, cursor.event_time, lag)
+    return dict(zip(COLUMNS, values, strict=True))
+
+
+def _gap_row(opened: OpenGap) -> dict[str, Any]:
+    gap = opened.gap
+    return {
+        "relay": gap.relay,
+        "shard": gap.shard,
+        "reason": gap.reason,
+        "first_seq": gap.first_seq,
+        "last_seq": gap.last_seq,
+        "opened_at": datetime.fromtimestamp(opened.opened_at, UTC),
+    }
+
+
+def _order(cursor: StoredCursor) -> tuple[str, int, int]:
+    return cursor.relay, cursor.shard.count, cursor.shard.index

@@ -1,0 +1,167 @@
+"""Read lexicons from files, and from the repos that publish them (docs/sql.md#typed-views)."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+
+from indexer.atproto.crypto import parse_did_key
+from indexer.atproto.lexicon import Lexicon, parse_lexicon, references
+from indexer.atproto.limits import Limits
+from indexer.atproto.record import decode_record
+from indexer.errors import UnavailableError, UpstreamError
+from indexer.identity import DidResolver, DnsRecords
+from indexer.pds import PdsClient
+from indexer.sync.verify import verify_record
+
+COLLECTION = "com.atproto.lexicon.schema"
+MAX_FILE_BYTES = 1_048_576
+"""Maximum size of a lexicon: a published one is a record."""
+MAX_DEPENDENCIES = 100
+"""Lexicons that one command fetches because others refer to them."""
+
+
+class SourcedLexicon(NamedTuple):
+    """A lexicon, and the file or the AT-URI that it was read from."""
+
+    lexicon: Lexicon
+    source: str
+
+
+def read_file(path: Path) -> SourcedLexicon:
+    """Return the lexicon in a file.
+
+    Raises:
+        ClickException: The file is not a lexicon; the message is one line that says why.
+    """
+    return SourcedLexicon(_parse(_read_json(path), str(path)), str(path))
+
+
+def read_directory(path: Path) -> tuple[list[SourcedLexicon], list[Path]]:
+    """Return the lexicons in all files `*.json` below a directory, and the files that have no field `lexicon`.
+
+    Raises:
+        ClickException: A file is not valid JSON or not a valid lexicon, or there is no lexicon.
+    """
+    found, others = [], []
+    for file in sorted(path.rglob("*.json")):
+        document = _read_json(file)
+        if isinstance(document, dict) and "lexicon" in document:
+            found.append(SourcedLexicon(_parse(document, str(file)), str(file)))
+        else:
+            others.append(file)
+    if not found:
+        raise click.ClickException(f"{path} contains no lexicon")
+    return found, others
+
+
+class LexiconResolver:
+    """Resolves NSIDs to published lexicons, and verifies them like all records."""
+
+    def __init__(self, dns: DnsRecords, dids: DidResolver, pds: PdsClient, limits: Limits) -> None:
+        self._dns = dns
+        self._dids = dids
+        self._pds = pds
+        self._limits = limits
+
+    async def resolve(self, nsid: str) -> SourcedLexicon:
+        """Return the lexicon that the authority of an NSID publishes.
+
+        Raises:
+            ClickException: There is no such lexicon, or it is not valid.
+            UnavailableError: A host does not answer, or its answer proves nothing.
+        """
+        did = await self._authority(nsid)
+        identity = await self._dids.resolve(did)
+        if identity.pds is None or identity.signing_key is None:
+            raise click.ClickException(f"{nsid}: its authority {did} cannot be resolved: {identity.problem}")
+        path = f"{COLLECTION}/{nsid}"
+        try:
+            proof = await self._pds.fetch_record_proof(did, path, identity.pds)
+            block = verify_record(did, path, proof, parse_did_key(identity.signing_key), self._limits)
+        except UpstreamError as error:
+            raise click.ClickException(f"{nsid}: the proof of at://{did}/{path} is invalid: {error}") from None
+        except UnavailableError as error:
+            raise UnavailableError(error.reason, f"{nsid}: at://{did}/{path}: {error.detail}") from None
+        if block is None:
+            raise click.ClickException(f"{nsid} is not published: at://{did}/{path} does not exist")
+        return self._decode(nsid, block, f"at://{did}/{path}")
+
+    async def _authority(self, nsid: str) -> str:
+        """Return the DID of the account that publishes the lexicons of this authority."""
+        domain = ".".join(reversed(nsid.split(".")[:-1]))
+        name = f"_lexicon.{domain}"
+        try:
+            dids = await self._dns.dids(name)
+        except UnavailableError as error:
+            raise UnavailableError(error.reason, f"{nsid}: the TXT record of {name}: {error.detail}") from None
+        if len(dids) != 1:
+            found = "has no TXT record with a DID" if not dids else f"names {len(dids)} DIDs"
+            raise click.ClickException(f"{nsid} is not published: {name} {found}")
+        return dids.pop()
+
+    def _decode(self, nsid: str, block: bytes, uri: str) -> SourcedLexicon:
+        value = decode_record(block, COLLECTION, self._limits)
+        if value.problem is not None or value.json is None:
+            raise click.ClickException(f"{uri} is not a lexicon: {value.problem}")
+        lexicon = _parse(json.loads(value.json), uri)
+        if lexicon.nsid != nsid:
+            raise click.ClickException(f"{uri} is the lexicon of {lexicon.nsid}")
+        return SourcedLexicon(lexicon, uri)
+
+
+async def resolve_all(
+    resolver: LexiconResolver, nsids: Iterable[str], known: Mapping[str, Lexicon]
+) -> tuple[dict[str, SourcedLexicon], list[str]]:
+    """Return the lexicons of these NSIDs, and of unknown ones that the types of their fields depend on.
+
+    The second result has the reasons why lexicons that others refer to are missing.
+
+    Raises:
+        ClickException: One of the NSIDs has no valid lexicon.
+        UnavailableError: A host does not answer for one of the NSIDs.
+    """
+    found = {nsid: await resolver.resolve(nsid) for nsid in nsids}
+    problems: dict[str, str] = {}
+    for _ in range(MAX_DEPENDENCIES):
+        missing = next(_missing(found, known, problems), None)
+        if missing is None:
+            break
+        try:
+            found[missing] = await resolver.resolve(missing)
+        except click.ClickException as error:
+            problems[missing] = error.format_message()
+        except UnavailableError as error:
+            problems[missing] = str(error)
+    return found, list(problems.values())
+
+
+def _missing(
+    found: Mapping[str, SourcedLexicon], known: Mapping[str, Lexicon], problems: Mapping[str, str]
+) -> Iterator[str]:
+    """Yield the NSIDs of lexicons that the fields of the found ones refer to and that are neither known nor failed."""
+    every = {**known, **{nsid: one.lexicon for nsid, one in found.items()}}
+    for one in found.values():
+        yield from sorted(references(one.lexicon, every) - every.keys() - problems.keys())
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+        if len(data) > MAX_FILE_BYTES:
+            raise click.ClickException(f"{path} is not a lexicon: it has over {MAX_FILE_BYTES} bytes")
+        return json.loads(data)
+    except OSError as error:
+        raise click.ClickException(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise click.ClickException(f"{path} is not a lexicon: it is not JSON: {error}") from None
+
+
+def _parse(document: Any, source: str) -> Lexicon:
+    try:
+        return parse_lexicon(document)
+    except ValueError as error:
+        raise click.ClickException(f"{source} is not a lexicon: {error}") from None

@@ -1,0 +1,99 @@
+"""Limit the open connections of the HTTP server: a new connection closes the oldest one. Websockets are excepted."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from aiohttp import WSCloseCode, web
+from aiohttp.web_protocol import RequestHandler
+
+from indexer.monitoring.conditions import HTTP_CONNECTIONS_LIMITED, Conditions
+
+CLOSE_SECONDS = 2.0
+"""Time in which a client must answer that its websocket is closed."""
+
+
+class ConnectionLimit:
+    """Makes the protocol object of each accepted connection, and closes the oldest connections above the limit.
+
+    An honest request is answered within milliseconds. So the oldest connections are idle, or their clients send or read
+    slowly on purpose. Connections in `websockets` do not count: they have a limit of their own.
+    """
+
+    def __init__(
+        self, server: web.Server, max_connections: int, conditions: Conditions, websockets: "Websockets"
+    ) -> None:
+        self._server = server
+        self._max_connections = max_connections
+        self._conditions = conditions
+        self._websockets = websockets
+
+    def __call__(self) -> RequestHandler:
+        """Return the protocol object of a new connection."""
+        # Several connections may be accepted before the first of them is registered with the server.
+        asyncio.get_running_loop().call_soon(self._close_oldest)
+        return self._server()
+
+    def _close_oldest(self) -> None:
+        transports = [handler.transport for handler in self._server.connections]
+        alive = [
+            transport
+            for transport in transports
+            if transport is not None and not transport.is_closing() and transport not in self._websockets
+        ]
+        excess = alive[: max(0, len(alive) + 1 - self._max_connections)]
+        for transport in excess:
+            transport.abort()
+        if excess:
+            message = f"more than {self._max_connections} connections are open; new ones close the oldest"
+            self._conditions.report(HTTP_CONNECTIONS_LIMITED, message=message, count=len(excess))
+
+
+class Websockets:
+    """The open websockets of the HTTP server. They last for a long time, so that they need a limit of their own."""
+
+    def __init__(self, max_websockets: int) -> None:
+        self._max_websockets = max_websockets
+        self._open: dict[asyncio.Transport, web.WebSocketResponse | None] = {}
+
+    def __len__(self) -> int:
+        """Return the number of open websockets."""
+        return len(self._open)
+
+    def __contains__(self, transport: object) -> bool:
+        """Return True if the connection is one of an open websocket."""
+        return transport in self._open
+
+    @contextmanager
+    def hold(self, request: web.Request, websocket: web.WebSocketResponse | None) -> Iterator[None]:
+        """Except the connection of a request from the limit of connections during the block.
+
+        When the server ends, `websocket` is closed with a reason. Without it, the connection just ends.
+
+        Raises:
+            web.HTTPServiceUnavailable: There are as many websockets as allowed.
+        """
+        if (transport := request.transport) is None:
+            raise web.HTTPServiceUnavailable  # the client has closed the connection
+        if len(self._open) >= self._max_websockets:
+            raise web.HTTPServiceUnavailable(text=f"{self._max_websockets} websockets are open, which is the limit")
+        self._open[transport] = websocket
+        try:
+            yield
+        finally:
+            del self._open[transport]
+
+    async def close(self) -> None:
+        """Close all websockets, because the server ends."""
+        websockets = [websocket for websocket in self._open.values() if websocket is not None]
+        closing = [self._close(websocket) for websocket in websockets if websocket.prepared]
+        await asyncio.gather(*closing)
+
+    async def _close(self, websocket: web.WebSocketResponse) -> None:
+        with suppress(TimeoutError):  # the client reads nothing, so its connection ends without a reason
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await websocket.close(code=WSCloseCode.GOING_AWAY, message=b"the server is stopping")
+
+
+WEBSOCKETS = web.AppKey("websockets", Websockets)
+"""The key of the open websockets in the web application."""

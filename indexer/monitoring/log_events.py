@@ -1,0 +1,548 @@
+"""Every log event of this program: its level and fields, what happened, and what happens next (docs/logs.md)."""
+
+from typing import Literal, NamedTuple
+
+Level = Literal["debug", "info", "warning", "error", "critical"]
+
+
+class LogEvent(NamedTuple):
+    """One event.
+
+    Attributes:
+        levels: The level of its lines; two if it depends on the case.
+        fields: The names of its fields. Every line also has `timestamp`, `level`, `logger` and `event`.
+        happened: What happened, as a sentence.
+        then: What happens next, or what to do, as a sentence.
+    """
+
+    levels: tuple[Level, ...]
+    fields: tuple[str, ...]
+    happened: str
+    then: str
+
+
+LOG_EVENTS: dict[str, LogEvent] = {
+    "batch.refused": LogEvent(
+        ("debug",),
+        ("messages", "error"),
+        "The database answers but cannot store this batch.",
+        "It is halved until one message remains.",
+    ),
+    "change-log.blocked": LogEvent(
+        ("error",),
+        ("role", "pid", "seconds"),
+        "An open transaction of this session prevents trimming of the change log, which has twice its size.",
+        "End the session, or grant pg_signal_backend and pg_read_all_stats to the role of the daemon.",
+    ),
+    "change-log.size-limit": LogEvent(
+        ("warning",),
+        ("seconds", "retention", "limit"),
+        "Changes of this age were deleted before INDEXER_CHANGE_RETENTION, because the change log reached "
+        "INDEXER_CHANGE_BYTES.",
+        "Raise the limit if consumers need older changes.",
+    ),
+    "change-log.trimmed": LogEvent(
+        ("info",),
+        ("seq", "bytes"),
+        "The oldest segment of the change log, up to this seq, was deleted.",
+        "Nothing; consumers that are behind it were disconnected before.",
+    ),
+    "cleanup.failed": LogEvent(
+        ("error",),
+        ("type", "message", "exception"),
+        "An exception that no caller receives, such as one of a finalizer, was ignored; the traceback says which.",
+        "The process continues. Report the bug.",
+    ),
+    "condition.began": LogEvent(
+        ("info", "warning"),
+        ("condition", "subject", "message"),
+        "A condition began, such as a database that does not answer; docs/operations.md lists them.",
+        "`message` says what happens next. Summaries and the end are logged, single occurrences are not.",
+    ),
+    "condition.continues": LogEvent(
+        ("info",),
+        ("condition", "subject", "message", "seconds", "count"),
+        "A condition lasts; `count` says how often it occurred until now.",
+        "The interval of these lines grows from a minute to an hour.",
+    ),
+    "condition.ended": LogEvent(
+        ("info",),
+        ("condition", "subject", "seconds", "count"),
+        "A condition is over.",
+        "Nothing.",
+    ),
+    "consumer.caught-up": LogEvent(
+        ("info",),
+        ("reader",),
+        "A consumer that lagged is no longer behind by more than INDEXER_CONSUMER_LAG_ALARM.",
+        "The change log is trimmed as usual.",
+    ),
+    "consumer.disconnected": LogEvent(
+        ("error",),
+        ("reader", "seq", "behind"),
+        "A consumer was too far behind the change log.",
+        "It has to register again and read the records again.",
+    ),
+    "consumer.lagging": LogEvent(
+        ("warning",),
+        ("reader", "behind", "seconds", "seq"),
+        "A consumer is behind by more than INDEXER_CONSUMER_LAG_ALARM.",
+        "The change log retains what it has not read, up to twice INDEXER_CHANGE_BYTES.",
+    ),
+    "consumer.session-ended": LogEvent(
+        ("error",),
+        ("role", "pid", "seconds"),
+        "A consumer's open transaction kept the change log from being trimmed at twice its size.",
+        "Its session was ended; the consumer has to connect again.",
+    ),
+    "daemon.drain-incomplete": LogEvent(
+        ("error",),
+        ("messages", "lost"),
+        "The received messages were not written in time.",
+        "They are received again after the next start.",
+    ),
+    "daemon.draining": LogEvent(
+        ("info",),
+        ("messages", "resyncs"),
+        "A signal was received.",
+        "Received messages are written, and no more are read.",
+    ),
+    "daemon.started": LogEvent(
+        ("info",),
+        ("health", "version"),
+        "The daemon is running.",
+        "Its health checks are at this address.",
+    ),
+    "daemon.stop-timeout": LogEvent(
+        ("error",),
+        ("unfinished", "seconds", "lost"),
+        "The process did not end within INDEXER_STOP_TIMEOUT.",
+        "It ends now, in this step.",
+    ),
+    "daemon.stopped": LogEvent(("info",), (), "The daemon has stopped.", "The process ends."),
+    "daemon.stopped-at-once": LogEvent(
+        ("warning",),
+        ("unfinished", "lost"),
+        "A second signal was received.",
+        "The process ends now, in this step.",
+    ),
+    "database.answered": LogEvent(
+        ("info",),
+        ("database", "attempts"),
+        "The database that the daemon waited for at its start answers.",
+        "The daemon continues to start.",
+    ),
+    "database.migrated": LogEvent(
+        ("info",),
+        ("versions", "seconds"),
+        "The schema was upgraded by this number of versions.",
+        "The daemon continues to start.",
+    ),
+    "database.migrating": LogEvent(
+        ("info",),
+        ("applied", "versions", "seconds"),
+        "The upgrade of the schema has applied so many of all `versions`. They are null until it begins: another "
+        "process upgrades the schema, or the database is slow to answer.",
+        "The daemon starts when the upgrade ends. A line follows every 10 seconds.",
+    ),
+    "database.operation-failed": LogEvent(
+        ("debug",),
+        ("task", "error"),
+        "An operation of this task on the database failed.",
+        "It is retried.",
+    ),
+    "database.newer-schema": LogEvent(
+        ("warning",),
+        ("database", "release"),
+        "A newer release has upgraded the schema, and this release can use it.",
+        "This process continues; upgrade it, too.",
+    ),
+    "database.roles-missing": LogEvent(
+        ("warning",),
+        ("roles",),
+        "These roles do not exist, and the daemon may not create them.",
+        "The public schema is not granted to them; create them and run `indexer migrate`.",
+    ),
+    "database.waiting": LogEvent(
+        ("warning",),
+        ("error",),
+        "The database does not answer at the start.",
+        "The daemon tries again at least every 15 seconds.",
+    ),
+    "erasure.done": LogEvent(
+        ("info",),
+        ("accounts", "records", "postponed"),
+        "The grace period of these deleted accounts was over, and their records were erased, or could not be yet.",
+        "Postponed accounts, whose DIDs are gone, are checked again later; the level debug shows each account.",
+    ),
+    "feed.began": LogEvent(
+        ("info",),
+        ("consumer", "seq", "snapshot"),
+        "This process serves the feed for clients of tap. All changes up to seq were delivered before. If snapshot is "
+        "not null, the stored records of the repos after this DID are delivered, too.",
+        "Clients get the changes after it that they have not acknowledged.",
+    ),
+    "feed.snapshot-completed": LogEvent(
+        ("info",),
+        ("consumer",),
+        "Clients of tap have acknowledged all records that were stored when the consumer was registered.",
+        "They get changes only.",
+    ),
+    "feed.waiting": LogEvent(
+        ("warning",),
+        ("consumer",),
+        "Another process serves the feed for clients of tap.",
+        "Clients of this process wait. It serves them when the session of the other process ends.",
+    ),
+    "gap.closed": LogEvent(
+        ("info",),
+        ("relay", "reason", "id"),
+        "A reconciliation has found every repo that the gap may have affected.",
+        "The resyncs that it requested run.",
+    ),
+    "gap.opened": LogEvent(
+        ("error",),
+        ("id", "relay", "reason", "first_seq", "last_seq"),
+        "Messages may have been missed.",
+        "The daemon is not ready until a reconciliation has closed the gap.",
+    ),
+    "handle.check-failed": LogEvent(
+        ("debug",),
+        ("did", "handle", "error"),
+        "A handle could not be verified.",
+        "The verification is retried.",
+    ),
+    "identity.load-failed": LogEvent(
+        ("debug",),
+        ("did", "error"),
+        "The database did not answer when identities were loaded.",
+        "They are resolved over the network.",
+    ),
+    "identity.refresh-failed": LogEvent(
+        ("debug",),
+        ("did", "error"),
+        "An identity could not be refreshed.",
+        "The cached one is still used.",
+    ),
+    "identity.refresh-postponed": LogEvent(
+        ("debug",),
+        ("did", "failures", "error"),
+        "A stale identity could not be refreshed.",
+        "The refresh is retried after a back-off.",
+    ),
+    "identity.save-failed": LogEvent(
+        ("debug",),
+        ("did", "error"),
+        "The database did not store a resolved identity.",
+        "The identity is in use, and is resolved again after a restart.",
+    ),
+    "jetstream.cursor-too-old": LogEvent(
+        ("info",),
+        ("cursor", "seq"),
+        "The cursor of a subscriber of /subscribe is older than the log: changes up to seq were trimmed.",
+        "It gets the oldest change and everything after it. It may read atproto.records for what is missing.",
+    ),
+    "jetstream.disconnected": LogEvent(
+        ("warning",),
+        ("client", "reason"),
+        "The daemon disconnected a subscriber of /subscribe. If the subscriber was too slow, others were not delayed.",
+        "It may connect again with the cursor of its last event.",
+    ),
+    "jetstream.log-trimmed": LogEvent(
+        ("warning",),
+        ("error", "subscribers"),
+        "The change log was trimmed past the position of the feed, because the database was unavailable for too long.",
+        "The subscribers are disconnected. Those that connect with a cursor continue at the oldest change.",
+    ),
+    "key.unavailable": LogEvent(
+        ("debug",),
+        ("did", "error"),
+        "A signing key could not be fetched.",
+        "The message is not verified, and a synchronized repo is resynced.",
+    ),
+    "links.backfilled": LogEvent(
+        ("info",),
+        ("repos", "links", "seconds"),
+        "The links of all stored records of the shard are stored.",
+        "Nothing; atproto.link_count answers when this holds for all shards.",
+    ),
+    "links.backfilling": LogEvent(
+        ("info",),
+        ("after",),
+        "INDEXER_LINKS is on, and the links of records that were stored before are being added, from this DID on.",
+        "It continues in the background, also after a restart; atproto.link_progress shows the progress.",
+    ),
+    "links.off": LogEvent(
+        ("warning",),
+        ("removed",),
+        "INDEXER_LINKS was turned off, and links of this shard are not kept any more.",
+        "All links are removed as soon as every process has it off. To turn it on again begins a new backfill.",
+    ),
+    "links.outdated": LogEvent(
+        ("error",),
+        (),
+        "Links of this shard are outdated, because INDEXER_LINKS was off for this process and on for others.",
+        "No links are kept for this shard. Turn INDEXER_LINKS off for all processes of the database, then on again.",
+    ),
+    "message.refused": LogEvent(
+        ("debug",),
+        ("did", "seq", "error"),
+        "The database cannot store the effects of this message.",
+        "It becomes a dead letter, and its repo is resynced.",
+    ),
+    "postgres.ended": LogEvent(
+        ("error",),
+        ("code", "log"),
+        "The embedded Postgres stopped unexpectedly; its log says why.",
+        "It is restarted.",
+    ),
+    "postgres.killed": LogEvent(
+        ("error",),
+        ("log",),
+        "The embedded Postgres did not stop in time and was killed.",
+        "It recovers at the next start.",
+    ),
+    "postgres.not-restarted": LogEvent(
+        ("error",),
+        ("error",),
+        "The embedded Postgres could not be restarted.",
+        "The restart is retried at least every 30 seconds; the same error is logged once.",
+    ),
+    "postgres.restarted": LogEvent(("info",), (), "The embedded Postgres is running again.", "The stages continue."),
+    "process.ended": LogEvent(
+        ("error",),
+        ("process", "code", "pause"),
+        "One of several daemon processes ended.",
+        "It is restarted after a pause.",
+    ),
+    "process.failed": LogEvent(
+        ("critical",),
+        ("exception",),
+        "An unexpected exception ends the process; the traceback says which.",
+        "After a restart, it continues from its cursor. Report the bug.",
+    ),
+    "process.started": LogEvent(
+        ("info",),
+        ("process", "pid"),
+        "One of several daemon processes was started.",
+        "Its own lines follow.",
+    ),
+    "reconciliation.done": LogEvent(
+        ("info",),
+        ("relay", "listed", "different"),
+        "The relay's repo list was compared with the database.",
+        "A resync was requested for the repos that are behind.",
+    ),
+    "reconciliation.failed": LogEvent(
+        ("warning",),
+        ("relay", "error"),
+        "The relay's repo list could not be read to its end.",
+        "The next relay is asked, then this one again after a growing pause.",
+    ),
+    "reconciliation.many-unlisted": LogEvent(
+        ("warning",),
+        ("relay", "asked"),
+        "The repo list lacks many stored accounts.",
+        "The hosting status of the rest is not asked for.",
+    ),
+    "relay.connected": LogEvent(
+        ("info",),
+        ("relay", "cursor"),
+        "The stream is open, after this cursor; without one, it has new messages only.",
+        "Messages are received.",
+    ),
+    "relay.connecting": LogEvent(
+        ("debug",),
+        ("relay", "cursor"),
+        "A connection to a relay is being opened, after this cursor.",
+        "`relay.connected` or `relay.unreachable` follows.",
+    ),
+    "relay.error": LogEvent(
+        ("error",),
+        ("relay", "error"),
+        "The relay sent an error message, and ends the stream.",
+        "The daemon reconnects; the same error is logged again only after a valid message.",
+    ),
+    "relay.info": LogEvent(
+        ("info",),
+        ("relay", "name"),
+        "The relay sent an info message; each name is logged once per connection.",
+        "Nothing.",
+    ),
+    "relay.lost": LogEvent(
+        ("warning",),
+        ("relay", "error"),
+        "The open connection to the relay was lost.",
+        "The daemon reconnects after a pause; until then, /readyz shows relay-disconnected.",
+    ),
+    "relay.sequence-restarted": LogEvent(
+        ("error",),
+        ("relay", "cursor", "evidence"),
+        "The relay started a new sequence.",
+        "The stream is entered by time, and a gap is opened.",
+    ),
+    "relay.silent": LogEvent(
+        ("info",),
+        ("relay", "error"),
+        "The relay sent no message for a while.",
+        "The daemon reconnects, and waits longer if nothing is new.",
+    ),
+    "relay.unreachable": LogEvent(
+        ("warning",),
+        ("relay", "error", "attempts"),
+        "No connection to a relay could be opened; `attempts` counts since the last connection.",
+        "The daemon tries again. It logs the attempts 1, 2, 4, 8 and so on.",
+    ),
+    "repo.erased": LogEvent(
+        ("debug",),
+        ("did",),
+        "The grace period of a deleted account is over, and its records were erased.",
+        "Nothing.",
+    ),
+    "repo.erasure-postponed": LogEvent(
+        ("debug",),
+        ("did", "reason", "seconds"),
+        "The records of an account whose DID is gone were not erased yet, for this reason.",
+        "The account is checked again after `seconds`.",
+    ),
+    "repos.forgotten": LogEvent(
+        ("debug",),
+        ("repos",),
+        "Repos without stored records were deleted: they cannot be fetched, or their accounts are inactive.",
+        "The next message of such an account adds its repo again.",
+    ),
+    "repos.unparked": LogEvent(
+        ("debug",),
+        ("repos",),
+        "Parked repos are due again.",
+        "They are resynced.",
+    ),
+    "resync.claim-lost": LogEvent(
+        ("debug",),
+        ("did", "error"),
+        "The repo was desynchronized again, its lease expired, or the database failed.",
+        "The resync is abandoned, and the repo is claimed again.",
+    ),
+    "resync.done": LogEvent(
+        ("debug",),
+        ("did", "result"),
+        "A resync ended with this result.",
+        "The worker claims another repo.",
+    ),
+    "resync.equivocation": LogEvent(
+        ("debug",),
+        ("did", "rev"),
+        "The export has another tree than the stored one at the same rev.",
+        "The export is applied.",
+    ),
+    "resync.failed": LogEvent(
+        ("debug",),
+        ("did", "error", "attempts"),
+        "A resync failed.",
+        "It is retried after a back-off, or when the repo is unparked.",
+    ),
+    "resync.slow": LogEvent(
+        ("debug",),
+        ("did", "host", "bytes_per_second"),
+        "All workers are occupied, and the host sends slowly.",
+        "The resync ends, and starts again later.",
+    ),
+    "resync.source-failed": LogEvent(
+        ("debug",),
+        ("did", "source", "error"),
+        "One source of exports failed.",
+        "The next one is asked.",
+    ),
+    "resync.values-missing": LogEvent(
+        ("debug",),
+        ("did", "records"),
+        "No source has the blocks of these records.",
+        "Their CIDs are stored, and a resync is requested later.",
+    ),
+    "scope.changed": LogEvent(
+        ("info",),
+        ("version", "before", "now"),
+        "The process read a new version of the scope.",
+        "New messages follow it. Records of removed collections are deleted, records of added ones are fetched.",
+    ),
+    "scope.compared": LogEvent(
+        ("info",),
+        ("version", "complete"),
+        "The lists of the added collections were read. `complete` repos have no records of these collections.",
+        "The others are fetched.",
+    ),
+    "scope.compared-again": LogEvent(
+        ("info",),
+        ("collection", "incomplete"),
+        "The list of an added collection was read again. `incomplete` repos in it have no stored record of it.",
+        "These repos are fetched.",
+    ),
+    "scope.discovered": LogEvent(
+        ("info",),
+        ("relay", "collection", "listed", "added"),
+        "The list of a signal collection was read. Of its accounts, `added` were not tracked before.",
+        "Their repos are fetched.",
+    ),
+    "scope.list-failed": LogEvent(
+        ("warning",),
+        ("error", "retry_seconds"),
+        "A relay's list of the repos with records of a collection could not be read.",
+        "It is read again after retry_seconds. Until then, no repo is fetched because of this list.",
+    ),
+    "scope.list-not-offered": LogEvent(
+        ("info",),
+        ("relay", "collection", "error"),
+        "The relay does not list repos by collection.",
+        "The next relay is asked. If none offers it, all repos are fetched.",
+    ),
+    "scope.narrowed": LogEvent(
+        ("info",),
+        ("version", "records"),
+        "Records of collections that the scope does not select were deleted.",
+        "Nothing.",
+    ),
+    "scope.not-untracked": LogEvent(
+        ("warning",),
+        ("version", "signal_collections"),
+        "The scope wants fewer repos, but no repo is untracked: no list and no stored record shows which repos have "
+        "records of these signal collections.",
+        "Untrack repos with indexer scope untrack, or store the collections and change the scope again.",
+    ),
+    "scope.settings-ignored": LogEvent(
+        ("warning",),
+        ("settings", "stored"),
+        "INDEXER_TRACK, INDEXER_COLLECTIONS or INDEXER_SIGNAL_COLLECTIONS differ from the stored scope.",
+        "The stored scope decides. Change it with `indexer scope set`, or adapt the settings.",
+    ),
+    "scope.untracked": LogEvent(
+        ("info",),
+        ("version", "repos"),
+        "Repos that the scope does not want any more were untracked.",
+        "Their records are deleted within a minute or more.",
+    ),
+    "shard-lock.acquired": LogEvent(
+        ("info",),
+        ("shard",),
+        "No other process holds a part of this shard any more.",
+        "This process owns the shard and continues from its cursor.",
+    ),
+    "shard-lock.lost": LogEvent(
+        ("warning",),
+        ("shard",),
+        "The database session of the shard lock ended.",
+        "Nothing is written until the lock is acquired again.",
+    ),
+    "shard-lock.waiting": LogEvent(
+        ("warning",),
+        ("shard", "holders"),
+        "Sessions of other processes hold a part of this shard.",
+        "This process waits until they end.",
+    ),
+    "thread.failed": LogEvent(
+        ("error",),
+        ("thread", "exception"),
+        "An unexpected exception ended a thread; the traceback says which.",
+        "The process continues. Report the bug.",
+    ),
+}
+"""The events by name. Tests compare the names, levels and fields with the code."""

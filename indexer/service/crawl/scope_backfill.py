@@ -1,0 +1,219 @@
+"""Fetch the records of collections that were added to the scope: only of repos that can have such records.
+
+A host that lists repos by collection says which repos have none. They are complete without a fetch. A list is not
+signed, and it may lag. So it is compared again after some minutes and after a day, and repos are fetched that it names
+then and of which no such record is stored. A pattern that ends in `.*` cannot be listed, so all repos are fetched for
+it. Only a few repos at a time are desynchronized. The others stay synchronized, and their commits are applied, until
+their turn comes.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from time import monotonic, time
+
+import structlog
+
+from indexer.atproto.syntax import is_nsid
+from indexer.concurrency.stage_progress import StageProgress
+from indexer.errors import UnavailableError
+from indexer.monitoring.metrics import Metrics
+from indexer.outbound import OutboundClient
+from indexer.reasons import Desync, FetchFailure
+from indexer.service.crawl.listed_accounts import ListedAccounts
+from indexer.service.crawl.repo_list_pages import repo_list_pages
+from indexer.service.current_scope import CurrentScope
+from indexer.service.periodic import run_periodically
+from indexer.store import DatabaseError, Store
+from indexer.sync.crawl_progress import CrawlProgress
+from indexer.sync.repo_state import Repo
+from indexer.sync.scope import Scope
+from indexer.sync.shard import Shard
+
+SETTLE_SECONDS = 30.0
+"""Time from a change to the reading of a list: a list may lack what the stream has delivered just before."""
+RECHECK_SECONDS = (600.0, 86_400.0)
+"""Times from the comparison with a list to its repetitions."""
+RECHECK_POLL_SECONDS = 60.0
+MAX_WAITING = 200
+"""Repos of a shard that are due at a time because of an added collection."""
+RETRY_SECONDS = 60.0
+"""Pause after a list could not be read."""
+PAGE_SIZE = 2_000
+
+_NOT_OFFERED = frozenset({FetchFailure.HTTP_STATUS, FetchFailure.BAD_ANSWER})
+
+log = structlog.get_logger(__name__)
+
+Lists = Mapping[str, ListedAccounts | None]
+"""The repos that have records of a collection, by pattern; None if no host lists them."""
+
+
+class ScopeBackfill:
+    """Completes the repos of a shard after collections were added.
+
+    Attributes:
+        stage: Its progress. Requests, and the comparison with lists, are work.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        outbound: OutboundClient,
+        scope: CurrentScope,
+        sources: Callable[[], Sequence[str]],
+        shard: Shard,
+        metrics: Metrics,
+        *,
+        interval: float = 1.0,
+        settle: float = SETTLE_SECONDS,
+        recheck: Sequence[float] = RECHECK_SECONDS,
+        recheck_poll: float = RECHECK_POLL_SECONDS,
+    ) -> None:
+        """Create the backfill. `sources` returns the base URLs of the relays to ask; none if no stream is open."""
+        self._store = store
+        self._outbound = outbound
+        self._scope = scope
+        self._sources = sources
+        self._shard = shard
+        self._buckets = shard.buckets
+        self._metrics = metrics
+        self._interval = interval
+        self._settle = settle
+        self._recheck = recheck
+        self._recheck_poll = recheck_poll
+        self._recheck_at = 0.0
+        self._compared = 0
+        self._retry_at = 0.0
+        self.stage = StageProgress("scope backfill")
+        self._requests = self.stage.add()
+
+    async def run(self) -> None:
+        """Request resyncs forever. Only an exception that is a bug ends it."""
+        await run_periodically(self.step, self._interval, self.stage)
+
+    async def step(self) -> None:
+        """Request the next resyncs, after the lists were read.
+
+        Raises:
+            DatabaseError: The database is unavailable.
+        """
+        scope = self._scope.scope
+        if not scope.complete_from or monotonic() < self._retry_at or not self._scope.only_in_use(scope.version):
+            return
+        if scope.complete_from > self._compared and not await self._compare_with_lists(scope):
+            return
+        self._compared = scope.complete_from
+        if monotonic() >= self._recheck_at:
+            self._recheck_at = monotonic() + self._recheck_poll
+            await self._compare_again(scope)
+        requested = await self._store.request_incomplete(scope, self._buckets, MAX_WAITING, time())
+        self._metrics.desynchronized(Desync.SCOPE_WIDENED, requested)
+
+    async def _compare_with_lists(self, scope: Scope) -> bool:
+        """Mark repos that have no records of the added collections as complete; return False to try again later."""
+        first = await self._store.incomplete_repos(scope, self._buckets, "", 1)
+        listable = [pattern for pattern in scope.added_after(0) if is_nsid(pattern)]
+        if not first or not listable:
+            return True
+        if not self._sources() or monotonic() < self._scope.changed_at + self._settle:
+            return False
+        began_at = time()
+        try:
+            lists = {pattern: await self._read_list(pattern) for pattern in listable}
+        except DatabaseError:
+            raise
+        except UnavailableError as error:
+            log.warning("scope.list-failed", error=str(error), retry_seconds=RETRY_SECONDS)
+            self._retry_at = monotonic() + RETRY_SECONDS
+            return False
+        if self._scope.scope.version != scope.version:
+            return False
+        # First, so that a process that is killed before it has marked all repos compares them again, too.
+        for pattern in [pattern for pattern in listable if lists[pattern] is not None]:
+            recheck = CrawlProgress("recheck", "", pattern, began_at=began_at, shard=str(self._shard))
+            await self._store.save_crawl_progress(recheck)
+        complete = await self._mark_complete(scope, lists)
+        log.info("scope.compared", version=scope.version, complete=complete)
+        return True
+
+    async def _compare_again(self, scope: Scope) -> None:
+        """Compare the lists again that are due, and mark repos that lack records after all."""
+        added_in = dict(zip(scope.collections.patterns, scope.added_in, strict=True))
+        for recheck in await self._store.rechecks(self._shard) if self._sources() else ():
+            if recheck.collection not in added_in:
+                await self._store.save_crawl_progress(replace(recheck, finished_at=time()))
+            elif time() >= recheck.began_at + self._recheck[recheck.found]:
+                try:
+                    found = await self._find_incomplete(recheck, added_in[recheck.collection])
+                except DatabaseError:
+                    raise
+                except UnavailableError as error:
+                    log.warning("scope.list-failed", error=str(error), retry_seconds=self._recheck_poll)
+                    return
+                done, ended = recheck.found + 1, time() if recheck.found + 1 >= len(self._recheck) else None
+                await self._store.save_crawl_progress(replace(recheck, found=done, finished_at=ended))
+                log.info("scope.compared-again", collection=recheck.collection, incomplete=found)
+
+    async def _find_incomplete(self, recheck: CrawlProgress, added_in: int) -> int:
+        """Mark listed repos that lack records of the collection; return how many.
+
+        Raises:
+            UnavailableError: No relay answers, or the database does not.
+        """
+        incomplete, collection = 0, recheck.collection
+        for source in self._sources():
+            try:
+                async for page in repo_list_pages(self._outbound, source, collection, None, self._requests):
+                    dids = [account.did for account in page.accounts if self._shard.owns(account.did)]
+                    incomplete += await self._store.mark_incomplete(dids, collection, added_in, recheck.began_at)
+                    self.stage.moved()
+            except UnavailableError as error:
+                if error.reason not in _NOT_OFFERED:
+                    raise
+                log.info("scope.list-not-offered", relay=source, collection=collection, error=str(error))
+                continue
+            break
+        return incomplete
+
+    async def _read_list(self, collection: str) -> ListedAccounts | None:
+        """Return the repos that the first relay lists which offers it; None if none does.
+
+        Raises:
+            UnavailableError: A relay that may offer it does not answer, or the database does not.
+        """
+        stored = sum((await self._store.counts()).statuses.values())
+        for source in self._sources():
+            listed = ListedAccounts(2 * stored)
+            try:
+                async for page in repo_list_pages(self._outbound, source, collection, None, self._requests):
+                    for account in page.accounts:
+                        listed.add(account.did)
+                    self.stage.moved()
+            except UnavailableError as error:
+                if error.reason not in _NOT_OFFERED:
+                    raise
+                log.info("scope.list-not-offered", relay=source, collection=collection, error=str(error))
+                continue
+            return listed
+        return None
+
+    async def _mark_complete(self, scope: Scope, lists: Lists) -> int:
+        """Mark all repos that lack no records; return how many. Repos that change meanwhile are fetched."""
+        after, complete = "", 0
+        while page := await self._store.incomplete_repos(scope, self._buckets, after, PAGE_SIZE):
+            after = page[-1].did
+            lacking_none = [repo for repo in page if lacks_none(repo, scope, lists)]
+            complete += await self._store.mark_complete(lacking_none, scope)
+            self.stage.moved()
+            await asyncio.sleep(0)
+        return complete
+
+
+def lacks_none(repo: Repo, scope: Scope, lists: Lists) -> bool:
+    """Return True if the lists show that the repo has no records of the collections added since it was complete."""
+    for pattern in scope.added_after(repo.scope_version):
+        listed = lists.get(pattern)
+        if listed is None or repo.did in listed:
+            return False
+    return True

@@ -1,0 +1,1 @@
+"""Feeds of the change log over HTTP, for clients of other sync services."""

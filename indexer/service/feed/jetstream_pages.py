@@ -1,0 +1,78 @@
+"""Load events from the change log: the position of a cursor, and the pages that follow it, for all replays together."""
+
+import asyncio
+from collections import OrderedDict
+from time import monotonic
+
+import structlog
+
+from indexer.service.feed.jetstream_events import EventChunk, LogPosition, encode_page, position_before
+from indexer.store import Store
+
+PAGE_CHANGES = 1_000
+PAGE_BYTES = 4 << 20
+"""A page ends with the record by which its values reach this size. A record has at most 2 MiB."""
+CACHED_PAGES = 8
+CACHE_SECONDS = 10.0
+"""Time for which a page is not read again, so that records that were deleted since are not sent for longer."""
+
+log = structlog.get_logger(__name__)
+
+
+async def load_chunk(store: Store, position: LogPosition, max_changes: int = PAGE_CHANGES) -> EventChunk | None:
+    """Return the events of the next entries of the log; None if there are no entries yet.
+
+    Raises:
+        DatabaseError: The database is unavailable.
+        LogTrimmedError: Later entries have been trimmed.
+    """
+    page = await store.feed_page(position.seq, max_changes, PAGE_BYTES)
+    return encode_page(position, page) if page.changes else None
+
+
+class ReplayPages:
+    """Loads the pages of replays, one at a time, so that any number of replays uses one database connection.
+
+    Pages end at multiples of `PAGE_CHANGES`. So subscribers that replay the same part of the log, as all do after a
+    restart, soon ask for the same pages.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._lock = asyncio.Lock()
+        self._pages: OrderedDict[int, tuple[float, EventChunk]] = OrderedDict()
+
+    async def start(self, cursor: int) -> LogPosition:
+        """Return the position from which a subscriber with this cursor continues: the oldest one if it is before that.
+
+        Raises:
+            DatabaseError: The database is unavailable.
+        """
+        async with self._lock:
+            batch = await self._store.find_change_batch(cursor)
+            if batch is None:
+                trimmed = await self._store.trimmed_seq()
+                if trimmed:
+                    log.info("jetstream.cursor-too-old", cursor=cursor, seq=trimmed)
+                return LogPosition(trimmed)
+        return position_before(cursor, batch)
+
+    async def load(self, position: LogPosition) -> EventChunk | None:
+        """Return the events of the next entries of the log; None if there are no entries yet.
+
+        Raises:
+            DatabaseError: The database is unavailable.
+            LogTrimmedError: Later entries have been trimmed.
+        """
+        async with self._lock:
+            while self._pages and monotonic() - next(iter(self._pages.values()))[0] > CACHE_SECONDS:
+                self._pages.popitem(last=False)
+            if position.seq in self._pages:
+                return self._pages[position.seq][1]
+            max_changes = PAGE_CHANGES - position.seq % PAGE_CHANGES
+            chunk = await load_chunk(self._store, position, max_changes)
+            if chunk is not None and chunk.end.seq % PAGE_CHANGES == 0:  # otherwise, the log may go on here
+                self._pages[position.seq] = monotonic(), chunk
+            while len(self._pages) > CACHED_PAGES:
+                self._pages.popitem(last=False)
+        return chunk

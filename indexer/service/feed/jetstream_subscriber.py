@@ -1,0 +1,164 @@
+"""One subscriber of `/subscribe`: send it the events that it selects, from its position on, and read its messages."""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NamedTuple
+
+from aiohttp import WSCloseCode, WSMsgType, web
+
+from indexer.service.feed.frame_writer import SEND_SECONDS, FrameWriter
+from indexer.service.feed.jetstream_events import EventChunk, LogPosition
+from indexer.service.feed.jetstream_options import BadOptionsError, SubscriberOptions, parse_message
+from indexer.service.feed.jetstream_pages import ReplayPages
+from indexer.service.feed.jetstream_window import EventWindow
+from indexer.store import DatabaseError
+from indexer.store.feed_page import LogTrimmedError
+
+MAX_REASON_BYTES = 123
+"""Maximum length of the reason in a close frame (RFC 6455, section 5.5)."""
+CLOSE_SECONDS = 5.0
+PING_SECONDS = 30.0
+"""Interval of pings while there are no events to send."""
+RETRY_SECONDS = 1.0
+MESSAGE_SECONDS = 0.1
+"""Minimum time between two messages of a subscriber: each one may have 10,000 DIDs to check."""
+_PING_FRAME = b"\x89\x00"
+
+
+class Ending(NamedTuple):
+    """Why the daemon ends a connection.
+
+    Attributes:
+        cause: The label of the metric.
+        code: The code of the close frame; None if nobody reads it.
+        reason: The reason, for a person.
+    """
+
+    cause: str
+    code: WSCloseCode | None
+    reason: str
+
+
+TOO_SLOW = Ending(
+    "too-slow",
+    WSCloseCode.POLICY_VIOLATION,
+    "too slow: the next events are no longer in memory; reconnect with a cursor",
+)
+NOT_READING = Ending("not-reading", None, f"the subscriber has read nothing for {SEND_SECONDS:.0f} seconds")
+TRIMMED = Ending(
+    "log-trimmed",
+    WSCloseCode.POLICY_VIOLATION,
+    "the events after your position were trimmed from the change log; reconnect",
+)
+
+
+class Subscriber:
+    """A connected subscriber."""
+
+    def __init__(
+        self,
+        websocket: web.WebSocketResponse,
+        writer: FrameWriter,
+        options: SubscriberOptions,
+        on_sent: Callable[[int], None],
+    ) -> None:
+        self._websocket = websocket
+        self._writer = writer
+        self._options = options
+        self._on_sent = on_sent
+        self._events = options.events
+        self._ready = asyncio.Event()
+        if not options.require_hello:
+            self._ready.set()
+
+    async def serve(self, window: EventWindow, pages: ReplayPages) -> Ending | None:
+        """Send events until the connection ends; return why the daemon ended it, None if the subscriber did."""
+        sending = asyncio.create_task(self._send_events(window, pages))
+        receiving = asyncio.create_task(self._receive_messages())
+        try:
+            await asyncio.wait([sending, receiving], return_when=asyncio.FIRST_COMPLETED)
+            ending = (sending if sending.done() else receiving).result()
+        finally:
+            sending.cancel()
+            receiving.cancel()
+            await asyncio.gather(sending, receiving, return_exceptions=True)
+        if ending is not None:
+            await self._close(ending)
+        return ending
+
+    async def _receive_messages(self) -> Ending | None:
+        async for message in self._websocket:
+            if message.type is not WSMsgType.TEXT:
+                continue  # Jetstream ignores binary messages, too
+            try:
+                events = parse_message(message.data, self._events)
+            except BadOptionsError as error:
+                return Ending(
+                    "bad-message", WSCloseCode.OK, str(error)
+                )  # the code that Jetstream sends: clients do not reconnect
+            if events is not None:
+                self._events = events
+                self._ready.set()
+            await asyncio.sleep(MESSAGE_SECONDS)
+        return None
+
+    async def _send_events(self, window: EventWindow, pages: ReplayPages) -> Ending | None:
+        await self._ready.wait()
+        position = await self._start(window, pages)
+        is_live = self._options.cursor is None
+        while True:
+            if window.is_open and position.seq >= window.first:
+                chunk = window.after(position.seq)
+                is_live = is_live or chunk is None
+            elif is_live and window.is_open:
+                return TOO_SLOW
+            else:
+                try:
+                    chunk = await _load(pages, position)
+                except LogTrimmedError:
+                    return TRIMMED
+            try:
+                if chunk is not None:
+                    await self._send(chunk, position.seq)
+                    position = chunk.end
+                elif not await window.wait(PING_SECONDS):
+                    await self._writer.write(_PING_FRAME)
+            except TimeoutError:
+                return NOT_READING
+            except ConnectionError:
+                return None
+
+    async def _start(self, window: EventWindow, pages: ReplayPages) -> LogPosition:
+        """Return the position of the cursor; without one, the position of the newest event."""
+        if self._options.cursor is not None:
+            while True:
+                try:
+                    return await pages.start(self._options.cursor)
+                except DatabaseError:
+                    await asyncio.sleep(RETRY_SECONDS)
+        while window.end is None:
+            await window.wait(PING_SECONDS)
+        return window.end
+
+    async def _send(self, chunk: EventChunk, after: int) -> None:
+        payload = chunk.select(self._events, after, compress=self._options.compress)
+        await self._writer.write(payload.data)
+        self._on_sent(payload.events)
+
+    async def _close(self, ending: Ending) -> None:
+        """Send the reason, if the subscriber may read it."""
+        if ending.code is not None:
+            reason = ending.reason.encode()[:MAX_REASON_BYTES].decode(errors="ignore").encode()
+            with suppress(TimeoutError):  # it does not read, so the connection is closed without a reason
+                async with asyncio.timeout(CLOSE_SECONDS):
+                    await self._websocket.close(code=ending.code, message=reason)
+
+
+async def _load(pages: ReplayPages, position: LogPosition) -> EventChunk | None:
+    """Return the next events of a replay; None if there are none yet. Wait while the database is unavailable."""
+    while True:
+        try:
+            return await pages.load(position)
+        except DatabaseError:
+            await asyncio.sleep(RETRY_SECONDS)

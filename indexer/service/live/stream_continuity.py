@@ -1,0 +1,142 @@
+"""Check at the start of a connection that no message is missing, and open a gap if one may be."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from time import monotonic
+from typing import TypeVar
+
+import structlog
+
+from indexer.reasons import GapReason
+from indexer.relay.subscription import Subscription
+from indexer.service.live.stream_entry import Continuity, StreamEntries, StreamEntry, continuity
+from indexer.service.open_gaps import OpenGaps
+from indexer.service.periodic import DatabaseAttempt
+from indexer.sync.events import Event, MalformedEvent, UnknownEvent
+from indexer.sync.gap import Gap, OpenGap
+
+PROOF_TIMEOUT = 15.0
+"""Seconds after the connection in which the relay must send the message at the cursor again."""
+RETRY_SECONDS = 1.0
+"""Pause between two attempts to load the cursors or to store a gap."""
+
+T = TypeVar("T")
+
+log = structlog.get_logger(__name__)
+
+
+class StreamContinuity:
+    """The start of the present connection of one shard.
+
+    A gap is stored before the first message after it is processed, so no cursor passes a gap that is not stored.
+
+    Attributes:
+        entry: Where the connection entered the stream.
+        proven: True once it is known whether messages are missing; what is missing is stored as a gap.
+    """
+
+    def __init__(
+        self,
+        entries: StreamEntries,
+        gaps: OpenGaps,
+        subscription: Subscription,
+        shard: str,
+        *,
+        proof_timeout: float = PROOF_TIMEOUT,
+    ) -> None:
+        self._entries = entries
+        self._gaps = gaps
+        self._subscription = subscription
+        self._shard = shard
+        self._proof_timeout = proof_timeout
+        self._announced: OpenGap | None = None
+        self._restarting = False
+        self.entry = StreamEntry("", 0, None)
+        self.proven = True
+
+    async def begin(self, relay: str) -> StreamEntry:
+        """Return the entry for a new connection.
+
+        Raises:
+            OSError: The relay is unavailable.
+        """
+        self.entry = entry = await _retry(lambda: self._entries.entry(relay))
+        if entry.gap is not None:
+            await self._open(entry.gap)
+        self.proven = entry.resumed_at is None
+        self._announced = None
+        self._restarting = False
+        return entry
+
+    async def is_new(self, event: Event) -> bool:
+        """Compare a message at the start of the connection with the stored cursor; return True if it comes after it.
+
+        A message of another sequence is not new: the stream is entered again.
+        """
+        if self._restarting or (point := self.entry.resumed_at) is None:
+            return False
+        if isinstance(event, UnknownEvent | MalformedEvent):
+            return False  # its number proves nothing; the next message shows whether messages are missing
+        match continuity(point, event.seq, getattr(event, "time", None)):
+            case Continuity.REPLAYED:
+                return False
+            case Continuity.PROVEN:
+                self.proven = True
+                return False
+            case Continuity.RESTARTED:
+                self.restart(f"seq {event.seq} at {getattr(event, 'time', None)}")
+                return False
+            case Continuity.BROKEN:
+                self.proven = True
+                await self._report_missing((point.seq or 0) + 1, (event.seq or 0) - 1)
+                return True
+
+    def restart(self, evidence: str) -> None:
+        """Enter the stream again without the stored cursor, in a new epoch."""
+        self._restarting = True
+        self._entries.end_epoch(self.entry)
+        self._subscription.reconnect()
+        cursor = self.entry.resumed_at and self.entry.resumed_at.seq
+        log.error("relay.sequence-restarted", relay=self.entry.relay, cursor=cursor, evidence=evidence)
+
+    async def announce(self, first_seq: int) -> None:
+        """Open a gap because the relay says that it no longer has all messages from `first_seq`."""
+        if self._announced is None:
+            self._announced = await self._open(self._gap(GapReason.CURSOR_OUTDATED, first_seq))
+
+    async def check_silence(self) -> None:
+        """Open a gap if the relay has sent nothing since the connection, not even the message at the cursor.
+
+        Raises:
+            DatabaseError: The database is unavailable.
+        """
+        connection, point = self._subscription.connection, self.entry.resumed_at
+        if connection is None or connection.frames or self.proven or self._announced is not None or point is None:
+            return
+        if monotonic() - connection.opened_at > self._proof_timeout:
+            self._announced = await self._gaps.open(self._gap(GapReason.CURSOR_UNPROVEN, (point.seq or 0) + 1))
+
+    async def _report_missing(self, first_seq: int, last_seq: int) -> None:
+        """Open a gap, or complete the one that was announced."""
+        connection = self._subscription.connection
+        if connection is not None and connection.skips:
+            return  # only the message over the size limit is missing, and it is a dead letter
+        if self._announced is None:
+            await self._open(self._gap(GapReason.CURSOR_OUTDATED, first_seq, last_seq))
+        else:
+            gap_id = self._announced.id
+            await _retry(lambda: self._gaps.set_last_seq(gap_id, last_seq))
+
+    async def _open(self, gap: Gap) -> OpenGap:
+        return await _retry(lambda: self._gaps.open(gap))
+
+    def _gap(self, reason: GapReason, first_seq: int, last_seq: int | None = None) -> Gap:
+        return Gap(self.entry.relay, self._shard, reason, first_seq, last_seq)
+
+
+async def _retry(attempt: Callable[[], Awaitable[T]]) -> T:
+    """Return the result of `attempt`, which is repeated while the database is unavailable."""
+    while True:
+        with DatabaseAttempt():
+            return await attempt()
+        await asyncio.sleep(RETRY_SECONDS)

@@ -1,0 +1,126 @@
+"""Decide where to enter the stream of a relay, and whether messages are missing before the first ones.
+
+A stored cursor resumes the stream one message early: the relay must send the message at the cursor again, with the same
+time. That proves that nothing is missing in between, also for relays that report neither an outdated nor a future
+cursor. Without a cursor, the stream is entered at the time of the last message that was stored from another relay.
+"""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Literal
+
+from indexer.reasons import GapReason
+from indexer.relay.event_time import event_seconds
+from indexer.relay.seek import Entry
+from indexer.service.live.resume_point import ResumePoint, known_until, resume_point
+from indexer.store import Store
+from indexer.sync.gap import Gap
+from indexer.sync.shard import Shard
+from indexer.sync.watermark import Watermark
+
+OVERLAP_SECONDS = 900.0
+"""Seconds before the last stored message at which another relay is entered: relays differ in delay and order."""
+
+Start = Literal["live", "oldest"] | int
+Seek = Callable[[str, float], Awaitable[Entry]]
+"""Finds the position of an event time (Unix seconds) in the stream of a relay; see `indexer.relay.seek`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEntry:
+    """The start of a connection.
+
+    Attributes:
+        epoch: The epoch of the relay's sequence.
+        cursor: The cursor of the request; None asks for new messages only.
+        resumed_at: The stored cursor, whose message the relay must send again; None if there is none.
+        gap: Messages that may be missing before the first message of this connection.
+    """
+
+    relay: str
+    epoch: int
+    cursor: int | None
+    resumed_at: ResumePoint | None = None
+    gap: Gap | None = None
+
+    @property
+    def watermark(self) -> Watermark:
+        """The watermark at the start of the connection."""
+        if self.resumed_at is not None:
+            return Watermark(self.resumed_at.seq, self.resumed_at.event_time)
+        return Watermark(self.cursor)
+
+
+class StreamEntries:
+    """Finds the entry for each connection of one shard."""
+
+    def __init__(self, store: Store, seek: Seek, shard: Shard, start: Start) -> None:
+        self._store = store
+        self._seek = seek
+        self._shard = shard
+        self._start = start
+        self._ended_epochs: dict[str, int] = {}
+
+    def end_epoch(self, entry: StreamEntry) -> None:
+        """Remember that the relay has started a new sequence, so that the stored cursor means nothing in it."""
+        self._ended_epochs[entry.relay] = entry.epoch
+
+    async def entry(self, relay: str) -> StreamEntry:
+        """Return the entry for a new connection to `relay`.
+
+        Raises:
+            DatabaseError: The database is unavailable.
+            OSError: The relay is unavailable (includes TimeoutError).
+        """
+        cursors = await self._store.cursors()
+        point = resume_point(cursors, relay, self._shard)
+        restarted = self._ended_epochs.get(relay) == point.epoch
+        if point.seq == 0 and not restarted:  # the relay had sent nothing yet
+            return StreamEntry(relay, point.epoch, 0)
+        if point.seq is not None and not restarted:
+            return StreamEntry(relay, point.epoch, max(point.seq - 1, 0), point)
+        epoch = point.epoch + restarted
+        last_time = known_until(cursors, self._shard)
+        if last_time is None:
+            return await self._first_entry(relay, epoch)
+        found = await self._seek(relay, last_time - OVERLAP_SECONDS)
+        complete = found.oldest_time is not None and found.oldest_time <= last_time
+        reason = GapReason.SEQUENCE_RESTARTED if restarted else None if complete else GapReason.NO_CURSOR
+        return StreamEntry(relay, epoch, found.cursor, gap=self._gap(relay, reason))
+
+    async def _first_entry(self, relay: str, epoch: int) -> StreamEntry:
+        """Return the entry if no cursor of any relay is stored. Repos that are synchronized may be outdated then."""
+        cursor = self._start if isinstance(self._start, int) else {"live": None, "oldest": 0}[self._start]
+        reason = GapReason.NO_CURSOR if await self._store.has_synchronized_repo(self._shard.buckets) else None
+        return StreamEntry(relay, epoch, cursor, gap=self._gap(relay, reason))
+
+    def _gap(self, relay: str, reason: GapReason | None) -> Gap | None:
+        return None if reason is None else Gap(relay, str(self._shard), reason)
+
+
+class Continuity(Enum):
+    """The relation of a message at the start of a connection to the stored cursor."""
+
+    REPLAYED = auto()
+    PROVEN = auto()
+    BROKEN = auto()
+    RESTARTED = auto()
+
+
+def continuity(resumed_at: ResumePoint, seq: int | None, event_time: str | None) -> Continuity:
+    """Compare a message at the start of a connection with the stored cursor.
+
+    Returns:
+        REPLAYED for a message before the cursor, PROVEN for the message at the cursor, BROKEN if messages after the
+        cursor are missing, RESTARTED if the message belongs to another sequence.
+    """
+    cursor = resumed_at.seq or 0
+    if seq is None or seq == cursor - 1:
+        return Continuity.REPLAYED
+    if seq < cursor:
+        return Continuity.RESTARTED
+    if seq > cursor:
+        return Continuity.BROKEN
+    stored, sent = event_seconds(resumed_at.event_time), event_seconds(event_time)
+    return Continuity.RESTARTED if stored is not None and sent is not None and stored != sent else Continuity.PROVEN

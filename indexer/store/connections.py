@@ -1,0 +1,137 @@
+"""The connections of a store: a pool, and sessions on connections of their own."""
+
+from asyncio import Semaphore, timeout
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Self
+
+import asyncpg
+
+from indexer.store.columns import Connection
+from indexer.store.database_check import DatabaseCheck
+from indexer.store.database_errors import CONNECT_TIMEOUT, DatabaseError, database_errors, opening, without_password
+
+STATEMENT_TIMEOUT = 60.0
+"""Seconds after which a statement is cancelled."""
+RESERVED_CONNECTIONS = 3
+"""Connections that resyncs leave to the live path, to lease heartbeats, and to reports."""
+SERVER_SETTINGS = {
+    "application_name": "indexer",
+    "jit": "off",  # compiling costs more than executing any of these statements
+    "max_parallel_workers_per_gather": "0",  # reports are not urgent, and other processes need the cores
+    "idle_in_transaction_session_timeout": "300s",
+}
+
+
+class Connections:
+    """A pool of database connections, and connections outside it.
+
+    Attributes:
+        failed_operations: How many operations ended with a `DatabaseError`.
+        last_error: The last of these errors.
+    """
+
+    def __init__(self, pool: asyncpg.Pool, connections: int, dsn: str) -> None:
+        self._pool = pool
+        self._dsn = dsn
+        self._resync_connections = Semaphore(max(1, connections - RESERVED_CONNECTIONS))
+        self.failed_operations = 0
+        self.last_error: str | None = None
+
+    @classmethod
+    async def open(cls, dsn: str, *, connections: int = 10, readonly: bool = False) -> Self:
+        """Connect to the database.
+
+        Args:
+            dsn: The database.
+            connections: The size of the pool. Resyncs use all but `RESERVED_CONNECTIONS` of them.
+            readonly: Let the server reject every write.
+
+        Raises:
+            SettingsError: The operator has to correct something, such as the URL or the password.
+        """
+        settings = SERVER_SETTINGS | ({"default_transaction_read_only": "on"} if readonly else {})
+        with opening(dsn):
+            pool = await asyncpg.create_pool(
+                dsn,
+                min_size=1,
+                max_size=connections,
+                timeout=CONNECT_TIMEOUT,
+                command_timeout=STATEMENT_TIMEOUT,
+                server_settings=settings,
+            )
+        return cls(pool, connections, dsn)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._pool.close()
+
+    @property
+    def address(self) -> str:
+        """The connection string without the password."""
+        return without_password(self._dsn)
+
+    def database_check(self) -> DatabaseCheck:
+        """Return a check whether the database answers."""
+        return DatabaseCheck(self._dsn)
+
+    @asynccontextmanager
+    async def _maintenance_connection(self) -> AsyncIterator[asyncpg.Connection]:
+        """Open a connection for statements that may take hours and cannot run in a transaction."""
+        settings = {"application_name": "indexer", "statement_timeout": "0", "lock_timeout": "0"}
+        async with self._own_connection(settings, limited=False) as connection:
+            yield connection
+
+    @asynccontextmanager
+    async def _own_connection(
+        self, server_settings: dict[str, str], *, limited: bool = True
+    ) -> AsyncIterator[asyncpg.Connection]:
+        """Open a connection outside the pool; close it at the end. `limited` applies `STATEMENT_TIMEOUT`."""
+        with self._count_failures(), database_errors():
+            connection = await asyncpg.connect(
+                self._dsn,
+                timeout=CONNECT_TIMEOUT,
+                command_timeout=STATEMENT_TIMEOUT if limited else None,
+                server_settings=server_settings,
+            )
+            try:
+                yield connection
+            finally:
+                await connection.close(timeout=CONNECT_TIMEOUT)
+
+    @asynccontextmanager
+    async def _transaction(self) -> AsyncIterator[Connection]:
+        async with self._connection() as connection, connection.transaction():
+            yield connection
+
+    @asynccontextmanager
+    async def _connection(self) -> AsyncIterator[Connection]:
+        """Acquire a connection for a block in which all transient errors come from the database."""
+        with self._count_failures(), database_errors():
+            async with self._acquired() as connection:
+                yield connection
+
+    @asynccontextmanager
+    async def _acquired(self) -> AsyncIterator[asyncpg.pool.PoolConnectionProxy]:
+        """Acquire a connection for a block that may raise other transient errors as well."""
+        with database_errors():
+            connection = await self._acquire()
+        try:
+            yield connection
+        finally:
+            with database_errors():
+                await self._pool.release(connection)
+
+    async def _acquire(self) -> asyncpg.pool.PoolConnectionProxy:
+        # `asyncio.timeout` never loses a cancellation. The timeout of `acquire` would apply to `release`, too.
+        async with timeout(CONNECT_TIMEOUT):
+            return await self._pool.acquire()
+
+    @contextmanager
+    def _count_failures(self) -> Iterator[None]:
+        try:
+            yield
+        except DatabaseError as error:
+            self.failed_operations += 1
+            self.last_error = str(error)
+            raise

@@ -1,0 +1,116 @@
+"""Dump the database to a file, and restore it, with the programs of Postgres that the embedded server comes with."""
+
+import asyncio
+import os
+from asyncio.subprocess import DEVNULL, PIPE
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import asyncpg
+
+from indexer.errors import SettingsError, UnavailableError
+from indexer.reasons import FetchFailure
+from indexer.redaction import without_secrets
+from indexer.store.database_errors import connect, database_errors, opening, unusable, without_password
+from indexer.store.embedded.cluster import find_binaries
+from indexer.store.requirements import PUBLIC_ROLES
+
+SCHEMAS = ("indexer", "atproto", "lexicon")
+POLL_SECONDS = 0.5
+MAX_ERROR_CHARACTERS = 1_000
+
+_EXISTING = "select nspname from pg_namespace where nspname = any($1::text[]) order by nspname"
+_ROLES = "select rolname from pg_roles"
+
+
+async def dump(dsn: str, file: Path, on_bytes: Callable[[int], None]) -> int:
+    """Write both schemas, as of one point in time, to a file in the custom format of pg_dump; return its size.
+
+    The file appears when it is complete. `on_bytes` is called twice a second with the size so far.
+
+    Raises:
+        UnavailableError: pg_dump failed.
+        SettingsError: There are no binaries of Postgres.
+        OSError: The file cannot be written.
+    """
+    part = file.with_name(f".{file.name}.{os.getpid()}.part")
+    schemas = [f"--schema={schema}" for schema in SCHEMAS]
+    try:
+        part.touch(mode=0o600, exist_ok=False)
+        await _run("pg_dump", dsn, ["--format=custom", f"--file={part}", *schemas], lambda: on_bytes(_size(part)))
+        part.replace(file)
+    finally:
+        part.unlink(missing_ok=True)
+    return _size(file)
+
+
+async def restore(dsn: str, file: Path, on_poll: Callable[[], None]) -> None:
+    """Restore a dump into a database without the two schemas, in one transaction. Objects belong to the present role.
+
+    Raises:
+        SettingsError: The database has one of the schemas, a role is missing, or there are no binaries of Postgres.
+        UnavailableError: The database does not answer, or pg_restore failed.
+    """
+    with opening(dsn):
+        connection = await connect(dsn)
+    try:
+        with database_errors():
+            if existing := await connection.fetch(_EXISTING, SCHEMAS):
+                names = ", ".join(row["nspname"] for row in existing)
+                raise unusable(dsn, f"it already has the schema {names}; restore into an empty database")
+            await _create_roles(connection, dsn)
+            await _run("pg_restore", dsn, ["--single-transaction", "--no-owner", str(file)], on_poll)
+            await connection.execute("analyze")
+    finally:
+        await connection.close()
+
+
+async def _create_roles(connection: asyncpg.Connection, dsn: str) -> None:
+    """Create the roles to which the dump grants access to the public schema, unless they exist."""
+    existing = {row["rolname"] for row in await connection.fetch(_ROLES)}
+    for role in sorted(PUBLIC_ROLES - existing):
+        try:
+            await connection.execute(f"create role {role} nologin")
+        except asyncpg.DuplicateObjectError:
+            continue  # another process has created it
+        except asyncpg.InsufficientPrivilegeError:
+            raise unusable(dsn, f"let an administrator run: create role {role} nologin") from None
+
+
+async def _run(program: str, dsn: str, options: list[str], on_poll: Callable[[], None]) -> None:
+    """Run a program of Postgres on the database. The password is not among its arguments, which others could see."""
+    path = find_binaries() / program
+    if not path.exists():
+        raise SettingsError(f"{path} does not exist; install the client programs of Postgres, or set INDEXER_PG_BINDIR")
+    child = await asyncio.create_subprocess_exec(
+        path,
+        f"--dbname={without_password(dsn)}",
+        *options,
+        stdin=DEVNULL,
+        stdout=DEVNULL,
+        stderr=PIPE,
+        env=os.environ | _password(dsn),
+    )
+    output = asyncio.create_task(child.communicate())
+    try:
+        while not (await asyncio.wait([output], timeout=POLL_SECONDS))[0]:
+            on_poll()
+        _, errors = output.result()
+    finally:
+        if child.returncode is None:
+            child.kill()
+        await asyncio.gather(output, return_exceptions=True)
+    if child.returncode:
+        message = without_secrets(" ".join(errors.decode(errors="replace").split()))[-MAX_ERROR_CHARACTERS:]
+        raise UnavailableError(FetchFailure.UNREACHABLE, f"{program}: {message}")
+
+
+def _password(dsn: str) -> dict[str, str]:
+    parts = urlsplit(dsn)
+    password = parts.password or next(iter(parse_qs(parts.query).get("password", [])), None)
+    return {} if password is None else {"PGPASSWORD": unquote(password)}
+
+
+def _size(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0

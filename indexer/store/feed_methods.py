@@ -1,0 +1,89 @@
+"""The methods of the store for the feeds."""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+
+from indexer.store import change_signal, feed_page, feed_rows
+from indexer.store.change_signal import ChangeSignal
+from indexer.store.connections import SERVER_SETTINGS, Connections
+from indexer.store.database_errors import database_errors
+from indexer.store.feed_page import FeedPage, LoggedBatch
+from indexer.store.feed_rows import CountedTable, FeedSession
+from indexer.store.shard_lock import FEED, open_lock
+from indexer.sync.feed_delivery import RefusedEvent, StoredAccount, StoredRecord
+
+
+class FeedMethods(Connections):
+    """The change log and its records, as the feeds read them."""
+
+    @asynccontextmanager
+    async def feed_session(self) -> AsyncIterator[FeedSession]:
+        """Open the session of the feed, on a connection of its own. It does not own the feed yet."""
+        async with (
+            self._own_connection(SERVER_SETTINGS | {"application_name": "indexer feed"}) as connection,
+            open_lock(connection, FEED) as lock,
+        ):
+            yield FeedSession(connection, lock)
+
+    async def feed_is_cut_off(self) -> bool | None:
+        """Return True if the consumer of the feed was disconnected; None if it is not registered."""
+        async with self._connection() as connection:
+            return await feed_rows.is_cut_off(connection)
+
+    async def refused_events(self) -> list[RefusedEvent]:
+        """Return the events of the feed that clients refuse."""
+        async with self._connection() as connection:
+            return await feed_rows.load_refused(connection)
+
+    async def feed_records(
+        self, keys: Sequence[feed_rows.RecordKey], max_length: int
+    ) -> tuple[Mapping[feed_rows.RecordKey, StoredRecord], frozenset[feed_rows.RecordKey]]:
+        """Return stored records by key, and the keys of those that are beyond `max_length` characters in total."""
+        async with self._connection() as connection:
+            return await feed_rows.load_records(connection, keys, max_length)
+
+    async def feed_accounts(self, dids: Sequence[str]) -> Mapping[str, StoredAccount]:
+        """Return the states of accounts by DID; those that are not tracked are left out."""
+        async with self._connection() as connection:
+            return await feed_rows.load_accounts(connection, dids)
+
+    async def count_rows(self, table: CountedTable) -> int:
+        """Return the number of rows of the table; an estimate if it is large."""
+        async with self._connection() as connection:
+            return await feed_rows.count_rows(connection, table)
+
+    async def changes_behind(self) -> int:
+        """Return how many changes the log has from the first one on that the feed has not delivered."""
+        async with self._connection() as connection:
+            return await feed_rows.changes_behind(connection)
+
+    async def latest_seq(self) -> int:
+        """Return the number of the newest change; 0 if there is none."""
+        async with self._connection() as connection:
+            return await feed_page.load_latest_seq(connection)
+
+    async def trimmed_seq(self) -> int:
+        """Return the number up to which changes have been trimmed; 0 if none have."""
+        async with self._connection() as connection:
+            return await feed_page.load_trimmed_seq(connection)
+
+    async def find_change_batch(self, time: int) -> LoggedBatch | None:
+        """Return the last change batch that was committed at this time or earlier (microseconds); None if none was."""
+        async with self._transaction() as connection:
+            return await feed_page.find_batch(connection, time)
+
+    async def feed_page(self, after: int, max_changes: int, max_bytes: int) -> FeedPage:
+        """Return the next changes after the number `after` with their records: see `indexer.store.feed_page.load_page`.
+
+        Raises:
+            LogTrimmedError: Later changes have been trimmed.
+        """
+        async with self._connection() as connection:
+            return await feed_page.load_page(connection, after, max_changes, max_bytes)
+
+    @asynccontextmanager
+    async def change_signal(self) -> AsyncIterator[ChangeSignal]:
+        """Listen for new changes during the block, on a connection of its own."""
+        with self._count_failures(), database_errors():
+            async with change_signal.listen(self._dsn) as signal:
+                yield signal

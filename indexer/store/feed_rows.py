@@ -1,0 +1,266 @@
+"""The consumer of the change log that feeds clients of tap, what it has delivered, and what it delivers.
+
+One process at a time serves the feed. It owns the feed by its session, like a shard (`shard_lock`), and stores what was
+delivered in this session. So a process that lost the session cannot store anything any more.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import orjson
+
+from indexer.store.columns import Connection, buckets_of, columns_of, of_buckets, unnest
+from indexer.store.database_errors import database_errors
+from indexer.store.feed_page import LogTrimmedError, load_changes, load_latest_seq
+from indexer.store.shard_lock import ShardLock
+from indexer.sync.feed_delivery import (
+    SNAPSHOT_BEGIN,
+    DeliveryProgress,
+    LoggedChange,
+    RefusedEvent,
+    SnapshotPosition,
+    StoredAccount,
+    StoredRecord,
+)
+
+FEED_CONSUMER = "tap-feed"
+"""The name of the consumer in `atproto.readers`."""
+MAX_COUNTED_ROWS = 1_000_000
+"""Number of rows of a table from which it is estimated."""
+
+CountedTable = Literal["repo", "record", "buffered_event"]
+
+_ESTIMATE_ROWS = "select reltuples::bigint from pg_class where oid = ('indexer.' || $1)::regclass"
+_COUNT_REPOS = "select count(*) from indexer.repo where tracked"
+_COUNT_RECORDS = "select count(*) from indexer.record"
+_COUNT_BUFFERED = "select count(*) from indexer.buffered_event"
+
+RecordKey = tuple[str, str, str]
+"""DID, collection and record key."""
+
+_IS_CUT_OFF = """
+    select d.id is not null from indexer.consumer c left join indexer.disconnected_consumer d on d.id = c.id
+    where c.name = $1
+"""
+_TRIMMED_SEQ = "select last_value from indexer.trimmed_seq"
+_REGISTER = "select atproto.register_reader($1, $2)"
+
+_LOAD_PROGRESS = """
+    select c.id, c.seq, f.delivered_to, f.undelivered, f.snapshot_did, f.snapshot_collection, f.snapshot_rkey,
+        d.id is not null as cut_off
+    from indexer.consumer c
+    left join indexer.feed_delivery f on f.consumer_id = c.id
+    left join indexer.disconnected_consumer d on d.id = c.id
+    where c.name = $1
+"""
+
+_FORGET_REMOVED = """
+    delete from indexer.feed_delivery f
+    where not exists (select from indexer.consumer c where c.id = f.consumer_id)
+"""
+
+_SAVE_POSITION = "update indexer.consumer set seq = $2, seen_at = clock_timestamp() where name = $1 returning id"
+
+_SAVE_DELIVERED = """
+    insert into indexer.feed_delivery (
+        consumer_id, delivered_to, undelivered, snapshot_did, snapshot_collection, snapshot_rkey, refused
+    )
+    values ($1, $2, $3, $4, $5, $6, $7::text::jsonb)
+    on conflict (consumer_id) do update
+    set delivered_to = excluded.delivered_to, undelivered = excluded.undelivered,
+        snapshot_did = excluded.snapshot_did, snapshot_collection = excluded.snapshot_collection,
+        snapshot_rkey = excluded.snapshot_rkey, refused = excluded.refused
+"""
+
+_LOAD_REFUSED = """
+    select f.refused::text from indexer.consumer c join indexer.feed_delivery f on f.consumer_id = c.id
+    where c.name = $1
+"""
+
+# Each repo, then its records. Both branches are read in the order of their primary keys.
+_SNAPSHOT_PAGE = """
+    select did, collection, rkey from (
+        (
+            select did, '' as collection, '' as rkey from indexer.repo where did > $1 and tracked
+            order by did limit $4
+        )
+        union all
+        (
+            select did, collection, rkey from indexer.record where (did, collection, rkey) > ($1, $2, $3)
+            order by did, collection, rkey limit $4
+        )
+    ) page
+    order by did, collection, rkey limit $4
+"""
+
+_RECORD_KEY = {"did": "text", "collection": "text", "rkey": "text"}
+
+# The first record is returned whatever its size.
+_LOAD_RECORDS = f"""
+    with found as materialized (
+        select r.did, r.collection, r.rkey, r.cid, r.rev, r.value::text as value, w.ordinal
+        from {unnest(_RECORD_KEY, "w", 2)}
+        join indexer.record r
+            on r.did = w.did and r.collection = w.collection and r.rkey = w.rkey and {of_buckets("r")}
+    ), summed as (
+        select *, sum(length(value)) over (order by ordinal) - coalesce(length(value), 0) as length_before from found
+    )
+    select did, collection, rkey, atproto.cid_text(cid) as cid, rev,
+        case when coalesce(length_before, 0) < $5 then value end as value, coalesce(length_before, 0) >= $5 as omitted
+    from summed
+"""
+
+_LOAD_ACCOUNTS = f"""
+    select r.did, i.handle, r.active, r.hosting_status, r.takedown
+    from indexer.repo r
+    left join indexer.identity i on i.did = r.did and i.bucket = r.bucket and {of_buckets("i", 2)}
+    where r.did = any($1::text[]) and r.bucket = any($2::smallint[]) and r.tracked
+"""
+
+_BEHIND = """
+    select r.behind, f.snapshot_did is not null as snapshot
+    from atproto.readers r
+    join indexer.consumer c on c.name = r.name
+    left join indexer.feed_delivery f on f.consumer_id = c.id
+    where r.name = $1
+"""
+
+
+async def count_rows(connection: Connection, table: CountedTable) -> int:
+    """Return the number of rows of the table. Above `MAX_COUNTED_ROWS`, it is an estimate."""
+    estimate: int = await connection.fetchval(_ESTIMATE_ROWS, table)
+    if estimate > MAX_COUNTED_ROWS:
+        return estimate
+    count: int
+    match table:
+        case "repo":
+            count = await connection.fetchval(_COUNT_REPOS)
+        case "record":
+            count = await connection.fetchval(_COUNT_RECORDS)
+        case "buffered_event":
+            count = await connection.fetchval(_COUNT_BUFFERED)
+    return count
+
+
+async def changes_behind(connection: Connection) -> int:
+    """Return how many changes the log has from the first one on that the feed has not delivered.
+
+    As long as there is a snapshot to deliver, all stored repos and records count as well.
+    """
+    row = await connection.fetchrow(_BEHIND, FEED_CONSUMER)
+    if row is None and await connection.fetchval(_TRIMMED_SEQ) == 0:
+        return await load_latest_seq(connection)
+    snapshot = row is None or row["snapshot"]
+    stored = await count_rows(connection, "repo") + await count_rows(connection, "record") if snapshot else 0
+    return stored + (row["behind"] if row is not None else 0)
+
+
+class FeedSession:
+    """The session of the process that serves the feed. Every method raises `DatabaseError` for a transient error.
+
+    Attributes:
+        lock: The ownership of the feed.
+    """
+
+    def __init__(self, connection: Connection, lock: ShardLock) -> None:
+        self._connection = connection
+        self.lock = lock
+
+    async def begin(self) -> DeliveryProgress | None:
+        """Register the consumer if it is not registered; return what was delivered.
+
+        A new consumer gets the whole log, if nothing of it was trimmed yet: then, each stored record is in it.
+        Otherwise, it gets a snapshot of the stored records, and the changes from now on.
+
+        Returns:
+            None if the consumer was disconnected, because it was too far behind.
+        """
+        with database_errors():
+            async with self._connection.transaction():
+                await self._connection.execute(_FORGET_REMOVED)
+                if await is_cut_off(self._connection) is None:
+                    await self._register()
+                row = await self._connection.fetchrow(_LOAD_PROGRESS, FEED_CONSUMER)
+        if row is None or row["cut_off"]:
+            return None
+        if row["delivered_to"] is None:
+            return DeliveryProgress(row["seq"], row["seq"])
+        snapshot = row["snapshot_did"], row["snapshot_collection"], row["snapshot_rkey"]
+        return DeliveryProgress(
+            row["seq"],
+            row["delivered_to"],
+            tuple(row["undelivered"]),
+            None if row["snapshot_did"] is None else SnapshotPosition(*snapshot),
+        )
+
+    async def _register(self) -> None:
+        is_trimmed = await self._connection.fetchval(_TRIMMED_SEQ) > 0
+        await self._connection.fetchval(_REGISTER, FEED_CONSUMER, None if is_trimmed else 0)
+        row = await self._connection.fetchrow(_LOAD_PROGRESS, FEED_CONSUMER)
+        if row is not None and is_trimmed:
+            await self._save(row["id"], DeliveryProgress(row["seq"], row["seq"], snapshot=SNAPSHOT_BEGIN))
+
+    async def changes_after(self, seq: int, limit: int) -> list[LoggedChange] | None:
+        """Return the next changes of the log; None if some of them have been trimmed."""
+        try:
+            with database_errors():
+                return await load_changes(self._connection, seq, limit)
+        except LogTrimmedError:
+            return None
+
+    async def snapshot_after(self, position: SnapshotPosition, limit: int) -> list[SnapshotPosition]:
+        """Return the next repos and records that are stored."""
+        with database_errors():
+            rows = await self._connection.fetch(_SNAPSHOT_PAGE, *position, limit)
+        return [SnapshotPosition(*row) for row in rows]
+
+    async def save(self, progress: DeliveryProgress, refused: Sequence[RefusedEvent] = ()) -> bool:
+        """Store what was delivered, so that it is not delivered again; return False if the consumer was removed."""
+        with database_errors():
+            async with self._connection.transaction():
+                id_ = await self._connection.fetchval(_SAVE_POSITION, FEED_CONSUMER, progress.position)
+                if id_ is not None:
+                    await self._save(id_, progress, refused)
+                return id_ is not None
+
+    async def _save(self, id_: int, progress: DeliveryProgress, refused: Sequence[RefusedEvent] = ()) -> None:
+        await self._connection.execute(
+            _SAVE_DELIVERED,
+            id_,
+            progress.delivered_to,
+            list(progress.undelivered),
+            *(progress.snapshot or (None, None, None)),
+            orjson.dumps([event._asdict() for event in refused]).decode(),
+        )
+
+
+async def is_cut_off(connection: Connection) -> bool | None:
+    """Return True if the consumer was disconnected; None if it is not registered."""
+    cut_off: bool | None = await connection.fetchval(_IS_CUT_OFF, FEED_CONSUMER)
+    return cut_off
+
+
+async def load_refused(connection: Connection) -> list[RefusedEvent]:
+    """Return the events that clients refuse."""
+    refused: str | None = await connection.fetchval(_LOAD_REFUSED, FEED_CONSUMER)
+    return [RefusedEvent(**event) for event in orjson.loads(refused or "[]")]
+
+
+async def load_records(
+    connection: Connection, keys: Sequence[RecordKey], max_length: int
+) -> tuple[Mapping[RecordKey, StoredRecord], frozenset[RecordKey]]:
+    """Return the stored records by key, and the keys of those that were left out.
+
+    Records are left out from the first one on before which the values have `max_length` characters or more.
+    """
+    rows = await connection.fetch(
+        _LOAD_RECORDS, buckets_of(did for did, *_ in keys), *columns_of(keys, _RECORD_KEY), max_length
+    )
+    records = {row[:3]: StoredRecord(row["cid"], row["rev"], row["value"]) for row in rows if not row["omitted"]}
+    return records, frozenset([row[:3] for row in rows if row["omitted"]])
+
+
+async def load_accounts(connection: Connection, dids: Sequence[str]) -> Mapping[str, StoredAccount]:
+    """Return the states of accounts by DID; those that are not tracked are left out."""
+    rows = await connection.fetch(_LOAD_ACCOUNTS, list(dids), buckets_of(dids))
+    return {row["did"]: StoredAccount(*row[1:]) for row in rows}

@@ -1,0 +1,89 @@
+"""The methods of the store for resyncs: the queue, and the transaction of one resync."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from time import time
+
+from indexer.store import resync_queue
+from indexer.store.connections import Connections
+from indexer.store.database_errors import database_errors, refused_writes
+from indexer.store.resync_transaction import ResyncTransaction
+from indexer.sync.repo_state import Repo
+
+
+class ResyncMethods(Connections):
+    """The queue of resyncs, and the transaction of one resync."""
+
+    async def claim(self, count: int, buckets: range, lease_seconds: float, now: float) -> list[Repo]:
+        """Claim at most `count` repos that are due at `now`, in the order of the resync queue."""
+        async with self._transaction() as connection:
+            return await resync_queue.claim(connection, count, buckets, now + lease_seconds, now)
+
+    async def renew(self, did: str, lease: int, seconds: float) -> bool:
+        """Extend the lease to `seconds` from now; return False if the claim is lost."""
+        async with self._connection() as connection:
+            return await resync_queue.renew(connection, did, lease, time() + seconds)
+
+    async def expire_leases(self, buckets: range, now: float) -> int:
+        """End claims whose lease expired before `now`; return how many."""
+        async with self._transaction() as connection:
+            return await resync_queue.expire_leases(connection, buckets, now)
+
+    async def request_missing_values(self, buckets: range, seconds: float, now: float) -> int:
+        """Desynchronize repos that lack record values and were synchronized `seconds` ago or earlier; return how many.
+
+        One call processes a limited number of repos.
+        """
+        async with self._transaction() as connection:
+            return await resync_queue.request_missing_values(connection, buckets, now - seconds, now)
+
+    async def request_unproven(self, buckets: range, seconds: float, now: float, limit: int) -> int:
+        """Desynchronize repos to which undecidable commits were applied; return how many.
+
+        At most `limit`, the oldest marks first. Repos that broke before and became synchronized less than `seconds` ago
+        are skipped.
+        """
+        async with self._transaction() as connection:
+            return await resync_queue.request_unproven(connection, buckets, now - seconds, now, limit)
+
+    async def forget_denied(self, buckets: range, parked_for: float, now: float) -> int:
+        """Delete repos that were parked `parked_for` seconds ago or earlier and cannot be fetched; return how many."""
+        async with self._transaction() as connection:
+            return await resync_queue.forget_denied(connection, buckets, now - parked_for)
+
+    async def forget_hidden(self, buckets: range, unchanged_for: float, now: float) -> int:
+        """Delete repos of inactive accounts without stored records, unchanged for this time; return how many."""
+        async with self._transaction() as connection:
+            return await resync_queue.forget_hidden(connection, buckets, now - unchanged_for)
+
+    async def unpark(self, buckets: range, seconds: float, now: float) -> int:
+        """Unpark repos that were parked `seconds` ago or earlier; return how many.
+
+        One call processes a limited number of repos.
+        """
+        async with self._transaction() as connection:
+            return await resync_queue.unpark(connection, buckets, now - seconds, now)
+
+    @asynccontextmanager
+    async def resync(self, claimed: Repo, scope_version: int = 0) -> AsyncIterator[ResyncTransaction]:
+        """Begin the transaction of a resync, which is planned with this version of the scope.
+
+        The end of the block commits it if it was finished, else rolls it back. So does an exception in the block, which
+        may be of any kind: only errors of the database become a `DatabaseError`.
+
+        Raises:
+            RefusedWriteError: The database cannot store the values of the resync.
+        """
+        with self._count_failures():
+            async with self._resync_connections, self._acquired() as connection:
+                transaction = connection.transaction()
+                with database_errors():
+                    await transaction.start()
+                resync = ResyncTransaction(connection, claimed, scope_version)
+                commit = False
+                try:
+                    yield resync
+                    commit = resync.finished
+                finally:
+                    with refused_writes(), database_errors():
+                        await (transaction.commit() if commit else transaction.rollback())

@@ -1,0 +1,76 @@
+"""Facts about a database server that decide whether the daemon works well with it: the data of `indexer doctor`."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from time import time
+
+from indexer.store.database_errors import connect, opening, without_password
+from indexer.store.migrate import SchemaState, schema_state
+
+SETTINGS = (
+    "server_version",
+    "fsync",
+    "full_page_writes",
+    "autovacuum",
+    "synchronous_commit",
+    "jit",
+    "max_connections",
+    "superuser_reserved_connections",
+)
+SIZES = ("shared_buffers", "max_wal_size")
+
+_FACTS = """
+    select (select jsonb_object_agg(name, current_setting(name)) from unnest($1::text[]) name)::text,
+        (select jsonb_object_agg(name, pg_size_bytes(current_setting(name))) from unnest($2::text[]) name)::text,
+        date_part('epoch', clock_timestamp())
+"""
+_CURSORS = "select relay, min(seq) as seq from atproto.cursors group by relay"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """The server as a new session sees it.
+
+    Attributes:
+        address: The connection string without passwords.
+        settings: The values of `SETTINGS`.
+        sizes: The values of `SIZES`, in bytes.
+        clock_ahead: Seconds by which the clock of the server is ahead of the one of this machine.
+        schema: The version of the schema, and a privilege that the role lacks.
+        cursors: The lowest stored cursor of each relay; empty if the schema is not current.
+    """
+
+    address: str
+    settings: Mapping[str, str]
+    sizes: Mapping[str, int]
+    clock_ahead: float
+    schema: SchemaState
+    cursors: Mapping[str, int]
+
+
+async def load_server_facts(dsn: str) -> ServerFacts:
+    """Read the facts. Nothing is written.
+
+    Raises:
+        SettingsError: The operator has to correct the URL, the password or a privilege, or the server is too old.
+        DatabaseError: The database is unavailable.
+    """
+    schema = await schema_state(dsn)
+    with opening(dsn):
+        connection = await connect(dsn)
+        try:
+            asked_at = time()
+            [(settings, sizes, server_time)] = await connection.fetch(_FACTS, SETTINGS, SIZES)
+            answered_at = time()
+            cursors = await connection.fetch(_CURSORS) if schema.is_current and schema.missing is None else []
+        finally:
+            await connection.close()
+    return ServerFacts(
+        without_password(dsn),
+        json.loads(settings),
+        json.loads(sizes),
+        server_time - (asked_at + answered_at) / 2,
+        schema,
+        {cursor["relay"]: cursor["seq"] for cursor in cursors},
+    )

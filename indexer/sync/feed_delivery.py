@@ -1,0 +1,93 @@
+"""The data of a feed: entries of the change log, what is stored about them now, and what was delivered."""
+
+from typing import NamedTuple
+
+
+class LoggedChange(NamedTuple):
+    """One entry of the change log with its number. The fields are those of `atproto.changes`.
+
+    Attributes:
+        batch_time: The time of its batch, in microseconds since the Unix epoch.
+    """
+
+    seq: int
+    did: str
+    collection: str | None
+    rkey: str | None
+    action: str
+    cid: str | None
+    rev: str | None
+    live: bool
+    batch_time: int
+
+
+class SnapshotPosition(NamedTuple):
+    """A position among the stored repos and records, in the order of DIDs; a repo comes before its records.
+
+    Attributes:
+        collection: Empty for the repo itself.
+        rkey: Empty for the repo itself.
+    """
+
+    did: str
+    collection: str
+    rkey: str
+
+
+SNAPSHOT_BEGIN = SnapshotPosition("", "", "")
+
+
+class DeliveryProgress(NamedTuple):
+    """The changes that were acknowledged, as they are stored.
+
+    Attributes:
+        position: All changes up to this number are acknowledged.
+        delivered_to: The number of the newest acknowledged change; `position` if there is none after it.
+        undelivered: The numbers of all changes up to `delivered_to` that are not acknowledged.
+        snapshot: The snapshot is acknowledged up to here; None if there is none, or if all of it is acknowledged.
+    """
+
+    position: int
+    delivered_to: int
+    undelivered: tuple[int, ...] = ()
+    snapshot: SnapshotPosition | None = None
+
+
+class RefusedEvent(NamedTuple):
+    """An event that clients do not acknowledge although they acknowledge others.
+
+    Attributes:
+        id: The number of the event.
+        uri: The AT-URI of the record, or of the repo for an identity event.
+        attempts: How often it was sent.
+        since: When it was first not acknowledged, in Unix seconds.
+        failure: Why it counts as not acknowledged.
+    """
+
+    id: int
+    action: str
+    uri: str
+    attempts: int
+    since: float
+    failure: str
+
+
+class StoredRecord(NamedTuple):
+    """A record as it is stored now.
+
+    Attributes:
+        value: The value as JSON; None if it is not stored.
+    """
+
+    cid: str
+    rev: str
+    value: str | None
+
+
+class StoredAccount(NamedTuple):
+    """The state of an account as it is stored now."""
+
+    handle: str | None
+    active: bool
+    hosting_status: str | None
+    takedown: bool

@@ -1,0 +1,390 @@
+"""Create the schema `lexicon`: typed views of record types, the functions that they use, and the stored lexicons.
+
+The functions return null for a value that does not fit, and never fail. Those in SQL are not strict, because Postgres
+inlines no strict function that contains CASE. A query on a view is as fast as one with the written-out expressions.
+"""
+
+from alembic import op
+
+revision = "0024"
+down_revision = "0023"
+branch_labels = None
+depends_on = None
+
+TABLES = (
+    """
+    create table indexer.lexicon (
+        nsid text collate "C" not null,
+        document json not null,
+        source text not null,
+        view_name text collate "C",
+        fields jsonb,
+        definition text,
+        added_at timestamptz not null default now(),
+        constraint lexicon_pkey primary key (nsid),
+        constraint lexicon_view_name unique (view_name),
+        constraint lexicon_has_view check ((view_name is null) = (fields is null))
+    )
+    """,
+)
+
+# A datetime of the AT Protocol: RFC 3339 with a T, seconds, and a time zone that is not -00:00. Postgres accepts
+# offsets below 16 hours. The days of each month are spelled out, so that the cast after this check cannot fail.
+DATE = (
+    "([0-9]{4}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
+    "|([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)-02-29)"
+)
+TIME = "([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\\.[0-9]{1,20})?"
+OFFSET = "(Z|[+-](0[0-9]|1[0-5]):[0-5][0-9])"
+
+VALUE_FUNCTIONS = (
+    """
+    create function lexicon.to_text(value jsonb, max_bytes integer) returns text
+    language sql immutable parallel safe
+    return case jsonb_typeof(value) when 'string' then
+        case when octet_length(value #>> '{}') <= max_bytes then value #>> '{}' end
+    end
+    """,
+    """
+    create function lexicon.to_bigint(value jsonb) returns bigint
+    language sql immutable parallel safe
+    return case jsonb_typeof(value) when 'number' then
+        case when value::numeric between -9223372036854775808 and 9223372036854775807
+            and value::numeric = trunc(value::numeric) then value::numeric::bigint end
+    end
+    """,
+    """
+    create function lexicon.to_boolean(value jsonb) returns boolean
+    language sql immutable parallel safe
+    return case jsonb_typeof(value) when 'boolean' then value::boolean end
+    """,
+    """
+    create function lexicon.to_object(value jsonb) returns jsonb
+    language sql immutable parallel safe
+    return case jsonb_typeof(value) when 'object' then value end
+    """,
+    """
+    create function lexicon.to_array(value jsonb) returns jsonb
+    language sql immutable parallel safe
+    return case jsonb_typeof(value) when 'array' then value end
+    """,
+    """
+    create function lexicon.to_any(value jsonb) returns jsonb
+    language sql immutable parallel safe
+    return nullif(value, 'null'::jsonb)
+    """,
+    """
+    create function lexicon.to_text_array(value jsonb, max_bytes integer) returns text[]
+    language sql immutable strict parallel safe
+    return case when jsonb_typeof(value) = 'array' and not exists (
+            select from jsonb_array_elements(case jsonb_typeof(value) when 'array' then value else '[]' end) item
+            where lexicon.to_text(item, max_bytes) is null
+        ) then array(select jsonb_array_elements_text(value)) end
+    """,
+    # The cast is not immutable for every text, because it may depend on DateStyle and TimeZone. For a text that passes
+    # the check it depends on nothing. Z is replaced, because it is looked up in a file of time zone abbreviations.
+    # Times whose year in UTC is not 1 to 9999 are left out, because drivers cannot represent them.
+    f"""
+    create function lexicon.to_timestamp(value jsonb) returns timestamptz
+    language plpgsql immutable strict parallel safe as $$
+    declare
+        text_value constant pg_catalog.text := value operator(pg_catalog.#>>) '{{}}';
+        found timestamptz;
+    begin
+        if pg_catalog.jsonb_typeof(value) operator(pg_catalog.=) 'string'
+            and pg_catalog.octet_length(text_value) operator(pg_catalog.<=) 64
+            and text_value operator(pg_catalog.~) '^{DATE}T{TIME}{OFFSET}$'
+            and pg_catalog.left(text_value, 4) operator(pg_catalog.<>) '0000'
+            and pg_catalog.right(text_value, 6) operator(pg_catalog.<>) '-00:00'
+        then
+            found := pg_catalog.replace(text_value, 'Z', '+00:00')::pg_catalog.timestamptz;
+            if found operator(pg_catalog.>=) pg_catalog.to_timestamp(-62135596800)
+                and found operator(pg_catalog.<) pg_catalog.to_timestamp(253402300800)
+            then
+                return found;
+            end if;
+        end if;
+        return null;
+    end $$
+    """,
+)
+
+PROBLEM_FUNCTIONS = (
+    """
+    create function lexicon.field_problem(
+        value jsonb, kind text, max_bytes integer, required boolean, nullable boolean
+    ) returns text
+    language plpgsql immutable parallel safe as $$
+    declare
+        found constant text := pg_catalog.jsonb_typeof(value);
+        expected constant text := case kind
+            when 'text' then 'string' when 'timestamp' then 'string' when 'bigint' then 'number'
+            when 'boolean' then 'boolean' when 'array' then 'array' when 'text_array' then 'array'
+            when 'any' then found else 'object'
+        end;
+    begin
+        if found is null then
+            return case when required then 'missing' end;
+        elsif found = 'null' then
+            return case when not nullable then 'null' end;
+        elsif found <> expected then
+            return pg_catalog.format('expected %s, found %s', expected, found);
+        end if;
+        return case
+            when kind = 'text' and lexicon.to_text(value, max_bytes) is null then
+                pg_catalog.format('longer than %s bytes', max_bytes)
+            when kind = 'bigint' and lexicon.to_bigint(value) is null then 'not a 64-bit integer'
+            when kind = 'timestamp' and lexicon.to_timestamp(value) is null then 'not a datetime'
+            when kind = 'text_array' and lexicon.to_text_array(value, max_bytes) is null then
+                case when lexicon.to_text_array(value, 2147483647) is null then 'an item is not a string'
+                else pg_catalog.format('an item is longer than %s bytes', max_bytes) end
+            when kind = 'link' and lexicon.to_text(value -> '$link', 256) is null then 'not a link'
+            when kind = 'blob' and (
+                lexicon.to_text(coalesce(value -> 'ref' -> '$link', value -> 'cid'), 256) is null
+                or lexicon.to_text(value -> 'mimeType', 256) is null
+            ) then 'not a blob'
+            when kind = 'strong_ref' and (
+                lexicon.to_text(value -> 'uri', 2048) is null or lexicon.to_text(value -> 'cid', 256) is null
+            ) then 'not a strong reference'
+        end;
+    end $$
+    """,
+    """
+    create function lexicon.problem(value jsonb, value_problem text, fields jsonb) returns text
+    language plpgsql immutable parallel safe as $$
+    declare
+        problems text;
+        problem text;
+        name text; kind text; max_bytes integer; required boolean; nullable boolean;
+    begin
+        if value is null or value_problem = 'not-a-map' then
+            return 'record: ' || coalesce(value_problem, 'no value');
+        elsif value_problem in ('no-type', 'other-type') then
+            problems := '$type: ' || value_problem;
+        end if;
+        for name, kind, max_bytes, required, nullable in
+            select f ->> 0, f ->> 1, (f ->> 2)::integer, (f ->> 3)::boolean, (f ->> 4)::boolean
+            from pg_catalog.jsonb_array_elements(fields) f
+        loop
+            problem := lexicon.field_problem(value -> name, kind, max_bytes, required, nullable);
+            if problem is not null then
+                problems := pg_catalog.concat_ws('; ', problems, name || ': ' || problem);
+            end if;
+        end loop;
+        return problems;
+    end $$
+    """,
+)
+
+VIEW_FUNCTIONS = (
+    # The expressions of the columns of one field, in the order of its columns.
+    """
+    create function indexer.lexicon_expressions(field jsonb) returns text[]
+    language plpgsql immutable strict set search_path = pg_catalog, pg_temp as $$
+    declare
+        member constant text := format('(value -> %L)', field ->> 'field');
+        max_bytes constant text := field ->> 'max_bytes';
+    begin
+        return case field ->> 'kind'
+            when 'text' then array[format('lexicon.to_text(%s, %s)', member, max_bytes)]
+            when 'text_array' then array[format('lexicon.to_text_array(%s, %s)', member, max_bytes)]
+            when 'link' then array[format('lexicon.to_text(%s -> ''$link'', 256)', member)]
+            when 'strong_ref' then array[
+                format('lexicon.to_text(%s -> ''uri'', 2048)', member),
+                format('lexicon.to_text(%s -> ''cid'', 256)', member)
+            ]
+            when 'blob' then array[
+                format('lexicon.to_text(coalesce(%s -> ''ref'' -> ''$link'', %1$s -> ''cid''), 256)', member),
+                format('lexicon.to_text(%s -> ''mimeType'', 256)', member),
+                format('lexicon.to_bigint(%s -> ''size'')', member)
+            ]
+            else array[format('lexicon.to_%s(%s)', field ->> 'kind', member)]
+        end;
+    end $$
+    """,
+    # True for a value that fits. It is inlined, so that only other values cost a call of lexicon.problem.
+    """
+    create function indexer.lexicon_condition(field jsonb) returns text
+    language sql immutable strict set search_path = pg_catalog, pg_temp
+    return (
+        select format('(%s%s%s)',
+            case when not (field ->> 'required')::boolean then
+                format('(value -> %L) is null or ', field ->> 'field')
+            end,
+            case when (field ->> 'nullable')::boolean then
+                format('(value -> %L) is not distinct from ''null''::jsonb or ', field ->> 'field')
+            end,
+            string_agg(format('%s is not null', e.expression), ' and ' order by e.n)
+        )
+        from unnest(indexer.lexicon_expressions(field)) with ordinality as e(expression, n)
+        where e.n < 3  -- a blob of an early release has no size
+    )
+    """,
+    """
+    create function indexer.lexicon_query(nsid text, fields jsonb) returns text
+    language sql immutable strict set search_path = pg_catalog, pg_temp
+    return (
+        select format(
+            'select did, rkey, uri, cid, rev, indexed_at, '
+            'case when value_problem is not null%s then lexicon.problem(value, value_problem, %L::jsonb) end '
+            'as lexicon_problem%s from atproto.records where collection = %L',
+            (
+                select string_agg(format(' or not %s', indexer.lexicon_condition(f)), '' order by n)
+                from jsonb_array_elements(fields) with ordinality as fields_in_order(f, n)
+            ),
+            coalesce((
+                select jsonb_agg(jsonb_build_array(
+                    f -> 'field', f -> 'kind', f -> 'max_bytes', f -> 'required', f -> 'nullable'
+                ) order by n)
+                from jsonb_array_elements(fields) with ordinality as fields_in_order(f, n)
+            ), '[]'),
+            coalesce((
+                select string_agg(format(', %s as %I', e.expression, c.name), '' order by o.n, e.n)
+                from jsonb_array_elements(fields) with ordinality as o(f, n),
+                    unnest(indexer.lexicon_expressions(o.f)) with ordinality as e(expression, n)
+                    join jsonb_array_elements_text(o.f -> 'columns') with ordinality as c(name, n) on c.n = e.n
+            ), ''),
+            nsid
+        )
+    )
+    """,
+    # Nothing but the comments changes if the query is the same, so that no reader is waited for.
+    """
+    create function indexer.create_lexicon_view(nsid text) returns boolean
+    language plpgsql strict set search_path = pg_catalog, pg_temp as $$
+    declare
+        stored indexer.lexicon;
+        query text;
+        present boolean;
+        name text;
+        comment text;
+        role text;
+    begin
+        select * into strict stored from indexer.lexicon l where l.nsid = $1;
+        query := indexer.lexicon_query(stored.nsid, stored.fields);
+        present := to_regclass(format('lexicon.%I', stored.view_name)) is not null;
+        if present and stored.definition is null then
+            raise exception 'lexicon.% exists and is not a view of a lexicon', quote_ident(stored.view_name)
+                using errcode = 'duplicate_table';
+        end if;
+        if not present or stored.definition is distinct from query then
+            begin
+                execute format('create or replace view lexicon.%I as %s', stored.view_name, query);
+            exception when invalid_table_definition then
+                execute format('drop view lexicon.%I', stored.view_name);
+                execute format('create view lexicon.%I as %s', stored.view_name, query);
+            end;
+            for role in select rolname from pg_roles where rolname in ('atproto_reader', 'atproto_operator') loop
+                execute format('grant select on lexicon.%I to %I', stored.view_name, role);
+            end loop;
+        end if;
+        execute format('comment on view lexicon.%I is %L', stored.view_name,
+            coalesce(stored.document -> 'defs' -> 'main' ->> 'description', 'Records of ' || stored.nsid || '.'));
+        for name, comment in
+            select * from (values
+                ('did', 'The DID of the repo that contains the record.'),
+                ('rkey', 'The record key.'),
+                ('uri', 'The AT-URI of the record.'),
+                ('cid', 'The CID of the record.'),
+                ('rev', 'The rev of the commit that wrote the record, or of the export in which it was found.'),
+                ('indexed_at', 'When the record was last written here, by the clock of this server.'),
+                ('lexicon_problem', 'Why columns are null although the lexicon requires or allows a value, by field; '
+                    'null: no problem.')
+            ) keys
+            union all
+            select c.column_name, c.comment from jsonb_array_elements(stored.fields) f,
+                rows from (
+                    jsonb_array_elements_text(f -> 'columns'), jsonb_array_elements_text(f -> 'comments')
+                ) as c(column_name, comment)
+        loop
+            execute format('comment on column lexicon.%I.%I is %L', stored.view_name, name, comment);
+        end loop;
+        update indexer.lexicon l set definition = query where l.nsid = $1 and l.definition is distinct from query;
+        return not present or stored.definition is distinct from query;
+    end $$
+    """,
+    """
+    create function indexer.drop_lexicon_view(nsid text) returns void
+    language plpgsql strict set search_path = pg_catalog, pg_temp as $$
+    declare
+        name text;
+    begin
+        delete from indexer.lexicon l where l.nsid = $1 returning view_name into name;
+        if name is not null then
+            execute format('drop view if exists lexicon.%I', name);
+        end if;
+    end $$
+    """,
+    """
+    create function indexer.recreate_lexicon_views() returns bigint
+    language sql set search_path = pg_catalog, pg_temp
+    begin atomic
+        select count(*) filter (where indexer.create_lexicon_view(l.nsid))
+        from indexer.lexicon l where l.view_name is not null;
+    end
+    """,
+)
+
+GRANTS = (
+    """
+    do $$ declare
+        role name;
+    begin
+        for role in select rolname from pg_roles where rolname in ('atproto_reader', 'atproto_operator') loop
+            execute format('grant usage on schema lexicon to %I', role);
+        end loop;
+    end $$
+    """,
+)
+
+COMMENTS = {
+    "schema lexicon": (
+        "A typed view for each record type whose lexicon was added, and the functions that the views use. Columns are "
+        "those of the lexicon."
+    ),
+    "table indexer.lexicon": (
+        "The lexicons that were added, and those that their fields refer to. The latter have no view."
+    ),
+    "column indexer.lexicon.document": "The lexicon as JSON, with its fields in their original order.",
+    "column indexer.lexicon.source": "The file, or the AT-URI of the verified record, that it was read from.",
+    "column indexer.lexicon.view_name": "The view in schema lexicon; null for a lexicon without a view.",
+    "column indexer.lexicon.fields": "The fields of a record in the order of the columns of the view.",
+    "column indexer.lexicon.definition": "The query of the view when it was last created.",
+    "function lexicon.to_text(jsonb, integer)": "The string; null for another type and for a longer string.",
+    "function lexicon.to_bigint(jsonb)": "The integer; null for another type, a fraction, and more than 64 bits.",
+    "function lexicon.to_boolean(jsonb)": "The boolean; null for another type.",
+    "function lexicon.to_object(jsonb)": "The object; null for another type.",
+    "function lexicon.to_array(jsonb)": "The array; null for another type.",
+    "function lexicon.to_any(jsonb)": "The value; null for a null of JSON.",
+    "function lexicon.to_text_array(jsonb, integer)": (
+        "The strings of an array; null for another type, or if an item is no string or is longer."
+    ),
+    "function lexicon.to_timestamp(jsonb)": (
+        "The time of a datetime as the AT Protocol defines it; null for everything else. It depends on no setting, so "
+        "it can be indexed."
+    ),
+    "function lexicon.field_problem(jsonb, text, integer, boolean, boolean)": (
+        "Why a value does not fit its field; null if it does."
+    ),
+    "function lexicon.problem(jsonb, text, jsonb)": "Why a record does not fit its lexicon; null if it does.",
+    "function indexer.lexicon_expressions(jsonb)": "The expressions of the columns of a field.",
+    "function indexer.lexicon_condition(jsonb)": "The condition that the value of a field fits.",
+    "function indexer.lexicon_query(text, jsonb)": "The query of the view of a record type.",
+    "function indexer.create_lexicon_view(text)": (
+        "Create the view of a stored lexicon, or replace it if its query has changed; true if it did. If its columns "
+        "cannot stay, the view is dropped first, which fails if other objects depend on it."
+    ),
+    "function indexer.drop_lexicon_view(text)": "Remove a stored lexicon and its view.",
+    "function indexer.recreate_lexicon_views()": (
+        "Create the views that are missing, replace those whose query has changed, and return how many."
+    ),
+}
+
+
+def upgrade() -> None:
+    """Apply the migration."""
+    op.execute("create schema if not exists lexicon")
+    for statement in (*TABLES, *VALUE_FUNCTIONS, *PROBLEM_FUNCTIONS, *VIEW_FUNCTIONS, *GRANTS):
+        op.execute(statement)
+    for thing, comment in COMMENTS.items():
+        op.execute(f"comment on {thing} is '{comment}'")

@@ -1,0 +1,223 @@
+"""Untrack the repos that a narrower scope does not want, and let links of tracked and untracked repos be counted again.
+
+Each repo notes the version of the scope that wanted it last, so that a change can tell which repos nothing wants any
+more. A repo that a command, SQL or a request named is always wanted.
+"""
+
+from alembic import op
+
+revision = "0027"
+down_revision = "0026"
+branch_labels = None
+depends_on = None
+
+STATEMENTS = (
+    "alter table indexer.repo add column wanted_in bigint not null default 0",
+    "alter table indexer.scope add column repos_narrowed_in bigint not null default 0",
+    "alter table indexer.scope add column earlier_repos_stay boolean not null default false",
+    """
+    create function indexer.change_visibility(one text, visible boolean, rev text) returns void
+    language plpgsql set search_path = pg_catalog, pg_temp as $$
+    begin
+        perform indexer.log_repo_change($1, case when $2 then 'visible' else 'hidden' end, $3);
+        perform indexer.request_link_recount($1);
+    end $$
+    """,
+    # As in version 0021, and a repo that is added, or named again, notes what wants it.
+    """
+    create function indexer.start_tracking(one text, version_that_wants bigint) returns boolean
+    language plpgsql set search_path = pg_catalog, pg_temp as $$
+    declare
+        before indexer.repo;
+    begin
+        insert into indexer.repo (did, bucket, version, sync_status, sync_reason, active, hosting_seq, takedown,
+            buffered_events, buffered_bytes, lease, attempts, wanted_in)
+        values ($1, indexer.bucket_of($1), 1, 'desynchronized', 'new', true, 0, false, 0, 0, 0, 0, $2)
+        on conflict (did, bucket) do nothing;
+        if found then
+            return true;
+        end if;
+        select r.* into before from indexer.repo r where r.did = $1 and r.bucket = indexer.bucket_of($1) for update;
+        if not before.tracked then
+            update indexer.repo r
+            set version = r.version + 1, tracked = true, active = true, hosting_status = null, erase_at = null,
+                next_attempt_at = null, last_error = null, from_stream = false, wanted_in = $2, updated_at = now()
+            where r.did = $1 and r.bucket = indexer.bucket_of($1);
+            if not before.takedown then
+                perform indexer.change_visibility($1, true, null);
+            end if;
+            return true;
+        end if;
+        if before.from_stream and before.rev is null then
+            update indexer.repo r
+            set version = r.version + 1, from_stream = false, updated_at = now(),
+                next_attempt_at = case when r.last_error like 'new-accounts%' then null else r.next_attempt_at end,
+                last_error = case when r.last_error like 'new-accounts%' then null else r.last_error end
+            where r.did = $1 and r.bucket = indexer.bucket_of($1);
+        end if;
+        if before.wanted_in < $2 then
+            update indexer.repo r set version = r.version + 1, wanted_in = $2
+            where r.did = $1 and r.bucket = indexer.bucket_of($1);
+        end if;
+        return false;
+    end $$
+    """,
+    # As in version 0021, and a repo that is out of scope is told from one that an operator untracked.
+    """
+    create function indexer.stop_tracking(one text, status text) returns boolean
+    language plpgsql set search_path = pg_catalog, pg_temp as $$
+    declare
+        before indexer.repo;
+    begin
+        insert into indexer.repo (did, bucket, version, sync_status, sync_reason, active, hosting_seq, takedown,
+            buffered_events, buffered_bytes, lease, attempts, next_attempt_at, tracked)
+        values ($1, indexer.bucket_of($1), 1, 'desynchronized', 'erased', false, 0, false,
+            0, 0, 0, 0, 'infinity', false)
+        on conflict (did, bucket) do nothing;
+        select r.* into before from indexer.repo r where r.did = $1 and r.bucket = indexer.bucket_of($1) for update;
+        if not before.tracked and not before.active then
+            if before.hosting_status is distinct from $2 then
+                update indexer.repo r set version = r.version + 1, hosting_status = $2, updated_at = now()
+                where r.did = $1 and r.bucket = indexer.bucket_of($1);
+            end if;
+            return false;
+        end if;
+        update indexer.repo r
+        set version = r.version + 1, tracked = false, active = false, hosting_status = $2, erase_at = now(),
+            sync_status = 'desynchronized', sync_reason = 'erased', rev = null, data = null, commit = null,
+            latest_verified_rev = null, latest_unverified_rev = null, unproven_since = null, attempts = 0,
+            next_attempt_at = 'infinity', last_error = null, synchronized_at = null, lease_until = null,
+            buffered_events = 0, buffered_bytes = 0, scope_version = 0, wanted_in = 0, updated_at = now()
+        where r.did = $1 and r.bucket = indexer.bucket_of($1);
+        delete from indexer.buffered_event b where b.did = $1 and b.bucket = indexer.bucket_of($1);
+        if before.active and not before.takedown then
+            perform indexer.change_visibility($1, false, before.rev);
+        end if;
+        return true;
+    end $$
+    """,
+    """
+    create or replace function indexer.track_one(one text) returns boolean
+    language sql set search_path = pg_catalog, pg_temp
+    begin atomic
+        select indexer.start_tracking($1, 9223372036854775807);
+    end
+    """,
+    """
+    create or replace function indexer.untrack_one(one text) returns boolean
+    language sql set search_path = pg_catalog, pg_temp
+    begin atomic
+        select indexer.stop_tracking($1, null);
+    end
+    """,
+    # As in version 0021, and the version is noted that wants fewer repos. What was found out for it is forgotten.
+    """
+    create or replace function indexer.change_scope(
+        new_track text, new_collections text[], new_signal_collections text[]
+    ) returns bigint language plpgsql set search_path = pg_catalog, pg_temp as $$
+    declare
+        present indexer.scope;
+        next_track text;
+        next_collections text[];
+        next_signal text[];
+        fewer_repos boolean;
+    begin
+        select s.* into present from indexer.scope s for update;
+        if not found then
+            raise exception 'no scope is stored yet; "indexer run" stores the first one, from the settings'
+                using errcode = 'object_not_in_prerequisite_state';
+        end if;
+        next_track := coalesce(new_track, present.track);
+        next_collections := coalesce(indexer.checked_patterns(new_collections), present.collections);
+        next_signal := coalesce(indexer.checked_patterns(new_signal_collections), present.signal_collections);
+        if next_track not in ('all', 'listed', 'signal') then
+            raise exception '% is not a way to track repos; use all, listed or signal', quote_literal(next_track)
+                using errcode = 'invalid_parameter_value';
+        end if;
+        if cardinality(next_collections) = 0 then
+            raise exception 'no collection is named; use * for all collections'
+                using errcode = 'invalid_parameter_value';
+        end if;
+        if next_track = 'signal' and cardinality(next_signal) = 0 then
+            raise exception 'no signal collection is named, and repos are tracked by signal collections'
+                using errcode = 'invalid_parameter_value';
+        end if;
+        if (next_track, next_collections, next_signal)
+            = (present.track, present.collections, present.signal_collections) then
+            return present.version;
+        end if;
+        fewer_repos := case
+            when next_track = 'all' or present.track = 'listed' then false
+            when next_track <> present.track then true
+            else exists (
+                select from unnest(present.signal_collections) o(pattern)
+                where not exists (
+                    select from unnest(next_signal) n(pattern) where indexer.pattern_covers(n.pattern, o.pattern)
+                )
+            )
+        end;
+        delete from indexer.crawl_progress where purpose = 'signal' or (fewer_repos and purpose = 'untrack');
+        update indexer.scope
+        set version = present.version + 1, track = next_track, collections = next_collections,
+            signal_collections = next_signal, changed_at = now(),
+            repos_narrowed_in = case
+                when next_track = 'all' then 0 when fewer_repos then present.version + 1 else present.repos_narrowed_in
+            end,
+            added_in = array(
+                select coalesce(
+                    (
+                        select min(o.added_in) from unnest(present.collections, present.added_in) o(pattern, added_in)
+                        where indexer.pattern_covers(o.pattern, n.pattern)
+                    ),
+                    present.version + 1
+                )
+                from unnest(next_collections) with ordinality n(pattern, ordinal) order by n.ordinal
+            );
+        return present.version + 1;
+    end $$
+    """,
+    """
+    revoke all on function indexer.change_visibility(text, boolean, text), indexer.start_tracking(text, bigint),
+        indexer.stop_tracking(text, text) from public
+    """,
+)
+
+COMMENTS = {
+    "column indexer.repo.wanted_in": (
+        "The latest version of the scope that wanted the repo: it added the repo, or the list of a signal collection "
+        "named it. The largest bigint if a command, SQL or a request named the repo; 0 if an earlier release added it."
+    ),
+    "column indexer.scope.repos_narrowed_in": (
+        "The version of the scope that last wanted fewer repos. Repos that no later one wants are untracked; 0: none."
+    ),
+    "column indexer.scope.earlier_repos_stay": (
+        "True if the repos that an earlier release added were named by commands: the first scope was listed."
+    ),
+    "function indexer.start_tracking(text, bigint)": (
+        "Start to track a repo that this version of the scope wants; false if it was tracked."
+    ),
+    "function indexer.stop_tracking(text, text)": (
+        "Stop to track a repo, with this hosting status; false if it was not tracked."
+    ),
+    "function atproto.set_track(text)": (
+        "Choose which repos are tracked: all, listed or signal. Repos that the new scope does not want are untracked, "
+        "and their records deleted, in the background. Return the version of the scope. Requires role "
+        "atproto_operator."
+    ),
+    "function atproto.set_signal_collections(text[])": (
+        "Choose the collections that cause a repo to be tracked if the scope says signal. Repos without a record of "
+        "them are untracked then. Repos of a pattern that ends in .* are found on the stream only, because relays list "
+        "repos by complete NSIDs. Return the version of the scope. Requires role atproto_operator."
+    ),
+    "function indexer.change_visibility(text, boolean, text)": (
+        "Log that a repo was shown or hidden, and let its links be counted accordingly."
+    ),
+}
+
+
+def upgrade() -> None:
+    """Apply the migration."""
+    for statement in STATEMENTS:
+        op.execute(statement)
+    for thing, comment in COMMENTS.items():
+        op.execute(f"comment on {thing} is '{comment}'")

@@ -1,0 +1,98 @@
+"""Every command prints the JSON fields that docs/commands.md lists for it."""
+
+import asyncio
+import json
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from indexer.cli.json_fields import JSON_LINES
+from indexer.cli.main import main
+from indexer.localnet.local_relay import message_frame
+from indexer.reasons import Rejection
+from indexer.sync.plans import Batch, Cursor, DeadLetter
+from tests.cli.audit_world import POST, AuditWorld
+from tests.cli.json_lines import check_json_lines, different_fields
+from tests.lexicons.samples import LIKE, LIKE_DOCUMENT
+
+CONSUMER = "select atproto.register_reader('test')"
+PAUSED_HOST = """
+    insert into indexer.host (host, requests, failures, consecutive_failures, paused_until, pause_reason, last_error)
+    values ('pds.example', 3, 3, 3, now() + interval '1 hour', 'host-paused', 'unreachable')
+"""
+
+
+@pytest.fixture
+def lexicon(tmp_path: Path) -> str:
+    """Return the path of a file with a lexicon."""
+    file = tmp_path / "like.json"
+    file.write_text(json.dumps(LIKE_DOCUMENT))
+    return str(file)
+
+
+@pytest.mark.slow
+async def test_every_command_prints_the_listed_fields(
+    world: AuditWorld, tmp_path: Path, lexicon: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ada = world.create_account("ada")
+    await world.synchronize()
+    relay, export, dump = world.network.relay_url, tmp_path / "export.car", tmp_path / "dump"
+    export.write_bytes(b"".join(ada.repo.export()))
+    frame = message_frame("#account", {"seq": 7, "did": ada.did, "time": "now", "active": True})
+    rejected = DeadLetter(relay, 7, ada.did, "account", Rejection.FIELD_INVALID, "", frame)
+    await world.store.apply(Batch(dead_letters=(rejected,), cursor=Cursor(relay, "0/1", 7, "2026-01-01T00:00:00Z")))
+    await world.delete_post(ada, "002")
+    await world.sql(CONSUMER)
+    await world.sql(PAUSED_HOST)
+    monkeypatch.setattr("indexer.monitoring.log.configure_logging", lambda *_: None)
+    for name, value in (world.environment() | {"INDEXER_RELAYS": relay}).items():
+        monkeypatch.setenv(name, value)
+    lines: dict[str, list[str]] = {}
+
+    async def run(*arguments: str, code: int | None = 0) -> None:
+        capsys.readouterr()
+        found = await asyncio.to_thread(main, [*arguments, "--json"])
+        output = capsys.readouterr()
+        assert found == code or code is None, output.err
+        check_json_lines([*arguments, "--json"], output.out)
+        name = next(name for name in JSON_LINES if [*arguments][: len(name.split())] == name.split())
+        lines[name] = output.out.splitlines()
+
+    await run("cursor", "reset", relay, "--to", "5", "--yes")
+    await run("cursor", "show")
+    await run("status", code=3)
+    await run("add", "did:web:one.example")
+    await run("audit", code=5)
+    await run("backup", str(dump))
+    await run("discover")
+    await run("doctor", code=None)  # names outside of the network do not resolve
+    await run("inspect", str(export))
+    for arguments in (("add", lexicon), ("index", LIKE, "created_at"), ("list",), ("remove", LIKE)):
+        await run("lexicon", *arguments)
+    await run("migrate")
+    await run("record", f"at://{ada.did}/{POST}/001")
+    await run("rejected", "list")
+    await run("rejected", "show", "1")
+    await run("rejected", "replay", "1")
+    await run("repo", ada.did)
+    await run("resync", ada.did)
+    for change in (["set", "--collections", POST], ["show"], ["track", ada.did], ["untrack", ada.did]):
+        await run("scope", *change)
+    await run("sweep")
+    await run("takedown", ada.did)
+    await world.sql("drop schema indexer, atproto, lexicon cascade")
+    await run("restore", str(dump))
+    assert lines.keys() == JSON_LINES.keys()
+    several = {"audit", "inspect"}
+    assert {name for name, printed in lines.items() if len(printed) > 1} == several
+    opened_at = json.loads(lines["cursor show"][0])["open_gaps"][0]["opened_at"]
+    assert datetime.fromisoformat(opened_at).tzinfo is not None, "as all other times"
+    status = lines["status"][0]
+    assert [name for name in ("consumers", "paused_hosts", "gaps", "cursors") if f'"{name}": []' in status] == []
+
+
+def test_missing_and_unlisted_fields_are_found() -> None:
+    fields = {".a", ".a[].b", ".c"}
+    assert list(different_fields({"a": [{"b": 1}], "c": {"any": 1}}, fields)) == []
+    assert sorted(different_fields({"a": [{"x": 1}], "d": 1}, fields)) == [".a[].b", ".a[].x", ".c", ".d"]

@@ -1,0 +1,412 @@
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import asyncpg
+import pytest
+
+from indexer.cli import lexicon_commands, progress_bars
+from indexer.cli.main import main
+from indexer.localnet.http_server import Fault
+from indexer.localnet.local_account import LocalAccount
+from indexer.localnet.local_network import LocalNetwork
+from indexer.localnet.local_pds import GET_RECORD
+from tests.cli.command_line import Session, error_line
+from tests.identity.name_server import NameServer
+from tests.lexicons.published import published_directory
+from tests.lexicons.samples import (
+    DEFS,
+    DEFS_DOCUMENT,
+    LIKE,
+    LIKE_DOCUMENT,
+    QUERY_DOCUMENT,
+    REVIEW,
+    REVIEW_DOCUMENT,
+    copy_of,
+    properties_of,
+)
+from tests.store.change_log_helpers import connected
+from tests.waiting import until
+
+pytestmark = pytest.mark.slow
+
+SCHEMA = "com.atproto.lexicon.schema"
+
+
+def write(path: Path, document: Any) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document))
+    return str(path)
+
+
+def stored(session: Session) -> dict[str, dict[str, Any]]:
+    """Return the lexicons that `list` prints, by NSID."""
+    lines = session("lexicon", "list", "--json").stdout.splitlines()
+    return {row["nsid"]: row for row in map(json.loads, lines)}
+
+
+def test_file_is_added_listed_indexed_and_removed(session: Session, tmp_path: Path) -> None:
+    file = write(tmp_path / "like.json", LIKE_DOCUMENT)
+    added = session("lexicon", "add", file)
+    assert (added.returncode, added.stderr) == (0, "")
+    assert added.stdout == f'{LIKE}: added, view lexicon."{LIKE}"\n'
+    assert session("lexicon", "add", file).stdout == f'{LIKE}: unchanged, view lexicon."{LIKE}"\n'
+    built = session("lexicon", "index", LIKE, "subject_uri", "createdAt", "--json")
+    assert [json.loads(line) for line in built.stdout.splitlines()] == [
+        {"nsid": LIKE, "columns": ["subject_uri"], "built": True},
+        {"nsid": LIKE, "columns": ["created_at"], "built": True},
+    ]
+    again = session("lexicon", "index", LIKE, "subject_uri")
+    assert (again.returncode, again.stdout) == (0, f"{LIKE} (subject_uri): there is an index already\n")
+    assert stored(session) == {
+        LIKE: {
+            "nsid": LIKE,
+            "view": LIKE,
+            "columns": ["subject_uri", "subject_cid", "created_at", "via_uri", "via_cid"],
+            "indexes": [{"columns": "created_at", "valid": True}, {"columns": "subject_uri", "valid": True}],
+            "source": file,
+        }
+    }
+    shown = session("lexicon", "list").stdout
+    assert "created_at, subject_uri" in shown
+    removed = session("lexicon", "remove", LIKE)
+    assert (removed.returncode, removed.stdout) == (0, f"{LIKE}: removed\n")
+    assert removed.stderr.count("dropped an index that no view uses any more") == 2
+    assert stored(session) == {}
+    assert session("lexicon", "list").stderr == "No lexicon is stored; see indexer lexicon add --help.\n"
+
+
+def test_directory_is_added_with_one_notice_for_what_it_skips(session: Session, tmp_path: Path) -> None:
+    for number, document in enumerate((LIKE_DOCUMENT, REVIEW_DOCUMENT, DEFS_DOCUMENT, QUERY_DOCUMENT)):
+        write(tmp_path / "lexicons" / f"{number}" / "lexicon.json", document)
+    write(tmp_path / "lexicons" / "package.json", {"name": "lexicons"})
+    added = session("lexicon", "add", str(tmp_path / "lexicons"))
+    assert added.returncode == 0
+    assert added.stdout.splitlines() == [
+        f'{LIKE}: added, view lexicon."{LIKE}"',
+        f"{DEFS}: added, no view, other lexicons refer to it",
+        f'{REVIEW}: added, view lexicon."{REVIEW}"',
+    ]
+    assert added.stderr.splitlines() == [
+        f"{tmp_path}/lexicons: files without a lexicon, skipped: {tmp_path}/lexicons/package.json",
+        f"lexicons without a record type, skipped: {QUERY_DOCUMENT['id']}",
+        f"{REVIEW}: fields that refer to com.elsewhere.defs have the type jsonb until it is added",
+    ]
+    assert set(stored(session)) == {LIKE, REVIEW, DEFS}
+
+
+def test_all_published_lexicons_are_added(session: Session) -> None:
+    added = session("lexicon", "add", str(published_directory()))
+    assert added.returncode == 0
+    assert 'app.bsky.feed.post: added, view lexicon."app.bsky.feed.post"' in added.stdout.splitlines()
+    [skipped] = added.stderr.splitlines()
+    assert re.fullmatch(r"lexicons without a record type, skipped: (\S+, ){9}\S+ and \d+ more", skipped)
+
+
+def test_lexicon_whose_collection_is_not_selected_is_reported(
+    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stored scope decides; that of the settings, only before the first daemon has stored one."""
+    file = write(tmp_path / "like.json", LIKE_DOCUMENT)
+    notice = f"{LIKE}: the scope does not select this collection, so the view has no records; see indexer scope show\n"
+    monkeypatch.setenv("INDEXER_COLLECTIONS", "com.example.*")
+    added = session("lexicon", "add", file)
+    assert (added.returncode, added.stderr) == (0, notice)
+    session("scope", "set", "--collections", "app.bsky.*")
+    assert session("lexicon", "add", file).stderr == ""
+    session("scope", "set", "--collections", "com.example.*")
+    monkeypatch.setenv("INDEXER_COLLECTIONS", "*")
+    assert session("lexicon", "add", file).stderr == notice
+
+
+BAD_FILES: dict[str, tuple[str | bytes, str]] = {
+    "text.json": ("hello", "is not a lexicon: it is not JSON: Expecting value"),
+    "binary.json": (b"\xff\x00", "is not a lexicon: it is not JSON: "),
+    "deep.json": ("[" * 100_000, "is not a lexicon: it is not JSON: "),
+    "list.json": ("[]", "is not a lexicon: it has no field `lexicon`"),
+    "type.json": (json.dumps(LIKE_DOCUMENT | {"lexicon": 3}), "version 3 of the lexicon language is unknown"),
+    "large.json": (" " * 1_048_577, "is not a lexicon: it has over 1048576 bytes"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_file_that_is_no_lexicon_is_reported_in_one_line(
+    session_without_database: Session, tmp_path: Path, name: str
+) -> None:
+    """Nothing is added, not even the valid lexicons among the arguments."""
+    content, problem = BAD_FILES[name]
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    good = write(tmp_path / "good" / "like.json", LIKE_DOCUMENT)
+    result = session_without_database("lexicon", "add", good, str(tmp_path / name))
+    assert result.returncode == 2
+    assert problem in error_line(result)
+
+
+def test_directory_with_a_broken_lexicon_or_without_any_is_reported_in_one_line(
+    session_without_database: Session, tmp_path: Path
+) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    result = session_without_database("lexicon", "add", str(empty))
+    assert (result.returncode, error_line(result)) == (2, f"{empty} contains no lexicon")
+    write(tmp_path / "some" / "bad.json", LIKE_DOCUMENT | {"defs": []})
+    write(tmp_path / "some" / "good.json", LIKE_DOCUMENT)
+    result = session_without_database("lexicon", "add", str(tmp_path / "some"))
+    assert result.returncode == 2
+    assert error_line(result).endswith("bad.json is not a lexicon: `defs` is not an object with definitions")
+
+
+def test_two_files_with_different_lexicons_of_one_nsid_are_reported_in_one_line(
+    session_without_database: Session, tmp_path: Path
+) -> None:
+    """The same lexicon in two files is no error: see the published ones."""
+    one = write(tmp_path / "all" / "one.json", LIKE_DOCUMENT)
+    two = write(tmp_path / "all" / "two.json", LIKE_DOCUMENT | {"description": "Another version."})
+    for arguments in ((one, two), (str(tmp_path / "all"),)):
+        result = session_without_database("lexicon", "add", *arguments)
+        assert result.returncode == 2
+        expected = f"{one} and {two} are different lexicons of {LIKE}; give only one of them"
+        assert error_line(result) == expected
+
+
+def test_the_same_lexicon_in_two_files_is_added(session: Session, tmp_path: Path) -> None:
+    files = [write(tmp_path / name, LIKE_DOCUMENT) for name in ("one.json", "two.json")]
+    assert session("lexicon", "add", *files).returncode == 0
+    assert stored(session)[LIKE]["source"] == files[0]
+
+
+def test_lexicon_of_a_query_is_skipped_with_a_notice(session: Session, tmp_path: Path) -> None:
+    result = session("lexicon", "add", write(tmp_path / "query.json", QUERY_DOCUMENT))
+    assert (result.returncode, result.stdout) == (0, "")
+    assert result.stderr == f"lexicons without a record type, skipped: {QUERY_DOCUMENT['id']}\n"
+    assert stored(session) == {}
+
+
+async def test_progress_of_an_index_is_shown_with_its_phase(
+    session: Session, database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The index waits for a transaction that writes records."""
+    for module, name, value in (
+        (progress_bars, "FIRST_LINE_SECONDS", 0.01),
+        (progress_bars, "LINE_SECONDS", 0.01),
+        (lexicon_commands, "PROGRESS_SECONDS", 0.01),
+    ):
+        monkeypatch.setattr(module, name, value)
+    added = await asyncio.to_thread(session, "lexicon", "add", write(tmp_path / "like.json", LIKE_DOCUMENT))
+    assert added.returncode == 0
+    shown = ""
+
+    def phase_is_shown() -> bool:
+        nonlocal shown
+        shown += capsys.readouterr().err
+        return "pages or rows: 0, waiting for writers before build, " in shown
+
+    async with connected(database) as sql:
+        writes = sql.transaction()
+        await writes.start()
+        await sql.execute("lock table indexer.record in row exclusive mode")
+        command = asyncio.create_task(asyncio.to_thread(main, ("lexicon", "index", LIKE, "subject_uri")))
+        await until(phase_is_shown, lambda: shown)
+        await writes.rollback()
+        assert await command == 0
+
+
+@pytest.mark.parametrize("name", ["nowhere.json", "./like", "not an nsid", "one.two"])
+def test_argument_that_is_neither_a_path_nor_an_nsid(session_without_database: Session, name: str) -> None:
+    result = session_without_database("lexicon", "add", name)
+    assert result.returncode == 2
+    assert error_line(result).startswith(f"{name!r} is neither a file, nor a directory, nor an NSID")
+
+
+def test_unknown_nsid_and_unknown_field_are_reported_in_one_line(session: Session, tmp_path: Path) -> None:
+    for arguments in (("remove", REVIEW), ("index", REVIEW, "title")):
+        result = session("lexicon", *arguments)
+        assert result.returncode == 4
+        assert error_line(result) == f"the lexicon of {REVIEW} was not added, or has no view; see indexer lexicon list"
+    session("lexicon", "add", write(tmp_path / "like.json", LIKE_DOCUMENT))
+    result = session("lexicon", "index", LIKE, "subject")
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[-1] == (
+        f"indexer: {LIKE} has no column subject; the columns are subject_uri, subject_cid, created_at, via_uri, "
+        "via_cid, did, rkey, indexed_at"
+    )
+
+
+async def test_objects_of_users_that_depend_on_a_view_are_named(
+    session: Session, database: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "like.json"
+    await asyncio.to_thread(session, "lexicon", "add", write(file, LIKE_DOCUMENT))
+    sql = await asyncpg.connect(database)
+    try:
+        await sql.execute(f'create view public.own as select created_at from lexicon."{LIKE}"')  # noqa: S608
+    finally:
+        await sql.close()
+    changed = copy_of(LIKE_DOCUMENT)
+    properties_of(changed)["createdAt"] = {"type": "integer"}
+    for arguments in (("add", write(file, changed)), ("remove", LIKE)):
+        result = await asyncio.to_thread(session, "lexicon", *arguments)
+        assert result.returncode == 1
+        assert error_line(result) == (
+            f'nothing was changed: view public.own depends on view lexicon."{LIKE}"; drop what depends on the view, '
+            "run the command again, and create it again"
+        )
+
+
+def test_backup_contains_typed_views(
+    session: Session, empty_database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session("lexicon", "add", write(tmp_path / "review.json", REVIEW_DOCUMENT))
+    session("lexicon", "index", REVIEW, "title")
+    before = stored(session)
+    dump = str(tmp_path / "indexer.dump")
+    assert session("backup", dump).returncode == 0
+    monkeypatch.setenv("INDEXER_DATABASE_URL", empty_database)
+    assert session("restore", dump).returncode == 0
+    assert stored(session) == before
+
+    async def read() -> int | None:
+        sql = await asyncpg.connect(empty_database)
+        try:
+            await sql.execute("set role atproto_reader")
+            count: int | None = await sql.fetchval(f'select count(*) from lexicon."{REVIEW}"')  # noqa: S608
+            return count
+        finally:
+            await sql.close()
+
+    assert asyncio.run(read()) == 0
+
+
+# Published lexicons.
+
+
+@pytest.fixture
+async def name_server() -> AsyncIterator[NameServer]:
+    async with NameServer() as server:
+        yield server
+
+
+@pytest.fixture
+async def publisher(
+    session: Session, name_server: NameServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[LocalAccount]:
+    """Publish the lexicons of com.example by an account of a local network, which the settings name."""
+    async with LocalNetwork() as network:
+        monkeypatch.setenv("INDEXER_PLC_URL", network.plc_url)
+        monkeypatch.setenv("INDEXER_RELAYS", network.relay_url)
+        monkeypatch.setenv("INDEXER_ALLOW_PRIVATE_HOSTS", "true")
+        monkeypatch.setenv("INDEXER_DATA_DIR", str(tmp_path / "data"))
+        monkeypatch.setenv("INDEXER_DNS_SERVERS", "{}:{}".format(*name_server.address))
+        account = network.create_account("ada.test")
+        for document in (REVIEW_DOCUMENT, DEFS_DOCUMENT, QUERY_DOCUMENT):
+            account.create(SCHEMA, {"$type": SCHEMA} | document, rkey=document["id"])
+        for number in range(50):
+            account.create("com.example.other", {"$type": "com.example.other", "n": number})
+        name_server.texts["_lexicon.example.com"] = [f'"did={account.did}"']
+        yield account
+
+
+async def add(session: Session, *nsids: str) -> Any:
+    return await asyncio.to_thread(session, "lexicon", "add", *nsids)
+
+
+async def test_nsid_is_resolved_and_verified_with_the_lexicons_that_it_refers_to(
+    session: Session, publisher: LocalAccount, name_server: NameServer
+) -> None:
+    result = await add(session, REVIEW)
+    assert (result.returncode, result.stdout.splitlines()) == (
+        0,
+        [f"{DEFS}: added, no view, other lexicons refer to it", f'{REVIEW}: added, view lexicon."{REVIEW}"'],
+    )
+    missing = "com.elsewhere.defs is not published: _lexicon.elsewhere.com has no TXT record with a DID"
+    assert result.stderr.splitlines() == [
+        f"a lexicon that another one refers to is missing: {missing}",
+        f"{REVIEW}: fields that refer to com.elsewhere.defs have the type jsonb until it is added",
+    ]
+    assert set(name_server.queries) == {"_lexicon.example.com", "_lexicon.elsewhere.com"}
+    rows = await asyncio.to_thread(stored, session)
+    assert rows[REVIEW]["source"] == f"at://{publisher.did}/{SCHEMA}/{REVIEW}"
+    assert "kind" in rows[REVIEW]["columns"]
+
+
+async def test_newer_published_version_updates_the_view(session: Session, publisher: LocalAccount) -> None:
+    await add(session, REVIEW)
+    changed = copy_of(REVIEW_DOCUMENT)
+    properties_of(changed)["added"] = {"type": "integer"}
+    publisher.update(f"{SCHEMA}/{REVIEW}", {"$type": SCHEMA} | changed)
+    result = await add(session, REVIEW)
+    assert f'{REVIEW}: updated, view lexicon."{REVIEW}"' in result.stdout.splitlines()
+    assert (await asyncio.to_thread(stored, session))[REVIEW]["columns"][-1] == "added"
+
+
+async def test_published_lexicon_without_a_record_type_is_skipped_with_a_notice(
+    session: Session, publisher: LocalAccount
+) -> None:
+    result = await add(session, QUERY_DOCUMENT["id"])
+    assert (result.returncode, result.stdout) == (0, "")
+    assert result.stderr == f"lexicons without a record type, skipped: {QUERY_DOCUMENT['id']}\n"
+
+
+async def test_nsid_that_nobody_publishes_is_reported_in_one_line(
+    session: Session, publisher: LocalAccount, name_server: NameServer
+) -> None:
+    result = await add(session, "com.example.nothing")
+    assert result.returncode == 2
+    assert error_line(result) == (
+        f"com.example.nothing is not published: at://{publisher.did}/{SCHEMA}/com.example.nothing does not exist"
+    )
+    result = await add(session, "com.example.sub.nothing")  # the authority is exact: no parent domain is asked
+    assert result.returncode == 2
+    assert error_line(result) == (
+        "com.example.sub.nothing is not published: _lexicon.sub.example.com has no TXT record with a DID"
+    )
+    name_server.texts["_lexicon.example.com"].append('"did=did:plc:bbbbbbbbbbbbbbbbbbbbbbbb"')
+    result = await add(session, REVIEW)
+    assert result.returncode == 2
+    assert error_line(result) == f"{REVIEW} is not published: _lexicon.example.com names 2 DIDs"
+    name_server.texts["_lexicon.example.com"] = ['"did=did:plc:bbbbbbbbbbbbbbbbbbbbbbbb"']
+    result = await add(session, REVIEW)
+    assert result.returncode == 2
+    assert "its authority did:plc:bbbbbbbbbbbbbbbbbbbbbbbb cannot be resolved: not registered" in error_line(result)
+
+
+async def test_lexicon_with_a_wrong_signature_is_rejected(session: Session, publisher: LocalAccount) -> None:
+    publisher.swap_key()
+    publisher.create(SCHEMA, {"$type": SCHEMA} | LIKE_DOCUMENT, rkey="com.example.more")
+    result = await add(session, REVIEW)
+    assert result.returncode == 2
+    assert "signature-invalid" in error_line(result)
+    assert await asyncio.to_thread(stored, session) == {}
+
+
+@pytest.mark.parametrize(
+    ("rkey", "record", "problem"),
+    [
+        ("com.example.wrong", {"$type": SCHEMA} | LIKE_DOCUMENT, f"is the lexicon of {LIKE}"),
+        ("com.example.empty", {"$type": SCHEMA}, "is not a lexicon: it has no field `lexicon`"),
+        ("com.example.bytes", b"\xff", "is not a lexicon: not-dag-cbor"),
+    ],
+)
+async def test_published_record_that_is_no_lexicon_is_reported(
+    session: Session, publisher: LocalAccount, rkey: str, record: Any, problem: str
+) -> None:
+    publisher.create(SCHEMA, record, rkey=rkey)
+    result = await add(session, rkey)
+    assert result.returncode == 2
+    assert error_line(result) == f"at://{publisher.did}/{SCHEMA}/{rkey} {problem}"
+
+
+async def test_dns_or_pds_that_does_not_answer_is_reported(
+    session: Session, publisher: LocalAccount, name_server: NameServer
+) -> None:
+    publisher.pds.faults.append(Fault(GET_RECORD, status=500))
+    result = await add(session, REVIEW)
+    assert result.returncode == 1
+    assert error_line(result).startswith(f"http-status: {REVIEW}: at://{publisher.did}/{SCHEMA}/{REVIEW}: 500")
+    name_server.silent = True
+    result = await add(session, REVIEW)
+    assert result.returncode == 1
+    assert error_line(result).startswith(f"timeout: {REVIEW}: the TXT record of _lexicon.example.com: ")

@@ -1,0 +1,125 @@
+"""Links in a running daemon: live, resyncs, accounts that disappear, and kills during the backfill."""
+
+from functools import partial
+from pathlib import Path
+from random import Random
+
+import asyncpg
+import pytest
+
+from indexer import daemon as composition
+from indexer.localnet.local_account import LocalAccount
+from indexer.localnet.local_network import LocalNetwork
+from tests.daemon.health_checks import health_checks
+from tests.daemon.running_daemon import LIKE, POST, RunningDaemon, post, running_daemon
+from tests.daemon_process import daemon_process, log_tail
+from tests.database_checks import wait_until_equal
+from tests.store.change_log_helpers import connected
+from tests.store.link_checks import assert_links_exact
+from tests.waiting import until
+
+pytestmark = pytest.mark.slow
+
+CID = "bafkreibme22gw2h7y2h7tg2fhqotaqjucnbc24deqo72b6mkl2egezxhvy"
+KILLS = 4
+COUNT = f"select atproto.link_count($1, '{LIKE}', '.subject.uri')"
+
+
+def like(account: LocalAccount, author: LocalAccount, number: object) -> str:
+    """Let the account like a post; return the URI of the post."""
+    uri = f"at://{author.did}/{POST}/{number:03}"
+    account.create(LIKE, {"$type": LIKE, "subject": {"uri": uri, "cid": CID}})
+    return uri
+
+
+async def count(sql: asyncpg.Connection, uri: str) -> int | None:
+    number: int | None = await sql.fetchval(COUNT, uri)
+    return number
+
+
+async def test_links_follow_the_stream_resyncs_and_accounts(database: str, tmp_path: Path) -> None:
+    async with running_daemon(database, tmp_path, links=True) as daemon, connected(database) as sql:
+        author, *fans = [daemon.create_account(f"a{number}.test") for number in range(4)]
+        for fan in fans:
+            uri = like(fan, author, 1)
+        await daemon.wait_until_equal()
+        await until(lambda: is_count(sql, uri, 3))
+        daemon.lose_commit(fans[0])
+        like(fans[0], author, 2)
+        fans[1].deactivate()
+        fans[2].delete_account()
+        await daemon.wait_until_equal()
+        assert await count(sql, uri) == 1
+        await assert_links_exact(sql)
+        fans[1].activate()
+        await daemon.resync_until_equal(fans[1])
+        assert await count(sql, uri) == 2
+        await until(lambda: nothing_left_to_count(sql))
+        assert await assert_links_exact(sql) == 3
+
+
+async def is_count(sql: asyncpg.Connection, uri: str, number: int) -> bool:
+    return await count(sql, uri) == number
+
+
+async def nothing_left_to_count(sql: asyncpg.Connection) -> bool:
+    query = "select not exists (select from indexer.link_delta) and not exists (select from indexer.link_recount)"
+    return bool(await sql.fetchval(query))
+
+
+async def test_unfinished_backfill_is_shown_and_does_not_prevent_readiness(
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A locked repo is not visited, so the backfill does not end."""
+    monkeypatch.setattr(composition, "COUNT_INTERVAL_SECONDS", 0.2)
+    async with connected(database) as sql, LocalNetwork() as network:
+        account = network.create_account("a.test")
+        like(account, account, 1)
+        async with running_daemon(database, tmp_path, network) as daemon:
+            await daemon.wait_until_equal()
+        lock = sql.transaction()
+        await lock.start()
+        await sql.execute("select from indexer.repo for update")
+        async with running_daemon(database, tmp_path, network, links=True) as daemon, health_checks(daemon) as http:
+            await until(lambda: links_progress(daemon) == 0.0)
+            await http.wait_until_ready()
+            assert daemon.stages.backfill_counts.counts is not None
+            assert daemon.stages.backfill_counts.counts.links.state == "backfill"
+            await lock.rollback()
+            await until(lambda: links_progress(daemon) == 1.0)
+
+
+def links_progress(daemon: RunningDaemon) -> float | None:
+    return daemon.stages.metrics.registry.get_sample_value("indexer_links_progress_ratio")
+
+
+@pytest.mark.timeout(300)
+async def test_daemon_killed_during_the_backfill_has_exact_links_in_the_end(database: str, tmp_path: Path) -> None:
+    """Accounts write all the time. Each process is killed after another part of the backfill."""
+    numbers = Random(5)
+    async with LocalNetwork() as network, connected(database) as sql:
+        accounts = [network.create_account(f"a{number}.test") for number in range(60)]
+        for account in accounts:
+            account.create(POST, post("first"), rkey="001")
+            for _ in range(3):
+                like(account, numbers.choice(accounts), 1)
+        async with daemon_process(network, database, tmp_path):
+            await wait_until_equal(network, database)
+        assert await sql.fetchval("select state from atproto.link_progress") == "off"
+        for kill in range(KILLS):
+            async with daemon_process(network, database, tmp_path, links="true"):
+                for account in numbers.sample(accounts, 10):
+                    like(account, numbers.choice(accounts), 1)
+                await until(partial(has_links, sql, 30 * kill + 1), partial(log_tail, tmp_path))
+        async with daemon_process(network, database, tmp_path, links="true"):
+            await wait_until_equal(network, database)
+            await until(partial(is_complete, sql), partial(log_tail, tmp_path))
+        assert await assert_links_exact(sql) == 60 * 3 + KILLS * 10
+
+
+async def has_links(sql: asyncpg.Connection, number: int) -> bool:
+    return bool(await sql.fetchval("select count(*) >= $1 from indexer.link", number))
+
+
+async def is_complete(sql: asyncpg.Connection) -> bool:
+    return bool(await sql.fetchval("select state = 'complete' from atproto.link_progress"))

@@ -1,0 +1,103 @@
+"""A message whose effects the database cannot store is isolated: other messages are stored, and the cursor moves on."""
+
+from pathlib import Path
+
+import pytest
+
+from indexer.localnet.local_repo import Write
+from indexer.monitoring.conditions import MESSAGES_REFUSED
+from tests.daemon.running_daemon import POST, RunningDaemon, post, running_daemon
+
+pytestmark = pytest.mark.slow
+
+CONTROL_CHARACTERS = b"\x7a" + (1_000_000).to_bytes(4) + b"\x01" * 1_000_000
+"""A record of one text. Each of its characters takes six bytes in JSON."""
+RAISE = "raise exception 'no value of this account is stored'"
+LOSE_CONNECTION = "perform pg_terminate_backend(pg_backend_pid()); perform pg_sleep(10)"
+
+
+async def fail_writes_of(daemon: RunningDaemon, table: str, did: str, statement: str) -> None:
+    """Let each write of a row of this account run `statement`, which ends the transaction."""
+    await daemon.execute(
+        f"""
+        create function indexer.fail() returns trigger language plpgsql as $$
+            begin if new.did = '{did}' then {statement}; end if; return new; end
+        $$"""
+    )
+    await daemon.execute(
+        f"create trigger fail before insert or update on indexer.{table} for each row execute function indexer.fail()"
+    )
+
+
+async def test_commit_of_many_paths_to_one_large_value_is_applied_without_delaying_others(
+    database: str, tmp_path: Path
+) -> None:
+    async with running_daemon(database, tmp_path) as daemon:
+        hostile, bystander = daemon.create_account("eve.test"), daemon.create_account("bob.test")
+        await daemon.wait_until_equal()
+        hostile.apply_writes([Write.create(f"{POST}/poison{number:03}", CONTROL_CHARACTERS) for number in range(200)])
+        bystander.create(POST, post("after the commit"))
+        await daemon.wait_until_equal()
+        rows = await daemon.record_rows(hostile)
+        problems = {row["value_problem"] for row in rows if row["rkey"].startswith("poison")}
+        assert problems == {"too-large", "omitted"}
+        assert sum(len(row["original"] or b"") for row in rows) < 20_000_000
+        assert (await daemon.repo_row(hostile))["sync_status"] == "synchronized"
+
+
+@pytest.mark.parametrize(("table", "resynced"), [("record", True), ("repo", False)])
+async def test_message_that_the_database_refuses_is_rejected_and_others_are_stored(
+    database: str, tmp_path: Path, table: str, resynced: bool
+) -> None:
+    async with running_daemon(database, tmp_path, roles="live") as daemon:
+        accounts = [daemon.create_account(f"a{number}.test") for number in range(8)]
+        await daemon.wait_until_equal()
+        hostile = accounts.pop(3)
+        stored = await daemon.record_rows(hostile)
+        await fail_writes_of(daemon, table, hostile.did, RAISE)
+        for number in range(20):
+            for account in (*accounts[:4], hostile, *accounts[4:]) if number == 10 else accounts:
+                account.create(POST, post(f"message {number}"))
+        await daemon.wait_for_cursor()
+        for account in accounts:
+            assert len(await daemon.record_rows(account)) == 25
+        assert await daemon.record_rows(hostile) == stored
+        assert await daemon.dead_letters() == [(hostile.did, "store-failed")]
+        assert daemon.counter("rejected", reason="store-failed") == 1
+        [condition] = [found for found in daemon.stages.conditions.active() if found.kind is MESSAGES_REFUSED]
+        assert (condition.count, hostile.did in condition.message) == (1, True)
+        row = await daemon.repo_row(hostile)
+        desynchronized = ("desynchronized", "store-failed") if resynced else ("synchronized", None)
+        assert (row["sync_status"], row["sync_reason"]) == desynchronized
+
+
+async def test_message_that_costs_the_connection_each_time_is_rejected_and_others_are_stored(
+    database: str, tmp_path: Path
+) -> None:
+    async with running_daemon(database, tmp_path, roles="live") as daemon:
+        hostile, *others = [daemon.create_account(f"a{number}.test") for number in range(4)]
+        await daemon.wait_until_equal()
+        await fail_writes_of(daemon, "record", hostile.did, LOSE_CONNECTION)
+        for account in (others[0], hostile, *others[1:]):
+            account.create(POST, post("new"))
+        await daemon.wait_for_cursor()
+        for account in others:
+            assert len(await daemon.record_rows(account)) == 6
+        assert await daemon.dead_letters() == [(hostile.did, "store-failed")]
+        assert (await daemon.repo_row(hostile))["sync_reason"] == "store-failed"
+
+
+async def test_resync_that_the_database_refuses_fails_and_is_completed_later(database: str, tmp_path: Path) -> None:
+    async with running_daemon(database, tmp_path) as daemon:
+        hostile, bystander = daemon.create_account("eve.test"), daemon.create_account("bob.test")
+        await daemon.wait_until_equal()
+        await fail_writes_of(daemon, "record", hostile.did, RAISE)
+        hostile.create(POST, post("refused"))
+        await daemon.wait_for_counter("resync", result="not-storable")
+        bystander.create(POST, post("after the failure"))
+        await daemon.wait_for_cursor()
+        assert len(await daemon.record_rows(bystander)) == 6
+        row = await daemon.repo_row(hostile)
+        assert row["last_error"].startswith("not-storable: RaiseError: no value of this account is stored")
+        await daemon.execute("drop trigger fail on indexer.record")
+        await daemon.resync_until_equal(hostile)

@@ -1,0 +1,343 @@
+"""The scope changes while daemons run: narrowing, widening, untracking, signal collections."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from indexer import daemon as composition
+from indexer.atproto.cid import parse_cid
+from indexer.localnet.local_account import LocalAccount
+from indexer.localnet.local_relay import LIST_REPOS_BY_COLLECTION
+from indexer.service.background.account_erasure import AccountErasure
+from indexer.service.background.scope_untracking import ScopeUntracking
+from indexer.service.crawl.scope_backfill import ScopeBackfill
+from indexer.service.crawl.signal_discovery import SignalDiscovery
+from indexer.sync.scope import Track
+from indexer.sync.shard import Shard
+from tests.daemon.running_daemon import LIKE, POST, FilteredNetwork, RunningDaemon, post, running_daemon
+from tests.database_checks import assert_change_log_consistent, assert_log_gives_records
+from tests.lexicons.samples import LIKE_DOCUMENT, sourced
+from tests.store.change_log_helpers import connected
+from tests.store.link_checks import assert_links_exact
+from tests.waiting import until
+
+pytestmark = pytest.mark.slow
+
+FOLLOW = "app.bsky.graph.follow"
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(composition, "AccountErasure", partial(AccountErasure, interval=0.1))
+    monkeypatch.setattr(composition, "ScopeBackfill", partial(ScopeBackfill, interval=0.1, settle=0.0))
+    monkeypatch.setattr(composition, "ScopeUntracking", partial(ScopeUntracking, interval=0.1))
+    monkeypatch.setattr(composition, "SignalDiscovery", partial(SignalDiscovery, interval=0.1, settle=0.0))
+
+
+@asynccontextmanager
+async def daemon_of(
+    dsn: str, directory: Path, collections: list[str], **settings: Any
+) -> AsyncIterator[tuple[RunningDaemon, FilteredNetwork]]:
+    async with (
+        FilteredNetwork(collections=collections) as network,
+        running_daemon(dsn, directory, network, collections=",".join(collections), **settings) as daemon,
+    ):
+        yield daemon, network
+
+
+def create_like(account: LocalAccount, rkey: str) -> None:
+    account.create(LIKE, {"$type": LIKE, "createdAt": rkey}, rkey=rkey)
+
+
+async def wait_until_complete(daemon: RunningDaemon) -> None:
+    """Wait until all tracked repos have all records of the scope."""
+
+    async def complete() -> bool:
+        return all(row.complete == row.repos for row in await daemon.store.scope_progress())
+
+    await until(complete)
+
+
+async def test_settings_give_the_first_scope_only(database: str, tmp_path: Path) -> None:
+    async with daemon_of(database, tmp_path / "first", [POST]) as (daemon, _):
+        await until(lambda: str(daemon.stages.scope.scope) == f"repos all, collections {POST}")
+    with capture_logs() as lines:
+        async with daemon_of(database, tmp_path / "second", [LIKE]) as (daemon, _):
+            await until(lambda: str(daemon.stages.scope.scope) == f"repos all, collections {POST}")
+    [line] = [line for line in lines if line["event"] == "scope.settings-ignored"]
+    assert (line["settings"], line["stored"]) == (f"repos all, collections {LIKE}", f"repos all, collections {POST}")
+
+
+async def test_records_of_a_removed_collection_are_deleted_with_log_entries(database: str, tmp_path: Path) -> None:
+    async with daemon_of(database, tmp_path, [POST, LIKE]) as (daemon, network):
+        accounts = [daemon.create_account(f"{name}.test") for name in ("ada", "bob")]
+        for account in accounts:
+            create_like(account, "one")
+        await daemon.wait_until_equal()
+        await daemon.store.set_collections([POST])
+        network.collections = {POST}
+        await daemon.wait_until_equal()
+        create_like(accounts[0], "not stored")
+        accounts[0].create(POST, post("stored"))
+        await daemon.wait_until_equal()
+        logged = await daemon.execute(
+            "select action, rkey from atproto.changes where collection = $1 order by seq", LIKE
+        )
+        assert [tuple(row) for row in logged] == [("create", "one")] * 2 + [("delete", "one")] * 2
+        await assert_change_log_consistent(database)
+        assert daemon.export_requests == 0, "nothing was fetched to delete records"
+
+
+async def test_only_repos_with_records_of_an_added_collection_are_fetched(database: str, tmp_path: Path) -> None:
+    async with daemon_of(database, tmp_path, [POST]) as (daemon, network):
+        with_likes, without = daemon.create_account("ada.test"), daemon.create_account("bob.test")
+        create_like(with_likes, "one")
+        await daemon.wait_until_equal()
+        rows = {row["rkey"]: row["indexed_at"] for row in await daemon.record_rows(with_likes)}
+        await daemon.store.set_collections([POST, LIKE])
+        network.collections = {POST, LIKE}
+        await daemon.wait_until_equal()
+        await wait_until_complete(daemon)
+        assert daemon.export_requests == 1
+        assert (await daemon.repo_row(without))["sync_status"] == "synchronized"
+        assert network.relay.requests[LIST_REPOS_BY_COLLECTION] == 1
+        after = {row["rkey"]: row["indexed_at"] for row in await daemon.record_rows(with_likes)}
+        assert {rkey: after[rkey] for rkey in rows} == rows, "records that were right are not written again"
+        create_like(without, "live")
+        await daemon.wait_until_equal()
+        assert daemon.export_requests == 1
+        await assert_change_log_consistent(database)
+
+
+async def test_repo_that_a_lagging_list_lacked_is_fetched_when_the_list_is_compared_again(
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with FilteredNetwork(collections=[POST]) as network:
+        async with running_daemon(database, tmp_path / "first", network, collections=POST) as daemon:
+            listed, lagging, without = (daemon.create_account(f"{name}.test") for name in ("ada", "bob", "eve"))
+            for account in (listed, lagging):
+                create_like(account, "one")
+            await daemon.wait_until_equal()
+            network.relay.lagging = {lagging.did}
+            await daemon.store.set_collections([POST, LIKE])
+            await until(lambda: daemon.export_requests == 1)
+            await wait_until_complete(daemon)
+            assert LIKE not in {row["collection"] for row in await daemon.record_rows(lagging)}, "the list is trusted"
+        network.relay.lagging.clear()
+        network.collections = {POST, LIKE}
+        quick = partial(ScopeBackfill, interval=0.1, settle=0.0, recheck=(0.0, 0.5), recheck_poll=0.1)
+        monkeypatch.setattr(composition, "ScopeBackfill", quick)
+        with capture_logs() as lines:
+            async with running_daemon(database, tmp_path / "second", network) as daemon:
+                await daemon.wait_until_equal()
+                await until(lambda: [line["event"] for line in lines].count("scope.compared-again") == 2)
+                assert await daemon.store.rechecks(Shard()) == []
+                await wait_until_complete(daemon)
+                assert daemon.export_requests == 2, "no other repo is fetched"
+                assert (await daemon.repo_row(without))["scope_version"] == 2
+        found = [line["incomplete"] for line in lines if line["event"] == "scope.compared-again"]
+        assert found == [1, 0]
+        await assert_change_log_consistent(database)
+
+
+async def test_a_prefix_is_fetched_from_all_repos(database: str, tmp_path: Path) -> None:
+    async with daemon_of(database, tmp_path, [POST]) as (daemon, network):
+        accounts = [daemon.create_account(f"{name}.test") for name in ("ada", "bob")]
+        create_like(accounts[0], "one")
+        await daemon.wait_until_equal()
+        await daemon.store.set_collections(["app.bsky.feed.*"])
+        network.collections = {POST, LIKE}
+        await daemon.wait_until_equal()
+        await wait_until_complete(daemon)
+        assert daemon.export_requests == 2
+        assert network.relay.requests[LIST_REPOS_BY_COLLECTION] == 0
+        await assert_change_log_consistent(database)
+
+
+async def test_progress_of_a_collection_grows_with_its_repos(database: str, tmp_path: Path) -> None:
+    async with daemon_of(database, tmp_path, [POST]) as (daemon, network):
+        account, other = daemon.create_account("ada.test"), daemon.create_account("bob.test")
+        create_like(account, "one")
+        await daemon.wait_until_equal()
+        await daemon.store.set_collections([POST, LIKE])
+        network.collections = {POST, LIKE}
+        await wait_until_complete(daemon)
+        progress = [(row.collection, row.repos, row.complete) for row in await daemon.store.scope_progress()]
+        assert progress == [(LIKE, 2, 2), (POST, 2, 2)]
+        assert other.did in await daemon.store.visible_repos()
+
+
+async def test_untracked_repo_is_erased_and_stays_untracked_until_it_is_tracked(database: str, tmp_path: Path) -> None:
+    async with daemon_of(database, tmp_path, [POST]) as (daemon, network):
+        account, other = daemon.create_account("ada.test"), daemon.create_account("bob.test")
+        await daemon.wait_until_equal()
+        assert await daemon.store.untrack([account.did]) == 1
+        assert await daemon.store.visible_records(account.did) == {}, "hidden at once"
+        network.dids = {other.did}
+
+        async def erased() -> bool:
+            return await daemon.record_rows(account) == []
+
+        await until(erased)
+        account.create(POST, post("ignored"))
+        account.deactivate()
+        account.activate()
+        await daemon.wait_until_equal()
+        assert set(await daemon.store.visible_repos()) == {other.did}
+        await assert_change_log_consistent(database)
+        assert await daemon.store.track([account.did]) == 1
+        network.dids = None
+        await daemon.wait_until_equal()
+        account.create(POST, post("applied"))
+        await daemon.wait_until_equal()
+        assert len(await daemon.record_rows(account)) == 7
+
+
+async def test_signal_tracks_repos_that_write_or_have_a_record(database: str, tmp_path: Path) -> None:
+    async with FilteredNetwork(dids=[], collections=[POST]) as network:
+        settings: dict[str, Any] = {
+            "track": "signal",
+            "signal_collections": f"{FOLLOW},com.example.*",
+            "collections": POST,
+        }
+        early = network.create_account("early.test")
+        early.create(FOLLOW, {"$type": FOLLOW}, rkey="a")
+        early.create(POST, post("earlier"))
+        async with running_daemon(database, tmp_path, network, start="live", **settings) as daemon:
+            network.dids = {early.did}
+
+            async def found() -> bool:
+                return set(await daemon.store.visible_repos()) == {early.did}
+
+            await until(found)  # in the list: the stream is read from its end
+            other, late = daemon.create_account("other.test"), daemon.create_account("late.test")
+            create_like(other, "no signal")
+            await daemon.wait_until_equal()
+            assert set(await daemon.store.visible_repos()) == {early.did}
+            late.create("com.example.thing", {"$type": "com.example.thing"}, rkey="b")
+            network.dids |= {late.did}
+            await daemon.wait_until_equal()
+            assert set(await daemon.store.visible_repos()) == {early.did, late.did}
+            late.delete("com.example.thing/b")
+            await daemon.wait_until_equal()
+            await daemon.store.set_signal_collections([LIKE])
+            network.dids = {other.did}
+            await daemon.wait_until_equal()
+        await assert_change_log_consistent(database)
+
+
+async def wait_until_erased(daemon: RunningDaemon) -> None:
+    """Wait until no record is stored that the public views hide."""
+    query = "select (select count(*) from indexer.record) = (select count(*) from atproto.records) as equal"
+
+    async def erased() -> bool:
+        [row] = await daemon.execute(query)
+        return bool(row["equal"])
+
+    await until(erased)
+
+
+async def test_repos_that_a_narrower_scope_does_not_want_are_untracked(database: str, tmp_path: Path) -> None:
+    """The likes are not stored, so that only the list shows who has some."""
+    async with daemon_of(database, tmp_path, [POST]) as (daemon, network):
+        names = ("chosen", "fan", "neither", "late")
+        chosen, fan, neither, late = (daemon.create_account(f"{name}.test") for name in names)
+        create_like(fan, "one")
+        await daemon.wait_until_equal()
+        await daemon.store.track([chosen.did])
+        await daemon.store.change_scope(track=Track.SIGNAL, signal_collections=[LIKE])
+        network.dids = {chosen.did, fan.did}
+        await daemon.wait_until_equal()
+        await wait_until_erased(daemon)
+        neither.create(POST, post("not stored"))
+        create_like(late, "a signal tracks it again")
+        network.dids = {chosen.did, fan.did, late.did}
+        await daemon.wait_until_equal()
+        await daemon.store.change_scope(track=Track.LISTED)
+        network.dids = {chosen.did}
+        await daemon.wait_until_equal()
+        await wait_until_erased(daemon)
+        await daemon.store.change_scope(track=Track.ALL)
+        await until(lambda: daemon.stages.scope.scope.track is Track.ALL)
+        for account in (fan, neither, late):
+            account.create(POST, post("all repos are wanted"))
+        network.dids = None
+        await daemon.wait_until_equal()
+        async with connected(database) as sql:
+            await assert_log_gives_records(sql)
+
+
+async def test_repos_whose_signals_no_list_shows_stay_tracked_with_a_warning(database: str, tmp_path: Path) -> None:
+    with capture_logs() as lines:
+        async with daemon_of(database, tmp_path, [POST]) as (daemon, _):
+            daemon.create_account("ada.test")
+            await daemon.wait_until_equal()
+            await daemon.store.change_scope(track=Track.SIGNAL, signal_collections=["app.bsky.graph.*"])
+            await until(lambda: any(line["event"] == "scope.not-untracked" for line in lines))
+            await daemon.wait_until_equal()
+    [line] = [line for line in lines if line["event"] == "scope.not-untracked"]
+    assert line["signal_collections"] == "app.bsky.graph.*"
+
+
+CID = "bafkreibme22gw2h7y2h7tg2fhqotaqjucnbc24deqo72b6mkl2egezxhvy"
+BLOB = {"$type": "blob", "ref": parse_cid(CID), "mimeType": "image/jpeg", "size": 12}
+
+
+async def test_links_blobs_and_typed_views_are_exact_after_each_change_of_the_scope(
+    database: str, tmp_path: Path
+) -> None:
+    async with (
+        daemon_of(database, tmp_path, [POST, LIKE], links="true") as (daemon, network),
+        connected(database) as sql,
+    ):
+        author, *fans = [daemon.create_account(f"a{number}.test", records=1) for number in range(4)]
+        subject = {"uri": f"at://{author.did}/{POST}/000", "cid": CID}
+        for fan in fans:
+            fan.create(LIKE, {"$type": LIKE, "subject": subject, "createdAt": "2024-01-01T00:00:00Z"})
+            fan.create(POST, {"$type": POST, "reply": {"root": subject, "parent": subject}, "image": BLOB})
+        await daemon.store.add_lexicons(sourced(LIKE_DOCUMENT))
+        await daemon.wait_until_equal()
+
+        async def shown() -> list[int]:
+            """Return the counted likes and replies of the post, the blobs, and the rows of the typed view."""
+            likes = await sql.fetchval("select atproto.link_count($1, $2, $3)", subject["uri"], LIKE, ".subject.uri")
+            replies = await sql.fetchval(
+                "select atproto.link_count($1, $2, $3)", subject["uri"], POST, ".reply.root.uri"
+            )
+            blobs = await sql.fetchval("select count(*) from atproto.blobs")
+            return [likes, replies, blobs, await sql.fetchval(f'select count(*) from lexicon."{LIKE}"')]  # noqa: S608
+
+        async def erased() -> bool:
+            nothing_to_count = "select not exists (select from indexer.link_recount)"
+            return await daemon.record_rows(fans[0]) == [] and bool(await sql.fetchval(nothing_to_count))
+
+        async def links_complete() -> bool:
+            return bool(await sql.fetchval("select state = 'complete' from atproto.link_progress"))
+
+        await until(links_complete)
+        assert await shown() == [3, 3, 3, 3]
+        await daemon.store.untrack([fans[0].did])
+        network.dids = {author.did, fans[1].did, fans[2].did}
+        assert await shown() == [2, 2, 2, 2], "before the records are deleted"
+        await assert_links_exact(sql)
+        await until(erased)
+        assert await shown() == [2, 2, 2, 2]
+        await assert_links_exact(sql)
+        await daemon.store.set_collections([POST])
+        network.collections = {POST}
+        await daemon.wait_until_equal()
+        assert await shown() == [0, 2, 2, 0]
+        await assert_links_exact(sql)
+        await daemon.store.untrack([fans[1].did])
+        await daemon.store.track([fans[0].did, fans[1].did])
+        await daemon.store.set_collections([POST, LIKE])
+        network.dids, network.collections = None, {POST, LIKE}
+        await daemon.wait_until_equal()
+        await wait_until_complete(daemon)
+        assert await shown() == [3, 3, 3, 3]
+        assert await assert_links_exact(sql) == 9

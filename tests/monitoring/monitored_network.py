@@ -1,0 +1,122 @@
+"""A daemon on a local network with faults, scraped by Prometheus.
+
+`python -m tests.monitoring.monitored_network` runs it for some minutes and draws the picture of the README.
+"""
+
+import asyncio
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
+from time import time
+
+import asyncpg
+
+from docs.dashboard_picture import Span, draw
+from indexer.localnet.http_server import Fault
+from indexer.localnet.local_network import LocalNetwork
+from indexer.localnet.scenario import Scenario
+from indexer.monitoring.health import serve_health
+from indexer.monitoring.log import configure_logging
+from indexer.setting_types import Address
+from indexer.store.embedded import database
+from indexer.store.migrate import migrate
+from tests.daemon.running_daemon import RunningDaemon, running_daemon
+from tests.monitoring.prometheus_server import PrometheusServer, prometheus_server
+from tests.waiting import until
+
+COMMITS_PER_SECOND = 20.0
+FAILING_ACCOUNTS = 12
+FAILED_LOOKUPS = 6
+PICTURE_ROWS = 4
+PICTURE = Path(__file__).parents[2] / "docs" / "images" / "dashboard.png"
+
+
+@asynccontextmanager
+async def monitored_network(
+    dsn: str, directory: Path, seconds: float, *, rules: Path | None = None, scrape_seconds: int = 1
+) -> AsyncIterator[tuple[RunningDaemon, PrometheusServer, asyncio.Event]]:
+    """Run a scenario of `seconds` with faults during the block, with a daemon and a Prometheus that scrapes it.
+
+    Besides the account events of the scenario, a host answers with errors, the directory fails for a while, the relay
+    sends malformed messages and is away for a moment, and one consumer of the change log reads nothing. The event that
+    is yielded is set when all of this has happened.
+    """
+    async with AsyncExitStack() as stack:
+        network = await stack.enter_async_context(LocalNetwork(pds=3))
+        for reader in ("feeds", "search"):  # before the start: the daemon looks at consumers once a minute
+            await _execute(dsn, "select atproto.register_reader($1)", reader)
+        daemon = await stack.enter_async_context(running_daemon(dsn, directory, network, resync_source="pds"))
+        stages = daemon.stages
+        serving = serve_health(Address("127.0.0.1", 0), stages.probe, stages.metrics.registry, stages.conditions)
+        address = await stack.enter_async_context(serving)
+        prometheus = await stack.enter_async_context(
+            prometheus_server(directory, [str(address)], rules=rules, seconds=scrape_seconds)
+        )
+        await until(lambda: prometheus.has("up == 1"))  # the first scrape is no increase of a counter
+        acted = asyncio.Event()
+        acting = asyncio.create_task(_act(daemon, prometheus, seconds, acted))
+        try:
+            yield daemon, prometheus, acted
+        finally:
+            acting.cancel()
+            with suppress(asyncio.CancelledError):
+                await acting
+
+
+async def _act(daemon: RunningDaemon, prometheus: PrometheusServer, seconds: float, acted: asyncio.Event) -> None:
+    """Act, set the event when everything has happened, and go on reading changes."""
+    network = daemon.network
+    network.pdses[2].faults.append(Fault("", status=500, times=None))
+    async with asyncio.TaskGroup() as tasks:
+        scenario = tasks.create_task(_run_scenario(network, seconds))
+        tasks.create_task(_read_changes(daemon, "feeds"))
+        for number in range(FAILING_ACCOUNTS):
+            await asyncio.sleep(seconds / 40)
+            account = network.create_account(f"failing{number}.test", pds=2)
+            daemon.lose_commit(account)
+            daemon.inject("#commit", {"repo": account.did})
+        await asyncio.sleep(seconds / 10)
+        network.plc.faults.append(Fault("", status=500, times=FAILED_LOOKUPS))
+        for number in range(FAILED_LOOKUPS):
+            network.create_account(f"unknown{number}.test", pds=number % 2)
+        await network.relay.stop()
+        await until(lambda: prometheus.has('indexer_not_ready{code="relay-disconnected"}'))
+        await network.relay.start()
+        await scenario
+        acted.set()
+
+
+async def _execute(dsn: str, statement: str, *values: str) -> None:
+    connection = await asyncpg.connect(dsn)
+    try:
+        await connection.fetch(statement, *values)
+    finally:
+        await connection.close()
+
+
+async def _run_scenario(network: LocalNetwork, seconds: float) -> None:
+    await Scenario(network, accounts=40).run(seconds, COMMITS_PER_SECOND)
+
+
+async def _read_changes(daemon: RunningDaemon, reader: str) -> None:
+    while True:
+        await daemon.execute("select atproto.next_changes($1, 1000)", reader)
+        await asyncio.sleep(1)
+
+
+async def _main(seconds: float) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        configure_logging("console", "error")
+        async with database(None, directory) as dsn:
+            await migrate(dsn)
+            async with monitored_network(dsn, directory, seconds, scrape_seconds=3) as (_, prometheus, _):
+                began = time()
+                await asyncio.sleep(seconds)
+                await asyncio.to_thread(draw, prometheus.url, PICTURE, Span(began, time()), rows=PICTURE_ROWS)
+
+
+if __name__ == "__main__":
+    asyncio.run(_main(float(sys.argv[1]) if len(sys.argv) > 1 else 300.0))

@@ -1,0 +1,48 @@
+"""A lexicon that an account publishes on Bluesky's own PDS is resolved and verified."""
+
+import asyncio
+from pathlib import Path
+from time import time
+
+import click
+import pytest
+
+from indexer.atproto.limits import DEFAULT_LIMITS
+from indexer.cli.lexicon_sources import COLLECTION, LexiconResolver
+from indexer.identity import DidResolver, DnsRecords
+from indexer.outbound import OutboundClient, OutboundSettings, RateLimits
+from indexer.pds import PdsClient
+from tests.identity.name_server import NameServer
+from tests.lexicons.samples import REVIEW, REVIEW_DOCUMENT
+from tests.realnet.real_network import RealAccount, RealPds, real_network
+
+pytestmark = pytest.mark.slow
+
+
+def publish(pds: RealPds) -> RealAccount:
+    """Return a new account with a lexicon among other records."""
+    account = pds.create_account("publisher")
+    for number in range(30):
+        account.create("com.example.other", {"$type": "com.example.other", "n": number})
+    account.put(COLLECTION, REVIEW, {"$type": COLLECTION} | REVIEW_DOCUMENT)
+    return account
+
+
+@pytest.mark.timeout(300)
+async def test_lexicon_on_a_real_pds_is_resolved_and_verified(tmp_path: Path) -> None:
+    settings = OutboundSettings("test", allow_private_hosts=True, rates=RateLimits(host=1_000, total=1_000))
+    with real_network(1, tmp_path) as network:
+        account = await asyncio.to_thread(publish, network.pds[0])
+        async with NameServer() as dns, OutboundClient(settings) as outbound:
+            dns.texts["_lexicon.example.com"] = [f'"did={account.did}"']
+            resolver = LexiconResolver(
+                DnsRecords([dns.address]),
+                DidResolver(outbound, [network.plc_url], plc_rate=100, allow_private_hosts=True, clock=time),
+                PdsClient(outbound, DEFAULT_LIMITS, tmp_path),
+                DEFAULT_LIMITS,
+            )
+            found = await resolver.resolve(REVIEW)
+            assert found.source == f"at://{account.did}/{COLLECTION}/{REVIEW}"
+            assert found.lexicon.nsid == REVIEW
+            with pytest.raises(click.ClickException, match="does not exist"):
+                await resolver.resolve("com.example.nothing")

@@ -1,0 +1,153 @@
+"""In which order changes are delivered, and what is delivered again."""
+
+from collections import defaultdict
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from indexer.service.feed.delivery_window import FIRST_SNAPSHOT_ID, DeliveryWindow
+from indexer.sync.feed_delivery import SNAPSHOT_BEGIN, DeliveryProgress, LoggedChange, SnapshotPosition
+
+START = DeliveryProgress(0, 0)
+
+
+def change(
+    seq: int, did: str = "did:plc:a", action: str = "create", *, live: bool = True, rev: str = "1"
+) -> LoggedChange:
+    record = action in {"create", "update", "delete"}
+    return LoggedChange(seq, did, "c" if record else None, "r" if record else None, action, None, rev, live, 0)
+
+
+def seqs(changes: list[LoggedChange]) -> list[int]:
+    return [change.seq for change in changes]
+
+
+def window_of(*changes: LoggedChange, one_per_repo: bool = False) -> DeliveryWindow:
+    window = DeliveryWindow(START, one_per_repo=one_per_repo)
+    window.add(changes)
+    return window
+
+
+def test_live_changes_of_a_repo_are_delivered_one_after_another() -> None:
+    window = window_of(change(1), change(2), change(3, "did:plc:b"))
+    assert seqs(window.take(10)) == [1, 3]
+    assert not window.is_ready
+    assert window.acknowledge(1)
+    assert seqs(window.take(10)) == [2]
+
+
+def test_differences_of_one_resync_are_delivered_at_once_and_enclosed_by_live_changes() -> None:
+    old = [change(seq, live=False) for seq in (2, 3)]
+    window = window_of(change(1), *old, change(4), change(5, live=False, rev="2"), change(6, live=False, rev="3"))
+    for expected in ([1], [2, 3], [4], [5], [6]):
+        assert seqs(window.take(10)) == expected
+        for seq in expected:
+            assert window.take(10) == []
+            window.acknowledge(seq)
+    assert window.progress() == DeliveryProgress(6, 6)
+
+
+def test_webhooks_get_one_change_of_a_repo_at_a_time() -> None:
+    window = window_of(change(1, live=False), change(2, live=False), one_per_repo=True)
+    assert seqs(window.take(10)) == [1]
+    window.acknowledge(1)
+    assert seqs(window.take(10)) == [2]
+
+
+def test_what_was_not_acknowledged_is_delivered_again_first() -> None:
+    window = window_of(change(1, live=False), change(2, live=False), change(3))
+    assert seqs(window.take(10)) == [1, 2]
+    window.acknowledge(2)
+    window.give_back([1, 2])
+    assert seqs(window.take(10)) == [1]
+    window.acknowledge(1)
+    assert seqs(window.take(10)) == [3]
+
+
+def test_repos_take_turns() -> None:
+    window = window_of(*[change(seq, live=False) for seq in range(1, 301)], change(301, "did:plc:b"))
+    assert 301 in seqs(window.take(150))
+
+
+def test_changes_that_no_client_needs_are_skipped_and_states_of_an_account_are_joined() -> None:
+    window = window_of(
+        change(1, action="hidden"),
+        change(2, action="deleted"),
+        change(3, action="completed"),
+        change(4, action="moved"),
+    )
+    assert seqs(window.take(10)) == [2]
+    window.acknowledge(2)
+    assert window.progress() == DeliveryProgress(4, 4)
+
+
+def test_acknowledgement_of_an_earlier_process_counts_before_the_change_is_sent_again() -> None:
+    window = window_of(change(1), change(2))
+    assert window.acknowledge(1)
+    assert not window.acknowledge(1)
+    assert seqs(window.take(10)) == [2]
+
+
+def test_snapshot_of_a_repo_precedes_its_later_changes_and_restarts_after_what_was_acknowledged() -> None:
+    repo, one, two = (SnapshotPosition("did:plc:a", *path) for path in (("", ""), ("c", "one"), ("c", "two")))
+    first, second, third = range(FIRST_SNAPSHOT_ID, FIRST_SNAPSHOT_ID + 3)
+    window = DeliveryWindow(DeliveryProgress(7, 7, snapshot=SNAPSHOT_BEGIN))
+    window.add_snapshot([repo, one, two])
+    window.add([change(8, action="delete"), change(9, "did:plc:b")])
+    assert seqs(window.take(10)) == [first, 9], "records wait for the event of their repo"
+    window.acknowledge(first)
+    assert seqs(window.take(10)) == [second, third], "the records of the snapshot need no order"
+    window.acknowledge(third)
+    assert window.progress() == DeliveryProgress(7, 7, snapshot=repo)
+    window.add_snapshot([])
+    window.acknowledge(second)
+    assert seqs(window.take(10)) == [8]
+    assert window.progress().snapshot == two
+    window.add_snapshot([])
+    window.acknowledge(8)
+    window.acknowledge(9)
+    assert window.progress() == DeliveryProgress(9, 9)
+    assert window.snapshot_events == 0
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.booleans(), st.sampled_from("12")), max_size=20),
+    st.data(),
+)
+def test_after_any_restarts_each_change_is_acknowledged_once_and_in_the_order_of_its_repo(
+    log: list[tuple[str, bool, str]], data: st.DataObject
+) -> None:
+    """Delivers a random log with random acknowledgements, lost connections and restarts."""
+    changes = [change(seq, did, live=live, rev=rev) for seq, (did, live, rev) in enumerate(log, 1)]
+    stored, acknowledged = START, list[int]()
+    window = DeliveryWindow(stored)
+    in_flight = set[int]()
+    while len(acknowledged) < len(changes):
+        step = data.draw(st.sampled_from(["read", "take", "acknowledge", "lose", "restart"]))
+        if step == "read":
+            window.add(changes[window.read_to :][: data.draw(st.integers(1, 4))])
+        elif step == "take":
+            in_flight |= set(seqs(window.take(data.draw(st.integers(1, 4)))))
+        elif step == "acknowledge" and in_flight:
+            seq = data.draw(st.sampled_from(sorted(in_flight)))
+            in_flight.discard(seq)
+            assert window.acknowledge(seq)
+            acknowledged.append(seq)
+        elif step == "lose":
+            window.give_back(in_flight)
+            in_flight.clear()
+        elif step == "restart":
+            window, in_flight = DeliveryWindow(window.progress()), set()
+        else:  # progress, so that the loop ends
+            window.add(changes[window.read_to :][:1])
+            in_flight |= set(seqs(window.take(1)))
+    assert sorted(acknowledged) == list(range(1, len(changes) + 1))
+    window.add(changes[window.read_to :])
+    assert window.progress() == DeliveryProgress(len(changes), len(changes))
+    order = defaultdict[str, list[LoggedChange]](list)
+    for seq in acknowledged:
+        order[changes[seq - 1].did].append(changes[seq - 1])
+    for delivered in order.values():
+        for number, one in enumerate(delivered):
+            for later in delivered[number + 1 :]:
+                assert one.seq < later.seq or (not one.live and not later.live and one.rev == later.rev)

@@ -1,0 +1,232 @@
+"""`/subscribe` of a running daemon: live events, replays, filters, bad input, and slow subscribers."""
+
+import asyncio
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import aiohttp
+import pytest
+import structlog
+
+from tests.daemon.running_daemon import LIKE, POST, post
+from tests.service.feed.jetstream_client import describe, feed, subscribed
+from tests.waiting import until
+
+pytestmark = pytest.mark.slow
+
+
+async def test_new_commits_arrive_with_their_records(database: str, tmp_path: Path) -> None:
+    async with feed(database, tmp_path) as (daemon, address):
+        account = daemon.create_account("ada.test", records=1)
+        await daemon.wait_until_equal()
+        async with subscribed(address) as client:
+            await until(lambda: daemon.stages.jetstream_reader.window.is_open)
+            account.create(POST, post("hello"), rkey="new")
+            created = await client.next()
+            account.update(f"{POST}/new", post("changed"))
+            updated = await client.next()
+            account.delete(f"{POST}/new")
+            deleted = await client.next()
+            await daemon.wait_until_equal()
+        assert [describe(event) for event in (created, updated, deleted)] == [
+            f"create {POST}/new",
+            f"update {POST}/new",
+            f"delete {POST}/new",
+        ]
+        assert created["commit"]["record"]["text"] == "hello"
+        assert updated["commit"]["record"]["text"] == "changed"
+        assert deleted["commit"]["rev"] == account.rev
+        assert created["time_us"] < updated["time_us"] < deleted["time_us"]
+        rows = await daemon.execute(
+            "select cid, (extract(epoch from time) * 1e6)::bigint from atproto.changes order by seq desc"
+        )
+        assert [row[0] for row in rows[1:3]] == [updated["commit"]["cid"], created["commit"]["cid"]]
+        assert [row[1] for row in rows[:3]] == [deleted["time_us"], updated["time_us"], created["time_us"]]
+        assert daemon.counter("feed_events", kind="jetstream") == 3
+
+
+async def test_cursor_replays_the_log_and_continues_with_new_events(database: str, tmp_path: Path) -> None:
+    async with feed(database, tmp_path) as (daemon, address):
+        account = daemon.create_account("ada.test", records=5)
+        await daemon.wait_until_equal()
+        async with subscribed(address, ("cursor", 0)) as client:
+            replayed = await client.take(5)
+            account.create(LIKE, post("like"), rkey="x")
+            replayed.append(await client.next())
+        assert [describe(event) for event in replayed] == [
+            *(f"create {POST}/{number:03}" for number in range(5)),
+            f"create {LIKE}/x",
+        ]
+        times = [event["time_us"] for event in replayed]
+        assert times == sorted(set(times))
+        for number, time in enumerate(times):
+            async with subscribed(address, ("cursor", time)) as client:
+                assert await client.take(6 - number) == replayed[number:], "the event of the cursor is repeated"
+        await daemon.wait_until_equal()
+
+
+async def test_times_are_the_same_after_a_restart_and_in_another_process(database: str, tmp_path: Path) -> None:
+    async with feed(database, tmp_path / "one") as (daemon, address):
+        daemon.create_account("ada.test", records=3)
+        await daemon.wait_until_equal()
+        async with subscribed(address, ("cursor", 0)) as client:
+            before = await client.take(3)
+    async with (
+        feed(database, tmp_path / "two", roles="feed") as (_, first),
+        feed(database, tmp_path / "three", roles="feed") as (_, second),
+        subscribed(first, ("cursor", 0)) as one,
+        subscribed(second, ("cursor", 0)) as two,
+    ):
+        assert await one.take(3) == before
+        assert await two.take(3) == before
+
+
+async def test_options_update_changes_what_is_sent(database: str, tmp_path: Path) -> None:
+    async with feed(database, tmp_path) as (daemon, address):
+        ada, bob = daemon.create_account("ada.test", records=1), daemon.create_account("bob.test", records=1)
+        await daemon.wait_until_equal()
+        hello = ("requireHello", "true")
+        async with subscribed(address, hello, ("cursor", 0)) as client, subscribed(address, ("cursor", 0)) as other:
+            await other.take(2)
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.2):
+                    await client.connection.recv()
+            await client.update_options(wantedDids=[bob.did])
+            assert (await client.next())["did"] == bob.did
+            ada.create(LIKE, post("like"), rkey="not wanted".replace(" ", "-"))
+            bob.create(LIKE, post("like"), rkey="x")
+            assert describe(await client.next()) == f"create {LIKE}/x"
+            await client.update_options(wantedCollections=["app.bsky.feed.*"], wantedDids=[ada.did])
+            await daemon.wait_until_equal()
+            ada.create("com.example.other", post("other"), rkey="y")
+            ada.create(POST, post("post"), rkey="z")
+            await other.take(4)
+        await daemon.wait_until_equal()
+
+
+async def test_account_events_come_with_their_status(database: str, tmp_path: Path) -> None:
+    async with feed(database, tmp_path) as (daemon, address):
+        account = daemon.create_account("ada.test", records=1)
+        await daemon.wait_until_equal()
+        async with subscribed(address) as client:
+            await until(lambda: daemon.stages.jetstream_reader.window.is_open)
+            await daemon.execute("select atproto.request_takedown($1, true)", account.did)
+            hidden = await client.next()
+            await daemon.execute("select atproto.request_takedown($1, false)", account.did)
+            shown = await client.next()
+        assert hidden["account"] == {
+            "active": False,
+            "did": account.did,
+            "status": "takendown",
+            "seq": hidden["account"]["seq"],
+            "time": hidden["account"]["time"],
+        }
+        assert (shown["kind"], shown["account"]["active"]) == ("account", True)
+
+
+async def test_records_of_hidden_accounts_are_not_sent(database: str, tmp_path: Path) -> None:
+    async with feed(database, tmp_path) as (daemon, address):
+        account = daemon.create_account("ada.test", records=2)
+        await daemon.wait_until_equal()
+        await daemon.execute("select atproto.request_takedown($1, true)", account.did)
+        async with subscribed(address, ("cursor", 0)) as client:
+            assert (await client.next())["kind"] == "account"
+
+
+@pytest.mark.parametrize("cursor", [-5, 0, 1])
+async def test_cursor_before_the_log_begins_with_the_oldest_change_and_is_logged(
+    database: str, tmp_path: Path, cursor: int
+) -> None:
+    async with feed(database, tmp_path) as (daemon, address):
+        account = daemon.create_account("ada.test", records=3)
+        await daemon.wait_until_equal()
+        await daemon.execute("select setval('indexer.trimmed_seq', atproto.latest_seq())")
+        account.create(LIKE, post("like"), rkey="x")
+        await daemon.wait_until_equal()
+        with structlog.testing.capture_logs() as lines:
+            async with subscribed(address, ("cursor", cursor)) as client:
+                assert describe(await client.next()) == f"create {LIKE}/x"
+        [line] = [line for line in lines if line["event"] == "jetstream.cursor-too-old"]
+        assert line["cursor"] == cursor
+
+
+async def test_cursor_in_the_future_means_new_events(database: str, tmp_path: Path) -> None:
+    async with feed(database, tmp_path) as (daemon, address):
+        account = daemon.create_account("ada.test", records=3)
+        await daemon.wait_until_equal()
+        async with subscribed(address, ("cursor", 9_000_000_000_000_000)) as client:
+            await until(lambda: daemon.stages.jetstream_reader.window.is_open)
+            account.create(LIKE, post("like"), rkey="x")
+            assert describe(await client.next()) == f"create {LIKE}/x"
+
+
+@pytest.mark.parametrize(
+    ("query", "status", "text"),
+    [
+        ("", 400, "connect with a websocket client: ws://HOST:PORT/subscribe"),
+        ("?cursor=yesterday", 400, "invalid cursor: 'yesterday' is not a time in microseconds"),
+        ("?wantedDids=ada", 400, "invalid DID: 'ada'"),
+        (
+            "?cursor=1&wantedCollections=post",
+            400,
+            "invalid collection: 'post' is neither an NSID, nor the beginning of one with '.*', nor '*'",
+        ),
+    ],
+)
+async def test_bad_requests_get_one_line(database: str, tmp_path: Path, query: str, status: int, text: str) -> None:
+    async with (
+        feed(database, tmp_path, roles="feed") as (_, address),
+        aiohttp.ClientSession() as session,
+        session.get(f"http://{address}/subscribe{query}") as response,
+    ):
+        assert (response.status, await response.text()) == (status, f"{text}\n")
+
+
+async def test_without_stored_values_the_path_says_so(database: str, tmp_path: Path) -> None:
+    async with (
+        feed(database, tmp_path, roles="feed", store_values="false") as (_, address),
+        aiohttp.ClientSession() as session,
+        session.get(f"http://{address}/subscribe") as response,
+    ):
+        assert response.status == 501
+        assert "INDEXER_STORE_VALUES is off" in await response.text()
+
+
+async def test_bad_options_update_ends_the_connection_with_a_reason(database: str, tmp_path: Path) -> None:
+    async with feed(database, tmp_path, roles="feed") as (daemon, address), subscribed(address) as client:
+        await client.update_options(wantedDids=["ada"])
+        assert (await client.rest())[1] == (1000, "invalid DID: 'ada'")
+        await until(lambda: daemon.counter("feed_disconnections", kind="jetstream", reason="bad-message") == 1)
+
+
+async def test_huge_message_ends_the_connection(database: str, tmp_path: Path) -> None:
+    async with feed(database, tmp_path, roles="feed") as (_, address), subscribed(address) as client:
+        await client.connection.send("x" * 2_000_000)
+        assert (await client.rest())[1][0] == 1009
+
+
+async def test_replay_sends_the_newer_version_and_no_deleted_record(database: str, tmp_path: Path) -> None:
+    async with feed(database, tmp_path) as (daemon, address):
+        account = daemon.create_account("ada.test", records=0)
+        account.create(POST, post("first"), rkey="updated")
+        await daemon.wait_until_equal()
+        account.create(POST, post("secret"), rkey="deleted")
+        account.update(f"{POST}/updated", post("second"))
+        account.delete(f"{POST}/deleted")
+        await daemon.wait_until_equal()
+        async with subscribed(address, ("cursor", 0)) as client:
+            created, updated, deleted = await client.take(3)
+        assert describe(created) == f"create {POST}/updated"
+        assert describe(updated) == f"update {POST}/updated"
+        assert describe(deleted) == f"delete {POST}/deleted"
+        assert created["commit"]["record"]["text"] == "second"
+        assert created["commit"] == updated["commit"] | {"operation": "create"}
+
+
+async def test_server_closes_subscribers_when_it_stops(database: str, tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        async with feed(database, tmp_path, roles="feed") as (_, address):
+            client = await stack.enter_async_context(subscribed(address))
+            reading = asyncio.create_task(client.rest())
+            await asyncio.sleep(0)
+        assert await reading == ([], (1001, "the server is stopping"))

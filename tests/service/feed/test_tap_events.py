@@ -1,0 +1,117 @@
+"""The events that clients of tap get, as tap's own code makes them."""
+
+import json
+from typing import Any
+
+import pytest
+
+from indexer.service.feed.tap_events import (
+    identity_event,
+    is_data_model,
+    record_event,
+)
+from indexer.sync.feed_delivery import LoggedChange, StoredAccount, StoredRecord
+
+CID = "bafyreifepiu23okq5zuyvyhsoiazv2icw2van3s7ko6d3ixl5jx2yj2yhu"
+BLOB_CID = "bafkreifepiu23okq5zuyvyhsoiazv2icw2van3s7ko6d3ixl5jx2yj2yhu"
+POST = "app.bsky.feed.post"
+BLOB = {"$type": "blob", "ref": {"$link": BLOB_CID}, "mimeType": "image/png", "size": 5}
+
+
+def put(action: str = "create", *, live: bool = True) -> LoggedChange:
+    return LoggedChange(7, "did:plc:a", POST, "one", action, CID, "3laaaaaaaaa22", live, 0)
+
+
+def test_record_event_has_the_fields_of_tap_in_their_order() -> None:
+    value = '{"text":"hello","$type":"app.bsky.feed.post"}'
+    event = record_event(put(live=False), StoredRecord(CID, "3laaaaaaaaa22", value))
+    assert event == (
+        b'{"id":7,"type":"record","record":{"live":false,"did":"did:plc:a","rev":"3laaaaaaaaa22",'
+        b'"collection":"app.bsky.feed.post","rkey":"one","action":"create","record":' + value.encode()
+        + b',"cid":"' + CID.encode() + b'"}}'
+    )  # fmt: skip
+
+
+def test_delete_has_neither_record_nor_cid() -> None:
+    event = record_event(put("delete"), StoredRecord(CID, "3laaaaaaaaa33", "{}"))
+    assert event is not None
+    assert json.loads(event)["record"].keys() == {"live", "did", "rev", "collection", "rkey", "action"}
+
+
+def test_record_that_was_written_again_comes_with_its_present_value_and_cid() -> None:
+    event = record_event(put(), StoredRecord(BLOB_CID, "3lbbbbbbbbb22", '{"$type":"x"}'))
+    assert event is not None
+    record = json.loads(event)["record"]
+    assert (record["cid"], record["rev"], record["record"]) == (BLOB_CID, "3lbbbbbbbbb22", {"$type": "x"})
+
+
+def test_record_that_was_deleted_since_gives_no_event() -> None:
+    assert record_event(put("update"), None) is None
+
+
+@pytest.mark.parametrize("value", [None, '{"$type":"x","number":1.5}'])
+def test_record_without_a_value_that_clients_accept_comes_without_record(value: str | None) -> None:
+    event = record_event(put(), StoredRecord(CID, "3laaaaaaaaa22", value))
+    assert event is not None
+    assert json.loads(event)["record"].keys() >= {"cid", "action"}
+    assert "record" not in json.loads(event)["record"]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ({}, True),
+        ({"$type": POST, "list": [1, "x", None, True, {"$link": CID}, {"$bytes": "AAA"}]}, True),
+        ({"image": BLOB}, True),
+        ([], False),
+        ({"n": 2**53 - 1}, True),
+        ({"n": 2**53}, False),
+        ({"n": [-(2**53)]}, False),
+        ({"n": 1.0}, False),
+        ({"__proto__": 1}, False),
+        ({"x": {"$type": ""}}, False),
+        ({"x": {"$type": 5}}, False),
+        ({"x": {"$type": "blob"}}, False),
+        ({"x": BLOB | {"size": -1}}, False),
+        ({"x": BLOB | {"size": True}}, False),
+        ({"x": BLOB | {"mimeType": "png"}}, False),
+        ({"x": BLOB | {"more": 1}}, False),
+        ({"x": BLOB | {"ref": {"$link": CID}}}, False),
+        ({"x": BLOB | {"ref": BLOB_CID}}, False),
+    ],
+)
+def test_values_that_strict_clients_refuse_are_recognized(value: Any, expected: bool) -> None:
+    assert is_data_model(value) is expected
+
+
+@pytest.mark.parametrize(
+    ("account", "expected"),
+    [
+        (StoredAccount("ada.test", True, None, False), ("ada.test", True, "active")),
+        (StoredAccount(None, True, "active", False), ("handle.invalid", True, "active")),
+        (StoredAccount("ada.test", True, "active", True), ("ada.test", False, "takendown")),
+        (StoredAccount("ada.test", False, "suspended", False), ("ada.test", False, "suspended")),
+        (StoredAccount("ada.test", False, "deleted", True), ("ada.test", False, "deleted")),
+        (StoredAccount("ada.test", False, None, False), ("ada.test", False, "deactivated")),
+        (StoredAccount("ada.test", False, "throttled", False), ("ada.test", False, "deactivated")),
+        (StoredAccount("ada.test", False, "active", False), ("ada.test", False, "deactivated")),
+    ],
+)
+def test_identity_event_has_one_of_the_statuses_of_tap(account: StoredAccount, expected: tuple[str, bool, str]) -> None:
+    change = LoggedChange(7, "did:plc:a", None, None, "identity", None, None, True, 0)
+    handle, active, status = expected
+    event = identity_event(change, account)
+    assert event is not None
+    assert json.loads(event) == {
+        "id": 7,
+        "type": "identity",
+        "identity": {"did": "did:plc:a", "handle": handle, "is_active": active, "status": status},
+    }
+
+
+def test_deletion_of_an_account_that_is_forgotten_is_delivered() -> None:
+    deleted = LoggedChange(7, "did:plc:a", None, None, "deleted", None, None, True, 0)
+    event = identity_event(deleted, None)
+    assert event is not None
+    assert json.loads(event)["identity"]["status"] == "deleted"
+    assert identity_event(deleted._replace(action="identity"), None) is None

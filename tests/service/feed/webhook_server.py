@@ -1,0 +1,69 @@
+"""A webhook on loopback that answers as a test says."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+Event = dict[str, Any]
+
+
+class WebhookServer:
+    """Receives events, and answers with a status.
+
+    Attributes:
+        accepted: The events that were answered with status 200, in order.
+        attempts: The number of requests.
+        credentials: The headers `Authorization` that were sent.
+        status_of: Returns the status for an event.
+        answering: While it is not set, no request is answered.
+        overlaps: Repos with two requests at a time.
+    """
+
+    def __init__(self) -> None:
+        self.accepted: list[Event] = []
+        self.attempts = 0
+        self.credentials = set[str | None]()
+        self.status_of: Callable[[Event], int] = lambda _event: 200
+        self.answering = asyncio.Event()
+        self.answering.set()
+        self.overlaps = set[str]()
+        self._running = set[str]()
+        application = web.Application()
+        application.router.add_post("/webhook", self._receive)
+        self._server = TestServer(application)
+
+    @property
+    def url(self) -> str:
+        return str(self._server.make_url("/webhook"))
+
+    async def __aenter__(self) -> Self:
+        await self._server.start_server()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.answering.set()
+        await self._server.close()
+
+    async def _receive(self, request: web.Request) -> web.Response:
+        event = json.loads(await request.read())
+        did = event[event["type"]]["did"]
+        self.attempts += 1
+        self.credentials.add(request.headers.get("Authorization"))
+        if did in self._running:
+            self.overlaps.add(did)
+        self._running.add(did)
+        try:
+            await self.answering.wait()
+            status = self.status_of(event)
+        finally:
+            self._running.discard(did)
+        if status == 200:
+            self.accepted.append(event)
+        return web.Response(status=status)

@@ -1,0 +1,77 @@
+"""Any role may take any advisory lock, so none delays a migration or the ownership of a shard."""
+
+import asyncio
+
+import asyncpg
+import pytest
+
+from indexer.service.background.shard_ownership import ShardOwnership
+from indexer.store import Store
+from indexer.store.migrate import migrate, schema_is_current
+from indexer.sync.shard import Shard
+from tests.store.change_log_helpers import connected
+
+pytestmark = pytest.mark.slow
+
+FORMER_LOCKS = """
+    select pg_advisory_lock(x'6d6967726174'::bigint), pg_advisory_lock(x'6275636b'::integer, bucket)
+    from generate_series(0, 255) bucket
+"""
+"""The advisory locks of earlier releases."""
+
+
+async def test_advisory_locks_of_a_consumer_do_not_delay_a_restarted_daemon(database: str) -> None:
+    store = await Store.open(database)
+    try:
+        async with connected(database) as hostile:
+            await hostile.execute("set session authorization atproto_reader")
+            await hostile.execute(FORMER_LOCKS)
+            ownership = ShardOwnership(store, Shard(0, 1))
+            task = asyncio.create_task(ownership.run())
+            try:
+                await asyncio.wait_for(ownership.owned.wait(), 20)
+                advisory = await hostile.fetchval("select count(*) from pg_locks where locktype = 'advisory'")
+                assert advisory == 257, "the daemon takes none itself"
+            finally:
+                task.cancel()
+                await asyncio.wait([task])
+    finally:
+        await store.close()
+
+
+async def test_advisory_locks_do_not_delay_a_migration(empty_database: str) -> None:
+    async with connected(empty_database) as hostile:
+        await hostile.execute(FORMER_LOCKS)
+        await asyncio.wait_for(migrate(empty_database), 60)
+    assert await schema_is_current(empty_database)
+
+
+async def test_a_migration_waits_for_another_one(empty_database: str) -> None:
+    """The first one has created the schema, but has not committed."""
+    async with connected(empty_database) as first, connected(empty_database) as other:
+        await first.execute("begin; create schema indexer")
+        second = asyncio.create_task(migrate(empty_database, "0017"))
+        while not await other.fetchval("select count(*) from pg_locks where not granted"):
+            assert not second.done()
+        await first.execute("commit")
+        await second
+        await first.execute("begin; lock table indexer.migration_lock in exclusive mode")
+        second = asyncio.create_task(migrate(empty_database))
+        while not await other.fetchval("select count(*) from pg_locks where not granted"):
+            assert not second.done()
+        assert not await schema_is_current(empty_database)
+        await first.execute("rollback")
+        await second
+    assert await schema_is_current(empty_database)
+
+
+async def test_ownership_does_not_delay_vacuum(database: str, sql: asyncpg.Connection) -> None:
+    """A transaction that stays open with an ID would keep vacuum from removing dead rows."""
+    store = await Store.open(database)
+    try:
+        async with store.shard_lock(range(256)) as lock:
+            assert await lock.claim()
+            ids = "select count(*) from pg_stat_activity where datname = current_database() and pid <> pg_backend_pid()"
+            assert await sql.fetchval(f"{ids} and (backend_xid is not null or backend_xmin is not null)") == 0
+    finally:
+        await store.close()

@@ -1,0 +1,75 @@
+"""Pages of the change log with the records that they name, and the positions of times."""
+
+import asyncpg
+import pytest
+
+from indexer.atproto.cid import cid_text
+from indexer.store import Store
+from indexer.store.feed_page import LogTrimmedError
+from indexer.sync.feed_delivery import LoggedChange
+from indexer.sync.plans import Batch, RepoWrite
+from tests.store.change_log_helpers import change, log
+from tests.store.repo_rows import delete, insert, put, synchronized
+
+pytestmark = pytest.mark.slow
+
+BATCHES = """
+    select first_seq, size, (extract(epoch from time) * 1000000)::bigint as time from indexer.change_batch
+    where first_seq is not null order by first_seq
+"""
+
+
+async def batches(sql: asyncpg.Connection) -> list[tuple[int, int, int]]:
+    return [tuple(row) for row in await sql.fetch(BATCHES)]
+
+
+async def test_a_time_finds_the_last_batch_before_it(store: Store, sql: asyncpg.Connection) -> None:
+    assert await store.find_change_batch(1) is None
+    for size in (1, 3, 2, 1, 5, 1, 1, 4):
+        await sql.execute("select nextval('indexer.change_seq')")  # a number that no change has
+        await log(sql, *[change(size, number) for number in range(size)])
+    found = await batches(sql)
+    times = {time + offset for _, _, time in found for offset in (-1, 0, 1, 2, 10)}
+    for time in times:
+        expected = max((batch for batch in found if batch[2] <= time), default=None)
+        assert await store.find_change_batch(time) == expected
+
+
+async def test_a_page_has_the_records_of_its_changes(store: Store) -> None:
+    first, second = put("app.test/a"), put("app.test/b")
+    await insert(store, synchronized(1), changes=(first, second))
+    after = RepoWrite(1, synchronized(1, version=2), (delete("app.test/a"), put("app.test/b")))
+    await store.apply(Batch((after,)))
+    page = await store.feed_page(0, 100, 1 << 20)
+    assert [(entry.action, entry.rkey) for entry in page.changes if entry.collection] == [
+        ("create", "a"),
+        ("create", "b"),
+        ("delete", "a"),
+        ("update", "b"),
+    ]
+    by_rkey = {page.changes[index].rkey: stored for index, stored in page.values.items()}
+    assert set(by_rkey) == {"b"}, "the other one was deleted"
+    assert isinstance(page.changes[0], LoggedChange)
+    assert cid_text(by_rkey["b"].cid) == page.changes[-1].cid
+
+
+@pytest.mark.parametrize("max_bytes", [1, 30, 100, 1_000])
+async def test_pages_are_bounded_by_the_bytes_of_their_records(store: Store, max_bytes: int) -> None:
+    await insert(store, synchronized(1), changes=tuple(put(f"app.test/{number}") for number in range(20)))
+    position, rkeys, values = 0, list[str | None](), 0
+    while (page := await store.feed_page(position, 100, max_bytes)).changes:
+        sizes = [len(stored.value) for stored in page.values.values()]
+        assert sum(sizes[:-1]) < max_bytes
+        rkeys += [entry.rkey for entry in page.changes if entry.collection]
+        values += len(sizes)
+        position = page.changes[-1].seq
+    assert rkeys == [str(number) for number in range(20)]
+    assert values == 20
+
+
+async def test_a_page_of_trimmed_changes_is_an_error(store: Store, sql: asyncpg.Connection) -> None:
+    await log(sql, change(1), change(2))
+    await sql.execute("select setval('indexer.trimmed_seq', 2)")
+    with pytest.raises(LogTrimmedError, match="changes up to 2 have been trimmed"):
+        await store.feed_page(1, 100, 1_000)
+    assert await store.trimmed_seq() == 2

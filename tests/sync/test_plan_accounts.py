@@ -1,0 +1,197 @@
+"""Plan the effects of #account and #identity, of new accounts, and of repo lists."""
+
+from dataclasses import replace
+
+import pytest
+
+from indexer.atproto.cid import cid_of
+from indexer.atproto.syntax import tid_of
+from indexer.errors import UnavailableError
+from indexer.reasons import Desync, FetchFailure
+from indexer.sync.plan_event import plan_active, plan_listed
+from indexer.sync.plan_resync import plan_failure
+from indexer.sync.plans import Plan
+from indexer.sync.repo_state import PARKED, TOMBSTONED, Head, Repo, SyncStatus
+from indexer.sync.repo_transitions import Outcome, Trigger, move, synchronize
+from tests.sync.planning import DESYNCHRONIZED, SYNCHRONIZED, plan
+from tests.sync.signing_account import CONTEXT, NOW, RELAY, SigningAccount
+
+
+class TestNewAccounts:
+    def test_refused_did_gets_no_row_and_no_lookup(self) -> None:
+        alice = SigningAccount()
+        unknown, refusing = Repo(alice.did), replace(CONTEXT, refused=frozenset({alice.did}))
+        payloads = {
+            "commit": alice.first_commit(),
+            "account": alice.account_event(active=True),
+            "identity": alice.identity_event(),
+        }
+        for kind, payload in payloads.items():
+            assert plan(unknown, kind, payload, None, refusing) == Plan(unknown, Outcome.IGNORED)
+        known = plan(unknown, "account", payloads["account"], None).repo
+        assert plan(known, "commit", payloads["commit"], alice.key_state, refusing).outcome is Outcome.APPLIED
+
+    def test_first_commit_of_a_limited_host_waits_for_the_resync(self) -> None:
+        alice = SigningAccount()
+        limited = replace(CONTEXT, limited=frozenset({alice.did}))
+        planned = plan(Repo(alice.did), "commit", alice.first_commit(), alice.key_state, limited)
+        assert (planned.outcome, planned.why) == (Outcome.DESYNCHRONIZED, Desync.NEW)
+        assert (planned.repo.sync_status, planned.repo.latest_verified_rev) == (DESYNCHRONIZED, alice.head.rev)
+        sync = plan(Repo(alice.did), "sync", alice.sync_event(), alice.key_state, limited)
+        assert sync.repo.sync_status is DESYNCHRONIZED
+
+    def test_verified_commit_does_not_move_a_repo_forward_that_waits_for_its_host(self) -> None:
+        alice = SigningAccount()
+        error = "new-accounts: evil.example added too many accounts"
+        waiting = Repo(alice.did, version=2, next_attempt_at=NOW + 5_000, last_error=error, from_stream=True)
+        after = plan(waiting, "commit", alice.commit_post("a"), alice.key_state).repo
+        assert (after.next_attempt_at, after.latest_verified_rev) == (NOW + 5_000, alice.head.rev)
+        assert not after.counts_as_new, "it was counted when it was postponed"
+
+
+class TestAccounts:
+    def test_the_latest_account_event_of_a_relay_counts(self) -> None:
+        alice = SigningAccount()
+        before = alice.row()
+        deactivated = alice.account_event(active=False, status="deactivated")
+        activated = alice.account_event(active=True)
+        hidden = plan(before, "account", deactivated, None)
+        assert (hidden.outcome, hidden.repo.active, hidden.repo.hosting_status) == (
+            Outcome.APPLIED,
+            False,
+            "deactivated",
+        )
+        shown = plan(hidden.repo, "account", activated, None)
+        assert shown.repo.active
+        again = plan(shown.repo, "account", deactivated, None)
+        assert again == Plan(shown.repo, Outcome.REPLAYED)
+
+    @pytest.mark.parametrize("status", ["deactivated", "deleted", None])
+    def test_unknown_account_that_is_not_active_gets_no_row(self, status: str | None) -> None:
+        alice = SigningAccount()
+        unknown = Repo(alice.did)
+        inactive = alice.account_event(active=False, status=status)
+        assert plan(unknown, "account", inactive, None) == Plan(unknown, Outcome.IGNORED)
+        added = plan(unknown, "account", alice.account_event(active=True), None)
+        assert (added.outcome, added.repo.active, added.repo.version) == (Outcome.APPLIED, True, 1)
+
+    def test_a_reactivated_account_is_resynchronized(self) -> None:
+        alice = SigningAccount()
+        hidden = alice.row(active=False)
+        planned = plan(hidden, "account", alice.account_event(active=True), None)
+        assert (planned.repo.sync_status, planned.repo.sync_reason) == (DESYNCHRONIZED, Desync.REACTIVATED)
+        assert planned.repo.head == hidden.head
+
+    @pytest.mark.parametrize("host_answers", ["during", "between", "deactivated"])
+    def test_flapping_account_causes_few_exports(self, host_answers: str) -> None:
+        """The account is deactivated and activated once a second, for a minute.
+
+        A free worker claims the repo whenever it is due. The export is completed before the next flap, or is still
+        being fetched then, or the host answers that the repo is deactivated.
+        """
+        alice, attempts = SigningAccount(), 0
+        repo = alice.row(synchronized_at=NOW - 7_200)
+        for second in range(60):
+            context = replace(CONTEXT, now=NOW + second)
+            flaps = [alice.account_event(active=False, status="deactivated"), alice.account_event(active=True)]
+            for flap in flaps:
+                repo = plan(repo, "account", flap, None, context).repo
+            if repo.sync_status is DESYNCHRONIZED and (repo.next_attempt_at or 0.0) <= context.now:
+                attempts += 1
+                repo = move(repo, Trigger.CLAIMED)
+                if host_answers == "between":
+                    repo = synchronize(repo, Trigger.COMPLETED, alice.head, context.now, 0)
+                elif host_answers == "deactivated":
+                    failure = UnavailableError(FetchFailure.REPO_DEACTIVATED)
+                    repo = plan_failure(repo, repo, failure, context.now)
+        assert 1 <= attempts <= 3
+        assert repo.active
+
+    def test_first_reactivation_is_resynchronized_at_once(self) -> None:
+        alice = SigningAccount()
+        hidden = alice.row(active=False, attempts=3, synchronized_at=NOW - 7_200)
+        planned = plan(hidden, "account", alice.account_event(active=True), None)
+        assert planned.repo.sync_status is DESYNCHRONIZED
+        assert planned.repo.next_attempt_at is None
+
+    def test_account_and_identity_events_unpark_a_repo(self) -> None:
+        alice = SigningAccount()
+        parked = alice.row(DESYNCHRONIZED, next_attempt_at=PARKED, active=False)
+        assert plan(parked, "account", alice.account_event(active=True), None).repo.next_attempt_at == NOW
+        assert plan(parked._replace(active=True), "identity", alice.identity_event(), None).repo.next_attempt_at == NOW
+
+    def test_the_resync_of_a_new_account_waits_for_its_first_commit(self) -> None:
+        alice = SigningAccount()
+        planned = plan(Repo(alice.did), "account", alice.account_event(active=True), None)
+        assert planned.repo.known
+        assert planned.repo.next_attempt_at is not None
+        assert planned.repo.next_attempt_at > NOW
+        whole = plan(planned.repo, "commit", alice.first_commit(), alice.key_state)
+        assert whole.repo.sync_status is SYNCHRONIZED
+
+    def test_a_repo_that_is_being_erased_is_not_synchronized_without_an_export(self) -> None:
+        """Some of its records may still be stored."""
+        alice = SigningAccount()
+        erased = Repo(alice.did, version=7, sync_reason=Desync.ERASED, lease=1)
+        whole = plan(erased, "commit", alice.first_commit(), alice.key_state)
+        assert whole.repo.sync_status is DESYNCHRONIZED
+
+    def test_sequence_numbers_are_compared_only_within_one_epoch(self) -> None:
+        alice = SigningAccount()
+        takedown = alice.account_event(active=False, status="takendown") | {"seq": 3}
+        row = alice.row(hosting_relay=RELAY, hosting_seq=900)
+        assert plan(row, "account", takedown, None).outcome is Outcome.REPLAYED
+        restarted = plan(row, "account", takedown, None, replace(CONTEXT, epoch=1))
+        assert restarted.outcome is Outcome.APPLIED
+        assert (restarted.repo.active, restarted.repo.hosting_epoch, restarted.repo.hosting_seq) == (False, 1, 3)
+
+
+# Repo lists
+
+
+STORED, NEWER = tid_of(1_000), tid_of(2_000)
+ROW = Repo("did:plc:x", 7, SyncStatus.SYNCHRONIZED, None, Head(STORED, cid_of(b"data"), cid_of(b"commit")))
+
+
+@pytest.mark.parametrize(
+    ("repo", "rev"),
+    [
+        (ROW, STORED),
+        (ROW, tid_of(500)),
+        (ROW._replace(active=False), NEWER),
+        (ROW._replace(sync_status=SyncStatus.DESYNCHRONIZED, sync_reason=Desync.NEW), NEWER),
+    ],
+)
+def test_a_listed_rev_that_is_not_newer_changes_nothing(repo: Repo, rev: str) -> None:
+    assert plan_listed(repo, rev, NOW) is repo
+
+
+def test_a_newer_listed_rev_is_noted_during_a_resync() -> None:
+    fetching = ROW._replace(sync_status=SyncStatus.IN_PROGRESS)
+    noted = plan_listed(fetching, NEWER, NOW)
+    assert noted == fetching._replace(version=noted.version, latest_unverified_rev=NEWER)
+    assert noted.version > fetching.version
+    assert plan_listed(noted, NEWER, NOW) is noted
+
+
+def test_a_newer_listed_rev_causes_a_resync_and_counts_as_unverified() -> None:
+    after = plan_listed(ROW, NEWER, NOW)
+    assert (after.sync_status, after.sync_reason) == (SyncStatus.DESYNCHRONIZED, Desync.BEHIND)
+    assert (after.head, after.latest_verified_rev, after.latest_unverified_rev) == (ROW.head, None, NEWER)
+    assert after.version > ROW.version
+
+
+@pytest.mark.parametrize("repo", [ROW, ROW._replace(active=False, hosting_status=TOMBSTONED)])
+def test_a_repo_list_does_not_activate_a_tombstoned_repo(repo: Repo) -> None:
+    assert plan_active(repo, NOW) is repo
+
+
+def test_an_account_listed_as_active_becomes_active_and_is_resynchronized() -> None:
+    after = plan_active(ROW._replace(active=False, hosting_status="deleted", erase_at=NOW + 5), NOW)
+    assert (after.active, after.hosting_status, after.erase_at) == (True, None, None)
+    assert (after.sync_status, after.sync_reason) == (SyncStatus.DESYNCHRONIZED, Desync.REACTIVATED)
+    waiting = ROW._replace(
+        active=False, sync_status=SyncStatus.DESYNCHRONIZED, sync_reason=Desync.NEW, next_attempt_at=PARKED
+    )
+    after = plan_active(waiting, NOW)
+    assert (after.active, after.sync_reason, after.next_attempt_at) == (True, Desync.NEW, NOW)

@@ -1,0 +1,33 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from indexer.sync.frames import MAX_SEQ
+from indexer.sync.sequence_order import MAX_LEAP, SequenceOrder, Step
+
+LEAP = 5 + MAX_LEAP + 1
+
+
+@pytest.mark.parametrize(
+    ("seqs", "steps"),
+    [
+        ([6, 8, 8], [Step.NEXT, Step.NEXT, Step.REPEATED]),
+        ([5 + MAX_LEAP, 6], [Step.NEXT, Step.LOWER]),
+        ([MAX_SEQ, 6, 7], [Step.LEAP, Step.NEXT, Step.NEXT]),
+        ([MAX_SEQ, MAX_SEQ, 6], [Step.LEAP, Step.REPEATED, Step.NEXT]),
+        ([LEAP, LEAP + 1, 6], [Step.LEAP, Step.NEXT, Step.LOWER]),
+        ([MAX_SEQ, LEAP, LEAP + 1], [Step.LEAP, Step.LEAP, Step.NEXT]),
+    ],
+)
+def test_leap_counts_only_if_the_next_number_is_above_it(seqs: list[int], steps: list[Step]) -> None:
+    order = SequenceOrder(5)
+    assert [order.place(seq) for seq in seqs] == steps
+
+
+@given(st.lists(st.integers(1, 1_000), unique=True).map(sorted), st.data())
+def test_single_numbers_out_of_place_refuse_no_later_message(seqs: list[int], data: st.DataObject) -> None:
+    order = SequenceOrder(0)
+    for seq in seqs:
+        if data.draw(st.booleans()):
+            assert order.place(data.draw(st.integers(2 * MAX_LEAP, MAX_SEQ))) is Step.LEAP
+        assert order.place(seq) is Step.NEXT

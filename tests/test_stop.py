@@ -1,0 +1,141 @@
+"""The end of a daemon while its Postgres hangs: bounded by the first signal, immediate at the second one."""
+
+import asyncio
+import os
+import signal
+import sys
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
+from time import monotonic
+
+import pytest
+
+from indexer.localnet.local_account import LocalAccount
+from indexer.localnet.local_network import LocalNetwork
+from indexer.store import embedded
+from indexer.store.migrate import migrate
+from tests.daemon_process import daemon_environment, log_tail
+from tests.database_checks import assert_change_log_consistent, wait_until_equal
+from tests.waiting import until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+POST = "com.example.post"
+STOP_TIMEOUT = 3.0
+ENOUGH = 10.0
+"""Seconds within which a process ends at once, on a busy machine."""
+
+
+@asynccontextmanager
+async def own_database(directory: Path) -> AsyncIterator[str]:
+    """Run a Postgres server for one test, which may stop its processes."""
+    async with embedded.database(None, directory, {"fsync": "off", "shared_buffers": "16MB"}) as dsn:
+        await migrate(dsn)
+        yield dsn
+
+
+def server_processes(data_dir: Path) -> list[int]:
+    """Return the process IDs of the server in the data directory, its main process first."""
+    pid = int((data_dir / "postgres" / "data" / "postmaster.pid").read_text().splitlines()[0])
+    return [pid, *(int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
+
+
+@contextmanager
+def hanging_server(data_dir: Path) -> Iterator[None]:
+    """Stop all processes of the server during the block, so that it accepts connections and never answers."""
+    processes = server_processes(data_dir)
+    for pid in processes:
+        send(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in processes:
+            send(pid, signal.SIGCONT)
+
+
+def send(pid: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):  # Postgres ends idle processes
+        os.kill(pid, number)
+
+
+@asynccontextmanager
+async def indexer_run(
+    network: LocalNetwork, dsn: str | None, directory: Path, *arguments: str, stop_timeout: float
+) -> AsyncIterator[Process]:
+    """Run `indexer run`; kill it at the end of the block. Without a DSN, it runs the embedded server."""
+    environment = daemon_environment(network, dsn or "", directory)
+    environment["INDEXER_STOP_TIMEOUT"] = str(stop_timeout)
+    with (directory / "daemon.log").open("ab") as log:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "indexer", "run", *arguments, env=environment, stderr=log, stdout=log
+        )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+async def ended_after(process: Process, number: signal.Signals, limit: float) -> float:
+    """Send a signal; return the seconds until the process has ended, with exit code 1."""
+    began = monotonic()
+    process.send_signal(number)
+    assert await asyncio.wait_for(process.wait(), limit) == 1
+    return monotonic() - began
+
+
+def create_posts(accounts: list[LocalAccount]) -> None:
+    for account in accounts:
+        account.create(POST, {"$type": POST})
+
+
+@pytest.mark.parametrize("arguments", [[], ["--processes", "2"]], ids=["one-process", "two-processes"])
+@pytest.mark.parametrize("second_signal", [False, True], ids=["one-signal", "two-signals"])
+async def test_a_stop_ends_in_time_while_postgres_hangs_and_nothing_is_lost(
+    tmp_path: Path, arguments: list[str], second_signal: bool
+) -> None:
+    server, daemons = tmp_path / "server", int(arguments[-1]) if arguments else 1
+    async with LocalNetwork() as network, own_database(server) as dsn:
+        accounts = [network.create_account(f"a{number}.test") for number in range(8)]
+        stop_timeout = 600.0 if second_signal else STOP_TIMEOUT
+        async with indexer_run(network, dsn, tmp_path, *arguments, stop_timeout=stop_timeout) as process:
+            create_posts(accounts)
+            await wait_until_equal(network, dsn, min_records=8)
+            with hanging_server(server):
+                create_posts(accounts)
+                if second_signal:
+                    process.send_signal(signal.SIGTERM)
+                    # A process that has not handled the first signal yet would take both for one.
+                    await until(lambda: (tmp_path / "daemon.log").read_text().count("daemon.draining") == daemons)
+                    assert await ended_after(process, signal.SIGTERM, ENOUGH) < ENOUGH
+                    event = "daemon.stopped-at-once"
+                else:
+                    assert await ended_after(process, signal.SIGTERM, STOP_TIMEOUT + ENOUGH) > STOP_TIMEOUT / 2
+                    event = "daemon.stop-timeout"
+                await until(lambda: event in log_tail(tmp_path), lambda: log_tail(tmp_path))
+                assert "messages that were not written are received again" in log_tail(tmp_path)
+        create_posts(accounts)
+        async with indexer_run(network, dsn, tmp_path, *arguments, stop_timeout=25):
+            await wait_until_equal(network, dsn, min_records=24)
+            await assert_change_log_consistent(dsn)
+
+
+async def test_a_second_signal_ends_at_once_while_the_embedded_postgres_hangs(tmp_path: Path) -> None:
+    async with LocalNetwork() as network:
+        accounts = [network.create_account(f"a{number}.test") for number in range(8)]
+        async with indexer_run(network, None, tmp_path, stop_timeout=600) as process:
+            await until(lambda: "relay.connected" in log_tail(tmp_path))
+            with hanging_server(tmp_path):
+                create_posts(accounts)
+                process.send_signal(signal.SIGTERM)
+                await until(lambda: "daemon.draining" in log_tail(tmp_path))
+                assert await ended_after(process, signal.SIGTERM, ENOUGH) < ENOUGH
+        await until(lambda: not (tmp_path / "postgres" / "control").exists())  # nobody uses the server: it stops
+        async with indexer_run(network, None, tmp_path, stop_timeout=600) as process:
+            async with embedded.database(None, tmp_path) as dsn:
+                await wait_until_equal(network, dsn, min_records=8)
+            process.send_signal(signal.SIGTERM)
+            assert await process.wait() == 0

@@ -1,0 +1,212 @@
+"""A rollout: the daemon of the previous release runs on the present schema, and the present one takes over."""
+
+import asyncio
+import io
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import asyncpg
+import pytest
+
+from indexer.localnet.local_network import LocalNetwork
+from indexer.localnet.scenario import Scenario
+from indexer.store.migrate import migrate, schema_is_current
+from tests.cli.command_line import PROJECT
+from tests.daemon.running_daemon import POST, post
+from tests.daemon_process import daemon_environment, daemon_process, log_tail
+from tests.database_checks import assert_change_log_consistent, wait_until_equal
+from tests.service.feed.jetstream_client import feed, subscribed
+from tests.service.feed.test_tap_feed import channel
+from tests.waiting import until
+
+STEPS = 40
+"""Steps of the scenario in each phase of the rollout."""
+PHASES = 4
+
+
+def previous_commit() -> str:
+    lines = (PROJECT / "tests" / "previous_release.txt").read_text().splitlines()
+    [commit] = [line for line in lines if line and not line.startswith("#")]
+    return commit
+
+
+@pytest.fixture
+def previous_release(tmp_path: Path) -> Path:
+    """Return a directory with the files of the previous release."""
+    git = ["git", "-C", str(PROJECT)]
+    commit = previous_commit()
+    if subprocess.run([*git, "cat-file", "-e", f"{commit}^{{commit}}"], capture_output=True, check=False).returncode:
+        pytest.skip(f"this clone does not contain {commit[:7]}: git fetch --unshallow")
+    archive = subprocess.run([*git, "archive", commit], capture_output=True, check=True).stdout
+    directory = tmp_path / "previous"
+    with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+        files.extractall(directory, filter="data")
+    imported = run_previous(directory, "-c", "import indexer.daemon; print(indexer.daemon.__file__)")
+    if "ModuleNotFoundError" in imported.stderr:
+        pytest.skip(f"the previous release needs a library that is not installed: {imported.stderr.splitlines()[-1]}")
+    assert Path(imported.stdout.strip()).is_relative_to(directory), imported.stderr
+    return directory
+
+
+def run_previous(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=directory, env=os.environ | {"PYTHONPATH": str(directory)},
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+
+
+@asynccontextmanager
+async def previous_daemon(release: Path, network: LocalNetwork, dsn: str, directory: Path) -> AsyncIterator[Process]:
+    """Run the daemon of the previous release, which migrates an empty database to its own schema."""
+    environment = daemon_environment(network, dsn, directory) | {"PYTHONPATH": str(release)}
+    with (directory / "daemon.log").open("ab") as log:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "indexer", "run", cwd=release, env=environment, stderr=log, stdout=log
+        )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+async def test_previous_release_runs_on_the_present_schema_until_the_present_daemon_takes_over(
+    empty_database: str, previous_release: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.waiting.TIMEOUT", 300.0)  # resyncs that are interrupted wait for their next attempt
+    dsn, old_directory, new_directory = empty_database, tmp_path / "old", tmp_path / "new"
+    old_directory.mkdir()
+    new_directory.mkdir()
+    async with LocalNetwork() as network:
+        scenario = Scenario(network, seed=11)
+        steps = iter(range(PHASES * STEPS))
+
+        def act() -> None:
+            for _ in range(STEPS):
+                scenario.perform(next(steps), PHASES * STEPS)
+
+        async with previous_daemon(previous_release, network, dsn, old_directory) as old:
+            act()
+            await until(lambda: is_migrated(dsn), lambda: log_tail(old_directory))
+            await wait_until_stored(network, dsn, old_directory)
+            await migrate(dsn)
+            assert await schema_is_current(dsn)
+            act()
+            await wait_until_stored(network, dsn, old_directory)
+            assert old.returncode is None, log_tail(old_directory)
+            async with daemon_process(network, dsn, new_directory) as new:
+                await until(lambda: "shard-lock.waiting" in log_tail(new_directory), lambda: log_tail(new_directory))
+                act()
+                await wait_until_stored(network, dsn, old_directory)
+                old.send_signal(signal.SIGTERM)
+                assert await asyncio.wait_for(old.wait(), 60) == 0, log_tail(old_directory)
+                act()
+                await wait_until_equal(network, dsn)
+                assert new.returncode is None
+        await assert_change_log_consistent(dsn)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+async def test_both_feeds_deliver_what_the_previous_release_writes(
+    empty_database: str, previous_release: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Changes from before the migration, and changes that the previous release writes after it."""
+    monkeypatch.setattr("tests.waiting.TIMEOUT", 300.0)
+    dsn, old_directory = empty_database, tmp_path / "old"
+    old_directory.mkdir()
+    async with LocalNetwork() as network:
+        accounts = [network.create_account(f"a{number}.test") for number in range(3)]
+
+        def write(first: int) -> None:
+            for number in range(first, first + 5):
+                for account in accounts:
+                    account.create(POST, post(number), rkey=f"{number:03}")
+            for account in accounts:
+                account.update(f"{POST}/{first:03}", post(f"changed {first}"))
+                account.delete(f"{POST}/{first + 1:03}")
+
+        async with previous_daemon(previous_release, network, dsn, old_directory):
+            await until(lambda: is_migrated(dsn), lambda: log_tail(old_directory))
+            write(0)
+            await wait_until_stored(network, dsn, old_directory)
+            await migrate(dsn)
+            async with (
+                feed(dsn, tmp_path / "feed", network, roles="feed") as (_, address),
+                aiohttp.ClientSession(f"http://{address}") as session,
+                channel(session) as tap,
+                subscribed(address, ("cursor", 0)) as jetstream,
+            ):
+                write(10)
+                await wait_until_stored(network, dsn, old_directory)
+                truth = {
+                    account.did: {
+                        f"{first + number:03}": f"changed {first}" if number == 0 else str(first + number)
+                        for first in (0, 10)
+                        for number in (0, 2, 3, 4)
+                    }
+                    for account in accounts
+                }
+                by_tap: Texts = {}
+                while by_tap != truth:
+                    [event] = await tap.process(1)
+                    if event["type"] == "record":
+                        apply_event(by_tap, event["record"]["did"], event["record"]["action"], event["record"])
+                by_jetstream: Texts = {}
+                times = list[int]()
+                while by_jetstream != truth:
+                    event = await jetstream.next()
+                    times.append(event["time_us"])
+                    if event["kind"] == "commit":
+                        apply_event(by_jetstream, event["did"], event["commit"]["operation"], event["commit"])
+        assert times == sorted(times)
+
+
+Texts = dict[str, dict[str, str]]
+"""Texts of records by DID and record key."""
+
+
+def apply_event(texts: Texts, did: str, action: str, record: dict[str, Any]) -> None:
+    """Store what an event of a feed says of a record."""
+    if action == "delete":
+        texts[did].pop(record["rkey"], None)
+    else:
+        texts.setdefault(did, {})[record["rkey"]] = record["record"]["text"]
+
+
+async def is_migrated(dsn: str) -> bool:
+    try:
+        await stored_cursor(dsn)
+    except asyncpg.PostgresError:  # nothing is there before the migration is committed
+        return False
+    return True
+
+
+async def wait_until_stored(network: LocalNetwork, dsn: str, directory: Path) -> None:
+    """Wait until the cursor has reached the last message."""
+
+    async def reached() -> bool:
+        return await stored_cursor(dsn) >= network.relay.log[-1].seq
+
+    await until(reached, lambda: log_tail(directory))
+
+
+async def stored_cursor(dsn: str) -> int:
+    """Return the stored cursor. Only the public schema is the same in both releases."""
+    connection = await asyncpg.connect(dsn)
+    try:
+        return int(await connection.fetchval("select coalesce(max(seq), 0) from atproto.cursors"))
+    finally:
+        await connection.close()
