@@ -211,6 +211,12 @@ async def no_task_left() -> AsyncIterator[None]:
     pytest.fail(f"left behind: {', '.join(sorted(str(task) for task in left))}")
 
 
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Store how the run ended: `.ci/repeat-failures` repeats the failures of complete runs only."""
+    if not hasattr(session.config, "workerinput") and session.config.cache is not None:
+        session.config.cache.set("indexer/exit-status", int(exitstatus))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if isinstance(item, pytest.Function) and asyncio.iscoroutinefunction(item.obj):

@@ -77,8 +77,13 @@ class Connections:
 
     @asynccontextmanager
     async def _maintenance_connection(self) -> AsyncIterator[asyncpg.Connection]:
-        """Open a connection for statements that may take hours and cannot run in a transaction."""
-        settings = {"application_name": "indexer", "statement_timeout": "0", "lock_timeout": "0"}
+        """Open a connection for statements that may take hours, or for a lock that is held meanwhile."""
+        settings = {
+            "application_name": "indexer",
+            "statement_timeout": "0",
+            "lock_timeout": "0",
+            "idle_in_transaction_session_timeout": "0",
+        }
         async with self._own_connection(settings, limited=False) as connection:
             yield connection
 

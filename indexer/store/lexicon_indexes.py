@@ -6,6 +6,7 @@ with a longer string must not make the daemon's writes fail.
 """
 
 import json
+from asyncio import sleep
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from typing import NamedTuple
@@ -42,6 +43,11 @@ _PROGRESS = """
 _EXPRESSION = "select (indexer.lexicon_expressions($1::jsonb))[$2::integer]"
 _LITERAL = "select quote_literal($1::text)"
 _ANALYZE = "analyze indexer.record"
+# Two indexes of a table that are built at the same time wait for each other. They would also wait for a statement that
+# waits for this lock, because such a statement has a snapshot; so no statement does.
+_LOCK = "lock table indexer.lexicon_index_lock in exclusive mode nowait"
+LOCK_INTERVAL = 0.5
+"""Seconds between attempts to get the lock."""
 
 
 class UnknownColumnError(Exception):
@@ -102,8 +108,28 @@ async def load_build_progress(connection: Connection) -> BuildProgress | None:
     return BuildProgress(*rows[0]) if rows else None
 
 
+async def lock_builds(connection: Connection) -> None:
+    """Wait until no other process builds or drops an index. None does until this connection is closed."""
+    while True:
+        if await _try_lock(connection):
+            return
+        await sleep(LOCK_INTERVAL)
+
+
+async def _try_lock(connection: Connection) -> bool:
+    await connection.execute("begin")
+    try:
+        await connection.execute(_LOCK)
+    except asyncpg.LockNotAvailableError:
+        await connection.execute("rollback")
+        return False
+    return True
+
+
 async def build_index(connection: asyncpg.Connection, nsid: str, columns: Sequence[str]) -> LexiconIndex | None:
     """Build an index on columns of the view of a stored lexicon; return None if there is one already.
+
+    Another connection must hold the lock (`lock_builds`).
 
     Raises:
         UnknownColumnError: There is no such column, or no index can contain these columns.
@@ -118,20 +144,20 @@ async def build_index(connection: asyncpg.Connection, nsid: str, columns: Sequen
         if present.name == index:
             await connection.execute(f"drop index concurrently indexer.{index}")
     method, expressions, collection = definition
-    try:
-        await connection.execute(
-            f"create index concurrently {index} on indexer.record using {method} ({expressions}) "
-            f"where collection = {collection}"
-        )
-    except asyncpg.DuplicateTableError:  # another process has built it meanwhile
-        return None
+    await connection.execute(
+        f"create index concurrently {index} on indexer.record using {method} ({expressions}) "
+        f"where collection = {collection}"
+    )
     await _comment(connection, index, nsid, columns)
     await connection.execute(_ANALYZE)  # the planner needs the distribution of the values of an expression
     return LexiconIndex(index, nsid, ",".join(columns), valid=True)
 
 
 async def drop_outdated_indexes(connection: asyncpg.Connection) -> list[LexiconIndex]:
-    """Drop indexes whose lexicon was removed or whose columns have changed; return them."""
+    """Drop indexes whose lexicon was removed or whose columns have changed; return them.
+
+    Another connection must hold the lock (`lock_builds`).
+    """
     stored = await load_lexicons(connection)
     dropped = []
     for present in await load_indexes(connection):
@@ -152,7 +178,7 @@ async def _is_current(
     connection: asyncpg.Connection, present: LexiconIndex, fields: Mapping[str, ViewField] | None
 ) -> bool:
     if not present.nsid:
-        return not present.valid  # another process may be building it
+        return False  # it was built, but not commented
     try:
         definition = await _definition(connection, present.nsid, present.columns.split(","), fields or {})
     except UnknownColumnError:

@@ -1,7 +1,8 @@
 """The methods of the store for lexicons and their typed views."""
 
 from asyncio import sleep
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import TypeVar
 
 import asyncpg
@@ -57,7 +58,7 @@ class LexiconMethods(Connections):
         Raises:
             UnknownColumnError: There is no such column, or no index can contain these columns.
         """
-        async with self._maintenance_connection() as connection:
+        async with self._index_connection() as connection:
             return await lexicon_indexes.build_index(connection, nsid, columns)
 
     async def lexicon_build_progress(self) -> BuildProgress | None:
@@ -67,8 +68,16 @@ class LexiconMethods(Connections):
 
     async def drop_outdated_lexicon_indexes(self) -> list[LexiconIndex]:
         """Drop indexes whose lexicon was removed or whose columns have changed; return them."""
-        async with self._maintenance_connection() as connection:
+        async with self._index_connection() as connection:
             return await lexicon_indexes.drop_outdated_indexes(connection)
+
+    @asynccontextmanager
+    async def _index_connection(self) -> AsyncIterator[asyncpg.Connection]:
+        """Open a connection that builds and drops indexes; no other process does so at the same time."""
+        async with self._maintenance_connection() as holder:
+            await lexicon_indexes.lock_builds(holder)
+            async with self._maintenance_connection() as connection:
+                yield connection
 
     async def _change_views(self, change: Callable[[Connection], Awaitable[T]]) -> T:
         """Run `change` in a transaction, again if queries use the views. It waits briefly, so no query waits long."""

@@ -300,6 +300,9 @@ shard_owner = Table(
 # `migrate` creates and locks it.
 migration_lock = Table("migration_lock", metadata)
 
+# `lexicon_indexes.lock_builds` locks it.
+lexicon_index_lock = Table("lexicon_index_lock", metadata)
+
 buffered_event = Table(
     "buffered_event",
     metadata,

@@ -26,6 +26,8 @@ TABLES = (
         constraint lexicon_has_view check ((view_name is null) = (fields is null))
     )
     """,
+    # No rows: locked while an index is built, so that only one is built at a time.
+    "create table indexer.lexicon_index_lock ()",
 )
 
 # A datetime of the AT Protocol: RFC 3339 with a T, seconds, and a time zone that is not -00:00. Postgres accepts

@@ -40,6 +40,7 @@ LOCAL = {
     "feed_delivery": "a row for each feed of the whole change log",
     "host": "a row for each host, without a DID",
     "lexicon": "a row for each lexicon, without a DID",
+    "lexicon_index_lock": "no rows, only a lock",
     "link_bucket": "a row for each bucket, which are compared with each other",
     "gap": "a row for each gap in the stream of a relay, without a DID",
     "migration_lock": "no rows, only a lock",

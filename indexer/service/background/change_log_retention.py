@@ -21,7 +21,9 @@ class ChangeLogRetention:
     """Applies the retention policy. All processes do this; the work is done only once.
 
     The log is trimmed and reported every `interval` seconds. In between, its size is checked, and the log is trimmed
-    when it has used half of the reserve that the policy leaves. A registered consumer is logged when it begins to lag
+    when it has used half of the reserve that the policy leaves, and every `RETRY_SECONDS` while it is above its limit:
+    a trim frees nothing if a writer or a consumer holds what it needs, or if it only opens a new segment. A registered
+    consumer is logged when it begins to lag
     by more than `lag_alarm` seconds, and when it no longer does. If the log reaches twice its size, sessions of
     consumers are ended whose transactions prevent trimming and have been open for `max_transaction_seconds`.
 
@@ -47,6 +49,7 @@ class ChangeLogRetention:
         self._interval = interval
         self._max_transaction_seconds = max_transaction_seconds
         self._next_report = -inf
+        self._next_retry = -inf
         self._trimmed_size = 0
         self._removed_age: float | None = None
         self.stage = StageProgress("change log retention")
@@ -85,10 +88,15 @@ class ChangeLogRetention:
         self._trimmed_size = min(self._trimmed_size, size)  # another process may have trimmed the log
         if monotonic() >= self._next_report:
             await self.trim()
-        elif size - self._trimmed_size >= self._policy.segment_bytes / 2:
+        elif size - self._trimmed_size >= self._policy.segment_bytes / 2 or self._retries(size):
             await self._trim(time())
 
+    def _retries(self, size: int) -> bool:
+        """Return True if a log of this size is above its limit, and the last trim was `RETRY_SECONDS` ago."""
+        return size > self._policy.max_bytes and monotonic() >= self._next_retry
+
     async def _trim(self, now: float) -> tuple[ChangeLogState, TrimPlan]:
+        self._next_retry = monotonic() + RETRY_SECONDS
         before, plan = await self._store.trim_change_log(self._policy, now)
         for consumer in before.consumers:
             if consumer.name in plan.disconnect:

@@ -151,6 +151,33 @@ async def test_a_session_that_may_not_be_ended_is_reported(database: str, sql: a
         await sql.execute("drop role hostile_consumer; drop role plain_daemon")
 
 
+async def test_a_change_log_above_its_limit_is_trimmed_although_it_no_longer_grows(
+    database: str, sql: asyncpg.Connection
+) -> None:
+    """The first trim comes while a transaction holds the row with the current segment, so it frees nothing."""
+    store = await Store.open(database)
+    policy, metrics = RetentionPolicy(604_800, 2**20, 0), Metrics()
+    retention = ChangeLogRetention(store, policy, metrics, lag_alarm=3_600, interval=3_600)
+    await log(sql, *[change(1, n) for n in range(12_000)])
+    assert await store.change_log_size() > policy.max_bytes
+    try:
+        async with connected(database) as writer:
+            await writer.execute("begin; select from indexer.change_log for update")
+            task = asyncio.create_task(retention.run())
+            await until(lambda: bool(metrics.registry.get_sample_value("indexer_change_log_bytes")))
+            assert await store.change_log_size() > policy.max_bytes, "the first trim freed the space"
+            await writer.execute("rollback")
+
+        async def below_limit() -> bool:
+            return await store.change_log_size() <= policy.max_bytes
+
+        await until(below_limit)
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+        await store.close()
+
+
 async def test_the_change_log_keeps_its_size_limit_while_it_grows(database: str, sql: asyncpg.Connection) -> None:
     """A consumer that never reads lets it grow to twice that size. One that reads gets every change meanwhile."""
     store, limit, received = await Store.open(database), 2**21, 0
