@@ -7,15 +7,13 @@ again after the next start.
 """
 
 import asyncio
-import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
-from time import monotonic, time
+from time import time
 from typing import Any
 
 import structlog
-from aiohttp import web
 
 from indexer import __version__
 from indexer.clients import (
@@ -23,24 +21,22 @@ from indexer.clients import (
     make_did_resolver,
     make_pds_client,
     open_outbound_client,
-    open_webhook_client,
-    stored_policy,
 )
 from indexer.concurrency.event_loop_delay import measure_delays
 from indexer.concurrency.stage_progress import StageProgress
+from indexer.daemon_counts import DaemonCounts
+from indexer.daemon_feeds import DaemonFeeds, open_webhook
+from indexer.daemon_gauges import DaemonGauges
 from indexer.daemon_monitor import DaemonMonitor
 from indexer.daemon_probe import DaemonProbe
+from indexer.daemon_scope import DaemonScope
 from indexer.daemon_status import DaemonStatus, ShownStages
-from indexer.identity import HandleVerifier, IdentityCache, IdentityLifetimes
-from indexer.monitoring.backfill import RepoCounts
+from indexer.identity import HandleVerifier, IdentityCache
 from indexer.monitoring.conditions import Conditions
 from indexer.monitoring.database_monitor import DatabaseMonitor
-from indexer.monitoring.disk_space import disk_space
 from indexer.monitoring.health import not_ready_reasons, serve_health
-from indexer.monitoring.metric_definitions import MAX_LISTED
-from indexer.monitoring.metrics import Metrics, Reading
+from indexer.monitoring.metrics import Metrics
 from indexer.monitoring.status_page import status_routes
-from indexer.monitoring.status_rows import link_status
 from indexer.outbound import OutboundClient
 from indexer.pds import PdsClient
 from indexer.process_setup import NOTHING_LOST, StopRequest, raise_file_limit, stop_on_signals, tune_garbage_collector
@@ -51,23 +47,11 @@ from indexer.service.background.change_log_retention import ChangeLogRetention
 from indexer.service.background.handle_checks import HandleChecks
 from indexer.service.background.identity_refresh import IdentityRefresh
 from indexer.service.background.link_maintenance import LinkMaintenance
-from indexer.service.background.scope_narrowing import ScopeNarrowing
-from indexer.service.background.scope_untracking import ScopeUntracking
 from indexer.service.background.shard_ownership import ShardOwnership
 from indexer.service.crawl.reconcile import Reconciliation, ReconciliationSettings
-from indexer.service.crawl.scope_backfill import ScopeBackfill
-from indexer.service.crawl.signal_discovery import SignalDiscovery
 from indexer.service.current_scope import CurrentScope
-from indexer.service.feed.access import Access
-from indexer.service.feed.jetstream_reader import JetstreamReader
-from indexer.service.feed.jetstream_routes import JetstreamRoutes
-from indexer.service.feed.tap_channel import Channel, refuse_channel
-from indexer.service.feed.tap_feed import TapFeed
-from indexer.service.feed.tap_routes import TapRoutes
-from indexer.service.feed.webhook import Webhook
 from indexer.service.live.account_limits import AccountLimits
 from indexer.service.live.batch_writer import BatchWriter, WriterSettings
-from indexer.service.live.dead_letter_replay import DeadLetterReplay
 from indexer.service.live.firehose_consumer import ConsumerSettings, FirehoseConsumer
 from indexer.service.live.inbox import Inbox
 from indexer.service.live.key_lookups import KeyLookups
@@ -90,10 +74,6 @@ from indexer.sync.scope import Scope, Track
 
 MAX_DRAIN_SHARE = 0.7
 """Maximum share of `INDEXER_STOP_TIMEOUT` that is spent on writing the received messages after a signal."""
-COUNT_INTERVAL_SECONDS = 10.0
-"""Minimum interval between two counts of the repos."""
-MAX_COUNT_SHARE = 0.01
-"""Maximum share of the time that is spent on counting: it reads many repos."""
 HOST_SAVE_SECONDS = 5.0
 """Interval at which the states of hosts are saved, so that pauses survive a restart."""
 FRAME_SIZE_MARGIN = 4
@@ -165,44 +145,8 @@ async def open_daemon(
         identities = IdentityCache(resolver, store, metrics, clock=time, refresh_rate=settings.plc_rate / 2)
         stack.push_async_callback(identities.close)
         pds = make_pds_client(settings, outbound)
-        webhook = await stack.enter_async_context(_webhook_client(settings, metrics))
+        webhook = await stack.enter_async_context(open_webhook(settings, metrics))
         yield Daemon(settings, store, identities, pds, outbound, metrics, others, webhook)
-
-
-@asynccontextmanager
-async def _webhook_client(settings: Settings, metrics: Metrics) -> AsyncIterator[OutboundClient | None]:
-    """Open the client for the webhook if there is one."""
-    if settings.webhook_url is None:
-        yield None
-        return
-    async with open_webhook_client(
-        settings, settings.webhook_url.get_secret_value(), metrics.outbound_request
-    ) as client:
-        yield client
-
-
-@asynccontextmanager
-async def open_replay(settings: Settings, store: Store) -> AsyncIterator[DeadLetterReplay]:
-    """Build the replay of dead letters, with the same rules as a daemon with these settings.
-
-    Only the operator causes lookups here, so identities are refreshed without a limit, and missing keys are looked up
-    again.
-    """
-    async with AsyncExitStack() as stack:
-        metrics = Metrics()
-        outbound = await stack.enter_async_context(open_outbound_client(settings, metrics.outbound_request))
-        outbound.hosts.restore(await store.load_hosts())
-        resolver, lifetimes = make_did_resolver(settings, outbound), IdentityLifetimes(missing_max_age=0.0)
-        identities = IdentityCache(resolver, store, metrics, clock=time, refresh_rate=math.inf, lifetimes=lifetimes)
-        stack.push_async_callback(identities.close)
-        yield DeadLetterReplay(
-            store,
-            identities,
-            await stored_policy(settings, store),
-            upstream_is_pds=settings.upstream == "pds",
-            key_timeout=KEY_LOOKUP_TIMEOUT_SECONDS,
-        )
-        await store.save_hosts(outbound.hosts.unsaved())
 
 
 class Daemon:
@@ -230,16 +174,15 @@ class Daemon:
         self.hosts = outbound.hosts
         self.metrics = metrics
         self.conditions = Conditions()
-        self.repo_counts = StageProgress("repo counts")
         self.host_states = StageProgress("host states")
         self.scope = CurrentScope(store, settings.policy)
         self._build_live_stages(outbound)
         self._build_resync_stages(pds)
         self._build_background_stages(outbound, pds)
-        self._build_feeds(webhook)
+        self.feeds = DaemonFeeds(settings, store, identities, self.metrics, self.conditions, webhook)
         self._build_monitors()
         self.probe = self._make_probe([*self._stages_of_roles(), *others])
-        self._watch_stages()
+        self.metrics.watch(self._make_gauges().readers())
         self.status = self._make_status()
 
     def _build_live_stages(self, outbound: OutboundClient) -> None:
@@ -324,13 +267,8 @@ class Daemon:
         settings, shard = self._settings, self._settings.shard
         self.identity_refresh = IdentityRefresh(self.store, self.identities, settings.policy, shard)
         self.account_erasure = AccountErasure(self.store, self.identities, pds, settings.policy, shard, self.metrics)
-        self.scope_narrowing = ScopeNarrowing(self.store, self.scope, shard, self.metrics)
-        self.scope_untracking = ScopeUntracking(self.store, self.scope, shard)
-        self.scope_backfill = ScopeBackfill(
-            self.store, outbound, self.scope, self._repo_list_sources, shard, self.metrics
-        )
-        self.signal_discovery = SignalDiscovery(
-            self.store, outbound, self.scope, self._repo_list_sources, self._reconciled_at
+        self.scope_stages = DaemonScope(
+            shard, self.store, outbound, self.metrics, self.scope, self._repo_list_sources, self._reconciled_at
         )
         self.links = LinkMaintenance(self.store, shard, self.shard_ownership.owned, wanted=settings.links)
         self.change_log_retention = ChangeLogRetention(
@@ -349,97 +287,21 @@ class Daemon:
             )
             self.handle_checks = HandleChecks(self.store, handles, shard, rate=settings.handle_rate)
 
-    def _build_feeds(self, webhook: OutboundClient | None) -> None:
-        url, secret = self._settings.webhook_url, self._settings.admin_password
-        password = secret.get_secret_value() if secret else None
-        self._access = Access(password)
-        self._tap_routes = TapRoutes(self.store, self.identities)
-        self.tap_feed = TapFeed(self.store, self.conditions, one_per_repo=webhook is not None)
-        self.channel = Channel(self.tap_feed, self.metrics)
-        self.webhook: Webhook | None = None
-        if webhook is not None and url is not None:
-            self.webhook = Webhook(
-                self.tap_feed, webhook, url.get_secret_value(), password, self.conditions, self.metrics
-            )
-        self.jetstream_reader = JetstreamReader(self.store)
-        self._jetstream_routes = JetstreamRoutes(
-            self.store, self.jetstream_reader, self.metrics, values_stored=self._settings.store_values
-        )
-
     def _build_monitors(self) -> None:
-        self.backfill_counts = RepoCounts()
+        self.repo_counts = DaemonCounts(self.store, self.metrics)
         self.database_monitor = DatabaseMonitor(self.store, self.conditions, self.metrics)
         self.daemon_monitor = DaemonMonitor(
             self.batch_writer.totals, self.identities.lookups, self.hosts, self.conditions
         )
 
-    def _watch_stages(self) -> None:
-        """Let the metrics read the state of the stages at each scrape."""
-        data_dir, probe = self._settings.data_dir, self.probe
-        self.metrics.watch(
-            {
-                "indexer_ready": lambda: float(not probe.stalled() and not probe.ready()),
-                "indexer_not_ready": lambda: {(reason.code,): 1.0 for reason in (*probe.stalled(), *probe.ready())},
-                "indexer_stage_seconds_without_progress": lambda: {
-                    (name,): probe.seconds_without_progress(stage) for name, stage in probe.stages.items()
-                },
-                "indexer_condition_occurrences": lambda: {
-                    (condition.kind.name, condition.subject): condition.count for condition in self.conditions.active()
-                },
-                "indexer_firehose_lag_seconds": lambda: _or_nan(self.batch_writer.lag),
-                "indexer_queue_bytes": lambda: self.inbox.unsettled_bytes,
-                "indexer_queue_messages": lambda: self.inbox.unsettled,
-                "indexer_key_waiting_messages": lambda: len(self.key_lookups),
-                "indexer_resync_running": lambda: len(self.resync_pool.running),
-                "indexer_hosts_paused": lambda: len(self.hosts.paused()),
-                "indexer_hosts_failing": lambda: len(self.hosts.failing()),
-                "indexer_host_consecutive_failures": lambda: {
-                    (state.host,): state.consecutive_failures for state in self.hosts.failing()[:MAX_LISTED]
-                },
-                "indexer_feed_clients": lambda: {
-                    ("tap",): self.channel.clients,
-                    ("jetstream",): self.jetstream_reader.subscribers,
-                    ("webhook",): float(self.webhook is not None),
-                },
-                "indexer_feed_oldest_unacknowledged_seconds": self.tap_feed.oldest_unacknowledged_seconds,
-                "indexer_feed_refused_events": lambda: len(self.tap_feed.refused),
-                "indexer_data_disk_free_bytes": lambda: disk_space(data_dir).free,
-                "indexer_data_disk_size_bytes": lambda: disk_space(data_dir).size,
-            }
-        )
-        if "live" in self._settings.roles:
-            self.metrics.watch(
-                {
-                    "indexer_relay_connected": lambda: self._by_relay(self._is_connected),
-                    "indexer_seconds_since_last_message": lambda: self._by_relay(self._silence),
-                    "indexer_cursor_age_seconds": self._cursor_age,
-                }
-            )
-
-    def _by_relay(self, value: Callable[[str], float]) -> Reading:
-        return {(relay,): value(relay) for relay in self._settings.relays}
-
-    def _is_connected(self, relay: str) -> float:
-        connection = self.subscription.connection
-        return float(connection is not None and connection.relay == relay)
-
-    def _silence(self, relay: str) -> float:
-        return monotonic() - self.firehose_consumer.last_message.get(relay, math.nan)
-
-    def _cursor_age(self) -> Reading:
-        relay = self.stream_position.relay
-        return {(relay,): _or_nan(self.batch_writer.cursor_age)} if relay else {}
-
     def _stages_of_roles(self) -> Iterator[StageProgress]:
         """Yield the progress of all stages that `run` starts."""
-        yield from (self.repo_counts, self.host_states, self.change_log_retention.stage, self.scope.stage)
+        yield from (self.repo_counts.stage, self.host_states, self.change_log_retention.stage, self.scope.stage)
         if "live" in self._settings.roles:
             yield from (self.shard_ownership.stage, self.firehose_consumer.stage, self.inbox.stage)
             yield from (self.key_lookups.stage, self.batch_writer.stage, self.open_gaps.stage)
             yield from (self.reconciliation.stage, self.identity_refresh.stage, self.account_erasure.stage)
-            yield from (self.scope_narrowing.stage, self.scope_untracking.stage, self.scope_backfill.stage)
-            if self._settings.shard.index == 0:
-                yield self.signal_discovery.stage
+            yield from self.scope_stages.progress()
             yield self.links.stage
         if "resync" in self._settings.roles:
             maintenance = self.queue_maintenance
@@ -448,9 +310,7 @@ class Daemon:
             if self.handle_checks is not None:
                 yield self.handle_checks.stage
         if "feed" in self._settings.roles:
-            yield from (self.tap_feed.stage, self.jetstream_reader.stage)
-            if self.webhook is not None:
-                yield self.webhook.stage
+            yield from self.feeds.progress()
 
     def _make_probe(self, stages: Iterable[StageProgress]) -> DaemonProbe:
         return DaemonProbe(
@@ -469,6 +329,16 @@ class Daemon:
             conditions=self.conditions,
         )
 
+    def _make_gauges(self) -> DaemonGauges:
+        return DaemonGauges(
+            probe=self.probe,
+            feeds=self.feeds,
+            hosts=self.hosts,
+            stream_position=self.stream_position,
+            relays=self._settings.relays,
+            data_dir=self._settings.data_dir,
+        )
+
     def _make_status(self) -> DaemonStatus:
         stages = ShownStages(
             subscription=self.subscription,
@@ -482,7 +352,7 @@ class Daemon:
             open_gaps=self.open_gaps,
             change_log_retention=self.change_log_retention,
             hosts=self.hosts,
-            repo_counts=self.backfill_counts,
+            repo_counts=self.repo_counts.newest,
             database_monitor=self.database_monitor,
             conditions=self.conditions,
         )
@@ -492,15 +362,10 @@ class Daemon:
     def serve_http(self) -> AbstractAsyncContextManager[Address]:
         """Serve health checks, metrics, the status page and feeds during a block, which gets the address."""
         bind, registry = self._settings.http_bind, self.metrics.registry
-        routes = [*status_routes(self.status), *self._feed_routes()]
-        return serve_health(bind, self.probe, registry, self.conditions, routes=routes)
-
-    def _feed_routes(self) -> Iterator[web.RouteDef]:
+        routes = [*status_routes(self.status)]
         if "feed" in self._settings.roles:
-            yield from self._tap_routes.routes(self._access)
-            channel = self.channel.connect if self.webhook is None else refuse_channel
-            yield web.get("/channel", self._access.guard(channel))
-            yield from self._jetstream_routes.routes()
+            routes += self.feeds.routes()
+        return serve_health(bind, self.probe, registry, self.conditions, routes=routes)
 
     async def run(self, stop: StopRequest) -> int:
         """Run all stages until `stop` is set, then drain. An exception of a stage is raised here.
@@ -528,7 +393,7 @@ class Daemon:
             "database monitor": self.database_monitor.run(),
             "daemon monitor": self.daemon_monitor.run(),
             "event loop delay": measure_delays(self.metrics.event_loop_delay),
-            "repo counts": self._count_repos(),
+            "repo counts": self.repo_counts.run(),
             "status samples": self.status.run(),
             "host states": run_periodically(self._save_hosts, HOST_SAVE_SECONDS, self.host_states, wait_first=True),
             "identity cache": self.identities.run(),
@@ -549,20 +414,14 @@ class Daemon:
                     self.stream_continuity.check_silence, SILENCE_CHECK_SECONDS, self.open_gaps.stage.add()
                 ),
                 "reconciliation": self._when_owned(self.reconciliation.run),
-                "scope narrowing": self._when_owned(self.scope_narrowing.run),
-                "scope untracking": self._when_owned(self.scope_untracking.run),
-                "scope backfill": self._when_owned(self.scope_backfill.run),
             }
-            if self._settings.shard.index == 0:  # the lists are of all shards
-                stages |= {"signal discovery": self._when_owned(self.signal_discovery.run)}
+            stages |= {name: self._when_owned(run_stage) for name, run_stage in self.scope_stages.stages().items()}
         if "resync" in self._settings.roles:
             stages |= {"resync pool": self.resync_pool.run(), "queue maintenance": self.queue_maintenance.run()}
             if self.handle_checks is not None:
                 stages |= {"handle checks": self.handle_checks.run()}
         if "feed" in self._settings.roles:
-            stages |= {"tap feed": self.tap_feed.run(), "jetstream reader": self.jetstream_reader.run()}
-            if self.webhook is not None:
-                stages |= {"webhook": self.webhook.run()}
+            stages |= self.feeds.stages()
         return stages
 
     def _repo_list_sources(self) -> Sequence[str]:
@@ -597,7 +456,7 @@ class Daemon:
             settled.cancel()
         if feed := tasks.get("tap feed"):
             stop.step = "store what clients of the feed have acknowledged"
-            await self.tap_feed.stop()
+            await self.feeds.tap_feed.stop()
             await asyncio.wait([feed], timeout=FEED_STOP_SECONDS)
         if unwritten := self.inbox.unsettled:
             log.error("daemon.drain-incomplete", messages=unwritten, lost=NOTHING_LOST)
@@ -609,30 +468,11 @@ class Daemon:
         _raise_exceptions(task for task in tasks.values() if not task.cancelled())
         return unwritten
 
-    async def _count_repos(self) -> None:
-        """Count all repos again and again, without using more than a small share of the time for it."""
-        while True:
-            began, now = monotonic(), time()
-            since = self.backfill_counts.since(now)
-            with DatabaseAttempt(self.repo_counts) as attempt:
-                counts = await self.store.counts(since)
-                self.backfill_counts.set(counts, since, now)
-                self.metrics.repos(counts.statuses, counts.reasons, counts.queued)
-                links = link_status(counts.links, now)
-                self.metrics.links(links.progress, links.open_deltas)
-            # A failed attempt is repeated soon: even a slow database can read one page, so it waited for a lock.
-            duration = 0.0 if attempt.error else monotonic() - began
-            await asyncio.sleep(max(COUNT_INTERVAL_SECONDS, duration / MAX_COUNT_SHARE))
-
     async def _save_hosts(self) -> None:
         if not (states := self.hosts.unsaved()):
             return
         await self.store.save_hosts(states)
         self.hosts.mark_saved(states)
-
-
-def _or_nan(value: float | None) -> float:
-    return math.nan if value is None else value
 
 
 def _raise_exceptions(tasks: Iterable[asyncio.Task[None]]) -> None:

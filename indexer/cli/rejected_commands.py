@@ -109,7 +109,7 @@ async def replay_command(
 
     The exit code is 4 if an ID does not exist, otherwise 1 if a dead letter remains.
     """
-    from indexer.daemon import open_replay  # noqa: PLC0415 - the other subcommands do not need it
+    from indexer.daemon_replay import open_replay  # noqa: PLC0415 - the other subcommands do not need it
 
     if bool(numbers) == (reason is not None):
         raise click.UsageError("Give IDs, or --reason.")

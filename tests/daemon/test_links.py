@@ -7,7 +7,7 @@ from random import Random
 import asyncpg
 import pytest
 
-from indexer import daemon as composition
+from indexer import daemon_counts
 from indexer.localnet.local_account import LocalAccount
 from indexer.localnet.local_network import LocalNetwork
 from tests.daemon.health_checks import health_checks
@@ -71,7 +71,7 @@ async def test_unfinished_backfill_is_shown_and_does_not_prevent_readiness(
     database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A locked repo is not visited, so the backfill does not end."""
-    monkeypatch.setattr(composition, "COUNT_INTERVAL_SECONDS", 0.2)
+    monkeypatch.setattr(daemon_counts, "COUNT_INTERVAL_SECONDS", 0.2)
     async with connected(database) as sql, LocalNetwork() as network:
         account = network.create_account("a.test")
         like(account, account, 1)
@@ -83,8 +83,8 @@ async def test_unfinished_backfill_is_shown_and_does_not_prevent_readiness(
         async with running_daemon(database, tmp_path, network, links=True) as daemon, health_checks(daemon) as http:
             await until(lambda: links_progress(daemon) == 0.0)
             await http.wait_until_ready()
-            assert daemon.stages.backfill_counts.counts is not None
-            assert daemon.stages.backfill_counts.counts.links.state == "backfill"
+            assert daemon.stages.repo_counts.newest.counts is not None
+            assert daemon.stages.repo_counts.newest.counts.links.state == "backfill"
             await lock.rollback()
             await until(lambda: links_progress(daemon) == 1.0)
 

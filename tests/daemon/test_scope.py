@@ -10,6 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from indexer import daemon as composition
+from indexer import daemon_scope
 from indexer.atproto.cid import parse_cid
 from indexer.localnet.local_account import LocalAccount
 from indexer.localnet.local_relay import LIST_REPOS_BY_COLLECTION
@@ -34,9 +35,9 @@ FOLLOW = "app.bsky.graph.follow"
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(composition, "AccountErasure", partial(AccountErasure, interval=0.1))
-    monkeypatch.setattr(composition, "ScopeBackfill", partial(ScopeBackfill, interval=0.1, settle=0.0))
-    monkeypatch.setattr(composition, "ScopeUntracking", partial(ScopeUntracking, interval=0.1))
-    monkeypatch.setattr(composition, "SignalDiscovery", partial(SignalDiscovery, interval=0.1, settle=0.0))
+    monkeypatch.setattr(daemon_scope, "ScopeBackfill", partial(ScopeBackfill, interval=0.1, settle=0.0))
+    monkeypatch.setattr(daemon_scope, "ScopeUntracking", partial(ScopeUntracking, interval=0.1))
+    monkeypatch.setattr(daemon_scope, "SignalDiscovery", partial(SignalDiscovery, interval=0.1, settle=0.0))
 
 
 @asynccontextmanager
@@ -131,7 +132,7 @@ async def test_repo_that_a_lagging_list_lacked_is_fetched_when_the_list_is_compa
         network.relay.lagging.clear()
         network.collections = {POST, LIKE}
         quick = partial(ScopeBackfill, interval=0.1, settle=0.0, recheck=(0.0, 0.5), recheck_poll=0.1)
-        monkeypatch.setattr(composition, "ScopeBackfill", quick)
+        monkeypatch.setattr(daemon_scope, "ScopeBackfill", quick)
         with capture_logs() as lines:
             async with running_daemon(database, tmp_path / "second", network) as daemon:
                 await daemon.wait_until_equal()

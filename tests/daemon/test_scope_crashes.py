@@ -12,6 +12,7 @@ import asyncpg
 import pytest
 
 from indexer import daemon as composition
+from indexer import daemon_scope
 from indexer.atproto.syntax import CollectionFilter
 from indexer.cli.demo import compare
 from indexer.localnet.local_account import LocalAccount
@@ -73,7 +74,7 @@ async def test_daemon_goes_on_after_each_step(
 ) -> None:
     """Each step is one transaction, so the daemon can only be killed between two of them."""
     monkeypatch.setattr(composition, "AccountErasure", partial(AccountErasure, interval=0.1))
-    monkeypatch.setattr(composition, "ScopeBackfill", partial(ScopeBackfill, interval=0.1, settle=0.0))
+    monkeypatch.setattr(daemon_scope, "ScopeBackfill", partial(ScopeBackfill, interval=0.1, settle=0.0))
     async with FilteredNetwork(collections=[POST]) as network:
         async with running_daemon(database, tmp_path / "before", network, collections=POST) as daemon:
             accounts = [daemon.create_account(f"{name}.test") for name in ("ada", "bob")]

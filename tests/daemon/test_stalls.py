@@ -15,6 +15,7 @@ import asyncpg
 import pytest
 
 from indexer import daemon as composition
+from indexer import daemon_counts, daemon_scope
 from indexer.localnet.http_server import Fault
 from indexer.localnet.local_account import LocalAccount
 from indexer.service import open_gaps
@@ -243,11 +244,11 @@ def short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the periodic stages look for work all the time."""
     monkeypatch.setattr(composition, "IdentityRefresh", partial(IdentityRefresh, interval=0.1))
     monkeypatch.setattr(composition, "AccountErasure", partial(AccountErasure, interval=0.1))
-    monkeypatch.setattr(composition, "SignalDiscovery", partial(SignalDiscovery, settle=0.0))
+    monkeypatch.setattr(daemon_scope, "SignalDiscovery", partial(SignalDiscovery, settle=0.0))
     monkeypatch.setattr(composition, "LinkMaintenance", partial(LinkMaintenance, interval=0.1))
     searches = partial(MaintenanceSettings, search_interval=0.1, unproven_interval=0.1)
     monkeypatch.setattr(composition, "MaintenanceSettings", searches)
-    monkeypatch.setattr(composition, "COUNT_INTERVAL_SECONDS", 0.1)
+    monkeypatch.setattr(daemon_counts, "COUNT_INTERVAL_SECONDS", 0.1)
     monkeypatch.setattr(composition, "HOST_SAVE_SECONDS", 0.1)
     monkeypatch.setattr(open_gaps, "REFRESH_SECONDS", 0.1)
 
@@ -344,11 +345,20 @@ def test_every_stage_in_the_source_is_stalled_by_a_test() -> None:
 
 
 def test_every_task_of_the_daemon_is_a_stage_that_a_test_stalls() -> None:
-    source = ast.parse((INDEXER / "daemon.py").read_text())
-    [function] = [node for node in ast.walk(source) if isinstance(node, ast.FunctionDef) and node.name == "_stages"]
+    functions = [
+        node
+        for path in INDEXER.glob("daemon*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name in {"_stages", "stages"}
+    ]
     names = {
-        ast.literal_eval(key) for node in ast.walk(function) if isinstance(node, ast.Dict) for key in node.keys if key
+        ast.literal_eval(key)
+        for function in functions
+        for node in ast.walk(function)
+        if isinstance(node, ast.Dict)
+        for key in node.keys
+        if key
     }
-    assert names >= {"batch writer", "resync pool"}
+    assert names >= {"batch writer", "resync pool", "webhook", "scope backfill"}
     stages = set[str]().union(*[STAGES_OF_TASKS.get(name, {name}) for name in names - MONITORS])
     assert stages == STALLS.keys() - {"inbox", "embedded Postgres"}, "these two have no task of their own"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from indexer import daemon as composition
+from indexer import daemon_counts
 from indexer.localnet.http_server import Fault
 from indexer.localnet.local_account import LocalAccount
 from indexer.localnet.local_network import LocalNetwork
@@ -145,10 +145,11 @@ async def test_page_shows_what_the_database_has(database: str, tmp_path: Path) -
 async def test_backfill_dead_letters_consumers_and_hosts_are_shown_with_their_numbers(
     database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(composition, "COUNT_INTERVAL_SECONDS", 0.5)
+    monkeypatch.setattr(daemon_counts, "COUNT_INTERVAL_SECONDS", 0.5)
     async with open_page(database, tmp_path) as page:
         daemon = page.daemon
-        await until(lambda: daemon.stages.backfill_counts.counts is not None)  # repos that end from now on have a rate
+        # Repos that end from now on have a rate.
+        await until(lambda: daemon.stages.repo_counts.newest.counts is not None)
         await daemon.execute("select atproto.register_reader('feeds')")
         accounts = [daemon.create_account(f"account{number}.test") for number in range(6)]
         await daemon.wait_until_equal()
@@ -210,7 +211,7 @@ async def test_numbers_that_are_estimated_are_shown_as_estimates(
 async def test_links_are_shown_with_the_progress_of_their_backfill_if_they_are_on(
     database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(composition, "COUNT_INTERVAL_SECONDS", 0.2)
+    monkeypatch.setattr(daemon_counts, "COUNT_INTERVAL_SECONDS", 0.2)
     async with open_page(database, tmp_path) as page:
         await page.open()
         await page.wait_for_polls(2)

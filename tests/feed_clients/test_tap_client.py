@@ -37,7 +37,7 @@ async def served(
     given = {"roles": "live,resync,feed", "http_bind": f"127.0.0.1:{port}", "admin_password": PASSWORD} | settings
     async with running_daemon(database, directory, network, **given) as daemon, daemon.stages.serve_http() as address:
         yield daemon, f"http://{address}"
-        await daemon.stages.tap_feed.stop()
+        await daemon.stages.feeds.tap_feed.stop()
 
 
 def final_texts(lines: Iterable[Line]) -> dict[str, dict[str, str]]:

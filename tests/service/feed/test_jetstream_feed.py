@@ -20,7 +20,7 @@ async def test_new_commits_arrive_with_their_records(database: str, tmp_path: Pa
         account = daemon.create_account("ada.test", records=1)
         await daemon.wait_until_equal()
         async with subscribed(address) as client:
-            await until(lambda: daemon.stages.jetstream_reader.window.is_open)
+            await until(lambda: daemon.stages.feeds.jetstream_reader.window.is_open)
             account.create(POST, post("hello"), rkey="new")
             created = await client.next()
             account.update(f"{POST}/new", post("changed"))
@@ -109,7 +109,7 @@ async def test_account_events_come_with_their_status(database: str, tmp_path: Pa
         account = daemon.create_account("ada.test", records=1)
         await daemon.wait_until_equal()
         async with subscribed(address) as client:
-            await until(lambda: daemon.stages.jetstream_reader.window.is_open)
+            await until(lambda: daemon.stages.feeds.jetstream_reader.window.is_open)
             await daemon.execute("select atproto.request_takedown($1, true)", account.did)
             hidden = await client.next()
             await daemon.execute("select atproto.request_takedown($1, false)", account.did)
@@ -155,7 +155,7 @@ async def test_cursor_in_the_future_means_new_events(database: str, tmp_path: Pa
         account = daemon.create_account("ada.test", records=3)
         await daemon.wait_until_equal()
         async with subscribed(address, ("cursor", 9_000_000_000_000_000)) as client:
-            await until(lambda: daemon.stages.jetstream_reader.window.is_open)
+            await until(lambda: daemon.stages.feeds.jetstream_reader.window.is_open)
             account.create(LIKE, post("like"), rkey="x")
             assert describe(await client.next()) == f"create {LIKE}/x"
 

@@ -44,7 +44,7 @@ async def test_slow_subscriber_is_disconnected_with_a_reason_and_others_do_not_n
         subscribed(address) as slow,
         subscribed(address) as fast,
     ):
-        await until(lambda: daemon.stages.jetstream_reader.window.is_open)
+        await until(lambda: daemon.stages.feeds.jetstream_reader.window.is_open)
         for number in range(0, EVENTS, 10):
             await write_events(store, number, 10)
             assert await rkeys(fast, 10) == expected(number, number + 10)
@@ -70,7 +70,7 @@ async def test_subscriber_that_reads_nothing_is_disconnected(
         received, _ = await asyncio.gather(rkeys(fast, EVENTS), write_events(store))
         assert received == expected()
         await until(lambda: daemon.counter("feed_disconnections", kind="jetstream", reason="not-reading") == 1)
-        await until(lambda: daemon.stages.jetstream_reader.subscribers == 1)
+        await until(lambda: daemon.stages.feeds.jetstream_reader.subscribers == 1)
 
 
 async def test_many_replays_and_live_events_are_complete(database: str, store: Store, tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ async def test_nothing_is_lost_in_an_outage_of_the_database(database: str, store
         feed(proxy.dsn, tmp_path, roles="feed") as (daemon, address),
         subscribed(address) as client,
     ):
-        await until(lambda: daemon.stages.jetstream_reader.window.is_open)
+        await until(lambda: daemon.stages.feeds.jetstream_reader.window.is_open)
         await write_events(store, 0, 5)
         assert await rkeys(client, 5) == expected(0, 5)
         proxy.refuse()

@@ -7,7 +7,7 @@ import aiohttp
 import pytest
 import structlog
 
-from indexer import daemon as composition
+from indexer import daemon_feeds
 from indexer.monitoring.conditions import FEED_EVENT_REFUSED
 from indexer.outbound import host_limits
 from indexer.service.feed import tap_feed, webhook
@@ -118,7 +118,7 @@ async def test_first_client_gets_all_stored_records_although_the_log_was_trimmed
 async def test_event_that_a_client_never_acknowledges_is_reported_and_delays_only_its_own_repo(
     database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(composition, "Channel", partial(Channel, retry_seconds=0.2))
+    monkeypatch.setattr(daemon_feeds, "Channel", partial(Channel, retry_seconds=0.2))
     async with tap_daemon(database, tmp_path) as daemon, feed_client(daemon) as session, channel(session) as client:
         refusing = daemon.create_account("refusing.test", records=2)
         other = daemon.create_account("other.test", records=0)
@@ -185,12 +185,12 @@ async def test_event_that_a_webhook_refuses_forever_is_reported_apart_from_a_web
         refusing = daemon.create_account("refusing.test", records=2)
         other = daemon.create_account("other.test", records=2)
         await until(lambda: server.attempts >= 10)
-        assert daemon.stages.tap_feed.refused == [], "all events fail: no event is to blame"
+        assert daemon.stages.feeds.tap_feed.refused == [], "all events fail: no event is to blame"
         server.status_of = lambda event: 422 if event["record"]["did"] == refusing.did else 200
         uri = f"at://{refusing.did}/{POST}/000"
-        feed = daemon.stages.tap_feed
+        feed = daemon.stages.feeds.tap_feed
         await until(lambda: [(event.uri, event.failure) for event in feed.refused] == [(uri, "status 422")])
         assert {event["record"]["did"] for event in server.accepted} == {other.did}
         server.status_of = lambda _event: 200
         await until(lambda: len(server.accepted) == 4)
-        await until(lambda: daemon.stages.tap_feed.refused == [])
+        await until(lambda: daemon.stages.feeds.tap_feed.refused == [])

@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from indexer import daemon as composition
+from indexer import daemon_feeds
 from indexer.monitoring.conditions import FEED_CUT_OFF
 from indexer.service.feed import tap_feed
 from indexer.service.feed.tap_channel import Channel
@@ -167,7 +167,7 @@ async def test_restart_repeats_only_what_was_not_acknowledged(database: str, tmp
             channel(other) as waiting,
         ):
             silent = asyncio.create_task(waiting.receive())
-            await first.stages.tap_feed.stop()
+            await first.stages.feeds.tap_feed.stop()
             assert summary(await silent) == summary(events[0])
             await waiting.acknowledge(events[0])
             await wait_until_delivered(second)
@@ -198,7 +198,7 @@ async def test_connection_ends_without_a_close_frame_when_the_daemon_stops(datab
     async with tap_daemon(database, tmp_path) as daemon, feed_client(daemon) as session, channel(session) as client:
         daemon.create_account("ada.test", records=1)
         event = await client.receive()
-        stopping = asyncio.create_task(daemon.stages.tap_feed.stop())
+        stopping = asyncio.create_task(daemon.stages.feeds.tap_feed.stop())
         await client.acknowledge(event)
         await stopping
         message = await client.websocket.receive(timeout=60)
@@ -211,7 +211,7 @@ async def test_connection_ends_without_a_close_frame_when_the_daemon_stops(datab
 async def test_event_that_is_not_acknowledged_in_time_is_sent_again(
     database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(composition, "Channel", partial(Channel, retry_seconds=0.2))
+    monkeypatch.setattr(daemon_feeds, "Channel", partial(Channel, retry_seconds=0.2))
     async with tap_daemon(database, tmp_path) as daemon, feed_client(daemon) as session, channel(session) as client:
         daemon.create_account("ada.test", records=2)
         first = await client.receive()
@@ -228,7 +228,7 @@ async def test_client_that_acknowledges_nothing_does_not_fill_the_memory(
 ) -> None:
     monkeypatch.setattr(tap_feed, "MAX_UNACKNOWLEDGED", 10)
     async with tap_daemon(database, tmp_path) as daemon, feed_client(daemon) as session:
-        deliveries = await daemon.stages.tap_feed.deliveries()
+        deliveries = await daemon.stages.feeds.tap_feed.deliveries()
         accounts = [daemon.create_account(f"a{number}.test", records=4) for number in range(5)]
         async with channel(session) as silent:
             for _ in range(2):

@@ -77,7 +77,7 @@ async def test_nothing_is_lost_and_memory_is_bounded_while_the_webhook_fails_for
         server.status_of = lambda _event: 500
         async with tap_daemon(database, tmp_path, webhook_url=server.url) as daemon:
             accounts = [daemon.create_account(f"a{number}.test", records=10) for number in range(5)]
-            deliveries = await daemon.stages.tap_feed.deliveries()
+            deliveries = await daemon.stages.feeds.tap_feed.deliveries()
             await until(lambda: server.attempts >= 20)
             assert len(deliveries.window) <= 20
             server.status_of = lambda _event: 200
@@ -133,7 +133,7 @@ async def test_restart_sends_the_events_again_that_were_not_accepted(database: s
             account = daemon.create_account("ada.test", records=3)
             await until(lambda: server.attempts >= 3)
             network = daemon.network
-            await daemon.stages.tap_feed.stop()
+            await daemon.stages.feeds.tap_feed.stop()
             server.status_of = lambda _event: 200
             async with tap_daemon(
                 database, tmp_path / "two", network=network, webhook_url=server.url, shard="0/2"

@@ -1,0 +1,51 @@
+"""Count the repos in the database again and again, for the metrics and the status page."""
+
+import asyncio
+from time import monotonic, time
+from typing import NoReturn
+
+from indexer.concurrency.stage_progress import StageProgress
+from indexer.monitoring.backfill import RepoCounts
+from indexer.monitoring.metrics import Metrics
+from indexer.monitoring.status_rows import link_status
+from indexer.service.periodic import DatabaseAttempt
+from indexer.store import Store
+
+COUNT_INTERVAL_SECONDS = 10.0
+"""Minimum interval between two counts of the repos."""
+MAX_COUNT_SHARE = 0.01
+"""Maximum share of the time that is spent on counting: it reads many repos."""
+
+
+class DaemonCounts:
+    """The counts of the repos of all shards.
+
+    Attributes:
+        newest: The newest counts.
+        stage: The progress of counting.
+    """
+
+    def __init__(self, store: Store, metrics: Metrics) -> None:
+        self._store = store
+        self._metrics = metrics
+        self.newest = RepoCounts()
+        self.stage = StageProgress("repo counts")
+
+    async def run(self) -> NoReturn:
+        """Count all repos again and again, without using more than a small share of the time for it."""
+        while True:
+            began = monotonic()
+            with DatabaseAttempt(self.stage) as attempt:
+                await self._count()
+            # A failed attempt is repeated soon: even a slow database can read one page, so it waited for a lock.
+            duration = 0.0 if attempt.error else monotonic() - began
+            await asyncio.sleep(max(COUNT_INTERVAL_SECONDS, duration / MAX_COUNT_SHARE))
+
+    async def _count(self) -> None:
+        now = time()
+        since = self.newest.since(now)
+        counts = await self._store.counts(since)
+        self.newest.set(counts, since, now)
+        self._metrics.repos(counts.statuses, counts.reasons, counts.queued)
+        links = link_status(counts.links, now)
+        self._metrics.links(links.progress, links.open_deltas)
