@@ -9,7 +9,7 @@ from indexer.atproto.cid import CID_BYTES, cid_text
 from indexer.atproto.record import Problem, decode_record
 from indexer.cli.audit_result import RepoAudit
 from indexer.reasons import FetchFailure
-from indexer.store import StoredRecord
+from indexer.store import RecordRow
 from indexer.sync.policy import Policy
 from indexer.sync.record_change import selected_path
 from indexer.sync.snapshot_diff import Difference, SnapshotDiff, without_value
@@ -34,7 +34,7 @@ class RepoComparison:
         self._diff = SnapshotDiff(entry for entry in snapshot.records() if selected_path(entry[0], policy))
         self._values_not_compared = 0
 
-    def compare_chunk(self, chunk: Sequence[StoredRecord]) -> None:
+    def compare_chunk(self, chunk: Sequence[RecordRow]) -> None:
         """Compare the next stored records.
 
         Raises:
@@ -56,7 +56,7 @@ class RepoComparison:
         if self._values_not_compared:
             self.result.reason_skipped = f"{FetchFailure.EXPORT_LACKS_RECORDS}: {self._values_not_compared} records"
 
-    def _value_matches(self, record: StoredRecord) -> bool | None:
+    def _value_matches(self, record: RecordRow) -> bool | None:
         """Return True if the stored value is the value of the record's block; None if the export lacks the block.
 
         If values are not to be stored, only values from before that setting are compared.

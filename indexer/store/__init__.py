@@ -3,7 +3,7 @@
 from indexer.store.change_log_segments import ChangeLogState, ConsumerState, RetentionPolicy, TrimPlan
 from indexer.store.collection_export import ExportedRecord
 from indexer.store.connections import RESERVED_CONNECTIONS
-from indexer.store.consistent_read import ConsistentRead, StoredRecord
+from indexer.store.consistent_read import ConsistentRead, RecordRow
 from indexer.store.database_check import DatabaseCheck
 from indexer.store.database_errors import DatabaseError
 from indexer.store.dead_letters import DeadLetterGoneError, StoredDeadLetter
@@ -42,6 +42,7 @@ __all__ = [
     "LinkState",
     "NarrowedPage",
     "RecordPath",
+    "RecordRow",
     "RecountPosition",
     "RejectionSummary",
     "ResyncTransaction",
@@ -49,7 +50,6 @@ __all__ = [
     "Store",
     "StoredDeadLetter",
     "StoredLexicon",
-    "StoredRecord",
     "TrimPlan",
     "UnknownColumnError",
     "ViewInUseError",

@@ -34,7 +34,7 @@ _RECORDS = """
 """
 
 
-class StoredRecord(NamedTuple):
+class RecordRow(NamedTuple):
     """A row of the table `record`; `RecordChange` describes the values.
 
     Attributes:
@@ -69,7 +69,7 @@ class ConsistentRead:
             row = await self.connection.fetchrow(_REPO, *self._key)
         return None if row is None else repo_of(row)
 
-    async def records(self) -> AsyncIterator[list[StoredRecord]]:
+    async def records(self) -> AsyncIterator[list[RecordRow]]:
         """Yield the records in path order, in chunks; one chunk is in memory at a time.
 
         Raises:
@@ -80,7 +80,7 @@ class ConsistentRead:
             return self.connection.cursor(_RECORDS, *self._key, first, last, prefetch=CHUNK_SIZE)
 
         async for chunk in in_chunks(self.connection, self._key, rows, CHUNK_SIZE):
-            yield [StoredRecord(f"{row[0]}/{row[1]}".encode(), *row[2:]) for row in chunk]
+            yield [RecordRow(f"{row[0]}/{row[1]}".encode(), *row[2:]) for row in chunk]
 
 
 async def in_chunks(

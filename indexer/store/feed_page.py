@@ -10,7 +10,7 @@ from typing import NamedTuple
 from asyncpg.exceptions import ObjectNotInPrerequisiteStateError
 
 from indexer.store.columns import Connection, columns_of, of_buckets, unnest, visible
-from indexer.sync.feed_delivery import LoggedChange
+from indexer.sync.feed_delivery import LoggedChange, StoredAccount, StoredRecord
 from indexer.sync.shard import bucket_of
 
 
@@ -33,33 +33,6 @@ class LoggedBatch(NamedTuple):
     time: int
 
 
-class StoredValue(NamedTuple):
-    """A visible record with a value.
-
-    Attributes:
-        value: AT Protocol JSON as text.
-    """
-
-    cid: bytes
-    rev: str
-    value: str
-
-
-class AccountState(NamedTuple):
-    """The present state of an account.
-
-    Attributes:
-        hosting_status: The status as sent upstream; None if it sent none.
-        takedown: The repo is taken down locally.
-        handle: The verified handle; None if it has not been checked yet.
-    """
-
-    active: bool
-    hosting_status: str | None
-    takedown: bool
-    handle: str | None
-
-
 class FeedPage(NamedTuple):
     """Consecutive entries of the change log.
 
@@ -70,8 +43,8 @@ class FeedPage(NamedTuple):
     """
 
     changes: Sequence[LoggedChange]
-    values: Mapping[int, StoredValue]
-    accounts: Mapping[str, AccountState]
+    values: Mapping[int, StoredRecord]
+    accounts: Mapping[str, StoredAccount]
 
 
 _MICROSECONDS = "(extract(epoch from time) * 1000000)::bigint"
@@ -100,7 +73,7 @@ _VALUES = f"""
 """
 
 _ACCOUNTS = f"""
-    select p.did, p.active, p.hosting_status, p.takedown, i.handle
+    select p.did, i.handle, p.active, p.hosting_status, p.takedown
     from indexer.repo p left join indexer.identity i on i.did = p.did and i.bucket = p.bucket and {of_buckets("i", 2)}
     where p.did = any($1::text[]) and {of_buckets("p", 2)}
 """
@@ -140,7 +113,7 @@ async def load_page(connection: Connection, after: int, max_changes: int, max_by
     """
     changes = await load_changes(connection, after, max_changes)
     values = await _load_values(connection, changes, max_bytes)
-    if values and sum(len(value.value) for value in values.values()) >= max_bytes:
+    if values and sum(len(record.value or "") for record in values.values()) >= max_bytes:
         changes = changes[: max(values) + 1]  # the records of later entries may be left out
     dids = {change.did for change in changes if change.collection is None}
     return FeedPage(changes, values, await _load_accounts(connection, dids) if dids else {})
@@ -148,7 +121,7 @@ async def load_page(connection: Connection, after: int, max_changes: int, max_by
 
 async def _load_values(
     connection: Connection, changes: Iterable[LoggedChange], max_bytes: int
-) -> dict[int, StoredValue]:
+) -> dict[int, StoredRecord]:
     keys = [
         (change.did, change.collection, change.rkey, bucket_of(change.did), number)
         for number, change in enumerate(changes)
@@ -158,13 +131,13 @@ async def _load_values(
         return {}
     buckets = sorted({bucket for *_, bucket, _ in keys})
     rows = await connection.fetch(_VALUES, *columns_of(keys, _KEYS), buckets, max_bytes)
-    return {number: StoredValue(*value) for number, *value in rows}
+    return {number: StoredRecord(*value) for number, *value in rows}
 
 
-async def _load_accounts(connection: Connection, dids: Iterable[str]) -> dict[str, AccountState]:
+async def _load_accounts(connection: Connection, dids: Iterable[str]) -> dict[str, StoredAccount]:
     wanted = sorted(dids)
     rows = await connection.fetch(_ACCOUNTS, wanted, sorted({bucket_of(did) for did in wanted}))
-    return {did: AccountState(*state) for did, *state in rows}
+    return {did: StoredAccount(*state) for did, *state in rows}
 
 
 async def load_latest_seq(connection: Connection) -> int:

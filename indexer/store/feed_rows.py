@@ -105,7 +105,7 @@ _LOAD_RECORDS = f"""
     ), summed as (
         select *, sum(length(value)) over (order by ordinal) - coalesce(length(value), 0) as length_before from found
     )
-    select did, collection, rkey, atproto.cid_text(cid) as cid, rev,
+    select did, collection, rkey, cid, rev,
         case when coalesce(length_before, 0) < $5 then value end as value, coalesce(length_before, 0) >= $5 as omitted
     from summed
 """

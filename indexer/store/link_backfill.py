@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from indexer.reasons import Desync
 from indexer.store.columns import Connection, unnest
-from indexer.store.link_rows import StoredValue, add_missing_links
+from indexer.store.link_rows import RecordValue, add_missing_links
 from indexer.sync.repo_state import SyncStatus
 from indexer.sync.shard import bucket_of
 
@@ -177,7 +177,7 @@ async def backfill_step(connection: Connection, repos: Mapping[str, RecordPath])
     """
     await connection.execute(_COMMIT_LATER)
     steps: dict[str, RepoStep] = {}
-    values: list[StoredValue] = []
+    values: list[RecordValue] = []
     for did, after in repos.items():
         if len(values) >= STEP_RECORDS:
             break
@@ -186,7 +186,7 @@ async def backfill_step(connection: Connection, repos: Mapping[str, RecordPath])
     return steps, await add_missing_links(connection, values)
 
 
-async def _read_slice(connection: Connection, did: str, after: RecordPath) -> tuple[RepoStep, list[StoredValue]]:
+async def _read_slice(connection: Connection, did: str, after: RecordPath) -> tuple[RepoStep, list[RecordValue]]:
     """Lock a repo, and return its next records."""
     key = did, bucket_of(did)
     visible = await connection.fetchval(_LOCK_REPO, *key)
@@ -194,6 +194,6 @@ async def _read_slice(connection: Connection, did: str, after: RecordPath) -> tu
         exists = await connection.fetchval(_REPO_EXISTS, *key)
         return RepoStep(after if exists else None, locked=exists), []
     rows = await connection.fetch(_RECORDS, *key, *after, SLICE_RECORDS, SLICE_CHARACTERS)
-    found = [StoredValue((did, collection, rkey), value, visible) for collection, rkey, value, _ in rows]
+    found = [RecordValue((did, collection, rkey), value, visible) for collection, rkey, value, _ in rows]
     is_last = not rows or rows[-1]["last"]
     return RepoStep(None if is_last else (rows[-1]["collection"], rows[-1]["rkey"])), found

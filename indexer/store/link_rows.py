@@ -149,7 +149,7 @@ async def delete_links(connection: Connection, keys: Collection[RecordKey]) -> N
     await _add_deltas(connection, deltas)
 
 
-class StoredValue(NamedTuple):
+class RecordValue(NamedTuple):
     """The value of a stored record as JSON text; `counted` if its repo is visible."""
 
     key: RecordKey
@@ -157,7 +157,7 @@ class StoredValue(NamedTuple):
     counted: bool
 
 
-async def add_missing_links(connection: Connection, values: Iterable[StoredValue]) -> int:
+async def add_missing_links(connection: Connection, values: Iterable[RecordValue]) -> int:
     """Add those links of stored records that are not stored yet; return their number.
 
     Run it in a transaction that keeps others from writing the records.

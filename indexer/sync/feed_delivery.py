@@ -76,16 +76,22 @@ class StoredRecord(NamedTuple):
     """A record as it is stored now.
 
     Attributes:
-        value: The value as JSON; None if it is not stored.
+        value: The value as JSON text; None if it is not stored.
     """
 
-    cid: str
+    cid: bytes
     rev: str
     value: str | None
 
 
 class StoredAccount(NamedTuple):
-    """The state of an account as it is stored now."""
+    """The state of an account as it is stored now.
+
+    Attributes:
+        handle: The verified handle; None if it has not been checked yet.
+        hosting_status: The status as sent upstream; None if it sent none.
+        takedown: The repo is taken down locally.
+    """
 
     handle: str | None
     active: bool

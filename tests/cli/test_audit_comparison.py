@@ -18,7 +18,7 @@ from indexer.cli.audit_result import NOT_IN_DATABASE, AuditSummary, RepoAudit
 from indexer.errors import UnavailableError
 from indexer.localnet.local_repo import LocalRepo
 from indexer.reasons import FetchFailure
-from indexer.store import StoredRecord
+from indexer.store import RecordRow
 from indexer.sync.policy import Policy
 from indexer.sync.record_change import RecordConverter
 from indexer.sync.scope import Scope
@@ -61,19 +61,19 @@ def snapshot_of(records: dict[str, bytes], missing_blocks: set[bytes]) -> Snapsh
     return verify_snapshot(repo.did, repo.head.cid, present.get, KEY.public, DEFAULT_LIMITS)
 
 
-def stored_record(path: str, block: bytes, policy: Policy) -> StoredRecord | None:
+def stored_record(path: str, block: bytes, policy: Policy) -> RecordRow | None:
     """Return the row that a resync writes, with the value formatted differently, as Postgres does."""
     change = RecordConverter(policy, REV, len(block)).convert(VerifiedChange(path.encode(), None, cid_of(block), block))
     if change is None:
         return None
     value = change.value and json.dumps(json.loads(change.value), indent=1)
-    return StoredRecord(path.encode(), cid_of(block), value, change.problem, change.original)
+    return RecordRow(path.encode(), cid_of(block), value, change.problem, change.original)
 
 
-def changed_row(path: str, record: StoredRecord | None, change: str) -> StoredRecord | None:
+def changed_row(path: str, record: RecordRow | None, change: str) -> RecordRow | None:
     """Return the row after a change; None if there is none."""
     if record is None:
-        return StoredRecord(path.encode(), cid_of(BLOCKS[0]), None, None, None) if change == "add" else None
+        return RecordRow(path.encode(), cid_of(BLOCKS[0]), None, None, None) if change == "add" else None
     columns: dict[str, dict[str, Any]] = {
         "add": {},
         "cid": {"cid": cid_of(b"another")},
@@ -87,7 +87,7 @@ def changed_row(path: str, record: StoredRecord | None, change: str) -> StoredRe
 
 
 def expected_differences(
-    records: dict[str, bytes], missing_blocks: set[bytes], stored: dict[str, StoredRecord], policy: Policy
+    records: dict[str, bytes], missing_blocks: set[bytes], stored: dict[str, RecordRow], policy: Policy
 ) -> tuple[dict[str, str], int]:
     """Return the difference at each path, and the number of values that cannot be compared."""
     all_values = Policy(policy.scope, policy.limits)

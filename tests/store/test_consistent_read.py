@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexer.store import DatabaseError, Store, StoredRecord, consistent_read
+from indexer.store import DatabaseError, RecordRow, Store, consistent_read
 from indexer.store.consistent_read import path_order_ranges
 from indexer.sync.plans import Batch, RecordChange, RepoWrite
 from tests.store.repo_rows import delete, did, head, insert, put, synchronized
@@ -31,14 +31,14 @@ async def test_a_read_has_one_snapshot_and_yields_chunks(store: Store, monkeypat
     changes = (delete("a.b-x/~"), put("a.b/a", "[]", "update"), put("a.b/new"))
     async with store.consistent_read(did(1)) as read:
         assert await read.repo() == synchronized(1)
-        chunks: list[list[StoredRecord]] = []
+        chunks: list[list[RecordRow]] = []
         async for chunk in read.records():
             if not chunks:
                 assert not await store.apply(Batch((RepoWrite(1, later, changes),)))
             chunks.append(chunk)
         assert await read.repo() == synchronized(1)
     assert [len(chunk) for chunk in chunks] == [2, 2, 2, 2, 1]
-    expected = [StoredRecord(path.encode(), put(path).cid or b"", "{}", None, None) for path in names]
+    expected = [RecordRow(path.encode(), put(path).cid or b"", "{}", None, None) for path in names]
     assert [record for chunk in chunks for record in chunk] == sorted(expected)
     assert (await store.repos([did(1)]))[did(1)] == later
 
@@ -48,7 +48,7 @@ async def test_a_read_yields_all_columns_of_a_record(store: Store) -> None:
     await insert(store, synchronized(1), changes=(odd, put("a.b/value", '{"b":1e2,"a":null}')))
     async with store.consistent_read(did(1)) as read:
         [[first, second]] = [chunk async for chunk in read.records()]
-    assert first == StoredRecord(b"a.b/odd", odd.cid or b"", None, "nul-character", b"\0")
+    assert first == RecordRow(b"a.b/odd", odd.cid or b"", None, "nul-character", b"\0")
     assert second[2:] == ('{"a": null, "b": 100}', None, None)
 
 

@@ -58,7 +58,7 @@ async def test_pages_are_bounded_by_the_bytes_of_their_records(store: Store, max
     await insert(store, synchronized(1), changes=tuple(put(f"app.test/{number}") for number in range(20)))
     position, rkeys, values = 0, list[str | None](), 0
     while (page := await store.feed_page(position, 100, max_bytes)).changes:
-        sizes = [len(stored.value) for stored in page.values.values()]
+        sizes = [len(stored.value or "") for stored in page.values.values()]
         assert sum(sizes[:-1]) < max_bytes
         rkeys += [entry.rkey for entry in page.changes if entry.collection]
         values += len(sizes)

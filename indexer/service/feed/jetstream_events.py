@@ -15,13 +15,13 @@ from backports.zstd import ZstdCompressor, ZstdDict
 
 from indexer.atproto.cid import cid_text
 from indexer.service.feed.jetstream_options import EventFilter
-from indexer.store.feed_page import AccountState, FeedPage, LoggedBatch, StoredValue
-from indexer.sync.feed_delivery import LoggedChange
+from indexer.store.feed_page import FeedPage, LoggedBatch
+from indexer.sync.feed_delivery import LoggedChange, StoredAccount, StoredRecord
 from indexer.sync.repo_state import DELETED, OUT_OF_SCOPE
 
 _TEXT_FRAME, _BINARY_FRAME = 0x81, 0x82
 _SHORT_FRAME, _LONG_FRAME = 126, 1 << 16
-_UNKNOWN_ACCOUNT = AccountState(active=False, hosting_status=None, takedown=False, handle=None)
+_UNKNOWN_ACCOUNT = StoredAccount(active=False, hosting_status=None, takedown=False, handle=None)
 
 
 class LogPosition(NamedTuple):
@@ -157,13 +157,13 @@ def encode_page(start: LogPosition, page: FeedPage) -> EventChunk:
 
 
 def _event(
-    change: LoggedChange, time_us: int, stored: StoredValue | None, accounts: Mapping[str, AccountState]
+    change: LoggedChange, time_us: int, stored: StoredRecord | None, accounts: Mapping[str, StoredAccount]
 ) -> dict[str, Any] | None:
     """Return the event of an entry; None if it has none."""
     event: dict[str, Any] = {"did": change.did, "time_us": time_us, "kind": "commit"}
     match change.action:
         case "create" | "update":
-            if stored is None:
+            if stored is None or stored.value is None:
                 return None
             event["commit"] = {
                 "rev": stored.rev,
@@ -191,7 +191,7 @@ def _event(
     return event
 
 
-def _account(change: LoggedChange, time_us: int, state: AccountState) -> dict[str, Any]:
+def _account(change: LoggedChange, time_us: int, state: StoredAccount) -> dict[str, Any]:
     account: dict[str, Any] = {"active": change.action == "visible", "did": change.did, "seq": change.seq}
     if change.action == "deleted":
         account["status"] = DELETED
@@ -202,7 +202,7 @@ def _account(change: LoggedChange, time_us: int, state: AccountState) -> dict[st
     return account | {"time": _time_text(time_us)}
 
 
-def _identity(change: LoggedChange, time_us: int, state: AccountState) -> dict[str, Any]:
+def _identity(change: LoggedChange, time_us: int, state: StoredAccount) -> dict[str, Any]:
     handle = {"handle": state.handle} if state.handle else {}
     return {"did": change.did, **handle, "seq": change.seq, "time": _time_text(time_us)}
 

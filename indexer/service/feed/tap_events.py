@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from indexer.atproto.cid import parse_cid
+from indexer.atproto.cid import cid_text, parse_cid
 from indexer.sync.feed_delivery import LoggedChange, StoredAccount, StoredRecord
 from indexer.sync.repo_state import DELETED
 from indexer.sync.stored_identity import INVALID_HANDLE
@@ -40,7 +40,7 @@ def record_event(change: LoggedChange, record: StoredRecord | None) -> bytes | N
         event["rev"] = record.rev
         if record.value is not None and is_data_model(orjson.loads(record.value)):
             event["record"] = orjson.Fragment(record.value)
-        event["cid"] = record.cid
+        event["cid"] = cid_text(record.cid)
     return orjson.dumps({"id": change.seq, "type": "record", "record": event})
 
 

@@ -15,15 +15,15 @@ from indexer.atproto.syntax import CollectionFilter
 from indexer.service.feed import jetstream_events
 from indexer.service.feed.jetstream_events import EventChunk, LogPosition, encode_page, position_before
 from indexer.service.feed.jetstream_options import ALL_EVENTS, EventFilter
-from indexer.store.feed_page import AccountState, FeedPage, LoggedBatch, StoredValue
-from indexer.sync.feed_delivery import LoggedChange
+from indexer.store.feed_page import FeedPage, LoggedBatch
+from indexer.sync.feed_delivery import LoggedChange, StoredAccount, StoredRecord
 
 ADA, BOB = "did:plc:ada", "did:plc:bob"
 POST, LIKE = "app.bsky.feed.post", "app.bsky.feed.like"
 REV = "3l3qo2vutsw2b"
 CID = cid_of(b"\xa0")
 TIME = 1_725_911_162_329_308
-ACTIVE = AccountState(active=True, hosting_status=None, takedown=False, handle="ada.test")
+ACTIVE = StoredAccount(active=True, hosting_status=None, takedown=False, handle="ada.test")
 
 
 def record_change(
@@ -38,14 +38,14 @@ def repo_change(seq: int, action: str) -> LoggedChange:
     return LoggedChange(seq, ADA, None, None, action, None, REV, live=True, batch_time=TIME)
 
 
-def value(text: str = '{"$type": "app.bsky.feed.post"}') -> StoredValue:
-    return StoredValue(CID, REV, text)
+def value(text: str = '{"$type": "app.bsky.feed.post"}') -> StoredRecord:
+    return StoredRecord(CID, REV, text)
 
 
 def encode(
     changes: Sequence[LoggedChange],
-    values: Mapping[int, StoredValue] | None = None,
-    account: AccountState = ACTIVE,
+    values: Mapping[int, StoredRecord] | None = None,
+    account: StoredAccount = ACTIVE,
     start: LogPosition | None = None,
 ) -> EventChunk:
     """Return the chunk of a page; by default, all records have a value."""
@@ -111,7 +111,7 @@ def test_commit_events_have_the_form_of_jetstream() -> None:
     ],
 )
 def test_account_events_have_the_form_of_jetstream(
-    action: str, account: AccountState, expected: dict[str, object]
+    action: str, account: StoredAccount, expected: dict[str, object]
 ) -> None:
     [event] = sent(encode([repo_change(5, action)], account=account))
     common = {"did": ADA, "seq": 5, "time": "2024-09-09T19:46:02.329Z"}
@@ -134,7 +134,7 @@ def test_entries_without_an_event_move_the_position() -> None:
 
 def test_an_event_names_the_version_that_it_contains() -> None:
     newer = cid_of(b"\xa1\x61a\x01")
-    [event] = sent(encode([record_change(7)], {0: StoredValue(newer, "3l3qo2vutsw2z", '{"text": "newer"}')}))
+    [event] = sent(encode([record_change(7)], {0: StoredRecord(newer, "3l3qo2vutsw2z", '{"text": "newer"}')}))
     assert event["commit"]["operation"] == "create"
     assert event["commit"]["record"] == {"text": "newer"}
     assert (event["commit"]["cid"], event["commit"]["rev"]) == (cid_text(newer), "3l3qo2vutsw2z")
