@@ -1,4 +1,4 @@
-"""Untrack the repos that a narrower scope does not want, and let links of tracked and untracked repos be counted again.
+"""Let the scope be changed while daemons run, and untrack the repos that a narrower scope does not want.
 
 Each repo notes the version of the scope that wanted it last, so that a change can tell which repos nothing wants any
 more. A repo that a command, SQL or a request named is always wanted.
@@ -11,108 +11,59 @@ down_revision = "0026"
 branch_labels = None
 depends_on = None
 
+DID = "^did:[a-z]+:[a-zA-Z0-9._:%-]*[a-zA-Z0-9._-]$"
+LABEL = "[a-zA-Z0-9]([a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
+FIRST_LABEL = "[a-zA-Z]([a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
+NSID = rf"^{FIRST_LABEL}(\.{LABEL})+\.[a-zA-Z][a-zA-Z0-9]{{0,62}}$"
+PREFIX = rf"^{FIRST_LABEL}(\.{LABEL})*\.\*$"
+
 STATEMENTS = (
     "alter table indexer.repo add column wanted_in bigint not null default 0",
     "alter table indexer.scope add column repos_narrowed_in bigint not null default 0",
     "alter table indexer.scope add column earlier_repos_stay boolean not null default false",
+    # The pattern "outer_pattern" matches every collection that the pattern "inner_pattern" matches.
     """
-    create function indexer.change_visibility(one text, visible boolean, rev text) returns void
-    language plpgsql set search_path = pg_catalog, pg_temp as $$
-    begin
-        perform indexer.log_repo_change($1, case when $2 then 'visible' else 'hidden' end, $3);
-        perform indexer.request_link_recount($1);
-    end $$
+    create function indexer.pattern_covers(outer_pattern text, inner_pattern text) returns boolean
+    language sql immutable strict parallel safe
+    return outer_pattern = '*' or outer_pattern = inner_pattern
+        or (right(outer_pattern, 2) = '.*' and starts_with(inner_pattern, left(outer_pattern, -1)))
     """,
-    # As in version 0021, and a repo that is added, or named again, notes what wants it.
-    """
-    create function indexer.start_tracking(one text, version_that_wants bigint) returns boolean
-    language plpgsql set search_path = pg_catalog, pg_temp as $$
+    rf"""
+    create function indexer.checked_patterns(patterns text[]) returns text[]
+    language plpgsql immutable strict parallel safe set search_path = pg_catalog, pg_temp as $$
     declare
-        before indexer.repo;
+        pattern text;
     begin
-        insert into indexer.repo (did, bucket, version, sync_status, sync_reason, active, hosting_seq, takedown,
-            buffered_events, buffered_bytes, lease, attempts, wanted_in)
-        values ($1, indexer.bucket_of($1), 1, 'desynchronized', 'new', true, 0, false, 0, 0, 0, 0, $2)
-        on conflict (did, bucket) do nothing;
-        if found then
-            return true;
-        end if;
-        select r.* into before from indexer.repo r where r.did = $1 and r.bucket = indexer.bucket_of($1) for update;
-        if not before.tracked then
-            update indexer.repo r
-            set version = r.version + 1, tracked = true, active = true, hosting_status = null, erase_at = null,
-                next_attempt_at = null, last_error = null, from_stream = false, wanted_in = $2, updated_at = now()
-            where r.did = $1 and r.bucket = indexer.bucket_of($1);
-            if not before.takedown then
-                perform indexer.change_visibility($1, true, null);
+        foreach pattern in array patterns loop
+            if pattern is null or length(pattern) > 317
+                or not (pattern = '*' or pattern ~ '{NSID}' or pattern ~ '{PREFIX}') then
+                raise exception '% is neither an NSID, nor the beginning of one with .*, nor *',
+                    coalesce(quote_literal(left(pattern, 100)), 'null')
+                    using errcode = 'invalid_parameter_value';
             end if;
-            return true;
-        end if;
-        if before.from_stream and before.rev is null then
-            update indexer.repo r
-            set version = r.version + 1, from_stream = false, updated_at = now(),
-                next_attempt_at = case when r.last_error like 'new-accounts%' then null else r.next_attempt_at end,
-                last_error = case when r.last_error like 'new-accounts%' then null else r.last_error end
-            where r.did = $1 and r.bucket = indexer.bucket_of($1);
-        end if;
-        if before.wanted_in < $2 then
-            update indexer.repo r set version = r.version + 1, wanted_in = $2
-            where r.did = $1 and r.bucket = indexer.bucket_of($1);
-        end if;
-        return false;
+        end loop;
+        return array(select distinct p collate "C" from unnest(patterns) p order by 1);
     end $$
     """,
-    # As in version 0021, and a repo that is out of scope is told from one that an operator untracked.
-    """
-    create function indexer.stop_tracking(one text, status text) returns boolean
-    language plpgsql set search_path = pg_catalog, pg_temp as $$
+    # Sorted, so that concurrent calls and batches lock rows in the same order.
+    rf"""
+    create function indexer.checked_dids(dids text[]) returns text[]
+    language plpgsql immutable strict parallel safe set search_path = pg_catalog, pg_temp as $$
     declare
-        before indexer.repo;
+        did text;
     begin
-        insert into indexer.repo (did, bucket, version, sync_status, sync_reason, active, hosting_seq, takedown,
-            buffered_events, buffered_bytes, lease, attempts, next_attempt_at, tracked)
-        values ($1, indexer.bucket_of($1), 1, 'desynchronized', 'erased', false, 0, false,
-            0, 0, 0, 0, 'infinity', false)
-        on conflict (did, bucket) do nothing;
-        select r.* into before from indexer.repo r where r.did = $1 and r.bucket = indexer.bucket_of($1) for update;
-        if not before.tracked and not before.active then
-            if before.hosting_status is distinct from $2 then
-                update indexer.repo r set version = r.version + 1, hosting_status = $2, updated_at = now()
-                where r.did = $1 and r.bucket = indexer.bucket_of($1);
+        foreach did in array dids loop
+            if did is null or length(did) > 2048 or did !~ '{DID}' then
+                raise exception '% is not a DID', coalesce(quote_literal(left(did, 100)), 'null')
+                    using errcode = 'invalid_parameter_value';
             end if;
-            return false;
-        end if;
-        update indexer.repo r
-        set version = r.version + 1, tracked = false, active = false, hosting_status = $2, erase_at = now(),
-            sync_status = 'desynchronized', sync_reason = 'erased', rev = null, data = null, commit = null,
-            latest_verified_rev = null, latest_unverified_rev = null, unproven_since = null, attempts = 0,
-            next_attempt_at = 'infinity', last_error = null, synchronized_at = null, lease_until = null,
-            buffered_events = 0, buffered_bytes = 0, scope_version = 0, wanted_in = 0, updated_at = now()
-        where r.did = $1 and r.bucket = indexer.bucket_of($1);
-        delete from indexer.buffered_event b where b.did = $1 and b.bucket = indexer.bucket_of($1);
-        if before.active and not before.takedown then
-            perform indexer.change_visibility($1, false, before.rev);
-        end if;
-        return true;
+        end loop;
+        return array(select distinct d collate "C" from unnest(dids) d order by 1);
     end $$
     """,
+    # It notes the version that wants fewer repos. What was found out for it is forgotten.
     """
-    create or replace function indexer.track_one(one text) returns boolean
-    language sql set search_path = pg_catalog, pg_temp
-    begin atomic
-        select indexer.start_tracking($1, 9223372036854775807);
-    end
-    """,
-    """
-    create or replace function indexer.untrack_one(one text) returns boolean
-    language sql set search_path = pg_catalog, pg_temp
-    begin atomic
-        select indexer.stop_tracking($1, null);
-    end
-    """,
-    # As in version 0021, and the version is noted that wants fewer repos. What was found out for it is forgotten.
-    """
-    create or replace function indexer.change_scope(
+    create function indexer.change_scope(
         new_track text, new_collections text[], new_signal_collections text[]
     ) returns bigint language plpgsql set search_path = pg_catalog, pg_temp as $$
     declare
@@ -177,8 +128,150 @@ STATEMENTS = (
     end $$
     """,
     """
-    revoke all on function indexer.change_visibility(text, boolean, text), indexer.start_tracking(text, bigint),
-        indexer.stop_tracking(text, text) from public
+    create function atproto.set_track(track text) returns bigint
+    language plpgsql strict security definer set search_path = pg_catalog, pg_temp as $$
+    begin
+        return indexer.change_scope($1, null, null);
+    end $$
+    """,
+    """
+    create function atproto.set_collections(collections text[]) returns bigint
+    language plpgsql strict security definer set search_path = pg_catalog, pg_temp as $$
+    begin
+        return indexer.change_scope(null, $1, null);
+    end $$
+    """,
+    """
+    create function atproto.set_signal_collections(collections text[]) returns bigint
+    language plpgsql strict security definer set search_path = pg_catalog, pg_temp as $$
+    begin
+        return indexer.change_scope(null, null, $1);
+    end $$
+    """,
+    """
+    create function indexer.change_visibility(one text, visible boolean, rev text) returns void
+    language plpgsql set search_path = pg_catalog, pg_temp as $$
+    begin
+        perform indexer.log_repo_change($1, case when $2 then 'visible' else 'hidden' end, $3);
+        perform indexer.request_link_recount($1);
+    end $$
+    """,
+    """
+    create function indexer.start_tracking(one text, version_that_wants bigint) returns boolean
+    language plpgsql set search_path = pg_catalog, pg_temp as $$
+    declare
+        before indexer.repo;
+    begin
+        insert into indexer.repo (did, bucket, version, sync_status, sync_reason, active, hosting_seq, takedown,
+            buffered_events, buffered_bytes, lease, attempts, wanted_in)
+        values ($1, indexer.bucket_of($1), 1, 'desynchronized', 'new', true, 0, false, 0, 0, 0, 0, $2)
+        on conflict (did, bucket) do nothing;
+        if found then
+            return true;
+        end if;
+        select r.* into before from indexer.repo r where r.did = $1 and r.bucket = indexer.bucket_of($1) for update;
+        if not before.tracked then
+            update indexer.repo r
+            set version = r.version + 1, tracked = true, active = true, hosting_status = null, erase_at = null,
+                next_attempt_at = null, last_error = null, from_stream = false, wanted_in = $2, updated_at = now()
+            where r.did = $1 and r.bucket = indexer.bucket_of($1);
+            if not before.takedown then
+                perform indexer.change_visibility($1, true, null);
+            end if;
+            return true;
+        end if;
+        if before.from_stream and before.rev is null then
+            update indexer.repo r
+            set version = r.version + 1, from_stream = false, updated_at = now(),
+                next_attempt_at = case when r.last_error like 'new-accounts%' then null else r.next_attempt_at end,
+                last_error = case when r.last_error like 'new-accounts%' then null else r.last_error end
+            where r.did = $1 and r.bucket = indexer.bucket_of($1);
+        end if;
+        if before.wanted_in < $2 then
+            update indexer.repo r set version = r.version + 1, wanted_in = $2
+            where r.did = $1 and r.bucket = indexer.bucket_of($1);
+        end if;
+        return false;
+    end $$
+    """,
+    """
+    create function indexer.stop_tracking(one text, status text) returns boolean
+    language plpgsql set search_path = pg_catalog, pg_temp as $$
+    declare
+        before indexer.repo;
+    begin
+        insert into indexer.repo (did, bucket, version, sync_status, sync_reason, active, hosting_seq, takedown,
+            buffered_events, buffered_bytes, lease, attempts, next_attempt_at, tracked)
+        values ($1, indexer.bucket_of($1), 1, 'desynchronized', 'erased', false, 0, false,
+            0, 0, 0, 0, 'infinity', false)
+        on conflict (did, bucket) do nothing;
+        select r.* into before from indexer.repo r where r.did = $1 and r.bucket = indexer.bucket_of($1) for update;
+        if not before.tracked and not before.active then
+            if before.hosting_status is distinct from $2 then
+                update indexer.repo r set version = r.version + 1, hosting_status = $2, updated_at = now()
+                where r.did = $1 and r.bucket = indexer.bucket_of($1);
+            end if;
+            return false;
+        end if;
+        update indexer.repo r
+        set version = r.version + 1, tracked = false, active = false, hosting_status = $2, erase_at = now(),
+            sync_status = 'desynchronized', sync_reason = 'erased', rev = null, data = null, commit = null,
+            latest_verified_rev = null, latest_unverified_rev = null, unproven_since = null, attempts = 0,
+            next_attempt_at = 'infinity', last_error = null, synchronized_at = null, lease_until = null,
+            buffered_events = 0, buffered_bytes = 0, scope_version = 0, wanted_in = 0, updated_at = now()
+        where r.did = $1 and r.bucket = indexer.bucket_of($1);
+        delete from indexer.buffered_event b where b.did = $1 and b.bucket = indexer.bucket_of($1);
+        if before.active and not before.takedown then
+            perform indexer.change_visibility($1, false, before.rev);
+        end if;
+        return true;
+    end $$
+    """,
+    # The largest bigint: a repo that is named is wanted by every version of the scope.
+    """
+    create function atproto.track(dids text[]) returns bigint
+    language plpgsql strict security definer set search_path = pg_catalog, pg_temp as $$
+    declare
+        one text;
+        changed bigint := 0;
+    begin
+        foreach one in array indexer.checked_dids($1) loop
+            if indexer.start_tracking(one, 9223372036854775807) then
+                changed := changed + 1;
+            end if;
+        end loop;
+        return changed;
+    end $$
+    """,
+    """
+    create function atproto.untrack(dids text[]) returns bigint
+    language plpgsql strict security definer set search_path = pg_catalog, pg_temp as $$
+    declare
+        one text;
+        changed bigint := 0;
+    begin
+        foreach one in array indexer.checked_dids($1) loop
+            if indexer.stop_tracking(one, null) then
+                changed := changed + 1;
+            end if;
+        end loop;
+        return changed;
+    end $$
+    """,
+    """
+    revoke all on function indexer.change_scope(text, text[], text[]), indexer.change_visibility(text, boolean, text),
+        indexer.start_tracking(text, bigint), indexer.stop_tracking(text, text), atproto.set_track(text),
+        atproto.set_collections(text[]), atproto.set_signal_collections(text[]), atproto.track(text[]),
+        atproto.untrack(text[]) from public
+    """,
+    """
+    do $$ begin
+        if exists (select from pg_roles where rolname = 'atproto_operator') then
+            grant execute on function atproto.set_track(text), atproto.set_collections(text[]),
+                atproto.set_signal_collections(text[]), atproto.track(text[]), atproto.untrack(text[])
+                to atproto_operator;
+        end if;
+    end $$
     """,
 )
 
@@ -211,6 +304,25 @@ COMMENTS = {
     ),
     "function indexer.change_visibility(text, boolean, text)": (
         "Log that a repo was shown or hidden, and let its links be counted accordingly."
+    ),
+    "function indexer.pattern_covers(text, text)": "True if the first pattern matches all collections of the second.",
+    "function indexer.checked_patterns(text[])": "The patterns, sorted, without duplicates; an error names a bad one.",
+    "function indexer.checked_dids(text[])": "The DIDs, sorted and without duplicates; an error names a bad one.",
+    "function indexer.change_scope(text, text[], text[])": (
+        "Change the parts of the scope that are not null; return the version of the scope."
+    ),
+    "function atproto.track(text[])": (
+        "Start tracking repos, also if they were untracked; return how many were not tracked before. Requires role "
+        "atproto_operator."
+    ),
+    "function atproto.untrack(text[])": (
+        "Stop tracking repos, whatever the scope says, until atproto.track; return how many were tracked. Their "
+        "records are hidden at once, and then deleted in batches, with entries in the change log. Requires role "
+        "atproto_operator."
+    ),
+    "function atproto.set_collections(text[])": (
+        "Choose the collections to store. Records of others are deleted, and records of added ones are fetched, in the "
+        "background: see atproto.scope_progress. Return the version of the scope. Requires role atproto_operator."
     ),
 }
 
