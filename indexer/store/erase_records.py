@@ -1,4 +1,4 @@
-"""Erase the records of deleted accounts in batches, after the grace period."""
+"""Erase the records of deleted accounts, after the grace period, and of untracked repos, in batches."""
 
 from dataclasses import dataclass
 

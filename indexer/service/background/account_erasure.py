@@ -1,4 +1,4 @@
-"""Erase the records of deleted accounts when their grace period is over."""
+"""Erase the records of deleted accounts when their grace period is over, and the records of untracked repos."""
 
 import asyncio
 from time import time
@@ -31,6 +31,8 @@ log = structlog.get_logger(__name__)
 
 class AccountErasure:
     """Looks for accounts that are due every `interval` seconds, and erases them in batches of records.
+
+    A deleted account is due after the grace period, an untracked repo at once.
 
     An account whose DID is gone from its directory is checked before: the directory and the account's host must both
     say that it does not exist.
