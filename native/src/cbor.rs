@@ -111,7 +111,11 @@ impl<'a> Reader<'a> {
     /// Returns the CID after the head of tag 42.
     fn tagged_cid(&mut self) -> Option<&'a Cid> {
         let (prefix, cid) = self.bytes()?.split_first()?;
-        if *prefix == 0 { as_cid(cid) } else { None }
+        if *prefix == 0 {
+            as_cid(cid)
+        } else {
+            None
+        }
     }
 }
 

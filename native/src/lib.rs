@@ -17,4 +17,8 @@ pub mod hash;
 pub mod keys;
 pub mod limits;
 pub mod mst;
+pub mod patterns;
+#[cfg(feature = "python")]
+mod python;
 pub mod syntax;
+pub mod verify;

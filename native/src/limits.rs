@@ -2,6 +2,7 @@
 
 /// The limits of `indexer/atproto/limits.py` that the native core needs, with the same names.
 #[derive(Clone, Copy, Debug)]
+#[cfg_attr(feature = "python", derive(pyo3::FromPyObject))]
 pub struct Limits {
     /// The CAR slice of a commit, in bytes.
     pub commit_blocks_bytes: usize,

@@ -32,7 +32,9 @@ mod tests {
         for text in ["did:plc:z72i7hdynmk6r22z27h6tvur", "did:web:a.example%3A80", "did:m:a:b"] {
             assert!(is_did(text), "{text}");
         }
-        for text in ["", "did:", "did:plc", "did:plc:", "did::a", "did:PLC:a", "did:m:a:", "did:m:a%", "did:m:a/b", "did:m:é"] {
+        for text in
+            ["", "did:", "did:plc", "did:plc:", "did::a", "did:PLC:a", "did:m:a:", "did:m:a%", "did:m:a/b", "did:m:é"]
+        {
             assert!(!is_did(text), "{text}");
         }
     }

@@ -12,6 +12,8 @@ use crate::limits::Limits;
 pub const MAX_HEIGHT: usize = 128;
 /// Maximum size of a key in bytes.
 pub const MAX_KEY_BYTES: usize = 1_024;
+/// Maximum number of entries in a node that is written. Its head then has two bytes of argument.
+pub const MAX_NODE_ENTRIES: usize = 0xFFFF;
 /// The block of the empty tree.
 pub const EMPTY_NODE: &[u8] = b"\xa2\x61e\x80\x61l\xf6";
 

@@ -1,0 +1,130 @@
+//! The Python module `atproto_indexer_native`.
+
+use pyo3::exceptions::{PyRuntimeError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::pybacked::{PyBackedBytes, PyBackedStr};
+use pyo3::types::{PyBytes, PyList, PyString, PyTuple};
+use rayon::prelude::*;
+
+use crate::limits::Limits;
+use crate::patterns::Patterns;
+use crate::verify::{verify_commit, CommitEvent, Record, RepoOp, VerifiedCommit};
+
+/// The number of this interface. `indexer/sync/native_core.py` needs the same one.
+const INTERFACE: u32 = 1;
+
+type OpArguments = (PyBackedStr, PyBackedStr, Option<PyBackedBytes>, Option<PyBackedBytes>);
+
+/// A commit as it comes from Python: did, rev, commit, prev_data, ops, blocks, curve and point.
+#[derive(FromPyObject)]
+struct CommitArguments(
+    PyBackedStr,
+    PyBackedStr,
+    PyBackedBytes,
+    PyBackedBytes,
+    Vec<OpArguments>,
+    PyBackedBytes,
+    PyBackedStr,
+    PyBackedBytes,
+);
+
+impl CommitArguments {
+    fn event(&self) -> CommitEvent<'_> {
+        let ops = self.4.iter().map(|(action, path, cid, prev)| RepoOp {
+            action,
+            path,
+            cid: cid.as_deref(),
+            prev: prev.as_deref(),
+        });
+        CommitEvent {
+            did: &self.0,
+            rev: &self.1,
+            commit: &self.2,
+            prev_data: &self.3,
+            ops: ops.collect(),
+            blocks: &self.5,
+            curve: &self.6,
+            point: &self.7,
+        }
+    }
+}
+
+/// The native core, with its own threads.
+#[pyclass(frozen)]
+struct Core {
+    /// `None` if the calling thread does the work.
+    pool: Option<rayon::ThreadPool>,
+}
+
+#[pymethods]
+impl Core {
+    /// Creates a core that works with `threads` threads at once; with 1, in the calling thread.
+    #[new]
+    fn new(threads: usize) -> PyResult<Self> {
+        if threads == 0 {
+            return Err(PyValueError::new_err("threads must be at least 1"));
+        }
+        if threads == 1 {
+            return Ok(Core { pool: None });
+        }
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).thread_name(|index| format!("verify-{index}"));
+        let pool = pool.build().map_err(|error| PyRuntimeError::new_err(error.to_string()))?;
+        Ok(Core { pool: Some(pool) })
+    }
+
+    /// Verifies commits without the interpreter's lock; returns an item for each one, in their order.
+    ///
+    /// An item is None if the reference has to decide. Otherwise it is the CID of the new tree's root, and for each
+    /// operation its block and its record: (JSON, number of items, number of the shape). The block is None for a
+    /// delete. The record is None if the reference has to convert it.
+    ///
+    /// Args:
+    ///     commits: Tuples of did, rev, commit, prev_data, ops (tuples of action, path, cid, prev), blocks, curve and
+    ///         uncompressed point.
+    ///     patterns: The collections whose records are converted.
+    ///     limits: An object with the limits as attributes.
+    fn verify_commits<'py>(
+        &self,
+        py: Python<'py>,
+        commits: Vec<CommitArguments>,
+        patterns: Vec<PyBackedStr>,
+        limits: Limits,
+    ) -> PyResult<Bound<'py, PyList>> {
+        let verified = py.detach(|| {
+            let patterns = Patterns::new(patterns.iter().map(|pattern| &**pattern));
+            let verify = |commit| verify_arguments(commit, &patterns, &limits);
+            match &self.pool {
+                Some(pool) if commits.len() > 1 => pool.install(|| commits.par_iter().map(verify).collect::<Vec<_>>()),
+                _ => commits.iter().map(verify).collect(),
+            }
+        });
+        let results = verified.into_iter().map(|commit| commit.map(|commit| commit_result(py, commit)).transpose());
+        PyList::new(py, results.collect::<PyResult<Vec<_>>>()?)
+    }
+}
+
+fn verify_arguments<'a>(
+    commit: &'a CommitArguments,
+    patterns: &Patterns,
+    limits: &Limits,
+) -> Option<VerifiedCommit<'a>> {
+    verify_commit(&commit.event(), patterns, limits)
+}
+
+fn commit_result<'py>(py: Python<'py>, commit: VerifiedCommit<'_>) -> PyResult<Bound<'py, PyTuple>> {
+    let records = commit.records.into_iter().map(|record| record_result(py, record)).collect::<PyResult<Vec<_>>>()?;
+    (PyBytes::new(py, commit.data), records).into_pyobject(py)
+}
+
+fn record_result<'py>(py: Python<'py>, record: Record<'_>) -> PyResult<Bound<'py, PyTuple>> {
+    let block = record.block.map(|block| PyBytes::new(py, block));
+    let json = record.json.map(|record| (PyString::new(py, &record.json), record.items, record.shape as u8));
+    (block, json).into_pyobject(py)
+}
+
+#[pymodule]
+fn atproto_indexer_native(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add("INTERFACE", INTERFACE)?;
+    module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    module.add_class::<Core>()
+}
