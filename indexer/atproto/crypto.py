@@ -26,6 +26,7 @@ Curve = Literal["k256", "p256"]
 
 SIGNATURE_BYTES = 64
 COMPRESSED_POINT_BYTES = 33
+UNCOMPRESSED_POINT_BYTES = 65
 _INTEGER_BYTES = 32
 _MAX_KEY_CHARACTERS = 200
 _P256_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
@@ -48,7 +49,7 @@ class PublicKey:
     """A public key, parsed once for many verifications. Verification on secp256k1 releases the GIL.
 
     It contains only bytes, because the identity cache holds hundreds of thousands of keys: 64 bytes in the form of
-    libsecp256k1, or a compressed point of P-256.
+    libsecp256k1, or an uncompressed point of P-256.
 
     Attributes:
         curve: The curve of the key.
@@ -72,8 +73,9 @@ class PublicKey:
                 self.compressed = key.format(compressed=True)
                 self._parsed = bytes(ffi.buffer(key.public_key))
             else:
-                self.compressed = _p256(point).public_bytes(Encoding.X962, PublicFormat.CompressedPoint)
-                self._parsed = self.compressed
+                parsed = _p256(point)
+                self.compressed = parsed.public_bytes(Encoding.X962, PublicFormat.CompressedPoint)
+                self._parsed = parsed.public_bytes(Encoding.X962, PublicFormat.UncompressedPoint)
         except (ValueError, TypeError) as error:
             raise UpstreamError(Rejection.NO_SIGNING_KEY, f"not a point of {curve}: {error}") from None
 
@@ -110,6 +112,16 @@ class PublicKey:
         except InvalidSignature:
             return False
         return True
+
+    @property
+    def uncompressed(self) -> bytes:
+        """The point in its uncompressed form, 65 bytes: the form that other programs parse fastest."""
+        if self.curve == "p256":
+            return self._parsed
+        key = ffi.from_buffer("secp256k1_pubkey *", self._parsed)
+        point, size = ffi.new("unsigned char[]", UNCOMPRESSED_POINT_BYTES), ffi.new("size_t *", UNCOMPRESSED_POINT_BYTES)
+        lib.secp256k1_ec_pubkey_serialize(_SECP256K1_CONTEXT, point, size, key, lib.SECP256K1_EC_UNCOMPRESSED)
+        return bytes(ffi.buffer(point))
 
     def multikey(self) -> str:
         """Return the key as in a Multikey of a DID document: `z` and base58btc of codec and compressed point."""

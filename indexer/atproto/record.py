@@ -66,6 +66,20 @@ class Value(NamedTuple):
     original: bytes | None
 
 
+class ConvertedRecord(NamedTuple):
+    """A record that the native core has converted. It has no problem except that of its shape.
+
+    Attributes:
+        json: AT Protocol JSON as text, within `Limits.record_json_bytes`.
+        items: The number of items, as `count_items` counts them.
+        problem: The problem of its shape, if there is one: `NOT_A_MAP`, `NO_TYPE` or `OTHER_TYPE`.
+    """
+
+    json: str
+    items: int
+    problem: Problem | None
+
+
 class ItemBudget:
     """The number of items that the records of one commit or export may still have.
 
@@ -75,17 +89,29 @@ class ItemBudget:
     def __init__(self, source_bytes: int) -> None:
         self._left = MIN_ITEMS + source_bytes // BYTES_PER_ITEM
 
-    def spend(self, block: bytes, max_items: int, cost: int) -> Problem | None:
-        """Count the items of a record, each as `cost`; return why it is not to be converted, or None."""
+    def spend(self, block: bytes, max_items: int, cost: int, known: int | None = None) -> Problem | None:
+        """Count the items of a record, each as `cost`; return why it is not to be converted, or None.
+
+        `known` is the number of its items, if the record was counted before and has at most `MAX_DEPTH` levels.
+        """
         allowed = min(max_items, max(0, self._left // cost))
-        items, too_deep = count_items(block, allowed, MAX_DEPTH)
+        if known is None:
+            items, too_deep = count_items(block, allowed, MAX_DEPTH)
+        else:
+            items, too_deep = min(known, allowed + 1), False
         self._left -= cost * items
         if too_deep:
             return Problem.TOO_DEEP
         return Problem.TOO_MANY_ITEMS if items > allowed else None
 
 
-def decode_record(block: bytes, collection: str, limits: Limits, budget: ItemBudget | None = None) -> Value:
+def decode_record(
+    block: bytes,
+    collection: str,
+    limits: Limits,
+    budget: ItemBudget | None = None,
+    converted: ConvertedRecord | None = None,
+) -> Value:
     """Return the value to store for a record of `collection`. No bytes cause an error.
 
     Args:
@@ -93,12 +119,16 @@ def decode_record(block: bytes, collection: str, limits: Limits, budget: ItemBud
         collection: The collection, with which its `$type` is compared.
         limits: The limits.
         budget: The budget of its commit or export; None if the record is alone.
+        converted: The result of the native core, which is then not computed again.
     """
     if len(block) > limits.record_bytes:
         return Value(None, Problem.TOO_LARGE, block)
     budget = budget or ItemBudget(len(block))
-    if len(block) > UNCOUNTED_BYTES and (problem := budget.spend(block, limits.record_items, 1)):
+    known = converted.items if converted else None
+    if len(block) > UNCOUNTED_BYTES and (problem := budget.spend(block, limits.record_items, 1, known)):
         return Value(None, problem, block)
+    if converted is not None:
+        return Value(converted.json, converted.problem, None)
     decoded = decode_json(block)
     if decoded is None:
         return _decode_unusual(block, collection, limits, budget)

@@ -1,14 +1,16 @@
 """Plan a batch of received messages, in the order of the stream, for one transaction."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from indexer.reasons import Desync, Rejection
-from indexer.sync.events import MalformedEvent, RepoEvent, UnknownEvent
+from indexer.sync.events import CommitEvent, MalformedEvent, RepoEvent, UnknownEvent
+from indexer.sync.native_core import NativeCore
 from indexer.sync.plan_event import plan_event
 from indexer.sync.plans import BufferedEvent, DeadLetter, NeedsKey, Plan, RecordChange, RepoWrite
 from indexer.sync.policy import KeyState, PlanContext
+from indexer.sync.prepared_commits import prepare_commits
 from indexer.sync.repo_state import Repo, SyncStatus
 from indexer.sync.repo_transitions import Outcome, Trigger, desynchronize, unparked
 
@@ -102,6 +104,7 @@ def plan_batch(
     repos: Mapping[str, Repo],
     key_state_of: Callable[[str], KeyState | None],
     context: PlanContext,
+    core: NativeCore | None = None,
 ) -> BatchPlan:
     """Plan each message on the row that the messages before it leave.
 
@@ -110,7 +113,12 @@ def plan_batch(
         repos: The existing rows of the accounts in the batch.
         key_state_of: Returns what is known about the key of a DID; None if it has not been looked up.
         context: What all plans of the batch share.
+        core: Verifies the commits of the batch ahead, with the same results; None: each one is verified when it is
+            planned.
     """
+    if core is not None:
+        prepared = prepare_commits(core, _commits_within_limit(batch), repos, key_state_of, context)
+        context = replace(context, verify=prepared.verify)
     result, size, count = BatchPlan(), 0, 0
     for number, received in enumerate(batch):
         if size > MAX_BATCH_BYTES or count > MAX_BATCH_CHANGES:
@@ -131,6 +139,18 @@ def plan_batch(
             if context.policy.links:
                 count += sum([len(change.links or ()) for change in changes])
     return result
+
+
+def _commits_within_limit(batch: Sequence[ReceivedMessage]) -> list[CommitEvent]:
+    """Return the commits of a batch without those that are certainly postponed because of `MAX_BATCH_BYTES`."""
+    commits, size = [], 0
+    for received in batch:
+        if size > MAX_BATCH_BYTES:
+            break
+        size += len(received.frame)
+        if isinstance(received.event, CommitEvent):
+            commits.append(received.event)
+    return commits
 
 
 def plan_refusal(received: ReceivedMessage, repo: Repo | None, detail: str, context: PlanContext) -> BatchPlan:

@@ -4,6 +4,7 @@ Cheap checks come first. Before the signature is verified, only a rate-limited k
 `repo_transitions.TRANSITIONS` says what an event does to each sync status.
 """
 
+from indexer.atproto.crypto import PublicKey
 from indexer.atproto.mst import EMPTY_TREE
 from indexer.atproto.syntax import CollectionFilter
 from indexer.errors import UpstreamError
@@ -26,7 +27,7 @@ from indexer.sync.repo_transitions import (
     unparked,
 )
 from indexer.sync.scope import Scope, Track
-from indexer.sync.verify import VerifiedCommit, verify_commit, verify_sync
+from indexer.sync.verify import VerifiedCommit, verify_sync
 
 FIRST_COMMIT_SECONDS = 3.0
 """Time that the resync of a new account waits for its first commit, which may contain the whole repo."""
@@ -59,6 +60,23 @@ def plan_event(repo: Repo, event: RepoEvent, size: int, key: KeyState | None, co
             return _plan_signed(repo, event, size, key, context)
 
 
+def key_to_verify(repo: Repo, event: CommitEvent, key: KeyState | None, context: PlanContext) -> PublicKey | None:
+    """Return the key with which `plan_event` will verify a commit on this row.
+
+    None if a cheaper check decides, if the key has to be looked up, or if a repo may come into the scope again. The
+    result only says whether it pays to verify the commit ahead: the messages before it may change the row.
+    """
+    if key is None or key.key is None or not key.available or (key.doubtful and repo.head is not None):
+        return None
+    if not (repo.tracked and repo.active) or (context.host is not None and key.host != context.host):
+        return None
+    if not repo.known and (repo.did in context.refused or not _may_add(event, context.policy.scope)):
+        return None
+    if is_future(event.rev, context.now, context.policy.limits) or _is_replay(repo, event):
+        return None
+    return key.key
+
+
 def _may_add(event: RepoEvent, scope: Scope) -> bool:
     """Return True if the event may add its unknown repo. What it says about itself is not verified yet."""
     if scope.signals is None:
@@ -77,7 +95,7 @@ def _plan_out_of_scope(repo: Repo, event: RepoEvent, key: KeyState | None, conte
         if not key.available or key.key is None:
             return ignored
         try:
-            if not _is_signal(verify_commit(event, key.key, context.policy.limits), scope):
+            if not _is_signal(context.verify(event, key.key, context.policy.limits), scope):
                 return ignored
         except UpstreamError as error:
             if error.reason is Rejection.SIGNATURE_INVALID and not key.final:
@@ -127,7 +145,7 @@ def _plan_verified(
     try:
         if isinstance(event, SyncEvent):
             return _plan_sync(repo, verify_sync(event, key.key, limits).head, size, context)
-        return _plan_commit(repo, verify_commit(event, key.key, limits), size, context)
+        return _plan_commit(repo, context.verify(event, key.key, limits), size, context)
     except UpstreamError as error:
         if error.reason is Rejection.SIGNATURE_INVALID and not key.final:
             return NeedsKey(repo.did, refresh=True)

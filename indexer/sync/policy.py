@@ -1,12 +1,15 @@
 """The inputs of planning besides the event and the repo: the operator's policy, the context, and the signing key."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from indexer.atproto.crypto import PublicKey
 from indexer.atproto.limits import Limits
 from indexer.atproto.syntax import tid_micros
+from indexer.sync.events import CommitEvent
 from indexer.sync.scope import Scope
+from indexer.sync.verify import VerifiedCommit, verify_commit
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,7 @@ class PlanContext:
         host: The host of the stream if it is a PDS and not a relay. A PDS speaks only for accounts that it hosts.
         refused: Unknown DIDs whose messages add no repo, because their registered domain added too many.
         limited: Accounts of hosts that added too many, so that a first commit does not replace the first fetch.
+        verify: Returns what `verify_commit` returns, or raises what it raises.
     """
 
     policy: Policy
@@ -48,6 +52,7 @@ class PlanContext:
     epoch: int = 0
     refused: frozenset[str] = frozenset()
     limited: frozenset[str] = frozenset()
+    verify: Callable[[CommitEvent, PublicKey, Limits], VerifiedCommit] = verify_commit
 
 
 class KeyState(NamedTuple):

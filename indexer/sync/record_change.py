@@ -1,7 +1,7 @@
 """Turn verified changes of a repo's tree into the changes of stored records."""
 
 from indexer.atproto.links import links_of
-from indexer.atproto.record import ItemBudget, Problem, Value, decode_record
+from indexer.atproto.record import ConvertedRecord, ItemBudget, Problem, Value, decode_record
 from indexer.atproto.syntax import split_path
 from indexer.errors import UpstreamError
 from indexer.sync.plans import Action, RecordChange
@@ -66,7 +66,7 @@ class RecordConverter:
             return RecordChange(action, collection, rkey, self._rev, change.new)
         if change.block is None:
             return RecordChange(action, collection, rkey, self._rev, change.new, problem=Problem.MISSING)
-        value = self._value(change.new, change.block, collection)
+        value = self._value(change.new, change.block, collection, change.converted)
         links = links_of(value.json) if self._policy.links else None
         converted = RecordChange(
             action, collection, rkey, self._rev, change.new, value.json, value.problem, value.original, links
@@ -78,8 +78,9 @@ class RecordConverter:
             return converted._replace(value=None, problem=Problem.OMITTED, original=None, links=None)
         return converted
 
-    def _value(self, cid: bytes, block: bytes, collection: str) -> Value:
+    def _value(self, cid: bytes, block: bytes, collection: str, converted: ConvertedRecord | None) -> Value:
         value = self._decoded.get((cid, collection))
         if value is None:
-            value = self._decoded[cid, collection] = decode_record(block, collection, self._policy.limits, self._items)
+            value = decode_record(block, collection, self._policy.limits, self._items, converted)
+            self._decoded[cid, collection] = value
         return value

@@ -8,7 +8,7 @@ nothing. An error after a valid signature is a `flaw`: the repo has a newer comm
 resync (docs/protocol.md#order-of-checks, docs/protocol.md#inversion).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from indexer.atproto.commit import Commit, decode_commit
 from indexer.atproto.crypto import PublicKey
 from indexer.atproto.limits import Limits
 from indexer.atproto.mst import EMPTY_TREE, Verdict, find, invert, leaves, walk
+from indexer.atproto.record import ConvertedRecord
 from indexer.errors import UnavailableError, UpstreamError
 from indexer.reasons import Desync, FetchFailure, Rejection
 from indexer.sync.events import CommitEvent, SyncEvent
@@ -35,12 +36,17 @@ _DESYNC_OF_VERDICT = {
 
 
 class VerifiedChange(NamedTuple):
-    """The net effect of a commit on one path: `old` is None for a create, `new` and `block` are None for a delete."""
+    """The net effect of a commit on one path: `old` is None for a create, `new` and `block` are None for a delete.
+
+    Attributes:
+        converted: The record in the block, if the native core has converted it.
+    """
 
     path: bytes
     old: bytes | None
     new: bytes | None
     block: bytes | None
+    converted: ConvertedRecord | None = None
 
 
 class VerifiedCommit(NamedTuple):
@@ -106,7 +112,7 @@ def verify_commit(event: CommitEvent, key: PublicKey, limits: Limits) -> Verifie
     commit, blocks = _signed_commit(event, key, limits, limits.commit_blocks_bytes)
     head = Head(commit.rev, commit.data, event.commit)
     first = event.since is None
-    prev_data = event.prev_data or (EMPTY_TREE if first else None)
+    prev_data = previous_root(event)
     if prev_data is None:
         return VerifiedCommit(commit.did, head, b"", first, (), Desync.LEGACY, "no prevData")
     try:
@@ -125,6 +131,40 @@ def verify_commit(event: CommitEvent, key: PublicKey, limits: Limits) -> Verifie
         flaw, detail = Desync.RECORD_MISSING, missing.path.decode(errors="replace")
     return VerifiedCommit(
         commit.did, head, prev_data, first, changes, flaw, detail, inversion.ops_hold, len(event.blocks)
+    )
+
+
+def previous_root(event: CommitEvent) -> bytes | None:
+    """Return the root of the tree before a commit, according to the sender; None for a commit of before Sync 1.1."""
+    return event.prev_data or (EMPTY_TREE if event.since is None else None)
+
+
+def natively_verified(
+    event: CommitEvent,
+    data: bytes,
+    prev_data: bytes,
+    records: Iterable[tuple[bytes | None, ConvertedRecord | None]],
+) -> VerifiedCommit:
+    """Return the commit of a `#commit` in which the native core found no flaw, as `verify_commit` does.
+
+    Args:
+        event: The message. Each of its operations has another path and changes something.
+        data: The root of the tree after the commit.
+        prev_data: The root of the tree before the commit.
+        records: For each operation, the block and the converted record.
+    """
+    changes = [
+        VerifiedChange(op.path.encode(), op.prev, op.cid, block, converted)
+        for op, (block, converted) in zip(event.ops, records, strict=True)
+    ]
+    return VerifiedCommit(
+        event.did,
+        Head(event.rev, data, event.commit),
+        prev_data,
+        event.since is None,
+        tuple(changes),
+        None,
+        size=len(event.blocks),
     )
 
 

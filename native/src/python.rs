@@ -6,7 +6,10 @@ use pyo3::pybacked::{PyBackedBytes, PyBackedStr};
 use pyo3::types::{PyBytes, PyList, PyString, PyTuple};
 use rayon::prelude::*;
 
+use crate::car::Blocks;
+use crate::cid::{as_cid, Cid};
 use crate::limits::Limits;
+use crate::mst::NetOp;
 use crate::patterns::Patterns;
 use crate::verify::{verify_commit, CommitEvent, Record, RepoOp, VerifiedCommit};
 
@@ -122,9 +125,44 @@ fn record_result<'py>(py: Python<'py>, record: Record<'_>) -> PyResult<Bound<'py
     (block, json).into_pyobject(py)
 }
 
+/// Returns the JSON, the number of items and the number of the shape of a record; None if the reference decides.
+///
+/// For tests: it is a part of `verify_commits`.
+#[pyfunction]
+fn record_json(block: &[u8], collection: &str, max_items: usize, max_json_bytes: usize) -> Option<(String, usize, u8)> {
+    let record = crate::cbor::record_json(block, collection, max_items, max_json_bytes)?;
+    Some((record.json, record.items, record.shape as u8))
+}
+
+/// Returns the root of the tree before operations; None if the reference decides.
+///
+/// For tests: it is a part of `verify_commits`. Blocks are tuples of CID and bytes, operations of key, old and new CID.
+#[pyfunction]
+fn root_before<'py>(
+    py: Python<'py>,
+    blocks: Vec<(PyBackedBytes, PyBackedBytes)>,
+    root: &[u8],
+    ops: Vec<(PyBackedBytes, Option<PyBackedBytes>, Option<PyBackedBytes>)>,
+    prev_data: &[u8],
+    limits: Limits,
+) -> Option<Bound<'py, PyBytes>> {
+    let blocks = blocks.iter().map(|(cid, block)| Some((as_cid(cid)?, &**block))).collect::<Option<Blocks<'_>>>()?;
+    let ops = ops.iter().map(|(key, old, new)| Some(NetOp { key, old: optional(old)?, new: optional(new)? }));
+    let ops = ops.collect::<Option<Vec<_>>>()?;
+    let before = crate::mst::root_before(&blocks, as_cid(root)?, &ops, as_cid(prev_data)?, &limits)?;
+    Some(PyBytes::new(py, &before))
+}
+
+/// Returns `Some(None)` for no CID, and `None` for a CID that is not of the protocol's form.
+fn optional(cid: &Option<PyBackedBytes>) -> Option<Option<&Cid>> {
+    cid.as_ref().map_or(Some(None), |cid| as_cid(cid).map(Some))
+}
+
 #[pymodule]
 fn atproto_indexer_native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("INTERFACE", INTERFACE)?;
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    module.add_function(wrap_pyfunction!(record_json, module)?)?;
+    module.add_function(wrap_pyfunction!(root_before, module)?)?;
     module.add_class::<Core>()
 }

@@ -35,7 +35,16 @@ pub fn inverts(blocks: &Blocks<'_>, root: &Cid, ops: &[NetOp<'_>], prev_data: &C
     root_before(blocks, root, ops, prev_data, limits).is_some_and(|before| before == *prev_data)
 }
 
-fn root_before(blocks: &Blocks<'_>, root: &Cid, ops: &[NetOp<'_>], prev_data: &Cid, limits: &Limits) -> Option<Cid> {
+/// Returns the root of the tree before one or more operations. `None` means that the reference decides.
+///
+/// `prev_data` matters only if nothing but one subtree is left and its node is missing.
+pub fn root_before(
+    blocks: &Blocks<'_>,
+    root: &Cid,
+    ops: &[NetOp<'_>],
+    prev_data: &Cid,
+    limits: &Limits,
+) -> Option<Cid> {
     let mut tree = PartialTree::new(blocks, root, limits)?;
     for op in ops {
         if tree.find(op.key)? != op.new {

@@ -1,0 +1,106 @@
+"""The native core: verifies many commits at once, with the results of `verify_commit` (native/README.md).
+
+It is optional: a distribution of its own, `atproto-indexer-native`. For a commit without a flaw and of the usual form
+it returns what `verify_commit` returns. For every other one it returns nothing, and `verify_commit` decides.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from indexer.atproto.crypto import PublicKey
+from indexer.atproto.record import ConvertedRecord, Problem
+from indexer.errors import SettingsError
+from indexer.sync.events import CommitEvent
+from indexer.sync.policy import Policy
+from indexer.sync.verify import VerifiedCommit, natively_verified, previous_root
+
+CoreChoice = Literal["auto", "python", "native"]
+
+INTERFACE = 1
+"""The number of the interface between this module and the native one."""
+_PROBLEM_OF_SHAPE = (None, Problem.NOT_A_MAP, Problem.NO_TYPE, Problem.OTHER_TYPE)
+
+
+class NativeCore:
+    """The native core with its own threads. It may be called from several threads at once.
+
+    Attributes:
+        version: The version of its distribution.
+        threads: The number of threads that verify commits at once.
+    """
+
+    def __init__(self, module: Any, threads: int) -> None:
+        """Start the threads. `module` is the native module; `threads` is at least 1."""
+        self.version: str = module.__version__
+        self.threads = threads
+        self._core = module.Core(threads)
+
+    def verify_commits(
+        self, commits: Sequence[tuple[CommitEvent, PublicKey]], policy: Policy
+    ) -> list[VerifiedCommit | None]:
+        """Return the commits as `verify_commit` returns them, in the same order, with converted records.
+
+        It releases the interpreter's lock. An item is None if `verify_commit` has to decide: the commit has a flaw, is
+        not authentic, is malformed, or has an unusual form.
+        """
+        given, arguments = [], []
+        for number, (event, key) in enumerate(commits):
+            prev_data = previous_root(event)
+            if prev_data is not None:
+                given.append((number, event, prev_data))
+                arguments.append(
+                    (
+                        event.did,
+                        event.rev,
+                        event.commit,
+                        prev_data,
+                        event.ops,
+                        event.blocks,
+                        key.curve,
+                        key.uncompressed,
+                    )
+                )
+        patterns = policy.scope.collections.patterns if policy.store_values else ()
+        results: list[VerifiedCommit | None] = [None] * len(commits)
+        found = self._core.verify_commits(arguments, patterns, policy.limits)
+        for (number, event, prev_data), result in zip(given, found, strict=True):
+            if result is not None:
+                data, records = result
+                converted = [(block, _converted(record)) for block, record in records]
+                results[number] = natively_verified(event, data, prev_data, converted)
+        return results
+
+
+def _converted(record: tuple[str, int, int] | None) -> ConvertedRecord | None:
+    if record is None:
+        return None
+    json, items, shape = record
+    return ConvertedRecord(json, items, _PROBLEM_OF_SHAPE[shape])
+
+
+def load_core(choice: CoreChoice, threads: int) -> NativeCore | None:
+    """Return the native core; None if the Python code verifies.
+
+    Args:
+        choice: "python": never the native core. "auto": the native core, if it is installed and fits this release.
+            "native": always.
+        threads: The number of threads that verify commits at once.
+
+    Raises:
+        SettingsError: The choice is "native", and the native core is not installed or does not fit this release.
+    """
+    if choice == "python":
+        return None
+    try:
+        import atproto_indexer_native as module  # noqa: PLC0415 because most installations do not have it
+    except ImportError as error:
+        if choice == "auto":
+            return None
+        raise SettingsError(f"the native core is not installed: {error}. Install atproto-indexer-native.") from None
+    if module.INTERFACE == INTERFACE:
+        return NativeCore(module, threads)
+    if choice == "auto":
+        return None
+    raise SettingsError(
+        f"atproto-indexer-native {module.__version__} has interface {module.INTERFACE}; this release needs {INTERFACE}."
+    )

@@ -1,0 +1,580 @@
+"""The native core accepts nothing with another result than the reference, and decides all ordinary commits."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from hashlib import sha256
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from indexer.atproto.car import split_car
+from indexer.atproto.cid import RAW, cid_of
+from indexer.atproto.crypto import Curve, PrivateKey, PublicKey
+from indexer.atproto.limits import DEFAULT_LIMITS
+from indexer.atproto.syntax import CollectionFilter
+from indexer.errors import SettingsError, UpstreamError
+from indexer.localnet import dag_cbor
+from indexer.localnet.local_repo import Write, car, car_header, car_section
+from indexer.reasons import Desync, Rejection
+from indexer.sync.events import CommitEvent, RepoOp
+from indexer.sync.frames import decode_frame
+from indexer.sync.native_core import INTERFACE, NativeCore, load_core
+from indexer.sync.plan_batch import ReceivedMessage, plan_batch
+from indexer.sync.plans import RecordChange
+from indexer.sync.policy import KeyState, PlanContext, Policy
+from indexer.sync.record_change import RecordConverter
+from indexer.sync.repo_state import Repo
+from indexer.sync.scope import Scope
+from indexer.sync.verify import VerifiedCommit, verify_commit
+from tests.native_module import native_core
+from tests.profiles import scaled
+from tests.sync import test_plan_batch, test_published
+from tests.sync.signing_account import CONTEXT, POST, STORE_ALL, SigningAccount, decoded_event, received_message
+
+CURVES: tuple[Curve, ...] = ("k256", "p256")
+_P256_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
+_K256_ORDER = 0xFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFEBAAEDCE6AF48A03BBFD25E8CD0364141
+ORDERS = {"k256": _K256_ORDER, "p256": _P256_ORDER}
+
+ACTIONS = st.tuples(st.sampled_from(["create", "update", "delete"]), st.integers(0, 30))
+COMMITS = st.lists(st.lists(ACTIONS, min_size=1, max_size=6), min_size=1, max_size=6)
+"""For each commit the actions on records, each with a number that selects the record."""
+
+
+@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
+def core(request: pytest.FixtureRequest) -> NativeCore:
+    return native_core(request.param)
+
+
+@cache
+def shared_core() -> NativeCore:
+    return native_core()
+
+
+def reference(event: CommitEvent, key: PublicKey) -> VerifiedCommit | tuple[Rejection, str]:
+    try:
+        return verify_commit(event, key, DEFAULT_LIMITS)
+    except UpstreamError as error:
+        return error.reason, error.detail
+
+
+def record_changes(commit: VerifiedCommit, policy: Policy) -> list[RecordChange | None]:
+    converter = RecordConverter(policy, commit.head.rev, commit.size)
+    return [converter.convert(change) for change in commit.changes]
+
+
+def without_converted(commit: VerifiedCommit) -> VerifiedCommit:
+    return commit._replace(changes=tuple([change._replace(converted=None) for change in commit.changes]))
+
+
+def accepted(core: NativeCore, event: CommitEvent, key: PublicKey, policy: Policy = STORE_ALL) -> bool:
+    """Return True if the native core decides the commit, after comparing its result with that of the reference."""
+    (commit,) = core.verify_commits([(event, key)], policy)
+    if commit is None:
+        return False
+    expected = reference(event, key)
+    assert isinstance(expected, VerifiedCommit), (event, expected)
+    assert without_converted(commit) == expected
+    assert record_changes(commit, policy) == record_changes(expected, policy)
+    return True
+
+
+def commits_of(account: SigningAccount, steps: Sequence[Sequence[tuple[str, int]]]) -> Iterator[CommitEvent]:
+    """Yield a commit for each list of actions, each on another record."""
+    for number, actions in enumerate(steps):
+        writes: dict[str, Write] = {}
+        for action, record in actions:
+            path, value = f"{POST}/r{record}", {"$type": POST, "number": number, "record": record}
+            exists = path in account.repo.records
+            if action == "create" and not exists:
+                writes[path] = Write.create(path, value)
+            elif action == "update" and exists:
+                writes[path] = Write.update(path, value)
+            elif action == "delete" and exists:
+                writes[path] = Write.delete(path)
+        yield decoded_event("commit", account.commit(*writes.values()))
+
+
+@settings(max_examples=scaled(100))
+@given(COMMITS, st.sampled_from(CURVES))
+def test_all_ordinary_commits_are_decided_with_the_results_of_the_reference(
+    steps: list[list[tuple[str, int]]], curve: Curve
+) -> None:
+    account = SigningAccount(curve=curve)
+    events = [decoded_event("commit", account.first_commit()), *commits_of(account, steps)]
+    for event in events:
+        assert accepted(shared_core(), event, account.key.public)
+    results = shared_core().verify_commits([(event, account.key.public) for event in events], STORE_ALL)
+    for event, commit in zip(events, results, strict=True):
+        assert commit is not None
+        assert all(change.converted for change in commit.changes if change.new)
+        assert without_converted(commit) == reference(event, account.key.public)
+
+
+def test_a_batch_returns_a_result_for_each_commit_in_order(core: NativeCore) -> None:
+    account, other = SigningAccount(), SigningAccount("bob")
+    events = [decoded_event("commit", account.commit_post(f"p{number}")) for number in range(100)]
+    keys = [other.key.public if number % 7 == 0 else account.key.public for number in range(100)]
+    results = core.verify_commits(list(zip(events, keys, strict=True)), STORE_ALL)
+    assert [commit and commit.head.rev for commit in results] == [
+        None if number % 7 == 0 else event.rev for number, event in enumerate(events)
+    ]
+
+
+def test_no_commits_give_no_results(core: NativeCore) -> None:
+    assert core.verify_commits([], STORE_ALL) == []
+
+
+@pytest.mark.parametrize("curve", CURVES)
+def test_every_flipped_bit_of_a_slice_is_left_to_the_reference(curve: Curve) -> None:
+    account = SigningAccount(curve=curve)
+    account.commit_post("first")
+    event = decoded_event("commit", account.commit_post("second"))
+    assert accepted(shared_core(), event, account.key.public)
+    for index in range(len(event.blocks)):
+        for bit in range(8):
+            changed = bytearray(event.blocks)
+            changed[index] ^= 1 << bit
+            assert not accepted(shared_core(), event._replace(blocks=bytes(changed)), account.key.public)
+
+
+def test_every_truncated_slice_agrees_with_the_reference() -> None:
+    account = SigningAccount()
+    event = decoded_event("commit", account.commit_post("a"))
+    decided = [
+        size
+        for size in range(len(event.blocks) + 1)
+        if accepted(shared_core(), event._replace(blocks=event.blocks[:size]), account.key.public)
+    ]
+    assert decided == [len(event.blocks)]
+
+
+def other_bytes(data: bytes) -> bytes:
+    return data[:-1] + bytes([data[-1] ^ 1])
+
+
+FIELDS: dict[str, Callable[[CommitEvent], CommitEvent]] = {
+    "did": lambda event: event._replace(did="did:plc:aaaaaaaaaaaaaaaaaaaaaaaa"),
+    "rev": lambda event: event._replace(rev="3zzzzzzzzzzzz"),
+    "commit": lambda event: event._replace(commit=other_bytes(event.commit)),
+    "prevData": lambda event: event._replace(prev_data=other_bytes(event.prev_data or b"?")),
+    "no prevData": lambda event: event._replace(prev_data=None),
+    "prevData of another size": lambda event: event._replace(prev_data=b"\x01\x71\x12\x00"),
+    "no ops": lambda event: event._replace(ops=()),
+    "ops twice": lambda event: event._replace(ops=event.ops * 2),
+    "path": lambda event: event._replace(ops=(event.ops[0]._replace(path="a.b.c/d"),)),
+    "action": lambda event: event._replace(ops=(event.ops[0]._replace(action="update"),)),
+    "unknown action": lambda event: event._replace(ops=(event.ops[0]._replace(action="merge"),)),
+    "cid": lambda event: event._replace(ops=(event.ops[0]._replace(cid=other_bytes(event.ops[0].cid or b"?")),)),
+    "no cid": lambda event: event._replace(ops=(event.ops[0]._replace(cid=None),)),
+    "cid of another size": lambda event: event._replace(ops=(event.ops[0]._replace(cid=b"\x01\x71\x12\x00"),)),
+    "prev": lambda event: event._replace(ops=(event.ops[0]._replace(prev=cid_of(b"")),)),
+    "another operation": lambda event: event._replace(
+        ops=(*event.ops, RepoOp("create", f"{POST}/other", event.ops[0].cid, None))
+    ),
+    "no blocks": lambda event: event._replace(blocks=b""),
+}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_changed_field_is_left_to_the_reference(name: str) -> None:
+    account = SigningAccount()
+    account.commit_post("a")
+    event = decoded_event("commit", account.commit_post("b"))
+    assert not accepted(shared_core(), FIELDS[name](event), account.key.public)
+
+
+def test_the_order_of_blocks_and_repeated_blocks_change_nothing() -> None:
+    account = SigningAccount()
+    account.commit(*[Write.create(f"{POST}/r{number}", {"number": number}) for number in range(30)])
+    event = decoded_event("commit", account.commit_post("x"))
+    (root,), blocks = split_car(event.blocks, DEFAULT_LIMITS, max_bytes=len(event.blocks))
+    sections = [car_section(cid, block) for cid, block in blocks.items()]
+    for seed in range(20):
+        Random(seed).shuffle(sections)
+        changed = car_header(root) + b"".join([*sections, *sections[: seed % 3]])
+        assert accepted(shared_core(), event._replace(blocks=changed), account.key.public)
+
+
+def test_a_missing_block_is_left_to_the_reference_if_it_is_needed() -> None:
+    account = SigningAccount()
+    account.commit(*[Write.create(f"{POST}/r{number}", {"number": number}) for number in range(60)])
+    event = decoded_event("commit", account.commit(Write.create(f"{POST}/r17a", {}), Write.delete(f"{POST}/r40")))
+    (root,), blocks = split_car(event.blocks, DEFAULT_LIMITS, max_bytes=len(event.blocks))
+    needed = 0
+    for missing in blocks:
+        rest = b"".join(car_section(cid, block) for cid, block in blocks.items() if cid != missing)
+        result = accepted(shared_core(), event._replace(blocks=car_header(root) + rest), account.key.public)
+        expected = reference(event._replace(blocks=car_header(root) + rest), account.key.public)
+        needed += not result
+        assert result == (isinstance(expected, VerifiedCommit) and expected.flaw is None)
+    assert needed >= 4
+
+
+def headers(root: bytes) -> Iterator[bytes]:
+    """Yield other headers, each with its size before it."""
+    for header in (
+        {"roots": [], "version": 1},
+        {"roots": [root, root], "version": 1},
+        {"roots": [root], "version": 2},
+        {"roots": [root], "version": 1, "x": 1},
+        {"roots": [cid_of(b"")], "version": 1},
+    ):
+        encoded = dag_cbor.encode(header)
+        assert len(encoded) < 0x80
+        yield bytes([len(encoded)]) + encoded
+    usual = car_header(root)
+    yield bytes([usual[0] | 0x80, 0]) + usual[1:]
+    yield b""
+
+
+def test_unusual_headers_are_left_to_the_reference() -> None:
+    account = SigningAccount()
+    event = decoded_event("commit", account.commit_post("a"))
+    (root,), _ = split_car(event.blocks, DEFAULT_LIMITS, max_bytes=len(event.blocks))
+    sections = event.blocks[len(car_header(root)) :]
+    assert accepted(shared_core(), event._replace(blocks=car_header(root) + sections), account.key.public)
+    for header in headers(root):
+        assert not accepted(shared_core(), event._replace(blocks=header + sections), account.key.public)
+
+
+def test_unusual_sections_agree_with_the_reference() -> None:
+    account = SigningAccount()
+    event = decoded_event("commit", account.commit_post("a"))
+    raw = RAW + sha256(b"raw").digest()
+    empty = RAW + sha256(b"").digest()
+    decided = [
+        accepted(shared_core(), event._replace(blocks=event.blocks + section), account.key.public)
+        for section in (
+            car_section(raw, b"raw"),
+            car_section(empty, b""),
+            car_section(raw, b"other"),
+            car_section(b"\x01\x55\x00\x00", b"identity"),
+            car_section(b"\x12\x20" + sha256(b"").digest(), b""),
+            b"\x00",
+            b"\x80\x00",
+            b"\xa7\x00" + raw + b"raw",
+            b"\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01",
+            b"\x24" + raw,
+        )
+    ]
+    assert decided == [True, True] + [False] * 8
+
+
+@pytest.mark.parametrize("curve", CURVES)
+def test_only_the_low_s_signature_of_the_right_key_is_accepted(curve: Curve) -> None:
+    account, other = SigningAccount(curve=curve), SigningAccount("bob", curve)
+    event = decoded_event("commit", account.commit_post("a"))
+    commit = account.repo.head.block
+    start = commit.index(b"\x63sig\x58\x40") + 6
+    r, s = commit[start : start + 32], int.from_bytes(commit[start + 32 : start + 64])
+    order = ORDERS[curve]
+    signatures = {
+        "valid": r + s.to_bytes(32),
+        "high-S": r + (order - s).to_bytes(32),
+        "s of zero": r + bytes(32),
+        "s of the order": r + order.to_bytes(32),
+        "s too large": r + b"\xff" * 32,
+        "r of zero": bytes(32) + s.to_bytes(32),
+        "r of the order": order.to_bytes(32) + s.to_bytes(32),
+        "r too large": b"\xff" * 32 + s.to_bytes(32),
+        "swapped": s.to_bytes(32) + r,
+        "another": other.key.sign(b""),
+    }
+    decided = {}
+    for name, signature in signatures.items():
+        signed = commit[:start] + signature + commit[start + 64 :]
+        _, blocks = split_car(event.blocks, DEFAULT_LIMITS, max_bytes=len(event.blocks))
+        rest = {cid: block for cid, block in blocks.items() if cid != event.commit}
+        changed = event._replace(commit=cid_of(signed), blocks=car({cid_of(signed): signed} | rest))
+        decided[name] = accepted(shared_core(), changed, account.key.public)
+    assert [name for name, result in decided.items() if result] == ["valid"]
+    assert not accepted(shared_core(), event, other.key.public)
+    wrong_curve = SigningAccount(curve="p256" if curve == "k256" else "k256")
+    assert not accepted(shared_core(), event, wrong_curve.key.public)
+
+
+def signed_commit(unsigned: bytes, key: PrivateKey, sig_at: int, rest: dict[bytes, bytes]) -> tuple[bytes, bytes]:
+    """Return the CID of a commit with the entry `sig` at an offset of its unsigned bytes, and the slice."""
+    head = bytes([(unsigned[0] + 1) & 0xFF])
+    block = head + unsigned[1:sig_at] + b"\x63sig\x58\x40" + key.sign(unsigned) + unsigned[sig_at:]
+    return cid_of(block), car({cid_of(block): block} | rest)
+
+
+def commit_fields(account: SigningAccount, **fields: Any) -> bytes:
+    usual = {"did": account.did, "rev": account.repo.head.rev, "data": account.repo.head.data, "prev": None}
+    present = {name: value for name, value in (usual | {"version": 3} | fields).items() if value is not ...}
+    return dag_cbor.encode(present)
+
+
+@pytest.mark.parametrize(
+    ("fields", "decided"),
+    [
+        ({}, True),
+        ({"prev": cid_of(b"before")}, True),
+        ({"prev": ...}, False),
+        ({"prev": b"before"}, False),
+        ({"prev": RAW + b"csigX@" + bytes(26)}, False),
+        ({"version": 2}, False),
+        ({"version": ...}, False),
+        ({"other": 1}, False),
+        ({"did": "did:plc:"}, False),
+        ({"did": "did:plc:aaaaaaaaaaaaaaaaaaaaaaaa"}, False),
+        ({"did": 1}, False),
+        ({"rev": "3zzzzzzzzzzzz"}, False),
+        ({"rev": "3zzzzzzzzzzz1"}, False),
+        ({"data": b"data"}, False),
+        ({"data": None}, False),
+    ],
+)
+def test_signed_commits_of_unusual_forms_agree_with_the_reference(fields: dict[str, Any], decided: bool) -> None:  # noqa: FBT001
+    account = SigningAccount()
+    event = decoded_event("commit", account.commit_post("a"))
+    _, blocks = split_car(event.blocks, DEFAULT_LIMITS, max_bytes=len(event.blocks))
+    unsigned = commit_fields(account, **fields)
+    sig_at = unsigned.index(b"\x64data")
+    commit, slice_ = signed_commit(unsigned, account.key, sig_at, blocks)
+    assert accepted(shared_core(), event._replace(commit=commit, blocks=slice_), account.key.public) == decided
+
+
+@settings(max_examples=scaled(500))
+@given(st.data())
+def test_signed_commits_with_changed_bytes_agree_with_the_reference(data: st.DataObject) -> None:
+    """The signature is valid: only the decoder can reject them."""
+    account = SigningAccount(curve=data.draw(st.sampled_from(CURVES)))
+    event = decoded_event("commit", account.commit_post("a"))
+    _, blocks = split_car(event.blocks, DEFAULT_LIMITS, max_bytes=len(event.blocks))
+    unsigned = bytearray(commit_fields(account))
+    sig_at = unsigned.index(b"\x64data")
+    for _ in range(data.draw(st.integers(0, 2))):
+        index = data.draw(st.integers(0, len(unsigned) - 1))
+        match data.draw(st.sampled_from(["flip", "set", "insert", "remove"])):
+            case "flip":
+                unsigned[index] ^= 1 << data.draw(st.integers(0, 7))
+            case "set":
+                unsigned[index] = data.draw(st.integers(0, 255))
+            case "insert":
+                unsigned.insert(index, data.draw(st.integers(0, 255)))
+            case "remove":
+                del unsigned[index]
+    commit, slice_ = signed_commit(bytes(unsigned), account.key, sig_at, blocks)
+    accepted(shared_core(), event._replace(commit=commit, blocks=slice_), account.key.public)
+
+
+@settings(max_examples=scaled(300))
+@given(st.data())
+def test_signed_trees_with_changed_bytes_agree_with_the_reference(data: st.DataObject) -> None:
+    """A root with changed bytes is signed; its hash is right."""
+    account = SigningAccount()
+    account.commit(*[Write.create(f"{POST}/r{number}", {"number": number}) for number in range(8)])
+    event = decoded_event("commit", account.commit_post("a"))
+    _, blocks = split_car(event.blocks, DEFAULT_LIMITS, max_bytes=len(event.blocks))
+    root = bytearray(blocks[account.repo.head.data])
+    index = data.draw(st.integers(0, len(root) - 1))
+    root[index] = data.draw(st.integers(0, 255))
+    changed = bytes(root)
+    unsigned = commit_fields(account, data=cid_of(changed))
+    commit, slice_ = signed_commit(
+        unsigned, account.key, unsigned.index(b"\x64data"), blocks | {cid_of(changed): changed}
+    )
+    accepted(shared_core(), event._replace(commit=commit, blocks=slice_), account.key.public)
+
+
+def test_several_operations_on_one_path_are_left_to_the_reference() -> None:
+    account = SigningAccount()
+    path = f"{POST}/a"
+    event = decoded_event("commit", account.commit(Write.create(path, {"n": 1}), Write.update(path, {"n": 2})))
+    assert len(event.ops) == 2
+    assert not accepted(shared_core(), event, account.key.public)
+
+
+def test_a_hidden_deletion_is_left_to_the_reference() -> None:
+    account = SigningAccount()
+    account.commit(*[Write.create(f"{POST}/r{number}", {"number": number}) for number in range(100)])
+    event = decoded_event("commit", account.commit_with_hidden_deletion(f"{POST}/r5a", f"{POST}/r50"))
+    expected = reference(event, account.key.public)
+    assert isinstance(expected, VerifiedCommit)
+    assert expected.flaw is Desync.UNDECIDABLE
+    assert not accepted(shared_core(), event, account.key.public)
+
+
+def test_published_commits_are_decided() -> None:
+    """The frames of the public relay, and the same frames with a bit of each byte of the slice changed."""
+    decided = 0
+    for frame in test_published.commits():
+        event = decode_frame(frame, DEFAULT_LIMITS)
+        assert isinstance(event, CommitEvent)
+        key = test_published.keys()[event.did]
+        decided += accepted(shared_core(), event, key)
+        for index in range(0, len(event.blocks), 97):
+            changed = bytearray(event.blocks)
+            changed[index] ^= 1 << index % 8
+            assert not accepted(shared_core(), event._replace(blocks=bytes(changed)), key)
+    assert decided == len(test_published.commits()) > 60
+
+
+SELECTIONS = [("*",), (POST,), ("app.bsky.*",), ("com.example.*", "app.bsky.graph.follow")]
+
+
+@pytest.mark.parametrize("patterns", SELECTIONS)
+@pytest.mark.parametrize("store_values", [True, False])
+def test_only_selected_records_are_converted(patterns: tuple[str, ...], store_values: bool) -> None:  # noqa: FBT001
+    policy = Policy(Scope(collections=CollectionFilter(patterns)), DEFAULT_LIMITS, store_values=store_values)
+    account = SigningAccount()
+    paths = [f"{POST}/a", "app.bsky.graph.follow/b", "com.example.thing/c", "com.examples.thing/d"]
+    event = decoded_event("commit", account.commit(*[Write.create(path, {"path": path}) for path in paths]))
+    assert accepted(shared_core(), event, account.key.public, policy)
+    (commit,) = shared_core().verify_commits([(event, account.key.public)], policy)
+    assert commit is not None
+    selected = [store_values and policy.scope.collections.matches(path.partition("/")[0]) for path in paths]
+    assert [change.converted is not None for change in commit.changes] == selected
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        [dag_cbor.encode({"$type": POST, "text": "x" * 2_000})] * 3,
+        [dag_cbor.encode({"list": [[]] * number}) for number in (1_000, 16_000, 17_000, 30_000)],
+        [dag_cbor.encode({"list": [b""] * number}) for number in (1_000, 20_000)],
+        [dag_cbor.encode([{}] * 70_000)],
+        [b"", b"\xff", b"\x00", b"\xa0", b"\x80", b"\x60", b"\xf6", b"\xfb" + bytes(8)],
+        [dag_cbor.encode({"$type": name}) for name in (POST, "x", "", 1, None, cid_of(b""), ["a"])],
+        [dag_cbor.encode({"text": "\0"}), dag_cbor.encode({"$link": "x"}), dag_cbor.encode("$bytes")],
+    ],
+)
+def test_budgets_and_problems_of_records_equal_those_of_the_reference(records: list[bytes]) -> None:
+    account = SigningAccount()
+    writes = [Write.create(f"{POST}/r{number}", record) for number, record in enumerate(records)]
+    event = decoded_event("commit", account.commit(*writes))
+    assert accepted(shared_core(), event, account.key.public)
+
+
+def test_a_block_that_many_paths_name_is_converted_once() -> None:
+    account = SigningAccount()
+    block = dag_cbor.encode({"text": "x" * 50_000})
+    event = decoded_event("commit", account.commit(*[Write.create(f"a.b.c{n}/r", block) for n in range(100)]))
+    assert accepted(shared_core(), event, account.key.public)
+    (commit,) = shared_core().verify_commits([(event, account.key.public)], STORE_ALL)
+    assert commit is not None
+    assert sum(change.converted is not None for change in commit.changes) == 1
+    problems = {change and change.problem for change in record_changes(commit, STORE_ALL)}
+    assert "omitted" in problems
+
+
+def planned_alike(batch: list[ReceivedMessage], rows: dict[str, Repo], keys: dict[str, KeyState]) -> None:
+    with_core = plan_batch(batch, rows, keys.get, CONTEXT, shared_core())
+    assert with_core == plan_batch(batch, rows, keys.get, CONTEXT)
+
+
+@settings(max_examples=scaled(100))
+@given(test_plan_batch.STEPS)
+def test_a_batch_is_planned_alike_with_and_without_the_core(steps: list[tuple[str, str]]) -> None:
+    batch, accounts = test_plan_batch.messages(steps)
+    keys = {account.did: account.key_state for account in accounts.values()}
+    planned_alike(batch, {}, keys)
+    planned_alike(batch, {account.did: account.row() for account in accounts.values()}, keys)
+    planned_alike(batch, {}, {did: state._replace(stale=True) for did, state in keys.items()})
+    planned_alike(batch, {}, dict(list(keys.items())[:1]))
+
+
+def test_the_published_commits_are_planned_alike_as_one_batch() -> None:
+    batch, rows = [], {}
+    for seq, frame in enumerate(test_published.commits(), start=1):
+        event = decode_frame(frame, DEFAULT_LIMITS)
+        assert isinstance(event, CommitEvent)
+        batch.append(ReceivedMessage(seq, frame, event))
+        rows.setdefault(event.did, test_published.row_before(event))
+    keys = {did: KeyState(key, final=True) for did, key in test_published.keys().items()}
+    context = test_published.CONTEXT
+    planned = plan_batch(batch, rows, keys.get, context, shared_core())
+    assert planned == plan_batch(batch, rows, keys.get, context)
+    assert sum(len(write.changes) for write in planned.writes) > 50
+
+
+class CountingCore(NativeCore):
+    """Counts the commits that it is asked for."""
+
+    asked = 0
+
+    def verify_commits(
+        self, commits: Sequence[tuple[CommitEvent, PublicKey]], policy: Policy
+    ) -> list[VerifiedCommit | None]:
+        self.asked += len(commits)
+        return super().verify_commits(commits, policy)
+
+
+@pytest.fixture
+def counting_core() -> CountingCore:
+    native_core()
+    import atproto_indexer_native as module  # noqa: PLC0415
+
+    return CountingCore(module, 1)
+
+
+def test_commits_that_cheaper_checks_decide_are_not_verified_ahead(counting_core: CountingCore) -> None:
+    account = SigningAccount()
+    message = received_message("commit", account.commit_post("a"))
+    after, did = account.row(), account.did
+    before = replace_head(after, rev="2222222222222")
+    known = {did: account.key_state}
+    for rows, keys, context in (
+        ({did: after}, known, CONTEXT),
+        ({did: before}, {}, CONTEXT),
+        ({did: before}, {did: KeyState(None)}, CONTEXT),
+        ({did: before}, {did: account.key_state._replace(doubtful=True)}, CONTEXT),
+        ({did: before._replace(active=False)}, known, CONTEXT),
+        ({did: before._replace(tracked=False)}, known, CONTEXT),
+        ({}, known, replace(CONTEXT, refused=frozenset({did}))),
+        ({did: before}, known, replace(CONTEXT, host="pds.test")),
+        ({did: before}, known, replace(CONTEXT, now=0.0)),
+    ):
+        plan_batch([message], rows, keys.get, context, counting_core)
+    assert counting_core.asked == 0
+    plan_batch([message], {did: before}, known.get, CONTEXT, counting_core)
+    plan_batch([message], {}, known.get, CONTEXT, counting_core)
+    assert counting_core.asked == 2
+
+
+def replace_head(row: Repo, rev: str) -> Repo:
+    assert row.head is not None
+    return row._replace(head=row.head._replace(rev=rev))
+
+
+def test_a_prepared_result_of_another_key_is_not_used() -> None:
+    """The key changes between preparing and planning, because a lookup ended meanwhile."""
+    account, other = SigningAccount(), SigningAccount("bob")
+    message = received_message("commit", account.first_commit())
+    answers = [account.key_state, other.key_state._replace(final=True)]
+    plan = plan_batch([message], {}, lambda _: answers.pop(0), CONTEXT, shared_core())
+    assert answers == []
+    assert [settled.why for settled in plan.settled] == [Rejection.SIGNATURE_INVALID]
+
+
+def test_the_choice_python_loads_no_core() -> None:
+    assert load_core("python", 2) is None
+
+
+def test_the_choice_native_loads_the_core() -> None:
+    core = native_core(3)
+    assert core.threads == 3
+    assert core.version
+
+
+def test_a_missing_core_is_an_error_only_if_it_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "atproto_indexer_native", None)
+    assert load_core("auto", 2) is None
+    with pytest.raises(SettingsError, match="not installed"):
+        load_core("native", 2)
+
+
+def test_a_core_of_another_interface_is_an_error_only_if_it_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = SimpleNamespace(INTERFACE=INTERFACE + 1, __version__="9.9.9")
+    monkeypatch.setitem(__import__("sys").modules, "atproto_indexer_native", other)
+    assert load_core("auto", 2) is None
+    with pytest.raises(SettingsError, match=f"9.9.9 has interface {INTERFACE + 1}"):
+        load_core("native", 2)
