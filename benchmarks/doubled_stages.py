@@ -17,11 +17,11 @@ from indexer.atproto.crypto import PublicKey
 from indexer.pds import PdsClient, Spool
 from indexer.pds.export_download import ExportDownload
 from indexer.relay.subscription import Subscription
-from indexer.service.resync import attempt
-from indexer.store import Store, resync_transaction
+from indexer.store import Store, new_repos, resync_transaction
 from indexer.store import store as store_module
 from indexer.store.columns import Connection
 from indexer.sync import record_change
+from indexer.sync.export import ExportReader
 from indexer.sync.repo_state import Repo
 from indexer.sync.verify import Snapshot
 
@@ -106,8 +106,8 @@ class _DownloadTwice:
         self._second = second
 
     @property
-    def spool(self) -> Spool:
-        return self._download.spool
+    def reader(self) -> ExportReader:
+        return self._download.reader
 
     @property
     def server(self) -> str | None:
@@ -172,7 +172,7 @@ WRITING: dict[tuple[str, ...], Doubling] = {("client", "database"): _load_and_wr
 
 RESYNCING: dict[tuple[str, ...], Doubling] = {
     ("fetch",): _fetch_twice,
-    ("verify",): _call_twice((attempt, "verify_snapshot")),
+    ("verify",): _call_twice((Spool, "verify")),
     ("diff",): _compare_twice,
-    ("apply", "database"): _write_twice((resync_transaction, "create_records"), (resync_transaction, "log_changes")),
+    ("apply", "database"): _write_twice((new_repos, "copy_chunks"), (resync_transaction, "copy_chunks")),
 }

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from time import monotonic
 
-from indexer.pds.spool import Spool
+from indexer.sync.export import ExportReader
 
 _MIN_SECONDS = 0.001
 
@@ -15,15 +15,15 @@ class ExportDownload:
     `PdsClient.open_export` opens and closes it.
 
     Attributes:
-        spool: Every block received so far, hashed. Nothing in it is proven yet.
+        reader: Every block received so far, hashed. Nothing in it is proven yet.
         server: The network address that sends the export; None if it is unknown.
         received: Bytes received so far.
     """
 
     def __init__(
-        self, spool: Spool, chunks: AsyncIterator[bytes], connection: AsyncExitStack, server: str | None = None
+        self, reader: ExportReader, chunks: AsyncIterator[bytes], connection: AsyncExitStack, server: str | None = None
     ) -> None:
-        self.spool = spool
+        self.reader = reader
         self.server = server
         self.received = 0
         self._opened_at = monotonic()
@@ -53,10 +53,10 @@ class ExportDownload:
         """
         async for chunk in self._chunks:
             self.received += len(chunk)
-            self.spool.write(chunk)
+            self.reader.write(chunk)
             if max_bytes is not None and self.received > max_bytes:
                 return False
         self._completed_at = monotonic()
-        self.spool.finish()
+        self.reader.finish()
         await self._connection.aclose()
         return True

@@ -1,7 +1,7 @@
 """Fetch exports and latest commits from a PDS, or from a relay that redirects to it (docs/protocol.md#exports)."""
 
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, closing
 from http import HTTPStatus
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from indexer.pds.export_download import ExportDownload
 from indexer.pds.spool import Spool
 from indexer.pds.xrpc import query, xrpc_error, xrpc_url
 from indexer.reasons import FetchFailure
+from indexer.sync.export import ExportReader
 
 LARGE_BYTES = 32 * 1024 * 1024
 """Size above which an export is large. About one repo in a thousand is."""
@@ -22,6 +23,9 @@ CAR_TYPE = "application/vnd.ipld.car"
 _CAR_TYPES = frozenset({CAR_TYPE, "application/octet-stream", ""})  # proxies send the other two
 _QUERY_TIMEOUT = 20.0
 _QUERY_BYTES = 65_536
+
+ReaderFactory = Callable[[Path, Limits], ExportReader]
+"""Returns a reader that may write a file in a directory. It raises `UnavailableError` (SPOOL_FULL)."""
 
 
 class PdsClient:
@@ -36,19 +40,22 @@ class PdsClient:
         outbound: OutboundClient,
         limits: Limits,
         spool_directory: Path,
+        reader: ReaderFactory = Spool,
         *,
         export_timeout: float = 600.0,
         export_min_rate: float = 1_024.0,
     ) -> None:
         """Write exports to files in `spool_directory`, which is created if it is missing.
 
-        An export must arrive within `export_timeout` seconds, at `export_min_rate` bytes per second or more.
+        An export must arrive within `export_timeout` seconds, at `export_min_rate` bytes per second or more. `reader`
+        makes the reader of each export of `open_export`.
         """
         self._outbound = outbound
         self._limits = limits
         self._spool_directory = spool_directory
         self._export_timeout = export_timeout
         self._export_min_rate = export_min_rate
+        self._reader = reader
         spool_directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     @asynccontextmanager
@@ -61,9 +68,10 @@ class PdsClient:
             UpstreamError: As `ExportDownload.fetch` raises it.
             UnavailableError: As `open_export` and `ExportDownload.fetch` raise it.
         """
-        async with self.open_export(did, host) as download:
-            await download.fetch()
-            yield download.spool
+        with Spool(self._spool_directory, self._limits) as spool:
+            async with self._request_export(did, host, spool) as download:
+                await download.fetch()
+                yield spool
 
     @asynccontextmanager
     async def open_export(self, did: str, host: str) -> AsyncIterator[ExportDownload]:
@@ -72,24 +80,29 @@ class PdsClient:
         Raises:
             UnavailableError: The request failed, or the spool directory cannot be used (SPOOL_FULL).
         """
-        with Spool(self._spool_directory, self._limits) as spool:
-            async with AsyncExitStack() as connection:
-                stream = await connection.enter_async_context(
-                    self._outbound.stream(
-                        xrpc_url(host, "com.atproto.sync.getRepo", {"did": did}),
-                        max_bytes=self._limits.repo_bytes,
-                        timeout=self._export_timeout,
-                        min_rate=self._export_min_rate,
-                        accept=CAR_TYPE,
-                    )
+        with closing(self._reader(self._spool_directory, self._limits)) as reader:
+            async with self._request_export(did, host, reader) as download:
+                yield download
+
+    @asynccontextmanager
+    async def _request_export(self, did: str, host: str, reader: ExportReader) -> AsyncIterator[ExportDownload]:
+        async with AsyncExitStack() as connection:
+            stream = await connection.enter_async_context(
+                self._outbound.stream(
+                    xrpc_url(host, "com.atproto.sync.getRepo", {"did": did}),
+                    max_bytes=self._limits.repo_bytes,
+                    timeout=self._export_timeout,
+                    min_rate=self._export_min_rate,
+                    accept=CAR_TYPE,
                 )
-                if stream.status != HTTPStatus.OK:
-                    raise xrpc_error(stream.status, await stream.read())
-                media_type = stream.headers.get("content-type", "").partition(";")[0].strip().lower()
-                if media_type not in _CAR_TYPES:
-                    raise UnavailableError(FetchFailure.BAD_ANSWER, f"media type {media_type[:80]!r} for an export")
-                chunks = await connection.enter_async_context(aclosing(stream.chunks()))
-                yield ExportDownload(spool, chunks, connection, stream.server)
+            )
+            if stream.status != HTTPStatus.OK:
+                raise xrpc_error(stream.status, await stream.read())
+            media_type = stream.headers.get("content-type", "").partition(";")[0].strip().lower()
+            if media_type not in _CAR_TYPES:
+                raise UnavailableError(FetchFailure.BAD_ANSWER, f"media type {media_type[:80]!r} for an export")
+            chunks = await connection.enter_async_context(aclosing(stream.chunks()))
+            yield ExportDownload(reader, chunks, connection, stream.server)
 
     async def fetch_record_proof(self, did: str, path: str, host: str) -> bytes:
         """Return a CAR with a record and its proof (`getRecord` of `com.atproto.sync`). Nothing has been verified.

@@ -1,7 +1,7 @@
 """An export on disk: blocks by CID, with memory use that hardly depends on the size of the repo.
 
-The file holds each block once, after its length (4 bytes, little-endian) and its CID. The most recent blocks stay in a
-buffer; a small export fits into the buffer as a whole. The file has no name, so the system deletes it when it is closed
+The most recent blocks are in memory; those of a small export all are. The others are in a file, each of them once,
+after its length (4 bytes, little-endian) and its CID. The file has no name, so the system deletes it when it is closed
 or the process ends. The index holds 12 bytes per slot: a part of a hash, and an offset in the file, where the whole CID
 is compared. The file is not mapped into memory, because its pages would count as memory of this process. It is read in
 pages, and a few of them are cached: each read releases the GIL, and blocks that are read together are usually close to
@@ -10,7 +10,7 @@ each other.
 
 import os
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from io import FileIO
@@ -21,9 +21,12 @@ from typing import Literal, Self
 
 from indexer.atproto.car import CarReader
 from indexer.atproto.cid import CID_BYTES
+from indexer.atproto.crypto import PublicKey
 from indexer.atproto.limits import Limits
 from indexer.errors import UnavailableError, UpstreamError
 from indexer.reasons import FetchFailure
+from indexer.sync.new_records import SnapshotExport
+from indexer.sync.verify import verify_snapshot
 
 _LENGTH_BYTES = 4
 _HEAD_BYTES = _LENGTH_BYTES + CID_BYTES
@@ -37,7 +40,7 @@ class SpoolSizes:
     """Sizes of the buffers of a spool. Only tests need other ones.
 
     Attributes:
-        buffer_bytes: Write the buffer to the file when it has this size.
+        buffer_bytes: Write the blocks in memory to the file when they have this size.
         page_bytes: Read the file in pages of this size.
         hash_mask: The bits of a hash that the index uses: 8 for the table, 32 within it.
     """
@@ -57,38 +60,27 @@ class Spool:
     """
 
     def __init__(self, directory: Path, limits: Limits, sizes: SpoolSizes = DEFAULT_SIZES) -> None:
-        """Create the file.
-
-        Raises:
-            UnavailableError: SPOOL_FULL if the file cannot be created in `directory`.
-        """
-        try:
-            self._file = TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115 - `close` closes it
-        except OSError as error:
-            raise UnavailableError(FetchFailure.SPOOL_FULL, str(error)) from error
+        self._directory = directory
         self._reader = CarReader(limits)
-        self._index = _Index(sizes.hash_mask)
-        self._buffer = bytearray()
-        self._buffer_bytes = sizes.buffer_bytes
-        self._file_size = 0
-        self._page_bytes = sizes.page_bytes
-        self._page = lru_cache(_CACHED_PAGES)(partial(_read_page, self._file, sizes.page_bytes))
+        self._recent: dict[bytes, bytes] = {}
+        self._recent_bytes = 0
+        self._sizes = sizes
+        self._file: _SpoolFile | None = None  # most exports are small and need none
 
     def write(self, chunk: bytes) -> None:
         """Add the next bytes of the CAR file, and hash each block that they complete.
 
         Raises:
             UpstreamError: The file breaks a rule of the CAR format.
-            UnavailableError: The disk is full.
+            UnavailableError: SPOOL_FULL if the file cannot be created, or the disk is full.
         """
+        recent, file = self._recent, self._file
         for cid, block, _ in self._reader.feed(chunk):
-            if self._contains(cid):
+            if cid in recent or (file is not None and file.contains(cid)):
                 continue
-            self._buffer += len(block).to_bytes(_LENGTH_BYTES, "little")
-            self._index.add(cid, self._file_size + len(self._buffer))
-            self._buffer += cid
-            self._buffer += block
-        if len(self._buffer) >= self._buffer_bytes:
+            recent[cid] = block
+            self._recent_bytes += _HEAD_BYTES + len(block)
+        if self._recent_bytes >= self._sizes.buffer_bytes:
             self._flush()
 
     def finish(self) -> None:
@@ -110,10 +102,103 @@ class Spool:
     @property
     def size(self) -> int:
         """The size of all blocks with their lengths and CIDs, in bytes."""
-        return self._file_size + len(self._buffer)
+        return self._recent_bytes + (self._file.size if self._file is not None else 0)
 
     def block(self, cid: bytes) -> bytes | None:
         """Return the bytes of a block; None if the export does not contain it."""
+        block = self._recent.get(cid)
+        return self._file.block(cid) if block is None and self._file is not None else block
+
+    def verify(self, did: str, key: PublicKey, limits: Limits) -> SnapshotExport:
+        """Verify the whole export.
+
+        Raises:
+            UpstreamError: The export breaks a rule (docs/protocol.md#exports).
+            MissingNodeError: The export lacks a tree node.
+        """
+        return SnapshotExport(verify_snapshot(did, self.root, self.block, key, limits))
+
+    def close(self) -> None:
+        """Delete the file and forget the blocks."""
+        self._recent.clear()
+        if self._file is not None:
+            self._file.close()
+
+    def __len__(self) -> int:
+        """Return the number of different blocks."""
+        return len(self._recent) + (self._file.count if self._file is not None else 0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _flush(self) -> None:
+        try:
+            if self._file is None:
+                self._file = _SpoolFile(self._directory, self._sizes)
+            self._file.append(self._recent)
+        except OSError as error:
+            raise UnavailableError(FetchFailure.SPOOL_FULL, str(error)) from error
+        self._recent.clear()
+        self._recent_bytes = 0
+
+
+class _SpoolFile:
+    """Blocks in a file without a name.
+
+    Attributes:
+        size: The bytes of the file.
+    """
+
+    def __init__(self, directory: Path, sizes: SpoolSizes) -> None:
+        """Create the file.
+
+        Raises:
+            OSError: It cannot be created in `directory`.
+        """
+        self.size = 0
+        self._file = TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115 - `close` closes it
+        self._index = _Index(sizes.hash_mask)
+        self._page_bytes = sizes.page_bytes
+        self._page = lru_cache(_CACHED_PAGES)(partial(_read_page, self._file, sizes.page_bytes))
+
+    @property
+    def count(self) -> int:
+        """The number of blocks."""
+        return self._index.count
+
+    def append(self, blocks: Mapping[bytes, bytes]) -> None:
+        """Write blocks that the file does not contain, at its end.
+
+        Raises:
+            OSError: The disk is full.
+        """
+        buffer = bytearray()
+        for cid, block in blocks.items():
+            buffer += len(block).to_bytes(_LENGTH_BYTES, "little")
+            self._index.add(cid, self.size + len(buffer))
+            buffer += cid
+            buffer += block
+        with memoryview(buffer) as view:
+            written = 0
+            while written < len(view):
+                written += self._file.write(view[written:])
+        self.size += written
+        self._page.cache_clear()  # the last page was incomplete
+
+    def contains(self, cid: bytes) -> bool:
+        """Return True if the file contains the block."""
+        for offset in self._index.candidates(cid):  # noqa: SIM110 - `any` needs a generator for each block
+            if self._read(offset, CID_BYTES) == cid:
+                return True
+        return False
+
+    def block(self, cid: bytes) -> bytes | None:
+        """Return the bytes of a block; None if the file does not contain it."""
         for offset in self._index.candidates(cid):
             head = self._read(offset - _LENGTH_BYTES, _HEAD_BYTES)
             if head[_LENGTH_BYTES:] == cid:
@@ -124,46 +209,12 @@ class Spool:
         """Delete the file."""
         self._file.close()
 
-    def __len__(self) -> int:
-        """Return the number of different blocks."""
-        return self._index.count
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _contains(self, cid: bytes) -> bool:
-        for offset in self._index.candidates(cid):  # noqa: SIM110 - `any` needs a generator for each block
-            if self._read(offset, CID_BYTES) == cid:
-                return True
-        return False
-
     def _read(self, offset: int, size: int) -> bytes:
-        """Read from the buffer or from the file. No block is partly in both."""
-        start = offset - self._file_size
-        if start >= 0:
-            return bytes(self._buffer[start : start + size])
         number, start = divmod(offset, self._page_bytes)
         stop = start + size
         if stop <= self._page_bytes:
             return self._page(number)[start:stop]
         return b"".join(map(self._page, range(number, number + -(-stop // self._page_bytes))))[start:stop]
-
-    def _flush(self) -> None:
-        try:
-            with memoryview(self._buffer) as buffer:
-                written = 0
-                while written < len(buffer):
-                    written += self._file.write(buffer[written:])
-        except OSError as error:
-            raise UnavailableError(FetchFailure.SPOOL_FULL, str(error)) from error
-        self._file_size += written
-        self._buffer.clear()
-        self._page.cache_clear()  # the last page was incomplete
 
 
 def _read_page(file: FileIO, page_bytes: int, number: int) -> bytes:

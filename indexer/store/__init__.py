@@ -13,6 +13,8 @@ from indexer.store.lexicon_rows import AddedLexicon, AddedState, StoredLexicon, 
 from indexer.store.link_backfill import FIRST_PATH, LinkState, RecordPath
 from indexer.store.link_progress import LinkProgress, LinkProgressState
 from indexer.store.link_rows import RecountPosition
+from indexer.store.new_records import NewRepoRecords, RecordsExistError
+from indexer.store.new_repos import NewReposTransaction
 from indexer.store.report_queries import Counts
 from indexer.store.resync_transaction import ResyncTransaction
 from indexer.store.scope_changes import NarrowedPage
@@ -41,8 +43,11 @@ __all__ = [
     "LinkProgressState",
     "LinkState",
     "NarrowedPage",
+    "NewRepoRecords",
+    "NewReposTransaction",
     "RecordPath",
     "RecordRow",
+    "RecordsExistError",
     "RecountPosition",
     "RejectionSummary",
     "ResyncTransaction",

@@ -285,19 +285,6 @@ def _record_row(did: str, new: RecordChange) -> tuple[Any, ...]:
     return (did, new.collection, new.rkey, bucket_of(did), new.cid, new.rev, new.value, new.problem, new.original)
 
 
-async def create_records(connection: Connection, did: str, creates: Sequence[RecordChange]) -> None:
-    """Insert new records with COPY, which takes a third of the time of `write_records`.
-
-    Raises:
-        UniqueViolationError: One of the records exists already; nothing is written.
-    """
-    if not creates:
-        return
-    rows = [_record_row(did, change) for change in creates]
-    async with connection.transaction():
-        await connection.copy_records_to_table("record", schema_name="indexer", columns=_RECORD_COLUMNS, records=rows)
-
-
 async def _write_buffered_events(connection: Connection, writes: Iterable[RepoWrite]) -> None:
     """Empty the buffers of repos that are not in progress, and append to the buffers of those that are."""
     # A repo with lease 0 was never claimed, so its buffer is empty.

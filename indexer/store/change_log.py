@@ -17,15 +17,18 @@ a number shows all smaller ones. A consumer therefore needs one number to store 
 docs/decisions/0005-number-changes-at-commit.md.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from indexer.store.columns import Connection
 from indexer.sync.changes import ChangeLogEntry
 from indexer.sync.shard import bucket_of
 
-_COLUMNS = (
+COLUMNS = (
     "segment", "batch", "ordinal", "bucket", "live", "action", "did", "collection", "rkey", "rev", "cid",
 )  # fmt: skip
+
+"""The columns of the table `change`, as COPY writes them."""
 
 _INSERT_BATCH = """
     insert into indexer.change_batch (segment, size) select current_segment, $1 from indexer.change_log
@@ -37,9 +40,20 @@ async def log_changes(connection: Connection, changes: Sequence[ChangeLogEntry])
     """Append changes to the log, in this order, within the open transaction."""
     if not changes:
         return
-    [(segment, batch)] = await connection.fetch(_INSERT_BATCH, len(changes))
-    rows = [
+    segment, batch = await begin_batch(connection, len(changes))
+    rows = log_rows(segment, batch, 0, changes)
+    await connection.copy_records_to_table("change", schema_name="indexer", columns=COLUMNS, records=rows)
+
+
+async def begin_batch(connection: Connection, size: int) -> tuple[int, int]:
+    """Insert a batch of `size` changes; return its segment and its ID. Its changes must follow in the transaction."""
+    [(segment, batch)] = await connection.fetch(_INSERT_BATCH, size)
+    return segment, batch
+
+
+def log_rows(segment: int, batch: int, first_ordinal: int, changes: Iterable[ChangeLogEntry]) -> list[tuple[Any, ...]]:
+    """Return the rows of changes, in the order of `COLUMNS`."""
+    return [
         (segment, batch, ordinal, bucket_of(c.did), c.live, c.action, c.did, c.collection, c.rkey, c.rev, c.cid)
-        for ordinal, c in enumerate(changes)
+        for ordinal, c in enumerate(changes, first_ordinal)
     ]
-    await connection.copy_records_to_table("change", schema_name="indexer", columns=_COLUMNS, records=rows)

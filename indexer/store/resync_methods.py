@@ -1,14 +1,20 @@
 """The methods of the store for resyncs: the queue, and the transaction of one resync."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from time import time
+from typing import TypeVar
 
 from indexer.store import resync_queue
+from indexer.store.columns import Connection
 from indexer.store.connections import Connections
 from indexer.store.database_errors import database_errors, refused_writes
+from indexer.store.new_repos import NewReposTransaction
 from indexer.store.resync_transaction import ResyncTransaction
 from indexer.sync.repo_state import Repo
+
+T = TypeVar("T", ResyncTransaction, NewReposTransaction)
 
 
 class ResyncMethods(Connections):
@@ -74,16 +80,31 @@ class ResyncMethods(Connections):
         Raises:
             RefusedWriteError: The database cannot store the values of the resync.
         """
+        begin = partial(ResyncTransaction, claimed=claimed, scope_version=scope_version)
+        async with self._committed_if_finished(begin) as transaction:
+            yield transaction
+
+    @asynccontextmanager
+    async def write_new_repos(self, scope_version: int) -> AsyncIterator[NewReposTransaction]:
+        """Begin the transaction of several resyncs, which are planned with this version of the scope.
+
+        It ends as that of `resync`, and raises the same.
+        """
+        async with self._committed_if_finished(partial(NewReposTransaction, scope_version=scope_version)) as new_repos:
+            yield new_repos
+
+    @asynccontextmanager
+    async def _committed_if_finished(self, begin: Callable[[Connection], T]) -> AsyncIterator[T]:
         with self._count_failures():
             async with self._resync_connections, self._acquired() as connection:
                 transaction = connection.transaction()
                 with database_errors():
                     await transaction.start()
-                resync = ResyncTransaction(connection, claimed, scope_version)
+                writes = begin(connection)
                 commit = False
                 try:
-                    yield resync
-                    commit = resync.finished
+                    yield writes
+                    commit = writes.finished
                 finally:
                     with refused_writes(), database_errors():
                         await (transaction.commit() if commit else transaction.rollback())

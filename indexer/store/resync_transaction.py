@@ -10,19 +10,23 @@ from asyncpg import UniqueViolationError
 from indexer.atproto.record import Problem
 from indexer.errors import BrokenInvariantError
 from indexer.store import scope_row
-from indexer.store.apply_batch import apply, create_records, write_records
+from indexer.store.apply_batch import apply, write_records
 from indexer.store.change_log import log_changes
 from indexer.store.columns import Connection, repo_columns, repo_of
 from indexer.store.consistent_read import in_chunks
 from indexer.store.database_errors import database_errors, refused_writes
 from indexer.store.link_rows import keeps_links, replace_links, request_recounts
+from indexer.store.new_records import NewRepoRecords, copy_chunks, create_records
 from indexer.sync.changes import RecordKey, effective_changes, record_entries
+from indexer.sync.export import RecordChunk
 from indexer.sync.plans import Action, Batch, BufferedEvent, RecordChange
 from indexer.sync.repo_state import Repo, SyncStatus
 from indexer.sync.shard import bucket_of
 
 CHUNK_SIZE = 5_000
 """Stored records in memory at a time."""
+
+_STORES_RECORDS = "select exists (select from indexer.record where did = $1 and bucket = $2)"
 
 _HOLDS = f"""
     select exists (
@@ -72,6 +76,26 @@ class ResyncTransaction:
         self._last_buffered = 0
         self._links: bool | None = None
         self.finished = False
+
+    async def stores_records(self) -> bool:
+        """Return True if a record of the repo is stored.
+
+        While the claim holds, only this transaction adds records. So if there are none, there is nothing to compare.
+        """
+        with database_errors():
+            stores: bool = await self.connection.fetchval(_STORES_RECORDS, *self._key)
+        return stores
+
+    async def create(self, chunk: RecordChunk) -> None:
+        """Write records of a repo of which nothing else is stored, without a comparison.
+
+        Raises:
+            RecordsExistError: One of them is stored. The claim has been lost, and the transaction has failed.
+        """
+        with refused_writes(), database_errors():
+            await copy_chunks(self.connection, [NewRepoRecords(self._claimed.did, chunk)])
+            if await self._keeps_links():
+                await self._write_links(chunk.changes(), frozenset())
 
     async def stored(self) -> AsyncIterator[list[tuple[bytes, bytes]]]:
         """Yield the stored records as (path, CID) in path order, in chunks; one chunk is in memory at a time.

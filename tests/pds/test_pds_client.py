@@ -12,7 +12,7 @@ from indexer.localnet.local_account import LocalAccount
 from indexer.localnet.local_network import LocalNetwork
 from indexer.localnet.local_repo import Write
 from indexer.outbound import OutboundClient, OutboundSettings, RateLimits
-from indexer.pds import PdsClient
+from indexer.pds import PdsClient, Spool
 from indexer.reasons import FetchFailure, Rejection
 from indexer.sync.verify import verify_record, verify_snapshot
 
@@ -123,7 +123,7 @@ async def test_download_stops_at_the_first_byte_above_the_limit(
     async with pds.open_export(account.did, account.pds.url) as download:
         assert await download.fetch(size - smaller) == complete
         assert complete or await download.fetch()
-        assert download.spool.block(account.repo.head.cid)
+        assert download.complete
 
 
 async def test_download_that_is_not_continued_leaves_no_file(
@@ -149,7 +149,7 @@ async def test_slow_export(
 ) -> None:
     """Send the export in about three seconds."""
     account.pds.faults.append(Fault(GET_REPO, rate=sum(map(len, account.repo.export())) // 3))
-    pds = PdsClient(outbound, DEFAULT_LIMITS, tmp_path / "spool", **limits)
+    pds = PdsClient(outbound, DEFAULT_LIMITS, tmp_path / "spool", Spool, **limits)
     if detail is None:
         async with pds.fetch_export(account.did, account.pds.url) as spool:
             assert spool.block(account.repo.head.cid)

@@ -153,9 +153,16 @@ def test_full_disk_is_a_failure_that_does_not_count_as_attempt(tmp_path: Path, m
 
 
 def test_directory_that_does_not_exist_is_spool_full(tmp_path: Path) -> None:
-    with pytest.raises(UnavailableError) as failure:
-        Spool(tmp_path / "missing", DEFAULT_LIMITS)
+    export = car([os.urandom(1_000_000) for _ in range(2)])
+    with Spool(tmp_path / "missing", DEFAULT_LIMITS) as spool, pytest.raises(UnavailableError) as failure:
+        write_all(spool, export)
     assert failure.value.reason is FetchFailure.SPOOL_FULL
+
+
+def test_small_export_needs_no_file(tmp_path: Path) -> None:
+    with Spool(tmp_path / "missing", DEFAULT_LIMITS) as spool:
+        write_all(spool, car([b"small"]))
+        assert spool.block(cid_of(b"small")) == b"small"
 
 
 def test_file_has_no_name_and_is_deleted_on_close(tmp_path: Path) -> None:

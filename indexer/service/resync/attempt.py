@@ -2,6 +2,9 @@
 
 Nothing changes before the whole export is verified. Then one transaction writes the differences, the effects of the
 events that were buffered meanwhile, and the new row of the repo. Consumers see the old state until it commits.
+
+The records of a repo of which nothing is stored are not compared. If it is small as well, it shares the transaction
+with others (`new_repos.NewRepoWriter`).
 """
 
 import asyncio
@@ -9,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from time import time
 from typing import Protocol
@@ -16,30 +20,29 @@ from typing import Protocol
 import structlog
 
 from indexer.atproto.record import Problem
-from indexer.atproto.syntax import CollectionFilter
 from indexer.errors import BrokenInvariantError, UnavailableError, UpstreamError
 from indexer.identity import CachedIdentity, IdentityCache
 from indexer.monitoring.conditions import EQUIVOCATIONS, VALUES_MISSING, Conditions
 from indexer.monitoring.metrics import Metrics
-from indexer.pds import LARGE_BYTES, ExportDownload, PdsClient, Spool
+from indexer.pds import LARGE_BYTES, ExportDownload, PdsClient
 from indexer.reasons import Desync, FetchFailure, Rejection
 from indexer.service.resync.admission import Postponed
 from indexer.service.resync.lease import ClaimLostError
+from indexer.service.resync.new_repos import NewRepo, NewRepoWriter
 from indexer.service.resync.phase import Phase
-from indexer.store import DatabaseError, ResyncTransaction, Store
+from indexer.store import DatabaseError, RecordsExistError, ResyncTransaction, Store
+from indexer.sync.export import CHUNK_BYTES, CHUNK_RECORDS, ExportReader, NewRecords, RecordChunk, VerifiedExport
 from indexer.sync.plan_resync import Completion
 from indexer.sync.plans import Action, Batch, RecordChange
 from indexer.sync.policy import KeyState, PlanContext, Policy, is_future
 from indexer.sync.record_change import RecordConverter
-from indexer.sync.repo_state import Repo, SyncStatus
+from indexer.sync.repo_state import Head, Repo, SyncStatus
 from indexer.sync.repo_transitions import needs_export
 from indexer.sync.snapshot_diff import Difference, SnapshotDiff, without_value
-from indexer.sync.verify import Snapshot, VerifiedChange, verify_snapshot
+from indexer.sync.verify import VerifiedChange
 
-CHUNK = 2_000
-"""Differences between the stored records and the export in memory at a time."""
-CHUNK_BYTES = 8 << 20
-"""Bytes of record changes after which a chunk takes no further difference."""
+SMALL_BYTES = 1 << 20
+"""Size up to which the export of a repo of which nothing is stored shares a transaction with others."""
 LOCKED_BYTES = 256 << 10
 """Frames of buffered events, in bytes, that are planned and written while the row of the repo is locked. One batch of
 the live path may add more just before the lock."""
@@ -96,6 +99,7 @@ class ResyncAttempts:
         # not wait for them.
         self._thread = ThreadPoolExecutor(1, "resync")
         self._large_thread = ThreadPoolExecutor(1, "resync of a large repo")
+        self._new_repos = NewRepoWriter(store)
 
     async def attempt(self, claimed: Repo, identity: CachedIdentity, slots: ExportSlots) -> str | Postponed:
         """Resync one repo; return "synchronized", "unchanged", or the reason why the repo is still desynchronized.
@@ -149,10 +153,13 @@ class ResyncAttempts:
             if isinstance(fetched, Postponed):
                 return fetched
             slots.enter(Phase.VERIFY)
-            snapshot, identity = await self._verify(claimed, fetched, identity)
-            self._check_rev(claimed, snapshot, last=source is self._sources[-1])
+            export, identity = await self._verify(claimed, fetched, identity)
+            self._check_rev(claimed, export.head, last=source is self._sources[-1])
             slots.enter(Phase.WRITE)
-            return await self._complete(self._policy(), claimed, snapshot, identity, fetched.size)
+            policy = self._policy()
+            sized = _SizedExport(export, fetched.size)
+            written = await self._write_shared(policy, claimed, sized, identity)
+            return written or await self._complete(policy, claimed, sized, identity)
 
     async def _is_unchanged(self, claimed: Repo, identity: CachedIdentity, policy: Policy) -> bool:
         """Return True if the PDS reports the stored head as its latest commit, so that no export is needed."""
@@ -166,36 +173,38 @@ class ResyncAttempts:
             return False
         return latest == (claimed.head.commit, claimed.head.rev)
 
-    async def _verify(self, claimed: Repo, spool: Spool, identity: CachedIdentity) -> tuple[Snapshot, CachedIdentity]:
+    async def _verify(
+        self, claimed: Repo, reader: ExportReader, identity: CachedIdentity
+    ) -> tuple[VerifiedExport, CachedIdentity]:
         """Verify the export, with a newer key if the cached one does not verify its signature."""
         try:
-            return await self._verify_with(claimed, spool, identity), identity
+            return await self._verify_with(claimed, reader, identity), identity
         except UpstreamError as error:
             if error.reason is not Rejection.SIGNATURE_INVALID:
                 raise
         identity = await self._identities.lookup(claimed.did, refresh=True)
-        return await self._verify_with(claimed, spool, identity), identity
+        return await self._verify_with(claimed, reader, identity), identity
 
-    async def _verify_with(self, claimed: Repo, spool: Spool, identity: CachedIdentity) -> Snapshot:
+    async def _verify_with(self, claimed: Repo, reader: ExportReader, identity: CachedIdentity) -> VerifiedExport:
         if identity.key is None:
             raise UnavailableError(FetchFailure.IDENTITY_MISSING, identity.problem or "no key")
-        thread = self._large_thread if spool.size > LARGE_BYTES else self._thread
-        verify = partial(verify_snapshot, claimed.did, spool.root, spool.block, identity.key, self._policy().limits)
+        thread = self._large_thread if reader.size > LARGE_BYTES else self._thread
+        verify = partial(reader.verify, claimed.did, identity.key, self._policy().limits)
         with self._metrics.stage("verify-export"):
             return await asyncio.get_running_loop().run_in_executor(thread, verify)
 
-    def _check_rev(self, claimed: Repo, snapshot: Snapshot, *, last: bool) -> None:
+    def _check_rev(self, claimed: Repo, exported: Head, *, last: bool) -> None:
         """Reject a verified export because of its rev. Of two states with one rev, the last source's is accepted."""
-        rev = snapshot.head.rev
+        rev = exported.rev
         if is_future(rev, time(), self._policy().limits):
             raise UpstreamError(Rejection.FUTURE_REV, rev)
         if not last:
-            _reject_stale(snapshot, claimed.latest_verified_rev)
-            _reject_stale(snapshot, claimed.latest_unverified_rev)
+            _reject_stale(exported, claimed.latest_verified_rev)
+            _reject_stale(exported, claimed.latest_unverified_rev)
         if claimed.head is None:
             return
-        _reject_stale(snapshot, claimed.head.rev)
-        if rev == claimed.head.rev and snapshot.head.data != claimed.head.data:
+        _reject_stale(exported, claimed.head.rev)
+        if rev == claimed.head.rev and exported.data != claimed.head.data:
             if not last:
                 raise UnavailableError(FetchFailure.EXPORT_STALE, f"differs from the stored state at {rev}")
             log.debug("resync.equivocation", did=claimed.did, rev=rev)
@@ -203,33 +212,40 @@ class ResyncAttempts:
             self._conditions.report(EQUIVOCATIONS, message=message)
             self._metrics.desynchronized(Desync.EQUIVOCATION)
 
+    async def _write_shared(
+        self, policy: Policy, claimed: Repo, export: "_SizedExport", identity: CachedIdentity
+    ) -> str | None:
+        """Write a small repo of which nothing is stored together with others; None if it needs its own transaction."""
+        if claimed.head is not None or export.size > SMALL_BYTES:
+            return None
+        with self._metrics.stage("diff"):
+            convert = partial(_whole_chunk, export, policy)
+            whole, chunk = await asyncio.get_running_loop().run_in_executor(self._thread, convert)
+        if not whole or (chunk is not None and chunk.missing):
+            return None
+        with self._metrics.stage("apply-export"):
+            repo = NewRepo(claimed, export.export.head, KeyState(identity.key), policy, chunk)
+            batch = await self._new_repos.write(repo)
+        return None if batch is None else self._result(Counter(create=chunk.count if chunk else 0), Counter(), batch)
+
     async def _complete(
-        self,
-        policy: Policy,
-        claimed: Repo,
-        snapshot: Snapshot | None,
-        identity: CachedIdentity,
-        export_bytes: int = 0,
+        self, policy: Policy, claimed: Repo, export: "_SizedExport | None", identity: CachedIdentity
     ) -> str:
-        """Write the differences to `snapshot` (None: the stored head is current), drain the buffer, end the resync."""
-        head = snapshot.head if snapshot else claimed.head
+        """Write the differences to `export` (None: the stored head is current), drain the buffer, end the resync."""
+        head = export.export.head if export else claimed.head
         if head is None:
             raise BrokenInvariantError(f"{claimed.did}: no export, and no stored head")
         async with self._store.resync(claimed, policy.scope.version) as transaction:
             written = Counter[str]()
-            if snapshot is not None:
-                converter = RecordConverter(policy, snapshot.head.rev, export_bytes)
-                export = _Export(snapshot, converter, policy.scope.collections)
-                await self._write(claimed, transaction, export, written)
+            if export is not None:
+                missing = await self._write(policy, transaction, export, written)
+                self._accept_missing(claimed, missing)
             completion = Completion(claimed, head, KeyState(identity.key), PlanContext(policy, "", time()))
             drained = await self._drain(transaction, completion)
             batch = completion.end()
             await transaction.finish(batch)
-        self._count(written, drained, batch)
-        [write] = batch.writes
-        if write.repo.sync_status is not SyncStatus.SYNCHRONIZED and write.repo.sync_reason is not None:
-            return write.repo.sync_reason
-        return "synchronized" if snapshot else "unchanged"
+        result = self._result(written, drained, batch)
+        return "unchanged" if export is None and result == "synchronized" else result
 
     async def _drain(self, transaction: ResyncTransaction, completion: Completion) -> Counter[Action]:
         """Write the effects of the buffered events, and lock the row; return how many records they changed.
@@ -261,7 +277,8 @@ class ResyncAttempts:
                 drained += await transaction.write_drained(completion.changes)
         return drained
 
-    def _count(self, written: Counter[str], drained: Counter[Action], batch: Batch) -> None:
+    def _result(self, written: Counter[str], drained: Counter[Action], batch: Batch) -> str:
+        """Count what was written; return "synchronized", or the reason why the repo is still desynchronized."""
         [write] = batch.writes
         for action, count in written.items():
             self._metrics.record_changes(action, live=False, count=count)
@@ -270,22 +287,32 @@ class ResyncAttempts:
         self._metrics.lenient_commits(write.lenient_commits)
         for dead_letter in batch.dead_letters:
             self._metrics.rejected(dead_letter.reason)
-        if write.repo.sync_status is not SyncStatus.SYNCHRONIZED and write.repo.sync_reason is not None:
-            self._metrics.desynchronized(write.repo.sync_reason)
+        if write.repo.sync_status is SyncStatus.SYNCHRONIZED or write.repo.sync_reason is None:
+            return "synchronized"
+        self._metrics.desynchronized(write.repo.sync_reason)
+        return write.repo.sync_reason
 
     async def _write(
-        self, claimed: Repo, transaction: ResyncTransaction, export: "_Export", written: Counter[str]
-    ) -> None:
+        self, policy: Policy, transaction: ResyncTransaction, export: "_SizedExport", written: Counter[str]
+    ) -> int:
         """Write all differences, and count in `written` how many records were created, updated and deleted.
 
-        An export without the blocks of some records fails the first time, since it may have been cut off after its last
-        tree node. The second time in a row, the records are stored without their values
-        (docs/protocol.md#exports).
+        Return how many records lack their block.
         """
-        diff, missing = SnapshotDiff(export.selected()), 0
+        if not await transaction.stores_records():
+            return await self._create_all(transaction, export.export.new_records(policy, export.size), written)
+        differences = _Differences(export, policy)
+        diff, missing = SnapshotDiff(differences.selected()), 0
         async for chunk in transaction.stored():
-            missing += await self._write_all(transaction, diff.compare(chunk), export, written)
-        missing += await self._write_all(transaction, diff.remaining(), export, written)
+            missing += await self._write_all(transaction, diff.compare(chunk), differences, written)
+        return missing + await self._write_all(transaction, diff.remaining(), differences, written)
+
+    def _accept_missing(self, claimed: Repo, missing: int) -> None:
+        """Decide about an export without the blocks of some records (docs/protocol.md#exports).
+
+        It fails the first time, since it may have been cut off after its last tree node. The second time in a row, the
+        records are stored without their values.
+        """
         if missing and not _lacked_records(claimed):
             raise UnavailableError(FetchFailure.EXPORT_LACKS_RECORDS, f"{missing} records")
         if missing:
@@ -293,11 +320,37 @@ class ResyncAttempts:
             message = f"{claimed.did} lacks the values of {missing} records; they are fetched again later"
             self._conditions.report(VALUES_MISSING, message=message)
 
+    async def _create_all(self, transaction: ResyncTransaction, records: NewRecords, written: Counter[str]) -> int:
+        """Write all records of a repo of which nothing is stored; return how many lack their block.
+
+        The next chunk is converted while one is written.
+        """
+        missing, chunk = 0, await self._next_chunk(records)
+        while chunk is not None:
+            following = asyncio.ensure_future(self._next_chunk(records))
+            try:
+                with self._metrics.stage("apply-export"):
+                    await transaction.create(chunk)
+                written["create"] += chunk.count
+                missing += chunk.missing
+                chunk = await following
+            except RecordsExistError as error:
+                raise ClaimLostError("its records were written by another worker") from error
+            finally:
+                following.cancel()
+            if chunk is not None:
+                await self._check_claim(transaction)
+        return missing
+
+    async def _next_chunk(self, records: NewRecords) -> RecordChunk | None:
+        with self._metrics.stage("diff"):
+            return await asyncio.get_running_loop().run_in_executor(self._thread, records.next_chunk)
+
     async def _write_all(
         self,
         transaction: ResyncTransaction,
         differences: Iterator[Difference],
-        export: "_Export",
+        export: "_Differences",
         written: Counter[str],
     ) -> int:
         """Write the differences in chunks; return how many records lack their block."""
@@ -320,24 +373,39 @@ class ResyncAttempts:
             raise ClaimLostError("claimed by another worker, or desynchronized again")
 
 
-class _Export:
-    """A verified export whose differences become record changes, one chunk at a time."""
+@dataclass(frozen=True, slots=True)
+class _SizedExport:
+    """A verified export and the bytes of its blocks."""
 
-    def __init__(self, snapshot: Snapshot, converter: RecordConverter, collections: CollectionFilter) -> None:
-        self.snapshot = snapshot
-        self._converter = converter
-        self._collections = collections
+    export: VerifiedExport
+    size: int
+
+
+def _whole_chunk(export: _SizedExport, policy: Policy) -> tuple[bool, RecordChunk | None]:
+    """Return True if all selected records of the export are one chunk, and this chunk; None if there are no records."""
+    records = export.export.new_records(policy, export.size)
+    chunk = records.next_chunk()
+    return chunk is None or records.next_chunk() is None, chunk
+
+
+class _Differences:
+    """Turns the differences between stored records and an export into record changes, one chunk at a time."""
+
+    def __init__(self, export: _SizedExport, policy: Policy) -> None:
+        self._export = export.export
+        self._converter = RecordConverter(policy, export.export.head.rev, export.size)
+        self._collections = policy.scope.collections
 
     def selected(self) -> Iterator[tuple[bytes, bytes]]:
         """Return the entries of the selected collections. The comparison deletes stored records of others."""
         if self._collections.matches_all:
-            return self.snapshot.records()
+            return self._export.records()
 
         @lru_cache(maxsize=256)  # the paths are in order: those of a collection follow each other
         def is_selected(collection: bytes) -> bool:
             return self._collections.matches(collection.decode(errors="replace"))
 
-        return (entry for entry in self.snapshot.records() if is_selected(entry[0].partition(b"/")[0]))
+        return (entry for entry in self._export.records() if is_selected(entry[0].partition(b"/")[0]))
 
     def next_changes(self, differences: Iterator[Difference]) -> tuple[bool, list[RecordChange]]:
         """Return True if `differences` is exhausted, and the changes for its next chunk."""
@@ -347,7 +415,7 @@ class _Export:
             change = self._change(difference)
             if change is not None:
                 changes.append(change)
-            if count == CHUNK or self._converter.bytes_converted >= end:
+            if count == CHUNK_RECORDS or self._converter.bytes_converted >= end:
                 return False, changes
         return True, changes
 
@@ -355,14 +423,14 @@ class _Export:
         path, old, new = difference
         if new is None:
             collection, _, rkey = path.decode().partition("/")
-            return RecordChange("delete", collection, rkey, self.snapshot.head.rev)
-        block = self.snapshot.block_of(new)
+            return RecordChange("delete", collection, rkey, self._export.head.rev)
+        block = self._export.block_of(new)
         if block is None and old == without_value(new):
             return None  # the stored record and the export both lack the value
         return self._converter.convert(VerifiedChange(path, old, new, block))
 
 
-async def _fetch(download: ExportDownload, slots: ExportSlots) -> Spool | Postponed:
+async def _fetch(download: ExportDownload, slots: ExportSlots) -> ExportReader | Postponed:
     """Fetch the whole export, or only its beginning if it is large and `slots` postpone the repo."""
     if postponed := slots.open_export(download):
         return postponed
@@ -370,13 +438,13 @@ async def _fetch(download: ExportDownload, slots: ExportSlots) -> Spool | Postpo
         if postponed := slots.enlarge():
             return postponed
         await download.fetch()
-    return download.spool
+    return download.reader
 
 
-def _reject_stale(snapshot: Snapshot, rev: str | None) -> None:
+def _reject_stale(exported: Head, rev: str | None) -> None:
     """Raise EXPORT_STALE for an export before `rev`. Another source may be newer than this mirror."""
-    if rev is not None and snapshot.head.rev < rev:
-        raise UnavailableError(FetchFailure.EXPORT_STALE, f"{snapshot.head.rev} < {rev}")
+    if rev is not None and exported.rev < rev:
+        raise UnavailableError(FetchFailure.EXPORT_STALE, f"{exported.rev} < {rev}")
 
 
 def _lacked_records(claimed: Repo) -> bool:

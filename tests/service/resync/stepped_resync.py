@@ -24,7 +24,8 @@ from indexer.reasons import FetchFailure
 from indexer.service.resync.attempt import ResyncAttempts
 from indexer.service.resync.lease import ClaimLostError
 from indexer.service.resync.phase import Phase
-from indexer.store import DatabaseError, ResyncTransaction, Store
+from indexer.store import DatabaseError, NewRepoRecords, NewReposTransaction, ResyncTransaction, Store
+from indexer.sync.export import RecordChunk
 from indexer.sync.plan_batch import ReceivedMessage
 from indexer.sync.plan_resync import plan_failure
 from indexer.sync.plans import Action, Batch, BufferedEvent, RecordChange
@@ -92,11 +93,47 @@ class SteppedStore:
             await self._step("commit")
         await self._step("committed")
 
+    @asynccontextmanager
+    async def write_new_repos(self, scope_version: int) -> AsyncIterator["SteppedNewRepos"]:
+        await self._step("begin")
+        async with self._store.write_new_repos(scope_version) as transaction:
+            yield SteppedNewRepos(transaction, self._step)
+            await self._step("commit")
+        await self._step("committed")
+
+
+class SteppedNewRepos:
+    def __init__(self, transaction: NewReposTransaction, step: Step) -> None:
+        self._transaction = transaction
+        self._step = step
+
+    async def eligible(self, claimed: Sequence[Repo]) -> dict[str, Repo]:
+        await self._step("read")
+        return await self._transaction.eligible(claimed)
+
+    async def create(self, parts: Sequence[NewRepoRecords]) -> None:
+        await self._step("create")
+        await self._transaction.create(parts)
+        await self._step("created")
+
+    async def finish(self, batch: Batch) -> bool:
+        await self._step("finish")
+        return await self._transaction.finish(batch)
+
 
 class SteppedTransaction:
     def __init__(self, transaction: ResyncTransaction, step: Step) -> None:
         self._transaction = transaction
         self._step = step
+
+    async def stores_records(self) -> bool:
+        await self._step("look for records")
+        return await self._transaction.stores_records()
+
+    async def create(self, chunk: RecordChunk) -> None:
+        await self._step("write")
+        await self._transaction.create(chunk)
+        await self._step("written")
 
     async def stored(self) -> AsyncIterator[list[tuple[bytes, bytes]]]:
         await self._step("read")

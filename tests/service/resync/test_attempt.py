@@ -205,7 +205,7 @@ async def test_worker_that_lost_its_claim_writes_nothing_more(
     database: str, store: Store, sql: asyncpg.Connection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise the worker that holds the claim would wait for the transaction."""
-    monkeypatch.setattr("indexer.service.resync.attempt.CHUNK", 1)
+    monkeypatch.setattr("indexer.sync.new_records.CHUNK_RECORDS", 1)
     world = RequestedAgain(database, store, sql, tmp_path, "ada")
     await world.begin()
     await resync(world)

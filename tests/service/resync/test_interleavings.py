@@ -28,7 +28,8 @@ NARROW = replace(STORE_ALL, limits=replace(STORE_ALL.limits, resync_buffer_event
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("indexer.store.resync_transaction.CHUNK_SIZE", 3)
-    monkeypatch.setattr("indexer.service.resync.attempt.CHUNK", 2)
+    monkeypatch.setattr("indexer.service.resync.attempt.CHUNK_RECORDS", 2)
+    monkeypatch.setattr("indexer.sync.new_records.CHUNK_RECORDS", 2)
     monkeypatch.setattr("indexer.service.resync.attempt.LOCKED_BYTES", 0)  # drain before the lock, too
 
 

@@ -1,0 +1,101 @@
+"""Insert records of which nothing is stored, with COPY: without a comparison, from rows or from ready-made bytes.
+
+COPY takes a third of the time of an upsert. A core that reads exports may return the rows of a chunk in the binary
+format of COPY. Otherwise, the database driver encodes them.
+"""
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, NamedTuple
+
+from asyncpg import UniqueViolationError
+
+from indexer.store.change_log import COLUMNS as CHANGE_COLUMNS
+from indexer.store.change_log import begin_batch, log_rows
+from indexer.store.columns import Connection
+from indexer.sync.changes import record_entries
+from indexer.sync.export import RecordChunk
+from indexer.sync.plans import RecordChange
+from indexer.sync.shard import bucket_of
+
+RECORD_COLUMNS = ("did", "collection", "rkey", "bucket", "cid", "rev", "value", "value_problem", "original")
+"""The columns of a new record, in the order of the rows of a `RecordChunk`."""
+
+# The signature, no flags, and no extension: the header of the binary format. A row count of -1 ends the rows.
+_HEADER = b"PGCOPY\n\xff\r\n\0" + bytes(8)
+_TRAILER = b"\xff\xff"
+
+
+class RecordsExistError(Exception):
+    """A record exists already. The transaction has failed."""
+
+
+class NewRepoRecords(NamedTuple):
+    """A chunk of new records of one repo."""
+
+    did: str
+    chunk: RecordChunk
+
+
+async def create_records(connection: Connection, did: str, creates: Sequence[RecordChange]) -> None:
+    """Insert new records in a savepoint.
+
+    Raises:
+        UniqueViolationError: One of the records exists already; nothing is written, and the transaction goes on.
+    """
+    if creates:
+        async with connection.transaction():
+            await _copy_rows(connection, "record", RECORD_COLUMNS, [_record_row(did, change) for change in creates])
+
+
+async def copy_chunks(connection: Connection, parts: Sequence[NewRepoRecords]) -> None:
+    """Insert new records and log them as one batch of changes. Run it in a transaction.
+
+    Raises:
+        RecordsExistError: One of the records exists already.
+    """
+    ready = [part for part in parts if part.chunk.record_rows is not None]
+    others = [part for part in parts if part.chunk.record_rows is None and part.chunk.count]
+    try:
+        if ready:
+            await _copy_ready(connection, "record", RECORD_COLUMNS, [part.chunk.record_rows or b"" for part in ready])
+        if others:
+            rows = [_record_row(did, change) for did, chunk in others for change in chunk.changes()]
+            await _copy_rows(connection, "record", RECORD_COLUMNS, rows)
+    except UniqueViolationError as error:
+        raise RecordsExistError(str(error)) from error
+    await _log_chunks(connection, ready, others)
+
+
+async def _log_chunks(
+    connection: Connection, ready: Sequence[NewRepoRecords], others: Sequence[NewRepoRecords]
+) -> None:
+    count = sum(part.chunk.count for part in (*ready, *others))
+    if not count:
+        return
+    segment, batch = await begin_batch(connection, count)
+    ordinal, ready_rows = 0, []
+    for part in ready:
+        ready_rows.append(part.chunk.change_rows(segment, batch, ordinal))
+        ordinal += part.chunk.count
+    if ready_rows:
+        await _copy_ready(connection, "change", CHANGE_COLUMNS, ready_rows)
+    if others:
+        entries = (entry for did, chunk in others for entry in record_entries(did, chunk.changes(), live=False))
+        await _copy_rows(connection, "change", CHANGE_COLUMNS, log_rows(segment, batch, ordinal, entries))
+
+
+async def _copy_ready(connection: Connection, table: str, columns: Sequence[str], rows: Sequence[bytes]) -> None:
+    async def source() -> AsyncIterator[bytes]:
+        yield b"".join([_HEADER, *rows, _TRAILER])
+
+    await connection.copy_to_table(table, schema_name="indexer", columns=columns, source=source(), format="binary")
+
+
+async def _copy_rows(
+    connection: Connection, table: str, columns: Sequence[str], rows: Sequence[tuple[Any, ...]]
+) -> None:
+    await connection.copy_records_to_table(table, schema_name="indexer", columns=columns, records=rows)
+
+
+def _record_row(did: str, new: RecordChange) -> tuple[Any, ...]:
+    return (did, new.collection, new.rkey, bucket_of(did), new.cid, new.rev, new.value, new.problem, new.original)

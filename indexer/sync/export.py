@@ -1,0 +1,125 @@
+"""The interface to the exports of repos: read one, verify it, and take its records in path order.
+
+`pds.spool.Spool`, `verify.Snapshot` and `new_records.ConvertedRecords` implement it in Python. They are the reference
+for any other implementation.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from indexer.atproto.crypto import PublicKey
+from indexer.atproto.limits import Limits
+from indexer.sync.plans import RecordChange
+from indexer.sync.policy import Policy
+from indexer.sync.repo_state import Head
+
+CHUNK_RECORDS = 2_000
+"""Maximum number of records in a chunk."""
+CHUNK_BYTES = 8 << 20
+"""Bytes of record changes after which a chunk takes no further record."""
+
+
+class RecordChunk(Protocol):
+    """The next selected records of an export, in path order. Each is a create: nothing of the repo is stored."""
+
+    @property
+    def count(self) -> int:
+        """The number of records, without paths that are not selected or break the syntax."""
+        ...
+
+    @property
+    def missing(self) -> int:
+        """The number of these records whose block is not in the export."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """The bytes of the records and their values, approximately."""
+        ...
+
+    def changes(self) -> Sequence[RecordChange]:
+        """Return the records as changes."""
+        ...
+
+    @property
+    def record_rows(self) -> bytes | None:
+        """The rows of `indexer.record` in the binary format of COPY (see `store.new_records`); None: use `changes`."""
+        ...
+
+    def change_rows(self, segment: int, batch: int, first_ordinal: int) -> bytes:
+        """Return the rows of the change log in the same format. Call it only if there are `record_rows`."""
+        ...
+
+
+class NewRecords(Protocol):
+    """The selected records of an export, in chunks."""
+
+    def next_chunk(self) -> RecordChunk | None:
+        """Return the next chunk: at most `CHUNK_RECORDS`, and about `CHUNK_BYTES`; None after the last one.
+
+        It may be called in any thread, one call at a time.
+        """
+        ...
+
+
+class VerifiedExport(Protocol):
+    """A verified export: a valid signature, and every tree node present, canonical and in order."""
+
+    @property
+    def head(self) -> Head:
+        """The head of the repo in this export."""
+        ...
+
+    def records(self) -> Iterator[tuple[bytes, bytes]]:
+        """Yield the path and the CID of each record, in bytewise path order."""
+        ...
+
+    def block_of(self, cid: bytes) -> bytes | None:
+        """Return the block of a record; None if the export lacks it."""
+        ...
+
+    def new_records(self, policy: Policy, source_bytes: int) -> NewRecords:
+        """Return the records that `policy` selects, converted as for an export of this size.
+
+        Another call begins again at the first record.
+        """
+        ...
+
+
+class ExportReader(Protocol):
+    """Reads one export: `write` all of it, call `finish`, then `verify`. It is closed once, after everything else."""
+
+    @property
+    def size(self) -> int:
+        """The size of all blocks with their CIDs, in bytes."""
+        ...
+
+    def write(self, chunk: bytes) -> None:
+        """Add the next bytes of the CAR file, and hash each block that they complete.
+
+        Raises:
+            UpstreamError: The file breaks a rule of the CAR format.
+            UnavailableError: The disk is full.
+        """
+        ...
+
+    def finish(self) -> None:
+        """Check that the file did not end within a block.
+
+        Raises:
+            UnavailableError: EXPORT_INCOMPLETE if it did.
+        """
+        ...
+
+    def verify(self, did: str, key: PublicKey, limits: Limits) -> VerifiedExport:
+        """Verify the whole export. Call it in a thread.
+
+        Raises:
+            UpstreamError: The export breaks a rule (docs/protocol.md#exports).
+            MissingNodeError: The export lacks a tree node: it was cut off, or created while the repo changed.
+        """
+        ...
+
+    def close(self) -> None:
+        """Delete the file."""
+        ...
