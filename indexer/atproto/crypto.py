@@ -17,8 +17,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.utils import Prehashed, decode_dss_signature, encode_dss_signature
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
-from multiformats import multibase, multicodec
+from multiformats import multicodec
 
+from indexer.atproto.base58 import decode_base58, encode_base58
 from indexer.errors import UpstreamError
 from indexer.reasons import Rejection
 
@@ -37,8 +38,10 @@ _SECP256K1_CONTEXT = GLOBAL_CONTEXT.ctx
 # 06 and 07, which the protocol does not allow.
 _POINT_FORMS = (b"\x02", b"\x03", b"\x04")
 
-_CURVE_OF_CODEC: dict[str, Curve] = {"secp256k1-pub": "k256", "p256-pub": "p256"}
-_CODEC_OF_CURVE = {curve: codec for codec, curve in _CURVE_OF_CODEC.items()}
+# The codes of secp256k1-pub and p256-pub as varints (https://github.com/multiformats/multicodec).
+_PREFIX_OF_CURVE: dict[Curve, bytes] = {"k256": b"\xe7\x01", "p256": b"\x80\x24"}
+_PREFIX_BYTES = 2
+_CURVE_OF_PREFIX = {prefix: curve for curve, prefix in _PREFIX_OF_CURVE.items()}
 _CURVE_OF_LEGACY_TYPE: dict[str, Curve] = {
     "EcdsaSecp256k1VerificationKey2019": "k256",
     "EcdsaSecp256r1VerificationKey2019": "p256",
@@ -125,7 +128,7 @@ class PublicKey:
 
     def multikey(self) -> str:
         """Return the key as in a Multikey of a DID document: `z` and base58btc of codec and compressed point."""
-        return multibase.encode(multicodec.wrap(_CODEC_OF_CURVE[self.curve], self.compressed), "base58btc")
+        return f"z{encode_base58(_PREFIX_OF_CURVE[self.curve] + self.compressed)}"
 
     def did_key(self) -> str:
         """Return the key as `did:key:z…`."""
@@ -181,20 +184,21 @@ def _decode_base58btc(text: str) -> bytes:
     if not text.startswith("z") or len(text) > _MAX_KEY_CHARACTERS:
         raise UpstreamError(Rejection.NO_SIGNING_KEY, "not base58btc")
     try:
-        return bytes(multibase.decode(text))
-    except (ValueError, KeyError) as error:
+        return decode_base58(text[1:])
+    except ValueError as error:
         raise UpstreamError(Rejection.NO_SIGNING_KEY, f"not base58btc: {error!s:.60}") from None
 
 
 def _split_codec(data: bytes) -> tuple[Curve, bytes]:
     """Return the curve that the multicodec prefix names, and the bytes after the prefix."""
+    curve = _CURVE_OF_PREFIX.get(data[:_PREFIX_BYTES])
+    if curve is not None:
+        return curve, data[_PREFIX_BYTES:]
     try:
-        codec, point = multicodec.unwrap(data)
+        codec, _ = multicodec.unwrap(data)
     except (ValueError, KeyError) as error:
         raise UpstreamError(Rejection.NO_SIGNING_KEY, f"no multicodec prefix: {error!s:.60}") from None
-    if codec.name not in _CURVE_OF_CODEC:
-        raise UpstreamError(Rejection.NO_SIGNING_KEY, f"a key of codec {codec.name}")
-    return _CURVE_OF_CODEC[codec.name], bytes(point)
+    raise UpstreamError(Rejection.NO_SIGNING_KEY, f"a key of codec {codec.name}")
 
 
 class PrivateKey:
