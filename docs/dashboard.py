@@ -296,7 +296,11 @@ RESYNC = (
         "Waiting and running resyncs",
         "short",
         "Running resyncs are limited by `INDEXER_RESYNC_WORKERS`.",
-        (("waiting", "max(indexer_resync_queue{@})"), ("running", "sum(indexer_resync_running{@})")),
+        (
+            ("waiting", "max(indexer_resync_queue{@})"),
+            ("waiting for added collections", "max(indexer_scope_incomplete_repos{@})"),
+            ("running", "sum(indexer_resync_running{@})"),
+        ),
     ),
     Panel(
         "Resyncs by result",

@@ -46,6 +46,6 @@ class DaemonCounts:
         since = self.newest.since(now)
         counts = await self._store.counts(since)
         self.newest.set(counts, since, now)
-        self._metrics.repos(counts.statuses, counts.reasons, counts.queued)
+        self._metrics.repos(counts.statuses, counts.reasons, counts.queued, counts.incomplete)
         links = link_status(counts.links, now)
         self._metrics.links(links.progress, links.open_deltas)

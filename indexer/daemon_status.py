@@ -132,6 +132,7 @@ class DaemonStatus:
             history=self._samples.history(),
             repos=_repo_status(stages.repo_counts, now),
             links=_link_status(stages.repo_counts, now),
+            scope_backfill=stages.repo_counts.scope(),
             resyncs=self._resyncs(now),
             hosts_in_trouble=len(hosts),
             hosts=[_host_status(host, now) for host in hosts[:MAX_ROWS]],

@@ -1,6 +1,7 @@
 """The document of the status page, from stages that a test controls."""
 
 from collections.abc import Sized
+from dataclasses import replace
 from time import monotonic, time
 from types import SimpleNamespace
 from typing import Any
@@ -123,6 +124,19 @@ async def test_links_have_their_state_after_the_first_count() -> None:
     assert links is not None
     assert (links.state, links.progress, links.repos_done, links.open_deltas) == ("backfill", 0.5, 9, 3)
     assert links.seconds_left == pytest.approx(60, abs=30)
+
+
+async def test_repos_that_wait_for_added_collections_have_the_time_left() -> None:
+    assert (await status_of().document()).scope_backfill is None
+    counted, now = RepoCounts(), time()
+    counts = Counts(dict.fromkeys(SyncStatus, 0), {}, 0, 0, 0, [], ended=1_000, incomplete=90)
+    counted.set(counts, now - 100, now - 10)
+    counted.set(replace(counts, incomplete=60), now - 100, now)
+    scope = (await status_of(repo_counts=counted).document()).scope_backfill
+    assert scope is not None
+    assert scope.waiting == 60
+    assert scope.repos_per_second == pytest.approx(3, rel=0.01)
+    assert scope.seconds_left == pytest.approx(20, rel=0.01)
 
 
 async def test_running_resyncs_have_their_phase_bytes_and_times() -> None:

@@ -290,6 +290,10 @@ JSON_LINES: dict[str, dict[str, JsonLine]] = {
             "links.seconds_left": "Time for the rest of the backfill at its mean rate; null if it is unknown.",
             "links.open_deltas": "Changes of counts that are not added to the counts yet; 100,000 if there are more.",
             "links.open_recounts": "Changes of visibility whose links are not recounted; 100,000 if there are more.",
+            "scope_backfill": "The backfill of collections that were added to the scope.",
+            "scope_backfill.waiting": "Number of repos that were fetched before and wait for such records.",
+            "scope_backfill.repos_per_second": "Rate at which it falls; at most `resyncs_per_second`.",
+            "scope_backfill.seconds_left": "Time for all of them at this rate; null if it is unknown or none waits.",
         }
     },
     "sweep": {

@@ -6,7 +6,7 @@ from datetime import datetime
 from typing import Any, Literal
 
 from indexer.cli.output import duration_text
-from indexer.monitoring.backfill import backfill_of
+from indexer.monitoring.backfill import ScopeStatus, backfill_of, scope_status_of
 from indexer.monitoring.readiness import MAX_LISTED_GAPS, MAX_READY_LAG_SECONDS, ReadinessReason, describe_gap
 from indexer.monitoring.status_rows import (
     ConsumerStatus,
@@ -119,6 +119,7 @@ class Status:
             the meantime do not reduce it.
         progress: Share of synchronized repos among those that are synchronized or waiting; None if there are none.
         seconds_left: Time for all waiting repos at the present rate; None if none waits or the rate is zero.
+        scope_backfill: The backfill of collections that the scope added.
     """
 
     database: str
@@ -142,6 +143,7 @@ class Status:
     gaps: list[GapStatus]
     daemons: list[DaemonStatus]
     links: LinkStatus
+    scope_backfill: ScopeStatus
 
     @property
     def not_ready(self) -> str | None:
@@ -183,6 +185,9 @@ def status_of(database: str, shard: Shard, earlier: Sample, now: Sample) -> Stat
         gaps=[gap_status(opened, now.at) for opened in counts.gaps],
         daemons=[_daemon_status(session, now.at) for session in counts.sessions],
         links=link_status(counts.links, now.at),
+        scope_backfill=scope_status_of(
+            counts.incomplete, earlier.counts.incomplete, seconds, backfill.repos_per_second
+        ),
     )
 
 

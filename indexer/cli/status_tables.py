@@ -117,11 +117,20 @@ def _facts(status: Status) -> Mapping[str, Any]:
         "parked": _repos(status, status.parked),
         "unproven": _repos(status, status.unproven),
         "links": _links(status.links),
+        "scope backfill": _scope_backfill(status),
         "events per second": f"{status.events_per_second:,.1f}",
         "resyncs per second": f"{status.resyncs_per_second:,.1f}",
         "progress": None if status.progress is None else f"{status.progress:.1%}",
         "time left": None if status.seconds_left is None else duration_text(status.seconds_left),
     }
+
+
+def _scope_backfill(status: Status) -> str:
+    scope = status.scope_backfill
+    if not scope.waiting:
+        return "complete"
+    left = "unknown" if scope.seconds_left is None else duration_text(scope.seconds_left)
+    return f"{_repos(status, scope.waiting)} repos wait for added collections; time left: {left}"
 
 
 def _links(links: LinkStatus) -> str:

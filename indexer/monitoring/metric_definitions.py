@@ -166,6 +166,12 @@ _REPOS = (
         "It grows for hours.",
     ),
     MetricDefinition(
+        "indexer_scope_incomplete_repos",
+        "gauge",
+        "Repos that were fetched before and wait for the records of a collection that was added to the scope.",
+        "It is above 0 and does not fall for an hour.",
+    ),
+    MetricDefinition(
         "indexer_resync_total",
         "counter",
         "Resyncs that ended, by result.",

@@ -156,6 +156,7 @@ class Metrics:
         self._resyncs = {result: resyncs.labels(result) for result in RESYNC_RESULTS}
         self._resync_seconds = self._histogram("indexer_resync_seconds", _RESYNC_BUCKETS)
         self._resync_queue = self._gauge("indexer_resync_queue")
+        self._scope_incomplete = self._gauge("indexer_scope_incomplete_repos")
 
     def _add_identity_metrics(self) -> None:
         lookups = self._counter("indexer_identity_lookups_total")
@@ -295,13 +296,19 @@ class Metrics:
         """Return a context manager that measures the duration of one stage."""
         return self._stages[name].time()
 
-    def repos(self, statuses: Mapping[SyncStatus, int], reasons: Mapping[str, int], resync_queue: int) -> None:
-        """Set the number of repos by sync status and by sync reason, and of those that wait for a resync."""
+    def repos(
+        self, statuses: Mapping[SyncStatus, int], reasons: Mapping[str, int], resync_queue: int, incomplete: int
+    ) -> None:
+        """Set the number of repos by sync status and by sync reason, and of those that wait.
+
+        `resync_queue` wait for a resync, and `incomplete` for the records of a collection that the scope added.
+        """
         for status, gauge in self._repos.items():
             gauge.set(statuses.get(status, 0))
         for reason, gauge in self._reasons.items():
             gauge.set(reasons.get(reason, 0))
         self._resync_queue.set(resync_queue)
+        self._scope_incomplete.set(incomplete)
 
     def links(self, progress: float | None, open_deltas: int) -> None:
         """Set the progress of the backfill of links, None if none are kept, and the number of open deltas."""

@@ -5,7 +5,7 @@ Lists and texts are bounded, so the document stays small whatever hosts and acco
 
 from dataclasses import dataclass
 
-from indexer.monitoring.backfill import Backfill
+from indexer.monitoring.backfill import Backfill, ScopeStatus
 from indexer.monitoring.readiness import ReadinessReason
 from indexer.monitoring.status_rows import ConsumerStatus, GapStatus, LinkStatus
 from indexer.monitoring.status_samples import History
@@ -181,6 +181,7 @@ class StatusDocument:
         repos: None until the repos were counted for the first time.
         hosts_in_trouble: The number of hosts that are paused or failing; `hosts` has some of them.
         links: The links of all shards; None until the repos were counted for the first time.
+        scope_backfill: The backfill of added collections, of all shards; None until then, too.
         gaps_open: The number of open gaps of the shard; None if it is not known yet.
     """
 
@@ -195,6 +196,7 @@ class StatusDocument:
     history: History
     repos: RepoStatus | None
     links: LinkStatus | None
+    scope_backfill: ScopeStatus | None
     resyncs: ResyncPoolStatus
     hosts_in_trouble: int
     hosts: list[HostStatus]

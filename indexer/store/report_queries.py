@@ -10,6 +10,7 @@ import asyncpg
 from indexer.atproto.cid import parse_cid
 from indexer.outbound import HostState
 from indexer.reasons import FetchFailure
+from indexer.store import scope_row
 from indexer.store.change_log_segments import ConsumerState, load_consumers
 from indexer.store.columns import Connection, visible
 from indexer.store.database_errors import DatabaseError
@@ -22,7 +23,7 @@ from indexer.sync.feed_delivery import RefusedEvent
 from indexer.sync.gap import OpenGap
 from indexer.sync.plans import Cursor
 from indexer.sync.repo_state import SyncStatus
-from indexer.sync.shard import bucket_of
+from indexer.sync.shard import BUCKETS, bucket_of
 
 FIRST_PAGES_PER_REPO = 4
 """Pages of the table that a sample reads first, for each repo of the sample."""
@@ -58,8 +59,10 @@ class Counts:
         gaps: The open gaps of all shards, oldest first.
         sessions: The sessions of processes that own a shard or wait for one.
         counted_share: The share of the table of repos that was read; 1.0 if all repos were counted. If it is smaller,
-            all numbers of repos are estimates, except small ones of `in-progress`, `queued`, `parked` and `unproven`.
+            all numbers of repos are estimates, except small ones of `in-progress`, `queued`, `parked`, `unproven` and
+            `incomplete`.
         links: The progress of links.
+        incomplete: Repos that were fetched before, and wait for the records of a collection that the scope added.
     """
 
     statuses: dict[SyncStatus, int]
@@ -78,19 +81,24 @@ class Counts:
     sessions: list[ShardSession] = field(default_factory=list)
     counted_share: float = 1.0
     links: LinkProgress = field(default_factory=LinkProgress)
+    incomplete: int = 0
 
+
+_IS_INCOMPLETE = "active and priority <> 2 and parked_at is null"
+"""The condition beside a low `scope_version`. Repos that were never fetched wait in the resync queue as new ones."""
 
 _COUNTED = f"""
     sync_status, sync_reason, split_part(last_error, ':', 1) as failure, count(*) as repos,
     count(*) filter (where sync_status = '{SyncStatus.DESYNCHRONIZED}' and active) as waiting,
     count(parked_at) as parked, count(unproven_since) as unproven,
-    count(*) filter (where greatest(synchronized_at, parked_at) >= to_timestamp($1)) as ended
+    count(*) filter (where greatest(synchronized_at, parked_at) >= to_timestamp($1)) as ended,
+    count(*) filter (where scope_version < $2 and {_IS_INCOMPLETE}) as incomplete
 """
 _COUNT_REPOS = f"select {_COUNTED} from indexer.repo where tracked group by sync_status, sync_reason, failure"
 
 # Always the same pages: so the difference of two estimates is a change of the repos, and not of the sample.
 _COUNT_SAMPLE = f"""
-    select {_COUNTED} from indexer.repo tablesample system ($2) repeatable (0) where tracked
+    select {_COUNTED} from indexer.repo tablesample system ($3) repeatable (0) where tracked
     group by sync_status, sync_reason, failure
 """
 
@@ -105,6 +113,13 @@ _FEW_WAITING = f"""
 """
 _FEW_PARKED = "select count(*) from (select from indexer.repo where parked_at is not null limit $1) found"
 _FEW_UNPROVEN = "select count(*) from (select from indexer.repo where unproven_since is not null limit $1) found"
+# The index has the version, and not the rest of the condition. So the rows that it finds are limited.
+FEW_INCOMPLETE = f"""
+    select count(*) as found, count(*) filter (where tracked and {_IS_INCOMPLETE}) as incomplete from (
+        select active, tracked, priority, parked_at from indexer.repo
+        where bucket = any($2::smallint[]) and scope_version < $3 limit $1
+    ) found
+"""
 
 _CURSORS = """
     select relay, shard, seq, event_time, date_part('epoch', caught_up_at) as caught_up_at
@@ -173,6 +188,7 @@ async def counts(connection: Connection, since: float) -> Counts:
         sessions=await load_sessions(connection),
         counted_share=counted.share,
         links=await load_progress(connection),
+        incomplete=counted.incomplete,
     )
 
 
@@ -188,6 +204,7 @@ class _RepoNumbers:
     parked: int = 0
     unproven: int = 0
     ended: int = 0
+    incomplete: int = 0
 
     def add(self, row: asyncpg.Record) -> None:
         """Add a group of repos, of which `share` was read."""
@@ -201,8 +218,9 @@ class _RepoNumbers:
         self.parked += round(row["parked"] / self.share)
         self.unproven += round(row["unproven"] / self.share)
         self.ended += round(row["ended"] / self.share)
+        self.incomplete += round(row["incomplete"] / self.share)
 
-    async def correct(self, connection: Connection) -> None:
+    async def correct(self, connection: Connection, complete_from: int) -> None:
         """Replace the estimates of kinds with few repos by exact numbers."""
         if (in_progress := await connection.fetchval(_FEW_IN_PROGRESS, MAX_FEW)) < MAX_FEW:
             self.statuses[SyncStatus.IN_PROGRESS] = in_progress
@@ -212,17 +230,22 @@ class _RepoNumbers:
             self.parked = parked
         if (unproven := await connection.fetchval(_FEW_UNPROVEN, MAX_FEW)) < MAX_FEW:
             self.unproven = unproven
+        [(found, few)] = await connection.fetch(FEW_INCOMPLETE, MAX_FEW, list(range(BUCKETS)), complete_from)
+        if found < MAX_FEW:
+            self.incomplete = few
         desynchronized = self.statuses[SyncStatus.DESYNCHRONIZED]
         self.statuses[SyncStatus.DESYNCHRONIZED] = max(desynchronized, self.waiting)
 
 
 async def _count_repos(connection: Connection, since: float) -> _RepoNumbers:
     """Count all repos, or those of a part of the table; the part becomes smaller until the time limit suffices."""
+    scope = await scope_row.load(connection)
+    complete_from = 0 if scope is None else scope.complete_from
     async with connection.transaction():
         await _limit_time(connection)
         total: int = await connection.fetchval(_TABLE_PAGES)
     pages = min(total, MAX_COUNTED_PAGES)
-    while (numbers := await _count_pages(connection, since, pages / total if total else 1.0)) is None:
+    while (numbers := await _count_pages(connection, since, complete_from, pages / total if total else 1.0)) is None:
         if pages <= 1:
             raise DatabaseError(FetchFailure.TIMEOUT, f"no page of repos can be read in {COUNT_MILLISECONDS} ms")
         pages = max(1, pages // PAGES_FACTOR)
@@ -230,20 +253,20 @@ async def _count_repos(connection: Connection, since: float) -> _RepoNumbers:
         with suppress(asyncpg.QueryCanceledError):  # then the estimates remain
             async with connection.transaction():
                 await _limit_time(connection)
-                await numbers.correct(connection)
+                await numbers.correct(connection, complete_from)
     return numbers
 
 
-async def _count_pages(connection: Connection, since: float, share: float) -> _RepoNumbers | None:
+async def _count_pages(connection: Connection, since: float, complete_from: int, share: float) -> _RepoNumbers | None:
     """Count the repos in a share of the table; return None if that takes too long."""
     numbers = _RepoNumbers(share)
     with suppress(asyncpg.QueryCanceledError):
         async with connection.transaction():
             await _limit_time(connection)
             if share < 1.0:
-                rows = await connection.fetch(_COUNT_SAMPLE, since, 100.0 * share)
+                rows = await connection.fetch(_COUNT_SAMPLE, since, complete_from, 100.0 * share)
             else:
-                rows = await connection.fetch(_COUNT_REPOS, since)
+                rows = await connection.fetch(_COUNT_REPOS, since, complete_from)
         for row in rows:
             numbers.add(row)
         return numbers

@@ -304,3 +304,30 @@ def test_links_are_shown_with_their_progress_and_prevent_no_readiness(
     assert (as_json["links"]["state"], as_json["links"]["progress"]) == (links.state, progress)
     assert as_json["links"]["seconds_left"] == seconds_left
     assert as_json["ready"] is True, "records are up to date; only link_count waits"
+
+
+@pytest.mark.parametrize(
+    ("counts", "earlier", "text", "expected"),
+    [
+        (NOTHING, None, "complete", {"waiting": 0, "repos_per_second": 0.0, "seconds_left": None}),
+        (
+            replace(NOTHING, incomplete=1_200, ended=6),
+            replace(NOTHING, incomplete=1_204),
+            "1,200 repos wait for added collections; time left: 10 min",
+            {"waiting": 1_200, "repos_per_second": 2.0, "seconds_left": 600.0},
+        ),
+        (
+            replace(NOTHING, incomplete=1_200, counted_share=0.5),
+            replace(NOTHING, incomplete=1_200),
+            "about 1,200 repos wait for added collections; time left: unknown",
+            {"waiting": 1_200, "repos_per_second": 0.0, "seconds_left": None},
+        ),
+    ],
+    ids=["complete", "fetched", "estimated"],
+)
+def test_repos_that_wait_for_added_collections_are_shown_with_the_time_left(
+    counts: Counts, earlier: Counts | None, text: str, expected: dict[str, float | None]
+) -> None:
+    result = status(counts, earlier)
+    assert f"{text}\n" in re.sub(r" +\n", "\n", shown(status_tables(result)))
+    assert result.to_dict()["scope_backfill"] == expected

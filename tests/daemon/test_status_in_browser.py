@@ -4,13 +4,14 @@ import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import time
 from typing import Any
 
 import pytest
 
-from indexer import daemon_counts
+from indexer import daemon_counts, daemon_scope
 from indexer.localnet.http_server import Fault
 from indexer.localnet.local_account import LocalAccount
 from indexer.localnet.local_network import LocalNetwork
@@ -18,13 +19,14 @@ from indexer.localnet.local_pds import GET_REPO, LIST_REPOS
 from indexer.monitoring.conditions import HOST_FAILING
 from indexer.outbound import HostState
 from indexer.reasons import Desync, FetchFailure, GapReason, Rejection
+from indexer.service.crawl.scope_backfill import ScopeBackfill
 from indexer.store import report_queries
 from indexer.sync.gap import Gap
 from indexer.sync.plans import Batch, DeadLetter
 from indexer.sync.shard import Shard
 from tests import chromium
 from tests.chromium import Page, Scheme, open_browser
-from tests.daemon.running_daemon import RunningDaemon, running_daemon
+from tests.daemon.running_daemon import LIKE, POST, FilteredNetwork, RunningDaemon, running_daemon
 from tests.store.repo_rows import insert, synchronized
 from tests.waiting import until
 
@@ -226,6 +228,36 @@ async def test_links_are_shown_with_the_progress_of_their_backfill_if_they_are_o
 
         await until(shows_links)
         assert re.fullmatch("backfill, time left: 1.h .*", await page.text("#links-note"))
+
+
+async def test_repos_that_wait_for_added_collections_are_shown_until_none_waits(
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(daemon_counts, "COUNT_INTERVAL_SECONDS", 0.2)
+    monkeypatch.setattr(daemon_scope, "ScopeBackfill", partial(ScopeBackfill, interval=3_600.0))
+    async with (
+        FilteredNetwork(collections=[POST]) as network,
+        open_page(database, tmp_path, network, collections=POST) as page,
+    ):
+        page.daemon.create_account("one.test")
+        await page.daemon.wait_until_equal()
+        await page.open()
+        await page.wait_for_polls(2)
+        assert "Scope backfill" not in await page.text("#tiles"), "no collection was added"
+        await page.daemon.store.set_collections([POST, LIKE])
+
+        async def shows(text: str) -> bool:
+            return text in await page.text("#tiles")
+
+        await until(lambda: shows("Scope backfill"))
+        assert "1" in await page.text("#scope-waiting")
+        assert (await page.text("#scope-note")).startswith("repos wait for added collections")
+        await page.daemon.execute("update indexer.repo set scope_version = 99")
+
+        async def shows_nothing() -> bool:
+            return not await shows("Scope backfill")
+
+        await until(shows_nothing)
 
 
 @pytest.mark.parametrize(("shard", "is_said"), [("0/1", False), ("1/2", True)])

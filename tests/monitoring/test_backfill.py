@@ -1,7 +1,7 @@
 from dataclasses import replace
 from math import inf
 
-from indexer.monitoring.backfill import RATE_SECONDS, Backfill, RepoCounts
+from indexer.monitoring.backfill import RATE_SECONDS, Backfill, RepoCounts, ScopeStatus, scope_status_of
 from indexer.store import Counts
 from indexer.sync.repo_state import SyncStatus
 
@@ -40,3 +40,33 @@ def test_no_time_is_left_if_no_repo_waits() -> None:
     done = Counts({**dict.fromkeys(SyncStatus, 0), SyncStatus.SYNCHRONIZED: 7}, {}, 0, 0, 0, [], ended=1)
     counted.set(done, 0.0, 10.0)
     assert counted.backfill() == Backfill(0, 1.0, 0.1, None)
+
+
+def scope_of(*numbers: int, ended: int) -> ScopeStatus | None:
+    """Return the progress after counts every ten seconds, in which so many repos waited for added collections."""
+    counted = RepoCounts()
+    for number, incomplete in enumerate(numbers):
+        now = 10.0 * number
+        counted.set(replace(COUNTS, incomplete=incomplete, ended=ended), counted.since(now), now)
+    return counted.scope()
+
+
+def test_rate_of_added_collections_is_that_at_which_their_repos_become_fewer() -> None:
+    assert RepoCounts().scope() is None
+    assert scope_of(500, ended=0) == ScopeStatus(500, None, None)
+    assert scope_of(500, 480, 460, ended=100) == ScopeStatus(waiting=460, repos_per_second=2.0, seconds_left=230.0)
+    assert scope_of(500, 500, ended=100) == ScopeStatus(500, 0.0, None)
+
+
+def test_rate_of_added_collections_begins_anew_when_the_scope_changes() -> None:
+    assert scope_of(0, 0, 900, ended=100) == ScopeStatus(900, None, None)
+    assert scope_of(0, 0, 900, 880, ended=100) == ScopeStatus(880, 2.0, 440.0)
+
+
+def test_rate_of_added_collections_is_limited_by_the_resyncs() -> None:
+    """A list completes many repos at once, and says nothing about the others."""
+    assert scope_of(1_000_000, 5_000, ended=50) == ScopeStatus(5_000, 5.0, 1_000.0)
+
+
+def test_no_time_is_left_if_no_repo_waits_for_added_collections() -> None:
+    assert scope_status_of(0, 40, 10.0, 9.0) == ScopeStatus(0, 4.0, None)

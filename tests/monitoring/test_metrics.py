@@ -25,6 +25,7 @@ NAMES = {
     "indexer_resync_total": {"result"},
     "indexer_resync_seconds_count": set(),
     "indexer_resync_queue": set(),
+    "indexer_scope_incomplete_repos": set(),
     "indexer_identity_lookups_total": {"method", "result"},
     "indexer_identity_cache_total": {"found_in"},
     "indexer_identity_refreshes_total": {"cause", "result"},
@@ -119,15 +120,18 @@ def test_gauges_show_the_value_that_was_set() -> None:
     assert math.isnan(sample_value(metrics, "indexer_firehose_lag_seconds") or 0)
     metrics.watch({"indexer_firehose_lag_seconds": lambda: 1.5, "indexer_queue_bytes": lambda: 77})
     metrics.cursor("wss://one.example", 9)
-    metrics.repos({SyncStatus.SYNCHRONIZED: 3, SyncStatus.DESYNCHRONIZED: 1}, {"behind": 1}, resync_queue=2)
+    metrics.repos(
+        {SyncStatus.SYNCHRONIZED: 3, SyncStatus.DESYNCHRONIZED: 1}, {"behind": 1}, resync_queue=2, incomplete=5
+    )
     assert sample_value(metrics, "indexer_firehose_lag_seconds") == 1.5
     assert sample_value(metrics, "indexer_queue_bytes") == 77
     assert sample_value(metrics, "indexer_cursor_seq", {"relay": "wss://one.example"}) == 9
     assert sample_value(metrics, "indexer_repos", {"sync_status": "synchronized"}) == 3
     assert sample_value(metrics, "indexer_repos", {"sync_status": "in-progress"}) == 0
     assert sample_value(metrics, "indexer_resync_queue") == 2
+    assert sample_value(metrics, "indexer_scope_incomplete_repos") == 5
     assert sample_value(metrics, "indexer_repos_desynchronized", {"reason": "behind"}) == 1
-    metrics.repos({SyncStatus.SYNCHRONIZED: 4}, {}, resync_queue=0)
+    metrics.repos({SyncStatus.SYNCHRONIZED: 4}, {}, resync_queue=0, incomplete=0)
     assert sample_value(metrics, "indexer_repos_desynchronized", {"reason": "behind"}) == 0
 
 

@@ -11,6 +11,7 @@ from benchmarks.links import LIKERS
 from indexer.store import Store
 from indexer.store.apply_batch import ADVANCE_REPOS, UPDATE_REPOS
 from indexer.store.columns import buckets_of, head_arrays, repo_arrays
+from indexer.store.report_queries import FEW_INCOMPLETE
 from indexer.store.store import LOAD_REPOS
 from tests.conftest import DatabaseServer
 from tests.store.change_log_helpers import connected
@@ -121,6 +122,17 @@ async def test_a_batch_finds_its_repos_by_primary_key(store: Store, database: st
         found = await plans(database, statement, buckets, *arrays, [1] * len(repos), mode=mode)
         assert found.count("Index Scan using repo_pkey") == 2, found
         assert not re.search("Index Cond:.* ANY ", found), found
+
+
+@pytest.mark.slow
+async def test_few_incomplete_repos_are_counted_with_an_index(store: Store, database: str) -> None:
+    await insert(store, *[synchronized(number, scope_version=2) for number in range(20_000)])
+    await insert(store, *[synchronized(f"incomplete {number}") for number in range(20)])
+    async with connected(database) as sql:
+        await sql.execute("vacuum analyze indexer.repo")
+    found = await plans(database, FEW_INCOMPLETE, 100_000, list(range(256)), 2)
+    assert "repo_scope" in found, found
+    assert "Seq Scan" not in found, found
 
 
 @pytest.mark.slow

@@ -8,10 +8,12 @@ import asyncpg
 import pytest
 
 from indexer.atproto.cid import cid_text
+from indexer.atproto.syntax import CollectionFilter
 from indexer.reasons import Desync
 from indexer.store import DatabaseError, Store, report_queries
 from indexer.sync.plans import Batch, Cursor
 from indexer.sync.repo_state import PARKED, Repo, SyncStatus
+from indexer.sync.scope import Scope, Track
 from indexer.sync.stored_identity import HandleCheck, HandleClaim, StoredIdentity
 from tests.store.repo_rows import did, head, in_progress, insert, put, synchronized
 
@@ -60,6 +62,32 @@ async def test_counts_of_repos_that_left_the_queue_since_a_time(store: Store, sq
     assert (await store.counts()).ended == 0
 
 
+async def widen(store: Store) -> int:
+    """Add a collection to the scope; return the version for which repos are complete."""
+    await store.begin_scope(Scope(1, Track.ALL, CollectionFilter(["app.test.one"]), (0,)))
+    return (await store.set_collections(["app.test.one", "app.test.two"])).complete_from
+
+
+async def test_repos_wait_for_an_added_collection_until_they_are_complete(store: Store) -> None:
+    widened = Desync.SCOPE_WIDENED
+    await insert(
+        store,
+        synchronized("waits"),
+        synchronized("is due", sync_status=SyncStatus.DESYNCHRONIZED, sync_reason=widened),
+        synchronized("broke", sync_status=SyncStatus.DESYNCHRONIZED, sync_reason=Desync.CHAIN_BREAK),
+        synchronized(
+            "parked", sync_status=SyncStatus.DESYNCHRONIZED, sync_reason=widened, next_attempt_at=PARKED, attempts=1
+        ),
+        synchronized("hidden", active=False),
+        Repo(did("never fetched"), version=1),
+    )
+    await store.untrack([did("untracked")])
+    assert (await store.counts()).incomplete == 0, "no collection was added"
+    complete_from = await widen(store)
+    await insert(store, synchronized("complete", scope_version=complete_from))
+    assert (await store.counts()).incomplete == 3
+
+
 async def test_counts_of_an_empty_database(store: Store) -> None:
     counts = await store.counts()
     assert counts.statuses == dict.fromkeys(SyncStatus, 0)
@@ -89,15 +117,18 @@ async def test_repos_of_a_large_table_are_estimated_from_a_part_of_it_and_few_on
     store: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await sql.execute(MANY_REPOS.replace("$1", "40000"))
+    await widen(store)
     await sql.execute("vacuum analyze indexer.repo")
     exact = await store.counts(102.0)
     assert (exact.counted_share, sum(exact.statuses.values()), exact.ended) == (1.0, 40_000, 20_000)
+    assert exact.incomplete == 39_999
     monkeypatch.setattr(report_queries, "MAX_COUNTED_PAGES", 200)
     monkeypatch.setattr(report_queries, "MAX_FEW", 100)
     counts = await store.counts(102.0)
     assert counts.counted_share == pytest.approx(200 / await sql.fetchval(PAGES))
     assert counts.statuses[SyncStatus.IN_PROGRESS] == 1
     assert (counts.parked, counts.unproven) == (1, 1)
+    assert_about(counts.incomplete, 39_999)
     assert_about(counts.statuses[SyncStatus.SYNCHRONIZED], 35_999)
     assert_about(counts.statuses[SyncStatus.DESYNCHRONIZED], 4_000)
     assert_about(counts.queued, 3_999)
@@ -106,7 +137,8 @@ async def test_repos_of_a_large_table_are_estimated_from_a_part_of_it_and_few_on
     assert_about(counts.ended, 20_000)
     assert (await store.counts(102.0)).statuses == counts.statuses, "the same pages are read again"
     monkeypatch.setattr(report_queries, "MAX_FEW", 100_000)
-    assert (await store.counts()).queued == 3_999
+    counts = await store.counts()
+    assert (counts.queued, counts.incomplete) == (3_999, 39_999), "all but the parked one"
 
 
 @pytest.mark.slow

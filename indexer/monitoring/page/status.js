@@ -109,6 +109,16 @@ function showLinks(links) {
   set("links-note", [notes[links.state], open].filter(Boolean).join("; ") || "complete");
 }
 
+/** Show how many repos wait for the records of added collections, unless none does. */
+function showScopeBackfill(backfill, repos) {
+  const waiting = backfill?.waiting ?? 0;
+  element("scope-tile").hidden = waiting === 0;
+  if (waiting === 0) return;
+  set("scope-waiting", `${repos.counted_share < 1 ? "about " : ""}${count(waiting)}`);
+  const speed = backfill.repos_per_second === null ? "" : `, ${rate(backfill.repos_per_second)}`;
+  set("scope-note", `repos wait for added collections${speed}; time left: ${duration(backfill.seconds_left)}`);
+}
+
 function showTiles({ stream, repos, resyncs }) {
   set("lag", duration(stream.lag_seconds));
   set("lag-note", `${count(stream.unsettled_messages)} in work, ${bytes(stream.unsettled_bytes)}`
@@ -191,6 +201,7 @@ function show(status) {
   showReadiness(status);
   showTiles(status);
   showLinks(status.links);
+  showScopeBackfill(status.scope_backfill, status.repos);
   showRepos(status.repos);
   showResyncs(status.resyncs);
   showTrouble(status);
