@@ -2,10 +2,10 @@
 
 Generated are the tables of docs/settings.md and config/indexer.example.toml (from indexer/settings.py),
 docs/commands.md (from the commands), docs/reasons.md (from indexer/reasons.py and indexer/atproto/record.py),
-docs/metrics.md and docs/logs.md (from
-metric_definitions.py and log_events.py in indexer/monitoring), config/grafana/dashboards/indexer.json (from
-docs/dashboard.py), the module lists and the transition table of docs/architecture.md, and from a migrated database the
-reference of docs/sql.md and the client types in examples/public_schema/ (docs/client_types.py).
+docs/metrics.md and docs/logs.md (from metric_definitions.py and log_events.py in indexer/monitoring),
+config/grafana/dashboards/indexer.json (from docs/dashboard_panels.py), the module lists and the transition table of
+docs/architecture.md, and from a migrated database the reference of docs/sql.md and the client types in
+examples/public_schema/ (docs/client_types.py).
 """
 
 import argparse

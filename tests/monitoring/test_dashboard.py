@@ -14,7 +14,8 @@ from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 from PIL import Image
 
-from docs.dashboard import ROWS, dashboard_json
+from docs.dashboard import dashboard_json
+from docs.dashboard_panels import ROWS
 from docs.dashboard_picture import DASHBOARD, Span, draw, panels_of
 from tests.monitoring.metric_names import unknown_names
 from tests.monitoring.monitored_network import monitored_network

@@ -22,14 +22,13 @@ from tests.lexicons.samples import (
     sourced,
 )
 from tests.store.change_log_helpers import connected
+from tests.store.lexicon_views import LIKES, VIEW
 from tests.store.repo_rows import did, insert, put, synchronized
 from tests.store.test_migrate import GRANTS, role, with_user
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 
-VIEW = f'lexicon."{REVIEW}"'
-LIKES = f'lexicon."{LIKE}"'
 INSERT_LIKES = f"""
     insert into indexer.record (did, collection, rkey, bucket, cid, rev, value)
     select $1, '{LIKE}', n::text, indexer.bucket_of($1), $2, '3laaaaaaaaa22', jsonb_build_object(

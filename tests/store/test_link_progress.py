@@ -5,8 +5,8 @@ import pytest
 
 from indexer.store import LinkProgress, Store, link_progress
 from indexer.store.link_progress import share_before
+from tests.store.link_steps import ALL, like, settle, turn_on
 from tests.store.repo_rows import insert, synchronized
-from tests.store.test_links import ALL, like, settle, turn_on
 
 
 @pytest.mark.parametrize(

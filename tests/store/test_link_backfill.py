@@ -1,0 +1,145 @@
+"""Links of stored records are added, and removed, when links are turned on and off."""
+
+from collections.abc import AsyncIterator
+
+import asyncpg
+import pytest
+
+from indexer.store import FIRST_PATH, Store
+from indexer.sync.plans import Batch, RepoWrite
+from tests.store.change_log_helpers import connected
+from tests.store.link_checks import assert_links_exact
+from tests.store.link_steps import ALL, LIKE, claim_again, count, finish_resync, like, maintenance, turn_on
+from tests.store.repo_rows import delete, did, insert, synchronized
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+async def other(database: str) -> AsyncIterator[asyncpg.Connection]:
+    async with connected(database) as connection:
+        yield connection
+
+
+async def test_without_links_nothing_is_stored_and_the_count_is_null(store: Store, sql: asyncpg.Connection) -> None:
+    await maintenance(store, wanted=False).run_once()
+    await insert(store, synchronized(1), changes=(like("a"),))
+    await sql.execute("select atproto.request_takedown($1, true)", did(1))
+    for table in ("link", "link_delta", "link_count", "link_recount", "link_bucket"):
+        assert await sql.fetchval(f"select count(*) from indexer.{table}") == 0  # noqa: S608
+    assert await count(sql) is None
+    assert await sql.fetchval("select state from atproto.link_progress") == "off"
+
+
+async def test_stored_records_are_backfilled_while_others_are_written(store: Store, sql: asyncpg.Connection) -> None:
+    changes = tuple(like(f"r{number:04}", number % 3) for number in range(450))
+    await insert(store, *[synchronized(number) for number in range(3)], changes=changes[:40])
+    await insert(store, synchronized("large"), synchronized("hidden", takedown=True), changes=changes)
+    task = maintenance(store)
+    state = await store.turn_links_on(ALL)
+    assert (state.kept, state.done) == (True, False)
+    assert await count(sql, 0) is None
+    assert await sql.fetchval("select state from atproto.link_progress") == "backfill"
+    touched = (like("r0000", "new", action="update"), delete(f"{LIKE}/r0001"), like("later"))
+    await store.apply(Batch((RepoWrite(1, synchronized("large", version=2), touched),)))
+    steps, _ = await store.backfill_links({did("large"): FIRST_PATH})
+    assert steps[did("large")].after is not None
+    await store.apply(Batch((RepoWrite(2, synchronized("large", version=3), (delete(f"{LIKE}/r0005"),)),)))
+    while not (await store.link_state(ALL)).done:
+        await task.run_once()
+    await assert_links_exact(sql)
+    progress = await sql.fetchrow("select state, repos_done, buckets_done, buckets from atproto.link_progress")
+    assert tuple(progress or ()) == ("complete", 5, 256, 256)
+    assert await count(sql, "new") == 1
+
+
+async def test_a_backfill_goes_on_after_a_restart_and_adds_nothing_twice(store: Store, sql: asyncpg.Connection) -> None:
+    await insert(store, *[synchronized(number) for number in range(8)], changes=(like("a"), like("b", "two")))
+    await store.turn_links_on(ALL)
+    dids = await store.next_link_repos(ALL, "", 5)
+    steps, links = await store.backfill_links(dict.fromkeys(dids, FIRST_PATH))
+    assert [step.after for step in steps.values()] == [None] * 5
+    assert links == 10
+    await store.save_link_backfill(ALL, dids[2], {})
+    assert await store.link_backfill_position(ALL) == dids[2]
+    await turn_on(store)
+    assert (await count(sql), await count(sql, "two")) == (8, 8)
+    await assert_links_exact(sql)
+
+
+async def test_a_repo_in_progress_is_backfilled_after_its_resync(store: Store, sql: asyncpg.Connection) -> None:
+    """A resync that began before does not know that links are kept, if it asked before they were."""
+    await insert(store, synchronized(1), changes=(like("a"),))
+    claimed = await claim_again(store, synchronized(1))
+    task = maintenance(store)
+
+    async def begin_backfill() -> None:
+        await task.run_once()
+        assert not (await store.link_state(ALL)).done
+
+    await finish_resync(store, claimed, (like("b"),), before_lock=begin_backfill)
+    while not (await store.link_state(ALL)).done:
+        await task.run_once()
+    assert await count(sql) == 2
+    await assert_links_exact(sql)
+
+
+async def test_a_repo_without_head_whose_records_were_not_erased_is_backfilled(
+    store: Store, sql: asyncpg.Connection
+) -> None:
+    """A repo that was untracked has no rev. It is tracked again before its records are erased."""
+    await insert(store, synchronized(1), changes=(like("a"),))
+    await sql.execute("select atproto.untrack(array[$1])", did(1))
+    await sql.execute("select atproto.track(array[$1])", did(1))
+    await turn_on(store)
+    assert await count(sql) == 1
+    await assert_links_exact(sql)
+
+
+async def test_a_batch_asks_the_database_until_the_setting_is_known(store: Store, sql: asyncpg.Connection) -> None:
+    await store.turn_links_on(ALL)
+    assert store.keeps_links is None
+    await insert(store, synchronized(1), changes=(like("a"),))
+    assert await sql.fetchval("select count(*) from atproto.links") == 1
+
+
+async def test_turning_links_off_removes_them_and_on_again_brings_them_back(
+    store: Store, sql: asyncpg.Connection
+) -> None:
+    await turn_on(store)
+    await insert(store, synchronized(1), changes=(like("a"),))
+    await maintenance(store, wanted=False).run_once()
+    assert await count(sql) is None
+    assert await sql.fetchval("select count(*) from indexer.link") == 0
+    await store.apply(Batch((RepoWrite(1, synchronized(1, version=2), (like("b"), delete(f"{LIKE}/a"))),)))
+    await turn_on(store)
+    assert await count(sql) == 1
+    await assert_links_exact(sql)
+
+
+async def test_links_that_one_shard_does_not_keep_are_not_counted(store: Store, sql: asyncpg.Connection) -> None:
+    """The shard with links on is complete, the other one turned them off; then both."""
+    halves = range(128), range(128, 256)
+    for half in halves:
+        await store.turn_links_on(half)
+        await store.finish_link_backfill(half)
+    assert await count(sql) == 0
+    assert not await store.turn_links_off(halves[1])
+    assert await count(sql) is None
+    assert (await store.turn_links_on(halves[1])).off
+    assert await store.turn_links_off(halves[0])
+    assert (await store.turn_links_on(halves[1])).kept
+
+
+async def test_a_consumer_that_reads_links_does_not_keep_writers_from_turning_them_off_forever(
+    store: Store, other: asyncpg.Connection
+) -> None:
+    """Removing links waits for a moment only, and is tried again."""
+    await turn_on(store)
+    task = maintenance(store, wanted=False)
+    async with other.transaction():
+        await other.fetch("select * from atproto.links")
+        with pytest.raises(Exception, match="lock timeout"):
+            await task.run_once()
+    await task.run_once()
+    assert not (await store.link_state(ALL)).kept
