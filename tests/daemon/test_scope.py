@@ -12,10 +12,12 @@ from structlog.testing import capture_logs
 from indexer import daemon as composition
 from indexer import daemon_scope
 from indexer.atproto.cid import parse_cid
+from indexer.localnet.http_server import Fault
 from indexer.localnet.local_account import LocalAccount
 from indexer.localnet.local_relay import LIST_REPOS_BY_COLLECTION
 from indexer.service.background.account_erasure import AccountErasure
 from indexer.service.background.scope_untracking import ScopeUntracking
+from indexer.service.crawl import repo_list_pages
 from indexer.service.crawl.scope_backfill import ScopeBackfill
 from indexer.service.crawl.signal_discovery import SignalDiscovery
 from indexer.sync.scope import Track
@@ -158,6 +160,23 @@ async def test_a_prefix_is_fetched_from_all_repos(database: str, tmp_path: Path)
         assert daemon.export_requests == 2
         assert network.relay.requests[LIST_REPOS_BY_COLLECTION] == 0
         await assert_change_log_consistent(database)
+
+
+async def test_all_repos_are_fetched_if_no_relay_offers_the_list(
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(repo_list_pages, "MAX_ATTEMPTS", 1)
+    async with daemon_of(database, tmp_path, [POST]) as (daemon, network):
+        fault = Fault(LIST_REPOS_BY_COLLECTION, times=None, status=404)
+        network.relay.faults.append(fault)
+        accounts = [daemon.create_account(f"{name}.test") for name in ("ada", "bob")]
+        create_like(accounts[0], "one")
+        await daemon.wait_until_equal()
+        await daemon.store.set_collections([POST, LIKE])
+        network.collections = {POST, LIKE}
+        await daemon.wait_until_equal()
+        await wait_until_complete(daemon)
+        assert (fault.fired > 0, daemon.export_requests) == (True, 2)
 
 
 async def test_progress_of_a_collection_grows_with_its_repos(database: str, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ their turn comes.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from time import monotonic, time
 
@@ -19,6 +19,7 @@ from indexer.concurrency.stage_progress import StageProgress
 from indexer.errors import UnavailableError
 from indexer.monitoring.metrics import Metrics
 from indexer.outbound import OutboundClient
+from indexer.pds.repo_list import RepoListPage
 from indexer.reasons import Desync, FetchFailure
 from indexer.service.crawl.listed_accounts import ListedAccounts
 from indexer.service.crawl.repo_list_pages import repo_list_pages
@@ -162,18 +163,10 @@ class ScopeBackfill:
             UnavailableError: No relay answers, or the database does not.
         """
         incomplete, collection = 0, recheck.collection
-        for source in self._sources():
-            try:
-                async for page in repo_list_pages(self._outbound, source, collection, None, self._requests):
-                    dids = [account.did for account in page.accounts if self._shard.owns(account.did)]
-                    incomplete += await self._store.mark_incomplete(dids, collection, added_in, recheck.began_at)
-                    self.stage.moved()
-            except UnavailableError as error:
-                if error.reason not in _NOT_OFFERED:
-                    raise
-                log.info("scope.list-not-offered", relay=source, collection=collection, error=str(error))
-                continue
-            break
+        async for page in self._pages(collection):
+            dids = [account.did for account in page.accounts if self._shard.owns(account.did)]
+            incomplete += await self._store.mark_incomplete(dids, collection, added_in, recheck.began_at)
+            self.stage.moved()
         return incomplete
 
     async def _read_list(self, collection: str) -> ListedAccounts | None:
@@ -183,20 +176,32 @@ class ScopeBackfill:
             UnavailableError: A relay that may offer it does not answer, or the database does not.
         """
         stored = sum((await self._store.counts()).statuses.values())
+        listed, read_to_the_end = ListedAccounts(2 * stored), False
+        async for page in self._pages(collection):
+            for account in page.accounts:
+                listed.add(account.did)
+            read_to_the_end = page.cursor is None
+            self.stage.moved()
+        return listed if read_to_the_end else None
+
+    async def _pages(self, collection: str) -> AsyncIterator[RepoListPage]:
+        """Yield the pages of the first relay that offers the list. The last page has no cursor.
+
+        If a relay stops offering it, the pages of the next one follow.
+
+        Raises:
+            UnavailableError: A relay that may offer it does not answer.
+        """
         for source in self._sources():
-            listed = ListedAccounts(2 * stored)
             try:
                 async for page in repo_list_pages(self._outbound, source, collection, None, self._requests):
-                    for account in page.accounts:
-                        listed.add(account.did)
-                    self.stage.moved()
+                    yield page
             except UnavailableError as error:
                 if error.reason not in _NOT_OFFERED:
                     raise
                 log.info("scope.list-not-offered", relay=source, collection=collection, error=str(error))
-                continue
-            return listed
-        return None
+            else:
+                return
 
     async def _mark_complete(self, scope: Scope, lists: Lists) -> int:
         """Mark all repos that lack no records; return how many. Repos that change meanwhile are fetched."""
