@@ -122,7 +122,8 @@ class PublicKey:
         if self.curve == "p256":
             return self._parsed
         key = ffi.from_buffer("secp256k1_pubkey *", self._parsed)
-        point, size = ffi.new("unsigned char[]", UNCOMPRESSED_POINT_BYTES), ffi.new("size_t *", UNCOMPRESSED_POINT_BYTES)
+        point = ffi.new("unsigned char[]", UNCOMPRESSED_POINT_BYTES)
+        size = ffi.new("size_t *", UNCOMPRESSED_POINT_BYTES)
         lib.secp256k1_ec_pubkey_serialize(_SECP256K1_CONTEXT, point, size, key, lib.SECP256K1_EC_UNCOMPRESSED)
         return bytes(ffi.buffer(point))
 

@@ -50,7 +50,10 @@ def prepare_commits(
     key_state_of: Callable[[str], KeyState | None],
     context: PlanContext,
 ) -> PreparedCommits:
-    """Verify those commits of a batch that `plan_event` will verify on the present rows. The arguments: `plan_batch`."""
+    """Verify the commits of a batch that `plan_event` will verify on the present rows.
+
+    The arguments are those of `plan_batch`.
+    """
     worthwhile = []
     for event in commits:
         repo = repos.get(event.did) or Repo(event.did)

@@ -1,5 +1,7 @@
 //! The Python module `atproto_indexer_native`.
 
+use std::collections::HashMap;
+
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::pybacked::{PyBackedBytes, PyBackedStr};
@@ -11,7 +13,7 @@ use crate::cid::{as_cid, Cid};
 use crate::limits::Limits;
 use crate::mst::NetOp;
 use crate::patterns::Patterns;
-use crate::verify::{verify_commit, CommitEvent, Record, RepoOp, VerifiedCommit};
+use crate::verify::{verify_commit, CommitEvent, RepoOp, VerifiedCommit};
 
 /// The number of this interface. `indexer/sync/native_core.py` needs the same one.
 const INTERFACE: u32 = 1;
@@ -115,14 +117,16 @@ fn verify_arguments<'a>(
 }
 
 fn commit_result<'py>(py: Python<'py>, commit: VerifiedCommit<'_>) -> PyResult<Bound<'py, PyTuple>> {
-    let records = commit.records.into_iter().map(|record| record_result(py, record)).collect::<PyResult<Vec<_>>>()?;
+    // Many operations may name one block. It is copied once, and found by its address in the slice.
+    let mut copies: HashMap<*const u8, Bound<'py, PyBytes>> = HashMap::new();
+    let mut records = Vec::with_capacity(commit.records.len());
+    for record in commit.records {
+        let copy = |block: &[u8]| copies.entry(block.as_ptr()).or_insert_with(|| PyBytes::new(py, block)).clone();
+        let block = record.block.map(copy);
+        let json = record.json.map(|record| (PyString::new(py, &record.json), record.items, record.shape as u8));
+        records.push((block, json));
+    }
     (PyBytes::new(py, commit.data), records).into_pyobject(py)
-}
-
-fn record_result<'py>(py: Python<'py>, record: Record<'_>) -> PyResult<Bound<'py, PyTuple>> {
-    let block = record.block.map(|block| PyBytes::new(py, block));
-    let json = record.json.map(|record| (PyString::new(py, &record.json), record.items, record.shape as u8));
-    (block, json).into_pyobject(py)
 }
 
 /// Returns the JSON, the number of items and the number of the shape of a record; None if the reference decides.

@@ -26,7 +26,7 @@ from indexer.sync.frames import decode_frame
 from indexer.sync.native_core import INTERFACE, NativeCore, load_core
 from indexer.sync.plan_batch import ReceivedMessage, plan_batch
 from indexer.sync.plans import RecordChange
-from indexer.sync.policy import KeyState, PlanContext, Policy
+from indexer.sync.policy import KeyState, Policy
 from indexer.sync.record_change import RecordConverter
 from indexer.sync.repo_state import Repo
 from indexer.sync.scope import Scope
@@ -332,7 +332,7 @@ def commit_fields(account: SigningAccount, **fields: Any) -> bytes:
         ({"data": None}, False),
     ],
 )
-def test_signed_commits_of_unusual_forms_agree_with_the_reference(fields: dict[str, Any], decided: bool) -> None:  # noqa: FBT001
+def test_signed_commits_of_unusual_forms_agree_with_the_reference(fields: dict[str, Any], decided: bool) -> None:
     account = SigningAccount()
     event = decoded_event("commit", account.commit_post("a"))
     _, blocks = split_car(event.blocks, DEFAULT_LIMITS, max_bytes=len(event.blocks))
@@ -423,7 +423,7 @@ SELECTIONS = [("*",), (POST,), ("app.bsky.*",), ("com.example.*", "app.bsky.grap
 
 @pytest.mark.parametrize("patterns", SELECTIONS)
 @pytest.mark.parametrize("store_values", [True, False])
-def test_only_selected_records_are_converted(patterns: tuple[str, ...], store_values: bool) -> None:  # noqa: FBT001
+def test_only_selected_records_are_converted(patterns: tuple[str, ...], store_values: bool) -> None:
     policy = Policy(Scope(collections=CollectionFilter(patterns)), DEFAULT_LIMITS, store_values=store_values)
     account = SigningAccount()
     paths = [f"{POST}/a", "app.bsky.graph.follow/b", "com.example.thing/c", "com.examples.thing/d"]
@@ -462,6 +462,7 @@ def test_a_block_that_many_paths_name_is_converted_once() -> None:
     (commit,) = shared_core().verify_commits([(event, account.key.public)], STORE_ALL)
     assert commit is not None
     assert sum(change.converted is not None for change in commit.changes) == 1
+    assert len({id(change.block) for change in commit.changes}) == 1
     problems = {change and change.problem for change in record_changes(commit, STORE_ALL)}
     assert "omitted" in problems
 
@@ -483,7 +484,8 @@ def test_a_batch_is_planned_alike_with_and_without_the_core(steps: list[tuple[st
 
 
 def test_the_published_commits_are_planned_alike_as_one_batch() -> None:
-    batch, rows = [], {}
+    batch: list[ReceivedMessage] = []
+    rows: dict[str, Repo] = {}
     for seq, frame in enumerate(test_published.commits(), start=1):
         event = decode_frame(frame, DEFAULT_LIMITS)
         assert isinstance(event, CommitEvent)
