@@ -10,7 +10,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check lint format docs screenshots coverage venv dist release realnet second bench-live \
-	bench-resync bench-feed bench-links bench-guard
+	bench-resync bench-feed bench-links bench-peers bench-guard
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -66,6 +66,9 @@ bench-feed: venv ## Measure the feed to ten Jetstream clients beside the live pa
 
 bench-links: venv ## Measure counts and the backfill of links for a post with a million likes (docs/performance.md)
 	$(BIN)/python -m benchmarks.links
+
+bench-peers: venv ## Compare with tap on this machine: live, backfill, one large repo (docs/performance.md)
+	$(BIN)/python -m benchmarks.peers
 
 bench-guard: venv ## Compare the cost of each stage with the floor of the same run
 	$(BIN)/python -m benchmarks.guard --check

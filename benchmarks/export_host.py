@@ -1,4 +1,4 @@
-"""The hosts of `benchmarks.resync`: a separate process with PDSes that serve exports, and a PLC directory.
+"""The hosts of `benchmarks.resync` and `benchmarks.peers`, a separate process: PDSes with exports, and a PLC directory.
 
 Standard output has one JSON object per line: the `url` of the directory, and the URLs of all `hosts`. The process ends
 when its standard input ends.
@@ -67,13 +67,14 @@ class ExportHost:
         return response
 
     async def _latest_commit(self, request: web.Request) -> web.Response:
-        head = self._account(request).after
+        head = self._account(request).exported
         return web.json_response({"cid": cid_text(bytes.fromhex(head.commit)), "rev": head.rev})
 
     async def _document(self, request: web.Request) -> web.Response:
         account = self._accounts[request.match_info["did"]]
-        identity = LocalIdentity("person.test", account.key, host_of(account.did, self.urls))
-        return web.json_response(did_document(account.did, identity))
+        identity = LocalIdentity("", account.key, host_of(account.did, self.urls))
+        # Without a handle nobody looks one up: that would be the only request that leaves this machine.
+        return web.json_response(did_document(account.did, identity) | {"alsoKnownAs": []})
 
     def _account(self, request: web.Request) -> WorkloadAccount:
         return self._accounts[request.query["did"]]

@@ -49,8 +49,15 @@ class Database:
 @asynccontextmanager
 async def database(directory: Path) -> AsyncIterator[Database]:
     """Run the embedded Postgres as the daemon does, with an empty migrated database."""
+    async with empty_database(directory) as database:
+        await migrate(database.dsn)
+        yield database
+
+
+@asynccontextmanager
+async def empty_database(directory: Path) -> AsyncIterator[Database]:
+    """Run the embedded Postgres as the daemon does, with a database without tables."""
     async with embedded.database(None, directory) as dsn:
-        await migrate(dsn)
         connection = await asyncpg.connect(dsn)
         server = cpu_usage.parent_pid(await connection.fetchval("select pg_backend_pid()"))
         await connection.close()
@@ -59,24 +66,24 @@ async def database(directory: Path) -> AsyncIterator[Database]:
 
 @dataclass(slots=True)
 class LoadProcess:
-    """A process that serves a workload: `benchmarks.load_relay` or `benchmarks.export_host`.
+    """A process that talks by lines of JSON, such as `benchmarks.load_relay` or `benchmarks.export_host`.
 
     Attributes:
         process: The process.
-        url: Its URL.
+        url: Its URL, if it has one.
     """
 
     process: Process
     url: str = ""
 
-    async def read(self, name: str) -> Any:
+    async def read(self, name: str, timeout: float = TIMEOUT_SECONDS) -> Any:  # noqa: ASYNC109
         """Wait for the next line of output that contains `name`, and return the value.
 
         Raises:
-            BenchmarkError: No such line came within `TIMEOUT_SECONDS`, or the process ended.
+            BenchmarkError: No such line came within `timeout` seconds, or the process ended.
         """
         try:
-            async with asyncio.timeout(TIMEOUT_SECONDS):
+            async with asyncio.timeout(timeout):
                 while name not in (fields := orjson.loads(await _pipe(self.process.stdout).readuntil())):
                     pass
         except (TimeoutError, asyncio.IncompleteReadError):

@@ -33,7 +33,7 @@ from indexer.localnet.local_relay import message_frame
 from indexer.localnet.local_repo import LocalChange, LocalCommit
 from indexer.sync.shard import bucket_of
 
-FORMAT = 3
+FORMAT = 4
 """The format of the files. Workloads of other formats are not used."""
 SEQ_OFFSET = 1_000_000
 """The sequence numbers up to this one are free for messages that a benchmark sends before the workload."""
@@ -52,7 +52,8 @@ class WorkloadSpec:
         sigma: The standard deviation of the logarithm of the number of records.
         commits: The number of commits, distributed over the repos.
         huge: The number of records of one additional repo; 0: no such repo.
-        exports: Generate a CAR file for each repo. One in a hundred of the initial rows then differs from it.
+        exports: Generate a CAR file for each repo, as the repo is before its commits. Without commits, one in a hundred
+            of the initial rows differs from it.
         seed: The seed of all random choices.
     """
 
@@ -104,6 +105,7 @@ class WorkloadAccount:
         did: The DID.
         key: The signing key as a did:key.
         before: The initial head in the database.
+        exported: The head before the commits, which is that of the CAR file.
         after: The expected head.
         records: The expected number of records.
         digest: The digest of the expected records (`digest_of`).
@@ -115,6 +117,7 @@ class WorkloadAccount:
     did: str
     key: str
     before: WorkloadHead
+    exported: WorkloadHead
     after: WorkloadHead
     records: int
     digest: str
@@ -169,8 +172,8 @@ class Workload:
 
 
 def _account(fields: dict[str, object]) -> WorkloadAccount:
-    before, after = WorkloadHead(**fields.pop("before")), WorkloadHead(**fields.pop("after"))  # type: ignore[arg-type]
-    return WorkloadAccount(before=before, after=after, **fields)  # type: ignore[arg-type]
+    heads = {name: WorkloadHead(**fields.pop(name)) for name in ("before", "exported", "after")}  # type: ignore[arg-type]
+    return WorkloadAccount(**heads, **fields)  # type: ignore[arg-type]
 
 
 def _map(path: Path) -> mmap:
@@ -245,9 +248,12 @@ def _generate(
 
 def _generate_account(spec: WorkloadSpec, number: int, size: int, commits: list[int]) -> GeneratedAccount:
     signing = SigningAccount(number, size, spec.seed)
-    before, records = signing.head, dict(signing.records)
+    before = exported = signing.head
+    records = dict(signing.records)
+    export = signing.export() if spec.exports else b""
     expected = _rows(records)
-    if spec.exports:
+    different = spec.exports and not spec.commits
+    if different:
         stored = _with_differences(expected, Random(number))
         before = signing.first
     else:
@@ -262,12 +268,13 @@ def _generate_account(spec: WorkloadSpec, number: int, size: int, commits: list[
         messages.append((commit, _message(signing.did, SEQ_OFFSET + commit, change)))
     if commits:
         expected = _rows(signing.records)
-    if spec.exports:
+    if different:
         changes = _count_differences(stored, expected)
     account = WorkloadAccount(
         did=signing.did,
         key=signing.key.public.did_key(),
         before=_head(before),
+        exported=_head(exported),
         after=_head(signing.head),
         records=len(expected),
         digest=digest_of(expected),
@@ -275,7 +282,7 @@ def _generate_account(spec: WorkloadSpec, number: int, size: int, commits: list[
         commits=commits,
         export=(0, 0),
     )
-    return GeneratedAccount(account, rows, messages, signing.export() if spec.exports else b"")
+    return GeneratedAccount(account, rows, messages, export)
 
 
 def _rows(records: Mapping[str, bytes]) -> Rows:

@@ -10,18 +10,20 @@ from typing import Any
 import pytest
 
 from benchmarks.guard import GROUPS
+from benchmarks.peer_results import ONE_PROCESS, TAP, TAP_SQLITE, TWO_SHARDS
+from benchmarks.tap import SHARED, find_tap
 
 pytestmark = pytest.mark.slow
 
 
-def run(tmp_path: Path, module: str, *options: str) -> dict[str, Any]:
+def run(tmp_path: Path, module: str, *options: str, timeout: float = 100) -> dict[str, Any]:
     """Run a benchmark with `--json` and return its report."""
     ended = subprocess.run(
         [sys.executable, "-m", f"benchmarks.{module}", "--json", *options],
         env={**os.environ, "TMPDIR": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=timeout,
         check=False,
     )
     assert ended.returncode == 0, ended.stderr[-2_000:]
@@ -90,6 +92,25 @@ def test_feed_benchmark(tmp_path: Path) -> None:
     assert feed["process CPU, µs per logged change"] > 0
     for path in ("nobody subscribes", "with subscribers"):
         assert report[f"live path, {path}"]["commits/s, verified and durable"] > 0
+
+
+@pytest.mark.timeout(320)  # two programs start one after the other, each with a Postgres
+@pytest.mark.parametrize(
+    ("scenario", "programs"),
+    [("live", (TAP, TWO_SHARDS)), ("backfill", (TAP_SQLITE, ONE_PROCESS)), ("large", (TAP, ONE_PROCESS))],
+)
+def test_comparison_with_tap(tmp_path: Path, scenario: str, programs: tuple[str, ...]) -> None:
+    if find_tap(tmp_path) is None:
+        pytest.skip(f"no tap for this machine in {SHARED}")
+    options = [word for program in programs for word in ("--program", program)]
+    report = run(tmp_path, "peers", "--quick", "--scenario", scenario, *options, timeout=300)
+    [figures] = [section for title, section in report.items() if title != "machine"]
+    unit = "commit" if scenario == "live" else "record"
+    for name in (f"{unit}s/s", f"program CPU, µs per {unit}", f"CPU with Postgres, µs per {unit}", "peak RSS, MiB"):
+        assert min(figures[name][program] for program in programs) > 0
+    tap, indexer = (figures[f"{unit}s/s"][program] for program in programs)
+    assert indexer / tap in [pytest.approx(ratio) for ratio in figures[f"{unit}s/s"].values()]
+    assert figures[f"{unit}s/s, acknowledged"].keys() == {programs[0]}
 
 
 def test_guard_measures_every_stage(tmp_path: Path) -> None:

