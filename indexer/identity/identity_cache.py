@@ -20,6 +20,7 @@ import structlog
 
 from indexer.atproto.crypto import PublicKey, parse_did_key
 from indexer.concurrency.background_tasks import BackgroundTasks
+from indexer.concurrency.shared_calls import SharedCalls
 from indexer.errors import UnavailableError
 from indexer.identity.did_resolver import METHODS, Method, method_of, web_host
 from indexer.identity.refresh_budget import RefreshBudget
@@ -36,6 +37,9 @@ MAX_LOOKUPS_IN_BACKGROUND = 16
 
 BACKGROUND_SHARE = 0.5
 """The budget of background refreshes, as a share of the rate of other refreshes. It is in addition to that rate."""
+
+MAX_SHARED = 500
+"""Identities that lookups save in one transaction, or load in one query, because they ended or began together."""
 
 RefreshCause = Literal["signature", "change", "age"]
 REFRESH_CAUSES: tuple[RefreshCause, ...] = ("signature", "change", "age")
@@ -183,7 +187,8 @@ class IdentityCache:
         `clock` returns Unix seconds. `refresh_rate` limits lookups of known identities per second.
         """
         self._source = source
-        self._store = store
+        self._loads = SharedCalls(store.load_identities, MAX_SHARED)
+        self._saves = SharedCalls(store.save_identities, MAX_SHARED)
         self._observer = observer
         self._clock = clock
         self._refresh_budget = RefreshBudget(refresh_rate)
@@ -239,7 +244,8 @@ class IdentityCache:
         """
         dids = list(dids)
         missing = [did for did in dids if did not in self._memory]
-        stored = await self._store.load_identities(missing) if missing else {}
+        loaded = await self._loads.add(missing) if missing else {}
+        stored = {did: loaded[did] for did in missing if did in loaded}
         for did, identity in stored.items():
             if did not in self._memory:  # otherwise it was fetched meanwhile and is newer
                 self._remember(did, _cached(identity), self._clock())
@@ -385,7 +391,7 @@ class IdentityCache:
         if before is None and not _has_content(found):
             return identity  # nothing is stored about a DID that may be made up
         try:
-            await self._store.save_identities([stored])
+            await self._saves.add([stored])
         except UnavailableError as error:
             log.debug("identity.save-failed", did=did, error=str(error))
         return identity
@@ -399,7 +405,7 @@ class IdentityCache:
         answer = await self._source.resolve(did, known=known)
         if _has_content(answer):
             return answer, None
-        return answer, (await self._store.load_identities([did])).get(did)
+        return answer, (await self._loads.add([did])).get(did)
 
     def _interval(self, entry: _Entry | None) -> float:
         """Return the seconds until the next lookup is allowed, after a lookup that replaces `entry`."""

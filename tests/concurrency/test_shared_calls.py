@@ -1,0 +1,90 @@
+"""Shared calls: who gets which result, and what happens if a caller is cancelled or a call fails."""
+
+import asyncio
+
+import pytest
+
+from indexer.concurrency.shared_calls import SharedCalls
+
+
+class Doubler:
+    """Doubles numbers. A call ends when `release` is set."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[int]] = []
+        self.begun = asyncio.Event()
+        self.release = asyncio.Event()
+
+    async def double(self, numbers: list[int]) -> dict[int, int]:
+        self.calls.append(numbers)
+        self.begun.set()
+        await self.release.wait()
+        if 0 in numbers:
+            raise ZeroDivisionError
+        return {number: 2 * number for number in numbers}
+
+
+async def start(doubler: Doubler, shared: SharedCalls[int, dict[int, int]], *numbers: int) -> list[asyncio.Task]:  # type: ignore[type-arg]
+    """Return one caller per number. The first call runs, and the others wait."""
+    callers = [asyncio.create_task(shared.add([number])) for number in numbers]
+    await doubler.begun.wait()
+    return callers
+
+
+async def test_items_that_wait_share_the_next_call() -> None:
+    doubler = Doubler()
+    callers = await start(doubler, SharedCalls(doubler.double, 10), 1, 2, 3)
+    doubler.release.set()
+    results = await asyncio.gather(*callers)
+    assert [result[number] for number, result in enumerate(results, 1)] == [2, 4, 6]
+    assert [sorted(call) for call in doubler.calls] == [[1, 2, 3]] or [sorted(c) for c in doubler.calls] == [
+        [1],
+        [2, 3],
+    ]
+
+
+async def test_one_call_gets_no_more_items_than_allowed() -> None:
+    doubler = Doubler()
+    callers = await start(doubler, SharedCalls(doubler.double, 2), *range(1, 6))
+    doubler.release.set()
+    await asyncio.gather(*callers)
+    assert max(map(len, doubler.calls)) == 2
+    assert sorted(number for call in doubler.calls for number in call) == [1, 2, 3, 4, 5]
+
+
+async def test_more_items_of_one_caller_than_allowed_are_one_call() -> None:
+    doubler = Doubler()
+    doubler.release.set()
+    assert await SharedCalls(doubler.double, 2).add([1, 2, 3]) == {1: 2, 2: 4, 3: 6}
+    assert doubler.calls == [[1, 2, 3]]
+
+
+async def test_call_of_a_cancelled_caller_is_repeated_for_the_others() -> None:
+    doubler = Doubler()
+    first, *others = await start(doubler, SharedCalls(doubler.double, 10), 1, 2)
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    doubler.release.set()
+    assert [await other for other in others] == [{2: 4}]
+    assert first.cancelled()
+
+
+async def test_exception_reaches_the_callers_of_the_call_and_no_others() -> None:
+    doubler = Doubler()
+    callers = await start(doubler, SharedCalls(doubler.double, 1), 0, 1)
+    doubler.release.set()
+    failed, doubled = await asyncio.gather(*callers, return_exceptions=True)
+    assert isinstance(failed, ZeroDivisionError)
+    assert doubled == {1: 2}
+
+
+async def test_waiting_caller_that_is_cancelled_takes_its_items_away() -> None:
+    doubler = Doubler()
+    shared = SharedCalls(doubler.double, 1)
+    first, second = await start(doubler, shared, 1, 2)
+    second.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await second
+    doubler.release.set()
+    assert await first == {1: 2}
+    assert doubler.calls == [[1]]
