@@ -44,7 +44,7 @@ async def create_records(connection: Connection, did: str, creates: Sequence[Rec
     """
     if creates:
         async with connection.transaction():
-            await _copy_rows(connection, "record", RECORD_COLUMNS, [_record_row(did, change) for change in creates])
+            await _copy_records(connection, [_record_row(did, change) for change in creates])
 
 
 async def copy_chunks(connection: Connection, parts: Sequence[NewRepoRecords]) -> None:
@@ -57,10 +57,13 @@ async def copy_chunks(connection: Connection, parts: Sequence[NewRepoRecords]) -
     others = [part for part in parts if part.chunk.record_rows is None and part.chunk.count]
     try:
         if ready:
-            await _copy_ready(connection, "record", RECORD_COLUMNS, [part.chunk.record_rows or b"" for part in ready])
+            source = _binary([part.chunk.record_rows or b"" for part in ready])
+            await connection.copy_to_table(
+                "record", schema_name="indexer", columns=RECORD_COLUMNS, source=source, format="binary"
+            )
         if others:
             rows = [_record_row(did, change) for did, chunk in others for change in chunk.changes()]
-            await _copy_rows(connection, "record", RECORD_COLUMNS, rows)
+            await _copy_records(connection, rows)
     except UniqueViolationError as error:
         raise RecordsExistError(str(error)) from error
     await _log_chunks(connection, ready, others)
@@ -78,23 +81,23 @@ async def _log_chunks(
         ready_rows.append(part.chunk.change_rows(segment, batch, ordinal))
         ordinal += part.chunk.count
     if ready_rows:
-        await _copy_ready(connection, "change", CHANGE_COLUMNS, ready_rows)
+        source = _binary(ready_rows)
+        await connection.copy_to_table(
+            "change", schema_name="indexer", columns=CHANGE_COLUMNS, source=source, format="binary"
+        )
     if others:
         entries = (entry for did, chunk in others for entry in record_entries(did, chunk.changes(), live=False))
-        await _copy_rows(connection, "change", CHANGE_COLUMNS, log_rows(segment, batch, ordinal, entries))
+        rows = log_rows(segment, batch, ordinal, entries)
+        await connection.copy_records_to_table("change", schema_name="indexer", columns=CHANGE_COLUMNS, records=rows)
 
 
-async def _copy_ready(connection: Connection, table: str, columns: Sequence[str], rows: Sequence[bytes]) -> None:
-    async def source() -> AsyncIterator[bytes]:
-        yield b"".join([_HEADER, *rows, _TRAILER])
-
-    await connection.copy_to_table(table, schema_name="indexer", columns=columns, source=source(), format="binary")
+async def _copy_records(connection: Connection, rows: Sequence[tuple[Any, ...]]) -> None:
+    await connection.copy_records_to_table("record", schema_name="indexer", columns=RECORD_COLUMNS, records=rows)
 
 
-async def _copy_rows(
-    connection: Connection, table: str, columns: Sequence[str], rows: Sequence[tuple[Any, ...]]
-) -> None:
-    await connection.copy_records_to_table(table, schema_name="indexer", columns=columns, records=rows)
+async def _binary(rows: Sequence[bytes]) -> AsyncIterator[bytes]:
+    """Yield the rows as a whole file in the binary format of COPY, in one piece: the driver sends each piece apart."""
+    yield b"".join([_HEADER, *rows, _TRAILER])
 
 
 def _record_row(did: str, new: RecordChange) -> tuple[Any, ...]:

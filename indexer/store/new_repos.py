@@ -10,12 +10,13 @@ from indexer.store import scope_row
 from indexer.store.apply_batch import apply
 from indexer.store.columns import Connection, buckets_of, of_buckets, repo_columns, repo_of
 from indexer.store.database_errors import database_errors, refused_writes
+from indexer.store.link_rows import keeps_links
 from indexer.store.new_records import NewRepoRecords, copy_chunks
 from indexer.sync.plans import Batch
 from indexer.sync.repo_state import Repo, SyncStatus
 
 # A scalar subquery with LIMIT, so that the planner looks into the index for each repo, and does not read all records.
-_ELIGIBLE = f"""
+ELIGIBLE = f"""
     select {repo_columns("r")},
         (
             select true from indexer.record c where c.did = r.did and c.bucket = r.bucket and {of_buckets("c")} limit 1
@@ -23,8 +24,8 @@ _ELIGIBLE = f"""
     from indexer.repo r
     where r.bucket = any($1::smallint[]) and r.did = any($2::text[])
         and sync_status is not distinct from '{SyncStatus.IN_PROGRESS}' and buffered_events = 0
-        and not exists (select from indexer.link_bucket b where b.bucket = any($1::smallint[]) and b.off_at is null)
 """
+"""Takes buckets and DIDs."""
 
 
 class NewReposTransaction:
@@ -49,7 +50,9 @@ class NewReposTransaction:
         """
         dids = sorted(repo.did for repo in claimed)
         with database_errors():
-            rows = await self._connection.fetch(_ELIGIBLE, buckets_of(dids), dids)
+            if await keeps_links(self._connection, dids):
+                return {}
+            rows = await self._connection.fetch(ELIGIBLE, buckets_of(dids), dids)
         leases = {repo.did: repo.lease for repo in claimed}
         repos = [repo_of(row) for row in rows if not row["stored"]]
         return {repo.did: repo for repo in repos if repo.lease == leases[repo.did]}

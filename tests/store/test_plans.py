@@ -11,6 +11,7 @@ from benchmarks.links import LIKERS
 from indexer.store import Store
 from indexer.store.apply_batch import ADVANCE_REPOS, UPDATE_REPOS
 from indexer.store.columns import buckets_of, head_arrays, repo_arrays
+from indexer.store.new_repos import ELIGIBLE
 from indexer.store.report_queries import FEW_INCOMPLETE
 from indexer.store.store import LOAD_REPOS
 from tests.conftest import DatabaseServer
@@ -147,3 +148,13 @@ async def test_links_and_their_count_are_read_with_an_index(large: str) -> None:
     found = await plans(large, LIKERS, *values)
     assert "using link_target" in found, found
     assert not re.search(r"Seq Scan|Sort", found), found
+
+
+@pytest.mark.parametrize("mode", ["force_generic_plan", "force_custom_plan"])
+async def test_records_of_claimed_repos_are_looked_up_by_index(large: str, mode: str) -> None:
+    async with connected(large) as connection:
+        await connection.execute(f"set plan_cache_mode = {mode}")
+        dids = [row["did"] for row in await connection.fetch("select did from indexer.repo limit 8")]
+        found = "\n".join([row[0] for row in await connection.fetch(f"explain {ELIGIBLE}", buckets_of(dids), dids)])
+    assert "using record_pkey on record" in found
+    assert "Seq Scan on record" not in found
