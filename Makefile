@@ -9,8 +9,8 @@ PYTEST := $(BIN)/pytest -n 2 --dist worksteal
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint format docs screenshots coverage venv dist release realnet second bench-live \
-	bench-resync bench-feed bench-links bench-peers bench-guard
+.PHONY: help demo test test-python-core check lint format docs screenshots coverage venv native native-check fuzz dist \
+	release realnet second bench-live bench-resync bench-feed bench-links bench-peers bench-guard
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -20,6 +20,13 @@ demo: venv ## Run the daemon against a small signed network on this machine and 
 
 test: venv realnet ## Run all tests, on a Postgres that they start themselves
 	$(PYTEST)
+
+# What depends on the core: planning, the live path, daemons, and the demo. The native core is hidden from all processes.
+PYTHON_CORE_TESTS := tests/sync tests/service/live tests/daemon/test_stream.py tests/daemon/test_rejected.py \
+	tests/daemon/test_hostile.py tests/daemon/test_lifecycle.py tests/test_crash.py tests/cli/test_demo.py
+
+test-python-core: venv ## Run the tests of planning, daemon and demo without the native core
+	PYTHONPATH=tests/without_native_core $(PYTEST) --hypothesis-profile quick $(PYTHON_CORE_TESTS)
 
 check: lint ## Run lint, types, import contracts and the quick tests (under a minute)
 	$(PYTEST) -m "not slow" --hypothesis-profile quick
@@ -44,6 +51,17 @@ screenshots: venv ## Take the pictures of the status page in docs/images/ again 
 
 coverage: venv ## Run the quick tests and report the lines that they do not reach
 	$(PYTEST) -m "not slow" --hypothesis-profile quick --cov --cov-report term-missing:skip-covered
+
+native: venv ## Build the native core and install it into the virtual environment (needs cargo; skipped without it)
+	VENV=$(VENV) native/build
+
+native-check: ## Check format and lints of the native core, and run its own tests (needs cargo; skipped without it)
+	native/check
+
+fuzz: venv ## Compare the native core with the Python code on mutated commits until Ctrl-C; make fuzz SECONDS=60
+	@if $(BIN)/pip install --quiet --disable-pip-version-check --only-binary :all: --constraint constraints.txt atheris; \
+	then $(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS),0) $(if $(CORPUS),--corpus $(CORPUS)); \
+	else echo "NOT FUZZED: there is no wheel of atheris for this machine and this Python"; fi
 
 second: ## Run the quick tests with another interpreter: make second PYTHON=/usr/bin/python3.11
 	$(MAKE) VENV=.venv-second PYTHON=$(PYTHON) venv

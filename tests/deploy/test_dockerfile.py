@@ -83,10 +83,19 @@ def test_variables_of_the_image_are_settings() -> None:
     assert image_environment()["INDEXER_HTTP_BIND"].endswith(f":{instruction('EXPOSE')}")
 
 
-def test_image_is_built_without_a_compiler_and_from_pinned_versions() -> None:
-    assert "--only-binary :all:" in dockerfile()
-    assert "--constraint constraints.txt" in dockerfile()
+def test_image_is_built_from_wheels_and_pinned_versions() -> None:
+    installs = re.findall(r"pip .*? install ([^&\n]+)", dockerfile())
+    assert len(installs) == 4
+    for install in installs:
+        assert "--no-deps" in install or {"--only-binary", "--constraint"} <= set(install.split()), install
     assert not re.search(r"\b(apt-get|gcc|g\+\+|build-essential)\b", dockerfile())
+
+
+def test_image_installs_the_native_core_that_a_stage_with_pinned_crates_builds() -> None:
+    assert re.search(r"^RUN native/lock && maturin build .*--locked", dockerfile(), re.MULTILINE)
+    assert dockerfile().index("COPY --from=native /wheels") < dockerfile().rindex("FROM ${PYTHON_IMAGE}")
+    pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines())
+    assert "maturin" in pinned
 
 
 @pytest.mark.parametrize(("extras", "added"), [("", set()), ("parquet", {"pyarrow"})])
