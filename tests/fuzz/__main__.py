@@ -1,0 +1,68 @@
+"""`python -m tests.fuzz`: give mutated commits to the Python code and to the native core, and compare the plans.
+
+atheris guides the mutations by the coverage of the Python code: an input that reaches a new branch is mutated further.
+"""
+
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from time import monotonic
+
+import atheris
+import click
+
+REPORT_SECONDS = 10.0
+SEED = 20_261_122
+INSTRUMENTED = ["indexer.atproto", "indexer.sync"]
+MAX_FRAME_BYTES = 16_384
+
+
+@click.command()
+@click.option("--seconds", default=0, help="Stop after this time. 0: run until Ctrl-C.")
+@click.option("--seeds", default=200, show_default=True, help="Number of signed commits to start from.")
+@click.option(
+    "--corpus",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Directory of inputs to continue with, and for new ones. Default: a temporary one.",
+)
+@click.argument("inputs", nargs=-1, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+def main(seconds: int, seeds: int, corpus: Path | None, inputs: tuple[Path, ...]) -> None:
+    """Compare the plans of mutated commits, or those of the INPUTS only.
+
+    A difference ends the run: the input is written to the working directory, as crash-… .
+    """
+    with atheris.instrument_imports(include=INSTRUMENTED, enable_loader_override=False):
+        import indexer.sync.plan_batch  # noqa: F401, PLC0415 - atheris instruments what is imported here
+    from tests.fuzz.session import Session  # noqa: PLC0415
+
+    session = Session(SEED)
+    for path in inputs:
+        session.compare(path.read_bytes())
+    if inputs:
+        return
+    with tempfile.TemporaryDirectory(prefix="indexer-fuzz-") as directory:
+        folder = corpus or Path(directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        session.write_seeds(folder, seeds)
+        arguments = [sys.argv[0], str(folder), f"-max_len={MAX_FRAME_BYTES}", "-print_final_stats=1", "-timeout=60"]
+        arguments += [f"-max_total_time={seconds}"] if seconds else []
+        atheris.Setup(arguments, _reporting(session.compare, session.report), custom_mutator=session.mutate)
+        atheris.Fuzz()
+
+
+def _reporting(compare: Callable[[bytes], None], report: Callable[[], str]) -> Callable[[bytes], None]:
+    """Return a function that compares an input, and prints the report from time to time."""
+    last = monotonic()
+
+    def run(data: bytes) -> None:
+        nonlocal last
+        compare(data)
+        if monotonic() - last > REPORT_SECONDS:
+            last = monotonic()
+            click.echo(report())
+
+    return run
+
+
+main()

@@ -1,0 +1,114 @@
+"""A `#commit` frame taken apart, so that a part can be changed and all hashes and the signature made right again."""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from indexer.atproto.car import split_car
+from indexer.atproto.cbor import CborError, decode, decode_pair, encode
+from indexer.atproto.cid import cid_of
+from indexer.atproto.crypto import PrivateKey
+from indexer.atproto.limits import DEFAULT_LIMITS
+from indexer.atproto.mst.inversion import invert_by_rebuilding
+from indexer.errors import UpstreamError
+from indexer.localnet.local_repo import car_header, car_section
+from indexer.sync.events import RepoOp
+from indexer.sync.fold_operations import LegacyOperationsError, fold_operations
+
+MAX_RENAMES = 64
+
+
+@dataclass(slots=True)
+class CommitParts:
+    """The parts of a frame.
+
+    Attributes:
+        header: The header of the frame.
+        payload: The payload; its field `blocks` is replaced by the attribute of that name.
+        blocks: The blocks of the CAR slice by CID, in their order.
+    """
+
+    header: dict[str, Any]
+    payload: dict[str, Any]
+    blocks: dict[bytes, bytes]
+
+    @property
+    def did(self) -> str:
+        """The account, as the frame names it."""
+        return str(self.payload.get("repo"))
+
+    def frame(self) -> bytes:
+        """Return the frame of the parts as they are."""
+        sections = b"".join(car_section(cid, block) for cid, block in self.blocks.items())
+        blocks = car_header(self.payload["commit"]) + sections
+        return encode(self.header) + encode(self.payload | {"blocks": blocks})
+
+    def ops(self) -> list[dict[str, Any]]:
+        """Return the operations that have the form of one."""
+        ops = self.payload.get("ops")
+        return [op for op in ops if isinstance(op, dict)] if isinstance(ops, list) else []
+
+    def replace(self, cid: bytes, block: bytes) -> None:
+        """Replace a block, and change what refers to it up to the commit, whose signature is wrong then."""
+        renames = deque([(cid, self._store(cid, block))])
+        for _ in range(MAX_RENAMES):  # a mutated block may refer to itself, and then no hash is ever right
+            if not renames:
+                break
+            old, new = renames.popleft()
+            for op in self.ops():
+                if op.get("cid") == old:
+                    op["cid"] = new
+            if self.payload["commit"] == old:
+                self.payload["commit"] = new
+            for parent, parent_block in list(self.blocks.items()):
+                if old != new and old in parent_block:
+                    renames.append((parent, self._store(parent, parent_block.replace(old, new))))
+
+    def sign(self, key: PrivateKey) -> None:
+        """Sign the commit with this key, if it is a map."""
+        cid = self.payload["commit"]
+        self.replace(cid, signed(self.blocks[cid], key))
+
+    def _store(self, cid: bytes, block: bytes) -> bytes:
+        """Put a block in the place of another one, and return its CID."""
+        new = cid_of(block)
+        self.blocks = {new if name == cid else name: block if name == cid else old for name, old in self.blocks.items()}
+        return new
+
+    def set_previous_root(self) -> None:
+        """Set `prevData` to the root that the inversion of the operations gives, if it gives one."""
+        try:
+            data = decode(self.blocks[self.payload["commit"]])["data"]
+            ops = [RepoOp(op["action"], op["path"], op["cid"], op.get("prev")) for op in self.ops()]
+            found = invert_by_rebuilding(self.blocks, data, fold_operations(ops), b"", DEFAULT_LIMITS).root
+        except (UpstreamError, LegacyOperationsError, CborError, KeyError, TypeError, AttributeError):
+            return  # the parts are not those of a commit any more, which is the point of some mutations
+        if found is not None:
+            self.payload["prevData"] = found
+
+
+def signed(block: bytes, key: PrivateKey) -> bytes:
+    """Return a commit with a new signature; a block that is not a map as it is."""
+    try:
+        commit = decode(block)
+    except CborError:
+        return block
+    if not isinstance(commit, dict):
+        return block
+    unsigned = {name: value for name, value in commit.items() if name != "sig"}
+    return encode(unsigned | {"sig": key.sign(encode(unsigned))})
+
+
+def split(frame: bytes) -> CommitParts | None:
+    """Take a frame apart; None if it is not a `#commit` whose blocks have their hashes."""
+    try:
+        header, payload = decode_pair(frame)
+        if not (isinstance(header, dict) and isinstance(payload, dict) and isinstance(payload.get("commit"), bytes)):
+            return None
+        blocks = payload.pop("blocks", None)
+        if not isinstance(blocks, bytes):
+            return None
+        _, by_cid = split_car(blocks, DEFAULT_LIMITS, max_bytes=DEFAULT_LIMITS.commit_blocks_bytes)
+    except (CborError, UpstreamError):
+        return None
+    return CommitParts(header, payload, by_cid) if payload["commit"] in by_cid else None

@@ -1,0 +1,129 @@
+"""Plan a frame with the Python code alone and with the native core, and compare the two plans."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from indexer.atproto.crypto import PublicKey
+from indexer.atproto.limits import DEFAULT_LIMITS
+from indexer.atproto.mst import EMPTY_TREE
+from indexer.atproto.syntax import CollectionFilter
+from indexer.sync.events import CommitEvent
+from indexer.sync.frames import decode_frame
+from indexer.sync.plan_batch import BatchPlan, ReceivedMessage, plan_batch
+from indexer.sync.policy import KeyState, PlanContext, Policy
+from indexer.sync.repo_state import Head, Repo, SyncStatus
+from indexer.sync.repo_transitions import Outcome
+from indexer.sync.scope import Scope
+from indexer.sync.verify import VerifiedCommit
+from tests.sync.signing_account import CONTEXT, SigningAccount
+
+OLDEST_REV = "2222222222222"
+SMALL_LIMITS = replace(
+    DEFAULT_LIMITS,
+    commit_ops=3,
+    record_bytes=200,
+    record_json_bytes=150,
+    record_items=20,
+    node_entries=6,
+    tree_depth=2,
+    car_header_bytes=60,
+)
+CONTEXTS = (
+    CONTEXT,
+    replace(CONTEXT, policy=Policy(Scope(collections=CollectionFilter(["app.bsky.*"])), DEFAULT_LIMITS, links=True)),
+    replace(CONTEXT, policy=Policy(Scope(), SMALL_LIMITS)),
+    replace(CONTEXT, policy=Policy(Scope(), DEFAULT_LIMITS, store_values=False, lenient=True)),
+)
+"""The size of a frame selects one of these policies, so that an input always has the same one."""
+
+
+class Core(Protocol):
+    """The native core, or one that a test makes."""
+
+    def verify_commits(
+        self, commits: Sequence[tuple[CommitEvent, PublicKey]], policy: Policy
+    ) -> list[VerifiedCommit | None]:
+        """Return the verified commits; None for those that the Python code has to decide."""
+
+
+class DifferenceError(AssertionError):
+    """The two plans of a frame differ."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """The inputs so far.
+
+    Attributes:
+        executions: All inputs.
+        commits: Inputs that are a decoded `#commit`, which both sides got.
+        accepted: Commits that the native core verified, so that the whole plans were compared.
+        declined: Commits that the daemon applies, and that the native core left to the Python code.
+    """
+
+    executions: int = 0
+    commits: int = 0
+    accepted: int = 0
+    declined: int = 0
+
+
+class _AtMostOnce:
+    """Hands out the result of a core for one commit, so that it is not verified a second time."""
+
+    def __init__(self, result: VerifiedCommit) -> None:
+        self._result = result
+
+    def verify_commits(
+        self, commits: Sequence[tuple[CommitEvent, PublicKey]], _: Policy
+    ) -> list[VerifiedCommit | None]:
+        return [self._result for _ in commits]
+
+
+class Comparison:
+    """Compares the plans of frames, one at a time.
+
+    Attributes:
+        counts: What was compared.
+    """
+
+    def __init__(self, core: Core, owners: Sequence[SigningAccount]) -> None:
+        self._core = core
+        self._keys = {owner.did: owner.key_state._replace(final=True) for owner in owners}
+        self._other_key = owners[0].key_state._replace(final=True)
+        self.counts = Counts()
+
+    def compare(self, frame: bytes) -> None:
+        """Give a frame to both sides. Its repo is in the state that the frame claims as the one before it.
+
+        If the native core leaves the commit to the Python code, its plan is that of the Python code.
+
+        Raises:
+            DifferenceError: The plans differ.
+        """
+        self.counts.executions += 1
+        context = CONTEXTS[len(frame) % len(CONTEXTS)]
+        event = decode_frame(frame, context.policy.limits)
+        if not isinstance(event, CommitEvent):
+            return
+        self.counts.commits += 1
+        key = self._key_state(event.did)
+        expected = self._plan(frame, event, context, None)
+        assert key.key is not None
+        [verified] = self._core.verify_commits([(event, key.key)], context.policy)
+        if verified is None:
+            self.counts.declined += expected.settled[0].outcome is Outcome.APPLIED
+            return
+        self.counts.accepted += 1
+        found = self._plan(frame, event, context, _AtMostOnce(verified))
+        if found != expected:
+            raise DifferenceError(f"Python: {expected}\nnative: {found}")
+
+    def _key_state(self, did: str) -> KeyState:
+        return self._keys.get(did, self._other_key)
+
+    def _plan(self, frame: bytes, event: CommitEvent, context: PlanContext, core: Any) -> BatchPlan:
+        head = Head(OLDEST_REV, event.prev_data or EMPTY_TREE, event.commit)
+        row = Repo(event.did, version=1, sync_status=SyncStatus.SYNCHRONIZED, head=head)
+        message = ReceivedMessage(event.seq, frame, event)
+        return plan_batch([message], {event.did: row}, self._key_state, context, core)

@@ -1,0 +1,104 @@
+"""The parts of the fuzzer: it starts from commits that both sides apply, and it finds a core that is wrong."""
+
+from collections.abc import Callable, Sequence
+from random import Random
+
+import pytest
+
+from indexer.atproto.crypto import PublicKey
+from indexer.errors import UpstreamError
+from indexer.sync.events import CommitEvent
+from indexer.sync.frames import decode_frame
+from indexer.sync.policy import Policy
+from indexer.sync.verify import VerifiedCommit, verify_commit
+from tests.fuzz.commit_parts import split
+from tests.fuzz.comparison import CONTEXTS, Comparison, Core, DifferenceError
+from tests.fuzz.mutation import mutate
+from tests.fuzz.seeds import accounts, key_of, random_record, seeds
+from tests.native_module import native_core
+
+OWNERS = accounts()
+SEEDS = seeds(OWNERS, Random(1), 60)
+
+
+class WrongCore:
+    """Verifies with the Python code, and passes what it accepts through `distort`."""
+
+    def __init__(self, distort: Callable[[VerifiedCommit], VerifiedCommit]) -> None:
+        self._distort = distort
+
+    def verify_commits(
+        self, commits: Sequence[tuple[CommitEvent, PublicKey]], policy: Policy
+    ) -> list[VerifiedCommit | None]:
+        return [self._distort(verify_commit(event, key, policy.limits)) for event, key in commits]
+
+
+def flip_a_bit(data: bytes) -> bytes:
+    """Change one byte in the middle: a simple mutation without the fuzzer."""
+    middle = len(data) // 2
+    return data[:middle] + bytes(byte ^ 1 for byte in data[middle : middle + 1]) + data[middle + 1 :]
+
+
+def compare(core: Core, frames: Sequence[bytes]) -> Comparison:
+    comparison = Comparison(core, OWNERS)
+    for frame in frames:
+        comparison.compare(frame)
+    return comparison
+
+
+def test_seeds_are_commits_with_a_valid_signature() -> None:
+    for owner, frame in SEEDS:
+        event = decode_frame(frame, CONTEXTS[0].policy.limits)
+        assert isinstance(event, CommitEvent)
+        assert verify_commit(event, owner.key.public, CONTEXTS[0].policy.limits).flaw is None
+
+
+def test_native_core_verifies_the_seeds_with_the_same_plans() -> None:
+    counts = compare(native_core(1), [frame for _, frame in SEEDS]).counts
+    assert counts.executions == len(SEEDS)
+    assert counts.accepted > len(SEEDS) // 2  # the others are beyond the small limits of one of the policies
+
+
+@pytest.mark.parametrize(
+    "distort",
+    [
+        lambda commit: commit._replace(head=commit.head._replace(data=commit.prev_data)),
+        lambda commit: commit._replace(changes=commit.changes[1:]),
+        lambda commit: commit._replace(changes=tuple(change._replace(new=None) for change in commit.changes)),
+    ],
+    ids=["other root", "without a change", "deletes instead of writes"],
+)
+def test_core_that_is_wrong_is_found(distort: Callable[[VerifiedCommit], VerifiedCommit]) -> None:
+    with pytest.raises(DifferenceError):
+        compare(WrongCore(distort), [frame for _, frame in SEEDS])
+
+
+def test_replaced_record_is_below_a_right_root_and_a_valid_signature() -> None:
+    owner, frame = next(seed for seed in SEEDS if b"create" in seed.frame)
+    parts = split(frame)
+    assert parts is not None
+    cid = next(op["cid"] for op in parts.ops() if op["cid"])
+    record = random_record(Random(2))
+    parts.replace(cid, record)
+    parts.sign(key_of(parts.did, OWNERS))
+    event = decode_frame(parts.frame(), CONTEXTS[0].policy.limits)
+    assert isinstance(event, CommitEvent)
+    verified = verify_commit(event, owner.key.public, CONTEXTS[0].policy.limits)
+    assert record in {change.block for change in verified.changes}
+    assert verified.flaw is None
+
+
+def test_mutations_reach_both_valid_and_invalid_commits() -> None:
+    random, valid, invalid = Random(3), 0, 0
+    for number in range(400):
+        frame = mutate(SEEDS[number % len(SEEDS)].frame, random, flip_a_bit, OWNERS)
+        event = decode_frame(frame, CONTEXTS[0].policy.limits)
+        if isinstance(event, CommitEvent):
+            try:
+                flaw = verify_commit(event, key_of(event.did, OWNERS).public, CONTEXTS[0].policy.limits).flaw
+            except UpstreamError:
+                invalid += 1
+            else:
+                valid += flaw is None
+    assert valid > 40
+    assert invalid > 20
