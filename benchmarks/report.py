@@ -11,6 +11,9 @@ from rich.progress import track
 from rich.table import Table
 
 import indexer
+from indexer.daemon_core import core_of
+from indexer.interpreter import interpreter_build
+from indexer.settings import load_demo_settings
 
 T = TypeVar("T")
 
@@ -29,13 +32,21 @@ def cpu_of(part: str, unit: str) -> str:
 
 
 def machine() -> Figures:
-    """Return the CPU, its cores, and the versions of Python and of the indexer."""
+    """Return the CPU, its cores, the build of Python, the version of the indexer, and the core that it uses."""
     cpu = next(
         (line.partition(": ")[2] for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
         platform.machine(),
     )
     cores = Path("/proc/cpuinfo").read_text().count("processor\t:")
-    return {"cpu": cpu, "cores": cores, "python": platform.python_version(), "indexer": indexer.__version__}
+    core = core_of(load_demo_settings())  # those of the daemons, which get them from the same environment
+    return {
+        "cpu": cpu,
+        "cores": cores,
+        "python": str(interpreter_build()),
+        "indexer": indexer.__version__,
+        "core": core.name,
+        "core threads": core.threads,
+    }
 
 
 def costs(unit: str, seconds: Mapping[str, float], count: int) -> Figures:

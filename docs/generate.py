@@ -102,6 +102,7 @@ _UNSET = {
     "data_dir": "the user data directory",
     "contact": "unset",
     "dns_servers": "the system's",
+    "verify_threads": "the processor cores",
     "webhook_url": "unset",
     "admin_password": "unset",
 }
@@ -109,6 +110,7 @@ _EXAMPLES = {
     "database_url": "postgresql://localhost/indexer",
     "data_dir": "/var/lib/indexer",
     "contact": "https://example.com/indexer",
+    "verify_threads": "2",
     "webhook_url": "http://127.0.0.1:3000/webhook",
     "admin_password": "a long random text",
 }

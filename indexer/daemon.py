@@ -24,6 +24,7 @@ from indexer.clients import (
 )
 from indexer.concurrency.event_loop_delay import measure_delays
 from indexer.concurrency.stage_progress import StageProgress
+from indexer.daemon_core import DaemonCore, core_of
 from indexer.daemon_counts import DaemonCounts
 from indexer.daemon_feeds import DaemonFeeds, open_webhook
 from indexer.daemon_gauges import DaemonGauges
@@ -98,9 +99,10 @@ async def run(settings: Settings, *, migrate_first: bool = True) -> int:
 
     Raises:
         SchemaVersionError: This release cannot use the version of the database schema.
-        SettingsError: The operator has to correct the URL of the database, its password, or a privilege.
+        SettingsError: The operator has to correct the URL of the database, its password, or a privilege, or to install
+            the native core.
     """
-    stop = StopRequest()
+    stop, core = StopRequest(), core_of(settings)
     raise_file_limit()
     url = settings.database_url.get_secret_value() if settings.database_url else None
     metrics, postgres = Metrics(), postgres_stage()
@@ -110,11 +112,17 @@ async def run(settings: Settings, *, migrate_first: bool = True) -> int:
                 log.info("daemon.stopped")
                 return 0
             async with (
-                open_daemon(settings, dsn, metrics, [postgres]) as daemon,
+                open_daemon(settings, dsn, metrics, [postgres], core) as daemon,
                 daemon.serve_http() as address,
             ):
                 tune_garbage_collector()
-                log.info("daemon.started", health=f"http://{address}", version=__version__)
+                log.info(
+                    "daemon.started",
+                    health=f"http://{address}",
+                    version=__version__,
+                    core=f"{core.name} {core.version}",
+                    threads=core.threads,
+                )
                 unwritten = await daemon.run(stop)
                 stop.step = "close connections"
             stop.step = "stop the embedded Postgres" if url is None else stop.step
@@ -125,7 +133,11 @@ async def run(settings: Settings, *, migrate_first: bool = True) -> int:
 
 @asynccontextmanager
 async def open_daemon(
-    settings: Settings, dsn: str, metrics: Metrics | None = None, others: Sequence[StageProgress] = ()
+    settings: Settings,
+    dsn: str,
+    metrics: Metrics | None = None,
+    others: Sequence[StageProgress] = (),
+    core: DaemonCore | None = None,
 ) -> AsyncIterator["Daemon"]:
     """Build a daemon on a database with the current schema; `Daemon.run` starts it. Close its resources at the end.
 
@@ -134,6 +146,7 @@ async def open_daemon(
         dsn: The connection string of the database.
         metrics: The metrics of the process, if there are any yet.
         others: Stages of the process that run outside the daemon.
+        core: The core, if it is loaded already.
     """
     async with AsyncExitStack() as stack:
         metrics = metrics or Metrics()
@@ -146,7 +159,7 @@ async def open_daemon(
         stack.push_async_callback(identities.close)
         pds = make_pds_client(settings, outbound)
         webhook = await stack.enter_async_context(open_webhook(settings, metrics))
-        yield Daemon(settings, store, identities, pds, outbound, metrics, others, webhook)
+        yield Daemon(settings, store, identities, pds, outbound, metrics, core or core_of(settings), others, webhook)
 
 
 class Daemon:
@@ -155,6 +168,7 @@ class Daemon:
     Attributes:
         probe: The state of the stages, for the health checks.
         status: The document of the status page.
+        core: The implementation of verification.
     """
 
     def __init__(
@@ -165,6 +179,7 @@ class Daemon:
         pds: PdsClient,
         outbound: OutboundClient,
         metrics: Metrics,
+        core: DaemonCore,
         others: Sequence[StageProgress] = (),
         webhook: OutboundClient | None = None,
     ) -> None:
@@ -173,6 +188,7 @@ class Daemon:
         self.identities = identities
         self.hosts = outbound.hosts
         self.metrics = metrics
+        self.core = core
         self.conditions = Conditions()
         self.host_states = StageProgress("host states")
         self.scope = CurrentScope(store, settings.policy)
@@ -230,6 +246,7 @@ class Daemon:
             self.conditions,
             AccountLimits(self.new_accounts, NewAccounts(new_accounts), self.metrics, self.conditions),
             self.scope,
+            self.core.native,
         )
 
     def _build_resync_stages(self, pds: PdsClient) -> None:
@@ -337,6 +354,7 @@ class Daemon:
             stream_position=self.stream_position,
             relays=self._settings.relays,
             data_dir=self._settings.data_dir,
+            core=self.core,
         )
 
     def _make_status(self) -> DaemonStatus:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 
+from indexer.daemon_core import DaemonCore
 from indexer.daemon_feeds import DaemonFeeds
 from indexer.daemon_probe import DaemonProbe
 from indexer.monitoring.disk_space import disk_space
@@ -22,6 +23,7 @@ class DaemonGauges:
     Attributes:
         relays: The URLs of the relays in the settings.
         data_dir: The directory whose disk space is measured.
+        core: The implementation of verification.
     """
 
     probe: DaemonProbe
@@ -30,10 +32,12 @@ class DaemonGauges:
     stream_position: StreamPosition
     relays: Sequence[str]
     data_dir: Path
+    core: DaemonCore
 
     def readers(self) -> dict[str, Callable[[], Reading]]:
         """Return the functions that read the gauges of the roles of this process."""
         readers = {**self._readiness(), **self._queues(), **self._hosts(), **self._feeds(), **self._disk()}
+        readers["indexer_core_info"] = lambda: {(self.core.name, self.core.version): 1.0}
         return readers | self._stream() if "live" in self.probe.roles else readers
 
     def _readiness(self) -> dict[str, Callable[[], Reading]]:

@@ -1,4 +1,4 @@
-"""Setup of a daemon process: signals, the limit of open files, and the garbage collector."""
+"""Setup of a daemon process: signals, the limit of open files, processor cores, and the garbage collector."""
 
 import asyncio
 import gc
@@ -8,6 +8,8 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import ceil
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from time import monotonic
 
@@ -19,6 +21,8 @@ LOG_SECONDS = 1.0
 NOTHING_LOST = "nothing stored is lost; messages that were not written are received again"
 PARENT_ENDED = signal.SIGUSR1
 """The kernel sends it when the parent ends, once for each thread of the parent. So only the first one counts."""
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+"""The quota of a container: microseconds of CPU time in each period, or `max`, and the length of the period."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, PARENT_ENDED)
 
 log = structlog.get_logger(__name__)
@@ -117,6 +121,13 @@ def raise_file_limit() -> None:
     limit = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < limit:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+
+
+def available_cores(quota_file: Path = CPU_QUOTA) -> int:
+    """Return the number of processor cores that this process may use: its affinity, and the quota of its container."""
+    cores = len(os.sched_getaffinity(0))
+    quota, _, period = quota_file.read_text().partition(" ") if quota_file.exists() else ("max", "", "")
+    return cores if quota.strip() == "max" else max(1, min(cores, ceil(int(quota) / int(period))))
 
 
 def tune_garbage_collector() -> None:

@@ -231,6 +231,17 @@ class Settings(BaseSettings):
         description="Roles of this process: `live` consumes the firehose, `resync` runs resync workers, `feed` serves "
         "the change log over HTTP to clients of other sync services.",
     )
+    core: Annotated[Literal["auto", "python", "native"], AllowedValues("`auto`, `python` or `native`")] = Field(
+        "auto",
+        description="Implementation of verification: `native` is the package `atproto-indexer-native`, which must be "
+        "installed; `python` is part of this program; `auto` is `native` if it is installed, otherwise `python`. Both "
+        "give the same results.",
+    )
+    verify_threads: Whole | None = Field(
+        None,
+        description="Maximum number of threads in which the native core verifies. Unset: the number of processor cores "
+        "that this process may use.",
+    )
     webhook_url: WebhookUrl | None = Field(
         None,
         description="Webhook to which the role `feed` sends each event, one at a time per repo, until it answers with "
@@ -392,9 +403,20 @@ def load_log_settings() -> Settings:
     Raises:
         SettingsError: One of these two has a bad value.
     """
-    given = {
-        name: value for name, value in EnvSettingsSource(Settings)().items() if name in {"log_format", "log_level"}
-    }
+    return _load_only("log_format", "log_level")
+
+
+def load_demo_settings() -> Settings:
+    """Return the defaults, with what is not about a network from the environment: log lines and the core.
+
+    Raises:
+        SettingsError: One of these has a bad value.
+    """
+    return _load_only("log_format", "log_level", "core", "verify_threads")
+
+
+def _load_only(*names: str) -> Settings:
+    given = {name: value for name, value in EnvSettingsSource(Settings)().items() if name in names}
     try:
         return Settings(**given)
     except ValidationError as error:

@@ -1,5 +1,6 @@
-"""Setup of a daemon process: signals, and the limit of open files."""
+"""Setup of a daemon process: signals, the limit of open files, and processor cores."""
 
+import os
 import resource
 import signal
 import subprocess
@@ -7,10 +8,18 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
-from indexer.process_setup import MAX_OPEN_FILES, NOTHING_LOST, StopRequest, raise_file_limit, stop_on_signals
+from indexer.process_setup import (
+    MAX_OPEN_FILES,
+    NOTHING_LOST,
+    StopRequest,
+    available_cores,
+    raise_file_limit,
+    stop_on_signals,
+)
 
 
 def test_file_limit_is_raised_as_far_as_the_system_allows() -> None:
@@ -23,6 +32,28 @@ def test_file_limit_is_raised_as_far_as_the_system_allows() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert hard == before[1]
     assert soft == MAX_OPEN_FILES or soft == hard < MAX_OPEN_FILES
+
+
+@pytest.mark.parametrize(
+    ("quota", "cores"),
+    [
+        ("max 100000\n", 8),
+        ("200000 100000\n", 2),
+        ("150000 100000\n", 2),
+        ("5000 100000\n", 1),
+        ("900000 100000\n", 8),
+    ],
+)
+def test_cores_are_those_of_the_affinity_and_of_the_quota_of_the_container(
+    quota: str, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    (tmp_path / "cpu.max").write_text(quota)
+    assert available_cores(tmp_path / "cpu.max") == cores
+
+
+def test_cores_are_those_of_the_affinity_without_a_quota(tmp_path: Path) -> None:
+    assert available_cores(tmp_path / "none") == len(os.sched_getaffinity(0))
 
 
 async def test_handlers_are_restored_if_no_signal_was_received() -> None:

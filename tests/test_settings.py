@@ -263,9 +263,8 @@ def test_example_file_is_generated_and_contains_the_defaults(file: Path) -> None
     assert EXAMPLE.read_text() == example_settings(), "run `python -m docs.generate`"
     uncommented = re.sub(r"^# (?=\w+ = )", "", EXAMPLE.read_text(), flags=re.MULTILINE)
     assert tomllib.loads(uncommented).keys() == Settings.model_fields.keys()
-    file.write_text(
-        re.sub(r"^(database_url|data_dir|contact|webhook_url|admin_password) .*$", "", uncommented, flags=re.MULTILINE)
-    )
+    without_default = r"^(database_url|data_dir|contact|verify_threads|webhook_url|admin_password) .*$"
+    file.write_text(re.sub(without_default, "", uncommented, flags=re.MULTILINE))
     assert differences(load_settings(file), Settings()) == []
 
 

@@ -7,7 +7,7 @@ from indexer.cli.command import ExitCode, command, config_file, json_option
 from indexer.cli.output import echo_result, progress_console
 from indexer.cli.progress_bars import show_progress
 from indexer.monitoring.log import configure_logging
-from indexer.settings import Settings, load_log_settings
+from indexer.settings import Settings, load_demo_settings
 
 
 @command("run")
@@ -49,7 +49,7 @@ async def migrate_command(settings: Settings, *, as_json: bool) -> int:
     return ExitCode.OK
 
 
-@command("demo", load=lambda _: load_log_settings())
+@command("demo", load=lambda _: load_demo_settings())
 @click.option(
     "--seconds",
     default=30.0,
@@ -69,8 +69,8 @@ async def demo_command(settings: Settings, *, seconds: float, keep: bool, serve:
     """Run the daemon against a small local network.
 
     All commits of the network are really signed. At the end, database and network are compared. All data is temporary,
-    and all hosts are on loopback. Settings have no effect, except INDEXER_LOG_FORMAT and INDEXER_LOG_LEVEL. The exit
-    code is 0 only if every repo is synchronized and equal.
+    and all hosts are on loopback. Settings have no effect, except INDEXER_LOG_FORMAT, INDEXER_LOG_LEVEL, INDEXER_CORE
+    and INDEXER_VERIFY_THREADS. The exit code is 0 only if every repo is synchronized and equal.
     """
     if serve is not None:
         from indexer.cli.demo_network import serve_network  # noqa: PLC0415 - loads the local network

@@ -18,8 +18,10 @@ from urllib.parse import urlsplit
 from indexer.cli.database import open_database
 from indexer.clients import http_origin, open_outbound_client
 from indexer.daemon import connection_count
+from indexer.daemon_core import core_of
 from indexer.errors import SettingsError, UnavailableError
 from indexer.identity import HandleVerifier
+from indexer.interpreter import SLOWDOWN, InterpreterBuild, interpreter_build
 from indexer.outbound import OutboundClient
 from indexer.outbound.checked_connector import DnsResolver, resolve_with_system
 from indexer.relay.first_event import first_event
@@ -50,6 +52,11 @@ DATABASE_ACTION = (
 )
 RELAY_ACTION = "Check INDEXER_RELAYS, the firewall, and the name servers."
 DIRECTORY_ACTION = "Check INDEXER_PLC_URL, the firewall, and the name servers."
+CORE_ACTION = "Install it with `pip install 'atproto-indexer[native]'`, or build it with `make native` (README.md)."
+INTERPRETER_ACTION = (
+    "Use the Python of your distribution or of the image python:3.11-slim-bookworm, or build it with the options "
+    "--enable-optimizations --with-lto."
+)
 DOCUMENT_BYTES = 65_536
 DIRECTORY_ANSWERS = frozenset({200, 404, 410})
 """A directory that denies the account answers, too."""
@@ -139,6 +146,8 @@ async def run_checks(settings: Settings, on_done: Callable[[int, int], None] = l
 def _checks() -> list[Check]:
     return [
         Check("settings", _check_settings, "Correct the setting; docs/settings.md lists all of them."),
+        Check("interpreter", _check_interpreter, ""),
+        Check("core", _check_core, CORE_ACTION),
         Check("database", _check_database, DATABASE_ACTION),
         Check("database settings", _check_database_settings, ""),
         Check("disk", _check_disk, "Create the directory, or set INDEXER_DATA_DIR to one that this account can write."),
@@ -191,6 +200,36 @@ async def _check_settings(context: Context) -> Sequence[Finding]:
         found = "any account can make this daemon send requests to private addresses"
         findings.append(Finding("private hosts", Level.WARN, found, action))
     return findings
+
+
+async def _check_interpreter(_: Context) -> Sequence[Finding]:
+    return [interpreter_finding(interpreter_build())]
+
+
+def interpreter_finding(build: InterpreterBuild) -> Finding:
+    """Return how the interpreter was built. One without profile-guided optimization is a warning."""
+    if build.profile_guided is not False:
+        return Finding("interpreter", Level.OK, str(build))
+    return Finding("interpreter", Level.WARN, f"{build}; up to {SLOWDOWN} times slower", INTERPRETER_ACTION)
+
+
+async def _check_core(context: Context) -> Sequence[Finding]:
+    return [core_finding(context.settings)]
+
+
+def core_finding(settings: Settings) -> Finding:
+    """Return the core that a daemon with these settings uses. That the native one is missing is a warning.
+
+    Raises:
+        SettingsError: The settings demand the native core, and it cannot be used.
+    """
+    core = core_of(settings)
+    if core.native is not None:
+        return Finding("core", Level.OK, f"native, version {core.version}; threads: {core.threads}")
+    if settings.core == "python":
+        return Finding("core", Level.OK, "python, as INDEXER_CORE says")
+    found = "python: the native core is not installed, which needs much less CPU"
+    return Finding("core", Level.WARN, found, CORE_ACTION)
 
 
 async def _check_database(context: Context) -> Sequence[Finding]:

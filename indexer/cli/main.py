@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from indexer import __version__
 from indexer.cli.command import ExitCode, config_option, report_error
 from indexer.errors import SettingsError, UnavailableError
 
+NATIVE_CORE = "atproto-indexer-native"
+"""The distribution of the native core, which is optional."""
 COMMANDS = {
     "run": ("daemon_commands", "Run the daemon: consume, verify, resync, serve health checks and metrics."),
     "migrate": ("daemon_commands", "Upgrade the database schema to the version of this release."),
@@ -45,6 +48,16 @@ COMMANDS = {
 
 The short help is here, too, so that help and shell completion do not import all modules, which takes seconds.
 """
+
+
+def _print_versions(context: click.Context) -> None:
+    """Print the versions of this program and of the native core, from the metadata of the installed packages."""
+    try:
+        native = f"version {version(NATIVE_CORE)}, used unless INDEXER_CORE is python"
+    except PackageNotFoundError:
+        native = "not installed, so the Python code verifies"
+    click.echo(f"indexer, version {__version__}\nnative core: {native}")
+    context.exit()
 
 
 class CommandGroup(click.Group):
@@ -85,7 +98,14 @@ def load_command(name: str) -> click.Command:
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-@click.version_option(__version__, prog_name="indexer")
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=lambda context, _, asked: _print_versions(context) if asked else None,
+    help="Show the versions of this program and of the native core, and exit.",
+)
 @config_option
 @click.pass_context
 def commands(context: click.Context, /, config: Path | None) -> None:  # noqa: ARG001 - commands read it from the context

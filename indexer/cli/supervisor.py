@@ -20,7 +20,7 @@ import structlog
 from indexer.cli.command import ExitCode
 from indexer.cli.database import open_database
 from indexer.errors import SettingsError
-from indexer.process_setup import PARENT_ENDED, StopRequest, stop_on_signals
+from indexer.process_setup import PARENT_ENDED, StopRequest, available_cores, stop_on_signals
 from indexer.settings import Settings, variable
 from indexer.store.embedded.server_parent import end_with_parent
 from indexer.store.prepare_database import prepare_database
@@ -62,11 +62,12 @@ async def supervise(settings: Settings, processes: int, config: Path | None, *, 
 
 
 def process_environment(settings: Settings, index: int, processes: int) -> dict[str, str]:
-    """Return the variables that differ between the processes: shard, port, and their share of the outbound rates."""
+    """Return the variables that differ between the processes: shard, port, and their share of threads and rates."""
     address = settings.http_bind
     own = {
         "shard": settings.shard.subshard(index, processes),
         "http_bind": address._replace(port=address.port + index if address.port else 0),
+        "verify_threads": ceil((settings.verify_threads or available_cores()) / processes),
         "plc_rate": settings.plc_rate / processes,
         "host_rate": settings.host_rate / processes,
         "host_concurrency": ceil(settings.host_concurrency / processes),

@@ -332,6 +332,13 @@ _PROCESS = (
         ("version", "python"),
     ),
     MetricDefinition(
+        "indexer_core_info",
+        "gauge",
+        "Implementation of verification, `python` or `native`, and its version.",
+        "It is `python` although the native core is installed everywhere: that process needs several times the CPU.",
+        ("core", "version"),
+    ),
+    MetricDefinition(
         "indexer_ready",
         "gauge",
         "1 while `/readyz` answers with status 200, else 0.",

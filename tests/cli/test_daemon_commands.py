@@ -46,6 +46,21 @@ async def test_error_for_an_old_schema_names_both_versions(empty_database: str) 
         assert re.fullmatch(message, error_line(result))
 
 
+def test_missing_native_core_that_the_settings_demand_is_reported_in_one_line_before_the_database_is_used(
+    tmp_path: Path,
+) -> None:
+    data = tmp_path / "data"
+    result = run_indexer(
+        "run",
+        INDEXER_CORE="native",
+        INDEXER_DATA_DIR=str(data),
+        PYTHONPATH=str(PROJECT / "tests/without_native_core"),
+    )
+    assert result.returncode == 2
+    assert error_line(result).startswith("the native core is not installed: ")
+    assert not data.exists()
+
+
 def test_unreachable_database_is_reported_in_one_line() -> None:
     result = run_indexer("status", INDEXER_DATABASE_URL="postgresql://me:hunter2@127.0.0.1:1/none")
     assert result.returncode == 1

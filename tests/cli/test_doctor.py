@@ -17,13 +17,17 @@ from indexer.cli.doctor_checks import (
     Finding,
     Level,
     clock_finding,
+    core_finding,
     cursor_finding,
     database_setting_findings,
     disk_finding,
+    interpreter_finding,
     one_is_enough,
     open_files_finding,
     run_checks,
 )
+from indexer.errors import SettingsError
+from indexer.interpreter import InterpreterBuild
 from indexer.localnet.http_server import Fault
 from indexer.localnet.local_network import LocalNetwork
 from indexer.settings import Settings
@@ -34,6 +38,7 @@ from indexer.sync.events import InfoEvent, StreamError
 from indexer.sync.plans import Batch, Cursor
 from tests.cli.command_line import PROJECT, environment_without_settings
 from tests.daemon_harness import settings_for
+from tests.native_module import native_module
 from tests.store.test_migrate import role, with_user
 
 CLOSED_PORT = "127.0.0.1:1"
@@ -49,6 +54,8 @@ GOOD = {
 }
 CHECKS = {
     "settings",
+    "interpreter",
+    "core",
     "database",
     "schema",
     "fsync",
@@ -68,6 +75,12 @@ CHECKS = {
     "dns",
     "dns txt",
 }
+
+
+@pytest.fixture
+def hidden_native_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the import of the native core fail, as if it was not installed."""
+    monkeypatch.setitem(sys.modules, "atproto_indexer_native", None)
 
 
 @pytest.fixture
@@ -133,7 +146,7 @@ async def test_doctor_finds_nothing_wrong_with_a_new_installation(network: Local
     levels = {check["check"]: check["level"] for check in report["checks"]}
     assert levels.keys() >= CHECKS
     assert {check for check, level in levels.items() if level != "ok"} <= {
-        "contact", "private hosts", "schema", "jit", "disk", "shared_buffers",
+        "contact", "private hosts", "schema", "jit", "disk", "shared_buffers", "interpreter", "core",
     }, output  # fmt: skip
     await network.relay.stop()
     code, output = await doctor()
@@ -281,6 +294,30 @@ def test_small_buffers_and_connections_for_all_shards_are_warnings() -> None:
     found = database_setting_findings(facts(shared_buffers=2**20, max_wal_size=2**20), settings)
     warnings = {finding.check for finding in found if finding.level is Level.WARN}
     assert warnings == {"shared_buffers", "max_wal_size", "max_connections"}
+
+
+def test_interpreter_without_profile_guided_optimization_is_a_warning() -> None:
+    build = InterpreterBuild("CPython 3.11.7", "GCC 12.2.0", profile_guided=False, link_time=False)
+    finding = interpreter_finding(build)
+    assert (finding.level, finding.action is None) == (Level.WARN, False)
+    assert "up to 1.9 times slower" in finding.found
+    for unknown_or_fast in (None, True):
+        assert interpreter_finding(build._replace(profile_guided=unknown_or_fast)).level is Level.OK
+
+
+@pytest.mark.usefixtures("hidden_native_core")
+def test_missing_native_core_is_a_warning_unless_the_python_core_was_chosen() -> None:
+    assert core_finding(Settings(core="python")).level is Level.OK
+    finding = core_finding(Settings(core="auto", verify_threads=3))
+    assert (finding.level, "[native]" in str(finding.action)) == (Level.WARN, True)
+    with pytest.raises(SettingsError, match="not installed"):
+        core_finding(Settings(core="native", verify_threads=3))
+
+
+def test_native_core_is_reported_with_its_version_and_threads() -> None:
+    version = native_module().__version__
+    finding = core_finding(Settings(core="native", verify_threads=3))
+    assert (finding.level, finding.found) == (Level.OK, f"native, version {version}; threads: 3")
 
 
 def test_clocks_that_differ_are_reported() -> None:

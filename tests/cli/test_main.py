@@ -106,7 +106,7 @@ SLOW_LIBRARIES = {
 @pytest.mark.parametrize(
     ("variables", "arguments", "expected"),
     [
-        ({}, ["--version"], f"indexer, version {__version__}\n"),
+        ({}, ["--version"], f"indexer, version {__version__}\nnative core: "),
         ({}, ["--help"], "Usage: indexer [OPTIONS] [COMMAND]"),
         ({}, [], "Usage: indexer [OPTIONS] [COMMAND]"),
         ({"_INDEXER_COMPLETE": "bash_complete", "COMP_WORDS": "indexer mi", "COMP_CWORD": "1"}, [], "plain,migrate\n"),

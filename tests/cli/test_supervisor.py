@@ -22,13 +22,16 @@ from tests.database_checks import assert_change_log_consistent, wait_until_equal
 from tests.waiting import until
 
 
-def test_processes_share_buckets_ports_and_rates() -> None:
-    settings = Settings(shard="1/2", http_bind="127.0.0.1:2580", plc_rate="10", host_rate="9", host_concurrency="10")
+def test_processes_share_buckets_ports_threads_and_rates() -> None:
+    settings = Settings(
+        shard="1/2", http_bind="127.0.0.1:2580", plc_rate="10", host_rate="9", host_concurrency="10", verify_threads="8"
+    )
     own = [process_environment(settings, index, 3) for index in range(3)]
     assert [one["INDEXER_SHARD"] for one in own] == ["3/6", "4/6", "5/6"]
     assert [one["INDEXER_HTTP_BIND"] for one in own] == ["127.0.0.1:2580", "127.0.0.1:2581", "127.0.0.1:2582"]
     assert {one["INDEXER_HOST_RATE"] for one in own} == {"3.0"}
     assert {one["INDEXER_HOST_CONCURRENCY"] for one in own} == {"4"}
+    assert {one["INDEXER_VERIFY_THREADS"] for one in own} == {"3"}
     assert [float(own[0][f"INDEXER_{name}_RATE"]) * 3 for name in ("PLC", "OUTBOUND", "HANDLE")] == [10, 100, 10]
     buckets = [bucket for one in own for bucket in Shard.parse(one["INDEXER_SHARD"]).buckets]
     assert buckets == list(Shard(1, 2).buckets)

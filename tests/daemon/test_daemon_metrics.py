@@ -56,6 +56,8 @@ async def test_every_gauge_without_labels_has_a_value_while_the_daemon_runs(data
         scrape = Scrape(daemon)
         gauges = [metric.name for metric in METRICS.values() if metric.kind == "gauge" and not metric.labels]
         assert [name for name in gauges if math.isnan(scrape.total(name))] == []
+        core = daemon.stages.core
+        assert scrape.total("indexer_core_info", {"core": core.name, "version": core.version}) == 1
         relay = {"relay": daemon.network.relay_url}
         assert scrape.total("indexer_relay_connected", relay) == 1
         assert 0 <= scrape.total("indexer_cursor_age_seconds", relay) < 60

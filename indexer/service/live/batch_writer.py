@@ -25,6 +25,7 @@ from indexer.service.live.stream_position import StreamPosition
 from indexer.service.periodic import DatabaseAttempt
 from indexer.store import DatabaseError, Store
 from indexer.sync.events import MalformedEvent, UnknownEvent
+from indexer.sync.native_core import NativeCore
 from indexer.sync.plan_batch import BatchPlan, ReceivedMessage, SettledMessage, plan_batch, plan_refusal
 from indexer.sync.plans import Batch, Cursor
 from indexer.sync.policy import PlanContext, Policy
@@ -77,9 +78,11 @@ class BatchWriter:
         conditions: Conditions,
         account_limits: AccountLimits,
         scope: CurrentScope,
+        core: NativeCore | None = None,
     ) -> None:
         self._store = store
         self._scope = scope
+        self._core = core
         self._conditions = conditions
         self._inbox = inbox
         self._keys = keys
@@ -160,7 +163,7 @@ class BatchWriter:
         with self._scope.in_use() as policy:
             with self._metrics.stage("plan"):
                 context = self._account_limits.apply(dids, repos, self._keys.key_state, self._context(policy))
-                plan = await asyncio.to_thread(plan_batch, messages, repos, self._keys.key_state, context)
+                plan = await asyncio.to_thread(plan_batch, messages, repos, self._keys.key_state, context, self._core)
             await self._apply(messages, plan)
 
     async def _reject(self, message: ReceivedMessage, detail: str) -> None:
