@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 SLOWDOWN = 1.9
-"""How many times slower an interpreter without profile-guided optimization can be (docs/performance.md)."""
+"""Maximum factor by which an interpreter without profile-guided optimization is slower (docs/performance.md)."""
 _MAPPED_FILES = Path("/proc/self/maps")
 
 
