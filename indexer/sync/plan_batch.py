@@ -1,6 +1,7 @@
 """Plan a batch of received messages, in the order of the stream, for one transaction."""
 
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -97,6 +98,25 @@ class BatchPlan:
     def writes(self) -> tuple[RepoWrite, ...]:
         """One write per changed row."""
         return tuple([draft.write() for draft in self.drafts.values() if draft.after is not draft.before])
+
+    @property
+    def unchanged(self) -> frozenset[str]:
+        """The accounts with planned messages whose row does not change."""
+        return frozenset([did for did, draft in self.drafts.items() if draft.after is draft.before])
+
+    def without(self, dids: AbstractSet[str]) -> "BatchPlan":
+        """Return the plan without what was planned for these accounts."""
+        if not dids:
+            return self
+        return BatchPlan(
+            [item for item in self.settled if item.received.did not in dids],
+            [message for message in self.waiting if message.did not in dids],
+            self.postponed,
+            {did: need for did, need in self.needed_keys.items() if did not in dids},
+            [dead_letter for dead_letter in self.dead_letters if dead_letter.did not in dids],
+            self.stale_identities - dids,
+            {did: draft for did, draft in self.drafts.items() if did not in dids},
+        )
 
 
 def plan_batch(

@@ -214,3 +214,25 @@ def test_batch_takes_no_more_messages_than_its_links_allow() -> None:
     [write] = plan.writes
     assert MAX_BATCH_CHANGES < sum(1 + len(change.links or ()) for change in write.changes) <= MAX_BATCH_CHANGES + 101
     assert plan.postponed
+
+
+@settings(max_examples=scaled(50))
+@given(STEPS, st.sets(st.sampled_from(NAMES)))
+def test_plan_without_accounts_is_the_plan_of_the_other_messages(steps: list[tuple[str, str]], names: set[str]) -> None:
+    batch, accounts = messages(steps)
+    batch.append(received_message("identity", accounts["alice"].identity_event()))
+    batch.append(received_message("commit", accounts["bob"].commit_post("bad") | {"blocks": b"no CAR"}))
+    keys = {account.did: account.key_state for name, account in accounts.items() if name != "carol"}
+    dids = {accounts[name].did for name in names}
+    rest = [message for message in batch if message.did not in dids]
+    assert plan_batch(batch, {}, keys.get, CONTEXT).without(dids) == plan_batch(rest, {}, keys.get, CONTEXT)
+
+
+def test_unchanged_accounts_are_those_without_a_write() -> None:
+    alice, bob, carol = (SigningAccount(name) for name in NAMES)
+    rows = {account.did: account.row() for account in (alice, bob, carol)}
+    replayed = received_message("commit", bob.first_commit())
+    batch = [replayed, received_message("commit", carol.commit_post("x"))]
+    plan = plan_batch(batch, rows, {carol.did: carol.key_state}.get, CONTEXT)
+    assert plan.unchanged == {bob.did}
+    assert [write.repo.did for write in plan.writes] == [carol.did]

@@ -3,8 +3,9 @@
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from time import time
+from time import monotonic, time
 
 import structlog
 
@@ -20,6 +21,7 @@ from indexer.service.live.batch_size import BatchSize
 from indexer.service.live.event_clock import EventClock
 from indexer.service.live.inbox import Inbox
 from indexer.service.live.key_lookups import KeyLookups
+from indexer.service.live.repo_row_cache import RepoRowCache
 from indexer.service.live.settled_totals import SettledTotals
 from indexer.service.live.stream_position import StreamPosition
 from indexer.service.periodic import DatabaseAttempt
@@ -29,6 +31,7 @@ from indexer.sync.native_core import NativeCore
 from indexer.sync.plan_batch import BatchPlan, ReceivedMessage, SettledMessage, plan_batch, plan_refusal
 from indexer.sync.plans import Batch, Cursor
 from indexer.sync.policy import PlanContext, Policy
+from indexer.sync.repo_state import Repo
 from indexer.sync.repo_transitions import Outcome
 from indexer.sync.shard import Shard
 from indexer.sync.watermark import Position
@@ -46,14 +49,14 @@ class WriterSettings:
 
     Attributes:
         batch_size: The maximum number of messages in a batch.
-        linger: How long a batch waits for more messages after its first one was queued.
+        min_interval: The time from the beginning of one batch to that of the next, unless a full batch waits.
         retry_interval: Pause after a database error.
         idle_after: The shard counts as caught up after this time without a message.
     """
 
     shard: Shard
     batch_size: int = 500
-    linger: float = 0.05
+    min_interval: float = 0.005
     retry_interval: float = 1.0
     idle_after: float = 5.0
 
@@ -92,6 +95,8 @@ class BatchWriter:
         self._metrics = metrics
         self._account_limits = account_limits
         self._batch_size = BatchSize(settings.batch_size)
+        self._rows = RepoRowCache()
+        self._next_begin = 0.0
         self.stage = StageProgress("batch writer", needs_shard=True)
         self.totals = SettledTotals()
         self._clock = EventClock(keys.domain_of)
@@ -116,11 +121,11 @@ class BatchWriter:
         """Write batches forever. Only an exception that is a bug ends it."""
         settings = self._settings
         while True:
-            taken = await self._inbox.take(
-                self._batch_size.current, linger=settings.linger, idle_timeout=settings.idle_after
-            )
+            taken = await self._take()
             messages = self._keys.hold_back(taken)
-            await self._owned.wait()
+            if not self._owned.is_set():
+                self._rows.clear()
+                await self._owned.wait()
             with DatabaseAttempt(self.stage) as attempt:
                 if messages:
                     await self._write_or_halve(messages)
@@ -128,8 +133,22 @@ class BatchWriter:
                     await self._save_position()
             if attempt.error is not None:
                 # If the transaction was committed all the same, the messages count as replayed the next time.
+                self._rows.clear()
                 self._inbox.put_back(messages)
                 await asyncio.sleep(settings.retry_interval)
+
+    async def _take(self) -> list[ReceivedMessage]:
+        """Take the messages that have arrived, as soon as there is one; none after a while without a message.
+
+        The first batch after a pause begins at once. After that, batches begin at least `min_interval` apart as long as
+        fewer messages than a full batch wait, because each transaction costs as much as 12 commits.
+        """
+        now = monotonic()
+        if now < self._next_begin and len(self._inbox) < self._batch_size.current:
+            await asyncio.sleep(self._next_begin - now)
+        taken = await self._inbox.take(self._batch_size.current, idle_timeout=self._settings.idle_after)
+        self._next_begin = monotonic() + self._settings.min_interval
+        return taken
 
     async def _write_or_halve(self, messages: Sequence[ReceivedMessage]) -> None:
         """Write a batch. If its content makes the database fail, continue with half of it, or reject a single message.
@@ -156,15 +175,23 @@ class BatchWriter:
     async def _write(self, messages: Sequence[ReceivedMessage]) -> None:
         dids = list({message.did for message in messages if message.did})
         with self._metrics.stage("load"):
-            repos = await self._store.repos(dids)
+            cached = self._rows.rows(dids)
+            repos = cached | await self._load([did for did in dids if did not in cached])
             await self._keys.load(dids)
-            if self._scope.is_behind(repos.values()):
-                await self._scope.refresh()
         with self._scope.in_use() as policy:
             with self._metrics.stage("plan"):
                 context = self._account_limits.apply(dids, repos, self._keys.key_state, self._context(policy))
                 plan = await asyncio.to_thread(plan_batch, messages, repos, self._keys.key_state, context, self._core)
-            await self._apply(messages, plan)
+            await self._apply(messages, plan, plan.unchanged & cached.keys())
+
+    async def _load(self, dids: Sequence[str]) -> dict[str, Repo]:
+        """Load the rows of the repos. If one is complete for a later scope, read the scope, too."""
+        if not dids:
+            return {}
+        repos = await self._store.repos(dids)
+        if self._scope.is_behind(repos.values()):
+            await self._scope.refresh()
+        return repos
 
     async def _reject(self, message: ReceivedMessage, detail: str) -> None:
         """Write the dead letter of a message whose effects the database cannot store, and desynchronize its repo."""
@@ -179,11 +206,24 @@ class BatchWriter:
         except RefusedWriteError:  # the row of the repo is the cause
             await self._apply([message], plan_refusal(message, None, detail, context))
 
-    async def _apply(self, messages: Sequence[ReceivedMessage], plan: BatchPlan) -> None:
+    async def _apply(
+        self, messages: Sequence[ReceivedMessage], whole: BatchPlan, unconfirmed: AbstractSet[str] = frozenset()
+    ) -> None:
+        """Write a plan and settle its messages.
+
+        Args:
+            messages: The messages of the batch.
+            whole: The plan.
+            unconfirmed: Accounts that were planned on a cached row, and of which nothing is written, so that no write
+                tells whether the row has changed. Their messages are planned again on the stored row.
+        """
+        plan = whole.without(unconfirmed)
         with self._metrics.stage("apply"):
             cursor = self._cursor_after(plan)
             batch = Batch(plan.writes, tuple(plan.dead_letters), frozenset(plan.stale_identities), cursor)
             applied = await self._store.write(batch)
+        self._rows.put([write.repo for write in batch.writes])
+        self._rows.drop(applied.skipped | unconfirmed)
         self._metrics.lenient_commits(
             sum([write.lenient_commits for write in batch.writes if write.repo.did not in applied.skipped])
         )
@@ -191,7 +231,7 @@ class BatchWriter:
             self._metrics.record_changes(action, live=True, count=count)
         self._account_limits.count(plan, applied.skipped, self._keys.key_state)
         self._observe_times(plan, cursor)
-        await self._settle(messages, plan, applied.skipped)
+        await self._settle(messages, plan, applied.skipped | unconfirmed)
 
     def _context(self, policy: Policy) -> PlanContext:
         position = self._position
@@ -241,8 +281,8 @@ class BatchWriter:
         Args:
             messages: The messages of the batch.
             plan: The plan that was written.
-            conflicts: The DIDs whose rows changed meanwhile, so that their writes were not applied. All their messages
-                are planned again.
+            conflicts: The DIDs whose rows changed meanwhile, so that their writes were not applied, or may have
+                changed. All their messages are planned again.
         """
         self._keys.mark_stale(plan.stale_identities)
         settled = [item for item in plan.settled if item.received.did not in conflicts]

@@ -3,7 +3,6 @@
 import asyncio
 from collections import deque
 from collections.abc import Iterable
-from time import monotonic
 
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.sync.plan_batch import ReceivedMessage
@@ -20,8 +19,8 @@ def message_bytes(message: ReceivedMessage) -> int:
 class Inbox:
     """A queue with one taker. Messages of each DID are in stream order.
 
-    A message counts against `max_bytes` until it is settled, also while the taker has it. The taker wakes up once per
-    batch, not for each message.
+    A message counts against `max_bytes` until it is settled, also while the taker has it. The taker gets all messages
+    that arrived while it was busy, so batches grow with the load.
 
     Attributes:
         stage: Its progress. Queued messages are work, and the inbox moves when the taker takes some.
@@ -34,9 +33,7 @@ class Inbox:
         self.stage = StageProgress("inbox", needs_shard=True)
         self.max_bytes = max_bytes
         self._queue: deque[ReceivedMessage] = deque()
-        self._first_queued_at = 0.0
-        self._wanted = 1
-        self._has_wanted = asyncio.Event()
+        self._has_messages = asyncio.Event()
         self._has_room = asyncio.Event()
         self._all_settled = asyncio.Event()
         self._has_room.set()
@@ -49,6 +46,10 @@ class Inbox:
         """True if `put` waits for room."""
         return self.unsettled_bytes >= self.max_bytes
 
+    def __len__(self) -> int:
+        """Return the number of queued messages."""
+        return len(self._queue)
+
     async def put(self, received: ReceivedMessage) -> None:
         """Wait for room and append a message. A message larger than `max_bytes` is appended if there is any room."""
         while self.is_full:
@@ -58,37 +59,31 @@ class Inbox:
         self.unsettled_bytes += message_bytes(received)
         self._all_settled.clear()
         if not self._queue:
-            self._first_queued_at = monotonic()
             self.stage.begin()
+            self._has_messages.set()
         self._queue.append(received)
-        if len(self._queue) >= self._wanted:
-            self._has_wanted.set()
 
     def put_back(self, messages: Iterable[ReceivedMessage]) -> None:
         """Return messages, in their order, to the front of the queue."""
         self._queue.extendleft(reversed(list(messages)))
         if self._queue:
             self.stage.begin()
-        if len(self._queue) >= self._wanted:
-            self._has_wanted.set()
+            self._has_messages.set()
 
-    async def take(
-        self, max_count: int, *, linger: float = 0.0, idle_timeout: float | None = None
-    ) -> list[ReceivedMessage]:
-        """Return the next messages, at most `max_count`.
+    async def take(self, max_count: int, *, idle_timeout: float | None = None) -> list[ReceivedMessage]:
+        """Return the messages that are queued, at most `max_count`, as soon as there is one.
 
         Args:
             max_count: The maximum number of messages.
-            linger: Seconds to wait for more messages after the first one was queued.
             idle_timeout: Seconds to wait for the first message before an empty list is returned; None waits forever.
         """
-        if not await self._wait_for(1, idle_timeout):
+        if not self._queue and not await self._wait_for_messages(idle_timeout):
             return []
-        await self._wait_for(max_count, self._first_queued_at + linger - monotonic())
         taken = [self._queue.popleft() for _ in range(min(max_count, len(self._queue)))]
         if self._queue:
             self.stage.moved()
         else:
+            self._has_messages.clear()
             self.stage.idle()
         return taken
 
@@ -106,14 +101,11 @@ class Inbox:
         """Wait until all messages are settled."""
         await self._all_settled.wait()
 
-    async def _wait_for(self, count: int, seconds: float | None) -> bool:
-        """Wait until `count` messages are queued, at most for `seconds`; return True if they are."""
-        if len(self._queue) < count and (seconds is None or seconds > 0):
-            self._wanted = count
-            self._has_wanted.clear()
-            try:
-                async with asyncio.timeout(seconds):
-                    await self._has_wanted.wait()
-            except TimeoutError:
-                pass  # the caller takes the messages that have arrived
-        return len(self._queue) >= count
+    async def _wait_for_messages(self, seconds: float | None) -> bool:
+        """Wait until a message is queued, at most for `seconds`; return True if one is."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._has_messages.wait()
+        except TimeoutError:
+            return False
+        return True

@@ -41,14 +41,16 @@ async def test_messages_put_back_come_first_in_their_order() -> None:
     assert [item.seq for item in await inbox.take(10)] == [2, 3, 4, 5]
 
 
-async def test_batch_ends_at_its_maximum_size_or_after_the_linger_time() -> None:
+async def test_take_returns_what_is_queued_up_to_the_maximum() -> None:
     inbox = Inbox(max_bytes=100_000)
-    taking = asyncio.create_task(inbox.take(2, linger=60))
+    taking = asyncio.create_task(inbox.take(2))
+    await asyncio.sleep(0)
     await inbox.put(message(1))
-    await inbox.put(message(2))
-    await inbox.put(message(3))
-    assert len(await asyncio.wait_for(taking, 5)) == 2, "maximum size"
-    assert len(await asyncio.wait_for(inbox.take(2, linger=0.01), 5)) == 1, "linger time"
+    assert len(await asyncio.wait_for(taking, 5)) == 1, "the first message is enough"
+    for seq in (2, 3, 4):
+        await inbox.put(message(seq))
+    assert len(await asyncio.wait_for(inbox.take(2), 5)) == 2, "maximum size"
+    assert len(inbox) == 1
 
 
 async def test_take_returns_nothing_after_the_idle_timeout() -> None:
