@@ -26,7 +26,7 @@ PYTHON_CORE_TESTS := tests/sync tests/service/live tests/daemon/test_stream.py t
 	tests/daemon/test_hostile.py tests/daemon/test_lifecycle.py tests/test_crash.py tests/cli/test_demo.py
 
 test-python-core: venv ## Run the tests of planning, daemon and demo without the native core
-	PYTHONPATH=tests/without_native_core $(PYTEST) --hypothesis-profile quick $(PYTHON_CORE_TESTS)
+	PYTHONPATH=$(CURDIR)/tests/without_native_core $(PYTEST) --hypothesis-profile quick $(PYTHON_CORE_TESTS)
 
 check: lint ## Run lint, types, import contracts and the quick tests (under a minute)
 	$(PYTEST) -m "not slow" --hypothesis-profile quick

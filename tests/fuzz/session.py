@@ -11,6 +11,10 @@ from tests.fuzz.comparison import Comparison
 from tests.fuzz.mutation import mutate
 from tests.fuzz.seeds import accounts, seeds
 
+FRESH = 0.4
+"""Share of mutations of a valid commit. Most inputs with new coverage are broken, and broken ones stay broken."""
+FRESH_COMMITS = 500
+
 
 class Session:
     """Compares and mutates inputs, and counts them."""
@@ -21,6 +25,7 @@ class Session:
         self._random = Random(seed)
         self._owners = accounts()
         self._comparison = Comparison(core, self._owners)
+        self._valid = [seed.frame for seed in seeds(self._owners, self._random, FRESH_COMMITS)]
         self._began = monotonic()
 
     def compare(self, frame: bytes) -> None:
@@ -28,8 +33,14 @@ class Session:
         self._comparison.compare(frame)
 
     def mutate(self, frame: bytes, max_size: int, seed: int) -> bytes:
-        """Return a mutated frame of at most `max_size` bytes. The arguments are those of atheris."""
-        mutated = mutate(frame, Random(seed), lambda data: bytes(atheris.Mutate(data, len(data) + 32)), self._owners)
+        """Return a mutated frame of at most `max_size` bytes; some are made of a valid commit instead of `frame`.
+
+        The arguments are those of atheris.
+        """
+        random = Random(seed)
+        if random.random() < FRESH:
+            frame = random.choice(self._valid)
+        mutated = mutate(frame, random, lambda data: bytes(atheris.Mutate(data, len(data) + 32)), self._owners)
         return mutated if len(mutated) <= max_size else frame
 
     def write_seeds(self, folder: Path, count: int) -> None:
