@@ -6,7 +6,7 @@ that an export is complete. The order of the blocks means nothing.
 
 from collections.abc import Iterator
 from hashlib import sha256
-from typing import Any
+from typing import Any, Self
 
 from indexer.atproto.cbor import CborError, Link, decode_canonical
 from indexer.atproto.cid import CID_BYTES, DAG_CBOR, RAW, link_size
@@ -84,6 +84,16 @@ class CarReader:
         self._buffer_offset = 0  # of the first byte of the buffer, in the file
         self._block_count = 0
         self.roots: list[bytes] = []
+
+    @classmethod
+    def resumed(cls, limits: Limits, roots: list[bytes], offset: int, blocks: int) -> Self:
+        """Return a reader of the rest of a file, of which `offset` bytes with so many blocks have been read.
+
+        `roots` is empty if the rest begins with the header.
+        """
+        reader = cls(limits)
+        reader.roots, reader._buffer_offset, reader._block_count = roots, offset, blocks
+        return reader
 
     def feed(self, chunk: bytes) -> Iterator[tuple[bytes, bytes, int]]:
         """Yield the CID, the bytes, and the offset in the file of each block that ends in this chunk.

@@ -89,6 +89,15 @@ class ItemBudget:
     def __init__(self, source_bytes: int) -> None:
         self._left = MIN_ITEMS + source_bytes // BYTES_PER_ITEM
 
+    @property
+    def left(self) -> int:
+        """The number of items that are left."""
+        return max(0, self._left)
+
+    def subtract(self, items: int) -> None:
+        """Subtract items that were counted elsewhere."""
+        self._left -= items
+
     def spend(self, block: bytes, max_items: int, cost: int, known: int | None = None) -> Problem | None:
         """Count the items of a record, each as `cost`; return why it is not to be converted, or None.
 

@@ -11,6 +11,7 @@ from indexer.atproto.crypto import PublicKey
 from indexer.atproto.record import ConvertedRecord, Problem
 from indexer.errors import SettingsError
 from indexer.sync.events import CommitEvent
+from indexer.sync.native_export import ExportClass
 from indexer.sync.policy import Policy
 from indexer.sync.verify import VerifiedCommit, natively_verified, previous_root
 
@@ -27,12 +28,14 @@ class NativeCore:
     Attributes:
         version: The version of its distribution.
         threads: The number of threads that verify commits at once.
+        new_export: Creates an empty export, which `pds.native_reader` reads.
     """
 
     def __init__(self, module: Any, threads: int) -> None:
         """Start the threads. `module` is the native module; `threads` is at least 1."""
         self.version: str = module.__version__
         self.threads = threads
+        self.new_export: ExportClass = module.Export
         self._core = module.Core(threads)
 
     def verify_commits(

@@ -10,7 +10,8 @@ from indexer.sync.plans import RecordChange
 from indexer.sync.policy import Policy
 from indexer.sync.record_change import RecordConverter
 from indexer.sync.repo_state import Head
-from indexer.sync.verify import Snapshot, VerifiedChange
+from indexer.sync.snapshot_diff import Entry
+from indexer.sync.verify import BlockOf, Snapshot, VerifiedChange
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +35,15 @@ class SnapshotExport:
 
     def new_records(self, policy: Policy, source_bytes: int) -> "ConvertedRecords":
         """Return the records that `policy` selects, converted as for an export of this size."""
-        return ConvertedRecords(self.snapshot, RecordConverter(policy, self.head.rev, source_bytes))
+        converter = RecordConverter(policy, self.head.rev, source_bytes)
+        return ConvertedRecords(self.records(), self.block_of, converter)
 
 
 class ConvertedRecords:
-    """The selected records of a snapshot, in chunks."""
+    """The selected records of an export, in chunks. It takes no entry before it is needed."""
 
-    def __init__(self, snapshot: Snapshot, converter: RecordConverter) -> None:
-        self._changes = _creates(snapshot, converter)
+    def __init__(self, entries: Iterator[Entry], block_of: BlockOf, converter: RecordConverter) -> None:
+        self._changes = _creates(entries, block_of, converter)
         self._converter = converter
 
     def next_chunk(self) -> "ConvertedChunk | None":
@@ -88,9 +90,8 @@ class ConvertedChunk:
         raise BrokenInvariantError("this chunk has no ready-made rows")
 
 
-def _creates(snapshot: Snapshot, converter: RecordConverter) -> Iterator[RecordChange]:
-    block_of = snapshot.block_of
-    for path, cid in snapshot.records():
+def _creates(entries: Iterator[Entry], block_of: BlockOf, converter: RecordConverter) -> Iterator[RecordChange]:
+    for path, cid in entries:
         change = converter.convert(VerifiedChange(path, None, cid, block_of(cid)))
         if change is not None:
             yield change

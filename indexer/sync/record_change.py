@@ -49,6 +49,21 @@ class RecordConverter:
         self._items = ItemBudget(source_bytes)
         self._decoded: dict[tuple[bytes, str], Value] = {}
 
+    @property
+    def items_left(self) -> int:
+        """The number of items that the records may still have."""
+        return self._items.left
+
+    @property
+    def bytes_left(self) -> int:
+        """The bytes that may still be converted before values are omitted."""
+        return max(0, self._max_bytes - self.bytes_converted)
+
+    def count_converted(self, items: int, size: int) -> None:
+        """Count records that were converted elsewhere, with so many items, and with changes of this size in bytes."""
+        self._items.subtract(items)
+        self.bytes_converted += size
+
     def forget_values(self) -> None:
         """Release the memory of the decoded values. A later path that names one of their blocks decodes it again."""
         self._decoded.clear()

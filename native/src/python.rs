@@ -168,5 +168,6 @@ fn atproto_indexer_native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add_function(wrap_pyfunction!(record_json, module)?)?;
     module.add_function(wrap_pyfunction!(root_before, module)?)?;
-    module.add_class::<Core>()
+    module.add_class::<Core>()?;
+    crate::python_export::register(module)
 }

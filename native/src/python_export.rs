@@ -1,0 +1,235 @@
+//! Exports for Python. `indexer/pds/native_export.py` is the only user.
+
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use pyo3::exceptions::{PyOverflowError, PyRuntimeError};
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+
+use crate::copy_rows::Repo;
+use crate::export::{self, Bounds, Stop};
+use crate::hash::sha256;
+use crate::keys::PublicKey;
+use crate::limits::Limits;
+use crate::patterns::Patterns;
+use crate::spool::{Buffers, FileLimits, Spool};
+
+type Entry<'py> = (Bound<'py, PyBytes>, Bound<'py, PyBytes>);
+
+/// Adds the classes to the module.
+pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<Export>()?;
+    module.add_class::<Proof>()?;
+    module.add_class::<Records>()?;
+    module.add_class::<Chunk>()
+}
+
+/// One export that is received.
+#[pyclass(frozen, module = "atproto_indexer_native")]
+pub struct Export {
+    spool: Arc<Mutex<Spool>>,
+    limits: Limits,
+}
+
+#[pymethods]
+impl Export {
+    /// Takes the directory of the file, an object with the limits as attributes, and the sizes of the buffer and a page.
+    #[new]
+    fn new(directory: PathBuf, limits: &Bound<'_, PyAny>, buffer_bytes: usize, page_bytes: usize) -> PyResult<Self> {
+        let buffers = Buffers { buffer_bytes, page_bytes: page_bytes.max(1) };
+        let spool = Spool::new(directory, limits.extract::<FileLimits>()?, buffers);
+        Ok(Self { spool: Arc::new(Mutex::new(spool)), limits: limits.extract()? })
+    }
+
+    /// Adds received bytes; `False` if they, or the bytes before them, are not ordinary. `OSError`: the disk failed.
+    fn feed(&self, py: Python<'_>, chunk: &[u8]) -> PyResult<bool> {
+        py.detach(|| Ok(lock(&self.spool)?.feed(chunk)?))
+    }
+
+    /// Returns `True` if the file does not end inside its header or a section.
+    fn is_whole(&self) -> PyResult<bool> {
+        Ok(lock(&self.spool)?.is_whole())
+    }
+
+    /// Removes the bytes that are not indexed; returns them, and the number of bytes and of sections before them.
+    ///
+    /// The next call of `feed` begins with a section.
+    fn take_rest<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyBytes>, u64, usize)> {
+        let mut spool = lock(&self.spool)?;
+        let (bytes, sections) = spool.indexed();
+        Ok((PyBytes::new(py, &spool.take_rest()), bytes, sections))
+    }
+
+    /// The CID of the commit; `None` if no usual header was read.
+    #[getter]
+    fn root<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyBytes>>> {
+        Ok(lock(&self.spool)?.root().map(|root| PyBytes::new(py, root)))
+    }
+
+    /// The size of all different blocks, each with a length of 4 bytes and its CID.
+    #[getter]
+    fn size(&self) -> PyResult<u64> {
+        Ok(lock(&self.spool)?.size())
+    }
+
+    /// Returns the number of different blocks.
+    fn __len__(&self) -> PyResult<usize> {
+        Ok(lock(&self.spool)?.blocks())
+    }
+
+    /// Returns the block of a CID; `None` if there is none.
+    fn block<'py>(&self, py: Python<'py>, cid: &[u8]) -> PyResult<Option<Bound<'py, PyBytes>>> {
+        let mut block = Vec::new();
+        let found = py.detach(|| -> PyResult<_> { Ok(lock(&self.spool)?.block(cid, &mut block)?) })?;
+        Ok(found.then(|| PyBytes::new(py, &block)))
+    }
+
+    /// Verifies the commit `root` of `did` and its tree; `None`: the reference decides. `point` is uncompressed.
+    fn prove(&self, py: Python<'_>, root: &[u8], did: &str, curve: &str, point: &[u8]) -> PyResult<Option<Proof>> {
+        py.detach(|| {
+            let Some(key) = PublicKey::parse(curve, point) else { return Ok(None) };
+            match export::prove(&mut *lock(&self.spool)?, root, did, &key, self.limits) {
+                Ok(proof) => Ok(Some(Proof { spool: self.spool.clone(), limits: self.limits, did: did.into(), proof })),
+                Err(Stop::Unusual) => Ok(None),
+                Err(Stop::Failed(error)) => Err(error.into()),
+            }
+        })
+    }
+}
+
+/// A verified export.
+#[pyclass(frozen, module = "atproto_indexer_native")]
+pub struct Proof {
+    spool: Arc<Mutex<Spool>>,
+    limits: Limits,
+    did: String,
+    proof: export::Proof,
+}
+
+#[pymethods]
+impl Proof {
+    /// The rev of the commit.
+    #[getter]
+    fn rev(&self) -> &str {
+        &self.proof.rev
+    }
+
+    /// The CID of the root of the tree.
+    #[getter]
+    fn data<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &self.proof.data)
+    }
+
+    /// The number of records.
+    #[getter]
+    fn count(&self) -> u64 {
+        self.proof.count
+    }
+
+    /// Returns the records of the collections that match one of the patterns.
+    fn records(&self, patterns: Vec<String>) -> Records {
+        let patterns = Patterns::new(patterns.iter().map(String::as_str));
+        let did = self.did.clone();
+        let bucket = i16::from(sha256(did.as_bytes())[0]);
+        Records {
+            spool: self.spool.clone(),
+            repo: Arc::new(Repo { did, bucket, rev: self.proof.rev.clone() }),
+            records: Mutex::new(export::Records::new(self.proof.data, self.limits, patterns)),
+        }
+    }
+}
+
+/// The records of a verified export, in path order. An iterator of paths and CIDs.
+#[pyclass(frozen, module = "atproto_indexer_native")]
+pub struct Records {
+    spool: Arc<Mutex<Spool>>,
+    repo: Arc<Repo>,
+    records: Mutex<export::Records>,
+}
+
+#[pymethods]
+impl Records {
+    fn __iter__(slf: PyRef<'_, Self>) -> PyRef<'_, Self> {
+        slf
+    }
+
+    fn __next__<'py>(&self, py: Python<'py>) -> PyResult<Option<Entry<'py>>> {
+        let leaf = lock(&self.records)?.next(&mut *lock(&self.spool)?).map_err(error)?;
+        Ok(leaf.map(|(path, cid)| (PyBytes::new(py, &path), PyBytes::new(py, &cid))))
+    }
+
+    /// Takes and converts the next records: none at the end. `None`: the reference converts the next chunk.
+    ///
+    /// `items_left` and `bytes_left` are the bounds of all values of the export that are left.
+    fn chunk(
+        &self,
+        py: Python<'_>,
+        max_records: usize,
+        max_bytes: u64,
+        items_left: usize,
+        bytes_left: u64,
+    ) -> PyResult<Option<Chunk>> {
+        let bounds = Bounds { max_records, max_bytes, items_left, bytes_left };
+        py.detach(|| {
+            let chunk = lock(&self.records)?.chunk(&mut *lock(&self.spool)?, &self.repo, bounds).map_err(error)?;
+            Ok(chunk.map(|chunk| Chunk { repo: self.repo.clone(), chunk }))
+        })
+    }
+}
+
+/// New records that were converted.
+#[pyclass(frozen, module = "atproto_indexer_native")]
+pub struct Chunk {
+    repo: Arc<Repo>,
+    chunk: export::Chunk,
+}
+
+#[pymethods]
+impl Chunk {
+    /// The number of records.
+    #[getter]
+    fn count(&self) -> usize {
+        self.chunk.rows.count()
+    }
+
+    /// The items that the records spent of the export's budget.
+    #[getter]
+    fn items(&self) -> usize {
+        self.chunk.items
+    }
+
+    /// The bytes that the records count, as `RecordChange.size` counts them.
+    #[getter]
+    fn size(&self) -> u64 {
+        self.chunk.bytes
+    }
+
+    /// Returns the rows of `indexer.record`, for COPY.
+    fn record_rows<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &self.chunk.rows.bytes)
+    }
+
+    /// Returns the rows of the change log, for COPY.
+    fn change_rows<'py>(
+        &self,
+        py: Python<'py>,
+        segment: i16,
+        batch: i64,
+        first_ordinal: i32,
+    ) -> PyResult<Bound<'py, PyBytes>> {
+        let rows = py.detach(|| self.chunk.rows.changes(&self.repo, segment, batch, first_ordinal));
+        Ok(PyBytes::new(py, &rows.ok_or_else(|| PyOverflowError::new_err("a value is too long"))?))
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> PyResult<MutexGuard<'_, T>> {
+    mutex.lock().map_err(|_| PyRuntimeError::new_err("an earlier call has panicked"))
+}
+
+fn error(stop: Stop) -> PyErr {
+    match stop {
+        Stop::Unusual => PyRuntimeError::new_err("a tree that was proven is no longer the same"),
+        Stop::Failed(error) => error.into(),
+    }
+}

@@ -1,0 +1,66 @@
+"""The rows that the native core makes are stored as those of the reference are."""
+
+from pathlib import Path
+from typing import Any
+
+import asyncpg
+import pytest
+
+from indexer.atproto.crypto import PrivateKey
+from indexer.atproto.limits import DEFAULT_LIMITS
+from indexer.localnet import dag_cbor
+from indexer.localnet.local_repo import LocalRepo, Write
+from indexer.pds import Spool
+from indexer.pds.native_reader import NativeReader
+from indexer.store.new_records import NewRepoRecords, copy_chunks
+from indexer.sync.export import ExportReader, RecordChunk
+from tests.native_module import native_core
+from tests.sync.signing_account import POST, STORE_ALL
+
+DID = "did:plc:z72i7hdynmk6r22z27h6tvur"
+KEY = PrivateKey.from_seed("k256", b"rows")
+RECORDS = "select * from indexer.record order by collection, rkey"
+CHANGES = "select * from indexer.change order by ordinal"
+
+
+def export(count: int) -> list[bytes]:
+    """Return the sections of an export: posts, and in the last chunk records that the reference converts."""
+    repo = LocalRepo(DID, KEY, "3lwafzkjqm25s")
+    posts = [dag_cbor.encode({"$type": POST, "text": f'\u00e9\n"{number}'}) for number in range(count)]
+    records = {f"{POST}/{number:06}": post for number, post in enumerate(posts)}
+    unusual = {f"{POST}/x": dag_cbor.encode({"text": "no type"}), "x.y.z/float": b"\xa1\x61a\xfb?\xf8" + bytes(6)}
+    repo.write([Write("create", path, block) for path, block in (records | unusual).items()], KEY, "3lwafzkjqm26s")
+    return list(repo.export())
+
+
+def chunks_of(reader: ExportReader, sections: list[bytes]) -> list[RecordChunk]:
+    for section in sections:
+        reader.write(section)
+    reader.finish()
+    records = reader.verify(DID, KEY.public, DEFAULT_LIMITS).new_records(STORE_ALL, reader.size)
+    return list(iter(records.next_chunk, None))
+
+
+async def stored(sql: asyncpg.Connection, chunks: list[RecordChunk]) -> list[list[tuple[Any, ...]]]:
+    """Write chunks, and return the rows of both tables without times and numbers of batches."""
+    transaction = sql.transaction()
+    await transaction.start()
+    await copy_chunks(sql, [NewRepoRecords(DID, chunk) for chunk in chunks])
+    rows = [await sql.fetch(query) for query in (RECORDS, CHANGES)]
+    await transaction.rollback()
+    return [
+        [tuple(value for name, value in row.items() if name not in {"batch", "indexed_at"}) for row in part]
+        for part in rows
+    ]
+
+
+@pytest.mark.parametrize("count", [0, 5, 4_010])
+async def test_both_cores_store_the_same_rows(sql: asyncpg.Connection, tmp_path: Path, count: int) -> None:
+    sections = export(count)
+    native = chunks_of(NativeReader(native_core(), tmp_path, DEFAULT_LIMITS), sections)
+    with Spool(tmp_path, DEFAULT_LIMITS) as spool:
+        reference = chunks_of(spool, sections)
+    assert sum(chunk.record_rows is not None for chunk in native) == count // 2_000
+    expected = await stored(sql, reference)
+    assert await stored(sql, native) == expected
+    assert [len(rows) for rows in expected] == [count + 2, count + 2]
