@@ -7,10 +7,11 @@ from time import time
 
 from indexer.identity import DidResolver
 from indexer.outbound import OutboundClient, OutboundSettings, RateLimits, Timeouts, host_of
-from indexer.pds import PdsClient
+from indexer.pds import PdsClient, reader_factory
 from indexer.service.feed.webhook import CONCURRENCY
 from indexer.settings import Settings
 from indexer.store import Store
+from indexer.sync.native_core import NativeCore
 from indexer.sync.policy import Policy
 
 TIMEOUTS = Timeouts()
@@ -60,8 +61,8 @@ def make_did_resolver(settings: Settings, outbound: OutboundClient) -> DidResolv
     )
 
 
-def make_pds_client(settings: Settings, outbound: OutboundClient) -> PdsClient:
-    """Return the client that fetches exports into the spool directory.
+def make_pds_client(settings: Settings, outbound: OutboundClient, core: NativeCore | None = None) -> PdsClient:
+    """Return the client that fetches exports into the spool directory. `core` reads them; None for the Python code.
 
     Raises:
         OSError: The spool directory cannot be created.
@@ -72,6 +73,7 @@ def make_pds_client(settings: Settings, outbound: OutboundClient) -> PdsClient:
         settings.data_dir / "spool",
         export_timeout=settings.export_time,
         export_min_rate=settings.export_rate,
+        reader=reader_factory(core),
     )
 
 

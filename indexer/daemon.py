@@ -157,9 +157,10 @@ async def open_daemon(
         resolver = make_did_resolver(settings, outbound)
         identities = IdentityCache(resolver, store, metrics, clock=time, refresh_rate=settings.plc_rate / 2)
         stack.push_async_callback(identities.close)
-        pds = make_pds_client(settings, outbound)
+        core = core or core_of(settings)
+        pds = make_pds_client(settings, outbound, core.native)
         webhook = await stack.enter_async_context(open_webhook(settings, metrics))
-        yield Daemon(settings, store, identities, pds, outbound, metrics, core or core_of(settings), others, webhook)
+        yield Daemon(settings, store, identities, pds, outbound, metrics, core, others, webhook)
 
 
 class Daemon:
