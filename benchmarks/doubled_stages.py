@@ -17,7 +17,7 @@ from indexer.atproto.crypto import PublicKey
 from indexer.pds import PdsClient, Spool
 from indexer.pds.export_download import ExportDownload
 from indexer.relay.subscription import Subscription
-from indexer.store import Store, new_repos, resync_transaction
+from indexer.store import Store, new_repos_transaction, resync_transaction
 from indexer.store import store as store_module
 from indexer.store.columns import Connection
 from indexer.sync import record_change
@@ -174,5 +174,5 @@ RESYNCING: dict[tuple[str, ...], Doubling] = {
     ("fetch",): _fetch_twice,
     ("verify",): _call_twice((Spool, "verify")),
     ("diff",): _compare_twice,
-    ("apply", "database"): _write_twice((new_repos, "copy_chunks"), (resync_transaction, "copy_chunks")),
+    ("apply", "database"): _write_twice((new_repos_transaction, "copy_chunks"), (resync_transaction, "copy_chunks")),
 }

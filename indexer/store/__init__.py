@@ -4,6 +4,7 @@ from indexer.store.change_log_segments import ChangeLogState, ConsumerState, Ret
 from indexer.store.collection_export import ExportedRecord
 from indexer.store.connections import RESERVED_CONNECTIONS
 from indexer.store.consistent_read import ConsistentRead, RecordRow
+from indexer.store.copy_records import NewRepoRecords, RecordsExistError
 from indexer.store.database_check import DatabaseCheck
 from indexer.store.database_errors import DatabaseError
 from indexer.store.dead_letters import DeadLetterGoneError, StoredDeadLetter
@@ -13,8 +14,7 @@ from indexer.store.lexicon_rows import AddedLexicon, AddedState, StoredLexicon, 
 from indexer.store.link_backfill import FIRST_PATH, LinkState, RecordPath
 from indexer.store.link_progress import LinkProgress, LinkProgressState
 from indexer.store.link_rows import RecountPosition
-from indexer.store.new_records import NewRepoRecords, RecordsExistError
-from indexer.store.new_repos import NewReposTransaction
+from indexer.store.new_repos_transaction import NewReposTransaction
 from indexer.store.report_queries import Counts
 from indexer.store.resync_transaction import ResyncTransaction
 from indexer.store.scope_changes import NarrowedPage

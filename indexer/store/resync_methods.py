@@ -10,7 +10,7 @@ from indexer.store import resync_queue
 from indexer.store.columns import Connection
 from indexer.store.connections import Connections
 from indexer.store.database_errors import database_errors, refused_writes
-from indexer.store.new_repos import NewReposTransaction
+from indexer.store.new_repos_transaction import NewReposTransaction
 from indexer.store.resync_transaction import ResyncTransaction
 from indexer.sync.repo_state import Repo
 

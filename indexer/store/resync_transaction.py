@@ -14,9 +14,9 @@ from indexer.store.apply_batch import apply, write_records
 from indexer.store.change_log import log_changes
 from indexer.store.columns import Connection, repo_columns, repo_of
 from indexer.store.consistent_read import in_chunks
+from indexer.store.copy_records import NewRepoRecords, copy_chunks, create_records
 from indexer.store.database_errors import database_errors, refused_writes
 from indexer.store.link_rows import keeps_links, replace_links, request_recounts
-from indexer.store.new_records import NewRepoRecords, copy_chunks, create_records
 from indexer.sync.changes import RecordKey, effective_changes, record_entries
 from indexer.sync.export import RecordChunk
 from indexer.sync.plans import Action, Batch, BufferedEvent, RecordChange

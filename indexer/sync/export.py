@@ -43,7 +43,7 @@ class RecordChunk(Protocol):
 
     @property
     def record_rows(self) -> bytes | None:
-        """The rows of `indexer.record` in the binary format of COPY (see `store.new_records`); None: use `changes`."""
+        """The rows of `indexer.record` in the binary format of COPY (see `store.copy_records`); None: use `changes`."""
         ...
 
     def change_rows(self, segment: int, batch: int, first_ordinal: int) -> bytes:

@@ -11,7 +11,7 @@ from benchmarks.links import LIKERS
 from indexer.store import Store
 from indexer.store.apply_batch import ADVANCE_REPOS, UPDATE_REPOS
 from indexer.store.columns import buckets_of, head_arrays, repo_arrays
-from indexer.store.new_repos import ELIGIBLE
+from indexer.store.new_repos_transaction import ELIGIBLE
 from indexer.store.report_queries import FEW_INCOMPLETE
 from indexer.store.store import LOAD_REPOS
 from tests.conftest import DatabaseServer

@@ -4,7 +4,7 @@ Nothing changes before the whole export is verified. Then one transaction writes
 events that were buffered meanwhile, and the new row of the repo. Consumers see the old state until it commits.
 
 The records of a repo of which nothing is stored are not compared. If it is small as well, it shares the transaction
-with others (`new_repos.NewRepoWriter`).
+with others (`new_repo_writer.NewRepoWriter`).
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from indexer.pds import LARGE_BYTES, ExportDownload, PdsClient
 from indexer.reasons import Desync, FetchFailure, Rejection
 from indexer.service.resync.admission import Postponed
 from indexer.service.resync.lease import ClaimLostError
-from indexer.service.resync.new_repos import NewRepo, NewRepoWriter
+from indexer.service.resync.new_repo_writer import NewRepo, NewRepoWriter
 from indexer.service.resync.phase import Phase
 from indexer.store import DatabaseError, RecordsExistError, ResyncTransaction, Store
 from indexer.sync.export import CHUNK_BYTES, CHUNK_RECORDS, ExportReader, NewRecords, RecordChunk, VerifiedExport

@@ -17,7 +17,7 @@ from indexer.monitoring.conditions import Conditions
 from indexer.monitoring.metrics import Metrics
 from indexer.service.resync.attempt import ResyncAttempts
 from indexer.service.resync.lease import ClaimLostError
-from indexer.service.resync.new_repos import NewRepo, NewRepoWriter
+from indexer.service.resync.new_repo_writer import NewRepo, NewRepoWriter
 from indexer.store import NewRepoRecords, NewReposTransaction, Store
 from indexer.sync.new_records import ConvertedChunk
 from indexer.sync.plans import Batch, RecordChange
@@ -240,7 +240,7 @@ async def test_repos_that_wait_share_a_transaction(store: Store, sql: asyncpg.Co
 
 
 async def test_transaction_has_no_more_records_than_allowed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("indexer.service.resync.new_repos.MAX_RECORDS", 3)
+    monkeypatch.setattr("indexer.service.resync.new_repo_writer.MAX_RECORDS", 3)
     claimed = {repo.did: repo for repo in await claim(store, *map(did, range(6)))}
     stopped = StoppedStore(store)
     sizes = {0: 1, 1: 2, 2: 1, 3: 1, 4: 5, 5: 1}  # the fifth repo is larger than the limit

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from indexer.store import scope_row
 from indexer.store.apply_batch import apply
 from indexer.store.columns import Connection, buckets_of, of_buckets, repo_columns, repo_of
+from indexer.store.copy_records import NewRepoRecords, copy_chunks
 from indexer.store.database_errors import database_errors, refused_writes
 from indexer.store.link_rows import keeps_links
-from indexer.store.new_records import NewRepoRecords, copy_chunks
 from indexer.sync.plans import Batch
 from indexer.sync.repo_state import Repo, SyncStatus
 
