@@ -12,7 +12,7 @@ from indexer.localnet import dag_cbor
 from indexer.localnet.local_repo import LocalRepo, Write
 from indexer.pds import Spool
 from indexer.pds.native_reader import NativeReader
-from indexer.store.new_records import NewRepoRecords, copy_chunks
+from indexer.store.copy_records import NewRepoRecords, copy_chunks
 from indexer.sync.export import ExportReader, RecordChunk
 from tests.native_module import native_core
 from tests.sync.signing_account import POST, STORE_ALL
