@@ -1,9 +1,11 @@
 """Measure the stages of resyncs in this process, one resync at a time and with nothing else running."""
 
+import os
 from collections.abc import AsyncIterator
 from contextlib import AbstractContextManager, asynccontextmanager
 from pathlib import Path
 from time import time
+from typing import cast
 
 from benchmarks.harness import BenchmarkError
 from benchmarks.live_stages import open_store
@@ -13,10 +15,11 @@ from indexer.identity import DidResolver, IdentityCache
 from indexer.monitoring.conditions import Conditions
 from indexer.monitoring.metrics import Metrics
 from indexer.outbound import OutboundClient, OutboundSettings, RateLimits
-from indexer.pds import ExportDownload, PdsClient
+from indexer.pds import ExportDownload, PdsClient, reader_factory
 from indexer.service.resync.attempt import ResyncAttempts
 from indexer.service.resync.phase import Phase
 from indexer.store import Store
+from indexer.sync.native_core import CoreChoice, load_core
 from indexer.sync.policy import Policy
 from indexer.sync.scope import Scope
 from indexer.sync.shard import BUCKETS
@@ -60,7 +63,8 @@ class TimedResyncs:
         resolver = DidResolver(outbound, (plc_url,), plc_rate=_UNLIMITED, allow_private_hosts=True, clock=time)
         self._store = store
         self._identities = IdentityCache(resolver, store, metrics, clock=time, refresh_rate=_UNLIMITED)
-        pds = PdsClient(outbound, policy.limits, directory)
+        core = load_core(cast("CoreChoice", os.environ.get("INDEXER_CORE", "auto")), 1)  # as the daemon's
+        pds = PdsClient(outbound, policy.limits, directory, reader_factory(core))
         self._resync = ResyncAttempts(
             store, self._identities, pds, lambda: policy, metrics, sources=(None,), conditions=Conditions()
         )
