@@ -441,6 +441,12 @@ LOG_EVENTS: dict[str, LogEvent] = {
         "A resync failed.",
         "It is retried after a back-off, or when the repo is unparked.",
     ),
+    "resync.group-failed": LogEvent(
+        ("debug",),
+        ("repos", "error"),
+        "The shared transaction of small new repos failed.",
+        "Each of them is written in a transaction of its own.",
+    ),
     "resync.slow": LogEvent(
         ("debug",),
         ("did", "host", "bytes_per_second"),

@@ -30,7 +30,7 @@ from indexer.sync.record_change import RecordConverter
 from indexer.sync.repo_state import Head
 from indexer.sync.verify import verify_snapshot
 
-_COLLECTION, _RKEY, _CID, _REV, _VALUE, _PROBLEM = 1, 2, 4, 5, 6, 7  # columns of `store.new_records.RECORD_COLUMNS`
+_COLLECTION, _RKEY, _CID, _REV, _VALUE, _PROBLEM = 1, 2, 4, 5, 6, 7  # columns of `store.copy_records.RECORD_COLUMNS`
 _JSONB_VERSION = b"\x01"
 
 
@@ -99,7 +99,7 @@ class NativeReader:
         return self._export.block(cid)
 
     def verify(self, did: str, key: PublicKey, limits: Limits) -> VerifiedExport:
-        """Verify the whole export.
+        """Verify the whole export. The native core uses the limits of the constructor, which must be the same.
 
         Raises:
             UpstreamError: The export breaks a rule (docs/protocol.md#exports).
@@ -111,7 +111,8 @@ class NativeReader:
         return ProvenExport(self._export, proof, Head(proof.rev, proof.data, self.root))
 
     def close(self) -> None:
-        """Do nothing: the file is deleted with this object and the exports that it verified."""
+        """Free the file and the memory. A call that runs in another thread fails soon, and frees them at its end."""
+        self._export.close()
 
     def __len__(self) -> int:
         """Return the number of different blocks."""

@@ -27,7 +27,6 @@ from indexer.sync.shard import bucket_of
 COLUMNS = (
     "segment", "batch", "ordinal", "bucket", "live", "action", "did", "collection", "rkey", "rev", "cid",
 )  # fmt: skip
-
 """The columns of the table `change`, as COPY writes them."""
 
 _INSERT_BATCH = """

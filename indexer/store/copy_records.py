@@ -1,4 +1,4 @@
-"""Insert records of which nothing is stored, with COPY: without a comparison, from rows or from ready-made bytes.
+"""Insert the records of repos that have no stored records, by COPY, from rows or from ready-made bytes.
 
 COPY takes a third of the time of an upsert. A core that reads exports may return the rows of a chunk in the binary
 format of COPY. Otherwise, the database driver encodes them.

@@ -117,11 +117,12 @@ async def lock_builds(connection: Connection) -> None:
 
 
 async def _try_lock(connection: Connection) -> bool:
-    await connection.execute("begin")
+    transaction = connection.transaction()
+    await transaction.start()
     try:
         await connection.execute(_LOCK)
     except asyncpg.LockNotAvailableError:
-        await connection.execute("rollback")
+        await transaction.rollback()
         return False
     return True
 

@@ -87,7 +87,7 @@ class ResyncTransaction:
         return stores
 
     async def create(self, chunk: RecordChunk) -> None:
-        """Write records of a repo of which nothing else is stored, without a comparison.
+        """Write a chunk of records of a repo that had no stored records before this transaction, without a comparison.
 
         Raises:
             RecordsExistError: One of them is stored. The claim has been lost, and the transaction has failed.

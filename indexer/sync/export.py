@@ -55,7 +55,10 @@ class NewRecords(Protocol):
     """The selected records of an export, in chunks."""
 
     def next_chunk(self) -> RecordChunk | None:
-        """Return the next chunk: at most `CHUNK_RECORDS`, and about `CHUNK_BYTES`; None after the last one.
+        """Return the next chunk, or None after the last one.
+
+        A chunk has at most `CHUNK_RECORDS`, and ends with the first record that takes it to `CHUNK_BYTES`. One that has
+        fewer records and fewer bytes is the last one.
 
         It may be called in any thread, one call at a time.
         """
@@ -87,7 +90,7 @@ class VerifiedExport(Protocol):
 
 
 class ExportReader(Protocol):
-    """Reads one export: `write` all of it, call `finish`, then `verify`. It is closed once, after everything else."""
+    """Reads one export: `write` all of it, call `finish`, then `verify`. Call `close` once, last."""
 
     @property
     def size(self) -> int:

@@ -33,7 +33,7 @@ class NativeRecords(Protocol):
     def __next__(self) -> tuple[bytes, bytes]: ...
 
     def chunk(self, max_records: int, max_bytes: int, items_left: int, bytes_left: int) -> NativeChunk | None:
-        """Return the next records, none at the end. None, and nothing is taken, if one of them is not ordinary."""
+        """Return the next records (an empty chunk at the end). Return None and take nothing if one is not ordinary."""
         ...
 
 
@@ -76,7 +76,11 @@ class NativeExport(Protocol):
         ...
 
     def block(self, cid: bytes) -> bytes | None:
-        """Return a block; None if the export does not contain it."""
+        """Return a block; None if the export does not contain it. Raises `OSError`, also after `close`."""
+        ...
+
+    def close(self) -> None:
+        """Free the file and the memory. A call that runs in another thread fails soon, and frees them at its end."""
         ...
 
     def prove(self, root: bytes, did: str, curve: str, point: bytes) -> NativeProof | None:

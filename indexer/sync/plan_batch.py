@@ -101,7 +101,7 @@ class BatchPlan:
 
     @property
     def unchanged(self) -> frozenset[str]:
-        """The accounts with planned messages whose row does not change."""
+        """Accounts that have planned messages and whose row stays the same."""
         return frozenset([did for did, draft in self.drafts.items() if draft.after is draft.before])
 
     def without(self, dids: AbstractSet[str]) -> "BatchPlan":
@@ -133,8 +133,8 @@ def plan_batch(
         repos: The existing rows of the accounts in the batch.
         key_state_of: Returns what is known about the key of a DID; None if it has not been looked up.
         context: What all plans of the batch share.
-        core: Verifies the commits of the batch ahead, with the same results; None: each one is verified when it is
-            planned.
+        core: If given, it verifies all commits of the batch before they are planned. Otherwise each commit is verified
+            when it is planned. The results are the same.
     """
     if core is not None:
         prepared = prepare_commits(core, _commits_within_limit(batch), repos, key_state_of, context)

@@ -344,6 +344,7 @@ COMMENTS = {
         "A typed view for each record type whose lexicon was added, and the functions that the views use. Columns are "
         "those of the lexicon."
     ),
+    "table indexer.lexicon_index_lock": "Empty. Its lock serializes the building of indexes on typed views.",
     "table indexer.lexicon": (
         "The lexicons that were added, and those that their fields refer to. The latter have no view."
     ),

@@ -4,7 +4,7 @@
 //! int16 number of fields, and for each field: int32 size (-1: null), bytes
 //! ```
 //!
-//! All numbers are big-endian. The columns are those of `indexer/store/new_records.py`
+//! All numbers are big-endian. The columns are those of `indexer/store/copy_records.py`
 //! and `indexer/store/change_log.py`.
 
 use crate::cid::Cid;

@@ -195,7 +195,7 @@ impl Records {
         let mut block = Vec::new();
         while chunk.rows.count() < bounds.max_records && chunk.bytes < bounds.max_bytes {
             let Some(leaf) = self.next(spool)? else { break };
-            let found = spool.block(&leaf.1, &mut block)?;
+            let found = spool.block(&leaf.1, &mut block)?; // after an error, the export is fetched again
             let converted = if found { chunk.add(repo, &leaf, &block, (&limits, bounds), &mut counted) } else { None };
             taken.push(leaf);
             if converted.is_none() {

@@ -1,4 +1,7 @@
-//! Exports for Python. `indexer/pds/native_export.py` is the only user.
+//! Exports for Python. `indexer/pds/native_reader.py` is the only user.
+//!
+//! All objects of one export share its spool. `Export.close` frees the file and the memory, whoever still holds an
+//! object. A call that waits for the spool, reads the file or walks the tree releases the interpreter's lock.
 
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -13,7 +16,7 @@ use crate::hash::sha256;
 use crate::keys::PublicKey;
 use crate::limits::Limits;
 use crate::patterns::Patterns;
-use crate::spool::{Buffers, FileLimits, Spool};
+use crate::spool::{Buffers, FileLimits, SharedSpool, SpoolGuard};
 
 type Entry<'py> = (Bound<'py, PyBytes>, Bound<'py, PyBytes>);
 
@@ -28,7 +31,7 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 /// One export that is received.
 #[pyclass(frozen, module = "atproto_indexer_native")]
 pub struct Export {
-    spool: Arc<Mutex<Spool>>,
+    spool: Arc<SharedSpool>,
     limits: Limits,
 }
 
@@ -38,25 +41,30 @@ impl Export {
     #[new]
     fn new(directory: PathBuf, limits: &Bound<'_, PyAny>, buffer_bytes: usize, page_bytes: usize) -> PyResult<Self> {
         let buffers = Buffers { buffer_bytes, page_bytes: page_bytes.max(1) };
-        let spool = Spool::new(directory, limits.extract::<FileLimits>()?, buffers);
-        Ok(Self { spool: Arc::new(Mutex::new(spool)), limits: limits.extract()? })
+        let spool = SharedSpool::new(directory, limits.extract::<FileLimits>()?, buffers);
+        Ok(Self { spool: Arc::new(spool), limits: limits.extract()? })
     }
 
     /// Adds received bytes; `False` if they, or the bytes before them, are not ordinary. `OSError`: the disk failed.
     fn feed(&self, py: Python<'_>, chunk: &[u8]) -> PyResult<bool> {
-        py.detach(|| Ok(lock(&self.spool)?.feed(chunk)?))
+        py.detach(|| Ok(spool(&self.spool)?.feed(chunk)?))
+    }
+
+    /// Frees the file and the memory. A call in another thread frees them at its end; it fails at its next block.
+    fn close(&self, py: Python<'_>) {
+        py.detach(|| self.spool.close());
     }
 
     /// Returns `True` if the file does not end inside its header or a section.
     fn is_whole(&self) -> PyResult<bool> {
-        Ok(lock(&self.spool)?.is_whole())
+        Ok(spool(&self.spool)?.is_whole())
     }
 
     /// Removes the bytes that are not indexed; returns them, and the number of bytes and of sections before them.
     ///
     /// The next call of `feed` begins with a section.
     fn take_rest<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyBytes>, u64, usize)> {
-        let mut spool = lock(&self.spool)?;
+        let mut spool = spool(&self.spool)?;
         let (bytes, sections) = spool.indexed();
         Ok((PyBytes::new(py, &spool.take_rest()), bytes, sections))
     }
@@ -64,24 +72,24 @@ impl Export {
     /// The CID of the commit; `None` if no usual header was read.
     #[getter]
     fn root<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyBytes>>> {
-        Ok(lock(&self.spool)?.root().map(|root| PyBytes::new(py, root)))
+        Ok(spool(&self.spool)?.root().map(|root| PyBytes::new(py, root)))
     }
 
     /// The size of all different blocks, each with a length of 4 bytes and its CID.
     #[getter]
     fn size(&self) -> PyResult<u64> {
-        Ok(lock(&self.spool)?.size())
+        Ok(spool(&self.spool)?.size())
     }
 
     /// Returns the number of different blocks.
     fn __len__(&self) -> PyResult<usize> {
-        Ok(lock(&self.spool)?.blocks())
+        Ok(spool(&self.spool)?.blocks())
     }
 
     /// Returns the block of a CID; `None` if there is none.
     fn block<'py>(&self, py: Python<'py>, cid: &[u8]) -> PyResult<Option<Bound<'py, PyBytes>>> {
         let mut block = Vec::new();
-        let found = py.detach(|| -> PyResult<_> { Ok(lock(&self.spool)?.block(cid, &mut block)?) })?;
+        let found = py.detach(|| -> PyResult<_> { Ok(spool(&self.spool)?.block(cid, &mut block)?) })?;
         Ok(found.then(|| PyBytes::new(py, &block)))
     }
 
@@ -89,7 +97,7 @@ impl Export {
     fn prove(&self, py: Python<'_>, root: &[u8], did: &str, curve: &str, point: &[u8]) -> PyResult<Option<Proof>> {
         py.detach(|| {
             let Some(key) = PublicKey::parse(curve, point) else { return Ok(None) };
-            match export::prove(&mut *lock(&self.spool)?, root, did, &key, self.limits) {
+            match export::prove(&mut *spool(&self.spool)?, root, did, &key, self.limits) {
                 Ok(proof) => Ok(Some(Proof { spool: self.spool.clone(), limits: self.limits, did: did.into(), proof })),
                 Err(Stop::Unusual) => Ok(None),
                 Err(Stop::Failed(error)) => Err(error.into()),
@@ -101,7 +109,7 @@ impl Export {
 /// A verified export.
 #[pyclass(frozen, module = "atproto_indexer_native")]
 pub struct Proof {
-    spool: Arc<Mutex<Spool>>,
+    spool: Arc<SharedSpool>,
     limits: Limits,
     did: String,
     proof: export::Proof,
@@ -143,7 +151,7 @@ impl Proof {
 /// The records of a verified export, in path order. An iterator of paths and CIDs.
 #[pyclass(frozen, module = "atproto_indexer_native")]
 pub struct Records {
-    spool: Arc<Mutex<Spool>>,
+    spool: Arc<SharedSpool>,
     repo: Arc<Repo>,
     records: Mutex<export::Records>,
 }
@@ -155,7 +163,7 @@ impl Records {
     }
 
     fn __next__<'py>(&self, py: Python<'py>) -> PyResult<Option<Entry<'py>>> {
-        let leaf = lock(&self.records)?.next(&mut *lock(&self.spool)?).map_err(error)?;
+        let leaf = py.detach(|| lock(&self.records)?.next(&mut *spool(&self.spool)?).map_err(error))?;
         Ok(leaf.map(|(path, cid)| (PyBytes::new(py, &path), PyBytes::new(py, &cid))))
     }
 
@@ -172,7 +180,7 @@ impl Records {
     ) -> PyResult<Option<Chunk>> {
         let bounds = Bounds { max_records, max_bytes, items_left, bytes_left };
         py.detach(|| {
-            let chunk = lock(&self.records)?.chunk(&mut *lock(&self.spool)?, &self.repo, bounds).map_err(error)?;
+            let chunk = lock(&self.records)?.chunk(&mut *spool(&self.spool)?, &self.repo, bounds).map_err(error)?;
             Ok(chunk.map(|chunk| Chunk { repo: self.repo.clone(), chunk }))
         })
     }
@@ -225,6 +233,10 @@ impl Chunk {
 
 fn lock<T>(mutex: &Mutex<T>) -> PyResult<MutexGuard<'_, T>> {
     mutex.lock().map_err(|_| PyRuntimeError::new_err("an earlier call has panicked"))
+}
+
+fn spool(shared: &SharedSpool) -> PyResult<SpoolGuard<'_>> {
+    shared.lock().map_err(|_| PyRuntimeError::new_err("an earlier call has panicked"))
 }
 
 fn error(stop: Stop) -> PyErr {

@@ -12,6 +12,8 @@ use std::hash::{BuildHasher, RandomState};
 use std::io::{self, Write};
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
 use crate::car::{read_varint, section, usual_header};
 use crate::cid::{as_cid, matches, Cid, CID_BYTES};
@@ -47,8 +49,72 @@ pub struct Buffers {
     pub page_bytes: usize,
 }
 
+/// A spool that several threads use, and that can be closed at any time.
+pub struct SharedSpool {
+    spool: Mutex<Spool>,
+    closed: Arc<AtomicBool>,
+}
+
+/// Access to the spool for one thread. Its end frees the memory and the file if the spool was closed meanwhile.
+pub struct SpoolGuard<'a> {
+    shared: &'a SharedSpool,
+    guard: Option<MutexGuard<'a, Spool>>,
+}
+
+impl SharedSpool {
+    /// Shares an empty spool.
+    pub fn new(directory: PathBuf, limits: FileLimits, buffers: Buffers) -> Self {
+        let closed = Arc::new(AtomicBool::new(false));
+        let spool = Mutex::new(Spool::new(directory, limits, buffers, closed.clone()));
+        Self { spool, closed }
+    }
+
+    /// Waits for the spool. Fails if an earlier call has panicked.
+    pub fn lock(&self) -> Result<SpoolGuard<'_>, PoisonError<MutexGuard<'_, Spool>>> {
+        Ok(SpoolGuard { shared: self, guard: Some(self.spool.lock()?) })
+    }
+
+    /// Frees the memory and the file now, or at the end of the call that uses them, which fails at its next block.
+    pub fn close(&self) {
+        self.closed.store(true, Ordering::SeqCst);
+        self.clear_if_closed();
+    }
+
+    fn clear_if_closed(&self) {
+        if self.closed.load(Ordering::SeqCst) {
+            match self.spool.try_lock() {
+                Ok(mut spool) => spool.clear(),
+                Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner().clear(),
+                Err(TryLockError::WouldBlock) => {} // the guard of that thread does it
+            }
+        }
+    }
+}
+
+impl std::ops::Deref for SpoolGuard<'_> {
+    type Target = Spool;
+
+    fn deref(&self) -> &Spool {
+        self.guard.as_ref().expect("the lock is held until the guard ends")
+    }
+}
+
+impl std::ops::DerefMut for SpoolGuard<'_> {
+    fn deref_mut(&mut self) -> &mut Spool {
+        self.guard.as_mut().expect("the lock is held until the guard ends")
+    }
+}
+
+impl Drop for SpoolGuard<'_> {
+    fn drop(&mut self) {
+        self.guard = None; // release the lock first, because `close` does not wait for it
+        self.shared.clear_if_closed();
+    }
+}
+
 /// One export. `feed` all of it, call `is_whole`, then read any `block`.
 pub struct Spool {
+    closed: Arc<AtomicBool>,
     directory: PathBuf,
     limits: FileLimits,
     buffers: Buffers,
@@ -79,8 +145,9 @@ enum Step {
 
 impl Spool {
     /// Creates an empty spool whose file will be in `directory`.
-    pub fn new(directory: PathBuf, limits: FileLimits, buffers: Buffers) -> Self {
+    fn new(directory: PathBuf, limits: FileLimits, buffers: Buffers, closed: Arc<AtomicBool>) -> Self {
         Self {
+            closed,
             directory,
             limits,
             buffers,
@@ -142,8 +209,11 @@ impl Spool {
         self.size
     }
 
-    /// Copies the block of a CID to `block`; false if there is none.
+    /// Copies the block of a CID to `block`; false if there is none. Fails if the spool is closed.
     pub fn block(&mut self, cid: &[u8], block: &mut Vec<u8>) -> io::Result<bool> {
+        if self.closed.load(Ordering::Relaxed) {
+            return Err(io::Error::other("the export is closed"));
+        }
         let Some(cid) = as_cid(cid) else { return Ok(false) };
         let Some((start, size)) = self.find(cid)? else { return Ok(false) };
         block.clear();
@@ -155,6 +225,16 @@ impl Spool {
     pub fn take_rest(&mut self) -> Vec<u8> {
         self.header_read = true;
         self.buffer.split_off(self.parsed)
+    }
+
+    /// Frees the memory and the file. No block can be read any more.
+    fn clear(&mut self) {
+        self.file = None;
+        self.file_size = 0;
+        self.buffer = Vec::new();
+        self.parsed = 0;
+        self.index = Index::new();
+        self.pages = Vec::new();
     }
 
     /// Indexes the section at `parsed`.
@@ -280,9 +360,11 @@ impl Spool {
 fn read_full(file: &File, target: &mut [u8], offset: u64) -> io::Result<usize> {
     let mut read = 0;
     while read < target.len() {
-        match file.read_at(&mut target[read..], offset + read as u64)? {
-            0 => break,
-            count => read += count,
+        match file.read_at(&mut target[read..], offset + read as u64) {
+            Ok(0) => break,
+            Ok(count) => read += count,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
         }
     }
     Ok(read)

@@ -1,9 +1,11 @@
 """The native reader gives the same as the Python reader: blocks, verified exports, records, and errors."""
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, suppress
 from functools import cache
 from itertools import islice
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any, NamedTuple
 
 import pytest
@@ -21,7 +23,7 @@ from indexer.pds import Spool, reader_factory
 from indexer.pds.native_reader import NativeReader, ProvenExport, ReadyChunk
 from indexer.pds.spool import DEFAULT_SIZES, SpoolSizes
 from indexer.reasons import FetchFailure, Rejection
-from indexer.sync.export import ExportReader, VerifiedExport
+from indexer.sync.export import CHUNK_BYTES, CHUNK_RECORDS, ExportReader, VerifiedExport
 from indexer.sync.plans import RecordChange
 from indexer.sync.policy import Policy
 from indexer.sync.scope import Scope
@@ -561,6 +563,70 @@ def test_the_file_has_no_name(tmp_path: Path) -> None:
     assert reader.block(cid_of(post(0))) == post(0)
     assert reader.block(DAG_CBOR + bytes(32)) is None
     assert reader.block(b"") is None
+
+
+def test_a_closed_export_frees_its_file_although_it_is_still_referenced(tmp_path: Path) -> None:
+    reader = NativeReader(native_core(), tmp_path, DEFAULT_LIMITS, SMALL_BUFFERS)
+    reader.write(car(repo(posts(200))))
+    export = reader.verify(DID, KEYS["k256"].public, DEFAULT_LIMITS)
+    assert open_files(tmp_path) == 1
+    reader.close()
+    assert open_files(tmp_path) == 0
+    for read in (lambda: export.block_of(cid_of(post(0))), export.new_records(STORE_ALL, 0).next_chunk):
+        with pytest.raises(OSError, match="closed"):
+            read()
+
+
+def test_an_export_that_is_closed_while_it_is_verified_frees_its_file(tmp_path: Path) -> None:
+    reader = NativeReader(native_core(), tmp_path, DEFAULT_LIMITS, SMALL_BUFFERS)
+    reader.write(car(repo(posts(20_000))))
+    records = iter(reader.verify(DID, KEYS["k256"].public, DEFAULT_LIMITS).records())
+    started, ended = Event(), Event()
+
+    def walk() -> None:
+        with suppress(OSError):
+            for _ in records:
+                started.set()
+        ended.set()
+
+    thread = Thread(target=walk)
+    thread.start()
+    started.wait()
+    reader.close()
+    thread.join()
+    assert ended.is_set()
+    assert open_files(tmp_path) == 0
+
+
+def open_files(directory: Path) -> int:
+    """Return the number of open files of this process in the directory. They may have no name any more."""
+    names = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # that of the directory itself
+            names.append(descriptor.readlink())
+    return sum(name.is_relative_to(directory) for name in names)
+
+
+def test_a_chunk_below_both_limits_is_the_last_one(tmp_path: Path) -> None:
+    """The writer of small repos relies on it."""
+    large = {f"{POST}/{n:02}".encode(): post(n, filler="x" * 900_000) for n in range(25)}
+    for records in (posts(3), posts(4_500), large):
+        native, reference = (
+            chunk_sizes(reader, car(repo(records)))
+            for reader in (NativeReader(native_core(), tmp_path, DEFAULT_LIMITS), Spool(tmp_path, DEFAULT_LIMITS))
+        )
+        full = [count >= CHUNK_RECORDS or size >= CHUNK_BYTES for count, size in native]
+        assert full == [True] * (len(full) - 1) + [False]
+        assert native == reference
+
+
+def chunk_sizes(reader: ExportReader, data: bytes) -> list[tuple[int, int]]:
+    """Return the records and the bytes of each chunk."""
+    with closing(reader):
+        reader.write(data)
+        reader.finish()
+        records = reader.verify(DID, KEYS["k256"].public, DEFAULT_LIMITS).new_records(STORE_ALL, reader.size)
+        return [(chunk.count, chunk.size) for chunk in iter(records.next_chunk, None)]
 
 
 def test_without_a_core_the_reader_is_the_reference() -> None:

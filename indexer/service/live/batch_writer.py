@@ -49,7 +49,7 @@ class WriterSettings:
 
     Attributes:
         batch_size: The maximum number of messages in a batch.
-        min_interval: The time from the beginning of one batch to that of the next, unless a full batch waits.
+        min_interval: The minimum time between the starts of two batches. A full batch starts at once.
         retry_interval: Pause after a database error.
         idle_after: The shard counts as caught up after this time without a message.
     """
@@ -138,10 +138,10 @@ class BatchWriter:
                 await asyncio.sleep(settings.retry_interval)
 
     async def _take(self) -> list[ReceivedMessage]:
-        """Take the messages that have arrived, as soon as there is one; none after a while without a message.
+        """Take the messages that have arrived, as soon as there is one; return none after `idle_after` without one.
 
         The first batch after a pause begins at once. After that, batches begin at least `min_interval` apart as long as
-        fewer messages than a full batch wait, because each transaction costs as much as 12 commits.
+        fewer messages than a full batch wait, because a transaction costs as much as 12 #commit messages.
         """
         now = monotonic()
         if now < self._next_begin and len(self._inbox) < self._batch_size.current:
@@ -214,8 +214,8 @@ class BatchWriter:
         Args:
             messages: The messages of the batch.
             whole: The plan.
-            unconfirmed: Accounts that were planned on a cached row, and of which nothing is written, so that no write
-                tells whether the row has changed. Their messages are planned again on the stored row.
+            unconfirmed: Accounts whose plan used a cached row and writes nothing. Without a write, nobody compares the
+                cached row with the stored one. So their messages are planned again on the stored row.
         """
         plan = whole.without(unconfirmed)
         with self._metrics.stage("apply"):
@@ -291,11 +291,11 @@ class BatchWriter:
         self._keys.discard_results(did for did in (message.did for message in done) if did)
         self._count(settled)
         self.totals.add(settled, plan.dead_letters)
-        for did, need in plan.needed_keys.items():
-            if did not in conflicts:
-                self._keys.start(need, [message for message in plan.waiting if message.did == did])
         planned = messages[: len(messages) - len(plan.postponed)]
         self._inbox.put_back([*[message for message in planned if message.did in conflicts], *plan.postponed])
+        for did, need in plan.needed_keys.items():  # last: a wait may end at once, and its messages come before these
+            if did not in conflicts:
+                self._keys.start(need, [message for message in plan.waiting if message.did == did])
         self._inbox.settle(done)
 
     def _count(self, settled: Sequence[SettledMessage]) -> None:

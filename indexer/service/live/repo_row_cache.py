@@ -7,11 +7,11 @@ from time import monotonic
 from indexer.sync.repo_state import Repo, SyncStatus
 
 ROW_BYTES = 1_200
-"""Approximate memory of a row besides its DID, which the entry holds twice at most."""
+"""Approximate memory of an entry without its DID, which is counted twice, as key and in the row."""
 MAX_BYTES = 32 << 20
 MAX_AGE_SECONDS = 60.0
-"""A row is used for this time after it was written. A row is deleted a day after its last write at the earliest. So no
-row is used that was deleted and inserted again, whose versions begin again with 1."""
+"""A row is used for this time after it was written. A row that is deleted and inserted again starts at version 1, but a
+row is deleted only after it was parked or hidden for a day, or for `INDEXER_SWEEP_INTERVAL` if that is shorter."""
 
 
 class RepoRowCache:

@@ -216,7 +216,7 @@ class ResyncAttempts:
         self, policy: Policy, claimed: Repo, export: "_SizedExport", identity: CachedIdentity
     ) -> str | None:
         """Write a small repo of which nothing is stored together with others; None if it needs its own transaction."""
-        if claimed.head is not None or export.size > SMALL_BYTES:
+        if claimed.head is not None or export.size > SMALL_BYTES or policy.links:
             return None
         with self._metrics.stage("diff"):
             convert = partial(_whole_chunk, export, policy)
@@ -375,17 +375,19 @@ class ResyncAttempts:
 
 @dataclass(frozen=True, slots=True)
 class _SizedExport:
-    """A verified export and the bytes of its blocks."""
+    """A verified export and the total size of its blocks in bytes."""
 
     export: VerifiedExport
     size: int
 
 
 def _whole_chunk(export: _SizedExport, policy: Policy) -> tuple[bool, RecordChunk | None]:
-    """Return True if all selected records of the export are one chunk, and this chunk; None if there are no records."""
-    records = export.export.new_records(policy, export.size)
-    chunk = records.next_chunk()
-    return chunk is None or records.next_chunk() is None, chunk
+    """Return whether the first chunk holds all selected records, and this chunk (None: no records).
+
+    A full chunk is taken for one of several: to convert the next one only to find out would cost more.
+    """
+    chunk = export.export.new_records(policy, export.size).next_chunk()
+    return chunk is None or (chunk.count < CHUNK_RECORDS and chunk.size < CHUNK_BYTES), chunk
 
 
 class _Differences:

@@ -1,6 +1,6 @@
 """Write small repos of which nothing is stored: those that wait at the same time share a transaction.
 
-There is no fixed wait. While one transaction runs, repos that become ready wait for it, and the next transaction writes
+There is no fixed wait. While one transaction runs, repos that become ready wait until it ends, and the next one writes
 all of them. So the transactions become larger with the load.
 """
 
@@ -11,7 +11,7 @@ from time import time
 import structlog
 
 from indexer.errors import RefusedWriteError
-from indexer.store import NewRepoRecords, NewReposTransaction, RecordsExistError, Store
+from indexer.store import DatabaseError, NewRepoRecords, NewReposTransaction, RecordsExistError, Store
 from indexer.sync.export import RecordChunk
 from indexer.sync.plan_resync import Completion
 from indexer.sync.plans import Batch
@@ -32,7 +32,7 @@ class NewRepo:
 
     Attributes:
         chunk: All its selected records; None if there are none.
-        decided: True after a transaction that tried to write it.
+        decided: True when a shared transaction has written the repo or refused it.
         written: Its batch if it is written; None if it has to be written in a transaction of its own.
     """
 
@@ -59,11 +59,7 @@ class NewRepoWriter:
         self._turn = asyncio.Lock()
 
     async def write(self, repo: NewRepo) -> Batch | None:
-        """Write the repo; return its batch, or None if it has to be written in a transaction of its own.
-
-        Raises:
-            DatabaseError: The database is unavailable. The other repos of the transaction are tried again.
-        """
+        """Write the repo; return its batch, or None if it has to be written in a transaction of its own."""
         self._waiting.append(repo)
         try:
             async with self._turn:
@@ -92,8 +88,9 @@ class NewRepoWriter:
         try:
             async with self._store.write_new_repos(group[0].policy.scope.version) as transaction:
                 written = await _write(transaction, group)
-        except (RefusedWriteError, RecordsExistError) as error:
-            # One repo is the cause. In transactions of their own, the others succeed.
+        except (RefusedWriteError, RecordsExistError, DatabaseError) as error:
+            # One repo may be the cause, for example if another session has locked its rows. In transactions of their
+            # own, the others succeed, and each repo has the error that is its own.
             log.debug("resync.group-failed", repos=len(group), error=str(error))
             written = {}
         for repo in group:

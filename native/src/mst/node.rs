@@ -41,6 +41,9 @@ pub struct Entry<'a> {
     key: (usize, usize),
 }
 
+/// Entries of the largest node that `indexer/atproto/mst/node.py` decodes: their number has at most two bytes.
+const MAX_ENTRIES: usize = 0xFFFF;
+
 /// A decoded node, which is canonical.
 #[derive(Debug)]
 pub struct Node<'a> {
@@ -63,7 +66,7 @@ impl<'a> Node<'a> {
         let mut reader = Reader::new(block);
         reader.expect(NODE_START)?;
         let (major::ARRAY, count) = reader.head()? else { return None };
-        let count = usize::try_from(count).ok().filter(|count| *count <= limits.node_entries)?;
+        let count = usize::try_from(count).ok().filter(|count| *count <= limits.node_entries.min(MAX_ENTRIES))?;
         let mut node = Node { block, left: None, height: None, entries: Vec::new(), keys: Vec::new() };
         for _ in 0..count {
             node.decode_entry(&mut reader)?;
