@@ -59,7 +59,6 @@ class Connections:
                 timeout=CONNECT_TIMEOUT,
                 command_timeout=STATEMENT_TIMEOUT,
                 server_settings=settings,
-                reset=_keep_session,
             )
         return cls(pool, connections, dsn)
 
@@ -141,11 +140,3 @@ class Connections:
             self.failed_operations += 1
             self.last_error = str(error)
             raise
-
-
-async def _keep_session(_connection: asyncpg.Connection) -> None:
-    """Run no statement when a connection returns to the pool: it would be one more for each operation.
-
-    Nothing needs to be undone, because statements on pooled connections change settings only for their transaction
-    (`set local`), and take no locks that outlive it. The driver rolls back an open transaction itself.
-    """
