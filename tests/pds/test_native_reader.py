@@ -34,6 +34,8 @@ from tests.profiles import scaled
 from tests.sync.signing_account import STORE_ALL
 from tests.vectors import ROOT, vectors
 
+pytestmark = pytest.mark.slow
+
 DID = "did:plc:z72i7hdynmk6r22z27h6tvur"
 REV = "3lwafzkjqm25s"
 POST = "app.bsky.feed.post"
@@ -579,7 +581,7 @@ def test_a_closed_export_frees_its_file_although_it_is_still_referenced(tmp_path
 
 def test_an_export_that_is_closed_while_it_is_verified_frees_its_file(tmp_path: Path) -> None:
     reader = NativeReader(native_core(), tmp_path, DEFAULT_LIMITS, SMALL_BUFFERS)
-    reader.write(car(repo(posts(20_000))))
+    reader.write(car(repo(posts(5_000))))
     records = iter(reader.verify(DID, KEYS["k256"].public, DEFAULT_LIMITS).records())
     started, ended = Event(), Event()
 
