@@ -610,7 +610,7 @@ def open_files(directory: Path) -> int:
 
 
 def test_a_chunk_below_both_limits_is_the_last_one(tmp_path: Path) -> None:
-    """The writer of small repos relies on it."""
+    """Otherwise, the writer of small repos converts chunks for nothing."""
     large = {f"{POST}/{n:02}".encode(): post(n, filler="x" * 900_000) for n in range(25)}
     for records in (posts(3), posts(4_500), large):
         native, reference = (

@@ -386,8 +386,10 @@ def _whole_chunk(export: _SizedExport, policy: Policy) -> tuple[bool, RecordChun
 
     A full chunk is taken for one of several: to convert the next one only to find out would cost more.
     """
-    chunk = export.export.new_records(policy, export.size).next_chunk()
-    return chunk is None or (chunk.count < CHUNK_RECORDS and chunk.size < CHUNK_BYTES), chunk
+    records = export.export.new_records(policy, export.size)
+    chunk = records.next_chunk()
+    full = chunk is not None and (chunk.count >= CHUNK_RECORDS or chunk.size >= CHUNK_BYTES)
+    return not full and records.next_chunk() is None, chunk
 
 
 class _Differences:
