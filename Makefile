@@ -21,7 +21,7 @@ demo: venv ## Run the daemon against a small signed network on this machine and 
 test: venv realnet ## Run all tests, on a Postgres that they start themselves
 	$(PYTEST)
 
-# What depends on the core: planning, the live path, daemons, and the demo. The native core is hidden from all processes.
+# Tests that depend on the core: planning, the live path, daemons, and the demo. They run with the native core hidden.
 PYTHON_CORE_TESTS := tests/sync tests/service/live tests/daemon/test_stream.py tests/daemon/test_rejected.py \
 	tests/daemon/test_hostile.py tests/daemon/test_lifecycle.py tests/test_crash.py tests/cli/test_demo.py
 
