@@ -26,10 +26,12 @@ class _Waiting(Generic[Item, Result]):
 class SharedCalls(Generic[Item, Result]):
     """Shares the calls of one function. One of the waiting callers runs the call for all of them."""
 
-    def __init__(self, call: Callable[[list[Item]], Awaitable[Result]], max_items: int) -> None:
-        """Share calls of `call`, each with at most `max_items`, unless the first caller brings more."""
+    def __init__(
+        self, call: Callable[[list[Item]], Awaitable[Result]], may_share: Callable[[Sequence[Item]], bool]
+    ) -> None:
+        """Share calls of `call`. Items of several callers share one if `may_share` returns True for all of them."""
         self._call = call
-        self._max_items = max_items
+        self._may_share = may_share
         self._waiting: list[_Waiting[Item, Result]] = []
         self._turn = asyncio.Lock()
 
@@ -66,10 +68,10 @@ class SharedCalls(Generic[Item, Result]):
 
     def _next_group(self) -> list[_Waiting[Item, Result]]:
         group: list[_Waiting[Item, Result]] = []
-        count = 0
+        items: list[Item] = []
         for waiting in self._waiting:
-            count += len(waiting.items)
-            if group and count > self._max_items:
+            items += waiting.items
+            if group and not self._may_share(items):
                 break
             group.append(waiting)
         return group

@@ -158,10 +158,15 @@ InFlightLookup = asyncio.Task[CachedIdentity | UnavailableError]
 
 @dataclass(slots=True)
 class _Entry:
-    """An identity in memory. It is not looked up before `next_lookup` (Unix seconds)."""
+    """An identity in memory. It is not looked up before `next_lookup` (Unix seconds).
+
+    Attributes:
+        unsaved: True if it could not be saved in the database.
+    """
 
     identity: CachedIdentity
     next_lookup: float
+    unsaved: bool = False
 
 
 class IdentityCache:
@@ -187,8 +192,9 @@ class IdentityCache:
         `clock` returns Unix seconds. `refresh_rate` limits lookups of known identities per second.
         """
         self._source = source
-        self._loads = SharedCalls(store.load_identities, MAX_SHARED)
-        self._saves = SharedCalls(store.save_identities, MAX_SHARED)
+        self._store = store
+        self._loads = SharedCalls(store.load_identities, _may_share)
+        self._saves = SharedCalls(store.save_identities, _may_share)
         self._observer = observer
         self._clock = clock
         self._refresh_budget = RefreshBudget(refresh_rate)
@@ -342,9 +348,10 @@ class IdentityCache:
         return result == "asked"
 
     def _refresh_in_background(self, did: str, entry: _Entry) -> None:
-        """Look up an identity that reached its maximum age, if few other lookups are in flight."""
+        """Look up an identity that reached its maximum age or was not saved, if few other lookups are in flight."""
         now, in_flight = self._clock(), self._in_flight[method_of(did)]
-        if now - entry.identity.fetched_at < self._lifetimes.max_age or entry.next_lookup > now:
+        is_due = entry.unsaved or now - entry.identity.fetched_at >= self._lifetimes.max_age
+        if not is_due or entry.next_lookup > now:
             return
         if did in in_flight or len(in_flight) >= MAX_LOOKUPS_IN_BACKGROUND:
             return
@@ -390,11 +397,23 @@ class IdentityCache:
         self._remember(did, identity, self._clock() + self._interval(self._memory.get(did)))
         if before is None and not _has_content(found):
             return identity  # nothing is stored about a DID that may be made up
-        try:
-            await self._saves.add([stored])
-        except UnavailableError as error:
-            log.debug("identity.save-failed", did=did, error=str(error))
+        await self._save(stored)
         return identity
+
+    async def _save(self, identity: StoredIdentity) -> None:
+        """Save an identity together with others, or alone if that fails: another one may be the cause.
+
+        If both fail, the next message of the account causes a refresh in the background, which saves the identity.
+        """
+        for save in (self._saves.add, self._store.save_identities):
+            try:
+                await save([identity])
+            except UnavailableError as error:
+                log.debug("identity.save-failed", did=identity.did, error=str(error))
+            else:
+                return
+        if (entry := self._memory.get(identity.did)) is not None:
+            entry.unsaved = True
 
     async def _resolve(self, did: str, *, known: bool) -> tuple[StoredIdentity, StoredIdentity | None]:
         """Return the answer of the network, and if it has no content, the stored identity.
@@ -437,6 +456,10 @@ async def _result(in_flight: InFlightLookup | None) -> CachedIdentity:
     if isinstance(result, UnavailableError):
         raise UnavailableError(result.reason, result.detail, retry_after=result.retry_after)
     return result
+
+
+def _may_share(items: Sequence[object]) -> bool:
+    return len(items) <= MAX_SHARED
 
 
 def _has_content(identity: StoredIdentity) -> bool:

@@ -46,16 +46,17 @@ class NewReposTransaction:
     async def eligible(self, claimed: Sequence[Repo]) -> dict[str, Repo]:
         """Return the present rows of those repos that this transaction can write, by DID.
 
-        Their claims hold, no record of them is stored, no event is buffered for them, and no links are kept.
+        A claim of them holds, no record of them is stored, no event is buffered for them, and no links are kept. Of two
+        attempts of one repo, the row has the lease of the one that holds the claim.
         """
         dids = sorted(repo.did for repo in claimed)
         with database_errors():
             if await keeps_links(self._connection, dids):
                 return {}
             rows = await self._connection.fetch(ELIGIBLE, buckets_of(dids), dids)
-        leases = {repo.did: repo.lease for repo in claimed}
+        claims = {(repo.did, repo.lease) for repo in claimed}
         repos = [repo_of(row) for row in rows if not row["stored"]]
-        return {repo.did: repo for repo in repos if repo.lease == leases[repo.did]}
+        return {repo.did: repo for repo in repos if (repo.did, repo.lease) in claims}
 
     async def create(self, parts: Sequence[NewRepoRecords]) -> None:
         """Insert the records of eligible repos, and log them.

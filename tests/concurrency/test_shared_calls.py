@@ -1,10 +1,15 @@
 """Shared calls: who gets which result, and what happens if a caller is cancelled or a call fails."""
 
 import asyncio
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from indexer.concurrency.shared_calls import SharedCalls
+
+
+def at_most(count: int) -> Callable[[Sequence[int]], bool]:
+    return lambda numbers: len(numbers) <= count
 
 
 class Doubler:
@@ -33,7 +38,7 @@ async def start(doubler: Doubler, shared: SharedCalls[int, dict[int, int]], *num
 
 async def test_items_that_wait_share_the_next_call() -> None:
     doubler = Doubler()
-    callers = await start(doubler, SharedCalls(doubler.double, 10), 1, 2, 3)
+    callers = await start(doubler, SharedCalls(doubler.double, at_most(10)), 1, 2, 3)
     doubler.release.set()
     results = await asyncio.gather(*callers)
     assert [result[number] for number, result in enumerate(results, 1)] == [2, 4, 6]
@@ -45,7 +50,7 @@ async def test_items_that_wait_share_the_next_call() -> None:
 
 async def test_one_call_gets_no_more_items_than_allowed() -> None:
     doubler = Doubler()
-    callers = await start(doubler, SharedCalls(doubler.double, 2), *range(1, 6))
+    callers = await start(doubler, SharedCalls(doubler.double, at_most(2)), *range(1, 6))
     doubler.release.set()
     await asyncio.gather(*callers)
     assert max(map(len, doubler.calls)) == 2
@@ -55,13 +60,13 @@ async def test_one_call_gets_no_more_items_than_allowed() -> None:
 async def test_more_items_of_one_caller_than_allowed_are_one_call() -> None:
     doubler = Doubler()
     doubler.release.set()
-    assert await SharedCalls(doubler.double, 2).add([1, 2, 3]) == {1: 2, 2: 4, 3: 6}
+    assert await SharedCalls(doubler.double, at_most(2)).add([1, 2, 3]) == {1: 2, 2: 4, 3: 6}
     assert doubler.calls == [[1, 2, 3]]
 
 
 async def test_call_of_a_cancelled_caller_is_repeated_for_the_others() -> None:
     doubler = Doubler()
-    first, *others = await start(doubler, SharedCalls(doubler.double, 10), 1, 2)
+    first, *others = await start(doubler, SharedCalls(doubler.double, at_most(10)), 1, 2)
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
     doubler.release.set()
@@ -71,7 +76,7 @@ async def test_call_of_a_cancelled_caller_is_repeated_for_the_others() -> None:
 
 async def test_exception_reaches_the_callers_of_the_call_and_no_others() -> None:
     doubler = Doubler()
-    callers = await start(doubler, SharedCalls(doubler.double, 1), 0, 1)
+    callers = await start(doubler, SharedCalls(doubler.double, at_most(1)), 0, 1)
     doubler.release.set()
     failed, doubled = await asyncio.gather(*callers, return_exceptions=True)
     assert isinstance(failed, ZeroDivisionError)
@@ -80,7 +85,7 @@ async def test_exception_reaches_the_callers_of_the_call_and_no_others() -> None
 
 async def test_waiting_caller_that_is_cancelled_takes_its_items_away() -> None:
     doubler = Doubler()
-    shared = SharedCalls(doubler.double, 1)
+    shared = SharedCalls(doubler.double, at_most(1))
     first, second = await start(doubler, shared, 1, 2)
     second.cancel()
     with pytest.raises(asyncio.CancelledError):

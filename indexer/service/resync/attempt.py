@@ -99,7 +99,7 @@ class ResyncAttempts:
         # not wait for them.
         self._thread = ThreadPoolExecutor(1, "resync")
         self._large_thread = ThreadPoolExecutor(1, "resync of a large repo")
-        self._new_repos = NewRepoWriter(store)
+        self._new_repos = NewRepoWriter(store, metrics)
 
     async def attempt(self, claimed: Repo, identity: CachedIdentity, slots: ExportSlots) -> str | Postponed:
         """Resync one repo; return "synchronized", "unchanged", or the reason why the repo is still desynchronized.
@@ -223,9 +223,7 @@ class ResyncAttempts:
             whole, chunk = await asyncio.get_running_loop().run_in_executor(self._thread, convert)
         if not whole or (chunk is not None and chunk.missing):
             return None
-        with self._metrics.stage("apply-export"):
-            repo = NewRepo(claimed, export.export.head, KeyState(identity.key), policy, chunk)
-            batch = await self._new_repos.write(repo)
+        batch = await self._new_repos.write(NewRepo(claimed, export.export.head, KeyState(identity.key), policy, chunk))
         return None if batch is None else self._result(Counter(create=chunk.count if chunk else 0), Counter(), batch)
 
     async def _complete(

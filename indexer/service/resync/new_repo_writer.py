@@ -4,13 +4,15 @@ There is no fixed wait. While one transaction runs, repos that become ready wait
 all of them. So the transactions become larger with the load.
 """
 
-import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import time
 
 import structlog
 
+from indexer.concurrency.shared_calls import SharedCalls
 from indexer.errors import RefusedWriteError
+from indexer.monitoring.metrics import Metrics
 from indexer.store import DatabaseError, NewRepoRecords, NewReposTransaction, RecordsExistError, Store
 from indexer.sync.export import RecordChunk
 from indexer.sync.plan_resync import Completion
@@ -26,14 +28,12 @@ MAX_BYTES = 4 << 20
 log = structlog.get_logger(__name__)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class NewRepo:
     """A claimed repo whose whole export is verified and converted.
 
     Attributes:
         chunk: All its selected records; None if there are none.
-        decided: True when a shared transaction has written the repo or refused it.
-        written: Its batch if it is written; None if it has to be written in a transaction of its own.
     """
 
     claimed: Repo
@@ -41,8 +41,6 @@ class NewRepo:
     key: KeyState
     policy: Policy
     chunk: RecordChunk | None
-    decided: bool = False
-    written: Batch | None = None
 
     @property
     def records(self) -> NewRepoRecords | None:
@@ -53,59 +51,47 @@ class NewRepo:
 class NewRepoWriter:
     """Writes repos in shared transactions. The attempt of one of the repos runs the transaction for all of them."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, metrics: Metrics) -> None:
         self._store = store
-        self._waiting: list[NewRepo] = []
-        self._turn = asyncio.Lock()
+        self._metrics = metrics
+        self._calls = SharedCalls(self._write_group, _may_share)
 
     async def write(self, repo: NewRepo) -> Batch | None:
         """Write the repo; return its batch, or None if it has to be written in a transaction of its own."""
-        self._waiting.append(repo)
-        try:
-            async with self._turn:
-                while not repo.decided:
-                    await self._write_group(self._next_group())
-        finally:
-            if not repo.decided:
-                self._waiting.remove(repo)
-        return repo.written
+        return (await self._calls.add([repo])).get(repo)
 
-    def _next_group(self) -> list[NewRepo]:
-        """Return the first repos that wait and have the same scope, up to the limits."""
-        version = self._waiting[0].policy.scope.version
-        group: list[NewRepo] = []
-        count = size = 0
-        for repo in self._waiting:
-            count += repo.chunk.count if repo.chunk else 0
-            size += repo.chunk.size if repo.chunk else 0
-            if group and (count > MAX_RECORDS or size > MAX_BYTES or repo.policy.scope.version != version):
-                break
-            group.append(repo)
-        return group
-
-    async def _write_group(self, group: list[NewRepo]) -> None:
-        written: dict[str, Batch] = {}
+    async def _write_group(self, group: list[NewRepo]) -> dict[NewRepo, Batch]:
+        """Write the repos in one transaction; return the batches of those that are written."""
         try:
             async with self._store.write_new_repos(group[0].policy.scope.version) as transaction:
-                written = await _write(transaction, group)
+                with self._metrics.stage("apply-export"):  # once for all of them, without the time that they waited
+                    return await _write(transaction, group)
         except (RefusedWriteError, RecordsExistError, DatabaseError) as error:
             # One repo may be the cause, for example if another session has locked its rows. In transactions of their
             # own, the others succeed, and each repo has the error that is its own.
             log.debug("resync.group-failed", repos=len(group), error=str(error))
-            written = {}
-        for repo in group:
-            repo.decided, repo.written = True, written.get(repo.claimed.did)
-        self._waiting = [repo for repo in self._waiting if not repo.decided]
+            return {}
 
 
-async def _write(transaction: NewReposTransaction, group: list[NewRepo]) -> dict[str, Batch]:
-    """Write those repos of the group that can share a transaction; return their batches by DID."""
+def _may_share(repos: Sequence[NewRepo]) -> bool:
+    """Return True if the repos have the same scope and are within the limits of one transaction."""
+    chunks = [repo.chunk for repo in repos if repo.chunk]
+    return (
+        len({repo.policy.scope.version for repo in repos}) == 1
+        and sum(chunk.count for chunk in chunks) <= MAX_RECORDS
+        and sum(chunk.size for chunk in chunks) <= MAX_BYTES
+    )
+
+
+async def _write(transaction: NewReposTransaction, group: Sequence[NewRepo]) -> dict[NewRepo, Batch]:
+    """Write those repos of the group that can share a transaction; return their batches."""
     rows = await transaction.eligible([repo.claimed for repo in group])
-    eligible = [repo for repo in group if repo.claimed.did in rows]
-    if not eligible:
+    # A late attempt may share the group with the worker that claimed its repo again: only the lease tells them apart.
+    claims = [(repo, rows.get(repo.claimed.did)) for repo in group]
+    written = {repo: _complete(repo, row) for repo, row in claims if row and row.lease == repo.claimed.lease}
+    if not written:
         return {}
-    await transaction.create([repo.records for repo in eligible if repo.records])
-    written = {repo.claimed.did: _complete(repo, rows[repo.claimed.did]) for repo in eligible}
+    await transaction.create([repo.records for repo in written if repo.records])
     batch = Batch(tuple([write for completed in written.values() for write in completed.writes]))
     return written if await transaction.finish(batch) else {}
 

@@ -215,10 +215,12 @@ async def statuses(store: Store, *names: object) -> list[str]:
     return [repos[did(name)].sync_status for name in names]
 
 
-async def waiting_writes(stopped: StoppedStore, repos: Sequence[NewRepo]) -> list["asyncio.Task[Batch | None]"]:
+async def waiting_writes(
+    stopped: StoppedStore, repos: Sequence[NewRepo], metrics: Metrics | None = None
+) -> list["asyncio.Task[Batch | None]"]:
     """Return one running write per repo. The first transaction has begun, and the other repos wait."""
     used: Any = stopped
-    writer = NewRepoWriter(used)
+    writer = NewRepoWriter(used, metrics or Metrics())
     writes = [asyncio.create_task(writer.write(repo)) for repo in repos]
     await stopped.begun.wait()
     return writes
@@ -227,16 +229,41 @@ async def waiting_writes(stopped: StoppedStore, repos: Sequence[NewRepo]) -> lis
 async def test_repos_that_wait_share_a_transaction(store: Store, sql: asyncpg.Connection) -> None:
     names = range(5)
     claimed = {repo.did: repo for repo in await claim(store, *[did(name) for name in names])}
-    stopped = StoppedStore(store)
+    stopped, metrics = StoppedStore(store), Metrics()
     repos = [new_repo(claimed[did(name)], put("app.test/a"), put("app.test/b")) for name in names]
-    writes = await waiting_writes(stopped, repos)
+    writes = await waiting_writes(stopped, repos, metrics)
     stopped.go.set()
     batches = await asyncio.gather(*writes)
     assert [batch.writes[0].repo.did for batch in batches if batch] == [did(name) for name in names]
     assert sum(map(len, stopped.groups)) == 5
     assert len(stopped.groups) <= 2
+    stage = metrics.registry.get_sample_value("indexer_batch_seconds_count", {"stage": "apply-export"})
+    assert stage == len(stopped.groups), "the time of a transaction was counted for each of its repos"
     assert set(await statuses(store, *names)) == {SyncStatus.SYNCHRONIZED}
     assert await sql.fetchval("select count(*) from indexer.record") == 10
+
+
+@pytest.mark.parametrize("late_first", [True, False])
+async def test_of_two_attempts_of_one_repo_only_the_one_that_holds_the_claim_writes(
+    store: Store, sql: asyncpg.Connection, late_first: bool
+) -> None:
+    """The lease of an attempt has expired, and another worker has claimed the repo before both were written."""
+    [first] = await claim(store, did("first"))
+    [late] = await claim(store, did("new"))
+    await store.expire_leases(range(256), time() + 1_000)
+    await sql.execute("update indexer.repo set next_attempt_at = now()")
+    again = {repo.did: repo for repo in await store.claim(2, range(256), 60.0, time() + 10)}
+    assert again[did("new")].lease > late.lease
+    attempts = [new_repo(late, put("app.test/late")), new_repo(again[did("new")], put("app.test/new"))]
+    stopped = StoppedStore(store)
+    ordered = attempts if late_first else attempts[::-1]
+    writes = await waiting_writes(stopped, [new_repo(again[first.did], put("app.test/a")), *ordered])
+    stopped.go.set()
+    written = dict(zip(["first", *ordered], await asyncio.gather(*writes), strict=True))
+    assert [len(group) for group in stopped.groups] == [1, 2]
+    assert written[attempts[0]] is None
+    assert written[attempts[1]] is not None
+    assert await sql.fetchval("select array_agg(rkey) from indexer.record where did = $1", did("new")) == ["new"]
 
 
 async def test_transaction_has_no_more_records_than_allowed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +286,7 @@ async def test_repo_with_a_buffered_event_is_left_to_a_transaction_of_its_own(
 ) -> None:
     claimed = {repo.did: repo for repo in await claim(store, did("quiet"), did("busy"))}
     await sql.execute("update indexer.repo set buffered_events = 1, version = version + 1 where did = $1", did("busy"))
-    used = NewRepoWriter(store)
+    used = NewRepoWriter(store, Metrics())
     written = await asyncio.gather(
         *[used.write(new_repo(claimed[did(name)], put("app.test/a"))) for name in ("quiet", "busy")]
     )
@@ -282,7 +309,7 @@ async def test_refused_value_leaves_all_repos_of_its_transaction_to_their_own(
     assert good is None
     assert bad is None
     assert await sql.fetchval("select array_agg(value) from indexer.record") == ["1"]
-    assert await NewRepoWriter(store).write(new_repo(claimed[did("good")], put("app.test/a"))) is not None
+    assert await NewRepoWriter(store, Metrics()).write(new_repo(claimed[did("good")], put("app.test/a"))) is not None
 
 
 async def test_cancelled_attempt_does_not_take_the_others_with_it(store: Store) -> None:
