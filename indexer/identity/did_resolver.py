@@ -99,7 +99,7 @@ class DidResolver:
             return await self._resolve_plc(did, known=known)
         if method_of(did) == "web":
             return await self._resolve_web(did)
-        return self._missing(did, "the DID is malformed, or its method is not supported")
+        return _missing(did, "the DID is malformed, or its method is not supported", self._clock())
 
     async def _resolve_plc(self, did: str, *, known: bool) -> StoredIdentity:
         failures = []
@@ -113,53 +113,58 @@ class DidResolver:
         raise _unavailable(failures)
 
     async def _resolve_web(self, did: str) -> StoredIdentity:
-        name = did.removeprefix("did:web:")
+        name, asked_at = did.removeprefix("did:web:"), self._clock()
         if self._allow_private_hosts and _LOCAL(unquote(name)):
             base = f"http://{unquote(name)}"
         elif is_handle(name) and is_resolvable(name, local=self._allow_private_hosts):
             base = f"https://{name.lower()}"
         else:
-            return self._missing(did, "the did:web is not only a public host name")
+            return _missing(did, "the did:web is not only a public host name", asked_at)
         try:
             return await self._fetch(did, f"{base}/.well-known/did.json")
         except UnavailableError as error:
             if error.reason is FetchFailure.NO_SUCH_HOST:
-                return self._missing(did, "no such host")
+                return _missing(did, "no such host", asked_at)
             raise _unavailable([error]) from None
 
     async def _fetch(self, did: str, url: str) -> StoredIdentity:
+        asked_at = self._clock()
         response = await self._outbound.get(url, max_bytes=DOCUMENT_BYTES, timeout=self._request_timeout, accept=ACCEPT)
         if response.status in {_NOT_FOUND, _TOMBSTONED}:
-            return self._denied(did, response.status)
+            return _denied(did, response.status, asked_at)
         if response.status != _OK:
             raise UnavailableError(FetchFailure.HTTP_STATUS, f"{response.status} from {url}")
         try:
             raw: Any = json.loads(response.body)
-            return self._found(parse_did_document(raw, did, allow_http=self._allow_private_hosts))
+            document = parse_did_document(raw, did, allow_http=self._allow_private_hosts)
         except (ValueError, RecursionError, UpstreamError) as error:
             raise UnavailableError(FetchFailure.BAD_ANSWER, f"{url}: {error!s:.200}") from None
+        return _found(document, asked_at)
 
-    def _found(self, document: DidDocument) -> StoredIdentity:
-        parts = {"signing key": document.signing_key, "PDS": document.pds}
-        missing = [name for name, part in parts.items() if part is None]
-        return StoredIdentity(
-            did=document.did,
-            handle=document.handle,
-            pds=document.pds,
-            signing_key=document.signing_key.did_key() if document.signing_key else None,
-            fetched_at=self._clock(),
-            problem=f"the document has no usable {' and no '.join(missing)}" if missing else None,
-        )
 
-    def _denied(self, did: str, status: int) -> StoredIdentity:
-        """Return the denial of a DID. Only a directory can deny that a DID exists; a 404 of it may be a mistake."""
-        if method_of(did) == "web":
-            return self._missing(did, "no document at its host")
-        denials = CERTAIN_DENIALS if status == _TOMBSTONED else 1
-        return replace(self._missing(did, GONE), denials=denials, denied_at=self._clock())
+def _denied(did: str, status: int, asked_at: float) -> StoredIdentity:
+    """Return the denial of a DID. Only a directory can deny that a DID exists; a 404 of it may be a mistake."""
+    if method_of(did) == "web":
+        return _missing(did, "no document at its host", asked_at)
+    denials = CERTAIN_DENIALS if status == _TOMBSTONED else 1
+    return replace(_missing(did, GONE, asked_at), denials=denials, denied_at=asked_at)
 
-    def _missing(self, did: str, problem: str) -> StoredIdentity:
-        return StoredIdentity(did, None, None, None, self._clock(), problem=problem)
+
+def _missing(did: str, problem: str, asked_at: float) -> StoredIdentity:
+    return StoredIdentity(did, None, None, None, asked_at, problem=problem)
+
+
+def _found(document: DidDocument, asked_at: float) -> StoredIdentity:
+    parts = {"signing key": document.signing_key, "PDS": document.pds}
+    missing = [name for name, part in parts.items() if part is None]
+    return StoredIdentity(
+        did=document.did,
+        handle=document.handle,
+        pds=document.pds,
+        signing_key=document.signing_key.did_key() if document.signing_key else None,
+        fetched_at=asked_at,
+        problem=f"the document has no usable {' and no '.join(missing)}" if missing else None,
+    )
 
 
 def _unavailable(failures: Sequence[UnavailableError]) -> UnavailableError:

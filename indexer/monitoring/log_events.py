@@ -234,7 +234,7 @@ LOG_EVENTS: dict[str, LogEvent] = {
         ("debug",),
         ("did", "error"),
         "The database did not store a resolved identity.",
-        "The identity is in use, and is resolved again after a restart.",
+        "The identity is in use. It is saved alone once, and then resolved again with the next message of the account.",
     ),
     "jetstream.cursor-too-old": LogEvent(
         ("info",),

@@ -133,12 +133,15 @@ _DELETE_BUFFERED_EVENTS = """
     delete from indexer.buffered_event where did = any($1::text[]) and bucket = any($2::smallint[])
 """
 
-# An identity whose refreshes fail keeps the time of its next refresh, however often a change is announced.
+# `refresh_at` is not before the latest announcement, so that a lookup that asked earlier does not remove the mark
+# (`identities._CHANGED_SINCE`). An identity whose refreshes fail keeps a later time, however often it is announced.
 _MARK_STALE = f"""
     update indexer.identity i
-    set stale = true, refresh_at = case when i.refresh_failures > 0 then i.refresh_at else to_timestamp($3) end
+    set stale = true, refresh_at = case
+        when i.stale or i.refresh_failures > 0 then greatest(i.refresh_at, to_timestamp($3)) else to_timestamp($3)
+    end
     from {unnest({"did": "text"}, "w", 2)}
-    where i.did = w.did and {of_buckets("i")} and not i.stale
+    where i.did = w.did and {of_buckets("i")} and (not i.stale or i.refresh_at < to_timestamp($3))
 """
 
 _SAVE_CURSOR = """

@@ -33,6 +33,8 @@ _LOAD = """
 # now: the document may have been read because something changed.
 _SAME_CLAIM = "i.claimed_handle is not distinct from excluded.claimed_handle"
 _RENAMED = "(saved.handle is not null and saved.handle is distinct from before.handle)"
+# A change was announced after the lookup asked, so the answer may be from before it (see `apply_batch._MARK_STALE`).
+_CHANGED_SINCE = "(i.stale and i.refresh_at > excluded.fetched_at)"
 _SAVE = f"""
     with before as materialized (
         select did, bucket, pds, handle from indexer.identity
@@ -49,9 +51,10 @@ _SAVE = f"""
         from {unnest(_COLUMNS, "w")} order by ordinal
         on conflict (did, bucket) do update
         set claimed_handle = excluded.claimed_handle, pds = excluded.pds, signing_key = excluded.signing_key,
-            fetched_at = excluded.fetched_at, stale = excluded.stale, problem = excluded.problem,
+            fetched_at = excluded.fetched_at, stale = excluded.stale or {_CHANGED_SINCE}, problem = excluded.problem,
             denials = excluded.denials, denied_at = excluded.denied_at,
-            refresh_at = excluded.refresh_at, refresh_failures = 0,
+            refresh_at = case when {_CHANGED_SINCE} then i.refresh_at else excluded.refresh_at end,
+            refresh_failures = 0,
             handle = case when {_SAME_CLAIM} then i.handle else excluded.handle end,
             handle_attempts = case when {_SAME_CLAIM} then i.handle_attempts else 0 end,
             handle_due_at = case when {_SAME_CLAIM} and i.handle = i.claimed_handle then i.handle_due_at
@@ -103,10 +106,10 @@ _SAVE_HANDLE_CHECK = f"""
 """
 
 # A handle resolves to one DID, so other accounts for which it was verified before must be checked again.
-_RECHECK_OTHERS = f"""
-    update indexer.identity set handle_due_at = now()
-    where handle = $2 and handle <> '{INVALID_HANDLE}' and did <> $1
+_OTHERS_WITH_HANDLE = f"""
+    select did from indexer.identity where handle = $2 and handle <> '{INVALID_HANDLE}' and did <> $1
 """
+_RECHECK = "update indexer.identity set handle_due_at = now() where did = $1 and bucket = $2 and handle = $3"
 
 # The oldest and the newest: the oldest, so that each has its turn; the newest, so that none waits for a long queue.
 DUE_IDENTITIES = """
@@ -192,13 +195,18 @@ async def save_handle_check(connection: Connection, check: HandleCheck) -> None:
     Logs a change if the account has another handle.
     """
     claim = check.claim
-    renamed = await connection.fetchval(
-        _SAVE_HANDLE_CHECK, claim.did, bucket_of(claim.did), claim.claimed, check.handle, check.attempts, check.due_at
-    )
+    dids, renamed = [claim.did], False
+    if check.handle is not None and check.handle == claim.claimed != claim.known:
+        dids += [did for (did,) in await connection.fetch(_OTHERS_WITH_HANDLE, claim.did, check.handle)]
+    # Rows are locked in the order of DIDs, as in all statements: `save_identities` may write the same rows.
+    for did in sorted(dids):
+        if did == claim.did:
+            result = (claim.claimed, check.handle, check.attempts, check.due_at)
+            renamed = await connection.fetchval(_SAVE_HANDLE_CHECK, did, bucket_of(did), *result)
+        else:
+            await connection.execute(_RECHECK, did, bucket_of(did), check.handle)
     if renamed:
         await log_changes(connection, [ChangeLogEntry(claim.did, "identity", None, live=True)])
-    if check.handle is not None and check.handle == claim.claimed != claim.known:
-        await connection.execute(_RECHECK_OTHERS, claim.did, check.handle)
 
 
 async def due_identities(

@@ -22,7 +22,7 @@ class StoredIdentity:
         handle: The handle that the DID document claims, not verified.
         pds: The base URL of the account's PDS.
         signing_key: A did:key.
-        fetched_at: Unix seconds.
+        fetched_at: When the lookup asked, in Unix seconds.
         stale: True if the identity may have changed since then.
         problem: Why the DID has no usable identity; None if it has one.
         denials: How often in a row the directory denied the DID, hours apart; 0 if it knows the DID.

@@ -42,6 +42,7 @@ class World:
         queries: Number of queries to the table.
         table_gate: The table responds only while it is set.
         database_down: The table fails.
+        refused: A save that contains one of these DIDs fails.
     """
 
     def __init__(self) -> None:
@@ -58,6 +59,7 @@ class World:
         self.request_received = asyncio.Event()
         self.table: dict[str, StoredIdentity] = {}
         self.database_down = False
+        self.refused: set[str] = set()
         self.table_gate = asyncio.Event()
         self.table_gate.set()
         self.queries = 0
@@ -88,7 +90,8 @@ class World:
         return found
 
     async def save_identities(self, identities: Sequence[StoredIdentity]) -> None:
-        if self.database_down:
+        await self.table_gate.wait()
+        if self.database_down or not self.refused.isdisjoint(identity.did for identity in identities):
             raise UnavailableError(FetchFailure.UNREACHABLE, "the database")
         self.table |= {identity.did: identity for identity in identities}
 
@@ -137,6 +140,35 @@ async def test_concurrent_lookups_share_one_request(world: World) -> None:
     assert {(await task).key for task in waiting} == {KEYS[0]}
     assert world.requests == 1
     assert world.lookups == [("plc", "found")]
+
+
+async def test_identity_that_cannot_be_saved_keeps_no_other_one_from_being_saved(world: World) -> None:
+    first, refused, *others = dids(4)
+    world.refused = {refused}
+    identities = world.identities()
+    world.directory_gate.clear()
+    lookups = [asyncio.create_task(identities.lookup(did)) for did in (first, refused, *others)]
+    await world.settle()
+    world.table_gate.clear()
+    world.directory_gate.set()
+    await world.settle()
+    world.table_gate.set()  # the first save ends, and the others are one
+    await asyncio.gather(*lookups)
+    assert world.table.keys() == {first, *others}
+
+
+async def test_identity_that_was_not_saved_is_refreshed_with_its_next_message(world: World) -> None:
+    world.database_down = True
+    identities = world.identities()
+    await identities.lookup(DID)
+    world.database_down = False
+    await identities.preload([DID])
+    await world.settle()
+    assert DID in world.table
+    world.now += 3_600
+    await identities.preload([DID])
+    await world.settle()
+    assert world.requests == 2
 
 
 async def test_found_identities_survive_a_restart(world: World) -> None:

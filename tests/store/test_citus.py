@@ -216,7 +216,7 @@ EXCEPTIONS = {
         "function atproto.did_of": SHARDS,
         "function atproto.link_count": f"{SHARDS} for the few repos whose visibility has just changed",
         "identities._DID_OF_HANDLE": SHARDS,
-        "identities._RECHECK_OTHERS": SHARDS,
+        "identities._OTHERS_WITH_HANDLE": SHARDS,
         "link_progress._OPEN_DELTAS": SHARDS,
         "link_progress._OPEN_RECOUNTS": SHARDS,
         "repo_requests._PAGE": SHARDS,

@@ -3,6 +3,7 @@
 import asyncio
 from dataclasses import replace
 from functools import partial
+from time import time
 
 import asyncpg
 import pytest
@@ -47,9 +48,57 @@ async def test_identities_are_read_as_saved_and_the_latest_reading_stays(store: 
     assert (await store.load_identities([did(1)]))[did(1)] == one
     await store.apply(Batch(stale_identities=frozenset({did(1), did(3)})))
     assert (await store.load_identities([did(1)]))[did(1)].stale
-    later = identity(1, "after.test", 6.0)
+    later = identity(1, "after.test", round(time()) + 60.0)
     await store.save_identities([one, later])
     assert await store.load_identities([did(1), did(3)]) == {did(1): later}
+
+
+@pytest.mark.parametrize("stale_before", [False, True])
+async def test_change_that_is_announced_after_the_lookup_asked_keeps_its_mark(
+    store: Store, sql: asyncpg.Connection, stale_before: bool
+) -> None:
+    """The save comes later than the mark, for example because it waited for other saves."""
+    announced = Batch(stale_identities=frozenset({did(1)}))
+    await store.save_identities([identity(1, "alice.test")])
+    if stale_before:
+        await store.apply(announced)
+    asked_at = time()
+    await store.apply(announced)
+    await store.save_identities([identity(1, "later.test", asked_at)])
+    saved = (await store.load_identities([did(1)]))[did(1)]
+    assert (saved.handle, saved.stale) == ("later.test", True)
+    assert [due.did for due in await store.due_identities(ALL, 10, time(), web=False)] == [did(1)]
+    await store.save_identities([identity(1, "later.test", time())])
+    assert not (await store.load_identities([did(1)]))[did(1)].stale
+    assert await sql.fetchval("select refresh_at from indexer.identity") is None
+
+
+async def test_announcements_do_not_shorten_the_back_off_of_a_refresh(store: Store) -> None:
+    await store.save_identities([identity(1, "alice.test")])
+    for _ in range(2):
+        await store.apply(Batch(stale_identities=frozenset({did(1)})))
+        await store.postpone_refresh(did(1), time() + 100, 1)
+    await store.apply(Batch(stale_identities=frozenset({did(1)})))
+    assert await store.due_identities(ALL, 10, time() + 99, web=False) == []
+    assert len(await store.due_identities(ALL, 10, time() + 101, web=False)) == 1
+
+
+async def test_handle_check_does_not_deadlock_with_a_save(store: Store, database: str, sql: asyncpg.Connection) -> None:
+    """The check confirms the handle of the last row, which the first row had. The save has locked the first row."""
+    names = sorted([1, 2, 3], key=did)
+    await store.save_identities([identity(name, "shared.test") for name in names])
+    await save_check(store, names[0], "shared.test")
+    [claim] = [claim for claim in await claimed(store, now=3 * NOON) if claim.did == did(names[2])]
+    async with connected(database) as blocker, blocker.transaction():
+        await blocker.execute("select from indexer.identity where did = $1 for update", did(names[1]))
+        save = asyncio.create_task(store.save_identities([identity(name, "shared.test", 6.0) for name in names]))
+        await until(partial(waiting_for_locks, sql, 1))
+        check = asyncio.create_task(store.save_handle_check(HandleCheck(claim, "shared.test", 0, NOON)))
+        await until(partial(waiting_for_locks, sql, 2))
+    await asyncio.gather(save, check)
+    assert await store.did_of_handle("shared.test") == did(names[2])
+    due = await claimed(store, now=time() + 60)
+    assert did(names[0]) in {claim.did for claim in due}
 
 
 async def test_an_identity_with_nul_characters_is_stored(store: Store) -> None:

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from time import time
 
 import asyncpg
 import pytest
@@ -35,7 +36,6 @@ class Network:
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        self.now = 100.0
         self.asked = Counter[str]()
 
     async def resolve(self, did: str, *, known: bool) -> StoredIdentity:
@@ -45,25 +45,22 @@ class Network:
             raise UnavailableError(FetchFailure.IDENTITY_UNAVAILABLE, "500 from its host")
         if "slow" in did:
             await asyncio.Event().wait()
-        self.now += 1
         return self.identity(did)
 
     def identity(self, did: str) -> StoredIdentity:
-        return StoredIdentity(did, None, "https://pds.test", KEY, self.now)
+        return StoredIdentity(did, None, "https://pds.test", KEY, fetched_at=time())
 
     async def announce(self, *dids: str) -> None:
         """Store the identities and mark them as changed, one after the other."""
         for changed in dids:
-            self.now += 1
             await self.store.save_identities([self.identity(changed)])
         await self.store.apply(Batch(stale_identities=frozenset(dids)))
 
     @asynccontextmanager
     async def refreshing(self) -> AsyncIterator[None]:
         """Refresh identities that are due, with hardly a pause between two batches."""
-        loop = asyncio.get_running_loop()
         identities = IdentityCache(
-            self, self.store, Metrics(), clock=loop.time, refresh_rate=10_000.0, lifetimes=QUICK, max_entries=1_000
+            self, self.store, Metrics(), clock=time, refresh_rate=10_000.0, lifetimes=QUICK, max_entries=1_000
         )
         refresh = IdentityRefresh(self.store, identities, STORE_ALL, Shard(), interval=0.05)
         task = asyncio.create_task(refresh.run())
