@@ -20,7 +20,7 @@ from indexer.errors import UnavailableError, UpstreamError
 from indexer.pds.pds_client import ReaderFactory
 from indexer.pds.spool import DEFAULT_SIZES, Spool, SpoolSizes
 from indexer.reasons import FetchFailure, Rejection
-from indexer.sync.export import CHUNK_BYTES, CHUNK_RECORDS, NewRecords, RecordChunk, VerifiedExport
+from indexer.sync.export import CHUNK_BYTES, CHUNK_RECORDS, PIECE_BYTES, NewRecords, RecordChunk, VerifiedExport
 from indexer.sync.native_core import NativeCore
 from indexer.sync.native_export import NativeChunk, NativeExport, NativeProof, NativeRecords
 from indexer.sync.new_records import ConvertedRecords, SnapshotExport
@@ -191,7 +191,6 @@ class ReadyChunk:
         count: The number of records.
         missing: 0: the reference converts the chunks with missing records.
         size: The bytes of the records and their values.
-        record_rows: The rows of `indexer.record` in the binary format of COPY.
     """
 
     missing = 0
@@ -200,11 +199,18 @@ class ReadyChunk:
         self._chunk = chunk
         self.count = chunk.count
         self.size = chunk.size
-        self.record_rows = chunk.record_rows()
+
+    @property
+    def record_rows(self) -> Iterator[bytes]:
+        """The rows of `indexer.record` in the binary format of COPY, in pieces."""
+        start = 0
+        while piece := self._chunk.record_rows(start, PIECE_BYTES):
+            start += len(piece)
+            yield piece
 
     def changes(self) -> list[RecordChange]:
         """Return the records as changes. This decodes the rows, and is slow."""
-        return [_change(fields) for fields in _fields_of_rows(self.record_rows)]
+        return [_change(fields) for fields in _fields_of_rows(b"".join(self.record_rows))]
 
     def change_rows(self, segment: int, batch: int, first_ordinal: int) -> bytes:
         """Return the rows of the change log in the same format."""

@@ -4,7 +4,7 @@
 for any other implementation.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 from indexer.atproto.crypto import PublicKey
@@ -17,6 +17,8 @@ CHUNK_RECORDS = 2_000
 """Maximum number of records in a chunk."""
 CHUNK_BYTES = 8 << 20
 """Bytes of record changes after which a chunk takes no further record."""
+PIECE_BYTES = 512 << 10
+"""Bytes of rows for COPY that are copied at a time."""
 
 
 class RecordChunk(Protocol):
@@ -42,8 +44,11 @@ class RecordChunk(Protocol):
         ...
 
     @property
-    def record_rows(self) -> bytes | None:
-        """The rows of `indexer.record` in the binary format of COPY (see `store.copy_records`); None: use `changes`."""
+    def record_rows(self) -> Iterable[bytes] | None:
+        """The rows of `indexer.record` in the binary format of COPY (see `store.copy_records`); None: use `changes`.
+
+        They come in pieces of at most `PIECE_BYTES`, so that the chunk is in memory only once.
+        """
         ...
 
     def change_rows(self, segment: int, batch: int, first_ordinal: int) -> bytes:

@@ -17,7 +17,7 @@ from indexer.sync.verify import VerifiedCommit, natively_verified, previous_root
 
 CoreChoice = Literal["auto", "python", "native"]
 
-INTERFACE = 2
+INTERFACE = 3
 """The number of the interface between this module and the native one."""
 _PROBLEM_OF_SHAPE = (None, Problem.NOT_A_MAP, Problem.NO_TYPE, Problem.OTHER_TYPE)
 

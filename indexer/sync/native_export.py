@@ -16,8 +16,8 @@ class NativeChunk(Protocol):
     items: int
     size: int
 
-    def record_rows(self) -> bytes:
-        """Return the rows of `indexer.record`."""
+    def record_rows(self, start: int, size: int) -> bytes:
+        """Return at most `size` bytes of the rows of `indexer.record`, from `start` on; none at their end."""
         ...
 
     def change_rows(self, segment: int, batch: int, first_ordinal: int) -> bytes:

@@ -203,6 +203,7 @@ impl Records {
                 return Ok(None);
             }
         }
+        chunk.rows.bytes.shrink_to_fit(); // it waits until the chunk before it is written
         Ok(Some(chunk))
     }
 }

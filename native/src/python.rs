@@ -16,7 +16,7 @@ use crate::patterns::Patterns;
 use crate::verify::{verify_commit, CommitEvent, RepoOp, VerifiedCommit};
 
 /// The number of this interface. `indexer/sync/native_core.py` needs the same one.
-const INTERFACE: u32 = 2;
+const INTERFACE: u32 = 3;
 
 type OpArguments = (PyBackedStr, PyBackedStr, Option<PyBackedBytes>, Option<PyBackedBytes>);
 

@@ -213,9 +213,10 @@ impl Chunk {
         self.chunk.bytes
     }
 
-    /// Returns the rows of `indexer.record`, for COPY.
-    fn record_rows<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
-        PyBytes::new(py, &self.chunk.rows.bytes)
+    /// Returns at most `size` bytes of the rows of `indexer.record` for COPY, from `start` on; none at their end.
+    fn record_rows<'py>(&self, py: Python<'py>, start: usize, size: usize) -> Bound<'py, PyBytes> {
+        let rest = self.chunk.rows.bytes.get(start..).unwrap_or_default();
+        PyBytes::new(py, &rest[..rest.len().min(size)])
     }
 
     /// Returns the rows of the change log, for COPY.

@@ -539,7 +539,8 @@ def test_ready_rows_are_those_of_the_reference(tmp_path: Path) -> None:
                 change.cid,
             ]
         )
-    assert chunk.record_rows == copy_rows(rows)
+    assert chunk.record_rows is not None
+    assert b"".join(chunk.record_rows) == copy_rows(rows)
     assert chunk.change_rows(5, 9, 100) == copy_rows(logged)
 
 

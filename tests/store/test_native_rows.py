@@ -1,5 +1,6 @@
 """The rows that the native core makes are stored as those of the reference are."""
 
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +14,28 @@ from indexer.localnet.local_repo import LocalRepo, Write
 from indexer.pds import Spool
 from indexer.pds.native_reader import NativeReader
 from indexer.store.copy_records import NewRepoRecords, copy_chunks
-from indexer.sync.export import ExportReader, RecordChunk
+from indexer.sync.export import CHUNK_BYTES, ExportReader, RecordChunk
 from tests.native_module import native_core
 from tests.sync.signing_account import POST, STORE_ALL
 
 DID = "did:plc:z72i7hdynmk6r22z27h6tvur"
 KEY = PrivateKey.from_seed("k256", b"rows")
 RECORDS = "select * from indexer.record order by collection, rkey"
+MIB = 1 << 20
 CHANGES = "select * from indexer.change order by ordinal"
 
 
 def export(count: int) -> list[bytes]:
     """Return the sections of an export: posts, and in the last chunk records that the reference converts."""
-    repo = LocalRepo(DID, KEY, "3lwafzkjqm25s")
     posts = [dag_cbor.encode({"$type": POST, "text": f'\u00e9\n"{number}'}) for number in range(count)]
     records = {f"{POST}/{number:06}": post for number, post in enumerate(posts)}
     unusual = {f"{POST}/x": dag_cbor.encode({"text": "no type"}), "x.y.z/float": b"\xa1\x61a\xfb?\xf8" + bytes(6)}
-    repo.write([Write("create", path, block) for path, block in (records | unusual).items()], KEY, "3lwafzkjqm26s")
+    return sections_of(records | unusual)
+
+
+def sections_of(records: dict[str, bytes]) -> list[bytes]:
+    repo = LocalRepo(DID, KEY, "3lwafzkjqm25s")
+    repo.write([Write("create", path, block) for path, block in records.items()], KEY, "3lwafzkjqm26s")
     return list(repo.export())
 
 
@@ -64,3 +70,26 @@ async def test_both_cores_store_the_same_rows(sql: asyncpg.Connection, tmp_path:
     expected = await stored(sql, reference)
     assert await stored(sql, native) == expected
     assert [len(rows) for rows in expected] == [count + 2, count + 2]
+
+
+async def test_chunk_is_in_memory_once_while_it_waits_and_while_it_is_written(
+    sql: asyncpg.Connection, tmp_path: Path
+) -> None:
+    """The native core holds its rows, which Python does not see. Of a row, Python holds only pieces."""
+    large = dag_cbor.encode({"$type": POST, "text": "x" * 500_000})
+    sections = sections_of({f"{POST}/{number}": large for number in range(18)})
+    reader = NativeReader(native_core(), tmp_path, DEFAULT_LIMITS)
+    tracemalloc.start()
+    try:
+        [chunk, *_] = chunks_of(reader, sections)
+        waiting, _ = tracemalloc.get_traced_memory()
+        tracemalloc.reset_peak()
+        async with sql.transaction():
+            await copy_chunks(sql, [NewRepoRecords(DID, chunk)])
+        _, writing = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        reader.close()
+    assert chunk.size >= CHUNK_BYTES
+    assert waiting < MIB
+    assert writing - waiting < 4 * MIB

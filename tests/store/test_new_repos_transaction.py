@@ -26,7 +26,7 @@ CHANGES = """
 class Chunk:
     """A chunk that the driver encodes."""
 
-    record_rows: bytes | None = None
+    record_rows: Sequence[bytes] | None = None
     missing = 0
     size = 100
 
@@ -48,7 +48,7 @@ class ReadyChunk(Chunk):
         super().__init__(changes)
         self._did = owner
         bucket = int16(sha256(owner.encode()).digest()[0])
-        self.record_rows = b"".join(
+        self.record_rows = [
             row(
                 text(owner),
                 text(change.collection),
@@ -61,7 +61,7 @@ class ReadyChunk(Chunk):
                 change.original,
             )
             for change in changes
-        )
+        ]
 
     def change_rows(self, segment: int, batch: int, first_ordinal: int) -> bytes:
         bucket = int16(sha256(self._did.encode()).digest()[0])
