@@ -1,9 +1,8 @@
 """The composition root: build the stages of the daemon from the settings, run them, and stop them in order.
 
-Every stage is a task. An unexpected exception in any stage stops the daemon. The first SIGTERM or SIGINT drains:
-the stream is closed, received messages are written with their cursor, and running resyncs give their claims back. The
-process ends within `INDEXER_STOP_TIMEOUT`. A second signal ends it at once. Messages that were not written are received
-again after the next start.
+Every stage is a task. An unexpected exception in any stage stops the daemon. A request to stop drains: the stream is
+closed, received messages are written with their cursor, and running resyncs give their claims back. Messages that were
+not written are received again after the next start.
 """
 
 import asyncio
@@ -15,13 +14,7 @@ from typing import Any
 
 import structlog
 
-from indexer import __version__
-from indexer.clients import (
-    http_origin,
-    make_did_resolver,
-    make_pds_client,
-    open_outbound_client,
-)
+from indexer.clients import http_origin, make_did_resolver, make_pds_client, open_outbound_client
 from indexer.concurrency.event_loop_delay import measure_delays
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.daemon_core import DaemonCore, core_of
@@ -40,7 +33,7 @@ from indexer.monitoring.metrics import Metrics
 from indexer.monitoring.status_page import status_routes
 from indexer.outbound import OutboundClient
 from indexer.pds import PdsClient
-from indexer.process_setup import NOTHING_LOST, StopRequest, raise_file_limit, stop_on_signals, tune_garbage_collector
+from indexer.process_setup import NOTHING_LOST, StopRequest
 from indexer.relay.stream_seek import StreamSeek
 from indexer.relay.subscription import Subscription
 from indexer.service.background.account_erasure import AccountErasure
@@ -69,8 +62,6 @@ from indexer.service.resync.worker_pool import WorkerPool, WorkerPoolSettings
 from indexer.setting_types import Address
 from indexer.settings import Settings
 from indexer.store import RESERVED_CONNECTIONS, RetentionPolicy, Store
-from indexer.store.embedded import database, postgres_stage
-from indexer.store.prepare_database import prepare_database
 from indexer.sync.scope import Scope, Track
 
 MAX_DRAIN_SHARE = 0.7
@@ -92,43 +83,6 @@ MAX_CONNECTIONS = 40
 """Database connections of one process. Postgres allows 100 by default, for all processes and consumers together."""
 
 log = structlog.get_logger(__name__)
-
-
-async def run(settings: Settings, *, migrate_first: bool = True) -> int:
-    """Run the daemon until a signal arrives, and return the exit code.
-
-    Raises:
-        SchemaVersionError: This release cannot use the version of the database schema.
-        SettingsError: The operator has to correct the URL of the database, its password, or a privilege, or to install
-            the native core.
-    """
-    stop, core = StopRequest(), core_of(settings)
-    raise_file_limit()
-    url = settings.database_url.get_secret_value() if settings.database_url else None
-    metrics, postgres = Metrics(), postgres_stage()
-    with stop_on_signals(stop, settings.stop_timeout):
-        async with database(url, settings.data_dir, on_restart=metrics.postgres_restarted, stage=postgres) as dsn:
-            if not await prepare_database(dsn, stop, migrate_first=migrate_first):
-                log.info("daemon.stopped")
-                return 0
-            async with (
-                open_daemon(settings, dsn, metrics, [postgres], core) as daemon,
-                daemon.serve_http() as address,
-            ):
-                tune_garbage_collector()
-                log.info(
-                    "daemon.started",
-                    health=f"http://{address}",
-                    version=__version__,
-                    core=f"{core.name} {core.version}",
-                    threads=core.threads,
-                )
-                unwritten = await daemon.run(stop)
-                stop.step = "close connections"
-            stop.step = "stop the embedded Postgres" if url is None else stop.step
-    stop.step = "end threads"
-    log.info("daemon.stopped")
-    return 1 if unwritten else 0
 
 
 @asynccontextmanager

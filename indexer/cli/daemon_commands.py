@@ -26,7 +26,7 @@ async def run_command(settings: Settings, *, no_migrate: bool, processes: int) -
     On SIGTERM or SIGINT, the daemon stores the received messages and stops. A second signal stops at once.
     """
     if processes == 1:
-        from indexer.daemon import run  # noqa: PLC0415 - `migrate` and `demo` do not need it
+        from indexer.daemon_process import run  # noqa: PLC0415 - `migrate` and `demo` do not need it
 
         return await run(settings, migrate_first=not no_migrate)
     from indexer.cli.supervisor import supervise  # noqa: PLC0415

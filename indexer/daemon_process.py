@@ -1,0 +1,55 @@
+"""Run the daemon as a process: prepare its database, run it until a signal arrives, and end.
+
+The first SIGTERM or SIGINT drains the daemon. The process ends within `INDEXER_STOP_TIMEOUT`. A second signal ends it
+at once.
+"""
+
+import structlog
+
+from indexer import __version__
+from indexer.daemon import open_daemon
+from indexer.daemon_core import core_of
+from indexer.monitoring.metrics import Metrics
+from indexer.process_setup import StopRequest, raise_file_limit, stop_on_signals, tune_garbage_collector
+from indexer.settings import Settings
+from indexer.store.embedded import database, postgres_stage
+from indexer.store.prepare_database import prepare_database
+
+log = structlog.get_logger(__name__)
+
+
+async def run(settings: Settings, *, migrate_first: bool = True) -> int:
+    """Run the daemon until a signal arrives, and return the exit code.
+
+    Raises:
+        SchemaVersionError: This release cannot use the version of the database schema.
+        SettingsError: The operator has to correct the URL of the database, its password, or a privilege, or to install
+            the native core.
+    """
+    stop, core = StopRequest(), core_of(settings)
+    raise_file_limit()
+    url = settings.database_url.get_secret_value() if settings.database_url else None
+    metrics, postgres = Metrics(), postgres_stage()
+    with stop_on_signals(stop, settings.stop_timeout):
+        async with database(url, settings.data_dir, on_restart=metrics.postgres_restarted, stage=postgres) as dsn:
+            if not await prepare_database(dsn, stop, migrate_first=migrate_first):
+                log.info("daemon.stopped")
+                return 0
+            async with (
+                open_daemon(settings, dsn, metrics, [postgres], core) as daemon,
+                daemon.serve_http() as address,
+            ):
+                tune_garbage_collector()
+                log.info(
+                    "daemon.started",
+                    health=f"http://{address}",
+                    version=__version__,
+                    core=f"{core.name} {core.version}",
+                    threads=core.threads,
+                )
+                unwritten = await daemon.run(stop)
+                stop.step = "close connections"
+            stop.step = "stop the embedded Postgres" if url is None else stop.step
+    stop.step = "end threads"
+    log.info("daemon.stopped")
+    return 1 if unwritten else 0
