@@ -1,159 +1,51 @@
 """The native reader gives the same as the Python reader: blocks, verified exports, records, and errors."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from functools import cache
 from itertools import islice
 from pathlib import Path
-from threading import Event, Thread
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from indexer.atproto.cid import DAG_CBOR, RAW, cid_of
-from indexer.atproto.crypto import Curve, PrivateKey, PublicKey
+from indexer.atproto.cid import RAW, cid_of
+from indexer.atproto.crypto import Curve
 from indexer.atproto.limits import DEFAULT_LIMITS, Limits
 from indexer.atproto.syntax import CollectionFilter
-from indexer.errors import UnavailableError, UpstreamError
 from indexer.localnet import dag_cbor
 from indexer.localnet.local_repo import car, car_header, car_section
 from indexer.pds import Spool, reader_factory
-from indexer.pds.native_reader import NativeReader, ProvenExport, ReadyChunk
-from indexer.pds.spool import DEFAULT_SIZES, SpoolSizes
+from indexer.pds.native_reader import NativeReader
+from indexer.pds.spool import SpoolSizes
 from indexer.reasons import FetchFailure, Rejection
-from indexer.sync.export import CHUNK_BYTES, CHUNK_RECORDS, ExportReader, VerifiedExport
-from indexer.sync.plans import RecordChange
+from indexer.sync.export import CHUNK_BYTES, CHUNK_RECORDS, ExportReader
 from indexer.sync.policy import Policy
 from indexer.sync.scope import Scope
 from indexer.sync.shard import bucket_of
 from tests.atproto.mst import oracle
 from tests.native_module import native_core
-from tests.profiles import scaled
+from tests.pds.native_exports import (
+    DID,
+    EXAMPLES,
+    KEYS,
+    POST,
+    REV,
+    SMALL_BUFFERS,
+    Blocks,
+    both,
+    post,
+    posts,
+    ready,
+    repo,
+    signed,
+)
 from tests.sync.signing_account import STORE_ALL
 from tests.vectors import ROOT, vectors
 
 pytestmark = pytest.mark.slow
-
-DID = "did:plc:z72i7hdynmk6r22z27h6tvur"
-REV = "3lwafzkjqm25s"
-POST = "app.bsky.feed.post"
-KEYS: dict[Curve, PrivateKey] = {curve: PrivateKey.from_seed(curve, b"export") for curve in ("k256", "p256")}
-TYPE_OF_POST = b"\x65$type\x72app.bsky.feed.post"
-SMALL_BUFFERS = SpoolSizes(buffer_bytes=1_000, page_bytes=512)
-EXAMPLES = scaled(100)
-
-Blocks = dict[bytes, bytes]
-
-
-class Chunk(NamedTuple):
-    """A chunk of new records, and how it was made."""
-
-    changes: list[RecordChange]
-    missing: int
-    size: int
-    ready: bool
-
-
-class Outcome(NamedTuple):
-    """All that a reader gives for one export.
-
-    Attributes:
-        error: The type, the reason and the detail of the error, or None.
-        ordinary: The native core read all bytes.
-        proven: The native core verified the export.
-        chunks: The new records.
-        rest: Everything else.
-    """
-
-    error: tuple[type, str, str] | None
-    ordinary: bool
-    proven: bool
-    chunks: list[Chunk]
-    rest: Any
-
-
-def signed(data: bytes, curve: Curve = "k256", **fields: Any) -> bytes:
-    """Return the block of a commit of the tree with this root."""
-    unsigned = {"did": DID, "rev": REV, "data": data, "prev": None, "version": 3} | fields
-    return dag_cbor.encode(unsigned | {"sig": KEYS[curve].sign(dag_cbor.encode(unsigned))})
-
-
-def repo(records: dict[bytes, bytes], curve: Curve = "k256") -> Blocks:
-    """Return the blocks of a repo with these records: path to block. The first one is the commit."""
-    root, nodes = oracle.build({path: cid_of(block) for path, block in records.items()})
-    commit = signed(root, curve)
-    return {cid_of(commit): commit, **nodes, **{cid_of(block): block for block in records.values()}}
-
-
-def post(number: int, **fields: Any) -> bytes:
-    return dag_cbor.encode({"$type": POST, "text": f"post {number} \u00e9\n", "n": number} | fields)
-
-
-def posts(count: int) -> dict[bytes, bytes]:
-    return {f"{POST}/{number:06}".encode(): post(number) for number in range(count)}
-
-
-def outcome(
-    reader: ExportReader,
-    data: bytes,
-    key: PublicKey,
-    policy: Policy = STORE_ALL,
-    limits: Limits = DEFAULT_LIMITS,
-    step: int = 65_536,
-) -> Outcome:
-    """Read and verify an export, and convert its records."""
-    read, proven, error = 0, False, None
-    chunks: list[Chunk] = []
-    rest: Any = None
-    try:
-        for start in range(0, len(data), step):
-            reader.write(data[start : start + step])
-            read += 1
-        reader.finish()
-        export = reader.verify(DID, key, limits)
-        proven = isinstance(export, ProvenExport)
-        chunks = list(chunks_of(export, policy, reader.size))
-        entries = list(export.records())
-        blocks = [export.block_of(cid) for _, cid in entries]
-        rest = (export.head, entries, blocks, reader.size)
-    except (UpstreamError, UnavailableError) as caught:
-        error = type(caught), caught.reason, caught.detail
-    return Outcome(error, isinstance(reader, NativeReader) and reader.ordinary, proven, chunks, (read, rest))
-
-
-def chunks_of(export: VerifiedExport, policy: Policy, size: int) -> Iterator[Chunk]:
-    records = export.new_records(policy, size)
-    while (chunk := records.next_chunk()) is not None:
-        changes = list(chunk.changes())
-        assert chunk.count == len(changes)
-        assert (chunk.record_rows is not None) is isinstance(chunk, ReadyChunk)
-        yield Chunk(changes, chunk.missing, chunk.size, isinstance(chunk, ReadyChunk))
-
-
-def both(
-    directory: Path,
-    data: bytes,
-    key: PublicKey | None = None,
-    limits: Limits = DEFAULT_LIMITS,
-    sizes: SpoolSizes = DEFAULT_SIZES,
-    **options: Any,
-) -> Outcome:
-    """Return the outcome of the native reader, which must be that of the Python reader."""
-    key = key or KEYS["k256"].public
-    with Spool(directory, limits, sizes) as spool:
-        expected = outcome(spool, data, key, limits=limits, **options)
-    native = outcome(NativeReader(native_core(), directory, limits, sizes), data, key, limits=limits, **options)
-    assert native.error == expected.error
-    assert native.rest == expected.rest
-    assert [chunk[:3] for chunk in native.chunks] == [chunk[:3] for chunk in expected.chunks]
-    return native
-
-
-def ready(native: Outcome) -> int:
-    """Return the number of records that the native core converted."""
-    return sum(len(chunk.changes) for chunk in native.chunks if chunk.ready)
 
 
 @pytest.mark.parametrize("curve", KEYS)
@@ -549,65 +441,6 @@ def copy_rows(rows: Iterable[list[Any]]) -> bytes:
     null = (-1).to_bytes(4, signed=True)
     fields = [[null if field is None else len(field).to_bytes(4) + field for field in row] for row in rows]
     return b"".join(len(row).to_bytes(2) + b"".join(row) for row in fields)
-
-
-def test_a_full_disk_is_reported(tmp_path: Path) -> None:
-    reader = NativeReader(native_core(), tmp_path / "missing", DEFAULT_LIMITS, SMALL_BUFFERS)
-    with pytest.raises(UnavailableError) as caught:
-        reader.write(car(repo(posts(20))))
-    assert caught.value.reason is FetchFailure.SPOOL_FULL
-
-
-def test_the_file_has_no_name(tmp_path: Path) -> None:
-    reader = NativeReader(native_core(), tmp_path, DEFAULT_LIMITS, SMALL_BUFFERS)
-    reader.write(car(repo(posts(200))))
-    assert list(tmp_path.iterdir()) == []
-    assert len(reader) == len(repo(posts(200)))
-    assert reader.block(cid_of(post(0))) == post(0)
-    assert reader.block(DAG_CBOR + bytes(32)) is None
-    assert reader.block(b"") is None
-
-
-def test_a_closed_export_frees_its_file_although_it_is_still_referenced(tmp_path: Path) -> None:
-    reader = NativeReader(native_core(), tmp_path, DEFAULT_LIMITS, SMALL_BUFFERS)
-    reader.write(car(repo(posts(200))))
-    export = reader.verify(DID, KEYS["k256"].public, DEFAULT_LIMITS)
-    assert open_files(tmp_path) == 1
-    reader.close()
-    assert open_files(tmp_path) == 0
-    for read in (lambda: export.block_of(cid_of(post(0))), export.new_records(STORE_ALL, 0).next_chunk):
-        with pytest.raises(OSError, match="closed"):
-            read()
-
-
-def test_an_export_that_is_closed_while_it_is_verified_frees_its_file(tmp_path: Path) -> None:
-    reader = NativeReader(native_core(), tmp_path, DEFAULT_LIMITS, SMALL_BUFFERS)
-    reader.write(car(repo(posts(5_000))))
-    records = iter(reader.verify(DID, KEYS["k256"].public, DEFAULT_LIMITS).records())
-    started, ended = Event(), Event()
-
-    def walk() -> None:
-        with suppress(OSError):
-            for _ in records:
-                started.set()
-        ended.set()
-
-    thread = Thread(target=walk)
-    thread.start()
-    started.wait()
-    reader.close()
-    thread.join()
-    assert ended.is_set()
-    assert open_files(tmp_path) == 0
-
-
-def open_files(directory: Path) -> int:
-    """Return the number of open files of this process in the directory. They may have no name any more."""
-    names = []
-    for descriptor in Path("/proc/self/fd").iterdir():
-        with suppress(FileNotFoundError):  # that of the directory itself
-            names.append(descriptor.readlink())
-    return sum(name.is_relative_to(directory) for name in names)
 
 
 def test_a_chunk_below_both_limits_is_the_last_one(tmp_path: Path) -> None:

@@ -1,0 +1,85 @@
+"""The file of an export that the native core reads: it has no name, and is freed as soon as it is closed."""
+
+from contextlib import suppress
+from pathlib import Path
+from threading import Event, Thread
+
+import pytest
+
+from indexer.atproto.cid import DAG_CBOR, cid_of
+from indexer.atproto.limits import DEFAULT_LIMITS
+from indexer.errors import UnavailableError
+from indexer.localnet.local_repo import car
+from indexer.pds.native_reader import NativeReader
+from indexer.reasons import FetchFailure
+from tests.native_module import native_core
+from tests.pds.native_exports import (
+    DID,
+    KEYS,
+    SMALL_BUFFERS,
+    post,
+    posts,
+    repo,
+)
+from tests.sync.signing_account import STORE_ALL
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_full_disk_is_reported(tmp_path: Path) -> None:
+    reader = NativeReader(native_core(), tmp_path / "missing", DEFAULT_LIMITS, SMALL_BUFFERS)
+    with pytest.raises(UnavailableError) as caught:
+        reader.write(car(repo(posts(20))))
+    assert caught.value.reason is FetchFailure.SPOOL_FULL
+
+
+def test_the_file_has_no_name(tmp_path: Path) -> None:
+    reader = NativeReader(native_core(), tmp_path, DEFAULT_LIMITS, SMALL_BUFFERS)
+    reader.write(car(repo(posts(200))))
+    assert list(tmp_path.iterdir()) == []
+    assert len(reader) == len(repo(posts(200)))
+    assert reader.block(cid_of(post(0))) == post(0)
+    assert reader.block(DAG_CBOR + bytes(32)) is None
+    assert reader.block(b"") is None
+
+
+def test_a_closed_export_frees_its_file_although_it_is_still_referenced(tmp_path: Path) -> None:
+    reader = NativeReader(native_core(), tmp_path, DEFAULT_LIMITS, SMALL_BUFFERS)
+    reader.write(car(repo(posts(200))))
+    export = reader.verify(DID, KEYS["k256"].public, DEFAULT_LIMITS)
+    assert open_files(tmp_path) == 1
+    reader.close()
+    assert open_files(tmp_path) == 0
+    for read in (lambda: export.block_of(cid_of(post(0))), export.new_records(STORE_ALL, 0).next_chunk):
+        with pytest.raises(OSError, match="closed"):
+            read()
+
+
+def test_an_export_that_is_closed_while_it_is_verified_frees_its_file(tmp_path: Path) -> None:
+    reader = NativeReader(native_core(), tmp_path, DEFAULT_LIMITS, SMALL_BUFFERS)
+    reader.write(car(repo(posts(5_000))))
+    records = iter(reader.verify(DID, KEYS["k256"].public, DEFAULT_LIMITS).records())
+    started, ended = Event(), Event()
+
+    def walk() -> None:
+        with suppress(OSError):
+            for _ in records:
+                started.set()
+        ended.set()
+
+    thread = Thread(target=walk)
+    thread.start()
+    started.wait()
+    reader.close()
+    thread.join()
+    assert ended.is_set()
+    assert open_files(tmp_path) == 0
+
+
+def open_files(directory: Path) -> int:
+    """Return the number of open files of this process in the directory. They may have no name any more."""
+    names = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # that of the directory itself
+            names.append(descriptor.readlink())
+    return sum(name.is_relative_to(directory) for name in names)
