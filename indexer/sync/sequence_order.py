@@ -30,6 +30,16 @@ class SequenceOrder:
         self.last = last
         self.leap: int | None = None
 
+    def advance(self, seq: int) -> bool:
+        """Return True if a valid message has the next number, with no leap before it; else False, and nothing changes.
+
+        It is the usual case of `place`, which classifies the other numbers.
+        """
+        if self.leap is None and 0 < seq - self.last <= MAX_LEAP:
+            self.last = seq
+            return True
+        return False
+
     def place(self, seq: int) -> Step:
         """Return the step to the number of a valid message.
 

@@ -31,3 +31,15 @@ def test_single_numbers_out_of_place_refuse_no_later_message(seqs: list[int], da
         if data.draw(st.booleans()):
             assert order.place(data.draw(st.integers(2 * MAX_LEAP, MAX_SEQ))) is Step.LEAP
         assert order.place(seq) is Step.NEXT
+
+
+@given(st.lists(st.integers(1, 12).map(lambda n: n * MAX_LEAP // 3) | st.integers(1, 9), max_size=20))
+def test_advance_takes_only_steps_to_the_next_number_and_leaves_the_same_state_as_place(seqs: list[int]) -> None:
+    order, reference = SequenceOrder(0), SequenceOrder(0)
+    for seq in seqs:
+        awaits_confirmation = reference.leap is not None
+        step = reference.place(seq)
+        assert order.advance(seq) == (step is Step.NEXT and not awaits_confirmation)
+        if (order.last, order.leap) != (reference.last, reference.leap):
+            assert order.place(seq) is step
+        assert (order.last, order.leap) == (reference.last, reference.leap)

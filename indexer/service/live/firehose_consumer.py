@@ -1,5 +1,6 @@
 """The firehose consumer: decode frames from the relay and put them into the inbox, in order."""
 
+from contextlib import aclosing
 from dataclasses import dataclass
 from time import monotonic
 
@@ -15,6 +16,7 @@ from indexer.service.live.stream_continuity import StreamContinuity
 from indexer.service.live.stream_position import StreamPosition
 from indexer.sync.events import (
     AccountEvent,
+    CommitEvent,
     Event,
     InfoEvent,
     MalformedEvent,
@@ -88,17 +90,39 @@ class FirehoseConsumer:
         """Read the stream forever. Only an exception that is a bug ends it."""
         shard, limits = self._settings.shard, self._settings.limits
         owns = None if shard.count == 1 else shard.owns
-        async for frame in self._subscription.frames(self.begin_connection):
-            self.stage.moved()
-            if self._skipped != self._subscription.skipped:
-                await self._reject_skipped()
-            event = decode_frame(frame, limits, owns)
-            if not self._continuity.proven and await self._is_replayed(event):
-                self._metrics.received(event.kind)
-                self._metrics.outcome(event.kind, Outcome.REPLAYED)
-            else:
-                await self._handle(event, frame)
-            self.stage.idle()
+        async with aclosing(self._subscription.frames(self.begin_connection)) as frames:
+            async for frame in frames:
+                if self._skipped != self._subscription.skipped:
+                    await self._reject_skipped()
+                event = decode_frame(frame, limits, owns)
+                if not (type(event) is CommitEvent and self._put_next(event, frame)):
+                    await self._process(event, frame)
+
+    def _put_next(self, event: CommitEvent, frame: bytes) -> bool:
+        """Put a #commit with the next number into the inbox; return False, and do nothing, if anything is unusual.
+
+        Nearly all messages take this path, at a third of the cost of `_process`. No other task runs meanwhile, so the
+        stage need not report that it has work.
+        """
+        if not self._continuity.proven or self._inbox.is_full or not self._order.advance(event.seq):
+            return False
+        now = monotonic()
+        self.last_message[self._position.relay] = now
+        self.last_error = self.failing_since = None
+        self._metrics.received(event.kind)
+        self._position.watermark.add(event.seq, event.time)
+        self._inbox.append(ReceivedMessage(event.seq, frame, event, now))
+        return True
+
+    async def _process(self, event: Event, frame: bytes) -> None:
+        """Process any message."""
+        self.stage.moved()
+        if not self._continuity.proven and await self._is_replayed(event):
+            self._metrics.received(event.kind)
+            self._metrics.outcome(event.kind, Outcome.REPLAYED)
+        else:
+            await self._handle(event, frame)
+        self.stage.idle()
 
     async def begin_connection(self, relay: str) -> int | None:
         """Return the cursor for a new connection, after all messages of the previous one are settled."""
@@ -130,10 +154,12 @@ class FirehoseConsumer:
 
     async def _reject_skipped(self) -> None:
         """Record a rejection for each message over the size limit, which the subscription skipped."""
+        self.stage.moved()
         for _ in range(self._subscription.skipped - self._skipped):
             detail = f"the message after seq {self._order.last}"
             await self._handle(MalformedEvent(Rejection.FRAME_TOO_LARGE, detail, "", None, None), b"")
         self._skipped = self._subscription.skipped
+        self.stage.idle()
 
     async def _handle(self, event: Event, frame: bytes) -> None:
         self.last_message[self._position.relay] = monotonic()

@@ -55,9 +55,14 @@ class Inbox:
         while self.is_full:
             self._has_room.clear()
             await self._has_room.wait()
+        self.append(received)
+
+    def append(self, received: ReceivedMessage) -> None:
+        """Append a message without waiting. The caller has seen that the inbox is not full."""
+        self.unsettled_bytes += MESSAGE_BYTES + len(received.frame)
+        if not self.unsettled:
+            self._all_settled.clear()
         self.unsettled += 1
-        self.unsettled_bytes += message_bytes(received)
-        self._all_settled.clear()
         if not self._queue:
             self.stage.begin()
             self._has_messages.set()
