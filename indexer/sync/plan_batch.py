@@ -1,6 +1,6 @@
 """Plan a batch of received messages, in the order of the stream, for one transaction."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from indexer.sync.native_core import NativeCore
 from indexer.sync.plan_event import plan_event
 from indexer.sync.plans import BufferedEvent, DeadLetter, NeedsKey, Plan, RecordChange, RepoWrite
 from indexer.sync.policy import KeyState, PlanContext
-from indexer.sync.prepared_commits import prepare_commits
+from indexer.sync.prepared_commits import PreparedCommits, prepare_commits
 from indexer.sync.repo_state import Repo, SyncStatus
 from indexer.sync.repo_transitions import Outcome, Trigger, desynchronize, unparked
 
@@ -100,6 +100,11 @@ class BatchPlan:
         return tuple([draft.write() for draft in self.drafts.values() if draft.after is not draft.before])
 
     @property
+    def rows(self) -> dict[str, Repo]:
+        """The rows afterwards, by DID."""
+        return {did: draft.after for did, draft in self.drafts.items()}
+
+    @property
     def unchanged(self) -> frozenset[str]:
         """Accounts that have planned messages and whose row stays the same."""
         return frozenset([did for did, draft in self.drafts.items() if draft.after is draft.before])
@@ -125,6 +130,7 @@ def plan_batch(
     key_state_of: Callable[[str], KeyState | None],
     context: PlanContext,
     core: NativeCore | None = None,
+    ahead: PreparedCommits | None = None,
 ) -> BatchPlan:
     """Plan each message on the row that the messages before it leave.
 
@@ -135,9 +141,11 @@ def plan_batch(
         context: What all plans of the batch share.
         core: If given, it verifies all commits of the batch before they are planned. Otherwise each commit is verified
             when it is planned. The results are the same.
+        ahead: The commits that `core` has verified before.
     """
     if core is not None:
-        prepared = prepare_commits(core, _commits_within_limit(batch), repos, key_state_of, context)
+        commits = commits_within(batch, MAX_BATCH_BYTES)
+        prepared = prepare_commits(core, commits, repos, key_state_of, context, ahead or PreparedCommits())
         context = replace(context, verify=prepared.verify)
     result, size, count = BatchPlan(), 0, 0
     for number, received in enumerate(batch):
@@ -161,11 +169,11 @@ def plan_batch(
     return result
 
 
-def _commits_within_limit(batch: Sequence[ReceivedMessage]) -> list[CommitEvent]:
-    """Return the commits of a batch without those that are certainly postponed because of `MAX_BATCH_BYTES`."""
+def commits_within(messages: Iterable[ReceivedMessage], max_bytes: int) -> list[CommitEvent]:
+    """Return the commits among the first messages, whose frames have `max_bytes` and at most one more."""
     commits, size = [], 0
-    for received in batch:
-        if size > MAX_BATCH_BYTES:
+    for received in messages:
+        if size > max_bytes:
             break
         size += len(received.frame)
         if isinstance(received.event, CommitEvent):

@@ -1,6 +1,6 @@
-"""Verify the commits of a batch ahead, in one call of the native core, and return the results when they are planned."""
+"""Verify commits ahead, many in one call of the native core, and return the results when the commits are planned."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from indexer.atproto.crypto import PublicKey
@@ -16,51 +16,77 @@ from indexer.sync.verify import VerifiedCommit, verify_commit
 class _Prepared(NamedTuple):
     event: CommitEvent
     key: PublicKey
-    commit: VerifiedCommit
+    commit: VerifiedCommit | None
 
 
 class PreparedCommits:
-    """The commits of a batch in which the native core found no flaw.
+    """The results of the native core for some commits: a verified commit, or None if `verify_commit` has to decide."""
 
-    Attributes:
-        count: The number of these commits.
-    """
-
-    def __init__(self, prepared: Sequence[_Prepared]) -> None:
-        self.count = len(prepared)
+    def __init__(self, prepared: Iterable[_Prepared] = ()) -> None:
         # By identity, because hashing an event hashes its blocks. The events cannot go while their results are here.
         self._prepared = {id(item.event): item for item in prepared}
 
+    def __len__(self) -> int:
+        """Return the number of commits that the native core was asked for."""
+        return len(self._prepared)
+
+    def __contains__(self, event: CommitEvent) -> bool:
+        return id(event) in self._prepared
+
+    def __or__(self, other: "PreparedCommits") -> "PreparedCommits":
+        return PreparedCommits([*self._prepared.values(), *other._prepared.values()])
+
     def verify(self, event: CommitEvent, key: PublicKey, limits: Limits) -> VerifiedCommit:
-        """Return the prepared result if there is one for this event and key, else that of `verify_commit`.
+        """Return the verified commit if the native core accepted it with this key, else the result of `verify_commit`.
 
         Raises:
             UpstreamError: As `verify_commit`.
         """
         prepared = self._prepared.get(id(event))
-        if prepared is not None and prepared.key == key:
+        if prepared is not None and prepared.commit is not None and prepared.key == key:
             return prepared.commit
         return verify_commit(event, key, limits)
 
 
+def commits_to_verify(
+    commits: Iterable[CommitEvent],
+    repo_of: Callable[[str], Repo],
+    key_state_of: Callable[[str], KeyState | None],
+    context: PlanContext,
+) -> list[tuple[CommitEvent, PublicKey]]:
+    """Return the commits that `plan_event` will verify if these are the rows of their repos, with their keys."""
+    worthwhile = []
+    for event in commits:
+        key = key_to_verify(repo_of(event.did), event, key_state_of(event.did), context)
+        if key is not None:
+            worthwhile.append((event, key))
+    return worthwhile
+
+
+def verify_ahead(
+    core: NativeCore, commits: list[tuple[CommitEvent, PublicKey]], context: PlanContext
+) -> PreparedCommits:
+    """Verify commits with the native core. It releases the interpreter's lock for most of the time."""
+    results = core.verify_commits(commits, context.policy)
+    return PreparedCommits(
+        [_Prepared(event, key, commit) for (event, key), commit in zip(commits, results, strict=True)]
+    )
+
+
 def prepare_commits(
     core: NativeCore,
-    commits: Sequence[CommitEvent],
+    commits: Iterable[CommitEvent],
     repos: Mapping[str, Repo],
     key_state_of: Callable[[str], KeyState | None],
     context: PlanContext,
+    ahead: PreparedCommits,
 ) -> PreparedCommits:
     """Verify the commits of a batch that `plan_event` will verify on the present rows.
 
     The arguments are those of `plan_batch`.
     """
-    worthwhile = []
-    for event in commits:
-        repo = repos.get(event.did) or Repo(event.did)
-        key = key_to_verify(repo, event, key_state_of(event.did), context)
-        if key is not None:
-            worthwhile.append((event, key))
-    results = core.verify_commits(worthwhile, context.policy)
-    return PreparedCommits(
-        [_Prepared(event, key, commit) for (event, key), commit in zip(worthwhile, results, strict=True) if commit]
-    )
+    rest = [event for event in commits if event not in ahead]
+    if not rest:
+        return ahead
+    worthwhile = commits_to_verify(rest, lambda did: repos.get(did) or Repo(did), key_state_of, context)
+    return ahead | verify_ahead(core, worthwhile, context)

@@ -24,14 +24,15 @@ from indexer.reasons import Desync, Rejection
 from indexer.sync.events import CommitEvent, RepoOp
 from indexer.sync.frames import decode_frame
 from indexer.sync.native_core import INTERFACE, NativeCore, load_core
-from indexer.sync.plan_batch import ReceivedMessage, plan_batch
+from indexer.sync.plan_batch import MAX_BATCH_BYTES, ReceivedMessage, commits_within, plan_batch
 from indexer.sync.plans import RecordChange
 from indexer.sync.policy import KeyState, Policy
+from indexer.sync.prepared_commits import commits_to_verify, verify_ahead
 from indexer.sync.record_change import RecordConverter
 from indexer.sync.repo_state import Repo
 from indexer.sync.scope import Scope
 from indexer.sync.verify import VerifiedCommit, verify_commit
-from tests.native_module import native_core
+from tests.native_module import CountingCore, native_core
 from tests.profiles import scaled
 from tests.sync import test_plan_batch, test_published
 from tests.sync.signing_account import CONTEXT, POST, STORE_ALL, SigningAccount, decoded_event, received_message
@@ -498,24 +499,9 @@ def test_the_published_commits_are_planned_alike_as_one_batch() -> None:
     assert sum(len(write.changes) for write in planned.writes) > 50
 
 
-class CountingCore(NativeCore):
-    """Counts the commits that it is asked for."""
-
-    asked = 0
-
-    def verify_commits(
-        self, commits: Sequence[tuple[CommitEvent, PublicKey]], policy: Policy
-    ) -> list[VerifiedCommit | None]:
-        self.asked += len(commits)
-        return super().verify_commits(commits, policy)
-
-
 @pytest.fixture
 def counting_core() -> CountingCore:
-    native_core()
-    import atproto_indexer_native as module  # noqa: PLC0415
-
-    return CountingCore(module, 1)
+    return CountingCore()
 
 
 def test_commits_that_cheaper_checks_decide_are_not_verified_ahead(counting_core: CountingCore) -> None:
@@ -554,6 +540,31 @@ def test_a_prepared_result_of_another_key_is_not_used() -> None:
     answers = [account.key_state, other.key_state._replace(final=True)]
     plan = plan_batch([message], {}, lambda _: answers.pop(0), CONTEXT, shared_core())
     assert answers == []
+    assert [settled.why for settled in plan.settled] == [Rejection.SIGNATURE_INVALID]
+
+
+def test_commits_that_were_verified_before_are_not_verified_again(counting_core: CountingCore) -> None:
+    account = SigningAccount()
+    good = received_message("commit", account.first_commit())
+    bad = received_message("commit", account.commit_post("a") | {"blocks": b"no CAR"})
+    later = received_message("commit", account.commit_post("b"))
+    keys = {account.did: account.key_state._replace(final=True)}
+    chosen = commits_to_verify(commits_within([good, bad], MAX_BATCH_BYTES), Repo, keys.get, CONTEXT)
+    ahead = verify_ahead(counting_core, chosen, CONTEXT)
+    assert counting_core.asked == 2
+    plan = plan_batch([good, bad, later], {}, keys.get, CONTEXT, counting_core, ahead)
+    assert counting_core.asked == 3
+    assert plan == plan_batch([good, bad, later], {}, keys.get, CONTEXT)
+
+
+def test_a_result_of_another_key_is_not_used_although_it_was_verified_before() -> None:
+    account, other = SigningAccount(), SigningAccount("bob")
+    message = received_message("commit", account.first_commit())
+    keys = {account.did: account.key_state}
+    chosen = commits_to_verify(commits_within([message], MAX_BATCH_BYTES), Repo, keys.get, CONTEXT)
+    ahead = verify_ahead(shared_core(), chosen, CONTEXT)
+    changed = {account.did: other.key_state._replace(final=True)}
+    plan = plan_batch([message], {}, changed.get, CONTEXT, shared_core(), ahead)
     assert [settled.why for settled in plan.settled] == [Rejection.SIGNATURE_INVALID]
 
 

@@ -24,6 +24,7 @@ from indexer.service.live.key_lookups import KeyLookups
 from indexer.service.live.repo_row_cache import RepoRowCache
 from indexer.service.live.settled_totals import SettledTotals
 from indexer.service.live.stream_position import StreamPosition
+from indexer.service.live.verification_ahead import VerificationAhead
 from indexer.service.periodic import DatabaseAttempt
 from indexer.store import DatabaseError, Store
 from indexer.sync.events import MalformedEvent, UnknownEvent
@@ -100,6 +101,7 @@ class BatchWriter:
         self.stage = StageProgress("batch writer", needs_shard=True)
         self.totals = SettledTotals()
         self._clock = EventClock(keys.domain_of)
+        self._ahead = VerificationAhead(core, inbox, self._rows, keys.key_state)
 
     @property
     def lag(self) -> float | None:
@@ -181,8 +183,11 @@ class BatchWriter:
         with self._scope.in_use() as policy:
             with self._metrics.stage("plan"):
                 context = self._account_limits.apply(dids, repos, self._keys.key_state, self._context(policy))
-                plan = await asyncio.to_thread(plan_batch, messages, repos, self._keys.key_state, context, self._core)
-            await self._apply(messages, plan, plan.unchanged & cached.keys())
+                plan = await asyncio.to_thread(
+                    plan_batch, messages, repos, self._keys.key_state, context, self._core, self._ahead.prepared
+                )
+            async with self._ahead.running(plan.rows, context, self._batch_size.current):
+                await self._apply(messages, plan, plan.unchanged & cached.keys())
 
     async def _load(self, dids: Sequence[str]) -> dict[str, Repo]:
         """Load the rows of the repos. If one is complete for a later scope, read the scope, too."""

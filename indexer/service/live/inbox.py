@@ -3,6 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import Iterable
+from itertools import islice
 
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.sync.plan_batch import ReceivedMessage
@@ -91,6 +92,10 @@ class Inbox:
             self._has_messages.clear()
             self.stage.idle()
         return taken
+
+    def peek(self, max_count: int) -> list[ReceivedMessage]:
+        """Return the messages that `take` would return now, which stay in the queue."""
+        return list(islice(self._queue, max_count))
 
     def settle(self, messages: Iterable[ReceivedMessage]) -> None:
         """Release the memory of messages that were taken and whose outcome is durable."""

@@ -27,6 +27,7 @@ from indexer.service.live.stream_position import StreamPosition
 from indexer.service.new_accounts import NewAccounts
 from indexer.store import DatabaseError, Store
 from indexer.store.apply_batch import AppliedBatch
+from indexer.sync.native_core import NativeCore
 from indexer.sync.plan_batch import ReceivedMessage
 from indexer.sync.plans import Batch, RepoWrite
 from indexer.sync.repo_state import Repo, SyncStatus
@@ -34,6 +35,7 @@ from indexer.sync.repo_transitions import amend
 from indexer.sync.shard import Shard
 from indexer.sync.stored_identity import StoredIdentity
 from indexer.sync.watermark import Watermark
+from tests.native_module import CountingCore, native_core
 from tests.sync.signing_account import POST, RELAY, STORE_ALL, SigningAccount, received_message
 from tests.waiting import until
 
@@ -87,8 +89,9 @@ class NoDirectory:
 class WriterScenario:
     """Accounts, an inbox, and a batch writer that can be restarted with empty caches."""
 
-    def __init__(self, store: ObservedStore, sql: asyncpg.Connection, batch_size: int) -> None:
+    def __init__(self, store: ObservedStore, sql: asyncpg.Connection, batch_size: int, core: NativeCore | None) -> None:
         self.store = store
+        self._core = core
         self.sql = sql
         self.metrics = Metrics()
         self.inbox = Inbox(10**9)
@@ -121,6 +124,7 @@ class WriterScenario:
                 conditions,
                 limits,
                 scope,
+                self._core,
             )
             running = asyncio.create_task(writer.run())
             try:
@@ -181,10 +185,10 @@ async def make_scenario(database: str, sql: asyncpg.Connection) -> AsyncIterator
     """Make scenarios on one database, each with a store of its own."""
     async with AsyncExitStack() as stack:
 
-        async def make(*, batch_size: int = 500) -> WriterScenario:
+        async def make(*, batch_size: int = 500, core: NativeCore | None = None) -> WriterScenario:
             store = await ObservedStore.open(database, connections=5)
             stack.push_async_callback(store.close)
-            return WriterScenario(store, sql, batch_size)
+            return WriterScenario(store, sql, batch_size, core)
 
         yield make
 
@@ -209,6 +213,36 @@ async def test_batch_begins_at_once_and_the_next_one_takes_what_arrived_meanwhil
         scenario.store.may_write.set()
         await scenario.settled()
     assert [len(batch.writes) for batch in scenario.store.batches] == [1, 2]
+
+
+# Verification ahead.
+
+
+async def test_next_batch_is_verified_while_this_one_is_written(make_scenario: MakeScenario) -> None:
+    core, ada = CountingCore(), SigningAccount("ada")
+    scenario = await make_scenario(batch_size=2, core=core)
+    await scenario.add(ada)
+    await scenario.put(*[new_post(ada, number) for number in range(5)])
+    scenario.store.may_write.clear()
+    async with scenario.writer():
+        await until(lambda: core.asked == 4)
+        assert (len(scenario.store.batches), len(scenario.inbox)) == (1, 3)
+        scenario.store.may_write.set()
+        await scenario.settled()
+    assert core.asked == 5, "each commit is verified once"
+    assert scenario.outcomes() == {"applied": 5}
+    assert (await scenario.row(ada)).head == ada.head
+
+
+async def test_writer_can_be_stopped_while_it_verifies_ahead(make_scenario: MakeScenario) -> None:
+    core, ada = CountingCore(), SigningAccount("ada")
+    scenario = await make_scenario(batch_size=2, core=core)
+    await scenario.add(ada)
+    await scenario.put(*[new_post(ada, number) for number in range(4)])
+    scenario.store.may_write.clear()
+    async with scenario.writer():
+        await scenario.write_started(1)
+    assert (core.asked, len(scenario.inbox)) == (4, 2)
 
 
 # Cached rows.
@@ -415,9 +449,12 @@ class Disturbance:
             raise DatabaseError(FetchFailure.UNREACHABLE, when)
 
 
+@pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize("seed", range(8))
-async def test_disturbed_writes_lose_and_reorder_nothing(make_scenario: MakeScenario, seed: int) -> None:
-    scenario, random = await make_scenario(batch_size=4), Random(seed)
+async def test_disturbed_writes_lose_and_reorder_nothing(
+    make_scenario: MakeScenario, seed: int, *, native: bool
+) -> None:
+    scenario, random = await make_scenario(batch_size=4, core=native_core() if native else None), Random(seed)
     accounts = [SigningAccount(f"account {number}") for number in range(5)]
     await scenario.add(*accounts)
     disturbance = Disturbance(scenario, accounts, seed)

@@ -41,6 +41,15 @@ async def test_messages_put_back_come_first_in_their_order() -> None:
     assert [item.seq for item in await inbox.take(10)] == [2, 3, 4, 5]
 
 
+async def test_peek_returns_the_messages_that_take_returns_next() -> None:
+    inbox = Inbox(max_bytes=100_000)
+    for seq in range(1, 4):
+        await inbox.put(message(seq))
+    assert [item.seq for item in inbox.peek(2)] == [1, 2]
+    assert len(inbox.peek(10)) == len(await inbox.take(10)) == 3
+    assert inbox.peek(10) == []
+
+
 async def test_take_returns_what_is_queued_up_to_the_maximum() -> None:
     inbox = Inbox(max_bytes=100_000)
     taking = asyncio.create_task(inbox.take(2))
