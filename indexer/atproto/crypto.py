@@ -27,7 +27,6 @@ Curve = Literal["k256", "p256"]
 
 SIGNATURE_BYTES = 64
 COMPRESSED_POINT_BYTES = 33
-UNCOMPRESSED_POINT_BYTES = 65
 _INTEGER_BYTES = 32
 _MAX_KEY_CHARACTERS = 200
 _P256_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
@@ -56,10 +55,10 @@ class PublicKey:
 
     Attributes:
         curve: The curve of the key.
-        compressed: The point in its compressed form, 33 bytes.
+        uncompressed: The point in its uncompressed form, 65 bytes: the form that other programs parse fastest.
     """
 
-    __slots__ = ("_parsed", "compressed", "curve")
+    __slots__ = ("_parsed", "curve", "uncompressed")
 
     def __init__(self, curve: Curve, point: bytes) -> None:
         """Parse a point of 33 bytes (compressed) or 65 bytes (uncompressed).
@@ -73,20 +72,19 @@ class PublicKey:
         try:
             if curve == "k256":
                 key = Secp256k1PublicKey(point)
-                self.compressed = key.format(compressed=True)
+                self.uncompressed = key.format(compressed=False)
                 self._parsed = bytes(ffi.buffer(key.public_key))
             else:
-                parsed = _p256(point)
-                self.compressed = parsed.public_bytes(Encoding.X962, PublicFormat.CompressedPoint)
-                self._parsed = parsed.public_bytes(Encoding.X962, PublicFormat.UncompressedPoint)
+                self.uncompressed = _p256(point).public_bytes(Encoding.X962, PublicFormat.UncompressedPoint)
+                self._parsed = self.uncompressed
         except (ValueError, TypeError) as error:
             raise UpstreamError(Rejection.NO_SIGNING_KEY, f"not a point of {curve}: {error}") from None
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, PublicKey) and (self.curve, self.compressed) == (other.curve, other.compressed)
+        return isinstance(other, PublicKey) and (self.curve, self.uncompressed) == (other.curve, other.uncompressed)
 
     def __hash__(self) -> int:
-        return hash(self.compressed)
+        return hash(self.uncompressed)
 
     def __repr__(self) -> str:
         return f"PublicKey({self.did_key()})"
@@ -117,15 +115,9 @@ class PublicKey:
         return True
 
     @property
-    def uncompressed(self) -> bytes:
-        """The point in its uncompressed form, 65 bytes: the form that other programs parse fastest."""
-        if self.curve == "p256":
-            return self._parsed
-        key = ffi.from_buffer("secp256k1_pubkey *", self._parsed)
-        point = ffi.new("unsigned char[]", UNCOMPRESSED_POINT_BYTES)
-        size = ffi.new("size_t *", UNCOMPRESSED_POINT_BYTES)
-        lib.secp256k1_ec_pubkey_serialize(_SECP256K1_CONTEXT, point, size, key, lib.SECP256K1_EC_UNCOMPRESSED)
-        return bytes(ffi.buffer(point))
+    def compressed(self) -> bytes:
+        """The point in its compressed form, 33 bytes: whether y is odd, and x."""
+        return (b"\x03" if self.uncompressed[-1] & 1 else b"\x02") + self.uncompressed[1:COMPRESSED_POINT_BYTES]
 
     def multikey(self) -> str:
         """Return the key as in a Multikey of a DID document: `z` and base58btc of codec and compressed point."""

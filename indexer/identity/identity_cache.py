@@ -258,10 +258,12 @@ class IdentityCache:
         self._observer.identity_cache("memory", len(dids) - len(missing))
         self._observer.identity_cache("database", len(stored))
         self._observer.identity_cache("nowhere", len(missing) - len(stored))
+        oldest = self._clock() - self._lifetimes.max_age
         for did in dids:
             if (entry := self._memory.get(did)) is not None:
                 self._memory.move_to_end(did)
-                self._refresh_in_background(did, entry)
+                if entry.unsaved or entry.identity.fetched_at <= oldest:
+                    self._refresh_in_background(did, entry)
 
     async def lookup(self, did: str, *, refresh: bool = False) -> CachedIdentity:
         """Return the identity, from the network if none is known, or if `refresh` and the limits allow it.
@@ -320,11 +322,11 @@ class IdentityCache:
                 entry.next_lookup = min(entry.next_lookup, next_lookup)
 
     def _must_look_up(self, entry: _Entry) -> bool:
-        identity, now = entry.identity, self._clock()
-        if identity.stale:
-            return True
-        expired = identity.problem is not None and now - identity.fetched_at >= self._lifetimes.missing_max_age
-        return expired and entry.next_lookup <= now
+        identity = entry.identity
+        if identity.stale or identity.problem is None:
+            return identity.stale
+        now = self._clock()
+        return now - identity.fetched_at >= self._lifetimes.missing_max_age and entry.next_lookup <= now
 
     def _cause(self, entry: _Entry, *, refresh: bool) -> RefreshCause | None:
         if entry.identity.stale:
@@ -350,10 +352,7 @@ class IdentityCache:
     def _refresh_in_background(self, did: str, entry: _Entry) -> None:
         """Look up an identity that reached its maximum age or was not saved, if few other lookups are in flight."""
         now, in_flight = self._clock(), self._in_flight[method_of(did)]
-        is_due = entry.unsaved or now - entry.identity.fetched_at >= self._lifetimes.max_age
-        if not is_due or entry.next_lookup > now:
-            return
-        if did in in_flight or len(in_flight) >= MAX_LOOKUPS_IN_BACKGROUND:
+        if entry.next_lookup > now or did in in_flight or len(in_flight) >= MAX_LOOKUPS_IN_BACKGROUND:
             return
         if self._background_budget.spend(entry.identity.pds or "", now):
             self._observer.identity_refresh("age", "asked")

@@ -110,6 +110,7 @@ class UnknownEvent:
 
     type: str
     seq: int | None
+    did: None = None
     kind: Literal["unknown"] = "unknown"
 
 

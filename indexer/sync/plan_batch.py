@@ -40,7 +40,7 @@ class ReceivedMessage(NamedTuple):
     @property
     def did(self) -> str | None:
         """The account of the message; None if it names none or is of an unknown type."""
-        return None if isinstance(self.event, UnknownEvent) else self.event.did
+        return self.event.did
 
 
 class SettledMessage(NamedTuple):
@@ -63,13 +63,9 @@ class _Draft:
 
     def write(self) -> RepoWrite:
         """Return the changes as one write."""
+        before, after, advances = self.before, self.after, self.after.advances(self.before)
         return RepoWrite(
-            self.before.version,
-            self.after,
-            tuple(self.changes),
-            tuple(self.buffered),
-            lenient_commits=self.lenient_commits,
-            advances=self.after.advances(self.before),
+            before.version, after, tuple(self.changes), tuple(self.buffered), True, self.lenient_commits, advances
         )
 
 
@@ -98,11 +94,6 @@ class BatchPlan:
     def writes(self) -> tuple[RepoWrite, ...]:
         """One write per changed row."""
         return tuple([draft.write() for draft in self.drafts.values() if draft.after is not draft.before])
-
-    @property
-    def rows(self) -> dict[str, Repo]:
-        """The rows afterwards, by DID."""
-        return {did: draft.after for did, draft in self.drafts.items()}
 
     @property
     def unchanged(self) -> frozenset[str]:

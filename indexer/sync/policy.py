@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from indexer.atproto.crypto import PublicKey
 from indexer.atproto.limits import Limits
-from indexer.atproto.syntax import tid_micros
+from indexer.atproto.syntax import MAX_CLOCK_ID, tid_of
 from indexer.sync.events import CommitEvent
 from indexer.sync.scope import Scope
 from indexer.sync.verify import VerifiedCommit, verify_commit
@@ -83,4 +84,10 @@ def is_future(rev: str, now: float, limits: Limits) -> bool:
 
     Accepting such a rev would make every later commit look like a replay.
     """
-    return tid_micros(rev) > (now + limits.clock_drift_seconds) * 1_000_000
+    return rev > _last_rev(now + limits.clock_drift_seconds)  # TIDs sort by their times
+
+
+@lru_cache(maxsize=16)  # called for each commit, with the time of its batch
+def _last_rev(seconds: float) -> str:
+    """Return the last TID with a time of at most so many Unix seconds."""
+    return tid_of(int(seconds * 1_000_000), MAX_CLOCK_ID)

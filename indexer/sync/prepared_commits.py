@@ -43,7 +43,7 @@ class PreparedCommits:
             UpstreamError: As `verify_commit`.
         """
         prepared = self._prepared.get(id(event))
-        if prepared is not None and prepared.commit is not None and prepared.key == key:
+        if prepared is not None and prepared.commit is not None and (prepared.key is key or prepared.key == key):
             return prepared.commit
         return verify_commit(event, key, limits)
 

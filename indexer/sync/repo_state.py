@@ -115,7 +115,7 @@ class Repo(NamedTuple):
     def counts_as_new(self) -> bool:
         """True if its first fetch is about to begin, and counts towards the limit of its host."""
         never_fetched = self.head is None and self.last_error is None
-        return self.from_stream and never_fetched and self.sync_reason in (Desync.NEW, Desync.IDENTITY)
+        return never_fetched and self.from_stream and self.sync_reason in (Desync.NEW, Desync.IDENTITY)
 
     def advances(self, before: "Repo") -> bool:
         """Return True if this row of a synchronized repo differs from the row before in nothing but the head."""

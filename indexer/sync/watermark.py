@@ -46,12 +46,12 @@ class Watermark:
     def position_if_done(self, seqs: Iterable[int]) -> Position:
         """Return the position once `seqs` are processed: the cursor for the transaction that writes them."""
         done = self._done.union(seqs)
-        position = Position(self.position, self.event_time)
+        position: tuple[int | None, str | None] = self.position, self.event_time
         for pending in self._pending:
             if pending[0] not in done:
                 break
-            position = Position(*pending)
-        return position
+            position = pending
+        return Position(*position)
 
     def mark_done(self, seqs: Iterable[int]) -> None:
         """Mark `seqs` as processed: their effects are committed."""

@@ -1,7 +1,7 @@
 """The batch writer: take messages from the inbox, plan them, and write the plan and the cursor in one transaction."""
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -40,6 +40,8 @@ from indexer.sync.watermark import Position
 # With these outcomes, a `Desync` reason says why the repo is desynchronized now. With others, it says why the event
 # changed nothing.
 _DESYNCHRONIZING = frozenset({Outcome.DESYNCHRONIZED, Outcome.APPLIED})
+
+_WITHOUT_TIME = (UnknownEvent, MalformedEvent)
 
 log = structlog.get_logger(__name__)
 
@@ -175,7 +177,7 @@ class BatchWriter:
         self._batch_size.add_success()
 
     async def _write(self, messages: Sequence[ReceivedMessage]) -> None:
-        dids = list({message.did for message in messages if message.did})
+        dids = [did for did in {message.event.did for message in messages} if did]
         with self._metrics.stage("load"):
             cached = self._rows.rows(dids)
             repos = cached | await self._load([did for did in dids if did not in cached])
@@ -186,7 +188,7 @@ class BatchWriter:
                 plan = await asyncio.to_thread(
                     plan_batch, messages, repos, self._keys.key_state, context, self._core, self._ahead.prepared
                 )
-            async with self._ahead.running(plan.rows, context, self._batch_size.current):
+            async with self._ahead.running(plan, context, self._batch_size.current):
                 await self._apply(messages, plan, plan.unchanged & cached.keys())
 
     async def _load(self, dids: Sequence[str]) -> dict[str, Repo]:
@@ -229,9 +231,8 @@ class BatchWriter:
             applied = await self._store.write(batch)
         self._rows.put([write.repo for write in batch.writes])
         self._rows.drop(applied.skipped | unconfirmed)
-        self._metrics.lenient_commits(
-            sum([write.lenient_commits for write in batch.writes if write.repo.did not in applied.skipped])
-        )
+        written = [write for write in batch.writes if write.lenient_commits and write.repo.did not in applied.skipped]
+        self._metrics.lenient_commits(sum([write.lenient_commits for write in written]))
         for action, count in applied.changes.items():
             self._metrics.record_changes(action, live=True, count=count)
         self._account_limits.count(plan, applied.skipped, self._keys.key_state)
@@ -255,8 +256,7 @@ class BatchWriter:
 
     def _cursor_after(self, plan: BatchPlan) -> Cursor | None:
         """Return the cursor that is valid when the plan is committed; None if there is none yet."""
-        seqs = [settled.received.seq for settled in plan.settled if settled.received.seq is not None]
-        position = self._position.watermark.position_if_done(seqs)
+        position = self._position.watermark.position_if_done(_seqs([item.received for item in plan.settled]))
         if position.seq is None:
             return None
         return self._cursor(position)
@@ -277,8 +277,8 @@ class BatchWriter:
         if cursor is None:
             return
         stored = [item.received.event for item in plan.settled if (item.received.seq or cursor.seq) <= cursor.seq]
-        known = [event for event in stored if not isinstance(event, UnknownEvent | MalformedEvent)]
-        self._clock.observe([(event.did, event.time) for event in known], time())
+        times = [(event.did, event.time) for event in stored if not isinstance(event, _WITHOUT_TIME)]
+        self._clock.observe(times, time())
 
     async def _settle(self, messages: Sequence[ReceivedMessage], plan: BatchPlan, conflicts: frozenset[str]) -> None:
         """Settle the messages that were written, and start key lookups for the messages that wait for a key.
@@ -290,21 +290,23 @@ class BatchWriter:
                 changed. All their messages are planned again.
         """
         self._keys.mark_stale(plan.stale_identities)
-        settled = [item for item in plan.settled if item.received.did not in conflicts]
-        done = [item.received for item in settled]
-        self._position.watermark.mark_done(message.seq for message in done if message.seq is not None)
-        self._keys.discard_results(did for did in (message.did for message in done) if did)
-        self._count(settled)
-        self.totals.add(settled, plan.dead_letters)
-        planned = messages[: len(messages) - len(plan.postponed)]
+        written = plan.without(conflicts)
+        done = [item.received for item in written.settled]
+        self._position.watermark.mark_done(_seqs(done))
+        self._keys.discard_results(message.event.did for message in done if message.event.did)
+        self._count(written.settled)
+        self.totals.add(written.settled, written.dead_letters)
+        planned = messages[: len(messages) - len(plan.postponed)] if conflicts else ()
         self._inbox.put_back([*[message for message in planned if message.did in conflicts], *plan.postponed])
-        for did, need in plan.needed_keys.items():  # last: a wait may end at once, and its messages come before these
-            if did not in conflicts:
-                self._keys.start(need, [message for message in plan.waiting if message.did == did])
+        waiting = defaultdict[str | None, list[ReceivedMessage]](list)
+        for message in written.waiting:
+            waiting[message.did].append(message)
+        for did, need in written.needed_keys.items():  # last: a wait may end at once, and its messages come before
+            self._keys.start(need, waiting[did])
         self._inbox.settle(done)
 
     def _count(self, settled: Sequence[SettledMessage]) -> None:
-        results = Counter([(item.received.event.kind, item.outcome, item.why) for item in settled])
+        results = Counter([(received.event.kind, outcome, why) for received, outcome, why in settled])
         for (kind, outcome, why), count in results.items():
             self._metrics.outcome(kind, outcome, count)
             if isinstance(why, Rejection):
@@ -313,3 +315,7 @@ class BatchWriter:
                 self._metrics.desynchronized(why, count)
         if self._position.watermark.position is not None:
             self._metrics.cursor(self._position.relay, self._position.watermark.position)
+
+
+def _seqs(messages: Sequence[ReceivedMessage]) -> list[int]:
+    return [message.seq for message in messages if message.seq is not None]

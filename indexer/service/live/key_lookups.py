@@ -96,6 +96,8 @@ class KeyLookups:
 
     def hold_back(self, messages: Iterable[ReceivedMessage]) -> list[ReceivedMessage]:
         """Queue the messages of DIDs that wait for a key behind their earlier messages; return the other messages."""
+        if not self._waiting:
+            return list(messages)
         free = []
         for message in messages:
             wait = self._waiting.get(message.did) if message.did else None
@@ -112,8 +114,9 @@ class KeyLookups:
 
     def discard_results(self, dids: Iterable[str]) -> None:
         """Discard the results of lookups whose messages are settled."""
-        for did in dids:
-            self._results.pop(did, None)
+        if self._results:
+            for did in dids:
+                self._results.pop(did, None)
 
     def start(self, need: NeedsKey, messages: Sequence[ReceivedMessage]) -> None:
         """Start the lookup that `messages`, all of one DID, wait for."""

@@ -47,10 +47,15 @@ class RepoRowCache:
         """Replace the rows by those that were just written."""
         now = self._clock()
         for repo in repos:
-            self.drop((repo.did,))
-            if repo.sync_status is SyncStatus.SYNCHRONIZED and repo.active and repo.tracked:
-                self._rows[repo.did] = repo, now
+            did = repo.did
+            if repo.sync_status is not SyncStatus.SYNCHRONIZED or not repo.active or not repo.tracked:
+                self.drop((did,))
+                continue
+            if did in self._rows:
+                self._rows.move_to_end(did)
+            else:
                 self._bytes += _size(repo)
+            self._rows[did] = repo, now
         while self._bytes > self._max_bytes:
             _, (repo, _) = self._rows.popitem(last=False)
             self._bytes -= _size(repo)

@@ -25,7 +25,7 @@ class SettledTotals:
     def add(self, settled: Sequence[SettledMessage], dead_letters: Iterable[DeadLetter]) -> None:
         """Add the messages of a batch that was written."""
         self.settled += len(settled)
-        self.rejected.update(item.why for item in settled if isinstance(item.why, Rejection))
+        self.rejected.update([item.why for item in settled if isinstance(item.why, Rejection)])
         self.examples |= {dead_letter.reason: _describe(dead_letter) for dead_letter in dead_letters}
 
 

@@ -1,13 +1,13 @@
 """Verify the commits of the next batch with the native core while the present batch is being written."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from indexer.service.live.inbox import Inbox
 from indexer.service.live.repo_row_cache import RepoRowCache
 from indexer.sync.native_core import NativeCore
-from indexer.sync.plan_batch import commits_within
+from indexer.sync.plan_batch import BatchPlan, commits_within
 from indexer.sync.policy import KeyState, PlanContext
 from indexer.sync.prepared_commits import PreparedCommits, commits_to_verify, verify_ahead
 from indexer.sync.repo_state import Repo
@@ -44,13 +44,13 @@ class VerificationAhead:
         self.prepared = PreparedCommits()
 
     @asynccontextmanager
-    async def running(self, rows: Mapping[str, Repo], context: PlanContext, batch_size: int) -> AsyncIterator[None]:
+    async def running(self, plan: BatchPlan, context: PlanContext, batch_size: int) -> AsyncIterator[None]:
         """Verify the next `batch_size` messages in a thread during the block, and wait for the thread at its end.
 
         Args:
-            rows: The rows as the present batch leaves them. For a repo without a row, here or in the cache, the guess
-                is that its commits are new.
-            context: The plan context.
+            plan: The plan of the present batch, which leaves rows. For a repo without a row, here or in the cache, the
+                guess is that its commits are new.
+            context: The context of the plan.
             batch_size: The size of the next batch.
         """
         self.prepared = PreparedCommits()
@@ -58,10 +58,13 @@ class VerificationAhead:
             yield
             return
         commits = commits_within(self._inbox.peek(batch_size), MAX_AHEAD_BYTES)
-        known = {**self._rows.rows([event.did for event in commits]), **rows}
-        chosen = commits_to_verify(
-            commits, lambda did: known.get(did) or Repo(did, version=1), self._key_state_of, context
-        )
+        cached = self._rows.rows([event.did for event in commits])
+
+        def guessed_row(did: str) -> Repo:
+            draft = plan.drafts.get(did)
+            return (draft.after if draft else cached.get(did)) or Repo(did, version=1)
+
+        chosen = commits_to_verify(commits, guessed_row, self._key_state_of, context)
         verifying = asyncio.get_running_loop().run_in_executor(None, verify_ahead, self._core, chosen, context)
         try:
             yield
