@@ -8,7 +8,8 @@ from indexer.atproto.limits import Limits
 from indexer.sync.events import CommitEvent
 from indexer.sync.native_core import NativeCore
 from indexer.sync.plan_event import key_to_verify
-from indexer.sync.policy import KeyState, PlanContext
+from indexer.sync.policy import KeyState, PlanContext, Policy
+from indexer.sync.record_change import selected_path
 from indexer.sync.repo_state import Repo
 from indexer.sync.verify import VerifiedCommit, verify_commit
 
@@ -35,6 +36,16 @@ class PreparedCommits:
 
     def __or__(self, other: "PreparedCommits") -> "PreparedCommits":
         return PreparedCommits([*self._prepared.values(), *other._prepared.values()])
+
+    def has_all_of(self, event: CommitEvent, key: KeyState | None, policy: Policy) -> bool:
+        """Return True if the native core accepted the commit with this key, and has converted each record to store."""
+        prepared = self._prepared.get(id(event))
+        if prepared is None or prepared.commit is None or key is None or key.key != prepared.key:
+            return False
+        if not policy.store_values:
+            return True
+        unconverted = [change for change in prepared.commit.changes if change.converted is None and change.block]
+        return not any(selected_path(change.path, policy) for change in unconverted)
 
     def verify(self, event: CommitEvent, key: PublicKey, limits: Limits) -> VerifiedCommit:
         """Return the verified commit if the native core accepted it with this key, else the result of `verify_commit`.
@@ -86,7 +97,5 @@ def prepare_commits(
     The arguments are those of `plan_batch`.
     """
     rest = [event for event in commits if event not in ahead]
-    if not rest:
-        return ahead
     worthwhile = commits_to_verify(rest, lambda did: repos.get(did) or Repo(did), key_state_of, context)
-    return ahead | verify_ahead(core, worthwhile, context)
+    return ahead | verify_ahead(core, worthwhile, context) if worthwhile else ahead

@@ -24,7 +24,7 @@ from indexer.reasons import Desync, Rejection
 from indexer.sync.events import CommitEvent, RepoOp
 from indexer.sync.frames import decode_frame
 from indexer.sync.native_core import INTERFACE, NativeCore, load_core
-from indexer.sync.plan_batch import MAX_BATCH_BYTES, ReceivedMessage, commits_within, plan_batch
+from indexer.sync.plan_batch import MAX_BATCH_BYTES, ReceivedMessage, commits_within, is_quick, plan_batch
 from indexer.sync.plans import RecordChange
 from indexer.sync.policy import KeyState, Policy
 from indexer.sync.prepared_commits import commits_to_verify, verify_ahead
@@ -566,6 +566,45 @@ def test_a_result_of_another_key_is_not_used_although_it_was_verified_before() -
     changed = {account.did: other.key_state._replace(final=True)}
     plan = plan_batch([message], {}, changed.get, CONTEXT, shared_core(), ahead)
     assert [settled.why for settled in plan.settled] == [Rejection.SIGNATURE_INVALID]
+
+
+def quick(messages: list[ReceivedMessage], keys: dict[str, KeyState], policy: Policy = STORE_ALL) -> bool:
+    """Return True if the batch is quick after the native core has verified its commits with this policy."""
+    context = replace(CONTEXT, policy=policy)
+    chosen = commits_to_verify(commits_within(messages, MAX_BATCH_BYTES), Repo, keys.get, context)
+    return is_quick(messages, keys.get, policy, verify_ahead(shared_core(), chosen, context))
+
+
+def test_a_batch_is_quick_if_the_core_has_verified_and_converted_all_of_it() -> None:
+    account, other = SigningAccount(), SigningAccount("bob")
+    keys = {account.did: account.key_state}
+    commit = received_message("commit", account.commit_post("a"))
+    deletion = received_message("commit", account.commit(Write.delete(f"{POST}/a")))
+    number = received_message("commit", account.commit(Write.create(f"{POST}/n", {"$type": POST, "n": 1 << 63})))
+    hidden = received_message("account", account.account_event(active=False))
+    sync = received_message("sync", account.sync_event())
+    likes = replace(STORE_ALL, scope=replace(STORE_ALL.scope, collections=CollectionFilter(["app.bsky.feed.like"])))
+    assert quick([commit, deletion, hidden], keys)
+    assert not quick([commit, sync], keys), "the signature of a #sync is verified when it is planned"
+    assert not quick([commit, deletion], {}), "the signing key is not known"
+    assert not quick([commit], {account.did: other.key_state}), "the reference has to reject it"
+    assert not quick([number], keys), "the reference has to convert it"
+    assert quick([number], keys, likes)
+    assert quick([number], keys, replace(STORE_ALL, store_values=False))
+    assert not quick([commit], keys, replace(STORE_ALL, links=True))
+
+
+def test_a_batch_is_not_quick_after_a_key_or_the_scope_changed() -> None:
+    account, other = SigningAccount(), SigningAccount("bob")
+    message, keys = received_message("commit", account.commit_post("a")), {account.did: account.key_state}
+    likes = replace(STORE_ALL, scope=replace(STORE_ALL.scope, collections=CollectionFilter(["app.bsky.feed.like"])))
+    narrow = replace(CONTEXT, policy=likes)
+    ahead = verify_ahead(
+        shared_core(), commits_to_verify(commits_within([message], MAX_BATCH_BYTES), Repo, keys.get, narrow), narrow
+    )
+    assert is_quick([message], keys.get, likes, ahead)
+    assert not is_quick([message], keys.get, STORE_ALL, ahead)
+    assert not is_quick([message], {account.did: other.key_state}.get, likes, ahead)
 
 
 def test_the_choice_python_loads_no_core() -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from time import monotonic, time
@@ -29,7 +29,7 @@ from indexer.service.periodic import DatabaseAttempt
 from indexer.store import DatabaseError, Store
 from indexer.sync.events import MalformedEvent, UnknownEvent
 from indexer.sync.native_core import NativeCore
-from indexer.sync.plan_batch import BatchPlan, ReceivedMessage, SettledMessage, plan_batch, plan_refusal
+from indexer.sync.plan_batch import BatchPlan, ReceivedMessage, SettledMessage, is_quick, plan_batch, plan_refusal
 from indexer.sync.plans import Batch, Cursor
 from indexer.sync.policy import PlanContext, Policy
 from indexer.sync.repo_state import Repo
@@ -185,11 +185,22 @@ class BatchWriter:
         with self._scope.in_use() as policy:
             with self._metrics.stage("plan"):
                 context = self._account_limits.apply(dids, repos, self._keys.key_state, self._context(policy))
-                plan = await asyncio.to_thread(
-                    plan_batch, messages, repos, self._keys.key_state, context, self._core, self._ahead.prepared
-                )
+                plan = await self._plan(messages, repos, context)
             async with self._ahead.running(plan, context, self._batch_size.current):
                 await self._apply(messages, plan, plan.unchanged & cached.keys())
+
+    async def _plan(
+        self, messages: Sequence[ReceivedMessage], repos: Mapping[str, Repo], context: PlanContext
+    ) -> BatchPlan:
+        """Plan a batch: on the event loop if it is quick, else in a thread.
+
+        A thread that plans and the event loop wait for each other's interpreter lock, for up to 5 ms each time.
+        """
+        key_state_of, core = self._keys.key_state, self._core
+        prepared = await self._ahead.prepare(messages, repos, context)
+        if is_quick(messages, key_state_of, context.policy, prepared):
+            return plan_batch(messages, repos, key_state_of, context, core, prepared)
+        return await asyncio.to_thread(plan_batch, messages, repos, key_state_of, context, core, prepared)
 
     async def _load(self, dids: Sequence[str]) -> dict[str, Repo]:
         """Load the rows of the repos. If one is complete for a later scope, read the scope, too."""
