@@ -3,23 +3,20 @@
 Each table is written by few statements per batch: one for new and one for existing rows, or one for writes and one for
 deletes. Repos of which only the head advances have their own. Records with large values take more statements, of at
 most `STATEMENT_BYTES` each. A statement takes arrays, sorted by key, with each key once: it cannot change a row twice,
-and concurrent statements lock rows in the same order.
+and concurrent statements lock rows in the same order. Many new records are written by COPY, also sorted by key.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from time import time
-from typing import Any
-
-import asyncpg
+from typing import Any, NamedTuple
 
 from indexer.store import dead_letters
 from indexer.store.change_log import log_changes
 from indexer.store.columns import (
     HEAD_COLUMNS,
     REPO_COLUMNS,
-    Columns,
     Connection,
     buckets_of,
     columns_of,
@@ -31,6 +28,7 @@ from indexer.store.columns import (
     unnest,
     visible,
 )
+from indexer.store.copy_records import create_records, record_rows
 from indexer.store.link_rows import keeps_links, replace_links, request_recounts
 from indexer.sync.changes import (
     RecordKey,
@@ -47,6 +45,9 @@ STATEMENT_BYTES = 8 << 20
 """Bytes of records in one statement, if it has more than one row. Postgres refuses messages of 1 GiB, and the driver
 needs several times the memory of a statement."""
 
+MIN_COPIED = 50
+"""The least number of new records that are written by COPY. Below, its savepoint costs more than an upsert."""
+
 _VALUES = repo_values("w")
 
 INSERT_REPOS = f"""
@@ -57,39 +58,38 @@ INSERT_REPOS = f"""
 """Takes the arrays of `repo_arrays`; returns the DIDs that had no row yet."""
 
 
-def _update(columns: Columns, assignments: str) -> str:
-    return f"""
-        update indexer.repo r set {assignments}, updated_at = now()
-        from {unnest({**columns, "expected_version": "bigint"}, "w", 2)}
-        join indexer.repo before
-            on before.did = w.did and {of_buckets("before")} and before.version = w.expected_version
-        where r.did = before.did and r.bucket = before.bucket and {of_buckets("r")} and r.version = w.expected_version
-        returning r.did, {visible("before")} as visible,
-            not before.active and before.hosting_status is not distinct from '{DELETED}' as deleted,
-            before.sync_status = '{SyncStatus.SYNCHRONIZED}' as synchronized,
-            case when before.active then 'active' else coalesce(before.hosting_status, 'inactive') end as hosting_status
-    """
-
-
 def _assignments(values: Mapping[str, str]) -> str:
     return ", ".join(f"{name} = {value}" for name, value in values.items() if name not in ("did", "bucket"))
 
 
-UPDATE_REPOS = _update(
-    REPO_COLUMNS,
-    f"{_assignments(_VALUES)}, "
-    f"lease_until = case when w.sync_status = '{SyncStatus.IN_PROGRESS}' then r.lease_until end",
-)
+UPDATE_REPOS = f"""
+    update indexer.repo r set {_assignments(_VALUES)}, updated_at = now(),
+        lease_until = case when w.sync_status = '{SyncStatus.IN_PROGRESS}' then r.lease_until end
+    from {unnest({**REPO_COLUMNS, "expected_version": "bigint"}, "w", 2)}
+    join indexer.repo before
+        on before.did = w.did and {of_buckets("before")} and before.version = w.expected_version
+    where r.did = before.did and r.bucket = before.bucket and {of_buckets("r")} and r.version = w.expected_version
+    returning r.did, {visible("before")} as visible,
+        not before.active and before.hosting_status is not distinct from '{DELETED}' as deleted,
+        before.sync_status = '{SyncStatus.SYNCHRONIZED}' as synchronized,
+        case when before.active then 'active' else coalesce(before.hosting_status, 'inactive') end as hosting_status
+"""
 """Takes the buckets, the arrays of `repo_arrays`, and the expected versions; returns a `RepoVisibility` per DID."""
 
-ADVANCE_REPOS = _update(HEAD_COLUMNS, _assignments({name: f"w.{name}" for name in HEAD_COLUMNS}))
-"""Takes the buckets, the arrays of `head_arrays`, and the expected versions; returns a `RepoVisibility` per DID.
+ADVANCE_REPOS = f"""
+    update indexer.repo r set {_assignments({name: f"w.{name}" for name in HEAD_COLUMNS})}, updated_at = now()
+    from {unnest({**HEAD_COLUMNS, "expected_version": "bigint"}, "w", 2)}
+    where r.did = w.did and {of_buckets("r")} and r.version = w.expected_version
+    returning r.did
+"""
+"""Takes the buckets, the arrays of `head_arrays`, and the expected versions; returns the DIDs that were written.
 
-Nearly all writes only advance the head. With the arrays of all columns they take twice the time.
+Nearly all writes only advance the head. With the arrays of all columns they take twice the time. The visibility before
+the write is not read: a row at the expected version is equal to the row that the write was planned on.
 """
 
 _RECORD_KEY = {"did": "text", "collection": "text", "rkey": "text"}
-_RECORD_COLUMNS = {
+_RECORD_COLUMNS = {  # in the order of `record_rows`
     **_RECORD_KEY,
     "bucket": "smallint",
     "cid": "bytea",
@@ -99,8 +99,8 @@ _RECORD_COLUMNS = {
     "original": "bytea",
 }
 
-# Return the keys of the rows that existed. The system column xmax of a row that was just inserted is 0, because no
-# transaction has locked the row yet.
+# For records that may exist, and for few new ones. Return the keys of the rows that existed. The system column xmax of
+# a row that was just inserted is 0, because no transaction has locked the row yet.
 _UPSERT_RECORDS = f"""
     with written as (
         insert into indexer.record
@@ -168,6 +168,19 @@ class AppliedBatch:
     changes: Counter[Action]
 
 
+class WrittenRecords(NamedTuple):
+    """The result of writing changes of records.
+
+    Attributes:
+        existed: The keys of the changed records that existed before.
+        as_planned: True if each change happened as it says, so that `effective_changes` need not be computed: no record
+            has several changes, those that were created did not exist, and all others did.
+    """
+
+    existed: set[RecordKey]
+    as_planned: bool
+
+
 async def apply(connection: Connection, batch: Batch, *, links: bool | None = None) -> AppliedBatch:
     """Write the batch within the open transaction.
 
@@ -179,18 +192,20 @@ async def apply(connection: Connection, batch: Batch, *, links: bool | None = No
         batch: The batch.
         links: Links are kept. None: ask the database.
     """
-    written = await _write_repos(connection, batch.writes)
-    writes = [write for write in batch.writes if write.repo.did in written]
-    skipped = frozenset([write.repo.did for write in batch.writes]) - written.keys()
+    before = await _write_repos(connection, batch.writes)
+    writes = [write for write in batch.writes if write.repo.did in before]
+    skipped = frozenset([write.repo.did for write in batch.writes]) - before.keys()
     changes = [(write.repo.did, change) for write in writes for change in write.changes]
-    stored = await write_records(connection, changes)
+    written = await write_records(connection, changes)
     if links is not False:
-        await _write_links(connection, writes, written, changes, stored, links=links)
-    writes = [_as_it_happened(write, stored) for write in writes]
+        await _write_links(connection, writes, before, changes, written.existed, links=links)
+    if not written.as_planned:
+        writes = [_as_it_happened(write, written.existed) for write in writes]
     await log_changes(
-        connection, [entry for write in writes for entry in change_log_entries(written[write.repo.did], write)]
+        connection, [entry for write in writes for entry in change_log_entries(before[write.repo.did], write)]
     )
-    await _write_buffered_events(connection, writes)
+    # A repo of which only the head advances was synchronized before, so its buffer is empty.
+    await _write_buffered_events(connection, [write for write in writes if not write.advances])
     await dead_letters.insert(
         connection, [dead_letter for dead_letter in batch.dead_letters if dead_letter.did not in skipped]
     )
@@ -205,14 +220,18 @@ async def apply(connection: Connection, batch: Batch, *, links: bool | None = No
 async def _write_links(
     connection: Connection,
     writes: Sequence[RepoWrite],
-    before: Mapping[str, RepoVisibility],
+    before: Mapping[str, RepoVisibility | None],
     changes: Sequence[tuple[str, RecordChange]],
     stored: set[RecordKey],
     *,
     links: bool | None,
 ) -> None:
     """Write the links of the records, and let those of repos be recounted whose visibility changed."""
-    changed = [write.repo.did for write in writes if write.repo.visible != before[write.repo.did].visible]
+    changed = [
+        write.repo.did
+        for write in writes
+        if (known := before[write.repo.did]) is not None and write.repo.visible != known.visible
+    ]
     if not changes and not changed:
         return
     if links or await keeps_links(connection, [write.repo.did for write in writes]):
@@ -223,24 +242,27 @@ async def _write_links(
 
 def _as_it_happened(write: RepoWrite, stored: set[RecordKey]) -> RepoWrite:
     changes = effective_changes(write.repo.did, write.changes, stored)
-    # A copy costs 3 µs, and nearly all changes happen as planned.
-    return write if changes == write.changes else write._replace(changes=changes)
+    return write if changes == write.changes else write._replace(changes=changes)  # a copy costs 3 µs
 
 
-async def _write_repos(connection: Connection, writes: Sequence[RepoWrite]) -> dict[str, RepoVisibility]:
-    """Write the rows that are at the expected version; return their visibility before the write, by DID."""
+async def _write_repos(connection: Connection, writes: Sequence[RepoWrite]) -> dict[str, RepoVisibility | None]:
+    """Write the rows that are at the expected version.
+
+    Returns:
+        The visibility before the write by DID, without the repos whose writes were skipped. None: it does not change.
+    """
     ordered = sorted(writes, key=lambda write: write.repo.did)
-    written: dict[str, RepoVisibility] = {}
+    written: dict[str, RepoVisibility | None] = {}
     if new := [write.repo for write in ordered if write.expected_version == 0]:
         rows = await connection.fetch(INSERT_REPOS, *repo_arrays(new))
         written.update({did: visibility_of(Repo(did)) for (did,) in rows})
     known = [write for write in ordered if write.expected_version != 0]
-    updated: list[asyncpg.Record] = []
     if advanced := [write for write in known if write.advances]:
-        updated += await connection.fetch(ADVANCE_REPOS, *_update_arguments(advanced, head_arrays))
+        rows = await connection.fetch(ADVANCE_REPOS, *_update_arguments(advanced, head_arrays))
+        written.update(dict.fromkeys([did for (did,) in rows]))
     if others := [write for write in known if not write.advances]:
-        updated += await connection.fetch(UPDATE_REPOS, *_update_arguments(others, repo_arrays))
-    written.update({did: RepoVisibility(*before) for did, *before in updated})
+        rows = await connection.fetch(UPDATE_REPOS, *_update_arguments(others, repo_arrays))
+        written.update({did: RepoVisibility(*before) for did, *before in rows})
     return written
 
 
@@ -248,30 +270,31 @@ def _update_arguments(
     writes: Sequence[RepoWrite], arrays: Callable[[Sequence[Repo]], list[list[Any]]]
 ) -> list[list[Any]]:
     repos = [write.repo for write in writes]
-    return [buckets_of(repo.did for repo in repos), *arrays(repos), [write.expected_version for write in writes]]
+    return [buckets_of([repo.did for repo in repos]), *arrays(repos), [write.expected_version for write in writes]]
 
 
-async def write_records(connection: Connection, changes: Sequence[tuple[str, RecordChange]]) -> set[RecordKey]:
-    """Write changes, each with its DID, in order; return the keys of those records that existed before.
-
-    Of several changes of one record only the last one is written.
-    """
-    existed: set[RecordKey] = set()
+async def write_records(connection: Connection, changes: Sequence[tuple[str, RecordChange]]) -> WrittenRecords:
+    """Write changes, each with its DID, in order. Of several changes of one record only the last one is written."""
     last = {(did, change.collection, change.rkey): change for did, change in changes}
-    puts = [(key, last[key]) for key in sorted(last) if last[key].action != "delete"]
-    deletes = [key for key in sorted(last) if last[key].action == "delete"]
-    for part in _statements(puts):
-        rows = [_record_row(did, change) for (did, *_), change in part]
-        updated = await connection.fetch(_UPSERT_RECORDS, *columns_of(rows, _RECORD_COLUMNS))
+    distinct = len(last) == len(changes)
+    first = last if distinct else {(did, change.collection, change.rkey): change for did, change in reversed(changes)}
+    keys = sorted(last)
+    puts = [key for key in keys if last[key].action != "delete"]
+    creates = [key for key in puts if first[key].action == "create"]
+    if len(creates) >= MIN_COPIED and await create_records(connection, [(key[0], last[key]) for key in creates]):
+        puts = [key for key in puts if first[key].action != "create"]
+    existed: set[RecordKey] = set()
+    for part in _statements([(key[0], last[key]) for key in puts]):
+        updated = await connection.fetch(_UPSERT_RECORDS, *columns_of(record_rows(part), _RECORD_COLUMNS))
         existed.update([(did, collection, rkey) for did, collection, rkey in updated])
-    if deletes:
-        buckets = buckets_of(did for did, *_ in deletes)
+    if deletes := [key for key in keys if last[key].action == "delete"]:
+        buckets = buckets_of([did for did, _, _ in deletes])
         deleted = await connection.fetch(_DELETE_RECORDS, buckets, *columns_of(deletes, _RECORD_KEY))
         existed.update([(did, collection, rkey) for did, collection, rkey in deleted])
-    return existed
+    return WrittenRecords(existed, distinct and existed == {key for key in keys if last[key].action != "create"})
 
 
-def _statements(puts: Sequence[tuple[RecordKey, RecordChange]]) -> Iterator[Sequence[tuple[RecordKey, RecordChange]]]:
+def _statements(puts: Sequence[tuple[str, RecordChange]]) -> Iterator[Sequence[tuple[str, RecordChange]]]:
     """Yield the writes in parts of at most `STATEMENT_BYTES`, or of one write."""
     start, size = 0, 0
     for number, (_, change) in enumerate(puts):
@@ -281,11 +304,6 @@ def _statements(puts: Sequence[tuple[RecordKey, RecordChange]]) -> Iterator[Sequ
             start, size = number, change.size
     if puts:
         yield puts[start:]
-
-
-def _record_row(did: str, new: RecordChange) -> tuple[Any, ...]:
-    """Return the values of `_RECORD_COLUMNS`."""
-    return (did, new.collection, new.rkey, bucket_of(did), new.cid, new.rev, new.value, new.problem, new.original)
 
 
 async def _write_buffered_events(connection: Connection, writes: Iterable[RepoWrite]) -> None:

@@ -53,6 +53,6 @@ async def begin_batch(connection: Connection, size: int) -> tuple[int, int]:
 def log_rows(segment: int, batch: int, first_ordinal: int, changes: Iterable[ChangeLogEntry]) -> list[tuple[Any, ...]]:
     """Return the rows of changes, in the order of `COLUMNS`."""
     return [
-        (segment, batch, ordinal, bucket_of(c.did), c.live, c.action, c.did, c.collection, c.rkey, c.rev, c.cid)
-        for ordinal, c in enumerate(changes, first_ordinal)
+        (segment, batch, ordinal, bucket_of(did), live, action, did, collection, rkey, rev, cid)
+        for ordinal, (did, action, rev, live, collection, rkey, cid) in enumerate(changes, first_ordinal)
     ]

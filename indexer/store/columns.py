@@ -71,7 +71,8 @@ def repo_arrays(repos: Sequence[Repo]) -> list[list[Any]]:
 
 def head_arrays(repos: Sequence[Repo]) -> list[list[Any]]:
     """Return one array per column of `HEAD_COLUMNS`."""
-    return [[_REPO[name][1](repo) for repo in repos] for name in HEAD_COLUMNS]
+    no_head = (None, None, None)
+    return columns_of([(repo.did, repo.version, *(repo.head or no_head)) for repo in repos], HEAD_COLUMNS)
 
 
 def visible(alias: str) -> str:
@@ -134,7 +135,7 @@ def of_buckets(alias: str, array: int = 1) -> str:
 
 def buckets_of(dids: Iterable[str]) -> list[int]:
     """Return the distinct buckets of the DIDs, in ascending order."""
-    return sorted({bucket_of(did) for did in dids})
+    return sorted(set(map(bucket_of, dids)))
 
 
 def storable(text: str | None) -> str | None:

@@ -1,4 +1,4 @@
-"""Insert the records of repos that have no stored records, by COPY, from rows or from ready-made bytes.
+"""Insert records that are not stored yet, by COPY, from rows or from ready-made bytes.
 
 COPY takes a third of the time of an upsert. A core that reads exports may return the rows of a chunk in the binary
 format of COPY. Otherwise, the database driver encodes them.
@@ -36,15 +36,26 @@ class NewRepoRecords(NamedTuple):
     chunk: RecordChunk
 
 
-async def create_records(connection: Connection, did: str, creates: Sequence[RecordChange]) -> None:
-    """Insert new records in a savepoint.
+def record_rows(changes: Iterable[tuple[str, RecordChange]]) -> list[tuple[Any, ...]]:
+    """Return the rows of records, each given with its DID, in the order of `RECORD_COLUMNS`."""
+    return [
+        (did, collection, rkey, bucket_of(did), cid, rev, value, problem, original)
+        for did, (_, collection, rkey, rev, cid, value, problem, original, _) in changes
+    ]
 
-    Raises:
-        UniqueViolationError: One of the records exists already; nothing is written, and the transaction goes on.
+
+async def create_records(connection: Connection, creates: Iterable[tuple[str, RecordChange]]) -> bool:
+    """Insert new records, each with its DID, in a savepoint.
+
+    Returns:
+        False if one of the records exists already; then nothing is written, and the transaction goes on.
     """
-    if creates:
+    try:
         async with connection.transaction():
-            await _copy_records(connection, [_record_row(did, change) for change in creates])
+            await _copy_records(connection, creates)
+    except UniqueViolationError:
+        return False
+    return True
 
 
 async def copy_chunks(connection: Connection, parts: Sequence[NewRepoRecords]) -> None:
@@ -62,8 +73,7 @@ async def copy_chunks(connection: Connection, parts: Sequence[NewRepoRecords]) -
                 "record", schema_name="indexer", columns=RECORD_COLUMNS, source=source, format="binary"
             )
         if others:
-            rows = [_record_row(did, change) for did, chunk in others for change in chunk.changes()]
-            await _copy_records(connection, rows)
+            await _copy_records(connection, [(did, change) for did, chunk in others for change in chunk.changes()])
     except UniqueViolationError as error:
         raise RecordsExistError(str(error)) from error
     await _log_chunks(connection, ready, others)
@@ -91,7 +101,8 @@ async def _log_chunks(
         await connection.copy_records_to_table("change", schema_name="indexer", columns=CHANGE_COLUMNS, records=rows)
 
 
-async def _copy_records(connection: Connection, rows: Sequence[tuple[Any, ...]]) -> None:
+async def _copy_records(connection: Connection, creates: Iterable[tuple[str, RecordChange]]) -> None:
+    rows = record_rows(creates)
     await connection.copy_records_to_table("record", schema_name="indexer", columns=RECORD_COLUMNS, records=rows)
 
 
@@ -104,7 +115,3 @@ async def _binary(rows: Iterable[bytes]) -> AsyncIterator[bytes]:
             yield bytes(joined)
             joined.clear()
     yield bytes(joined + _TRAILER)
-
-
-def _record_row(did: str, new: RecordChange) -> tuple[Any, ...]:
-    return (did, new.collection, new.rkey, bucket_of(did), new.cid, new.rev, new.value, new.problem, new.original)

@@ -5,7 +5,6 @@ from collections.abc import AsyncIterable, AsyncIterator, Sequence
 from collections.abc import Set as AbstractSet
 
 from asyncpg import Record as Row
-from asyncpg import UniqueViolationError
 
 from indexer.atproto.record import Problem
 from indexer.errors import BrokenInvariantError
@@ -14,7 +13,7 @@ from indexer.store.apply_batch import apply, write_records
 from indexer.store.change_log import log_changes
 from indexer.store.columns import Connection, repo_columns, repo_of
 from indexer.store.consistent_read import in_chunks
-from indexer.store.copy_records import NewRepoRecords, copy_chunks, create_records
+from indexer.store.copy_records import NewRepoRecords, copy_chunks
 from indexer.store.database_errors import database_errors, refused_writes
 from indexer.store.link_rows import keeps_links, replace_links, request_recounts
 from indexer.sync.changes import RecordKey, effective_changes, record_entries
@@ -138,15 +137,9 @@ class ResyncTransaction:
     async def _write(self, changes: Sequence[RecordChange]) -> tuple[RecordChange, ...]:
         """Write the changes; return them as they happened."""
         did = self._claimed.did
-        creates = [change for change in changes if change.action == "create"]
-        try:
-            await create_records(self.connection, did, creates)
-            others = [change for change in changes if change.action != "create"]
-        except UniqueViolationError:
-            others = list(changes)  # fall back to an upsert, which returns the records that existed
-        existed = await write_records(self.connection, [(did, change) for change in others])
-        await self._write_links(changes, existed)
-        return effective_changes(did, changes, existed) if others else tuple(changes)
+        written = await write_records(self.connection, [(did, change) for change in changes])
+        await self._write_links(changes, written.existed)
+        return tuple(changes) if written.as_planned else effective_changes(did, changes, written.existed)
 
     async def _write_links(self, changes: Sequence[RecordChange], existed: AbstractSet[RecordKey]) -> None:
         """Write the links of changed records, if links are kept.
@@ -194,9 +187,7 @@ class ResyncTransaction:
         """
         did = self._claimed.did
         with refused_writes(), database_errors():
-            stored = await write_records(self.connection, [(did, change) for change in changes])
-            await self._write_links(changes, stored)
-            effective = effective_changes(did, changes, stored)
+            effective = await self._write(changes)
             await log_changes(self.connection, list(record_entries(did, effective, live=True)))
         return Counter([change.action for change in effective])
 

@@ -56,13 +56,23 @@ def visibility_of(repo: Repo) -> RepoVisibility:
     )
 
 
-def change_log_entries(before: RepoVisibility, write: RepoWrite) -> Iterator[ChangeLogEntry]:
-    """Yield the entries of one write, in the order in which a consumer can apply them.
+def change_log_entries(before: RepoVisibility | None, write: RepoWrite) -> Iterator[ChangeLogEntry]:
+    """Return the entries of one write, in the order in which a consumer can apply them.
 
     Entries of records come while the repo is visible, if it is visible before or after the write, and before the
     "completed" entry of the resync that wrote them. "identity" says that the hosting status changed if no other entry
     does.
+
+    Args:
+        before: The properties of the repo before the write; None if the write does not change them.
+        write: The write.
     """
+    if before is None:
+        return record_entries(write.repo.did, write.changes, live=write.live)
+    return _entries(before, write)
+
+
+def _entries(before: RepoVisibility, write: RepoWrite) -> Iterator[ChangeLogEntry]:
     repo, after = write.repo, visibility_of(write.repo)
     rev = repo.head.rev if repo.head else None
     if after.visible and not before.visible:

@@ -11,6 +11,7 @@ from indexer.atproto.cid import cid_of, cid_text
 from indexer.errors import RefusedWriteError
 from indexer.reasons import Desync, Rejection
 from indexer.store import DatabaseError, Store, dead_letters
+from indexer.store.apply_batch import MIN_COPIED
 from indexer.sync.plans import Batch, BufferedEvent, Cursor, DeadLetter, RecordChange, RepoWrite
 from indexer.sync.repo_state import PARKED, Repo, SyncStatus
 from tests.store.repo_rows import delete, did, head, in_progress, insert, put, synchronized
@@ -66,8 +67,12 @@ async def test_rows_are_read_as_they_were_written(store: Store) -> None:
     assert await store.repos([*repos, did("unknown")]) == repos
 
 
-async def test_random_batches_give_the_same_records_as_a_dictionary(store: Store, sql: asyncpg.Connection) -> None:
+@pytest.mark.parametrize("min_copied", [1, MIN_COPIED])
+async def test_random_batches_give_the_same_records_as_a_dictionary(
+    store: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch, min_copied: int
+) -> None:
     """Write hundreds of changes, with repeated paths in one batch, and compare with a dictionary."""
+    monkeypatch.setattr("indexer.store.apply_batch.MIN_COPIED", min_copied)
     numbers = random.Random(11)
     repos = {did(n): Repo(did(n)) for n in range(5)}
     records: dict[tuple[str, str], bytes] = {}
@@ -315,6 +320,21 @@ async def test_a_value_that_cannot_be_stored_is_no_database_error(store: Store) 
     """Even if its text is like that of a lost connection."""
     with pytest.raises(RefusedWriteError, match="closed"):
         await store.apply(Batch(cursor=Cursor(RELAY, "0/1", "the connection is closed")))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("stored", [(), ("r07",)])
+async def test_many_new_records_are_written_whether_or_not_one_exists(
+    store: Store, sql: asyncpg.Connection, stored: tuple[str, ...]
+) -> None:
+    await insert(store, synchronized(1), changes=tuple(put(f"app.test/{rkey}", '"old"') for rkey in stored))
+    rkeys = [f"r{number:02}" for number in range(MIN_COPIED)]
+    creates = tuple(put(f"app.test/{rkey}", f'"{rkey}"') for rkey in reversed(rkeys))
+    assert not await store.apply(Batch((RepoWrite(1, synchronized(1, version=2), creates),)))
+    rows = await sql.fetch("select rkey, value #>> '{}' as value, cid from indexer.record order by rkey")
+    assert [tuple(row) for row in rows] == [(rkey, rkey, cid_of(f'"{rkey}"'.encode())) for rkey in rkeys]
+    log = await sql.fetch("select rkey, action from atproto.changes where rkey is not null order by seq")
+    expected = [(rkey, "update" if rkey in stored else "create") for rkey in reversed(rkeys)]
+    assert [tuple(row) for row in log] == [*((rkey, "create") for rkey in stored), *expected]
 
 
 async def test_large_records_are_written_in_several_statements_with_the_same_result(

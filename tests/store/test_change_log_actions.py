@@ -42,13 +42,14 @@ LOG = "select action, rkey from atproto.changes where did = $1 and rkey is not n
 
 
 @settings(max_examples=scaled(100), suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(steps=STEPS)
+@given(steps=STEPS, min_copied=st.sampled_from([1, 50]))
 async def test_applying_the_log_gives_the_records_after_any_changes(
-    store: Store, sql: asyncpg.Connection, steps: list[tuple[Any, ...]]
+    store: Store, sql: asyncpg.Connection, steps: list[tuple[Any, ...]], min_copied: int
 ) -> None:
     """The changes do not know what is stored: all of them may create, update or delete any record."""
     await sql.execute("truncate indexer.repo, indexer.record, indexer.change, indexer.change_batch")
-    await Scenario(store, sql).play(steps)
+    with patch("indexer.store.apply_batch.MIN_COPIED", min_copied):
+        await Scenario(store, sql).play(steps)
 
 
 class Scenario:

@@ -119,9 +119,9 @@ async def test_a_batch_finds_its_repos_by_primary_key(store: Store, database: st
     dids, buckets = [repo.did for repo in repos], buckets_of(repo.did for repo in repos)
     found = await plans(database, LOAD_REPOS, dids, buckets, mode=mode)
     assert "Index Scan using repo_pkey" in found
-    for statement, arrays in ((UPDATE_REPOS, repo_arrays(repos)), (ADVANCE_REPOS, head_arrays(repos))):
+    for statement, arrays, scans in ((UPDATE_REPOS, repo_arrays(repos), 2), (ADVANCE_REPOS, head_arrays(repos), 1)):
         found = await plans(database, statement, buckets, *arrays, [1] * len(repos), mode=mode)
-        assert found.count("Index Scan using repo_pkey") == 2, found
+        assert found.count("Index Scan using repo_pkey") == scans, found
         assert not re.search("Index Cond:.* ANY ", found), found
 
 
