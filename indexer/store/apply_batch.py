@@ -8,6 +8,7 @@ and concurrent statements lock rows in the same order. Many new records are writ
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from time import time
 from typing import Any, NamedTuple
@@ -196,7 +197,8 @@ async def apply(connection: Connection, batch: Batch, *, links: bool | None = No
     writes = [write for write in batch.writes if write.repo.did in before]
     skipped = frozenset([write.repo.did for write in batch.writes]) - before.keys()
     changes = [(write.repo.did, change) for write in writes for change in write.changes]
-    written = await write_records(connection, changes)
+    unproven = frozenset([write.repo.did for write in writes if write.repo.unproven_since is not None])
+    written = await write_records(connection, changes, unproven)
     if links is not False:
         await _write_links(connection, writes, before, changes, written.existed, links=links)
     if not written.as_planned:
@@ -273,16 +275,27 @@ def _update_arguments(
     return [buckets_of([repo.did for repo in repos]), *arrays(repos), [write.expected_version for write in writes]]
 
 
-async def write_records(connection: Connection, changes: Sequence[tuple[str, RecordChange]]) -> WrittenRecords:
-    """Write changes, each with its DID, in order. Of several changes of one record only the last one is written."""
+async def write_records(
+    connection: Connection, changes: Sequence[tuple[str, RecordChange]], unproven: AbstractSet[str] = frozenset()
+) -> WrittenRecords:
+    """Write changes, each with its DID, in order. Of several changes of one record only the last one is written.
+
+    New records are copied. If one of them exists already, all are upserted instead, so the copying was in vain. Only a
+    repo whose stored records differ from its tree has such records: it must not slow down every batch.
+
+    Args:
+        connection: The connection.
+        changes: The changes.
+        unproven: The DIDs whose new records are not copied, because their stored records may be wrong.
+    """
     last = {(did, change.collection, change.rkey): change for did, change in changes}
     distinct = len(last) == len(changes)
     first = last if distinct else {(did, change.collection, change.rkey): change for did, change in reversed(changes)}
     keys = sorted(last)
     puts = [key for key in keys if last[key].action != "delete"]
-    creates = [key for key in puts if first[key].action == "create"]
-    if len(creates) >= MIN_COPIED and await create_records(connection, [(key[0], last[key]) for key in creates]):
-        puts = [key for key in puts if first[key].action != "create"]
+    creates = {key: last[key] for key in puts if first[key].action == "create" and key[0] not in unproven}
+    if len(creates) >= MIN_COPIED and await create_records(connection, [(key[0], creates[key]) for key in creates]):
+        puts = [key for key in puts if key not in creates]
     existed: set[RecordKey] = set()
     for part in _statements([(key[0], last[key]) for key in puts]):
         updated = await connection.fetch(_UPSERT_RECORDS, *columns_of(record_rows(part), _RECORD_COLUMNS))

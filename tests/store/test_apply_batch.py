@@ -337,6 +337,26 @@ async def test_many_new_records_are_written_whether_or_not_one_exists(
     assert [tuple(row) for row in log] == [*((rkey, "create") for rkey in stored), *expected]
 
 
+async def test_a_repo_with_unproven_records_does_not_keep_others_from_being_copied(
+    store: Store, sql: asyncpg.Connection
+) -> None:
+    proven, unproven = synchronized(1, version=2), synchronized(2, version=2, unproven_since=1.0)
+    await insert(store, synchronized(1), synchronized(2), changes=(put("app.test/old"),))
+    creates = tuple(put(f"app.test/{number}") for number in range(MIN_COPIED))
+    writes = (
+        RepoWrite(1, proven, creates),
+        RepoWrite(1, unproven, (put("app.test/old", '"new"'), put("app.test/new"))),
+    )
+    assert not await store.apply(Batch(writes))
+    # COPY runs in a savepoint, which has a transaction ID of its own.
+    copied = await sql.fetch(
+        "select c.did, c.rkey from indexer.record c join indexer.repo r using (did, bucket) "
+        "where c.xmin <> r.xmin and c.rkey <> 'old'"
+    )
+    assert {tuple(row) for row in copied} == {(proven.did, change.rkey) for change in creates}
+    assert await sql.fetchval("select value from indexer.record where did = $1 and rkey = 'old'", did(2)) == '"new"'
+
+
 async def test_large_records_are_written_in_several_statements_with_the_same_result(
     store: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
