@@ -292,15 +292,22 @@ async def write_records(
     distinct = len(last) == len(changes)
     first = last if distinct else {(did, change.collection, change.rkey): change for did, change in reversed(changes)}
     keys = sorted(last)
-    puts = [key for key in keys if last[key].action != "delete"]
-    creates = {key: last[key] for key in puts if first[key].action == "create" and key[0] not in unproven}
-    if len(creates) >= MIN_COPIED and await create_records(connection, [(key[0], creates[key]) for key in creates]):
-        puts = [key for key in puts if key not in creates]
+    creates, puts, deletes = [], [], []
+    for key in keys:
+        change = last[key]
+        if change.action == "delete":
+            deletes.append(key)
+        elif first[key].action == "create" and key[0] not in unproven:
+            creates.append((key[0], change))
+        else:
+            puts.append((key[0], change))
+    if len(creates) < MIN_COPIED or not await create_records(connection, creates):
+        puts = [(key[0], last[key]) for key in keys if last[key].action != "delete"]
     existed: set[RecordKey] = set()
-    for part in _statements([(key[0], last[key]) for key in puts]):
+    for part in _statements(puts):
         updated = await connection.fetch(_UPSERT_RECORDS, *columns_of(record_rows(part), _RECORD_COLUMNS))
         existed.update([(did, collection, rkey) for did, collection, rkey in updated])
-    if deletes := [key for key in keys if last[key].action == "delete"]:
+    if deletes:
         buckets = buckets_of([did for did, _, _ in deletes])
         deleted = await connection.fetch(_DELETE_RECORDS, buckets, *columns_of(deletes, _RECORD_KEY))
         existed.update([(did, collection, rkey) for did, collection, rkey in deleted])
