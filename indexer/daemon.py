@@ -175,7 +175,7 @@ class Daemon:
             self.stream_continuity,
             self.inbox,
             self.stream_position,
-            ConsumerSettings(shard, settings.limits),
+            ConsumerSettings(shard, settings.limits, core=self.core.native),
             self.metrics,
         )
         self.reconciliation = make_reconciliation(

@@ -1,18 +1,23 @@
-"""The native core: verifies many commits at once, with the results of `verify_commit` (native/README.md).
+"""The native core: decodes frames, and verifies many commits at once, with the results of the Python code.
 
-It is optional: a distribution of its own, `atproto-indexer-native`. For a commit without a flaw and of the usual form
-it returns what `verify_commit` returns. For every other one it returns nothing, and `verify_commit` decides.
+It is optional: a distribution of its own, `atproto-indexer-native` (native/README.md). For a commit without a flaw and
+of the usual form it returns what `decode_frame` and `verify_commit` return. For every other one it returns nothing, and
+these two decide.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from indexer.atproto.crypto import PublicKey
+from indexer.atproto.limits import Limits
 from indexer.atproto.record import ConvertedRecord, Problem
 from indexer.errors import SettingsError
-from indexer.sync.events import CommitEvent
+from indexer.sync import events
+from indexer.sync.events import CommitEvent, Event, OtherShardEvent
+from indexer.sync.frames import decode_frame
 from indexer.sync.native_export import ExportClass
 from indexer.sync.policy import Policy
+from indexer.sync.shard import Shard
 from indexer.sync.verify import VerifiedCommit, natively_verified, previous_root
 
 CoreChoice = Literal["auto", "python", "native"]
@@ -37,6 +42,17 @@ class NativeCore:
         self.threads = threads
         self.new_export: ExportClass = module.Export
         self._core = module.Core(threads)
+        self._new_frame_decoder = module.FrameDecoder
+
+    def commit_decoder(self, limits: Limits, shard: Shard) -> Callable[[bytes], CommitEvent | OtherShardEvent | None]:
+        """Return a function that decodes ordinary `#commit` frames as `decode_frame` does.
+
+        It returns None for every other frame, for which `decode_frame` has to decide.
+        """
+        buckets = None if shard.count == 1 else (shard.buckets.start, shard.buckets.stop)
+        decode: Callable[[bytes], CommitEvent | OtherShardEvent | None]
+        decode = self._new_frame_decoder(events, limits, buckets).decode
+        return decode
 
     def verify_commits(
         self, commits: Sequence[tuple[CommitEvent, PublicKey]], policy: Policy
@@ -72,6 +88,20 @@ class NativeCore:
                 converted = [(block, _converted(record)) for block, record in records]
                 results[number] = natively_verified(event, data, prev_data, converted)
         return results
+
+
+def frame_decoder(core: NativeCore | None, limits: Limits, shard: Shard) -> Callable[[bytes], Event]:
+    """Return the function that decodes the frames of a stream for a shard. Its events are those of `decode_frame`."""
+    owns = None if shard.count == 1 else shard.owns
+    if core is None:
+        return lambda frame: decode_frame(frame, limits, owns)
+    decode_commit = core.commit_decoder(limits, shard)
+
+    def decode(frame: bytes) -> Event:
+        event = decode_commit(frame)
+        return decode_frame(frame, limits, owns) if event is None else event
+
+    return decode
 
 
 def _converted(record: tuple[str, int, int] | None) -> ConvertedRecord | None:

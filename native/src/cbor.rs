@@ -23,19 +23,32 @@ pub mod major {
     pub const SIMPLE: u8 = 7;
 }
 
+const NULL_HEAD: u8 = 0xF6;
+// Arguments of major type 7.
+const FALSE: u64 = 20;
+const TRUE: u64 = 21;
+const NULL: u64 = 22;
+
 const LINK_TAG: u64 = 42;
 const LARGEST_IN_HEAD: u64 = 23;
 
 /// Reads heads and strings of canonical DAG-CBOR. Every method returns `None` at bytes that are not canonical.
+#[derive(Clone)]
 pub struct Reader<'a> {
     data: &'a [u8],
     position: usize,
+    items_left: usize,
 }
 
 impl<'a> Reader<'a> {
     /// Creates a reader at the first byte.
     pub fn new(data: &'a [u8]) -> Self {
-        Reader { data, position: 0 }
+        Self::limited(data, usize::MAX)
+    }
+
+    /// Creates a reader that reads at most this number of items: containers, keys, values and tags at all levels.
+    pub fn limited(data: &'a [u8], max_items: usize) -> Self {
+        Reader { data, position: 0, items_left: max_items }
     }
 
     /// Returns the offset of the next byte.
@@ -65,6 +78,7 @@ impl<'a> Reader<'a> {
     pub fn head(&mut self) -> Option<(u8, u64)> {
         let first = *self.data.get(self.position)?;
         self.position += 1;
+        self.items_left = self.items_left.checked_sub(1)?;
         let (major, argument) = (first >> 5, u64::from(first & 31));
         if argument <= LARGEST_IN_HEAD || major == major::SIMPLE {
             return Some((major, argument));
@@ -86,6 +100,70 @@ impl<'a> Reader<'a> {
             (major::TEXT, size) => self.utf8(size),
             _ => None,
         }
+    }
+
+    /// Returns the next key of a map. `last` is the key before it: keys have an order, and none occurs twice.
+    pub fn key(&mut self, last: Option<&str>) -> Option<&'a str> {
+        let key = self.text()?;
+        last.is_none_or(|last| (last.len(), last) < (key.len(), key)).then_some(key)
+    }
+
+    /// Returns the next item if it is an unsigned integer.
+    pub fn unsigned(&mut self) -> Option<u64> {
+        match self.head()? {
+            (major::UNSIGNED, value) => Some(value),
+            _ => None,
+        }
+    }
+
+    /// Returns the number of items if the next item is a list.
+    pub fn list(&mut self) -> Option<u64> {
+        match self.head()? {
+            (major::ARRAY, count) => Some(count),
+            _ => None,
+        }
+    }
+
+    /// Returns the number of entries if the next item is a map.
+    pub fn map(&mut self) -> Option<u64> {
+        match self.head()? {
+            (major::MAP, count) => Some(count),
+            _ => None,
+        }
+    }
+
+    /// Returns `Some(None)` if the next item is null; otherwise the item that `read` reads.
+    pub fn optional<T>(&mut self, read: impl FnOnce(&mut Self) -> Option<T>) -> Option<Option<T>> {
+        if self.data.get(self.position) != Some(&NULL_HEAD) {
+            return read(self).map(Some);
+        }
+        self.head()?;
+        Some(None)
+    }
+
+    /// Reads any item, with at most `levels` levels of containers. Floats are not read.
+    pub fn skip(&mut self, levels: usize) -> Option<()> {
+        match self.head()? {
+            (major::UNSIGNED | major::NEGATIVE, _) | (major::SIMPLE, FALSE | TRUE | NULL) => {}
+            (major::BYTES, size) => drop(self.take(usize::try_from(size).ok()?)?),
+            (major::TEXT, size) => drop(self.utf8(size)?),
+            (major::TAG, LINK_TAG) => drop(self.tagged_cid()?),
+            (major::ARRAY, count) => {
+                let below = levels.checked_sub(1)?;
+                for _ in 0..count {
+                    self.skip(below)?;
+                }
+            }
+            (major::MAP, count) => {
+                let (below, mut last) = (levels.checked_sub(1)?, None);
+                for _ in 0..count {
+                    last = Some(self.key(last)?);
+                    self.skip(below)?;
+                }
+            }
+            _ => return None,
+        }
+        Some(())
     }
 
     /// Returns the next item if it is a byte string.
@@ -148,7 +226,7 @@ struct Open<'a> {
     is_map: bool,
     left: u64,
     first: bool,
-    last_key: &'a [u8],
+    last_key: Option<&'a str>,
 }
 
 /// Returns the JSON of an ordinary record of `collection`, else `None`.
@@ -218,25 +296,16 @@ impl<'a> Converter<'a> {
             top.first = false;
             return self.item();
         }
-        let key = self.reader.text()?;
-        let bytes = key.as_bytes();
-        if !top.first && (bytes.len(), bytes) <= (top.last_key.len(), top.last_key) {
-            return None;
-        }
+        let key = self.reader.key(top.last_key)?;
         top.first = false;
-        top.last_key = bytes;
+        top.last_key = Some(key);
         self.items += 1;
         write_string(key, &mut self.out)?;
         self.out.push(b':');
         if at_root && key == "$type" {
-            self.type_ = self.peek_text();
+            self.type_ = self.reader.clone().text();
         }
         self.item()
-    }
-
-    /// Returns the next item if it is a text, without reading it.
-    fn peek_text(&self) -> Option<&'a str> {
-        Reader { data: self.reader.data, position: self.reader.position }.text()
     }
 
     /// Converts the next item. Of a container only the beginning.
@@ -264,9 +333,9 @@ impl<'a> Converter<'a> {
                 write_text(cid, &mut self.out);
                 self.out.extend_from_slice(b"\"}");
             }
-            (major::SIMPLE, 20) => self.out.extend_from_slice(b"false"),
-            (major::SIMPLE, 21) => self.out.extend_from_slice(b"true"),
-            (major::SIMPLE, 22) => self.out.extend_from_slice(b"null"),
+            (major::SIMPLE, FALSE) => self.out.extend_from_slice(b"false"),
+            (major::SIMPLE, TRUE) => self.out.extend_from_slice(b"true"),
+            (major::SIMPLE, NULL) => self.out.extend_from_slice(b"null"),
             _ => return None,
         }
         Some(())
@@ -277,7 +346,7 @@ impl<'a> Converter<'a> {
             return None;
         }
         self.out.push(if is_map { b'{' } else { b'[' });
-        self.open.push(Open { is_map, left, first: true, last_key: b"" });
+        self.open.push(Open { is_map, left, first: true, last_key: None });
         Some(())
     }
 }

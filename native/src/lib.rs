@@ -16,6 +16,7 @@ pub mod cid;
 pub mod commit;
 pub mod copy_rows;
 pub mod export;
+pub mod frame;
 pub mod hash;
 pub mod keys;
 pub mod limits;
@@ -26,6 +27,8 @@ pub mod patterns;
 mod python;
 #[cfg(feature = "python")]
 mod python_export;
+#[cfg(feature = "python")]
+mod python_frame;
 pub mod spool;
 pub mod syntax;
 pub mod verify;

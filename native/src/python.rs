@@ -13,6 +13,7 @@ use crate::cid::{as_cid, Cid};
 use crate::limits::Limits;
 use crate::mst::NetOp;
 use crate::patterns::Patterns;
+use crate::python_frame::FrameDecoder;
 use crate::verify::{verify_commit, CommitEvent, RepoOp, VerifiedCommit};
 
 /// The number of this interface. `indexer/sync/native_core.py` needs the same one.
@@ -169,5 +170,6 @@ fn atproto_indexer_native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(record_json, module)?)?;
     module.add_function(wrap_pyfunction!(root_before, module)?)?;
     module.add_class::<Core>()?;
+    module.add_class::<FrameDecoder>()?;
     crate::python_export::register(module)
 }

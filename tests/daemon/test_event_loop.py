@@ -8,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 from time import thread_time
+from typing import Any
 
 import pytest
 
@@ -15,8 +16,7 @@ from indexer.localnet import dag_cbor
 from indexer.localnet.http_server import Fault
 from indexer.localnet.local_pds import GET_REPO
 from indexer.localnet.local_repo import Write
-from indexer.sync.events import Event
-from indexer.sync.frames import decode_frame
+from indexer.sync.plan_batch import ReceivedMessage
 from indexer.sync.plan_resync import Completion
 from tests.daemon.running_daemon import POST, RunningDaemon, post, running_daemon
 from tests.waiting import until
@@ -78,16 +78,16 @@ async def test_delay_of_the_event_loop_is_measured(database: str, tmp_path: Path
 async def test_daemon_that_blocks_the_event_loop_fails_its_test(
     database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def decode_slowly(*arguments: object) -> Event:
+    def receive_slowly(*arguments: Any) -> ReceivedMessage:
         spin(0.5)
-        return decode_frame(*arguments)  # type: ignore[arg-type]
+        return ReceivedMessage(*arguments)
 
     with pytest.raises(AssertionError, match=r"the event loop was blocked for 0\.[5-9]"):  # noqa: PT012
         async with running_daemon(database, tmp_path) as daemon:
             account = daemon.create_account("ada.test")
             await daemon.wait_until_equal()
             with monkeypatch.context() as patched:
-                patched.setattr("indexer.service.live.firehose_consumer.decode_frame", decode_slowly)
+                patched.setattr("indexer.service.live.firehose_consumer.ReceivedMessage", receive_slowly)
                 account.create(POST, post("costly"))
                 await daemon.wait_until_equal()
 

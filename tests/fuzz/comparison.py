@@ -1,20 +1,21 @@
-"""Plan a frame with the Python code alone and with the native core, and compare the two plans."""
+"""Decode and plan a frame with the Python code alone and with the native core, and compare the results."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from indexer.atproto.crypto import PublicKey
-from indexer.atproto.limits import DEFAULT_LIMITS
+from indexer.atproto.limits import DEFAULT_LIMITS, Limits
 from indexer.atproto.mst import EMPTY_TREE
 from indexer.atproto.syntax import CollectionFilter
-from indexer.sync.events import CommitEvent
+from indexer.sync.events import CommitEvent, OtherShardEvent
 from indexer.sync.frames import decode_frame
 from indexer.sync.plan_batch import BatchPlan, ReceivedMessage, plan_batch
 from indexer.sync.policy import KeyState, PlanContext, Policy
 from indexer.sync.repo_state import Head, Repo, SyncStatus
 from indexer.sync.repo_transitions import Outcome
 from indexer.sync.scope import Scope
+from indexer.sync.shard import Shard
 from indexer.sync.verify import VerifiedCommit
 from tests.sync.signing_account import CONTEXT, SigningAccount
 
@@ -37,9 +38,18 @@ CONTEXTS = (
 )
 """The size of a frame selects one of these policies, so that an input always has the same one."""
 
+SMALL_FRAMES = replace(DEFAULT_LIMITS, frame_bytes=4_096, frame_items=60, commit_blocks_bytes=1_500, commit_ops=2)
+DECODERS = (*((context.policy.limits, Shard()) for context in CONTEXTS[1:3]), (SMALL_FRAMES, Shard(1, 3)))
+"""The limits and shards for which each frame is decoded."""
+
+DecodeCommit = Callable[[bytes], CommitEvent | OtherShardEvent | None]
+
 
 class Core(Protocol):
     """The native core, or one that a test makes."""
+
+    def commit_decoder(self, limits: Limits, shard: Shard) -> DecodeCommit:
+        """Return a function that decodes a `#commit`; None for frames that the Python code has to decide."""
 
     def verify_commits(
         self, commits: Sequence[tuple[CommitEvent, PublicKey]], policy: Policy
@@ -48,7 +58,7 @@ class Core(Protocol):
 
 
 class DifferenceError(AssertionError):
-    """The two plans of a frame differ."""
+    """The two events or the two plans of a frame differ."""
 
 
 @dataclass(slots=True)
@@ -57,12 +67,14 @@ class Counts:
 
     Attributes:
         executions: All inputs.
+        decoded: Inputs that the native core decoded, within the limits and for the shard of at least one decoder.
         commits: Inputs that are a decoded `#commit`, which both sides got.
         accepted: Commits that the native core verified, so that the whole plans were compared.
         declined: Commits that the daemon applies, and that the native core left to the Python code.
     """
 
     executions: int = 0
+    decoded: int = 0
     commits: int = 0
     accepted: int = 0
     declined: int = 0
@@ -81,7 +93,7 @@ class _AtMostOnce:
 
 
 class Comparison:
-    """Compares the plans of frames, one at a time.
+    """Compares the events and the plans of frames, one at a time.
 
     Attributes:
         counts: What was compared.
@@ -89,6 +101,7 @@ class Comparison:
 
     def __init__(self, core: Core, owners: Sequence[SigningAccount]) -> None:
         self._core = core
+        self._decoders = [(core.commit_decoder(limits, shard), limits, shard) for limits, shard in DECODERS]
         self._keys = {owner.did: owner.key_state._replace(final=True) for owner in owners}
         self._other_key = owners[0].key_state._replace(final=True)
         self.counts = Counts()
@@ -99,9 +112,10 @@ class Comparison:
         If the native core leaves the commit to the Python code, its plan is that of the Python code.
 
         Raises:
-            DifferenceError: The plans differ.
+            DifferenceError: The events or the plans differ.
         """
         self.counts.executions += 1
+        self.counts.decoded += any([self._is_decoded(frame, *decoder) for decoder in self._decoders])
         context = CONTEXTS[len(frame) % len(CONTEXTS)]
         event = decode_frame(frame, context.policy.limits)
         if not isinstance(event, CommitEvent):
@@ -118,6 +132,16 @@ class Comparison:
         found = self._plan(frame, event, context, _AtMostOnce(verified))
         if found != expected:
             raise DifferenceError(f"Python: {expected}\nnative: {found}")
+
+    def _is_decoded(self, frame: bytes, decode: DecodeCommit, limits: Limits, shard: Shard) -> bool:
+        """Return True if the native core decodes the frame, after comparing the event with that of the Python code."""
+        found = decode(frame)
+        if found is None:
+            return False
+        expected = decode_frame(frame, limits, None if shard.count == 1 else shard.owns)
+        if (type(found), found) != (type(expected), expected):
+            raise DifferenceError(f"Python: {expected}\nnative: {found}")
+        return True
 
     def _key_state(self, did: str) -> KeyState:
         return self._keys.get(did, self._other_key)

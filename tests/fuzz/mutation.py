@@ -14,8 +14,8 @@ MutateBytes = Callable[[bytes], bytes]
 """Returns mutated bytes: the fuzzer's own mutation."""
 Mutation = Callable[[CommitParts, Random, MutateBytes], None]
 """Changes the parts of a frame."""
-NEW_COMMITS, PLAIN = 0.01, 0.1
-"""Shares of mutations that are a new commit, and that mutate the bytes of the frame."""
+NEW_COMMITS, PLAIN, FIELDS = 0.01, 0.1, 0.2
+"""Shares of mutations that are a new commit, that mutate the bytes of the frame, and only those of its fields."""
 RIGHT_ROOT = 0.8
 """Share of mutations after which `prevData` is made right, so that the commit may be applied."""
 SIGNED = 0.95
@@ -23,12 +23,17 @@ SIGNED = 0.95
 
 
 def mutate(frame: bytes, random: Random, mutate_bytes: MutateBytes, owners: list[SigningAccount]) -> bytes:
-    """Return a mutated frame. One that is not a whole commit, and a tenth of the others, gets mutated bytes."""
+    """Return a mutated frame. One that is not a whole commit, and a tenth of the others, gets mutated bytes.
+
+    A fifth becomes a frame without blocks and with mutated bytes: hardly any byte of a whole one is in its fields.
+    """
     if random.random() < NEW_COMMITS:
         return random_commit(random.choice(owners), random).frame
     parts = None if random.random() < PLAIN else split(frame)
     if parts is None:
         return mutate_bytes(frame)
+    if random.random() < FIELDS:
+        return mutate_bytes(encode(parts.header) + encode(parts.payload | {"blocks": b""}))
     did = parts.did
     for _ in range(random.choice((1, 1, 1, 2, 3))):
         random.choice(MUTATIONS)(parts, random, mutate_bytes)

@@ -6,13 +6,15 @@ from random import Random
 import pytest
 
 from indexer.atproto.crypto import PublicKey
+from indexer.atproto.limits import Limits
 from indexer.errors import UpstreamError
-from indexer.sync.events import CommitEvent
+from indexer.sync.events import CommitEvent, OtherShardEvent
 from indexer.sync.frames import decode_frame
 from indexer.sync.policy import Policy
+from indexer.sync.shard import Shard
 from indexer.sync.verify import VerifiedCommit, verify_commit
 from tests.fuzz.commit_parts import split
-from tests.fuzz.comparison import CONTEXTS, Comparison, Core, DifferenceError
+from tests.fuzz.comparison import CONTEXTS, Comparison, Core, DecodeCommit, DifferenceError
 from tests.fuzz.mutation import mutate
 from tests.fuzz.seeds import accounts, key_of, random_record, seeds
 from tests.native_module import native_core
@@ -26,6 +28,9 @@ class WrongCore:
 
     def __init__(self, distort: Callable[[VerifiedCommit], VerifiedCommit]) -> None:
         self._distort = distort
+
+    def commit_decoder(self, _limits: Limits, _shard: Shard) -> DecodeCommit:
+        return lambda _frame: None
 
     def verify_commits(
         self, commits: Sequence[tuple[CommitEvent, PublicKey]], policy: Policy
@@ -56,6 +61,7 @@ def test_seeds_are_commits_with_a_valid_signature() -> None:
 def test_native_core_verifies_the_seeds_with_the_same_plans() -> None:
     counts = compare(native_core(1), [frame for _, frame in SEEDS]).counts
     assert counts.executions == len(SEEDS)
+    assert counts.decoded == len(SEEDS)
     assert counts.accepted > len(SEEDS) // 2  # the others are beyond the small limits of one of the policies
 
 
@@ -71,6 +77,26 @@ def test_native_core_verifies_the_seeds_with_the_same_plans() -> None:
 def test_core_that_is_wrong_is_found(distort: Callable[[VerifiedCommit], VerifiedCommit]) -> None:
     with pytest.raises(DifferenceError):
         compare(WrongCore(distort), [frame for _, frame in SEEDS])
+
+
+class WrongDecoder(WrongCore):
+    """Decodes with the Python code, and returns another sequence number."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda commit: commit)
+
+    def commit_decoder(self, limits: Limits, shard: Shard) -> DecodeCommit:
+        def decode(frame: bytes) -> CommitEvent | OtherShardEvent | None:
+            event = decode_frame(frame, limits, shard.owns)
+            assert isinstance(event, CommitEvent | OtherShardEvent)
+            return event._replace(seq=event.seq + 1)
+
+        return decode
+
+
+def test_decoder_that_is_wrong_is_found() -> None:
+    with pytest.raises(DifferenceError):
+        compare(WrongDecoder(), [SEEDS[0].frame])
 
 
 def test_replaced_record_is_below_a_right_root_and_a_valid_signature() -> None:

@@ -25,7 +25,7 @@ from indexer.sync.events import (
     StreamError,
     UnknownEvent,
 )
-from indexer.sync.frames import decode_frame
+from indexer.sync.native_core import NativeCore, frame_decoder
 from indexer.sync.plan_batch import ReceivedMessage
 from indexer.sync.repo_transitions import Outcome
 from indexer.sync.sequence_order import SequenceOrder, Step
@@ -45,11 +45,13 @@ class ConsumerSettings:
     Attributes:
         shard: Only messages about accounts of this shard are put into the inbox.
         max_pending: Maximum unfinished sequence numbers in the watermark. Above it, the consumer waits for the writer.
+        core: Decodes frames; None for the Python code.
     """
 
     shard: Shard
     limits: Limits
     max_pending: int = 200_000
+    core: NativeCore | None = None
 
 
 class FirehoseConsumer:
@@ -88,13 +90,12 @@ class FirehoseConsumer:
 
     async def run(self) -> None:
         """Read the stream forever. Only an exception that is a bug ends it."""
-        shard, limits = self._settings.shard, self._settings.limits
-        owns = None if shard.count == 1 else shard.owns
+        decode = frame_decoder(self._settings.core, self._settings.limits, self._settings.shard)
         async with aclosing(self._subscription.frames(self.begin_connection)) as frames:
             async for frame in frames:
                 if self._skipped != self._subscription.skipped:
                     await self._reject_skipped()
-                event = decode_frame(frame, limits, owns)
+                event = decode(frame)
                 if not (type(event) is CommitEvent and self._put_next(event, frame)):
                     await self._process(event, frame)
 

@@ -1,0 +1,94 @@
+//! Decodes frames for Python. `indexer/sync/native_core.py` is the only user.
+
+use std::ops::Range;
+
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyString, PyTuple, PyType};
+
+use crate::frame::{decode_commit, CommitFields, FrameLimits};
+use crate::hash::sha256;
+use crate::verify::RepoOp;
+
+/// Decodes frames within limits for a range of buckets.
+#[pyclass(frozen, module = "atproto_indexer_native")]
+pub struct FrameDecoder {
+    limits: FrameLimits,
+    /// `None`: all buckets.
+    buckets: Option<Range<u16>>,
+    classes: Classes,
+    /// `tuple.__new__`, which creates a named tuple of a class and a tuple of its fields.
+    new: Py<PyAny>,
+}
+
+/// The named tuples of `indexer/sync/events.py`.
+#[derive(FromPyObject)]
+struct Classes {
+    #[pyo3(attribute("CommitEvent"))]
+    commit: Py<PyType>,
+    #[pyo3(attribute("RepoOp"))]
+    op: Py<PyType>,
+    #[pyo3(attribute("OtherShardEvent"))]
+    other: Py<PyType>,
+}
+
+#[pymethods]
+impl FrameDecoder {
+    /// Takes the module of the events, an object with the limits as attributes, and the first bucket and the end of
+    /// the range; None for all.
+    #[new]
+    fn new(py: Python<'_>, events: Classes, limits: FrameLimits, buckets: Option<(u16, u16)>) -> PyResult<Self> {
+        let new = py.get_type::<PyTuple>().getattr("__new__")?.unbind();
+        Ok(Self { limits, buckets: buckets.map(|(first, end)| first..end), classes: events, new })
+    }
+
+    /// Returns the event of a frame; None if the reference has to decide.
+    fn decode<'py>(&self, py: Python<'py>, frame: &[u8]) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let Some(commit) = decode_commit(frame, &self.limits) else { return Ok(None) };
+        let bucket = || u16::from(sha256(commit.did.as_bytes())[0]);
+        if self.buckets.as_ref().is_none_or(|buckets| buckets.contains(&bucket())) {
+            return self.commit(py, &commit).map(Some);
+        }
+        let fields = (commit.seq, intern!(py, "commit"), commit.did, commit.time).into_pyobject(py)?;
+        self.create(py, &self.classes.other, fields).map(Some)
+    }
+}
+
+impl FrameDecoder {
+    fn commit<'py>(&self, py: Python<'py>, commit: &CommitFields<'_>) -> PyResult<Bound<'py, PyAny>> {
+        let ops = commit.ops.iter().map(|op| self.op(py, op)).collect::<PyResult<Vec<_>>>()?;
+        let fields = (
+            commit.seq,
+            commit.did,
+            PyBytes::new(py, commit.commit),
+            commit.rev,
+            commit.since,
+            commit.prev_data.map(|cid| PyBytes::new(py, cid)),
+            PyTuple::new(py, ops)?,
+            PyBytes::new(py, commit.blocks),
+            commit.time,
+            intern!(py, "commit"),
+        );
+        self.create(py, &self.classes.commit, fields.into_pyobject(py)?)
+    }
+
+    fn op<'py>(&self, py: Python<'py>, op: &RepoOp<'_>) -> PyResult<Bound<'py, PyAny>> {
+        let action = match op.action {
+            "create" => intern!(py, "create").clone(),
+            "update" => intern!(py, "update").clone(),
+            "delete" => intern!(py, "delete").clone(),
+            other => PyString::new(py, other),
+        };
+        let bytes = |cid: Option<&[u8]>| cid.map(|cid| PyBytes::new(py, cid));
+        self.create(py, &self.classes.op, (action, op.path, bytes(op.cid), bytes(op.prev)).into_pyobject(py)?)
+    }
+
+    fn create<'py>(
+        &self,
+        py: Python<'py>,
+        class: &Py<PyType>,
+        fields: Bound<'py, PyTuple>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        self.new.bind(py).call1((class, fields))
+    }
+}
