@@ -115,7 +115,8 @@ class Comparison:
             DifferenceError: The events or the plans differ.
         """
         self.counts.executions += 1
-        self.counts.decoded += any([self._is_decoded(frame, *decoder) for decoder in self._decoders])
+        decoded = [self._is_decoded(frame, *decoder) for decoder in self._decoders]
+        self.counts.decoded += any(decoded)
         context = CONTEXTS[len(frame) % len(CONTEXTS)]
         event = decode_frame(frame, context.policy.limits)
         if not isinstance(event, CommitEvent):

@@ -53,6 +53,7 @@ class Session:
         counts, seconds = self._comparison.counts, monotonic() - self._began
         return (
             f"{counts.executions:,} executions in {seconds:,.0f} s, {counts.executions / seconds:,.0f} per second; "
-            f"{counts.decoded:,} decoded by the native core; {counts.commits:,} commits to both sides; {counts.accepted:,} verified by the native core and equal; "
+            f"{counts.decoded:,} decoded by the native core; {counts.commits:,} commits to both sides; "
+            f"{counts.accepted:,} verified by the native core and equal; "
             f"{counts.declined:,} applied ones left to the Python code"
         )

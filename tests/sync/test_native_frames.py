@@ -1,0 +1,261 @@
+"""The native core decodes frames to the events of the reference, and decodes all ordinary commits."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import cbor2
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from indexer.atproto.cbor import count_items
+from indexer.atproto.cid import RAW, cid_of
+from indexer.atproto.limits import DEFAULT_LIMITS, Limits
+from indexer.localnet import dag_cbor
+from indexer.localnet.local_repo import Write
+from indexer.sync.events import CommitEvent, Event, MalformedEvent, OtherShardEvent
+from indexer.sync.frames import MAX_SEQ, decode_frame
+from indexer.sync.native_core import NativeCore, frame_decoder
+from indexer.sync.shard import Shard
+from tests.native_module import native_core
+from tests.profiles import scaled
+from tests.sync import test_frames, test_published
+from tests.sync.signing_account import POST, SigningAccount, encoded_frame
+
+HEADER = dag_cbor.encode({"t": "#commit", "op": 1})
+ALL = Shard()
+NO_LIMIT = 1 << 40
+LINK = cbor2.CBORTag(42, b"\0" + cid_of(b""))
+
+
+@cache
+def shared_core() -> NativeCore:
+    return native_core(1)
+
+
+@cache
+def decoder(limits: Limits, shard: Shard) -> Callable[[bytes], CommitEvent | OtherShardEvent | None]:
+    return shared_core().commit_decoder(limits, shard)
+
+
+def decoded(frame: bytes, limits: Limits = DEFAULT_LIMITS, shard: Shard = ALL) -> bool:
+    """Return True if the native core decodes the frame, after comparing the event with that of the reference."""
+    event = decoder(limits, shard)(frame)
+    if event is None:
+        return False
+    assert repr(event) == repr(reference(frame, limits, shard))  # equal tuples may have other classes
+    return True
+
+
+def reference(frame: bytes, limits: Limits = DEFAULT_LIMITS, shard: Shard = ALL) -> Event:
+    return decode_frame(frame, limits, None if shard.count == 1 else shard.owns)
+
+
+@cache
+def usual_payload() -> dict[str, Any]:
+    """Return the payload of a commit with each action, and with other bytes as blocks."""
+    account = SigningAccount()
+    account.commit_post("a")
+    account.commit_post("b")
+    writes = Write.create(f"{POST}/c", {}), Write.update(f"{POST}/b", {}), Write.delete(f"{POST}/a")
+    return account.commit(*writes) | {"blocks": b"blocks"}
+
+
+def frame_with(**fields: Any) -> bytes:
+    """Return the frame of the usual payload with other fields, without those that are `...`."""
+    fields = {name: value for name, value in (usual_payload() | fields).items() if value is not ...}
+    return HEADER + cbor2.dumps(linked(fields), canonical=True)
+
+
+def linked(value: Any) -> Any:
+    """Return a value with links for all byte strings that are a CID of a DAG-CBOR block."""
+    match value:
+        case bytes() if value[:4] == cid_of(b"")[:4]:
+            return cbor2.CBORTag(42, b"\0" + value)
+        case list():
+            return [linked(item) for item in value]
+        case dict():
+            return {name: linked(item) for name, item in value.items()}
+        case _:
+            return value
+
+
+def op_with(**fields: Any) -> bytes:
+    return frame_with(ops=[{"action": "create", "path": f"{POST}/a", "cid": cid_of(b"")} | fields])
+
+
+def test_published_commits_are_decoded() -> None:
+    frames = test_published.recorded()
+    assert [decoded(frame) for frame in frames] == [isinstance(reference(frame), CommitEvent) for frame in frames]
+    assert sum(map(decoded, frames)) == 73
+
+
+def test_each_part_of_a_usual_commit_is_decoded() -> None:
+    assert decoded(frame_with())
+    assert {op.action for op in event_of(frame_with()).ops} == {"create", "update", "delete"}
+
+
+def event_of(frame: bytes) -> CommitEvent:
+    event = reference(frame)
+    assert isinstance(event, CommitEvent)
+    return event
+
+
+@settings(max_examples=scaled(2_000))
+@given(st.data())
+def test_frames_with_changed_bytes_agree_with_the_reference(data: st.DataObject) -> None:
+    frame = bytearray(frame_with())
+    for _ in range(data.draw(st.integers(1, 3))):
+        start = data.draw(st.integers(0, len(frame) - 1))
+        end = start + data.draw(st.sampled_from([0, 1, 1, 1, 2, 8]))
+        byte = frame[start]
+        frame[start:end] = data.draw(
+            st.sampled_from([bytes([byte ^ 1]), bytes([byte ^ 0x20]), b"", b"\xf6", b"\x18", b"\x40", b"\x60", b"\x80"])
+            | st.binary(max_size=3)
+        )
+    decoded(bytes(frame))
+
+
+def test_every_flipped_bit_agrees_with_the_reference() -> None:
+    frame = frame_with()
+    kept = 0
+    for index in range(len(frame)):
+        for bit in range(8):
+            changed = bytearray(frame)
+            changed[index] ^= 1 << bit
+            kept += decoded(bytes(changed))
+    assert kept > len(frame)  # bits of hashes, texts and numbers
+
+
+def test_truncated_and_longer_frames_are_left_to_the_reference() -> None:
+    frame = frame_with()
+    assert not any(decoded(frame[:size]) for size in range(len(frame)))
+    assert not decoded(frame + b"\0")
+
+
+VALUES = (
+    test_frames.VALUES
+    | st.just(LINK)
+    | st.just(cbor2.CBORTag(42, b"\0" + RAW + bytes(32)))
+    | st.lists(st.fixed_dictionaries({"path": st.text(max_size=3), "action": st.just("x")}), max_size=2)
+)
+NAMES = st.sampled_from([*usual_payload(), "did", "x"])
+
+
+@settings(max_examples=scaled(1_000))
+@given(st.dictionaries(NAMES, VALUES | st.just(...), max_size=3))
+def test_commits_with_any_fields_agree_with_the_reference(fields: dict[str, Any]) -> None:
+    decoded(frame_with(**fields))
+
+
+@settings(max_examples=scaled(500))
+@given(st.dictionaries(st.sampled_from(["action", "path", "cid", "prev", "x"]), VALUES, max_size=3))
+def test_operations_with_any_fields_agree_with_the_reference(fields: dict[str, Any]) -> None:
+    decoded(op_with(**fields))
+
+
+EXACT: dict[str, Callable[[bytes], int]] = {
+    "frame_bytes": len,
+    "frame_items": lambda frame: count_items(frame, NO_LIMIT, NO_LIMIT, objects=2)[0],
+    "commit_blocks_bytes": lambda frame: len(event_of(frame).blocks),
+    "commit_ops": lambda frame: len(event_of(frame).ops),
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_limits_are_exact(name: str) -> None:
+    frame = frame_with()
+    at_limit = EXACT[name](frame)
+    assert decoded(frame, replace(DEFAULT_LIMITS, **{name: at_limit}))
+    below = replace(DEFAULT_LIMITS, **{name: at_limit - 1})
+    assert isinstance(reference(frame, below), MalformedEvent)
+    assert not decoded(frame, below)
+
+
+@pytest.mark.parametrize(
+    ("frame", "ordinary"),
+    [
+        (frame_with(seq=1), True),
+        (frame_with(seq=MAX_SEQ), True),
+        (frame_with(seq=MAX_SEQ + 1), False),
+        (frame_with(seq=0), False),
+        (frame_with(seq=-1), False),
+        (frame_with(repo="did:web:" + "a" * 2_040), True),
+        (frame_with(repo="did:web:" + "a" * 2_041), False),
+        (frame_with(time="2" * 64), True),
+        (frame_with(time="2" * 65), False),
+        (frame_with(time=...), False),
+        (frame_with(since=None), True),
+        (frame_with(since=..., prevData=...), True),
+        (frame_with(prevData=None), True),
+        (frame_with(commit=bytes(36)), False),
+        (frame_with(commit=cbor2.CBORTag(42, b"\0" + RAW + bytes(32))), True),
+        (frame_with(ops=[]), True),
+        (frame_with(ops=[{}]), False),
+        (frame_with(blocks=b""), True),
+        (frame_with(blocks=LINK), False),
+        (frame_with(unknown=[{"a": [None, True, -5, "é", LINK, b"\x01"]}]), True),
+        (frame_with(unknown=1.5), False),
+        (frame_with(unknown=cbor2.CBORTag(42, b"\0\x01\x71\x00\x00")), False),
+        (frame_with(unknown=cbor2.CBORTag(43, b"")), False),
+        (op_with(path="é" * 512), True),
+        (op_with(path="p" * 1_025), False),
+        (op_with(path="é" * 1_024), False),
+        (op_with(path=""), True),
+        (op_with(action="anything"), True),
+        (op_with(cid=None, prev=None), True),
+        (op_with(cid=cbor2.CBORTag(42, b"\0\x01\x71\x00\x00")), False),
+        (op_with(cid=RAW + bytes(32)), False),
+        (op_with(x={"y": [1]}), True),
+    ],
+)
+def test_ordinary_commits_are_decoded_and_others_are_left_to_the_reference(frame: bytes, *, ordinary: bool) -> None:
+    assert decoded(frame) is ordinary
+
+
+def test_commit_that_is_not_canonical_is_left_to_the_reference() -> None:
+    frame = frame_with(seq=4)
+    long_number = frame.replace(b"\x63seq\x04", b"\x63seq\x18\x04")
+    assert reference(long_number) == reference(frame)
+    assert not decoded(long_number)
+    for header in ({"op": 1, "t": "com.atproto.sync.subscribeRepos#commit"}, {"op": 1, "t": "#commit", "v": 1}):
+        other = dag_cbor.encode(header) + frame.removeprefix(HEADER)
+        assert isinstance(reference(other), CommitEvent)
+        assert not decoded(other)
+
+
+@pytest.mark.parametrize("kind", ["sync", "identity", "account", "info", "later"])
+def test_other_messages_are_left_to_the_reference(kind: str) -> None:
+    account = SigningAccount()
+    payloads = {"sync": account.sync_event(), "account": account.account_event(active=True)}
+    assert not decoded(encoded_frame(kind, payloads.get(kind, account.identity_event())))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 256])
+def test_commit_of_another_shard_is_recognized_by_its_did(count: int) -> None:
+    kinds = set()
+    for number in range(50):
+        frame = frame_with(repo=f"did:web:a{number}.example")
+        for index in range(count):
+            assert decoded(frame, shard=Shard(index, count))
+            kinds.add(type(reference(frame, shard=Shard(index, count))))
+    assert kinds == ({CommitEvent} if count == 1 else {CommitEvent, OtherShardEvent})
+
+
+@pytest.mark.parametrize("shard", [ALL, Shard(0, 2), Shard(1, 2)], ids=str)
+def test_decoder_returns_the_event_of_any_frame_with_and_without_the_native_core(shard: Shard) -> None:
+    account = SigningAccount()
+    frames = [
+        *test_published.recorded(),
+        frame_with(),
+        frame_with(seq=0),
+        encoded_frame("account", account.account_event(active=False)),
+        encoded_frame("sync", account.sync_event()),
+        dag_cbor.encode({"op": -1}) + dag_cbor.encode({"error": "FutureCursor"}),
+        b"",
+    ]
+    for core in (None, shared_core()):
+        decode = frame_decoder(core, DEFAULT_LIMITS, shard)
+        assert [repr(decode(frame)) for frame in frames] == [repr(reference(frame, shard=shard)) for frame in frames]
