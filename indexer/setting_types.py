@@ -166,7 +166,16 @@ def check_duplicates(items: tuple[str, ...]) -> tuple[str, ...]:
     return items
 
 
-Whole = Annotated[int, BeforeValidator(reject_bool), Field(ge=1), AllowedValues("a whole number, at least 1")]
+# The native core holds sizes and counts in 64 bits, and all of these are far below.
+_MAX_WHOLE = 10**9
+_MAX_BYTES = 10**15
+
+Whole = Annotated[
+    int,
+    BeforeValidator(reject_bool),
+    Field(ge=1, le=_MAX_WHOLE),
+    AllowedValues(f"a whole number from 1 to {_MAX_WHOLE}"),
+]
 Rate = Annotated[
     float, BeforeValidator(reject_bool), Field(gt=0, allow_inf_nan=False), AllowedValues("a number above 0")
 ]
@@ -177,8 +186,8 @@ Size = Annotated[
     int,
     BeforeValidator(_number_with_unit(_BYTES)),
     BeforeValidator(reject_bool),
-    Field(ge=1),
-    AllowedValues("a size of at least 1 byte, such as 5000000, 5MB or 2GiB"),
+    Field(ge=1, le=_MAX_BYTES),
+    AllowedValues("a size from 1 byte to 1000000GB, such as 5000000, 5MB or 2GiB"),
 ]
 Seconds = Annotated[
     float,

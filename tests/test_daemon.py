@@ -12,8 +12,10 @@ from indexer.localnet.local_network import LocalNetwork
 from indexer.process_setup import StopRequest
 from indexer.service.resync.large_repo_slots import large_repo_slot_count
 from indexer.store import RESERVED_CONNECTIONS
+from indexer.sync.native_core import NativeCore
 from indexer.sync.repo_state import Repo
 from tests.daemon_harness import settings_for
+from tests.native_module import native_module
 from tests.waiting import until
 
 
@@ -34,6 +36,24 @@ async def test_broken_invariant_in_any_stage_ends_the_daemon(
         monkeypatch.setattr(getattr(running, stage), "run", breaks)
         with pytest.raises(BrokenInvariantError, match="a broken rule"):
             await asyncio.wait_for(running.run(StopRequest()), 30)
+
+
+async def test_panic_in_a_thread_of_the_native_core_ends_the_daemon(
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = native_module().Core(2)
+    monkeypatch.setattr(NativeCore, "verify_commits", lambda *_: core.panic(2))
+    async with (
+        LocalNetwork() as network,
+        open_daemon(settings_for(network.relay_url, network.plc_url, tmp_path, core="native"), database) as running,
+    ):
+        account = network.create_account("ada.test")
+        ended = asyncio.create_task(running.run(StopRequest()))
+        while not ended.done():
+            account.create("app.bsky.feed.post", {"text": "a commit after the first export"})
+            await asyncio.wait([ended], timeout=0.1)
+        with pytest.raises(BaseException, match="the test asked for a panic"):
+            await ended
 
 
 async def test_broken_invariant_while_draining_is_raised(

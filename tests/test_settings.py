@@ -88,6 +88,8 @@ def test_settings_constructor_ignores_the_environment(monkeypatch: pytest.Monkey
         ("contact", "some.one+indexer@example.com", "some.one+indexer@example.com"),
         ("export_time", "15m", 900),
         ("export_rate", "2KiB", 2_048),
+        ("car_header_bytes", "59", 59),
+        ("block_bytes", "256MB", 256_000_000),
         ("store_values", "no", False),
         ("allow_private_hosts", "true", True),
     ],
@@ -160,6 +162,10 @@ def test_valid_value_is_converted(name: str, text: str, value: Any, monkeypatch:
         ("frame_bytes", "0"),
         ("frame_bytes", "5 parsecs"),
         ("tree_depth", "129"),
+        ("car_header_bytes", "58"),
+        ("block_bytes", "256000001"),
+        ("repo_bytes", "1000001GB"),
+        ("repo_blocks", "1000000001"),
     ],
 )
 def test_error_for_bad_value_names_the_variable_and_the_allowed_values(

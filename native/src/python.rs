@@ -98,14 +98,26 @@ impl Core {
     ) -> PyResult<Bound<'py, PyList>> {
         let verified = py.detach(|| {
             let patterns = Patterns::new(patterns.iter().map(|pattern| &**pattern));
-            let verify = |commit| verify_arguments(commit, &patterns, &limits);
-            match &self.pool {
-                Some(pool) if commits.len() > 1 => pool.install(|| commits.par_iter().map(verify).collect::<Vec<_>>()),
-                _ => commits.iter().map(verify).collect(),
-            }
+            self.each(&commits, |commit| verify_arguments(commit, &patterns, &limits))
         });
         let results = verified.into_iter().map(|commit| commit.map(|commit| commit_result(py, commit)).transpose());
         PyList::new(py, results.collect::<PyResult<Vec<_>>>()?)
+    }
+
+    /// Panics while it works on one of `items` items. For tests, because no input is known that causes a panic.
+    fn panic(&self, py: Python<'_>, items: usize) {
+        let items: Vec<_> = (1..=items).collect();
+        py.detach(|| self.each(&items, |item| assert!(*item < items.len(), "the test asked for a panic")));
+    }
+}
+
+impl Core {
+    /// Returns the result of `work` for each item, in their order. A panic in a thread goes on in the calling one.
+    fn each<'a, T: Sync, R: Send>(&self, items: &'a [T], work: impl Fn(&'a T) -> R + Send + Sync) -> Vec<R> {
+        match &self.pool {
+            Some(pool) if items.len() > 1 => pool.install(|| items.par_iter().map(work).collect()),
+            _ => items.iter().map(work).collect(),
+        }
     }
 }
 
