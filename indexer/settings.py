@@ -297,9 +297,7 @@ class Settings(BaseSettings):
     # With fewer bytes no file could be read, and the native core would read one of the usual form all the same.
     car_header_bytes: Annotated[
         Size, Field(ge=59), AllowedValues("a size of at least 59 bytes, which a header with one root has")
-    ] = Field(
-        DEFAULT_LIMITS.car_header_bytes, description="Maximum size of the header of a CAR file, in bytes."
-    )
+    ] = Field(DEFAULT_LIMITS.car_header_bytes, description="Maximum size of the header of a CAR file, in bytes.")
     # The native core reads lengths of at most four bytes: 268 MB.
     block_bytes: Annotated[Size, Field(le=256 * 10**6), AllowedValues("a size from 1 byte to 256MB")] = Field(
         DEFAULT_LIMITS.block_bytes, description="Maximum size of one block of a CAR file, in bytes."

@@ -255,8 +255,8 @@ def test_text_of_settings_does_not_contain_secrets() -> None:
 def test_every_limit_is_a_setting_with_the_same_default(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Settings().limits == DEFAULT_LIMITS
     for limit in fields(Limits):
-        monkeypatch.setenv(variable(limit.name), "7")
-    assert load_settings().limits == Limits(**{limit.name: 7 for limit in fields(Limits)})
+        monkeypatch.setenv(variable(limit.name), "77")
+    assert load_settings().limits == Limits(**{limit.name: 77 for limit in fields(Limits)})
 
 
 def test_settings_page_is_generated_from_the_code() -> None:

@@ -1,4 +1,4 @@
-"""`python -m tests.fuzz`: give mutated commits to the Python code and to the native core, and compare the plans.
+"""`python -m tests.fuzz`: give mutated frames or exports to the Python code and to the native core, and compare.
 
 atheris guides the mutations by the coverage of the Python code: an input that reaches a new branch is mutated further.
 """
@@ -15,28 +15,31 @@ import click
 REPORT_SECONDS = 10.0
 SEED = 20_261_122
 INSTRUMENTED = ["indexer.atproto", "indexer.sync"]
-MAX_FRAME_BYTES = 16_384
+MAX_INPUT_BYTES = 16_384
 
 
 @click.command()
+@click.option("--target", type=click.Choice(["frames", "exports"]), default="frames", show_default=True)
 @click.option("--seconds", default=0, help="Stop after this time. 0: run until Ctrl-C.")
-@click.option("--seeds", default=200, show_default=True, help="Number of signed commits to start from.")
+@click.option("--seeds", default=200, show_default=True, help="Number of valid inputs to start from.")
 @click.option(
     "--corpus",
     type=click.Path(file_okay=False, path_type=Path),
     help="Directory of inputs to continue with, and for new ones. Default: a temporary one.",
 )
 @click.argument("inputs", nargs=-1, type=click.Path(exists=True, dir_okay=False, path_type=Path))
-def main(seconds: int, seeds: int, corpus: Path | None, inputs: tuple[Path, ...]) -> None:
-    """Compare the plans of mutated commits, or those of the INPUTS only.
+def main(target: str, seconds: int, seeds: int, corpus: Path | None, inputs: tuple[Path, ...]) -> None:
+    """Compare the events and plans of mutated frames, or what mutated exports contain; or those of the INPUTS only.
 
     A difference ends the run: the input is written to the working directory, as crash-… .
     """
     with atheris.instrument_imports(include=INSTRUMENTED, enable_loader_override=False):
-        import indexer.sync.plan_batch  # noqa: F401, PLC0415 - atheris instruments what is imported here
+        # atheris instruments what is imported here
+        import indexer.pds.native_reader  # noqa: PLC0415
+        import indexer.sync.plan_batch  # noqa: F401, PLC0415
     from tests.fuzz.session import Session  # noqa: PLC0415
 
-    session = Session(SEED)
+    session = Session(target, SEED)
     for path in inputs:
         session.compare(path.read_bytes())
     if inputs:
@@ -45,7 +48,7 @@ def main(seconds: int, seeds: int, corpus: Path | None, inputs: tuple[Path, ...]
         folder = corpus or Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
         session.write_seeds(folder, seeds)
-        arguments = [sys.argv[0], str(folder), f"-max_len={MAX_FRAME_BYTES}", "-print_final_stats=1", "-timeout=60"]
+        arguments = [sys.argv[0], str(folder), f"-max_len={MAX_INPUT_BYTES}", "-print_final_stats=1", "-timeout=60"]
         arguments += [f"-max_total_time={seconds}"] if seconds else []
         atheris.Setup(arguments, _reporting(session.compare, session.report), custom_mutator=session.mutate)
         atheris.Fuzz()

@@ -1,4 +1,4 @@
-"""A `#commit` frame taken apart, so that a part can be changed and all hashes and the signature made right again."""
+"""A `#commit` frame or an export taken apart: a part can be changed, and all hashes and the signature made right."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -16,16 +16,19 @@ from indexer.sync.events import RepoOp
 from indexer.sync.fold_operations import LegacyOperationsError, fold_operations
 
 MAX_RENAMES = 64
+NODE_START = b"\xa2\x61e"
+"""The first bytes of a tree node: a map of two fields, the first of which is `e`."""
 
 
 @dataclass(slots=True)
 class CommitParts:
-    """The parts of a frame.
+    """The parts of a frame, or of an export.
 
     Attributes:
         header: The header of the frame.
-        payload: The payload; its field `blocks` is replaced by the attribute of that name.
-        blocks: The blocks of the CAR slice by CID, in their order.
+        payload: The payload; its field `blocks` is replaced by the attribute of that name. For an export, it names the
+            account and the commit, and each record in an operation.
+        blocks: The blocks of the CAR file by CID, in their order.
     """
 
     header: dict[str, Any]
@@ -39,9 +42,12 @@ class CommitParts:
 
     def frame(self) -> bytes:
         """Return the frame of the parts as they are."""
+        return encode(self.header) + encode(self.payload | {"blocks": self.car()})
+
+    def car(self) -> bytes:
+        """Return the CAR file of the commit and the blocks as they are."""
         sections = b"".join(car_section(cid, block) for cid, block in self.blocks.items())
-        blocks = car_header(self.payload["commit"]) + sections
-        return encode(self.header) + encode(self.payload | {"blocks": blocks})
+        return car_header(self.payload["commit"]) + sections
 
     def ops(self) -> list[dict[str, Any]]:
         """Return the operations that have the form of one."""
@@ -97,6 +103,17 @@ def signed(block: bytes, key: PrivateKey) -> bytes:
         return block
     unsigned = {name: value for name, value in commit.items() if name != "sig"}
     return encode(unsigned | {"sig": key.sign(encode(unsigned))})
+
+
+def split_export(data: bytes) -> CommitParts | None:
+    """Take an export apart; None if it is not a CAR file with a commit and blocks that have their hashes."""
+    try:
+        roots, by_cid = split_car(data, DEFAULT_LIMITS, max_bytes=len(data))
+        did = decode(by_cid[roots[0]])["did"]
+    except (CborError, UpstreamError, KeyError, TypeError):
+        return None
+    ops = [{"cid": cid} for cid, block in by_cid.items() if cid != roots[0] and not block.startswith(NODE_START)]
+    return CommitParts({}, {"repo": did, "commit": roots[0], "ops": ops}, by_cid)
 
 
 def split(frame: bytes) -> CommitParts | None:

@@ -134,6 +134,15 @@ class Comparison:
         if found != expected:
             raise DifferenceError(f"Python: {expected}\nnative: {found}")
 
+    def report(self) -> str:
+        """Return the counts except that of all inputs."""
+        counts = self.counts
+        return (
+            f"{counts.decoded:,} decoded by the native core; {counts.commits:,} commits to both sides; "
+            f"{counts.accepted:,} verified by the native core and equal; "
+            f"{counts.declined:,} applied ones left to the Python code"
+        )
+
     def _is_decoded(self, frame: bytes, decode: DecodeCommit, limits: Limits, shard: Shard) -> bool:
         """Return True if the native core decodes the frame, after comparing the event with that of the Python code."""
         found = decode(frame)

@@ -1,4 +1,4 @@
-"""Mutations of `#commit` frames that know their structure, so that mutated bytes get past hashes and signature."""
+"""Mutations of frames and exports that know their structure, so that mutated bytes get past hashes and signature."""
 
 from collections.abc import Callable
 from random import Random
@@ -6,8 +6,8 @@ from typing import Any
 
 from indexer.atproto.cbor import CborError, decode, encode
 from indexer.atproto.cid import cid_of
-from tests.fuzz.commit_parts import CommitParts, split
-from tests.fuzz.seeds import LINK, key_of, random_commit, random_path, random_record, random_value
+from tests.fuzz.commit_parts import CommitParts, split, split_export
+from tests.fuzz.seeds import LINK, key_of, random_commit, random_export, random_path, random_record, random_value
 from tests.sync.signing_account import SigningAccount
 
 MutateBytes = Callable[[bytes], bytes]
@@ -15,14 +15,14 @@ MutateBytes = Callable[[bytes], bytes]
 Mutation = Callable[[CommitParts, Random, MutateBytes], None]
 """Changes the parts of a frame."""
 NEW_COMMITS, PLAIN, FIELDS = 0.01, 0.1, 0.2
-"""Shares of mutations that are a new commit, that mutate the bytes of the frame, and only those of its fields."""
+"""Shares of mutations that are a new commit or export, that mutate any bytes, and only those of the frame's fields."""
 RIGHT_ROOT = 0.8
 """Share of mutations after which `prevData` is made right, so that the commit may be applied."""
 SIGNED = 0.95
 """Share of mutations after which the commit is signed again."""
 
 
-def mutate(frame: bytes, random: Random, mutate_bytes: MutateBytes, owners: list[SigningAccount]) -> bytes:
+def mutate_frame(frame: bytes, random: Random, mutate_bytes: MutateBytes, owners: list[SigningAccount]) -> bytes:
     """Return a mutated frame. One that is not a whole commit, and a tenth of the others, gets mutated bytes.
 
     A fifth becomes a frame without blocks and with mutated bytes: hardly any byte of a whole one is in its fields.
@@ -35,18 +35,41 @@ def mutate(frame: bytes, random: Random, mutate_bytes: MutateBytes, owners: list
     if random.random() < FIELDS:
         return mutate_bytes(encode(parts.header) + encode(parts.payload | {"blocks": b""}))
     did = parts.did
-    for _ in range(random.choice((1, 1, 1, 2, 3))):
-        random.choice(MUTATIONS)(parts, random, mutate_bytes)
-        if parts.payload["commit"] not in parts.blocks:
-            break
+    _mutate_parts(parts, MUTATIONS, random, mutate_bytes)
     if random.random() < RIGHT_ROOT:
         parts.set_previous_root()
-    if random.random() < SIGNED and parts.payload["commit"] in parts.blocks:
-        parts.sign(key_of(did, owners))
+    _sign(parts, did, random, owners)
     try:
         return parts.frame()
     except (TypeError, ValueError, OverflowError):  # a mutated value that has no encoding
         return mutate_bytes(frame)
+
+
+def mutate_export(data: bytes, random: Random, mutate_bytes: MutateBytes, owners: list[SigningAccount]) -> bytes:
+    """Return a mutated export. One that is not a whole repo, and a tenth of the others, gets mutated bytes."""
+    if random.random() < NEW_COMMITS:
+        return random_export(random.choice(owners), random)
+    parts = None if random.random() < PLAIN else split_export(data)
+    if parts is None:
+        return mutate_bytes(data)
+    did = parts.did
+    _mutate_parts(parts, EXPORT_MUTATIONS, random, mutate_bytes)
+    _sign(parts, did, random, owners)
+    return parts.car()
+
+
+def _mutate_parts(
+    parts: CommitParts, mutations: tuple[Mutation, ...], random: Random, mutate_bytes: MutateBytes
+) -> None:
+    for _ in range(random.choice((1, 1, 1, 2, 3))):
+        random.choice(mutations)(parts, random, mutate_bytes)
+        if parts.payload["commit"] not in parts.blocks:
+            break
+
+
+def _sign(parts: CommitParts, did: str, random: Random, owners: list[SigningAccount]) -> None:
+    if random.random() < SIGNED and parts.payload["commit"] in parts.blocks:
+        parts.sign(key_of(did, owners))
 
 
 def block_bytes(parts: CommitParts, random: Random, mutate_bytes: MutateBytes) -> None:
@@ -173,6 +196,10 @@ MUTATIONS: tuple[Mutation, ...] = (
     payload_field,
     block_list,
     commit_field,
+)
+
+EXPORT_MUTATIONS: tuple[Mutation, ...] = tuple(
+    mutation for mutation in MUTATIONS if mutation not in (operations, payload_field)
 )
 
 

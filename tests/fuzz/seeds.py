@@ -1,5 +1,6 @@
-"""Signed commits from which the fuzzer starts, and new ones with random operations."""
+"""Signed commits and exports from which the fuzzer starts, and new ones with random operations and records."""
 
+from collections.abc import Callable
 from random import Random
 from typing import Any, NamedTuple
 
@@ -15,6 +16,8 @@ COLLECTIONS = ("app.bsky.feed.post", "app.bsky.feed.like", "com.example.note", "
 TEXTS = ("", "hello", "é", "日本語", "\0", "\u2028", '"\\/\b\f\n\r\t\x1f\x7f', "😀", "$link", "x" * 300)
 SIZES = (0, 1, 23, 24, 255, 256, 65_535, 65_536, 2**31, 2**32, 2**53, 2**63 - 1, 2**63, 2**64 - 1)
 NUMBERS = (*SIZES, -1, -24, -25, -(2**63))
+ORDINARY = 0.8
+"""Share of exports in which all records are ordinary: the native core leaves all others of a chunk to the reference."""
 FLOATS = (0.0, -0.0, 1.5, 1e300, 5e-324, 0.1)
 LINK = b"\x01\x71\x12\x20" + bytes(range(32))
 
@@ -45,9 +48,8 @@ def first_commit(owner: SigningAccount) -> Seed:
 
 def random_commit(owner: SigningAccount, random: Random) -> Seed:
     """Replace the records of a repo by random ones, and return a commit with one to four random operations."""
-    paths = {random_path(random) for _ in range(random.choice(TREE_SIZES))}
-    owner.repo.import_records({path: random_record(random) for path in paths}, owner.key, owner.next_rev())
-    writes, present = [], sorted(paths)
+    replace_records(owner, random, random_record)
+    writes, present = [], sorted(owner.repo.records)
     for _ in range(random.choice((1, 1, 1, 2, 4))):
         if present and random.random() < 0.5:
             path = present.pop(random.randrange(len(present)))
@@ -58,6 +60,25 @@ def random_commit(owner: SigningAccount, random: Random) -> Seed:
             if path not in owner.repo.records and path not in {write.path for write in writes}:
                 writes.append(Write("create", path, random_record(random)))
     return Seed(owner, encoded_frame("commit", owner.commit(*writes)))
+
+
+def random_export(owner: SigningAccount, random: Random) -> bytes:
+    """Replace the records of a repo by random ones, and return its export. In most of them, all are ordinary."""
+    replace_records(owner, random, ordinary_record if random.random() < ORDINARY else random_record)
+    return b"".join(owner.repo.export())
+
+
+def replace_records(owner: SigningAccount, random: Random, record: Callable[[Random], bytes]) -> None:
+    """Replace the records of a repo by others, without a message."""
+    paths = {random_path(random) for _ in range(random.choice(TREE_SIZES))}
+    owner.repo.import_records({path: record(random) for path in sorted(paths)}, owner.key, owner.next_rev())
+
+
+def ordinary_record(random: Random) -> bytes:
+    """Return the DAG-CBOR of a record that the native core converts."""
+    texts = {name: random.choice(TEXTS[5:8]) for name in random.choices(TEXTS[1:4], k=2)}
+    values = [random.choice((None, True, -25, 2**53, LINK, b"bytes")) for _ in range(random.randrange(4))]
+    return encode({"$type": random.choice(COLLECTIONS), "list": values} | texts)
 
 
 def random_path(random: Random) -> str:

@@ -7,53 +7,47 @@ from time import monotonic
 import atheris
 
 from indexer.sync.native_core import load_core
-from tests.fuzz.comparison import Comparison
-from tests.fuzz.mutation import mutate
-from tests.fuzz.seeds import accounts, seeds
+from tests.fuzz.targets import TARGETS
 
 FRESH = 0.4
-"""Share of mutations of a valid commit. Most inputs with new coverage are broken, and broken ones stay broken."""
-FRESH_COMMITS = 500
+"""Share of mutations of a valid input. Most inputs with new coverage are broken, and broken ones stay broken."""
+FRESH_INPUTS = 500
 
 
 class Session:
-    """Compares and mutates inputs, and counts them."""
+    """Compares and mutates the inputs of a target, and counts them."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, target: str, seed: int) -> None:
         core = load_core("native", 1)
         assert core is not None
         self._random = Random(seed)
-        self._owners = accounts()
-        self._comparison = Comparison(core, self._owners)
-        self._valid = [seed.frame for seed in seeds(self._owners, self._random, FRESH_COMMITS)]
+        self._target = TARGETS[target](core)
+        self._valid = self._target.seeds(self._random, FRESH_INPUTS)
         self._began = monotonic()
 
-    def compare(self, frame: bytes) -> None:
-        """Compare the plans of a frame; see `Comparison.compare`."""
-        self._comparison.compare(frame)
+    def compare(self, data: bytes) -> None:
+        """Compare the results of both sides for an input. Raises `DifferenceError`."""
+        self._target.compare(data)
 
-    def mutate(self, frame: bytes, max_size: int, seed: int) -> bytes:
-        """Return a mutated frame of at most `max_size` bytes; some are made of a valid commit instead of `frame`.
+    def mutate(self, data: bytes, max_size: int, seed: int) -> bytes:
+        """Return a mutated input of at most `max_size` bytes; some are made of a valid one instead of `data`.
 
         The arguments are those of atheris.
         """
         random = Random(seed)
         if random.random() < FRESH:
-            frame = random.choice(self._valid)
-        mutated = mutate(frame, random, lambda data: bytes(atheris.Mutate(data, len(data) + 32)), self._owners)
-        return mutated if len(mutated) <= max_size else frame
+            data = random.choice(self._valid)
+        mutated = self._target.mutate(data, random, lambda part: bytes(atheris.Mutate(part, len(part) + 32)))
+        return mutated if len(mutated) <= max_size else data
 
     def write_seeds(self, folder: Path, count: int) -> None:
-        """Write new signed commits to a folder, to start from."""
-        for number, seed in enumerate(seeds(self._owners, self._random, count)):
-            (folder / f"seed-{number:04}").write_bytes(seed.frame)
+        """Write new valid inputs to a folder, to start from."""
+        for number, seed in enumerate(self._target.seeds(self._random, count)):
+            (folder / f"seed-{number:04}").write_bytes(seed)
 
     def report(self) -> str:
         """Return the counts as one line."""
-        counts, seconds = self._comparison.counts, monotonic() - self._began
-        return (
-            f"{counts.executions:,} executions in {seconds:,.0f} s, {counts.executions / seconds:,.0f} per second; "
-            f"{counts.decoded:,} decoded by the native core; {counts.commits:,} commits to both sides; "
-            f"{counts.accepted:,} verified by the native core and equal; "
-            f"{counts.declined:,} applied ones left to the Python code"
+        executions, seconds = self._target.counts.executions, monotonic() - self._began
+        return f"{executions:,} executions in {seconds:,.0f} s, {executions / seconds:,.0f} per second; " + (
+            self._target.report()
         )

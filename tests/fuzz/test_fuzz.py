@@ -2,12 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from random import Random
+from typing import NoReturn
 
 import pytest
 
 from indexer.atproto.crypto import PublicKey
 from indexer.atproto.limits import Limits
 from indexer.errors import UpstreamError
+from indexer.pds.native_reader import NativeReader, ProvenExport
+from indexer.reasons import Rejection
 from indexer.sync.events import CommitEvent, OtherShardEvent
 from indexer.sync.frames import decode_frame
 from indexer.sync.policy import Policy
@@ -15,8 +18,9 @@ from indexer.sync.shard import Shard
 from indexer.sync.verify import VerifiedCommit, verify_commit
 from tests.fuzz.commit_parts import split
 from tests.fuzz.comparison import CONTEXTS, Comparison, Core, DecodeCommit, DifferenceError
-from tests.fuzz.mutation import mutate
-from tests.fuzz.seeds import accounts, key_of, random_record, seeds
+from tests.fuzz.export_comparison import VARIANTS, ExportComparison
+from tests.fuzz.mutation import mutate_export, mutate_frame
+from tests.fuzz.seeds import accounts, key_of, random_export, random_record, seeds
 from tests.native_module import native_core
 
 OWNERS = accounts()
@@ -117,7 +121,7 @@ def test_replaced_record_is_below_a_right_root_and_a_valid_signature() -> None:
 def test_mutations_reach_both_valid_and_invalid_commits() -> None:
     random, valid, invalid = Random(3), 0, 0
     for number in range(400):
-        frame = mutate(SEEDS[number % len(SEEDS)].frame, random, flip_a_bit, OWNERS)
+        frame = mutate_frame(SEEDS[number % len(SEEDS)].frame, random, flip_a_bit, OWNERS)
         event = decode_frame(frame, CONTEXTS[0].policy.limits)
         if isinstance(event, CommitEvent):
             try:
@@ -128,3 +132,42 @@ def test_mutations_reach_both_valid_and_invalid_commits() -> None:
                 valid += flaw is None
     assert valid > 40
     assert invalid > 20
+
+
+EXPORTS = [random_export(OWNERS[number % len(OWNERS)], Random(number)) for number in range(40)]
+LARGE_EXPORT = next(data for data in EXPORTS if len(data) > 1_000 and len(data) % len(VARIANTS) == 0)
+"""One with records, which is read with the default limits."""
+
+
+def test_native_core_verifies_the_exports_to_start_from() -> None:
+    comparison = ExportComparison(native_core(1), OWNERS)
+    for data in EXPORTS:
+        comparison.compare(data)
+    counts = comparison.counts
+    assert counts.executions == len(EXPORTS)
+    assert counts.proven == counts.valid > len(EXPORTS) // 2  # the others are beyond the small limits
+    assert counts.ready > 0
+
+
+def test_mutated_exports_are_valid_and_invalid_and_agree() -> None:
+    comparison, random = ExportComparison(native_core(1), OWNERS), Random(4)
+    for number in range(400):
+        comparison.compare(mutate_export(EXPORTS[number % len(EXPORTS)], random, flip_a_bit, OWNERS))
+    assert 40 < comparison.counts.valid < 360
+
+
+@pytest.mark.parametrize("wrong", ["block", "verify", "size"])
+def test_reader_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+    comparison = ExportComparison(native_core(1), OWNERS)
+    if wrong == "verify":
+        monkeypatch.setattr(NativeReader, "verify", lambda *_: fail_verification())
+    elif wrong == "size":
+        monkeypatch.setattr(NativeReader, "size", 1)
+    else:
+        monkeypatch.setattr(ProvenExport, "block_of", lambda *_: b"")
+    with pytest.raises(DifferenceError):
+        comparison.compare(LARGE_EXPORT)
+
+
+def fail_verification() -> NoReturn:
+    raise UpstreamError(Rejection.SIGNATURE_INVALID)

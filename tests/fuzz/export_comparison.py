@@ -1,0 +1,131 @@
+"""Read an export with the Python code alone and with the native core, and compare what they find."""
+
+import tempfile
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from indexer.atproto.limits import DEFAULT_LIMITS
+from indexer.atproto.syntax import CollectionFilter
+from indexer.errors import UnavailableError, UpstreamError
+from indexer.pds.native_reader import NativeReader, ProvenExport, ReadyChunk
+from indexer.pds.spool import DEFAULT_SIZES, Spool, SpoolSizes
+from indexer.sync.export import ExportReader
+from indexer.sync.native_core import NativeCore
+from indexer.sync.policy import Policy
+from indexer.sync.scope import Scope
+from tests.fuzz.comparison import SMALL_LIMITS, DifferenceError
+from tests.sync.signing_account import STORE_ALL, SigningAccount
+
+SMALL_BUFFERS = SpoolSizes(buffer_bytes=1_000, page_bytes=512)
+SMALL_EXPORTS = replace(SMALL_LIMITS, block_bytes=600, repo_bytes=4_000, repo_blocks=30)
+
+
+class Variant(NamedTuple):
+    """How an export is read: `step` is the number of bytes that arrive at once."""
+
+    policy: Policy
+    sizes: SpoolSizes
+    step: int
+
+
+VARIANTS = (
+    Variant(STORE_ALL, DEFAULT_SIZES, 65_536),
+    Variant(Policy(Scope(collections=CollectionFilter(["app.bsky.*"])), DEFAULT_LIMITS), DEFAULT_SIZES, 1_000),
+    Variant(Policy(Scope(), SMALL_EXPORTS), DEFAULT_SIZES, 500),
+    Variant(STORE_ALL, SMALL_BUFFERS, 300),
+)
+"""The size of an export selects one of them, so that an input always has the same one."""
+
+
+class Reading(NamedTuple):
+    """What a reader finds in one export.
+
+    Attributes:
+        error: The type, the reason and the detail of the error, or None.
+        content: The head, the entries of the tree with their blocks, the size, and the chunks of records.
+        proven: The native core verified the export.
+        ready: The number of records that the native core converted.
+    """
+
+    error: tuple[type, str, str] | None
+    content: Any = None
+    proven: bool = False
+    ready: int = 0
+
+
+@dataclass(slots=True)
+class ExportCounts:
+    """The inputs so far.
+
+    Attributes:
+        executions: All inputs.
+        valid: Exports that the Python code verified.
+        proven: Exports that the native core verified.
+        ready: Records that the native core converted.
+    """
+
+    executions: int = 0
+    valid: int = 0
+    proven: int = 0
+    ready: int = 0
+
+
+class ExportComparison:
+    """Compares the two readers on exports, one at a time.
+
+    Attributes:
+        counts: What was compared.
+    """
+
+    def __init__(self, core: NativeCore, owners: Sequence[SigningAccount]) -> None:
+        self._core = core
+        self._owners = owners
+        self._directory = Path(tempfile.gettempdir())
+        self.counts = ExportCounts()
+
+    def compare(self, data: bytes) -> None:
+        """Give an export to both readers.
+
+        Raises:
+            DifferenceError: They find different errors, trees, blocks or records.
+        """
+        variant = VARIANTS[len(data) % len(VARIANTS)]
+        owner = next((owner for owner in self._owners if owner.did.encode() in data), self._owners[0])
+        limits, sizes = variant.policy.limits, variant.sizes
+        expected = _read(Spool(self._directory, limits, sizes), data, owner, variant)
+        found = _read(NativeReader(self._core, self._directory, limits, sizes), data, owner, variant)
+        self.counts.executions += 1
+        self.counts.valid += expected.error is None
+        self.counts.proven += found.proven
+        self.counts.ready += found.ready
+        if found[:2] != expected[:2]:
+            raise DifferenceError(f"Python: {expected}\nnative: {found}")
+
+    def report(self) -> str:
+        """Return the counts except that of all inputs."""
+        counts = self.counts
+        return (
+            f"{counts.valid:,} valid exports, {counts.proven:,} of them verified by the native core and equal, with "
+            f"{counts.ready:,} records that it converted"
+        )
+
+
+def _read(reader: ExportReader, data: bytes, owner: SigningAccount, variant: Variant) -> Reading:
+    with closing(reader):
+        try:
+            for start in range(0, len(data), variant.step):
+                reader.write(data[start : start + variant.step])
+            reader.finish()
+            export = reader.verify(owner.did, owner.key.public, variant.policy.limits)
+        except (UpstreamError, UnavailableError) as error:
+            return Reading((type(error), error.reason, error.detail))
+        records = export.new_records(variant.policy, reader.size)
+        chunks = list(iter(records.next_chunk, None))
+        entries = [(path, cid, export.block_of(cid)) for path, cid in export.records()]
+        found = [(list(chunk.changes()), chunk.missing, chunk.size) for chunk in chunks]
+        ready = sum(chunk.count for chunk in chunks if isinstance(chunk, ReadyChunk))
+        content = (export.head, entries, reader.size, found)
+        return Reading(None, content, isinstance(export, ProvenExport), ready)
