@@ -294,11 +294,11 @@ class Settings(BaseSettings):
         description="Maximum number of items of a record: containers, keys and values at all levels. Beyond it, the "
         "record is stored without a value.",
     )
-    # With fewer bytes no file could be read, and the native core would read one of the usual form all the same.
+    # With fewer bytes, the native core would still read a header of the usual form, and the Python code would not.
     car_header_bytes: Annotated[
         Size, Field(ge=59), AllowedValues("a size of at least 59 bytes, which a header with one root has")
     ] = Field(DEFAULT_LIMITS.car_header_bytes, description="Maximum size of the header of a CAR file, in bytes.")
-    # The native core reads lengths of at most four bytes: 268 MB.
+    # The native core reads lengths of up to four bytes, at most 268 MB.
     block_bytes: Annotated[Size, Field(le=256 * 10**6), AllowedValues("a size from 1 byte to 256MB")] = Field(
         DEFAULT_LIMITS.block_bytes, description="Maximum size of one block of a CAR file, in bytes."
     )
