@@ -24,7 +24,7 @@ SMALL_EXPORTS = replace(SMALL_LIMITS, block_bytes=600, repo_bytes=4_000, repo_bl
 
 
 class Variant(NamedTuple):
-    """How an export is read: `step` is the number of bytes that arrive at once."""
+    """One way to read an export: `step` is the number of bytes that arrive at once."""
 
     policy: Policy
     sizes: SpoolSizes
@@ -41,7 +41,7 @@ VARIANTS = (
 
 
 class Reading(NamedTuple):
-    """What a reader finds in one export.
+    """The result of a reader for one export.
 
     Attributes:
         error: The type, the reason and the detail of the error, or None.

@@ -1,4 +1,4 @@
-"""What can be fuzzed: frames of the stream, and exports."""
+"""The kinds of inputs that can be fuzzed: frames of the stream, and exports."""
 
 from collections.abc import Callable
 from random import Random
@@ -16,7 +16,7 @@ class Target(Protocol):
 
     @property
     def counts(self) -> Counts | ExportCounts:
-        """What was compared."""
+        """The inputs so far."""
 
     def seeds(self, random: Random, count: int) -> list[bytes]:
         """Return new valid inputs."""
