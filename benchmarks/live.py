@@ -221,7 +221,7 @@ def _speed(watch: ArrivalWatch, commits: range, cpu: Mapping[str, float]) -> Fig
 
 def _stage_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the elapsed time of each stage, including waits. The stages of a batch do not overlap."""
-    return {stage: metrics[f"indexer_batch_seconds_sum {stage}"] for stage in ("load", "plan", "apply")}
+    return {stage: metrics[f"indexer_batch_seconds_sum {stage}"] for stage in ("load", "plan", "apply", "verify-ahead")}
 
 
 def _latency(watch: ArrivalWatch, commits: range, began: float, rate: int) -> Figures:

@@ -22,6 +22,7 @@ _TID_VALUES = {character: value for value, character in enumerate(_TID_ALPHABET)
 _TID_CHARACTERS = 13
 _CLOCK_ID_BITS = 10  # the lowest ones; the others are microseconds since the Unix epoch
 MAX_CLOCK_ID = (1 << _CLOCK_ID_BITS) - 1
+MAX_TID_MICROS = (1 << 54) - 1
 
 # `fullmatch`, because `$` would accept a newline at the end.
 _DID = re.compile(r"did:[a-z]+:[a-zA-Z0-9._:%-]*[a-zA-Z0-9._-]").fullmatch

@@ -32,7 +32,7 @@ from indexer.sync.repo_transitions import Outcome
 
 KINDS = ("commit", "sync", "identity", "account", "info", "error", "unknown", "malformed")
 ACTIONS = ("create", "update", "delete")
-STAGES = ("load", "plan", "apply", "fetch", "verify-export", "diff", "apply-export")
+STAGES = ("load", "plan", "apply", "verify-ahead", "fetch", "verify-export", "diff", "apply-export")
 RESYNC_RESULTS = ("synchronized", "unchanged", "lost", "postponed", *Desync, *FetchFailure)
 LOOKUP_METHODS = ("plc", "web", "dns", "https")
 LOOKUP_RESULTS = ("found", "missing", *FetchFailure)

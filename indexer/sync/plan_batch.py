@@ -180,7 +180,7 @@ def is_quick(
 
 
 def commits_within(messages: Iterable[ReceivedMessage], max_bytes: int) -> list[CommitEvent]:
-    """Return the commits among the first messages, whose frames have `max_bytes` and at most one more."""
+    """Return the commits among the first messages, up to that with which their frames exceed `max_bytes`."""
     commits, size = [], 0
     for received in messages:
         if size > max_bytes:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from indexer.atproto.crypto import PublicKey
 from indexer.atproto.limits import Limits
-from indexer.atproto.syntax import MAX_CLOCK_ID, tid_of
+from indexer.atproto.syntax import MAX_CLOCK_ID, MAX_TID_MICROS, tid_of
 from indexer.sync.events import CommitEvent
 from indexer.sync.scope import Scope
 from indexer.sync.verify import VerifiedCommit, verify_commit
@@ -90,4 +90,4 @@ def is_future(rev: str, now: float, limits: Limits) -> bool:
 @lru_cache(maxsize=16)  # called for each commit, with the time of its batch
 def _last_rev(seconds: float) -> str:
     """Return the last TID with a time of at most so many Unix seconds."""
-    return tid_of(int(seconds * 1_000_000), MAX_CLOCK_ID)
+    return tid_of(min(int(seconds * 1_000_000), MAX_TID_MICROS), MAX_CLOCK_ID)

@@ -24,7 +24,7 @@ class PreparedCommits:
     """The results of the native core for some commits: a verified commit, or None if `verify_commit` has to decide."""
 
     def __init__(self, prepared: Iterable[_Prepared] = ()) -> None:
-        # By identity, because hashing an event hashes its blocks. The events cannot go while their results are here.
+        # By identity, because hashing an event hashes its blocks. The results refer to the events, so no id is reused.
         self._prepared = {id(item.event): item for item in prepared}
 
     def __len__(self) -> int:
@@ -36,6 +36,11 @@ class PreparedCommits:
 
     def __or__(self, other: "PreparedCommits") -> "PreparedCommits":
         return PreparedCommits([*self._prepared.values(), *other._prepared.values()])
+
+    def of(self, events: Iterable[object]) -> "PreparedCommits":
+        """Return the results for these events only."""
+        found = [self._prepared.get(id(event)) for event in events]
+        return PreparedCommits([item for item in found if item is not None])
 
     def has_all_of(self, event: CommitEvent, key: KeyState | None, policy: Policy) -> bool:
         """Return True if the native core accepted the commit with this key, and has converted each record to store."""

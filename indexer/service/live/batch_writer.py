@@ -103,7 +103,7 @@ class BatchWriter:
         self.stage = StageProgress("batch writer", needs_shard=True)
         self.totals = SettledTotals()
         self._clock = EventClock(keys.domain_of)
-        self._ahead = VerificationAhead(core, inbox, self._rows, keys.key_state)
+        self._ahead = VerificationAhead(core, inbox, self._rows, keys.key_state, metrics)
 
     @property
     def lag(self) -> float | None:
@@ -129,6 +129,7 @@ class BatchWriter:
             messages = self._keys.hold_back(taken)
             if not self._owned.is_set():
                 self._rows.clear()
+                self._ahead.clear()
                 await self._owned.wait()
             with DatabaseAttempt(self.stage) as attempt:
                 if messages:
@@ -312,7 +313,10 @@ class BatchWriter:
         waiting = defaultdict[str | None, list[ReceivedMessage]](list)
         for message in written.waiting:
             waiting[message.did].append(message)
-        for did, need in written.needed_keys.items():  # last: a wait may end at once, and its messages come before
+        for (
+            did,
+            need,
+        ) in written.needed_keys.items():  # last: a wait may end at once, and its messages come before these
             self._keys.start(need, waiting[did])
         self._inbox.settle(done)
 

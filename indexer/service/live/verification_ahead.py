@@ -4,22 +4,29 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
+from indexer.atproto.crypto import PublicKey
+from indexer.monitoring.metrics import Metrics
 from indexer.service.live.inbox import Inbox
 from indexer.service.live.repo_row_cache import RepoRowCache
+from indexer.sync.events import CommitEvent
 from indexer.sync.native_core import NativeCore
 from indexer.sync.plan_batch import MAX_BATCH_BYTES, BatchPlan, ReceivedMessage, commits_within
 from indexer.sync.policy import KeyState, PlanContext
 from indexer.sync.prepared_commits import PreparedCommits, commits_to_verify, verify_ahead
 from indexer.sync.repo_state import Repo
 
-MIN_COMMITS = 32
-"""Fewer commits than this and than a full batch are verified when they are planned: a thread would cost more than it
-gains."""
-MAX_LOOP_BYTES = 64 << 10
-"""Commits up to this number of bytes are verified on the event loop, in about a millisecond. To hand them to a thread
+MIN_MESSAGES = 32
+"""If fewer messages wait than this and than a full batch, their commits are verified when they are planned: a thread
+would cost more than it gains."""
+MAX_LOOP_COST = 128 << 10
+"""Commits up to this cost (see `_cost`) are verified on the event loop: at most 32 of them. To hand them to a thread
 and back would delay them more, because the thread and the event loop wait for each other's interpreter lock."""
+COMMIT_COST = 4 << 10
+"""The cost of a commit besides that of its blocks and operations: above all, of its signature."""
+OPERATION_COST = 128
 MAX_AHEAD_BYTES = 4 << 20
-"""Frames of the commits that are verified ahead, in bytes. An ordinary batch has half of it."""
+"""Messages are verified ahead up to the first one with which their frames exceed this number of bytes. An ordinary
+batch has half of it."""
 
 
 class VerificationAhead:
@@ -29,7 +36,7 @@ class VerificationAhead:
     the time of one verification, or the reference verifies the commit later. It never changes a plan.
 
     Attributes:
-        prepared: The results of the verification ahead, for the next batch.
+        prepared: The results for messages of the present batch that are not written yet, and for the next batch.
     """
 
     def __init__(
@@ -38,9 +45,11 @@ class VerificationAhead:
         inbox: Inbox,
         rows: RepoRowCache,
         key_state_of: Callable[[str], KeyState | None],
+        metrics: Metrics,
     ) -> None:
         """Do nothing if `core` is None."""
         self._core = core
+        self._metrics = metrics
         self._inbox = inbox
         self._rows = rows
         self._key_state_of = key_state_of
@@ -54,34 +63,58 @@ class VerificationAhead:
             return self.prepared
         rest = [event for event in commits_within(batch, MAX_BATCH_BYTES) if event not in self.prepared]
         chosen = commits_to_verify(rest, lambda did: repos.get(did) or Repo(did), self._key_state_of, context)
-        if sum([len(event.blocks) for event, _ in chosen]) <= MAX_LOOP_BYTES:
-            return self.prepared | verify_ahead(self._core, chosen, context) if chosen else self.prepared
-        return self.prepared | await asyncio.to_thread(verify_ahead, self._core, chosen, context)
+        if sum([_cost(event) for event, _ in chosen]) > MAX_LOOP_COST:
+            self.prepared |= await asyncio.to_thread(verify_ahead, self._core, chosen, context)
+        elif chosen:
+            self.prepared |= verify_ahead(self._core, chosen, context)
+        return self.prepared
 
     @asynccontextmanager
     async def running(self, plan: BatchPlan, context: PlanContext, batch_size: int) -> AsyncIterator[None]:
-        """Verify the next `batch_size` messages in a thread during the block, and wait for the thread at its end.
+        """Verify the next `batch_size` messages in a thread while the block writes a batch; wait for the thread.
+
+        Without an error of the block, only results for the next batch are kept.
 
         Args:
             plan: The plan of the present batch, which leaves rows. For a repo without a row, here or in the cache, the
                 guess is that its commits are new.
             context: The context of the plan.
-            batch_size: The size of the next batch.
+            batch_size: The size of the next batch. It begins with the messages that the plan postponed.
         """
-        self.prepared = PreparedCommits()
-        if self._core is None or len(self._inbox) < min(MIN_COMMITS, batch_size):
+        waiting = self._inbox.peek(max(0, batch_size - len(plan.postponed)))
+        upcoming = [*plan.postponed, *waiting]
+        verifying = None
+        if self._core is not None and len(waiting) >= min(MIN_MESSAGES, batch_size):
+            chosen = self._choose(upcoming, plan, context)
+            verifying = asyncio.get_running_loop().run_in_executor(None, verify_ahead, self._core, chosen, context)
+        written = False
+        try:
             yield
-            return
-        commits = commits_within(self._inbox.peek(batch_size), MAX_AHEAD_BYTES)
+            written = True
+        finally:
+            kept = self.prepared.of(message.event for message in upcoming) if written else self.prepared
+            if verifying is not None:
+                with self._metrics.stage("verify-ahead"):
+                    kept |= await verifying
+            self.prepared = kept
+
+    def clear(self) -> None:
+        """Drop all results."""
+        self.prepared = PreparedCommits()
+
+    def _choose(
+        self, upcoming: Sequence[ReceivedMessage], plan: BatchPlan, context: PlanContext
+    ) -> list[tuple[CommitEvent, PublicKey]]:
+        commits = [event for event in commits_within(upcoming, MAX_AHEAD_BYTES) if event not in self.prepared]
         cached = self._rows.rows([event.did for event in commits])
 
         def guessed_row(did: str) -> Repo:
             draft = plan.drafts.get(did)
             return (draft.after if draft else cached.get(did)) or Repo(did, version=1)
 
-        chosen = commits_to_verify(commits, guessed_row, self._key_state_of, context)
-        verifying = asyncio.get_running_loop().run_in_executor(None, verify_ahead, self._core, chosen, context)
-        try:
-            yield
-        finally:
-            self.prepared = await verifying
+        return commits_to_verify(commits, guessed_row, self._key_state_of, context)
+
+
+def _cost(event: CommitEvent) -> int:
+    """Return the cost of verifying a commit, in bytes of blocks that take about the same time."""
+    return len(event.blocks) + COMMIT_COST + OPERATION_COST * len(event.ops)

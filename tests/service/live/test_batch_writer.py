@@ -234,6 +234,58 @@ async def test_next_batch_is_verified_while_this_one_is_written(make_scenario: M
     assert (await scenario.row(ada)).head == ada.head
 
 
+async def test_postponed_commits_are_verified_once(make_scenario: MakeScenario) -> None:
+    """A batch takes 26 commits of 200 records, and postpones the others."""
+    core, ada = CountingCore(), SigningAccount("ada")
+    scenario = await make_scenario(core=core)
+    await scenario.add(ada)
+    await scenario.put(
+        *[
+            received_message("commit", ada.commit(*[Write.create(f"{POST}/{number}-{n}", {}) for n in range(200)]))
+            for number in range(60)
+        ]
+    )
+    async with scenario.writer():
+        await scenario.settled()
+    assert [len(batch.writes[0].changes) for batch in scenario.store.batches] == [5_200, 5_200, 1_600]
+    assert core.asked == 60
+    assert (await scenario.row(ada)).head == ada.head
+
+
+async def test_commits_of_a_failed_batch_are_verified_once(make_scenario: MakeScenario) -> None:
+    core, ada = CountingCore(), SigningAccount("ada")
+    scenario = await make_scenario(batch_size=2, core=core)
+    await scenario.add(ada)
+    await scenario.put(*[new_post(ada, number) for number in range(5)])
+
+    async def fail_twice(_: Batch) -> None:
+        if len(scenario.store.batches) <= 2:
+            raise DatabaseError(FetchFailure.UNREACHABLE, "the connection is lost")
+
+    scenario.store.disturb_before = fail_twice
+    async with scenario.writer():
+        await scenario.settled()
+    assert len(scenario.store.batches) == 5
+    assert core.asked == 5
+    assert (await scenario.row(ada)).head == ada.head
+
+
+async def test_results_are_dropped_when_the_shard_is_lost(make_scenario: MakeScenario) -> None:
+    core, ada = CountingCore(), SigningAccount("ada")
+    scenario = await make_scenario(batch_size=2, core=core)
+    await scenario.add(ada)
+    await scenario.put(*[new_post(ada, number) for number in range(4)])
+    scenario.store.may_write.clear()
+    async with scenario.writer():
+        await until(lambda: core.asked == 4)
+        scenario.owned.clear()
+        scenario.store.may_write.set()
+        await until(lambda: not len(scenario.inbox))
+        scenario.owned.set()
+        await scenario.settled()
+    assert core.asked == 6, "the second batch was verified again"
+
+
 async def test_writer_can_be_stopped_while_it_verifies_ahead(make_scenario: MakeScenario) -> None:
     core, ada = CountingCore(), SigningAccount("ada")
     scenario = await make_scenario(batch_size=2, core=core)

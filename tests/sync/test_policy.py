@@ -1,0 +1,28 @@
+"""When a rev counts as being in the future."""
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from indexer.atproto.limits import DEFAULT_LIMITS
+from indexer.atproto.syntax import MAX_CLOCK_ID, MAX_TID_MICROS, tid_micros, tid_of
+from indexer.sync.policy import is_future
+
+
+@given(st.integers(0, MAX_TID_MICROS), st.integers(0, MAX_CLOCK_ID), st.floats(0, 1e11))
+def test_rev_is_in_the_future_if_its_time_is(micros: int, clock_id: int, now: float) -> None:
+    rev = tid_of(micros, clock_id)
+    limit = (now + DEFAULT_LIMITS.clock_drift_seconds) * 1_000_000
+    assert is_future(rev, now, DEFAULT_LIMITS) == (tid_micros(rev) > limit)
+
+
+@given(st.integers(-2, 2), st.integers(0, MAX_CLOCK_ID))
+def test_limit_is_exact(step: int, clock_id: int) -> None:
+    limits = replace(DEFAULT_LIMITS, clock_drift_seconds=300)
+    assert is_future(tid_of(1_300_000_000 + step, clock_id), 1_000.0, limits) == (step > 0)
+
+
+def test_no_rev_is_in_the_future_of_a_drift_beyond_all_revs() -> None:
+    limits = replace(DEFAULT_LIMITS, clock_drift_seconds=10**12)
+    assert not is_future(tid_of(MAX_TID_MICROS, MAX_CLOCK_ID), 0.0, limits)
