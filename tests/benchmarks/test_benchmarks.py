@@ -61,7 +61,7 @@ def test_live_benchmark(tmp_path: Path, shards: int) -> None:
     assert 0 < speed["commits per batch, median"] <= speed["commits per batch, maximum"] <= 1_500
     assert speed["identities in memory"] == 40 + 20
     assert speed["peak RSS of the daemon, MiB"] > 0
-    assert {"load", "plan", "apply"} == measured_stages(report["elapsed time by stage in the daemon"], "commit")
+    assert {"load", "plan", "apply"} <= measured_stages(report["elapsed time by stage in the daemon"], "commit")
     stages = {"socket", "decode", "split", "signature", "inversion", "plan", "client", "database"}
     assert stages <= measured_stages(report["stages measured one by one"], "commit")
     check_floor(report["floor"], speed, "commit")
