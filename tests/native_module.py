@@ -1,14 +1,16 @@
 """The native core for tests, which are skipped if it is not built."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
 from indexer.atproto.crypto import PublicKey
-from indexer.sync.events import CommitEvent
+from indexer.atproto.limits import Limits
+from indexer.sync.events import CommitEvent, OtherShardEvent
 from indexer.sync.native_core import NativeCore, load_core
 from indexer.sync.policy import Policy
+from indexer.sync.shard import Shard
 from indexer.sync.verify import VerifiedCommit
 
 
@@ -30,11 +32,28 @@ def native_module() -> Any:
 
 
 class CountingCore(NativeCore):
-    """Counts the commits that it is asked for. The test is skipped if the native core is not installed."""
+    """Counts what it is asked for. The test is skipped if the native core is not installed.
+
+    Attributes:
+        frames: The frames that it was asked to decode.
+        decoded: Those that it decoded.
+        asked: The commits that it was asked to verify.
+    """
 
     def __init__(self) -> None:
         super().__init__(native_module(), 1)
-        self.asked = 0
+        self.frames = self.decoded = self.asked = 0
+
+    def commit_decoder(self, limits: Limits, shard: Shard) -> Callable[[bytes], CommitEvent | OtherShardEvent | None]:
+        decode_commit = super().commit_decoder(limits, shard)
+
+        def decode(frame: bytes) -> CommitEvent | OtherShardEvent | None:
+            event = decode_commit(frame)
+            self.frames += 1
+            self.decoded += event is not None
+            return event
+
+        return decode
 
     def verify_commits(
         self, commits: Sequence[tuple[CommitEvent, PublicKey]], policy: Policy

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from indexer.daemon import connection_count, open_daemon
+from indexer.daemon_core import DaemonCore
 from indexer.errors import BrokenInvariantError
 from indexer.localnet.local_network import LocalNetwork
 from indexer.process_setup import StopRequest
@@ -15,7 +16,7 @@ from indexer.store import RESERVED_CONNECTIONS
 from indexer.sync.native_core import NativeCore
 from indexer.sync.repo_state import Repo
 from tests.daemon_harness import settings_for
-from tests.native_module import native_module
+from tests.native_module import CountingCore, native_module
 from tests.waiting import until
 
 
@@ -54,6 +55,21 @@ async def test_panic_in_a_thread_of_the_native_core_ends_the_daemon(
             await asyncio.wait([ended], timeout=0.1)
         with pytest.raises(BaseException, match="the test asked for a panic"):
             await ended
+
+
+async def test_daemon_uses_the_native_core_for_frames_and_commits(database: str, tmp_path: Path) -> None:
+    counting, stop = CountingCore(), StopRequest()
+    core = DaemonCore(counting, "native", counting.version, counting.threads)
+    async with LocalNetwork() as network:
+        settings = settings_for(network.relay_url, network.plc_url, tmp_path)
+        async with open_daemon(settings, database, core=core) as running:
+            account = network.create_account("ada.test")
+            account.create("app.bsky.feed.post", {"text": "a commit"})
+            ended = asyncio.create_task(running.run(stop))
+            await until(lambda: ended.done() or (counting.decoded > 0 and counting.asked > 0))
+            stop.set()
+            await ended
+    assert counting.decoded > 0
 
 
 async def test_broken_invariant_while_draining_is_raised(

@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use pyo3::exceptions::PyValueError;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyString, PyTuple, PyType};
@@ -10,6 +11,11 @@ use crate::frame::{decode_commit, CommitFields, FrameLimits};
 use crate::hash::sha256;
 use crate::verify::RepoOp;
 
+const COMMIT_FIELDS: [&str; 10] =
+    ["seq", "did", "commit", "rev", "since", "prev_data", "ops", "blocks", "time", "kind"];
+const OP_FIELDS: [&str; 4] = ["action", "path", "cid", "prev"];
+const OTHER_FIELDS: [&str; 4] = ["seq", "kind", "did", "time"];
+
 /// Decodes frames within limits for a range of buckets.
 #[pyclass(frozen, module = "atproto_indexer_native")]
 pub struct FrameDecoder {
@@ -17,7 +23,7 @@ pub struct FrameDecoder {
     /// `None`: all buckets.
     buckets: Option<Range<u16>>,
     classes: Classes,
-    /// `tuple.__new__`, which creates a named tuple of a class and a tuple of its fields.
+    /// `tuple.__new__`, which creates a named tuple of a class and a tuple of its fields. It does not count them.
     new: Py<PyAny>,
 }
 
@@ -35,9 +41,12 @@ struct Classes {
 #[pymethods]
 impl FrameDecoder {
     /// Takes the module of the events, an object with the limits as attributes, and the first bucket and the end of
-    /// the range; None for all.
+    /// the range; None for all. Raises `ValueError` if the events have other fields than this crate gives them.
     #[new]
     fn new(py: Python<'_>, events: Classes, limits: FrameLimits, buckets: Option<(u16, u16)>) -> PyResult<Self> {
+        check_fields(events.commit.bind(py), &COMMIT_FIELDS)?;
+        check_fields(events.op.bind(py), &OP_FIELDS)?;
+        check_fields(events.other.bind(py), &OTHER_FIELDS)?;
         let new = py.get_type::<PyTuple>().getattr("__new__")?.unbind();
         Ok(Self { limits, buckets: buckets.map(|(first, end)| first..end), classes: events, new })
     }
@@ -91,4 +100,12 @@ impl FrameDecoder {
     ) -> PyResult<Bound<'py, PyAny>> {
         self.new.bind(py).call1((class, fields))
     }
+}
+
+fn check_fields(class: &Bound<'_, PyType>, expected: &[&str]) -> PyResult<()> {
+    let found: Vec<String> = class.getattr("_fields")?.extract()?;
+    if found == expected {
+        return Ok(());
+    }
+    Err(PyValueError::new_err(format!("{} has the fields {found:?}; expected {expected:?}", class.name()?)))
 }

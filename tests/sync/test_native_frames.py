@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import cbor2
@@ -15,11 +16,11 @@ from indexer.atproto.cid import RAW, cid_of
 from indexer.atproto.limits import DEFAULT_LIMITS, Limits
 from indexer.localnet import dag_cbor
 from indexer.localnet.local_repo import Write
-from indexer.sync.events import CommitEvent, Event, MalformedEvent, OtherShardEvent
+from indexer.sync.events import CommitEvent, Event, MalformedEvent, OtherShardEvent, RepoOp
 from indexer.sync.frames import MAX_SEQ, decode_frame
 from indexer.sync.native_core import NativeCore, frame_decoder
 from indexer.sync.shard import Shard
-from tests.native_module import native_core
+from tests.native_module import CountingCore, native_core, native_module
 from tests.profiles import scaled
 from tests.sync import test_frames, test_published
 from tests.sync.signing_account import POST, SigningAccount, encoded_frame
@@ -256,6 +257,19 @@ def test_decoder_returns_the_event_of_any_frame_with_and_without_the_native_core
         dag_cbor.encode({"op": -1}) + dag_cbor.encode({"error": "FutureCursor"}),
         b"",
     ]
-    for core in (None, shared_core()):
+    native = CountingCore()
+    for core in (None, native):
         decode = frame_decoder(core, DEFAULT_LIMITS, shard)
         assert [repr(decode(frame)) for frame in frames] == [repr(reference(frame, shard=shard)) for frame in frames]
+    assert (native.frames, native.decoded) == (len(frames), 74)  # the published ones and the usual one
+
+
+@pytest.mark.parametrize("name", ["CommitEvent", "RepoOp", "OtherShardEvent"])
+def test_native_core_rejects_events_with_other_fields(name: str) -> None:
+    classes = {cls.__name__: cls for cls in (CommitEvent, RepoOp, OtherShardEvent)}
+    new_decoder = native_module().FrameDecoder
+    assert new_decoder(SimpleNamespace(**classes), DEFAULT_LIMITS, None).decode(frame_with()) is not None
+    for fields in (classes[name]._fields[::-1], (*classes[name]._fields, "new"), classes[name]._fields[:-1]):
+        other = SimpleNamespace(**classes | {name: type(name, (), {"_fields": fields})})
+        with pytest.raises(ValueError, match=f"{name} has the fields"):
+            new_decoder(other, DEFAULT_LIMITS, None)

@@ -20,9 +20,12 @@ from indexer.service.open_gaps import OpenGaps
 from indexer.sync.events import IdentityEvent, MalformedEvent
 from indexer.sync.frames import MAX_SEQ
 from indexer.sync.gap import Gap, OpenGap
+from indexer.sync.native_core import NativeCore
 from indexer.sync.sequence_order import MAX_LEAP
 from indexer.sync.shard import Shard, bucket_of
 from indexer.sync.stored_cursor import StoredCursor
+from tests.native_module import CountingCore
+from tests.sync.signing_account import SigningAccount, encoded_frame
 from tests.waiting import until
 
 
@@ -86,7 +89,12 @@ class RunningConsumer:
     """A consumer that reads the given frames."""
 
     def __init__(
-        self, *frames: bytes, shard: Shard, max_pending: int = 1_000, cursors: Sequence[StoredCursor] = ()
+        self,
+        *frames: bytes,
+        shard: Shard,
+        max_pending: int = 1_000,
+        cursors: Sequence[StoredCursor] = (),
+        core: NativeCore | None = None,
     ) -> None:
         self.inbox = Inbox(1_000_000)
         self.position = StreamPosition(lambda: True)
@@ -94,7 +102,7 @@ class RunningConsumer:
         self.store = FakeStore(cursors)
         store: Any = self.store
         self.subscription = FakeSubscription(frames)
-        settings = ConsumerSettings(shard, DEFAULT_LIMITS, max_pending=max_pending)
+        settings = ConsumerSettings(shard, DEFAULT_LIMITS, max_pending=max_pending, core=core)
         subscription = cast("Subscription", self.subscription)
         continuity = StreamContinuity(
             StreamEntries(store, seek_nothing, shard, "live"),
@@ -161,6 +169,15 @@ async def test_pending_sequence_numbers_behind_an_unsettled_message_are_bounded(
         running.position.watermark.mark_done((1,))
         running.inbox.settle(taken)
         await until(lambda: running.position.watermark.position == 49)
+
+
+async def test_native_core_decodes_commits() -> None:
+    account, core = SigningAccount(), CountingCore()
+    frames = [encoded_frame("commit", account.first_commit()), encoded_frame("identity", account.identity_event())]
+    async with RunningConsumer(*frames, shard=Shard(), core=core) as running:
+        await until(lambda: running.inbox.unsettled == 2)
+        assert [message.event.kind for message in await running.inbox.take(9)] == ["commit", "identity"]
+    assert (core.frames, core.decoded) == (2, 1)
 
 
 async def test_lower_sequence_number_is_rejected() -> None:
