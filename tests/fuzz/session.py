@@ -45,6 +45,11 @@ class Session:
         for number, seed in enumerate(self._target.seeds(self._random, count)):
             (folder / f"seed-{number:04}").write_bytes(seed)
 
+    @property
+    def unused(self) -> list[str]:
+        """The names of the counts of the native core that are 0."""
+        return self._target.counts.unused
+
     def report(self) -> str:
         """Return the counts as one line."""
         executions, seconds = self._target.counts.executions, monotonic() - self._began

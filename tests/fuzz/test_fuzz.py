@@ -1,17 +1,18 @@
 """The parts of the fuzzer: it starts from commits that both sides apply, and it finds a core that is wrong."""
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from random import Random
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
 from indexer.atproto.crypto import PublicKey
 from indexer.atproto.limits import Limits
 from indexer.errors import UpstreamError
-from indexer.pds.native_reader import NativeReader, ProvenExport
+from indexer.pds.native_reader import NativeReader, ProvenExport, ReadyChunk
 from indexer.reasons import Rejection
-from indexer.sync.events import CommitEvent, OtherShardEvent
+from indexer.sync.events import CommitEvent
 from indexer.sync.frames import decode_frame
 from indexer.sync.policy import Policy
 from indexer.sync.shard import Shard
@@ -83,24 +84,54 @@ def test_core_that_is_wrong_is_found(distort: Callable[[VerifiedCommit], Verifie
         compare(WrongCore(distort), [frame for _, frame in SEEDS])
 
 
-class WrongDecoder(WrongCore):
-    """Decodes with the Python code, and returns another sequence number."""
+class DecliningCore(WrongCore):
+    """Leaves all frames and commits to the Python code."""
 
     def __init__(self) -> None:
         super().__init__(lambda commit: commit)
 
+    def verify_commits(
+        self, commits: Sequence[tuple[CommitEvent, PublicKey]], _policy: Policy
+    ) -> list[VerifiedCommit | None]:
+        return [None for _ in commits]
+
+
+def test_core_that_is_not_used_is_named_by_the_counts() -> None:
+    frames = [frame for _, frame in SEEDS]
+    assert compare(DecliningCore(), frames).counts.unused == ["decoded", "accepted"]
+    assert compare(native_core(1), frames).counts.unused == []
+
+
+class WrongDecoder(DecliningCore):
+    """Decodes with the Python code, and passes what it decodes through `distort`."""
+
+    def __init__(self, distort: Callable[[CommitEvent], Any]) -> None:
+        super().__init__()
+        self._distort_event = distort
+
     def commit_decoder(self, limits: Limits, shard: Shard) -> DecodeCommit:
-        def decode(frame: bytes) -> CommitEvent | OtherShardEvent | None:
+        def decode(frame: bytes) -> Any:
             event = decode_frame(frame, limits, shard.owns)
-            assert isinstance(event, CommitEvent | OtherShardEvent)
-            return event._replace(seq=event.seq + 1)
+            return self._distort_event(event) if isinstance(event, CommitEvent) else None
 
         return decode
 
 
-def test_decoder_that_is_wrong_is_found() -> None:
+WRONG_EVENTS: dict[str, Callable[[CommitEvent], Any]] = {
+    "number": lambda event: event._replace(seq=event.seq + 1),
+    "float": lambda event: event._replace(seq=float(event.seq)),  # type: ignore[arg-type]
+    "bytearray": lambda event: event._replace(blocks=bytearray(event.blocks)),  # type: ignore[arg-type]
+    "tuple": tuple,
+    "tuples in ops": lambda event: event._replace(ops=tuple(map(tuple, event.ops))),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_EVENTS)
+def test_decoder_that_is_wrong_is_found(wrong: str) -> None:
+    frame = next(frame for _, frame in SEEDS if b"create" in frame)
+    assert compare(WrongDecoder(lambda event: event), [frame]).counts.decoded == 1
     with pytest.raises(DifferenceError):
-        compare(WrongDecoder(), [SEEDS[0].frame])
+        compare(WrongDecoder(WRONG_EVENTS[wrong]), [frame])
 
 
 def test_replaced_record_is_below_a_right_root_and_a_valid_signature() -> None:
@@ -156,18 +187,45 @@ def test_mutated_exports_are_valid_and_invalid_and_agree() -> None:
     assert 40 < comparison.counts.valid < 360
 
 
-@pytest.mark.parametrize("wrong", ["block", "verify", "size"])
+def fail_verification() -> NoReturn:
+    raise UpstreamError(Rejection.SIGNATURE_INVALID)
+
+
+BUCKET_AND_CID = re.compile(rb"(\0\0\0\x02)..(\0\0\0\x24\x01\x71\x12\x20)", re.DOTALL)
+"""These two columns of a row. The size of a field comes before it."""
+
+
+def other_bucket(pieces: Iterator[bytes]) -> Iterator[bytes]:
+    """Yield the rows of records with another bucket."""
+    for piece in pieces:
+        yield BUCKET_AND_CID.sub(lambda found: found[1] + b"\xff\xff" + found[2], piece)
+
+
+CHUNK_ROWS = ReadyChunk.record_rows
+WRONG_READERS: dict[str, tuple[type, str, Any]] = {
+    "verify": (NativeReader, "verify", lambda *_: fail_verification()),
+    "size": (NativeReader, "size", 1),
+    "block": (ProvenExport, "block_of", lambda *_: b""),
+    "changes": (ReadyChunk, "changes", lambda _: []),
+    "missing": (ReadyChunk, "missing", 1),
+    "count": (ReadyChunk, "count", property(lambda _: 1, lambda *_: None)),
+    "change_rows": (ReadyChunk, "change_rows", lambda *_: b""),
+    "record_rows": (ReadyChunk, "record_rows", property(lambda chunk: other_bucket(CHUNK_ROWS.__get__(chunk)))),
+}
+"""The class, the attribute and the wrong value."""
+
+
+@pytest.mark.parametrize("wrong", WRONG_READERS)
 def test_reader_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
     comparison = ExportComparison(native_core(1), OWNERS)
-    if wrong == "verify":
-        monkeypatch.setattr(NativeReader, "verify", lambda *_: fail_verification())
-    elif wrong == "size":
-        monkeypatch.setattr(NativeReader, "size", 1)
-    else:
-        monkeypatch.setattr(ProvenExport, "block_of", lambda *_: b"")
+    comparison.compare(LARGE_EXPORT)
+    assert comparison.counts.unused == []
+    monkeypatch.setattr(*WRONG_READERS[wrong], raising=False)
     with pytest.raises(DifferenceError):
         comparison.compare(LARGE_EXPORT)
 
 
-def fail_verification() -> NoReturn:
-    raise UpstreamError(Rejection.SIGNATURE_INVALID)
+def test_exports_that_the_native_core_leaves_to_the_python_code_are_counted() -> None:
+    comparison = ExportComparison(native_core(1), OWNERS)
+    comparison.compare(b"no export")
+    assert comparison.counts.unused == ["proven", "ready"]

@@ -1,0 +1,47 @@
+"""Rows of records and changes in the binary format of COPY, made in Python. Postgres documents the format."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from indexer.store.change_log import COLUMNS, log_rows
+from indexer.store.copy_records import RECORD_COLUMNS
+from indexer.store.copy_records import record_rows as rows_of_records
+from indexer.sync.changes import record_entries
+from indexer.sync.plans import RecordChange
+
+_INTEGER_BYTES = {"segment": 2, "batch": 8, "ordinal": 4, "bucket": 2}
+_PREFIXES = {"value": b"\x01"}
+"""jsonb begins with the version of its format."""
+_NULL = b"\xff" * 4
+
+
+def record_rows(did: str, changes: Iterable[RecordChange]) -> bytes:
+    """Return the rows of `indexer.record` for new records of a repo."""
+    return _encoded(RECORD_COLUMNS, rows_of_records((did, change) for change in changes))
+
+
+def change_rows(did: str, changes: Iterable[RecordChange], segment: int, batch: int, first_ordinal: int) -> bytes:
+    """Return the rows of `indexer.change` for changes that a resync made."""
+    return _encoded(COLUMNS, log_rows(segment, batch, first_ordinal, record_entries(did, changes, live=False)))
+
+
+def _encoded(columns: Sequence[str], rows: Iterable[tuple[Any, ...]]) -> bytes:
+    encoded = bytearray()
+    for row in rows:
+        encoded += len(row).to_bytes(2)
+        for column, value in zip(columns, row, strict=True):
+            encoded += _NULL if value is None else _field(column, value)
+    return bytes(encoded)
+
+
+def _field(column: str, value: Any) -> bytes:
+    match value:
+        case bool():
+            field = bytes([value])
+        case int():
+            field = value.to_bytes(_INTEGER_BYTES[column], signed=True)
+        case str():
+            field = _PREFIXES.get(column, b"") + value.encode()
+        case _:
+            field = value
+    return len(field).to_bytes(4) + field
