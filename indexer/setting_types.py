@@ -166,7 +166,7 @@ def check_duplicates(items: tuple[str, ...]) -> tuple[str, ...]:
     return items
 
 
-# The native core holds sizes and counts in 64 bits, and all of these are far below.
+# The native core holds sizes and counts in 64 bits on 64-bit platforms, and all of these are far below.
 _MAX_WHOLE = 10**9
 _MAX_BYTES = 10**15
 

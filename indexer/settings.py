@@ -233,11 +233,11 @@ class Settings(BaseSettings):
     )
     core: Annotated[Literal["auto", "python", "native"], AllowedValues("`auto`, `python` or `native`")] = Field(
         "auto",
-        description="Implementation of verification: `native` is the package `atproto-indexer-native`, which must be "
-        "installed; `python` is part of this program; `auto` is `native` if it is installed, otherwise `python`. Both "
-        "give the same results.",
+        description="Implementation of decoding #commit messages, and of verifying commits and exports: `native` is "
+        "the package `atproto-indexer-native`, which must be installed; `python` is part of this program; `auto` is "
+        "`native` if it is installed, otherwise `python`. Both give the same results.",
     )
-    verify_threads: Whole | None = Field(
+    verify_threads: Annotated[Whole, Field(le=1_000), AllowedValues("a whole number from 1 to 1000")] | None = Field(
         None,
         description="Maximum number of threads in which the native core verifies. Unset: the number of processor cores "
         "that this process may use.",
@@ -294,10 +294,13 @@ class Settings(BaseSettings):
         description="Maximum number of items of a record: containers, keys and values at all levels. Beyond it, the "
         "record is stored without a value.",
     )
-    # With fewer bytes, the native core would still read a header of the usual form, and the Python code would not.
+    # With a lower limit, the native core would accept a usual header that the Python code rejects.
     car_header_bytes: Annotated[
-        Size, Field(ge=59), AllowedValues("a size of at least 59 bytes, which a header with one root has")
-    ] = Field(DEFAULT_LIMITS.car_header_bytes, description="Maximum size of the header of a CAR file, in bytes.")
+        Size, Field(ge=58), AllowedValues("a size of at least 58 bytes, which a header with one root has")
+    ] = Field(
+        DEFAULT_LIMITS.car_header_bytes,
+        description="Maximum size of the header of a CAR file, in bytes, without its length.",
+    )
     # The native core reads lengths of up to four bytes, at most 268 MB.
     block_bytes: Annotated[Size, Field(le=256 * 10**6), AllowedValues("a size from 1 byte to 256MB")] = Field(
         DEFAULT_LIMITS.block_bytes, description="Maximum size of one block of a CAR file, in bytes."

@@ -17,7 +17,7 @@ class Limits:
         record_bytes: One record, in bytes of DAG-CBOR.
         record_json_bytes: The JSON of one record, in bytes. A byte of DAG-CBOR becomes up to 14 bytes of JSON.
         record_items: Items of one record: containers, keys, values and tags at all levels.
-        car_header_bytes: The header of a CAR file, in bytes. A header with one root has 59.
+        car_header_bytes: The header of a CAR file without its length, in bytes. A header with one root has 58.
         block_bytes: One block of an export, in bytes.
         node_entries: Entries of a tree node. More than 200 are only possible with keys that are chosen for their hash.
         tree_depth: Layers of a tree. The SHA-256 of a key allows no more than 128.

@@ -1,6 +1,8 @@
 //! Limits on everything that comes from outside.
 
 /// The limits of `indexer/atproto/limits.py` that the native core needs, with the same names.
+///
+/// Every value that the settings allow fits into `usize` on 64-bit platforms.
 #[derive(Clone, Copy, Debug)]
 #[cfg_attr(feature = "python", derive(pyo3::FromPyObject))]
 pub struct Limits {
