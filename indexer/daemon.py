@@ -123,7 +123,7 @@ class Daemon:
     Attributes:
         probe: The state of the stages, for the health checks.
         status: The document of the status page.
-        core: The implementation of verification.
+        core: The implementation of decoding and verification.
     """
 
     def __init__(

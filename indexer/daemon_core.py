@@ -1,4 +1,4 @@
-"""The implementation of verification that the daemon uses, which the settings select."""
+"""The core that the daemon uses, native or in Python, which the settings select: it decodes and verifies."""
 
 from typing import NamedTuple
 

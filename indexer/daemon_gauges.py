@@ -23,7 +23,7 @@ class DaemonGauges:
     Attributes:
         relays: The URLs of the relays in the settings.
         data_dir: The directory whose disk space is measured.
-        core: The implementation of verification.
+        core: The implementation of decoding and verification.
     """
 
     probe: DaemonProbe

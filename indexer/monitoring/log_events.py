@@ -110,7 +110,8 @@ LOG_EVENTS: dict[str, LogEvent] = {
     "daemon.started": LogEvent(
         ("info",),
         ("health", "version", "core", "threads"),
-        "The daemon is running. `core` is the implementation of verification, `threads` the number of its threads.",
+        "The daemon is running. `core` is the implementation of decoding and verification, `threads` the number of its "
+        "threads.",
         "Its health checks are at this address.",
     ),
     "daemon.stop-timeout": LogEvent(

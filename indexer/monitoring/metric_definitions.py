@@ -336,7 +336,7 @@ _PROCESS = (
     MetricDefinition(
         "indexer_core_info",
         "gauge",
-        "Implementation of verification, `python` or `native`, and its version.",
+        "Implementation of decoding and verification, `python` or `native`, and its version.",
         "It is `python` although the native core is installed everywhere: that process needs several times the CPU.",
         ("core", "version"),
     ),

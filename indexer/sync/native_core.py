@@ -1,4 +1,4 @@
-"""The native core: decodes frames, and verifies many commits at once, with the results of the Python code.
+"""The native core: decodes #commit frames, and verifies many commits at once, with the results of the Python code.
 
 It is optional: a distribution of its own, `atproto-indexer-native` (native/README.md). For a commit without a flaw and
 of the usual form it returns what `decode_frame` and `verify_commit` return. For every other one it returns nothing, and

@@ -17,7 +17,7 @@ class NativeChunk(Protocol):
     size: int
 
     def record_rows(self, start: int, size: int) -> bytes:
-        """Return at most `size` bytes of the rows of `indexer.record`, from `start` on; none at their end."""
+        """Return at most `size` bytes of the rows of `indexer.record`, from `start` on; empty bytes at the end."""
         ...
 
     def change_rows(self, segment: int, batch: int, first_ordinal: int) -> bytes:

@@ -203,7 +203,8 @@ impl Records {
                 return Ok(None);
             }
         }
-        chunk.rows.bytes.shrink_to_fit(); // it waits until the chunk before it is written
+        // The chunk stays in memory until the previous chunk is written.
+        chunk.rows.bytes.shrink_to_fit();
         Ok(Some(chunk))
     }
 }

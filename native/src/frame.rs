@@ -10,15 +10,18 @@ use crate::verify::RepoOp;
 
 /// The header of every `#commit` in its canonical form: `{"t": "#commit", "op": 1}`.
 const COMMIT_HEADER: &[u8] = b"\xa2\x61t\x67#commit\x62op\x01";
+/// The map, its two keys and its two values; `expect` does not count them.
 const HEADER_ITEMS: usize = 5;
 const MAX_SEQ: u64 = i64::MAX as u64;
-/// The limits of the reference are in characters, and no character has less than a byte.
+/// The reference counts characters. A text of at most N bytes has at most N characters.
 const MAX_PATH_BYTES: usize = 1_024;
 const MAX_TIME_BYTES: usize = 64;
 /// Levels of containers in the value of an unknown field.
 const MAX_LEVELS: usize = 16;
 
 /// The limits of `indexer/atproto/limits.py` for a frame, with the same names.
+///
+/// Every value that the settings allow fits into `usize` on 64-bit platforms.
 #[derive(Clone, Copy, Debug)]
 #[cfg_attr(feature = "python", derive(pyo3::FromPyObject))]
 pub struct FrameLimits {

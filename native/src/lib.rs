@@ -1,10 +1,11 @@
-//! The native core of atproto-indexer: decodes frames, verifies commits and exports, and converts records to JSON.
+//! The native core of atproto-indexer: decodes `#commit` frames, verifies commits and exports, and converts records to
+//! JSON.
 //!
 //! **The Python code is the reference.** For a commit without any flaw, whose values are ordinary, this crate returns
 //! exactly what `indexer/sync/frames.py`, `indexer/sync/verify.py` and `indexer/atproto/record.py` return. In every
-//! other case it returns `None`, and the caller asks the reference: for a malformed byte, a wrong hash or signature, a missing block, and
-//! also for anything valid that is rare. So there are no reasons and no messages in this crate, and it is correct if
-//! it never *accepts* something with another result. `tests/sync/test_native_core.py`,
+//! other case it returns `None`, and the caller asks the reference: for a malformed byte, a wrong hash or signature, a
+//! missing block, and also for anything valid that is rare. So there are no reasons and no messages in this crate, and
+//! it is correct if it never *accepts* something with another result. `tests/sync/test_native_core.py`,
 //! `tests/sync/test_native_frames.py` and `tests/pds/test_native_reader.py` compare the two.
 //!
 //! What comes from outside is bounded before it is used: sizes first, then counts, then depth. Nothing recurses

@@ -112,7 +112,8 @@ impl Core {
 }
 
 impl Core {
-    /// Returns the result of `work` for each item, in their order. A panic in a thread goes on in the calling one.
+    /// Returns the result of `work` for each item, in their order. A panic in a worker thread continues in the calling
+    /// thread.
     fn each<'a, T: Sync, R: Send>(&self, items: &'a [T], work: impl Fn(&'a T) -> R + Send + Sync) -> Vec<R> {
         match &self.pool {
             Some(pool) if items.len() > 1 => pool.install(|| items.par_iter().map(work).collect()),

@@ -213,7 +213,7 @@ impl Chunk {
         self.chunk.bytes
     }
 
-    /// Returns at most `size` bytes of the rows of `indexer.record` for COPY, from `start` on; none at their end.
+    /// Returns at most `size` bytes of the rows of `indexer.record` for COPY, from `start` on; empty bytes at the end.
     fn record_rows<'py>(&self, py: Python<'py>, start: usize, size: usize) -> Bound<'py, PyBytes> {
         let rest = self.chunk.rows.bytes.get(start..).unwrap_or_default();
         PyBytes::new(py, &rest[..rest.len().min(size)])
