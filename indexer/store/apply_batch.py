@@ -30,6 +30,7 @@ from indexer.store.columns import (
     visible,
 )
 from indexer.store.copy_records import create_records, record_rows
+from indexer.store.identities import is_postponed
 from indexer.store.link_rows import keeps_links, replace_links, request_recounts
 from indexer.sync.changes import (
     RecordKey,
@@ -135,14 +136,18 @@ _DELETE_BUFFERED_EVENTS = """
 """
 
 # `refresh_at` is not before the latest announcement, so that a lookup that asked earlier does not remove the mark
-# (`identities._CHANGED_SINCE`). An identity whose refreshes fail keeps a later time, however often it is announced.
+# (`identities._CHANGED_SINCE`). So an announcement ends a postponement, but not the back-off after failed refreshes,
+# which is the same however often the identity is announced. If a lookup that asked before is saved during the back-off,
+# it removes the mark in the database; the identity cache keeps the mark in memory, until a restart.
 _MARK_STALE = f"""
     update indexer.identity i
     set stale = true, refresh_at = case
-        when i.stale or i.refresh_failures > 0 then greatest(i.refresh_at, to_timestamp($3)) else to_timestamp($3)
+        when i.refresh_failures > 0 then greatest(i.refresh_at, to_timestamp($3)) else to_timestamp($3)
     end
     from {unnest({"did": "text"}, "w", 2)}
-    where i.did = w.did and {of_buckets("i")} and (not i.stale or i.refresh_at < to_timestamp($3))
+    where i.did = w.did and {of_buckets("i")} and (
+        not i.stale or i.refresh_at < to_timestamp($3) or i.refresh_failures = 0 and {is_postponed("$3")}
+    )
 """
 
 _SAVE_CURSOR = """

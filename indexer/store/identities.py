@@ -1,12 +1,27 @@
 """The table of identities: the contents of DID documents, and the queue of handles to verify."""
 
 from collections.abc import Mapping, Sequence
+from time import time
 
 from indexer.store.change_log import log_changes
 from indexer.store.columns import Connection, buckets_of, columns_of, of_buckets, storable, unnest
 from indexer.sync.changes import ChangeLogEntry
 from indexer.sync.shard import bucket_of
 from indexer.sync.stored_identity import INVALID_HANDLE, DueIdentity, HandleCheck, HandleClaim, StoredIdentity
+
+MAX_LOCK_WAIT = 10
+"""Seconds that a statement may wait for a row before its parameter for the present time is too old. It is shorter than
+each postponement of a refresh."""
+
+
+def is_postponed(now: str) -> str:
+    """Return the SQL condition that the refresh of identity `i` is postponed; `now` is SQL for Unix seconds.
+
+    `refresh_at` is the time of an announcement or of a postponed refresh. An announcement is not in the future, except
+    by the time that the statement has waited for the row.
+    """
+    return f"i.refresh_at > to_timestamp({now}::float8 + {MAX_LOCK_WAIT})"
+
 
 _COLUMNS = {
     "did": "text",
@@ -34,7 +49,9 @@ _LOAD = """
 _SAME_CLAIM = "i.claimed_handle is not distinct from excluded.claimed_handle"
 _RENAMED = "(saved.handle is not null and saved.handle is distinct from before.handle)"
 # A change was announced after the lookup asked, so the answer may be from before it (see `apply_batch._MARK_STALE`).
-_CHANGED_SINCE = "(i.stale and i.refresh_at > excluded.fetched_at)"
+# The time of a postponed refresh is not that of an announcement. Without a time there was no announcement.
+_NOW = f"${len(_COLUMNS) + 1}"
+_CHANGED_SINCE = f"coalesce(i.stale and i.refresh_at > excluded.fetched_at and not {is_postponed(_NOW)}, false)"
 _SAVE = f"""
     with before as materialized (
         select did, bucket, pds, handle from indexer.identity
@@ -164,7 +181,7 @@ async def save_identities(connection: Connection, identities: Sequence[StoredIde
         )
         for did, identity in sorted(latest.items())
     ]
-    saved = await connection.fetch(_SAVE, *columns_of(rows, _COLUMNS))
+    saved = await connection.fetch(_SAVE, *columns_of(rows, _COLUMNS), time())
     changes: list[ChangeLogEntry] = []
     for did, moved, renamed in saved:
         changes += [ChangeLogEntry(did, "moved", None, live=True)] if moved else []

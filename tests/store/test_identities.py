@@ -48,7 +48,7 @@ async def test_identities_are_read_as_saved_and_the_latest_reading_stays(store: 
     assert (await store.load_identities([did(1)]))[did(1)] == one
     await store.apply(Batch(stale_identities=frozenset({did(1), did(3)})))
     assert (await store.load_identities([did(1)]))[did(1)].stale
-    later = identity(1, "after.test", round(time()) + 60.0)
+    later = identity(1, "after.test", round(time()) + 1.0)  # asked after the announcement, so it removes the mark
     await store.save_identities([one, later])
     assert await store.load_identities([did(1), did(3)]) == {did(1): later}
 
@@ -71,6 +71,24 @@ async def test_change_that_is_announced_after_the_lookup_asked_keeps_its_mark(
     await store.save_identities([identity(1, "later.test", time())])
     assert not (await store.load_identities([did(1)]))[did(1)].stale
     assert await sql.fetchval("select refresh_at from indexer.identity") is None
+
+
+@pytest.mark.parametrize("announced_again", [False, True])
+async def test_postponed_refresh_keeps_a_mark_only_for_a_later_announcement(
+    store: Store, announced_again: bool
+) -> None:
+    """A lookup that asked after the first announcement is saved while the refresh is postponed."""
+    announced = Batch(stale_identities=frozenset({did(1)}))
+    await store.save_identities([identity(1, "alice.test")])
+    await store.apply(announced)
+    await store.postpone_refresh(did(1), time() + 30, 0)
+    asked_at = time()
+    if announced_again:
+        await store.apply(announced)
+    await store.save_identities([identity(1, "later.test", asked_at)])
+    assert (await store.load_identities([did(1)]))[did(1)].stale == announced_again
+    due = await store.due_identities(ALL, 10, time() + 60, web=False)
+    assert [one.did for one in due] == [did(1)] * announced_again
 
 
 async def test_announcements_do_not_shorten_the_back_off_of_a_refresh(store: Store) -> None:
