@@ -194,7 +194,7 @@ class IdentityCache:
         self._source = source
         self._store = store
         self._loads = SharedCalls(store.load_identities, _may_share)
-        self._saves = SharedCalls(store.save_identities, _may_share)
+        self._saves = SharedCalls(self._save_all, _may_share)
         self._observer = observer
         self._clock = clock
         self._refresh_budget = RefreshBudget(refresh_rate)
@@ -402,17 +402,23 @@ class IdentityCache:
     async def _save(self, identity: StoredIdentity) -> None:
         """Save an identity together with others, or alone if that fails: another one may be the cause.
 
-        If both fail, the next message of the account causes a refresh in the background, which saves the identity.
+        If it is not saved, a later message of the account causes a refresh in the background, which saves it.
         """
-        for save in (self._saves.add, self._store.save_identities):
-            try:
-                await save([identity])
-            except UnavailableError as error:
-                log.debug("identity.save-failed", did=identity.did, error=str(error))
-            else:
-                return
-        if (entry := self._memory.get(identity.did)) is not None:
+        unsaved = await self._saves.add([identity])
+        if unsaved > 1:
+            unsaved = await self._save_all([identity])
+        if unsaved and (entry := self._memory.get(identity.did)) is not None:
             entry.unsaved = True
+
+    async def _save_all(self, identities: Sequence[StoredIdentity]) -> int:
+        """Save identities in one transaction; return how many could not be saved: all of them, or 0."""
+        try:
+            await self._store.save_identities(identities)
+        except UnavailableError as error:
+            for identity in identities:
+                log.debug("identity.save-failed", did=identity.did, error=str(error))
+            return len(identities)
+        return 0
 
     async def _resolve(self, did: str, *, known: bool) -> tuple[StoredIdentity, StoredIdentity | None]:
         """Return the answer of the network, and if it has no content, the stored identity.

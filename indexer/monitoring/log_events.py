@@ -235,7 +235,9 @@ LOG_EVENTS: dict[str, LogEvent] = {
         ("debug",),
         ("did", "error"),
         "The database did not store a resolved identity.",
-        "The identity is in use. It is saved alone once, and then resolved again with the next message of the account.",
+        "The identity is in use. If it was saved together with others, it is saved alone once. If that fails, too, a "
+        "later message of the account causes a new lookup: after the lookup interval of up to 60 s, and only within "
+        "the budget of background refreshes.",
     ),
     "jetstream.cursor-too-old": LogEvent(
         ("info",),

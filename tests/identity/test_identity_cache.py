@@ -40,6 +40,7 @@ class World:
         directory_down: The directory fails.
         bug: The directory raises an exception that is no `UnavailableError`.
         queries: Number of queries to the table.
+        saves: Number of saves in the table, with those that failed.
         table_gate: The table responds only while it is set.
         database_down: The table fails.
         refused: A save that contains one of these DIDs fails.
@@ -63,6 +64,7 @@ class World:
         self.table_gate = asyncio.Event()
         self.table_gate.set()
         self.queries = 0
+        self.saves = 0
         self.lookups: list[tuple[str, str]] = []
         self.refreshes: Counter[tuple[str, str]] = Counter()
         self.found_in: Counter[str] = Counter()
@@ -90,6 +92,7 @@ class World:
         return found
 
     async def save_identities(self, identities: Sequence[StoredIdentity]) -> None:
+        self.saves += 1
         await self.table_gate.wait()
         if self.database_down or not self.refused.isdisjoint(identity.did for identity in identities):
             raise UnavailableError(FetchFailure.UNREACHABLE, "the database")
@@ -161,6 +164,7 @@ async def test_identity_that_was_not_saved_is_refreshed_with_its_next_message(wo
     world.database_down = True
     identities = world.identities()
     await identities.lookup(DID)
+    assert world.saves == 1, "a save that nothing else can have made fail was repeated"
     world.database_down = False
     await identities.preload([DID])
     await world.settle()
