@@ -87,7 +87,8 @@ ADVANCE_REPOS = f"""
 """Takes the buckets, the arrays of `head_arrays`, and the expected versions; returns the DIDs that were written.
 
 Nearly all writes only advance the head. With the arrays of all columns they take twice the time. The visibility before
-the write is not read: a row at the expected version is equal to the row that the write was planned on.
+the write is not read: a row at the expected version is equal to the row that the write was planned on, except for
+`lease_until` and `updated_at`.
 """
 
 _RECORD_KEY = {"did": "text", "collection": "text", "rkey": "text"}
@@ -285,8 +286,8 @@ async def write_records(
 ) -> WrittenRecords:
     """Write changes, each with its DID, in order. Of several changes of one record only the last one is written.
 
-    New records are copied. If one of them exists already, all are upserted instead, so the copying was in vain. Only a
-    repo whose stored records differ from its tree has such records: it must not slow down every batch.
+    New records are copied. If one of them exists already, all are upserted instead. Then the COPY was wasted. To avoid
+    that in every batch, new records of `unproven` repos are not copied.
 
     Args:
         connection: The connection.
