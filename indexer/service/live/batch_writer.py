@@ -313,10 +313,8 @@ class BatchWriter:
         waiting = defaultdict[str | None, list[ReceivedMessage]](list)
         for message in written.waiting:
             waiting[message.did].append(message)
-        for (
-            did,
-            need,
-        ) in written.needed_keys.items():  # last: a wait may end at once, and its messages come before these
+        # Last, because a wait may end at once, and its messages come before these.
+        for did, need in written.needed_keys.items():
             self._keys.start(need, waiting[did])
         self._inbox.settle(done)
 
