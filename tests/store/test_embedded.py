@@ -170,20 +170,17 @@ async def test_working_directory_and_environment_have_no_effect(
 
 
 async def test_a_killed_server_is_restarted_and_the_restarts_are_counted(tmp_path: Path) -> None:
-    restarts = 0
+    restarts: list[int] = []
 
-    def on_restart() -> None:
-        nonlocal restarts
-        restarts += 1
-
-    async with database(None, tmp_path, QUICK, on_restart) as dsn:
+    async with database(None, tmp_path, QUICK, lambda: restarts.append(recorded_pid(tmp_path))) as dsn:
         await fetch(dsn, "create table stored as select 7 as seven")
         for _ in range(2):
             killed = recorded_pid(tmp_path)
             os.kill(killed, signal.SIGKILL)
             assert await fetch_eventually(dsn, "select seven from stored") == 7
-            assert recorded_pid(tmp_path) != killed
-        await until(lambda: restarts == 2)
+            await until(lambda: bool(restarts) and restarts[-1] == recorded_pid(tmp_path))  # before the next kill
+            assert restarts[-1] != killed
+    assert len(restarts) == 2
 
 
 async def test_concurrent_starts_share_one_server_until_the_last_one_ends(tmp_path: Path) -> None:
