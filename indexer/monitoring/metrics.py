@@ -85,7 +85,7 @@ class _GaugesReadAtScrape(Collector):
 
 
 class _CountersReadAtScrape(Collector):
-    """A counter that is incremented for each message: plain numbers, which cost a tenth of `Counter.inc` with its lock.
+    """A counter that is incremented for each message: plain numbers, which cost a third of `Counter.inc` with its lock.
 
     Only the event loop's thread may increment them.
 
