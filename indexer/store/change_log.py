@@ -2,7 +2,7 @@
 
     step                                   rows
     log_changes inserts a batch            change_batch  id 7, size 3, first_seq null
-    log_changes copies its changes         change        batch 7, ordinal 0
+                and its changes            change        batch 7, ordinal 0
                                            change        batch 7, ordinal 1
                                            change        batch 7, ordinal 2
     COMMIT runs the trigger `publish`:
@@ -20,7 +20,7 @@ docs/decisions/0005-number-changes-at-commit.md.
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from indexer.store.columns import Connection
+from indexer.store.columns import Connection, columns_of, unnest
 from indexer.sync.changes import ChangeLogEntry
 from indexer.sync.shard import bucket_of
 
@@ -35,9 +35,35 @@ _INSERT_BATCH = """
 """
 
 
+_LOGGED = {  # in the order of `log_rows`, after the ordinal
+    "bucket": "smallint",
+    "live": "boolean",
+    "action": "text",
+    "did": "text",
+    "collection": "text",
+    "rkey": "text",
+    "rev": "text",
+    "cid": "bytea",
+}
+
+MIN_COPIED_CHANGES = 50
+"""The least number of changes that are written by COPY. It takes two round trips more than one statement for all."""
+
+_INSERT_CHANGES = f"""
+    with started as ({_INSERT_BATCH})
+    insert into indexer.change (segment, batch, ordinal, {", ".join(_LOGGED)})
+    select started.segment, started.id, w.ordinal - 1, {", ".join(f"w.{name}" for name in _LOGGED)}
+    from started, {unnest(_LOGGED, "w", 2)}
+"""
+
+
 async def log_changes(connection: Connection, changes: Sequence[ChangeLogEntry]) -> None:
     """Append changes to the log, in this order, within the open transaction."""
     if not changes:
+        return
+    if len(changes) < MIN_COPIED_CHANGES:
+        logged = [row for _, _, _, *row in log_rows(0, 0, 0, changes)]
+        await connection.execute(_INSERT_CHANGES, len(changes), *columns_of(logged, _LOGGED))
         return
     segment, batch = await begin_batch(connection, len(changes))
     rows = log_rows(segment, batch, 0, changes)

@@ -7,11 +7,10 @@ from typing import NamedTuple
 
 from indexer.reasons import Desync, Rejection
 from indexer.sync.events import CommitEvent, MalformedEvent, RepoEvent, SyncEvent, UnknownEvent
-from indexer.sync.native_core import NativeCore
 from indexer.sync.plan_event import plan_event
 from indexer.sync.plans import BufferedEvent, DeadLetter, NeedsKey, Plan, RecordChange, RepoWrite
 from indexer.sync.policy import KeyState, PlanContext, Policy
-from indexer.sync.prepared_commits import PreparedCommits, prepare_commits
+from indexer.sync.prepared_commits import PreparedCommits
 from indexer.sync.repo_state import Repo, SyncStatus
 from indexer.sync.repo_transitions import Outcome, Trigger, desynchronize, unparked
 
@@ -120,8 +119,7 @@ def plan_batch(
     repos: Mapping[str, Repo],
     key_state_of: Callable[[str], KeyState | None],
     context: PlanContext,
-    core: NativeCore | None = None,
-    ahead: PreparedCommits | None = None,
+    prepared: PreparedCommits | None = None,
 ) -> BatchPlan:
     """Plan each message on the row that the messages before it leave.
 
@@ -130,13 +128,10 @@ def plan_batch(
         repos: The existing rows of the accounts in the batch.
         key_state_of: Returns what is known about the key of a DID; None if it has not been looked up.
         context: What all plans of the batch share.
-        core: If given, it verifies all commits of the batch before they are planned. Otherwise each commit is verified
-            when it is planned. The results are the same.
-        ahead: The commits that `core` has verified before.
+        prepared: The commits that the native core has verified. Other commits are verified when they are planned. The
+            results are the same.
     """
-    if core is not None:
-        commits = commits_within(batch, MAX_BATCH_BYTES)
-        prepared = prepare_commits(core, commits, repos, key_state_of, context, ahead or PreparedCommits())
+    if prepared is not None:
         context = replace(context, verify=prepared.verify)
     result, size, count = BatchPlan(), 0, 0
     for number, received in enumerate(batch):

@@ -1,6 +1,6 @@
 """Verify commits ahead, many in one call of the native core, and return the results when the commits are planned."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from indexer.atproto.crypto import PublicKey
@@ -87,20 +87,3 @@ def verify_ahead(
     return PreparedCommits(
         [_Prepared(event, key, commit) for (event, key), commit in zip(commits, results, strict=True)]
     )
-
-
-def prepare_commits(
-    core: NativeCore,
-    commits: Iterable[CommitEvent],
-    repos: Mapping[str, Repo],
-    key_state_of: Callable[[str], KeyState | None],
-    context: PlanContext,
-    ahead: PreparedCommits,
-) -> PreparedCommits:
-    """Verify the commits of a batch that `plan_event` will verify on the present rows.
-
-    The arguments are those of `plan_batch`.
-    """
-    rest = [event for event in commits if event not in ahead]
-    worthwhile = commits_to_verify(rest, lambda did: repos.get(did) or Repo(did), key_state_of, context)
-    return ahead | verify_ahead(core, worthwhile, context) if worthwhile else ahead

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from indexer.atproto.crypto import PublicKey
 from indexer.atproto.limits import DEFAULT_LIMITS, Limits
@@ -10,8 +10,10 @@ from indexer.atproto.mst import EMPTY_TREE
 from indexer.atproto.syntax import CollectionFilter
 from indexer.sync.events import CommitEvent, OtherShardEvent
 from indexer.sync.frames import decode_frame
+from indexer.sync.native_core import NativeCore
 from indexer.sync.plan_batch import BatchPlan, ReceivedMessage, plan_batch
 from indexer.sync.policy import KeyState, PlanContext, Policy
+from indexer.sync.prepared_commits import PreparedCommits, verify_ahead
 from indexer.sync.repo_state import Head, Repo, SyncStatus
 from indexer.sync.repo_transitions import Outcome
 from indexer.sync.scope import Scope
@@ -89,8 +91,8 @@ class Counts:
         return [name for name, count in (("decoded", self.decoded), ("accepted", self.accepted)) if count == 0]
 
 
-class _AtMostOnce:
-    """Hands out the result of a core for one commit, so that it is not verified a second time."""
+class _Verified(NativeCore):
+    """Returns the result of a core for one commit, so that it is not verified a second time."""
 
     def __init__(self, result: VerifiedCommit) -> None:
         self._result = result
@@ -132,14 +134,14 @@ class Comparison:
             return
         self.counts.commits += 1
         key = self._key_state(event.did)
-        expected = self._plan(frame, event, context, None)
+        expected = self._plan(frame, event, context, PreparedCommits())
         assert key.key is not None
         [verified] = self._core.verify_commits([(event, key.key)], context.policy)
         if verified is None:
             self.counts.declined += expected.settled[0].outcome is Outcome.APPLIED
             return
         self.counts.accepted += 1
-        found = self._plan(frame, event, context, _AtMostOnce(verified))
+        found = self._plan(frame, event, context, verify_ahead(_Verified(verified), [(event, key.key)], context))
         if found != expected:
             raise DifferenceError(f"Python: {expected}\nnative: {found}")
 
@@ -165,8 +167,8 @@ class Comparison:
     def _key_state(self, did: str) -> KeyState:
         return self._keys.get(did, self._other_key)
 
-    def _plan(self, frame: bytes, event: CommitEvent, context: PlanContext, core: Any) -> BatchPlan:
+    def _plan(self, frame: bytes, event: CommitEvent, context: PlanContext, prepared: PreparedCommits) -> BatchPlan:
         head = Head(OLDEST_REV, event.prev_data or EMPTY_TREE, event.commit)
         row = Repo(event.did, version=1, sync_status=SyncStatus.SYNCHRONIZED, head=head)
         message = ReceivedMessage(event.seq, frame, event)
-        return plan_batch([message], {event.did: row}, self._key_state, context, core)
+        return plan_batch([message], {event.did: row}, self._key_state, context, prepared)

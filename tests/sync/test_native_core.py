@@ -1,7 +1,6 @@
 """The native core accepts nothing with another result than the reference, and decides all ordinary commits."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import cache
 from hashlib import sha256
 from random import Random
@@ -24,18 +23,15 @@ from indexer.reasons import Desync, Rejection
 from indexer.sync.events import CommitEvent, RepoOp
 from indexer.sync.frames import decode_frame
 from indexer.sync.native_core import INTERFACE, NativeCore, load_core
-from indexer.sync.plan_batch import MAX_BATCH_BYTES, ReceivedMessage, commits_within, is_quick, plan_batch
 from indexer.sync.plans import RecordChange
-from indexer.sync.policy import KeyState, Policy
-from indexer.sync.prepared_commits import commits_to_verify, verify_ahead
+from indexer.sync.policy import Policy
 from indexer.sync.record_change import RecordConverter
-from indexer.sync.repo_state import Repo
 from indexer.sync.scope import Scope
 from indexer.sync.verify import VerifiedCommit, verify_commit
-from tests.native_module import CountingCore, native_core
+from tests.native_module import native_core
 from tests.profiles import scaled
-from tests.sync import test_plan_batch, test_published
-from tests.sync.signing_account import CONTEXT, POST, STORE_ALL, SigningAccount, decoded_event, received_message
+from tests.sync import test_published
+from tests.sync.signing_account import POST, STORE_ALL, SigningAccount, decoded_event
 
 CURVES: tuple[Curve, ...] = ("k256", "p256")
 _P256_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
@@ -466,145 +462,6 @@ def test_a_block_that_many_paths_name_is_converted_once() -> None:
     assert len({id(change.block) for change in commit.changes}) == 1
     problems = {change and change.problem for change in record_changes(commit, STORE_ALL)}
     assert "omitted" in problems
-
-
-def planned_alike(batch: list[ReceivedMessage], rows: dict[str, Repo], keys: dict[str, KeyState]) -> None:
-    with_core = plan_batch(batch, rows, keys.get, CONTEXT, shared_core())
-    assert with_core == plan_batch(batch, rows, keys.get, CONTEXT)
-
-
-@settings(max_examples=scaled(100))
-@given(test_plan_batch.STEPS)
-def test_a_batch_is_planned_alike_with_and_without_the_core(steps: list[tuple[str, str]]) -> None:
-    batch, accounts = test_plan_batch.messages(steps)
-    keys = {account.did: account.key_state for account in accounts.values()}
-    planned_alike(batch, {}, keys)
-    planned_alike(batch, {account.did: account.row() for account in accounts.values()}, keys)
-    planned_alike(batch, {}, {did: state._replace(stale=True) for did, state in keys.items()})
-    planned_alike(batch, {}, dict(list(keys.items())[:1]))
-
-
-def test_the_published_commits_are_planned_alike_as_one_batch() -> None:
-    batch: list[ReceivedMessage] = []
-    rows: dict[str, Repo] = {}
-    for seq, frame in enumerate(test_published.commits(), start=1):
-        event = decode_frame(frame, DEFAULT_LIMITS)
-        assert isinstance(event, CommitEvent)
-        batch.append(ReceivedMessage(seq, frame, event))
-        rows.setdefault(event.did, test_published.row_before(event))
-    keys = {did: KeyState(key, final=True) for did, key in test_published.keys().items()}
-    context = test_published.CONTEXT
-    planned = plan_batch(batch, rows, keys.get, context, shared_core())
-    assert planned == plan_batch(batch, rows, keys.get, context)
-    assert sum(len(write.changes) for write in planned.writes) > 50
-
-
-@pytest.fixture
-def counting_core() -> CountingCore:
-    return CountingCore()
-
-
-def test_commits_that_cheaper_checks_decide_are_not_verified_ahead(counting_core: CountingCore) -> None:
-    account = SigningAccount()
-    message = received_message("commit", account.commit_post("a"))
-    after, did = account.row(), account.did
-    before = replace_head(after, rev="2222222222222")
-    known = {did: account.key_state}
-    for rows, keys, context in (
-        ({did: after}, known, CONTEXT),
-        ({did: before}, {}, CONTEXT),
-        ({did: before}, {did: KeyState(None)}, CONTEXT),
-        ({did: before}, {did: account.key_state._replace(doubtful=True)}, CONTEXT),
-        ({did: before._replace(active=False)}, known, CONTEXT),
-        ({did: before._replace(tracked=False)}, known, CONTEXT),
-        ({}, known, replace(CONTEXT, refused=frozenset({did}))),
-        ({did: before}, known, replace(CONTEXT, host="pds.test")),
-        ({did: before}, known, replace(CONTEXT, now=0.0)),
-    ):
-        plan_batch([message], rows, keys.get, context, counting_core)
-    assert counting_core.asked == 0
-    plan_batch([message], {did: before}, known.get, CONTEXT, counting_core)
-    plan_batch([message], {}, known.get, CONTEXT, counting_core)
-    assert counting_core.asked == 2
-
-
-def replace_head(row: Repo, rev: str) -> Repo:
-    assert row.head is not None
-    return row._replace(head=row.head._replace(rev=rev))
-
-
-def test_a_prepared_result_of_another_key_is_not_used() -> None:
-    """The key changes between preparing and planning, because a lookup ended meanwhile."""
-    account, other = SigningAccount(), SigningAccount("bob")
-    message = received_message("commit", account.first_commit())
-    answers = [account.key_state, other.key_state._replace(final=True)]
-    plan = plan_batch([message], {}, lambda _: answers.pop(0), CONTEXT, shared_core())
-    assert answers == []
-    assert [settled.why for settled in plan.settled] == [Rejection.SIGNATURE_INVALID]
-
-
-def test_commits_that_were_verified_before_are_not_verified_again(counting_core: CountingCore) -> None:
-    account = SigningAccount()
-    good = received_message("commit", account.first_commit())
-    bad = received_message("commit", account.commit_post("a") | {"blocks": b"no CAR"})
-    later = received_message("commit", account.commit_post("b"))
-    keys = {account.did: account.key_state._replace(final=True)}
-    chosen = commits_to_verify(commits_within([good, bad], MAX_BATCH_BYTES), Repo, keys.get, CONTEXT)
-    ahead = verify_ahead(counting_core, chosen, CONTEXT)
-    assert counting_core.asked == 2
-    plan = plan_batch([good, bad, later], {}, keys.get, CONTEXT, counting_core, ahead)
-    assert counting_core.asked == 3
-    assert plan == plan_batch([good, bad, later], {}, keys.get, CONTEXT)
-
-
-def test_a_result_of_another_key_is_not_used_although_it_was_verified_before() -> None:
-    account, other = SigningAccount(), SigningAccount("bob")
-    message = received_message("commit", account.first_commit())
-    keys = {account.did: account.key_state}
-    chosen = commits_to_verify(commits_within([message], MAX_BATCH_BYTES), Repo, keys.get, CONTEXT)
-    ahead = verify_ahead(shared_core(), chosen, CONTEXT)
-    changed = {account.did: other.key_state._replace(final=True)}
-    plan = plan_batch([message], {}, changed.get, CONTEXT, shared_core(), ahead)
-    assert [settled.why for settled in plan.settled] == [Rejection.SIGNATURE_INVALID]
-
-
-def quick(messages: list[ReceivedMessage], keys: dict[str, KeyState], policy: Policy = STORE_ALL) -> bool:
-    """Return True if the batch is quick after the native core has verified its commits with this policy."""
-    context = replace(CONTEXT, policy=policy)
-    chosen = commits_to_verify(commits_within(messages, MAX_BATCH_BYTES), Repo, keys.get, context)
-    return is_quick(messages, keys.get, policy, verify_ahead(shared_core(), chosen, context))
-
-
-def test_a_batch_is_quick_if_the_core_has_verified_and_converted_all_of_it() -> None:
-    account, other = SigningAccount(), SigningAccount("bob")
-    keys = {account.did: account.key_state}
-    commit = received_message("commit", account.commit_post("a"))
-    deletion = received_message("commit", account.commit(Write.delete(f"{POST}/a")))
-    number = received_message("commit", account.commit(Write.create(f"{POST}/n", {"$type": POST, "n": 1 << 63})))
-    hidden = received_message("account", account.account_event(active=False))
-    sync = received_message("sync", account.sync_event())
-    likes = replace(STORE_ALL, scope=replace(STORE_ALL.scope, collections=CollectionFilter(["app.bsky.feed.like"])))
-    assert quick([commit, deletion, hidden], keys)
-    assert not quick([commit, sync], keys), "the signature of a #sync is verified when it is planned"
-    assert not quick([commit, deletion], {}), "the signing key is not known"
-    assert not quick([commit], {account.did: other.key_state}), "the reference has to reject it"
-    assert not quick([number], keys), "the reference has to convert it"
-    assert quick([number], keys, likes)
-    assert quick([number], keys, replace(STORE_ALL, store_values=False))
-    assert not quick([commit], keys, replace(STORE_ALL, links=True))
-
-
-def test_a_batch_is_not_quick_after_a_key_or_the_scope_changed() -> None:
-    account, other = SigningAccount(), SigningAccount("bob")
-    message, keys = received_message("commit", account.commit_post("a")), {account.did: account.key_state}
-    likes = replace(STORE_ALL, scope=replace(STORE_ALL.scope, collections=CollectionFilter(["app.bsky.feed.like"])))
-    narrow = replace(CONTEXT, policy=likes)
-    ahead = verify_ahead(
-        shared_core(), commits_to_verify(commits_within([message], MAX_BATCH_BYTES), Repo, keys.get, narrow), narrow
-    )
-    assert is_quick([message], keys.get, likes, ahead)
-    assert not is_quick([message], keys.get, STORE_ALL, ahead)
-    assert not is_quick([message], {account.did: other.key_state}.get, likes, ahead)
 
 
 def test_the_choice_python_loads_no_core() -> None:

@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from time import monotonic, time
+from time import time
 
 import structlog
 
@@ -52,14 +52,12 @@ class WriterSettings:
 
     Attributes:
         batch_size: The maximum number of messages in a batch.
-        min_interval: The minimum time between the starts of two batches. A full batch starts at once.
         retry_interval: Pause after a database error.
         idle_after: The shard counts as caught up after this time without a message.
     """
 
     shard: Shard
     batch_size: int = 500
-    min_interval: float = 0.005
     retry_interval: float = 1.0
     idle_after: float = 5.0
 
@@ -88,7 +86,6 @@ class BatchWriter:
     ) -> None:
         self._store = store
         self._scope = scope
-        self._core = core
         self._conditions = conditions
         self._inbox = inbox
         self._keys = keys
@@ -99,7 +96,6 @@ class BatchWriter:
         self._account_limits = account_limits
         self._batch_size = BatchSize(settings.batch_size)
         self._rows = RepoRowCache()
-        self._next_begin = 0.0
         self.stage = StageProgress("batch writer", needs_shard=True)
         self.totals = SettledTotals()
         self._clock = EventClock(keys.domain_of)
@@ -143,17 +139,8 @@ class BatchWriter:
                 await asyncio.sleep(settings.retry_interval)
 
     async def _take(self) -> list[ReceivedMessage]:
-        """Take the messages that have arrived, as soon as there is one; return none after `idle_after` without one.
-
-        The first batch after a pause begins at once. After that, batches begin at least `min_interval` apart as long as
-        fewer messages than a full batch wait, because a transaction costs as much as 12 #commit messages.
-        """
-        now = monotonic()
-        if now < self._next_begin and len(self._inbox) < self._batch_size.current:
-            await asyncio.sleep(self._next_begin - now)
-        taken = await self._inbox.take(self._batch_size.current, idle_timeout=self._settings.idle_after)
-        self._next_begin = monotonic() + self._settings.min_interval
-        return taken
+        """Take the messages that have arrived, as soon as there is one; return none after `idle_after` without one."""
+        return await self._inbox.take(self._batch_size.current, idle_timeout=self._settings.idle_after)
 
     async def _write_or_halve(self, messages: Sequence[ReceivedMessage]) -> None:
         """Write a batch. If its content makes the database fail, continue with half of it, or reject a single message.
@@ -197,11 +184,11 @@ class BatchWriter:
 
         A thread that plans and the event loop wait for each other's interpreter lock, for up to 5 ms each time.
         """
-        key_state_of, core = self._keys.key_state, self._core
+        key_state_of = self._keys.key_state
         prepared = await self._ahead.prepare(messages, repos, context)
         if is_quick(messages, key_state_of, context.policy, prepared):
-            return plan_batch(messages, repos, key_state_of, context, core, prepared)
-        return await asyncio.to_thread(plan_batch, messages, repos, key_state_of, context, core, prepared)
+            return plan_batch(messages, repos, key_state_of, context, prepared)
+        return await asyncio.to_thread(plan_batch, messages, repos, key_state_of, context, prepared)
 
     async def _load(self, dids: Sequence[str]) -> dict[str, Repo]:
         """Load the rows of the repos. If one is complete for a later scope, read the scope, too."""
