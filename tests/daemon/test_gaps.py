@@ -16,8 +16,8 @@ from indexer.localnet.local_network import LocalNetwork
 from indexer.localnet.local_pds import LIST_REPOS
 from indexer.service.crawl.reconcile import ReconciliationSettings
 from indexer.service.live.stream_continuity import StreamContinuity
-from tests.conftest import DatabaseServer
 from tests.daemon.running_daemon import POST, RunningDaemon, post, running_daemon
+from tests.database_server import DatabaseServer
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow

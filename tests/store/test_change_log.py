@@ -13,7 +13,7 @@ from indexer.store.change_log import log_changes
 from indexer.sync.plans import Batch, RepoWrite
 from indexer.sync.repo_state import SyncStatus
 from indexer.sync.stored_identity import HandleCheck, HandleClaim, StoredIdentity
-from tests.conftest import DatabaseServer
+from tests.database_server import DatabaseServer
 from tests.profiles import scaled
 from tests.store.change_log_helpers import NEXT, after, change, connected, log, rkeys
 from tests.store.repo_rows import delete, did, in_progress, insert, put, synchronized

@@ -12,7 +12,7 @@ import pytest
 from sqlalchemy import Engine, event
 
 from indexer.store.migrate import migrate
-from tests.conftest import DatabaseServer
+from tests.database_server import DatabaseServer
 from tests.store import parsed_statements
 from tests.store.citus_rules import (
     LOCAL,

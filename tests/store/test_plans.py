@@ -14,7 +14,7 @@ from indexer.store.columns import buckets_of, head_arrays, repo_arrays
 from indexer.store.new_repos_transaction import ELIGIBLE
 from indexer.store.report_queries import FEW_INCOMPLETE
 from indexer.store.store import LOAD_REPOS
-from tests.conftest import DatabaseServer
+from tests.database_server import DatabaseServer
 from tests.store.change_log_helpers import connected
 from tests.store.repo_rows import did, insert, synchronized
 
