@@ -297,6 +297,18 @@ shard_owner = Table(
     Column("last_bucket", SmallInteger, nullable=False),
 )
 
+# It has no row in a plain database, and one in a database that `distribute` distributes.
+distribution = Table(
+    "distribution",
+    metadata,
+    Column("singleton", Boolean, primary_key=True, server_default=text("true")),
+    Column("shards", Integer, nullable=False),
+    Column("started_at", TIME, nullable=False, server_default=NOW),
+    Column("finished_at", TIME),
+    CheckConstraint("singleton", name="distribution_singleton"),
+    CheckConstraint("shards between 1 and 256", name="distribution_shards"),
+)
+
 # `migrate` creates and locks it.
 migration_lock = Table("migration_lock", metadata)
 

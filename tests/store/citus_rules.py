@@ -37,6 +37,7 @@ LOCAL = {
     "cursor": "a row for each relay and shard, without a DID",
     "disconnected_consumer": "a row for each disconnected consumer of the whole change log",
     "dead_letter": "limited by relay and reason, not by DID",
+    "distribution": "one row, which says that the tables are distributed",
     "feed_delivery": "a row for each feed of the whole change log",
     "host": "a row for each host, without a DID",
     "lexicon": "a row for each lexicon, without a DID",
