@@ -63,6 +63,7 @@ from indexer.setting_types import Address
 from indexer.settings import Settings
 from indexer.store import RESERVED_CONNECTIONS, RetentionPolicy, Store
 from indexer.sync.scope import Scope, Track
+from indexer.sync.shard import Shard
 
 MAX_DRAIN_SHARE = 0.7
 """Maximum share of `INDEXER_STOP_TIMEOUT` that is spent on writing the received messages after a signal."""
@@ -139,6 +140,7 @@ class Daemon:
         webhook: OutboundClient | None = None,
     ) -> None:
         self._settings = settings
+        self._shard = settings.shard.placed(store.placement)
         self.store = store
         self.identities = identities
         self.hosts = outbound.hosts
@@ -157,7 +159,7 @@ class Daemon:
         self.status = self._make_status()
 
     def _build_live_stages(self, outbound: OutboundClient) -> None:
-        settings, shard = self._settings, self._settings.shard
+        settings, shard = self._settings, self._shard
         new_accounts = settings.new_accounts_per_host / shard.count
         self.new_accounts = NewAccounts(new_accounts)
         self.shard_ownership = ShardOwnership(self.store, shard)
@@ -180,6 +182,7 @@ class Daemon:
         )
         self.reconciliation = make_reconciliation(
             settings,
+            shard,
             self.store,
             outbound,
             self.metrics,
@@ -205,7 +208,7 @@ class Daemon:
         )
 
     def _build_resync_stages(self, pds: PdsClient) -> None:
-        settings, shard = self._settings, self._settings.shard
+        settings, shard = self._settings, self._shard
         relay = http_origin(settings.relays[0])
         sources = [relay if source == "relay" else None for source in settings.resync_source]
         self.resync_pool = WorkerPool(
@@ -236,7 +239,7 @@ class Daemon:
         )
 
     def _build_background_stages(self, outbound: OutboundClient, pds: PdsClient) -> None:
-        settings, shard = self._settings, self._settings.shard
+        settings, shard = self._settings, self._shard
         self.identity_refresh = IdentityRefresh(self.store, self.identities, settings.policy, shard)
         self.account_erasure = AccountErasure(self.store, self.identities, pds, settings.policy, shard, self.metrics)
         self.scope_stages = DaemonScope(
@@ -330,7 +333,7 @@ class Daemon:
             conditions=self.conditions,
         )
         reasons = partial(not_ready_reasons, self.probe)
-        return DaemonStatus(self.store, stages, reasons, str(self._settings.shard), self._settings.roles)
+        return DaemonStatus(self.store, stages, reasons, str(self._shard), self._settings.roles)
 
     def serve_http(self) -> AbstractAsyncContextManager[Address]:
         """Serve health checks, metrics, the status page and feeds during a block, which gets the address."""
@@ -457,6 +460,7 @@ def _raise_exceptions(tasks: Iterable[asyncio.Task[None]]) -> None:
 
 def make_reconciliation(
     settings: Settings,
+    shard: Shard,
     store: Store,
     outbound: OutboundClient,
     metrics: Metrics,
@@ -466,7 +470,7 @@ def make_reconciliation(
 ) -> Reconciliation:
     """Return the reconciliation with the repo lists of `sources`; the scope says if it adds unknown accounts."""
     reconciliation_settings = ReconciliationSettings(
-        shard=settings.shard,
+        shard=shard,
         interval=settings.sweep_interval,
         drift=settings.limits.clock_drift_seconds,
         scope=scope,

@@ -96,11 +96,10 @@ async def _reconcile_with_first_available(
     """
     from indexer.daemon import make_reconciliation  # noqa: PLC0415 - `discover` does not need it
 
-    settings = settings.model_copy(update={"shard": Shard()})
-    metrics = Metrics()
-    gaps = OpenGaps(store, settings.shard, metrics)
+    metrics, shard = Metrics(), Shard()
+    gaps = OpenGaps(store, shard, metrics)
     policy = await stored_policy(settings, store)
-    reconciliation = make_reconciliation(settings, store, outbound, metrics, gaps, tuple, lambda: policy.scope)
+    reconciliation = make_reconciliation(settings, shard, store, outbound, metrics, gaps, tuple, lambda: policy.scope)
     *others, last = map(http_origin, settings.relays)
     for relay in others:
         try:

@@ -75,7 +75,7 @@ async def reset_command(
     until a reconciliation has closed the gap. Records are not changed: messages that are received again have no effect,
     and repos that missed messages are fetched again.
     """
-    async with open_store(settings, connections=2) as store, store.shard_lock(range(BUCKETS)) as lock:
+    async with open_store(settings, connections=2) as store, store.shard_lock(Shard().positions) as lock:
         if not await lock.claim():
             return report_error("a daemon is running; stop all daemons of this database first", ExitCode.FAILED)
         cursors = await store.cursors()
@@ -98,8 +98,8 @@ def present_shards(cursors: Sequence[StoredCursor]) -> list[Shard]:
     """Return the shards that processed each bucket last. The number of shards may have changed in the past."""
     latest = [
         max(processed, key=lambda cursor: cursor.updated_at).shard
-        for bucket in range(BUCKETS)
-        if (processed := [cursor for cursor in cursors if bucket in cursor.shard.buckets])
+        for position in range(BUCKETS)
+        if (processed := [cursor for cursor in cursors if position in cursor.shard.positions])
     ]
     return sorted(set(latest), key=lambda shard: (shard.count, shard.index))
 

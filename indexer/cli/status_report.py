@@ -47,7 +47,7 @@ class DaemonStatus:
     """A daemon with the role `live`.
 
     Attributes:
-        shard: Its shard as i/n, or its range of buckets if n does not divide them equally.
+        shard: Its shard as i/n, or its range of positions (`indexer.sync.shard`).
         state: `owns` if it processes the shard, `waits` if another process holds a part of it.
         client: The network address of the process.
         pid: The process ID of its session in Postgres.
@@ -193,7 +193,7 @@ def status_of(database: str, shard: Shard, earlier: Sample, now: Sample) -> Stat
 
 def _daemon_status(session: ShardSession, now: float) -> DaemonStatus:
     state: Literal["owns", "waits"] = "owns" if session.owns else "waits"
-    shard = _shard_name(*session.buckets)
+    shard = _shard_name(*session.positions)
     return DaemonStatus(shard, state, session.client, session.pid, max(0.0, now - session.since))
 
 
@@ -203,9 +203,13 @@ def _refused_event(event: RefusedEvent, now: float) -> RefusedEventStatus:
 
 
 def _shard_name(first: int, last: int) -> str:
-    """Return a shard with these buckets as i/n; if there is none, the range of buckets."""
-    shards = (Shard(first * count // BUCKETS, count) for count in (BUCKETS // (last - first + 1),))
-    return next((str(s) for s in shards if (s.buckets[0], s.buckets[-1]) == (first, last)), f"buckets {first}-{last}")
+    """Return the shard with these positions as i/n; the positions if there is none: any session may name some."""
+    size = last - first + 1
+    for count in sorted(range(1, BUCKETS + 1), key=lambda count: abs(count * size - BUCKETS)):
+        index = -(-first * count // BUCKETS)  # of the first shard that does not begin before
+        if index < count and Shard(index, count).positions == range(first, last + 1):
+            return f"{index}/{count}"
+    return f"positions {first}-{last}"
 
 
 def _paused_hosts(counts: Counts, now: float) -> list[PausedHost]:
@@ -223,7 +227,7 @@ def _paused_hosts(counts: Counts, now: float) -> list[PausedHost]:
 
 def _open_gaps(shard: Shard, gaps: Sequence[OpenGap]) -> Iterator[ReadinessReason]:
     """Yield the open gaps of the shard as one reason."""
-    own = [opened for opened in gaps if set(Shard.parse(opened.gap.shard).buckets) & set(shard.buckets)]
+    own = [opened for opened in gaps if set(Shard.parse(opened.gap.shard).positions) & set(shard.positions)]
     if own:
         listed = "; ".join([describe_gap(opened) for opened in own[:MAX_LISTED_GAPS]])
         yield ReadinessReason("open-gaps", f"repos may be outdated: {listed}", len(own))
@@ -249,7 +253,7 @@ def _cursor_reasons(shard: Shard, cursors: Sequence[CursorStatus]) -> Iterator[R
 
     A bucket may have cursors of several relays, and of shards that existed before. The one with the least lag counts.
     """
-    of_buckets = [[c for c in cursors if bucket in Shard.parse(c.shard).buckets] for bucket in shard.buckets]
+    of_buckets = [[c for c in cursors if position in Shard.parse(c.shard).positions] for position in shard.positions]
     lags = [[c.lag_seconds for c in candidates if c.lag_seconds is not None] for candidates in of_buckets]
     if not any(of_buckets):
         yield ReadinessReason("no-cursor", "no event is stored yet", len(of_buckets))

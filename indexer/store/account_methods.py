@@ -11,7 +11,7 @@ from indexer.sync.stored_identity import DueIdentity, HandleCheck, HandleClaim, 
 class AccountMethods(Connections):
     """Deleted accounts, identities and handles."""
 
-    async def erase_batch(self, buckets: range, now: float, *, did: str | None = None) -> ErasedBatch | None:
+    async def erase_batch(self, buckets: Sequence[int], now: float, *, did: str | None = None) -> ErasedBatch | None:
         """Erase records of one account whose grace period is over; return None if there is no such account.
 
         An account whose DID is gone is erased only if its `did` is given.
@@ -19,7 +19,7 @@ class AccountMethods(Connections):
         async with self._transaction() as connection:
             return await erase_records.erase_batch(connection, buckets, now, did)
 
-    async def due_gone(self, buckets: range, limit: int, now: float) -> list[str]:
+    async def due_gone(self, buckets: Sequence[int], limit: int, now: float) -> list[str]:
         """Return DIDs that are gone from their directory and whose grace period is over."""
         async with self._connection() as connection:
             return await erase_records.due_gone(connection, buckets, limit, now)
@@ -34,7 +34,7 @@ class AccountMethods(Connections):
         async with self._transaction() as connection:
             await identities.save_identities(connection, stored)
 
-    async def due_identities(self, buckets: range, limit: int, now: float, *, web: bool) -> list[DueIdentity]:
+    async def due_identities(self, buckets: Sequence[int], limit: int, now: float, *, web: bool) -> list[DueIdentity]:
         """Return identities to refresh: at most `limit` that became due first, and `limit` that became due last."""
         async with self._connection() as connection:
             return await identities.due_identities(connection, buckets, limit, now, web=web)
@@ -49,7 +49,9 @@ class AccountMethods(Connections):
         async with self._connection() as connection:
             return await identities.did_of_handle(connection, handle)
 
-    async def claim_handles(self, count: int, buckets: range, lease_seconds: float, now: float) -> list[HandleClaim]:
+    async def claim_handles(
+        self, count: int, buckets: Sequence[int], lease_seconds: float, now: float
+    ) -> list[HandleClaim]:
         """Claim at most `count` handles that are due to be checked; those that became due last come first."""
         async with self._connection() as connection:
             return await identities.claim_handles(connection, count, buckets, now + lease_seconds, now)

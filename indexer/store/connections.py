@@ -10,6 +10,8 @@ import asyncpg
 from indexer.store.columns import Connection
 from indexer.store.database_check import DatabaseCheck
 from indexer.store.database_errors import CONNECT_TIMEOUT, DatabaseError, database_errors, opening, without_password
+from indexer.store.placement import load_placement
+from indexer.sync.shard import Placement
 
 STATEMENT_TIMEOUT = 60.0
 """Seconds after which a statement is cancelled."""
@@ -27,11 +29,13 @@ class Connections:
     """A pool of database connections, and connections outside it.
 
     Attributes:
+        placement: The placement of the database when it was opened.
         failed_operations: How many operations ended with a `DatabaseError`.
         last_error: The last of these errors.
     """
 
-    def __init__(self, pool: asyncpg.Pool, connections: int, dsn: str) -> None:
+    def __init__(self, pool: asyncpg.Pool, connections: int, dsn: str, placement: Placement = Placement.PLAIN) -> None:
+        self.placement = placement
         self._pool = pool
         self._dsn = dsn
         self._resync_connections = Semaphore(max(1, connections - RESERVED_CONNECTIONS))
@@ -40,7 +44,7 @@ class Connections:
 
     @classmethod
     async def open(cls, dsn: str, *, connections: int = 10, readonly: bool = False) -> Self:
-        """Connect to the database.
+        """Connect to the database, which has a schema.
 
         Args:
             dsn: The database.
@@ -61,7 +65,12 @@ class Connections:
                 server_settings=settings,
                 reset=_keep_session,
             )
-        return cls(pool, connections, dsn)
+            try:
+                placement = await load_placement(pool)
+            except BaseException:
+                pool.terminate()
+                raise
+        return cls(pool, connections, dsn, placement)
 
     async def close(self) -> None:
         """Close all connections."""

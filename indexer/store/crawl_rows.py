@@ -1,6 +1,6 @@
 """The table of crawl progress, and the comparison of a repo list with the table of repos."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from indexer.store.columns import Connection, buckets_of, of_buckets, unnest
@@ -103,6 +103,6 @@ async def find_differences(connection: Connection, revs: Mapping[str, str]) -> L
     )
 
 
-async def active_repos(connection: Connection, after: str, buckets: range, limit: int) -> list[str]:
+async def active_repos(connection: Connection, after: str, buckets: Sequence[int], limit: int) -> list[str]:
     """Return the next DIDs after `after`, at most `limit`, of active repos that were fetched before."""
     return [did for (did,) in await connection.fetch(_ACTIVE, after, list(buckets), limit)]

@@ -1,5 +1,6 @@
 """Erase the records of deleted accounts, after the grace period, and of untracked repos, in batches."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from indexer.errors import BrokenInvariantError
@@ -59,12 +60,14 @@ class ErasedBatch:
     finished: bool
 
 
-async def due_gone(connection: Connection, buckets: range, limit: int, now: float) -> list[str]:
+async def due_gone(connection: Connection, buckets: Sequence[int], limit: int, now: float) -> list[str]:
     """Return DIDs that are gone from their directory, and whose records are due to be erased after a last check."""
     return [row["did"] for row in await connection.fetch(_DUE_GONE, now, list(buckets), limit)]
 
 
-async def erase_batch(connection: Connection, buckets: range, now: float, did: str | None = None) -> ErasedBatch | None:
+async def erase_batch(
+    connection: Connection, buckets: Sequence[int], now: float, did: str | None = None
+) -> ErasedBatch | None:
     """Erase records of one account that is due; return None if no account is due. Run it in a transaction.
 
     `did` names the account. Without it, one is chosen, but none whose DID is gone from its directory.

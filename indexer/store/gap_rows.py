@@ -100,7 +100,7 @@ async def reset_cursor(connection: Connection, relay: str, shards: Sequence[Shar
         await open_gap(connection, Gap(relay, str(shard), GapReason.CURSOR_RESET))
 
 
-async def has_synchronized_repo(connection: Connection, buckets: range) -> bool:
+async def has_synchronized_repo(connection: Connection, buckets: Sequence[int]) -> bool:
     """Return True if at least one repo of the buckets is synchronized."""
     exists: bool = await connection.fetchval(_SYNCHRONIZED_REPO_EXISTS, list(buckets))
     return exists

@@ -190,7 +190,7 @@ async def save_identities(connection: Connection, identities: Sequence[StoredIde
 
 
 async def claim_handles(
-    connection: Connection, count: int, buckets: range, lease_until: float, now: float
+    connection: Connection, count: int, buckets: Sequence[int], lease_until: float, now: float
 ) -> list[HandleClaim]:
     """Claim at most `count` handles that are due to be checked, with leases until `lease_until`."""
     rows = await connection.fetch(CLAIM_HANDLES, list(buckets), count, now, lease_until, list(buckets))
@@ -227,7 +227,7 @@ async def save_handle_check(connection: Connection, check: HandleCheck) -> None:
 
 
 async def due_identities(
-    connection: Connection, buckets: range, limit: int, now: float, *, web: bool
+    connection: Connection, buckets: Sequence[int], limit: int, now: float, *, web: bool
 ) -> list[DueIdentity]:
     """Return identities to refresh: those that became due first, and as many that became due last.
 

@@ -1,6 +1,6 @@
 """The methods of the store for resyncs: the queue, and the transaction of one resync."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from time import time
@@ -20,7 +20,7 @@ T = TypeVar("T", ResyncTransaction, NewReposTransaction)
 class ResyncMethods(Connections):
     """The queue of resyncs, and the transaction of one resync."""
 
-    async def claim(self, count: int, buckets: range, lease_seconds: float, now: float) -> list[Repo]:
+    async def claim(self, count: int, buckets: Sequence[int], lease_seconds: float, now: float) -> list[Repo]:
         """Claim at most `count` repos that are due at `now`, in the order of the resync queue."""
         async with self._transaction() as connection:
             return await resync_queue.claim(connection, count, buckets, now + lease_seconds, now)
@@ -30,12 +30,12 @@ class ResyncMethods(Connections):
         async with self._connection() as connection:
             return await resync_queue.renew(connection, did, lease, time() + seconds)
 
-    async def expire_leases(self, buckets: range, now: float) -> int:
+    async def expire_leases(self, buckets: Sequence[int], now: float) -> int:
         """End claims whose lease expired before `now`; return how many."""
         async with self._transaction() as connection:
             return await resync_queue.expire_leases(connection, buckets, now)
 
-    async def request_missing_values(self, buckets: range, seconds: float, now: float) -> int:
+    async def request_missing_values(self, buckets: Sequence[int], seconds: float, now: float) -> int:
         """Desynchronize repos that lack record values and were synchronized `seconds` ago or earlier; return how many.
 
         One call processes a limited number of repos.
@@ -43,7 +43,7 @@ class ResyncMethods(Connections):
         async with self._transaction() as connection:
             return await resync_queue.request_missing_values(connection, buckets, now - seconds, now)
 
-    async def request_unproven(self, buckets: range, seconds: float, now: float, limit: int) -> int:
+    async def request_unproven(self, buckets: Sequence[int], seconds: float, now: float, limit: int) -> int:
         """Desynchronize repos to which undecidable commits were applied; return how many.
 
         At most `limit`, the oldest marks first. Repos that broke before and became synchronized less than `seconds` ago
@@ -52,17 +52,17 @@ class ResyncMethods(Connections):
         async with self._transaction() as connection:
             return await resync_queue.request_unproven(connection, buckets, now - seconds, now, limit)
 
-    async def forget_denied(self, buckets: range, parked_for: float, now: float) -> int:
+    async def forget_denied(self, buckets: Sequence[int], parked_for: float, now: float) -> int:
         """Delete repos that were parked `parked_for` seconds ago or earlier and cannot be fetched; return how many."""
         async with self._transaction() as connection:
             return await resync_queue.forget_denied(connection, buckets, now - parked_for)
 
-    async def forget_hidden(self, buckets: range, unchanged_for: float, now: float) -> int:
+    async def forget_hidden(self, buckets: Sequence[int], unchanged_for: float, now: float) -> int:
         """Delete repos of inactive accounts without stored records, unchanged for this time; return how many."""
         async with self._transaction() as connection:
             return await resync_queue.forget_hidden(connection, buckets, now - unchanged_for)
 
-    async def unpark(self, buckets: range, seconds: float, now: float) -> int:
+    async def unpark(self, buckets: Sequence[int], seconds: float, now: float) -> int:
         """Unpark repos that were parked `seconds` ago or earlier; return how many.
 
         One call processes a limited number of repos.

@@ -146,7 +146,7 @@ _FORGET_HIDDEN = f"""
 _FORGET_IDENTITIES = "delete from indexer.identity where bucket = $1 and did = any($2::text[])"
 
 
-async def claim(connection: Connection, count: int, buckets: range, until: float, now: float) -> list[Repo]:
+async def claim(connection: Connection, count: int, buckets: Sequence[int], until: float, now: float) -> list[Repo]:
     """Claim at most `count` repos that are due at `now`, with leases until `until`. Run it in a transaction."""
     due = await connection.fetch(DUE, count, list(buckets), now, randrange(BUCKETS))  # noqa: S311 - spreads the load
     claimed: list[Repo] = []
@@ -161,7 +161,7 @@ async def renew(connection: Connection, did: str, lease: int, until: float) -> b
     return await connection.fetchval(_RENEW, did, bucket_of(did), lease, until) is not None
 
 
-async def expire_leases(connection: Connection, buckets: range, now: float) -> int:
+async def expire_leases(connection: Connection, buckets: Sequence[int], now: float) -> int:
     """End claims whose lease expired; return how many. Run it in a transaction.
 
     The back-off grows as with any other failure. A renewal does not change the version, so one that arrives at the same
@@ -172,7 +172,7 @@ async def expire_leases(connection: Connection, buckets: range, now: float) -> i
     return await _write_repos(connection, [repo_of(row) for row in rows], expire)
 
 
-async def request_missing_values(connection: Connection, buckets: range, before: float, now: float) -> int:
+async def request_missing_values(connection: Connection, buckets: Sequence[int], before: float, now: float) -> int:
     """Desynchronize repos that lack record values and became synchronized before `before`; return how many.
 
     Run it in a transaction.
@@ -182,7 +182,9 @@ async def request_missing_values(connection: Connection, buckets: range, before:
     return await _write_repos(connection, [repo_of(row) for row in rows], request)
 
 
-async def request_unproven(connection: Connection, buckets: range, before: float, now: float, limit: int) -> int:
+async def request_unproven(
+    connection: Connection, buckets: Sequence[int], before: float, now: float, limit: int
+) -> int:
     """Desynchronize repos to which undecidable commits were applied; return how many. Run it in a transaction.
 
     At most `limit`, the oldest marks first. Repos that broke before and became synchronized at `before` or later are
@@ -193,13 +195,13 @@ async def request_unproven(connection: Connection, buckets: range, before: float
     return await _write_repos(connection, [repo_of(row) for row in rows], request)
 
 
-async def unpark(connection: Connection, buckets: range, before: float, now: float) -> int:
+async def unpark(connection: Connection, buckets: Sequence[int], before: float, now: float) -> int:
     """Make repos due now that were parked before `before`; return how many. Run it in a transaction."""
     rows = await connection.fetch(PARKED, before, list(buckets), BATCH_SIZE)
     return await _write_repos(connection, [repo_of(row) for row in rows], lambda repo: amend(repo, next_attempt_at=now))
 
 
-async def forget_denied(connection: Connection, buckets: range, before: float) -> int:
+async def forget_denied(connection: Connection, buckets: Sequence[int], before: float) -> int:
     """Delete repos that cannot be fetched and were parked before `before`; return how many.
 
     Either their DIDs never existed, as far as is known, or only the stream has named them. Run it in a transaction.
@@ -211,7 +213,7 @@ async def forget_denied(connection: Connection, buckets: range, before: float) -
     return forgotten
 
 
-async def forget_hidden(connection: Connection, buckets: range, before: float) -> int:
+async def forget_hidden(connection: Connection, buckets: Sequence[int], before: float) -> int:
     """Delete repos of inactive accounts of which nothing is stored, unchanged since `before`; return how many.
 
     Consumers may have been told that such a repo is hidden. A repo that is added later begins visible, so they are told

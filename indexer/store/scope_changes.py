@@ -93,7 +93,12 @@ async def next_collection(connection: Connection, after: str) -> str | None:
 
 
 async def delete_page(
-    connection: Connection, scope: Scope, collection: str, buckets: range, after: RecordPosition | None, limit: int
+    connection: Connection,
+    scope: Scope,
+    collection: str,
+    buckets: Sequence[int],
+    after: RecordPosition | None,
+    limit: int,
 ) -> NarrowedPage | None:
     """Delete at most `limit` records of a collection that the scope does not select. Run it in a transaction.
 
@@ -112,7 +117,9 @@ async def delete_page(
     return NarrowedPage(deleted, len(rows) - deleted, last)
 
 
-async def incomplete_repos(connection: Connection, scope: Scope, buckets: range, after: str, limit: int) -> list[Repo]:
+async def incomplete_repos(
+    connection: Connection, scope: Scope, buckets: Sequence[int], after: str, limit: int
+) -> list[Repo]:
     """Return the next synchronized repos after this DID that may lack records of the scope."""
     rows = await connection.fetch(INCOMPLETE_AFTER, list(buckets), scope.complete_from, after, limit)
     return [repo_of(row) for row in rows]
@@ -137,7 +144,9 @@ async def mark_incomplete(
     return len(writes) - len((await apply(connection, Batch(tuple(writes)))).skipped)
 
 
-async def request_incomplete(connection: Connection, scope: Scope, buckets: range, max_waiting: int, now: float) -> int:
+async def request_incomplete(
+    connection: Connection, scope: Scope, buckets: Sequence[int], max_waiting: int, now: float
+) -> int:
     """Desynchronize repos that may lack records, while fewer than `max_waiting` are due; return how many.
 
     The others wait, synchronized: their commits are applied until their turn comes. Run it in a transaction.

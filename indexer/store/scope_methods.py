@@ -82,7 +82,7 @@ class ScopeMethods(Connections):
             return await scope_changes.next_collection(connection, after)
 
     async def delete_unselected(
-        self, scope: Scope, collection: str, buckets: range, after: RecordPosition | None, limit: int
+        self, scope: Scope, collection: str, buckets: Sequence[int], after: RecordPosition | None, limit: int
     ) -> NarrowedPage | None:
         """Delete at most `limit` records of a collection that the scope does not select; None if the scope changed."""
         async with self._transaction() as connection:
@@ -110,7 +110,7 @@ class ScopeMethods(Connections):
         async with self._connection() as connection:
             return await out_of_scope.count_not_chosen(connection, scope)
 
-    async def incomplete_repos(self, scope: Scope, buckets: range, after: str, limit: int) -> list[Repo]:
+    async def incomplete_repos(self, scope: Scope, buckets: Sequence[int], after: str, limit: int) -> list[Repo]:
         """Return the next synchronized repos after this DID that may lack records of the scope."""
         async with self._connection() as connection:
             return await scope_changes.incomplete_repos(connection, scope, buckets, after, limit)
@@ -133,7 +133,7 @@ class ScopeMethods(Connections):
         async with self._connection() as connection:
             return await crawl_rows.rechecks(connection, str(shard))
 
-    async def request_incomplete(self, scope: Scope, buckets: range, max_waiting: int, now: float) -> int:
+    async def request_incomplete(self, scope: Scope, buckets: Sequence[int], max_waiting: int, now: float) -> int:
         """Desynchronize repos that may lack records, while fewer than `max_waiting` are due; return how many."""
         async with self._transaction() as connection:
             return await scope_changes.request_incomplete(connection, scope, buckets, max_waiting, now)

@@ -1,8 +1,9 @@
 """Ownership of buckets by database sessions, so that each bucket has one live process at a time. So has the feed.
 
-A row of the private table `shard_owner` names the session of each owner. It is valid as long as the session exists, so
-ownership ends with the session, however that ends. Neither locks nor an open transaction last for that time. Advisory
-locks would not do, because any role could take them.
+A process owns a range of positions of the placement (`indexer.sync.shard`). On a plain database, these are the numbers
+of its buckets. A row of the private table `shard_owner` names the session of each owner. It is valid as long as the
+session exists, so ownership ends with the session, however that ends. Neither locks nor an open transaction last for
+that time. Advisory locks would not do, because any role could take them.
 
 Ownership only prevents duplicate work. Correctness does not depend on it, because every write of a repo compares the
 version of its row.
@@ -15,13 +16,15 @@ from dataclasses import dataclass
 
 import asyncpg
 
+from indexer.errors import PlacementChangedError
 from indexer.store.columns import Connection
-from indexer.sync.shard import BUCKETS
+from indexer.store.placement import load_placement
+from indexer.sync.shard import BUCKETS, Placement
 
 SESSION_NAME = "indexer buckets "
-"""The application name of a session of a lock, before its buckets."""
+"""The application name of a session of a lock, before its positions."""
 FEED = range(BUCKETS, BUCKETS + 1)
-"""A number after those of the buckets. Its owner is the process that serves the feed for clients of tap."""
+"""A number after all positions. Its owner is the process that serves the feed for clients of tap."""
 
 _ONE_AT_A_TIME = "lock table indexer.shard_owner in share row exclusive mode"
 
@@ -61,43 +64,54 @@ class ShardSession:
     """A session by which a process owns its shard, or waits for it.
 
     Attributes:
-        buckets: The first and the last bucket of the shard.
+        positions: The first and the last position of the shard.
         owns: True if the process owns the shard, False if it waits.
         client: The network address of the process.
         since: Unix seconds.
     """
 
     pid: int
-    buckets: tuple[int, int]
+    positions: tuple[int, int]
     owns: bool
     client: str
     since: float
 
 
 class ShardLock:
-    """The ownership of the buckets of a shard by one session.
+    """The ownership of the positions of a shard by one session.
 
     Attributes:
         lost: Set when the session has ended, and the ownership with it.
     """
 
-    def __init__(self, connection: asyncpg.Connection, buckets: range) -> None:
+    def __init__(self, connection: asyncpg.Connection, positions: range, placement: Placement) -> None:
         self.lost = asyncio.Event()
         self._connection = connection
-        self._buckets = buckets
+        self._positions = positions
+        self._placement = placement
 
     async def claim(self) -> bool:
-        """Own the buckets until the session ends; return False if another session owns one of them."""
+        """Own the positions until the session ends; return False if another session owns one of them.
+
+        Raises:
+            PlacementChangedError: The database has another placement now.
+        """
         async with self._connection.transaction():
             await self._connection.execute(_ONE_AT_A_TIME)
             await self._connection.execute(_FORGET_ENDED)
-            return await self._connection.fetchval(_CLAIM, self._buckets[0], self._buckets[-1]) is True
+            claimed = await self._connection.fetchval(_CLAIM, self._positions[0], self._positions[-1]) is True
+            # The placement changes only while one session owns all positions, so it is read after the claim.
+            if claimed and await load_placement(self._connection) is not self._placement:
+                raise PlacementChangedError
+            return claimed
 
 
 @asynccontextmanager
-async def open_lock(connection: asyncpg.Connection, buckets: range) -> AsyncIterator[ShardLock]:
-    """Yield the lock of these buckets, which is not claimed yet. It is released at the end of the block."""
-    lock = ShardLock(connection, buckets)
+async def open_lock(
+    connection: asyncpg.Connection, positions: range, placement: Placement = Placement.PLAIN
+) -> AsyncIterator[ShardLock]:
+    """Yield the lock of these positions, which is not claimed yet. It is released at the end of the block."""
+    lock = ShardLock(connection, positions, placement)
 
     def on_termination(_connection: Connection) -> None:
         lock.lost.set()
@@ -111,19 +125,19 @@ async def open_lock(connection: asyncpg.Connection, buckets: range) -> AsyncIter
             await connection.execute(_RELEASE)
 
 
-def session_name(buckets: range) -> str:
-    """Return the application name of the session that owns these buckets or waits for them."""
-    return f"{SESSION_NAME}{buckets[0]}-{buckets[-1]}"
+def session_name(positions: range) -> str:
+    """Return the application name of the session that owns these positions or waits for them."""
+    return f"{SESSION_NAME}{positions[0]}-{positions[-1]}"
 
 
 async def load_sessions(connection: Connection) -> list[ShardSession]:
-    """Return the sessions of all processes that own a shard of the database or wait for one, by bucket."""
+    """Return the sessions of all processes that own a shard of the database or wait for one, by position."""
     sessions = [_session_of(row) for row in await connection.fetch(_SESSIONS)]
-    return sorted(sessions, key=lambda session: (session.buckets, not session.owns, session.since))
+    return sorted(sessions, key=lambda session: (session.positions, not session.owns, session.since))
 
 
 def _session_of(row: asyncpg.Record) -> ShardSession:
     owns = row["first_bucket"] is not None
     first, _, last = row["application_name"].removeprefix(SESSION_NAME).partition("-")
-    buckets = (row["first_bucket"], row["last_bucket"]) if owns else (int(first), int(last))
-    return ShardSession(row["pid"], buckets, owns, row["client"], row["since"] or 0.0)
+    positions = (row["first_bucket"], row["last_bucket"]) if owns else (int(first), int(last))
+    return ShardSession(row["pid"], positions, owns, row["client"], row["since"] or 0.0)

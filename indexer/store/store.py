@@ -39,7 +39,7 @@ from indexer.sync.plan_event import plan_listed
 from indexer.sync.plans import Batch, DeadLetter, RepoWrite
 from indexer.sync.repo_state import Repo, SyncStatus
 from indexer.sync.scope import Scope
-from indexer.sync.shard import Shard
+from indexer.sync.shard import Placement, Shard
 from indexer.sync.stored_cursor import StoredCursor
 from indexer.sync.watermark import Position
 
@@ -56,8 +56,8 @@ class Store(ResyncMethods, ScopeMethods, AccountMethods, LinkMethods, FeedMethod
         keeps_links: Links are kept in batches of this process. None: each batch asks the database.
     """
 
-    def __init__(self, pool: asyncpg.Pool, connections: int, dsn: str) -> None:
-        super().__init__(pool, connections, dsn)
+    def __init__(self, pool: asyncpg.Pool, connections: int, dsn: str, placement: Placement = Placement.PLAIN) -> None:
+        super().__init__(pool, connections, dsn, placement)
         self.keeps_links: bool | None = None
 
     # The live path: repos, batches, cursor, shard.
@@ -120,7 +120,7 @@ class Store(ResyncMethods, ScopeMethods, AccountMethods, LinkMethods, FeedMethod
         async with self._transaction() as connection:
             await gap_rows.reset_cursor(connection, relay, shards, position)
 
-    async def has_synchronized_repo(self, buckets: range) -> bool:
+    async def has_synchronized_repo(self, buckets: Sequence[int]) -> bool:
         """Return True if at least one repo of the buckets is synchronized."""
         async with self._connection() as connection:
             return await gap_rows.has_synchronized_repo(connection, buckets)
@@ -141,11 +141,11 @@ class Store(ResyncMethods, ScopeMethods, AccountMethods, LinkMethods, FeedMethod
             return await gap_rows.load_open(connection)
 
     @asynccontextmanager
-    async def shard_lock(self, buckets: range) -> AsyncIterator[ShardLock]:
-        """Open the lock of these buckets, on a connection of its own; release it at the end of the block."""
+    async def shard_lock(self, positions: range) -> AsyncIterator[ShardLock]:
+        """Open the lock of these positions, on a connection of its own; release it at the end of the block."""
         async with (
-            self._own_connection({"application_name": session_name(buckets)}) as connection,
-            open_lock(connection, buckets) as lock,
+            self._own_connection({"application_name": session_name(positions)}) as connection,
+            open_lock(connection, positions, self.placement) as lock,
         ):
             yield lock
 
@@ -236,7 +236,7 @@ class Store(ResyncMethods, ScopeMethods, AccountMethods, LinkMethods, FeedMethod
         async with self._connection() as connection:
             return await crawl_rows.find_differences(connection, revs)
 
-    async def active_repos(self, after: str, buckets: range, limit: int) -> list[str]:
+    async def active_repos(self, after: str, buckets: Sequence[int], limit: int) -> list[str]:
         """Return the next DIDs after `after`, at most `limit`, of active repos that were fetched before."""
         async with self._connection() as connection:
             return await crawl_rows.active_repos(connection, after, buckets, limit)

@@ -22,7 +22,7 @@ from indexer.sync.verify import VerifiedCommit, natively_verified, previous_root
 
 CoreChoice = Literal["auto", "python", "native"]
 
-INTERFACE = 3
+INTERFACE = 4
 """The number of the interface between this module and the native one."""
 _PROBLEM_OF_SHAPE = (None, Problem.NOT_A_MAP, Problem.NO_TYPE, Problem.OTHER_TYPE)
 
@@ -49,7 +49,7 @@ class NativeCore:
 
         It returns None for every other frame, for which `decode_frame` has to decide.
         """
-        buckets = None if shard.count == 1 else (shard.buckets.start, shard.buckets.stop)
+        buckets = None if shard.count == 1 else shard.buckets
         decode: Callable[[bytes], CommitEvent | OtherShardEvent | None]
         decode = self._new_frame_decoder(events, limits, buckets).decode
         return decode

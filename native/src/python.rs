@@ -17,7 +17,7 @@ use crate::python_frame::FrameDecoder;
 use crate::verify::{verify_commit, CommitEvent, RepoOp, VerifiedCommit};
 
 /// The number of this interface. `indexer/sync/native_core.py` needs the same one.
-const INTERFACE: u32 = 3;
+const INTERFACE: u32 = 4;
 
 type OpArguments = (PyBackedStr, PyBackedStr, Option<PyBackedBytes>, Option<PyBackedBytes>);
 

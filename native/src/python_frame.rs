@@ -1,7 +1,5 @@
 //! Decodes frames for Python. `indexer/sync/native_core.py` is the only user.
 
-use std::ops::Range;
-
 use pyo3::exceptions::PyValueError;
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -16,12 +14,12 @@ const COMMIT_FIELDS: [&str; 10] =
 const OP_FIELDS: [&str; 4] = ["action", "path", "cid", "prev"];
 const OTHER_FIELDS: [&str; 4] = ["seq", "kind", "did", "time"];
 
-/// Decodes frames within limits for a range of buckets.
+/// Decodes frames within limits for a set of buckets.
 #[pyclass(frozen, module = "atproto_indexer_native")]
 pub struct FrameDecoder {
     limits: FrameLimits,
-    /// `None`: all buckets.
-    buckets: Option<Range<u16>>,
+    /// For each bucket, if it is in the set. `None`: all buckets are.
+    owned: Option<[bool; 256]>,
     classes: Classes,
     /// `tuple.__new__`, which creates a named tuple of a class and a tuple of its fields. It does not count them.
     new: Py<PyAny>,
@@ -40,22 +38,27 @@ struct Classes {
 
 #[pymethods]
 impl FrameDecoder {
-    /// Takes the module of the events, an object with the limits as attributes, and the first bucket and the end of
-    /// the range; None for all. Raises `ValueError` if the events have other fields than this crate gives them.
+    /// Takes the module of the events, an object with the limits as attributes, and the buckets; None for all. Raises
+    /// `ValueError` if the events have other fields than this crate gives them.
     #[new]
-    fn new(py: Python<'_>, events: Classes, limits: FrameLimits, buckets: Option<(u16, u16)>) -> PyResult<Self> {
+    fn new(py: Python<'_>, events: Classes, limits: FrameLimits, buckets: Option<Vec<u8>>) -> PyResult<Self> {
         check_fields(events.commit.bind(py), &COMMIT_FIELDS)?;
         check_fields(events.op.bind(py), &OP_FIELDS)?;
         check_fields(events.other.bind(py), &OTHER_FIELDS)?;
+        let owned = buckets.map(|buckets| {
+            let mut owned = [false; 256];
+            buckets.into_iter().for_each(|bucket| owned[usize::from(bucket)] = true);
+            owned
+        });
         let new = py.get_type::<PyTuple>().getattr("__new__")?.unbind();
-        Ok(Self { limits, buckets: buckets.map(|(first, end)| first..end), classes: events, new })
+        Ok(Self { limits, owned, classes: events, new })
     }
 
     /// Returns the event of a frame; None if the reference has to decide.
     fn decode<'py>(&self, py: Python<'py>, frame: &[u8]) -> PyResult<Option<Bound<'py, PyAny>>> {
         let Some(commit) = decode_commit(frame, &self.limits) else { return Ok(None) };
-        let bucket = || u16::from(sha256(commit.did.as_bytes())[0]);
-        if self.buckets.as_ref().is_none_or(|buckets| buckets.contains(&bucket())) {
+        let bucket = || usize::from(sha256(commit.did.as_bytes())[0]);
+        if self.owned.is_none_or(|owned| owned[bucket()]) {
             return self.commit(py, &commit).map(Some);
         }
         let fields = (commit.seq, intern!(py, "commit"), commit.did, commit.time).into_pyobject(py)?;

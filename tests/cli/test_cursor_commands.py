@@ -68,7 +68,7 @@ async def test_reset_applies_to_all_present_shards_and_opens_a_gap_for_each(
 @pytest.mark.usefixtures("stored_account")
 async def test_reset_is_refused_while_a_daemon_holds_a_shard(store: Store, database: str, session: Session) -> None:
     before = await rows(database, CURSORS)
-    async with store.shard_lock(Shard(1, 4).buckets) as lock:
+    async with store.shard_lock(Shard(1, 4).positions) as lock:
         assert await lock.claim()
         result = await asyncio.to_thread(session, "cursor", "reset", RELAY, "--yes")
     assert (result.returncode, error_line(result)) == (

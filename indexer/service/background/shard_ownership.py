@@ -1,4 +1,4 @@
-"""Hold the shard locks, so that at most one process writes the repos of a bucket."""
+"""Hold the shard lock, so that at most one process writes the repos of a bucket."""
 
 import asyncio
 from datetime import UTC, datetime
@@ -40,7 +40,11 @@ class ShardOwnership:
         self.last_error: str | None = None
 
     async def run(self) -> None:
-        """Acquire and hold the locks forever. Only an exception that is a bug ends it."""
+        """Acquire and hold the locks forever. Only an exception that is a bug ends it.
+
+        Raises:
+            PlacementChangedError: The database was distributed while this process did not hold the locks.
+        """
         while True:
             with DatabaseAttempt(self.stage) as attempt:
                 await self._acquire_and_hold()
@@ -49,7 +53,7 @@ class ShardOwnership:
 
     async def _acquire_and_hold(self) -> None:
         """Wait until no other process holds a bucket of the shard; then hold the locks until the session ends."""
-        async with self._store.shard_lock(self._shard.buckets) as lock:
+        async with self._store.shard_lock(self._shard.positions) as lock:
             waited = False
             while not await self._claim(lock):
                 holders = "; ".join(map(_description, await self._other_owners()))
@@ -79,11 +83,11 @@ class ShardOwnership:
 
     async def _other_owners(self) -> list[ShardSession]:
         """Return the sessions that own a bucket of the shard."""
-        buckets = self._shard.buckets
+        positions = self._shard.positions
         return [
             session
             for session in await self._store.shard_sessions()
-            if session.owns and session.buckets[0] <= buckets[-1] and buckets[0] <= session.buckets[1]
+            if session.owns and session.positions[0] <= positions[-1] and positions[0] <= session.positions[1]
         ]
 
 

@@ -25,7 +25,7 @@ class ResumePoint:
 
 
 def resume_point(cursors: Sequence[StoredCursor], relay: str, shard: Shard) -> ResumePoint:
-    """Return the position after which `shard` resumes: all its buckets have been processed up to there.
+    """Return the position in the stream after which `shard` resumes: all its buckets have been processed up to there.
 
     The number of shards may change at any time: some buckets then receive messages again, which changes nothing.
     Buckets that were never processed do not count.
@@ -33,8 +33,8 @@ def resume_point(cursors: Sequence[StoredCursor], relay: str, shard: Shard) -> R
     of_relay = [cursor for cursor in cursors if cursor.relay == relay]
     epoch = max((cursor.epoch for cursor in of_relay), default=0)
     reached: list[StoredCursor] = []
-    for bucket in shard.buckets:
-        processed = [cursor for cursor in of_relay if bucket in cursor.shard.buckets]
+    for position in shard.positions:
+        processed = [cursor for cursor in of_relay if position in cursor.shard.positions]
         current = [cursor for cursor in processed if cursor.epoch == epoch]
         if processed and not current:
             return ResumePoint(epoch)
@@ -53,8 +53,8 @@ def known_until(cursors: Sequence[StoredCursor], shard: Shard) -> float | None:
     """
     latest = [
         max(processed, key=lambda cursor: cursor.updated_at)
-        for bucket in shard.buckets
-        if (processed := [cursor for cursor in cursors if bucket in cursor.shard.buckets])
+        for position in shard.positions
+        if (processed := [cursor for cursor in cursors if position in cursor.shard.positions])
     ]
     return min(map(_known_until, latest), default=None)
 

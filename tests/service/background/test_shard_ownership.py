@@ -98,7 +98,7 @@ async def test_second_daemon_on_a_shard_waits_visibly_and_takes_over(database: s
                 assert "this one waits: session" in reason.message
                 assert second.stages.subscription.connection is None, "it does not consume"
                 sessions = await first.store.shard_sessions()
-                assert [(session.buckets, session.owns) for session in sessions] == [
+                assert [(session.positions, session.owns) for session in sessions] == [
                     ((0, 255), True),
                     ((0, 255), False),
                 ]

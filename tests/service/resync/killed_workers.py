@@ -5,7 +5,7 @@ A process does one write at a time, so that a death is either before or after a 
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -301,12 +301,12 @@ class MortalStore(Store):
             await self._world.query(TERMINATE, self._name)
             raise KilledError
 
-    async def expire_leases(self, buckets: range, now: float) -> int:
+    async def expire_leases(self, buckets: Sequence[int], now: float) -> int:
         async with self._write(EXPIRE) as written:
             written.extend([None] * await super().expire_leases(buckets, now))
         return len(written)
 
-    async def claim(self, count: int, buckets: range, lease_seconds: float, now: float) -> list[Repo]:
+    async def claim(self, count: int, buckets: Sequence[int], lease_seconds: float, now: float) -> list[Repo]:
         async with self._write(CLAIM) as written:
             claimed = await super().claim(count, buckets, lease_seconds, now)
             self._world.claims.update(repo.did for repo in claimed)
@@ -318,13 +318,13 @@ class MortalStore(Store):
             written.extend([did] * await super().renew(did, lease, seconds))
         return bool(written)
 
-    async def request_missing_values(self, buckets: range, seconds: float, now: float) -> int:
+    async def request_missing_values(self, buckets: Sequence[int], seconds: float, now: float) -> int:
         async with self._write(REQUEST_VALUES) as written:
             written.extend([None] * await super().request_missing_values(buckets, seconds, now))
             self._world.costs[self._world.did_of["lacking"]] += len(written)
         return len(written)
 
-    async def unpark(self, buckets: range, seconds: float, now: float) -> int:
+    async def unpark(self, buckets: Sequence[int], seconds: float, now: float) -> int:
         async with self._write(UNPARK) as written:
             written.extend([None] * await super().unpark(buckets, seconds, now))
         return len(written)
