@@ -41,6 +41,7 @@ COMMANDS = {
     "inspect": ("inspect_command", "Verify a CAR export of a repo offline and list its records."),
     "backup": ("backup_commands", "Write a backup of the database to a file."),
     "restore": ("backup_commands", "Restore a backup into an empty database."),
+    "distribute": ("distribute_command", "Distribute the tables over the nodes of a Citus cluster."),
     "completion": ("completion_command", "Print the script that completes commands and options in a shell."),
     "doctor": ("doctor", "Check settings, database, disk, clock, relays, directories, DNS and limits."),
 }

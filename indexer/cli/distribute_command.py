@@ -1,0 +1,64 @@
+"""The command `distribute`."""
+
+from dataclasses import asdict
+
+import click
+
+from indexer.cli.command import ExitCode, command, json_option
+from indexer.cli.database import open_database
+from indexer.cli.output import echo_result, progress_console
+from indexer.cli.progress_bars import show_progress
+from indexer.settings import Settings
+from indexer.store.distribute import Distribution, distribute
+from indexer.store.migrate import require_current_schema
+from indexer.sync.shard import BUCKETS
+
+
+def parse_shards(_context: click.Context, _parameter: click.Parameter, value: int | None) -> int | None:
+    """Return the number of shards.
+
+    Raises:
+        BadParameter: The buckets cannot be divided equally.
+    """
+    if value is not None and BUCKETS % value:
+        raise click.BadParameter(f"{value} is not a power of two: each shard has equally many of {BUCKETS} buckets")
+    return value
+
+
+@command("distribute")
+@click.option(
+    "--shards",
+    type=click.IntRange(1, BUCKETS),
+    callback=parse_shards,
+    help="Number of shards of each table, a power of two up to 256: the largest number of nodes that can ever be used. "
+    "Default: four for each node.",
+)
+@json_option
+async def distribute_command(settings: Settings, *, shards: int | None, as_json: bool) -> int:
+    """Distribute the tables over the nodes of a Citus cluster.
+
+    INDEXER_DATABASE_URL names the coordinator, whose database was migrated. It may be empty or full. Stop all daemons
+    first. If the command is interrupted, run it again: it continues with the table that it was copying. On a database
+    that is distributed it changes nothing. There is no way back to a plain database other than a new one
+    (docs/scaling.md).
+    """
+    async with open_database(settings) as dsn:
+        await require_current_schema(dsn)
+        with show_progress("bytes distributed", None, progress_console()) as progress:
+            result = await distribute(
+                dsn, shards, lambda table, done, total: progress.update(done, total=total, note=table)
+            )
+    for notice in result.notices:
+        click.echo(notice, err=True)
+    echo_result(asdict(result), _text(result), as_json=as_json)
+    return ExitCode.OK
+
+
+def _text(result: Distribution) -> str:
+    tables = ", ".join(f"{table} (about {rows:,} rows)" for table, rows in result.tables.items())
+    did = f"Distributed {tables}." if tables else "Every table was distributed before."
+    set_ = ", ".join(f"{name} = {value}" for name, value in result.settings.items())
+    return (
+        f"{did} Each table has {result.shards} shards on {len(result.nodes)} nodes: {', '.join(result.nodes)}. "
+        f"Settings of the database: {set_}."
+    )

@@ -1,0 +1,348 @@
+"""Distribute the tables of a migrated database over the nodes of a Citus cluster: the command `indexer distribute`.
+
+    step          what is stored after it                                          if it is interrupted
+    begin         a row in `distribution`; cursors, gaps and crawls of all buckets  one transaction
+    settings      settings of the database, and of the coordinator                  set again
+    shards        `resync_queue` in shards of equally many buckets                  its only shard is cut again
+    each table    the table in the same shards, with its rows                       one transaction; then it is the next
+    two phases    triggers of the plain tables; COMMIT does not number changes      one transaction
+    finish        `finished_at` in the row
+
+Each step looks at what is stored, and does the rest. So the command can be killed and run again at any point, and on a
+database that is distributed it changes nothing. No daemon starts in between (`require_complete`).
+
+No process uses the database meanwhile: the command owns all buckets, and there is no other session of this program. A
+daemon that starts later reads the row before it does anything else.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import asyncpg
+from asyncpg import exceptions
+
+from indexer.reasons import GapReason
+from indexer.store.cluster_nodes import (
+    RECOVERY_SECONDS,
+    ClusterNode,
+    UnsuitableClusterError,
+    check_nodes,
+    load_nodes,
+    notices,
+)
+from indexer.store.columns import Connection
+from indexer.store.database_errors import CONNECT_TIMEOUT, opening, unusable
+from indexer.store.distributed_tables import (
+    DISTRIBUTED,
+    FIRST,
+    distribute_table,
+    distributed_tables,
+    use_two_phases,
+)
+from indexer.store.gap_rows import load_cursors, open_gap
+from indexer.store.shard_lock import FEED, open_lock, session_name
+from indexer.sync.gap import Gap
+from indexer.sync.shard import BUCKETS, Shard
+from indexer.sync.stored_cursor import merged
+
+SHARDS_PER_NODE = 4
+"""Shards for each node if the operator names no number: nodes can be added until each has one."""
+ALL_BUCKETS = range(FEED.stop)
+"""All buckets, and the feed, which belongs to one process, too."""
+PROGRESS_SECONDS = 1.0
+WAIT_SECONDS = 0.5
+SETTINGS = {"citus.max_cached_conns_per_worker": "4"}
+"""Settings of the database.
+
+`max_cached_conns_per_worker`: a statement on many buckets needs several connections to a node, and to open one takes
+longer than the statement.
+"""
+
+OnProgress = Callable[[str, int, int], None]
+"""Called with the name of the step, and with the number of bytes that are distributed, and of all."""
+
+_SESSION = {
+    "application_name": session_name(ALL_BUCKETS),
+    "statement_timeout": "0",
+    "lock_timeout": "0",
+    "idle_in_transaction_session_timeout": "0",
+    "client_connection_check_interval": "2s",  # a statement ends soon after this process was killed
+}
+_ENDING = [session_name(ALL_BUCKETS), "indexer distribute progress"]
+_PROGRESS_SESSION = _SESSION | {"application_name": "indexer distribute progress"}
+
+_OTHER_SESSIONS = """
+    select format('session %s from %s', pid, coalesce(host(client_addr), 'this machine')) as name,
+        application_name = any($1::text[]) as ends
+    from pg_stat_activity
+    where datname = current_database() and pid <> pg_backend_pid() and application_name ~ '^indexer( |$)'
+"""
+_ROW = "select shards, finished_at is not null as finished from indexer.distribution"
+_ADD_ROW = "insert into indexer.distribution (shards) values ($1) returning shards, false as finished"
+_FINISH = "update indexer.distribution set finished_at = now() where finished_at is null"
+_RENAME_CURSOR = "update indexer.cursor set shard = $3 where relay = $1 and shard = $2"
+_DELETE_CURSORS = "delete from indexer.cursor where relay = $1 and shard <> $2"
+_WIDEN_GAPS = "update indexer.gap set shard = $1 where closed_at is null"
+_WIDEN_CRAWLS = """
+    insert into indexer.crawl_progress (purpose, source, collection, cursor, listed, found, began_at, shard, last_gap)
+    select purpose, source, collection, null, 0, 0, min(began_at), $1, 0
+    from indexer.crawl_progress where shard <> $1 group by 1, 2, 3
+    on conflict (purpose, source, collection, shard) do update set cursor = null, finished_at = null, last_gap = 0
+"""
+_DELETE_CRAWLS = "delete from indexer.crawl_progress where shard <> $1"
+# The releases before this one know no distributed database.
+_REQUIRE_RELEASE = """
+    insert into indexer.stored_setting select 'oldest_compatible_schema', version_num from indexer.alembic_version
+    on conflict (name) do update set value = excluded.value
+"""
+_FIRST_SHARDS = f"""
+    select shardid, count(*) over () as shards from pg_dist_shard
+    where logicalrelid = 'indexer.{FIRST}'::regclass order by shardminvalue::int
+"""
+_DISTRIBUTE_FIRST = f"""
+    select create_distributed_table('indexer.{FIRST}', 'bucket', shard_count => 1, colocate_with => 'none')
+"""
+_HASHES = "select worker_hash(bucket::smallint) as hash from generate_series(0, $1 - 1) bucket order by 1"
+_SPLIT = "select citus_split_shard_by_split_points($1, $2::text[], $3::int[], 'block_writes')"
+_SIZES = """
+    select relname::text, pg_table_size(oid) as size, reltuples::bigint as rows from pg_class
+    where relnamespace = 'indexer'::regnamespace and relname = any($1::text[])
+"""
+_NEVER_ANALYZED = """
+    select relname::text from pg_class
+    where relnamespace = 'indexer'::regnamespace and relname = any($1::text[]) and reltuples < 0
+"""
+_HAS_LOCAL_ROWS = "select pg_relation_size($1::text::regclass) > 0"
+_DELETE_LOCAL_ROWS = "select truncate_local_data_after_distributing_table($1::text::regclass)"
+_COPIED = """
+    select coalesce(sum(result::bigint), 0)::bigint from run_command_on_all_nodes($command$
+        select coalesce(sum(tuples_processed), 0) from pg_stat_progress_copy where datid = (
+            select oid from pg_database where datname = current_database()
+        ) and command = 'COPY FROM'
+    $command$) where success
+"""
+_RECOVERY_INTERVAL = "select setting::int from pg_settings where name = 'citus.recover_2pc_interval'"
+_COMPLETE_PREPARED = "select recover_prepared_transactions()"
+
+
+@dataclass(slots=True)
+class Distribution:
+    """What the command did.
+
+    Attributes:
+        shards: The number of shards of each table.
+        nodes: The addresses of the nodes that hold them.
+        tables: The estimated number of rows of each table that was distributed now.
+        settings: The settings of the database.
+        was_complete: Everything was distributed before.
+        notices: What the operator should know or do.
+    """
+
+    shards: int
+    nodes: list[str]
+    was_complete: bool
+    tables: dict[str, int] = field(default_factory=dict)
+    settings: dict[str, str] = field(default_factory=dict)
+    notices: list[str] = field(default_factory=list)
+
+
+async def distribute(dsn: str, shards: int | None, on_progress: OnProgress) -> Distribution:
+    """Distribute the tables over the nodes, or complete what an earlier call began.
+
+    Args:
+        dsn: The coordinator. Its schema is that of this release.
+        shards: The number of shards of each table, a divisor of 256. None: `SHARDS_PER_NODE` for each node.
+        on_progress: See `OnProgress`.
+
+    Raises:
+        SettingsError: The operator has to change something on a node, or to stop a process.
+        DatabaseError: A node is unavailable.
+    """
+    with opening(dsn):
+        async with _session(dsn, _SESSION) as connection, open_lock(connection, ALL_BUCKETS) as lock:
+            try:
+                nodes = await load_nodes(connection)
+                check_nodes(nodes)
+                while not await lock.claim():
+                    await _wait_for_others(connection)
+                while await _wait_for_others(connection):
+                    pass
+                return await _Command(dsn, connection, nodes, on_progress).run(shards)
+            except UnsuitableClusterError as error:
+                raise unusable(dsn, str(error)) from error
+
+
+@asynccontextmanager
+async def _session(dsn: str, settings: dict[str, str]) -> AsyncIterator[asyncpg.Connection]:
+    connection = await asyncpg.connect(dsn, timeout=CONNECT_TIMEOUT, server_settings=settings)
+    try:
+        yield connection
+    finally:
+        await connection.close(timeout=CONNECT_TIMEOUT)
+
+
+def default_shards(nodes: int) -> int:
+    """Return the number of shards for so many nodes: a power of two, so that shards have equally many buckets."""
+    return min(BUCKETS, 1 << (nodes * SHARDS_PER_NODE - 1).bit_length())
+
+
+async def _wait_for_others(connection: Connection) -> bool:
+    """Return False if this program has no other session in the database.
+
+    Otherwise wait a moment and return True: an earlier call of this command was killed, and the server notices it soon.
+
+    Raises:
+        UnsuitableClusterError: There is a session of a daemon or of another command.
+    """
+    others = await connection.fetch(_OTHER_SESSIONS, _ENDING)
+    if running := [session["name"] for session in others if not session["ends"]]:
+        raise UnsuitableClusterError(f"stop the daemons and commands that use it first: {'; '.join(running)}")
+    await asyncio.sleep(WAIT_SECONDS if others else 0)
+    return bool(others)
+
+
+async def _join_shards(connection: Connection) -> None:
+    """Store for all buckets what was stored for shards: a shard has other buckets on a distributed database."""
+    every = str(Shard())
+    await _merge_cursors(connection, every)
+    await connection.execute(_WIDEN_GAPS, every)
+    await connection.execute(_WIDEN_CRAWLS, every)
+    await connection.execute(_DELETE_CRAWLS, every)
+
+
+async def _merge_cursors(connection: Connection, every: str) -> None:
+    """Replace the cursors of each relay by one for all buckets: the lowest one that is valid."""
+    cursors = await load_cursors(connection)
+    for relay in sorted({cursor.relay for cursor in cursors}):
+        lowest, complete = merged([cursor for cursor in cursors if cursor.relay == relay])
+        await connection.execute(_DELETE_CURSORS, relay, str(lowest.shard))
+        await connection.execute(_RENAME_CURSOR, relay, str(lowest.shard), every)
+        if not complete:
+            await open_gap(connection, Gap(relay, every, GapReason.SEQUENCE_RESTARTED))
+
+
+class _Command:
+    """One call of the command, which owns all buckets."""
+
+    def __init__(self, dsn: str, connection: Connection, nodes: Sequence[ClusterNode], on_progress: OnProgress) -> None:
+        self._dsn = dsn
+        self._connection = connection
+        self._nodes = [node for node in nodes if node.holds_shards]
+        self._on_progress = on_progress
+        self._notices = notices(nodes)
+
+    async def run(self, shards: int | None) -> Distribution:
+        """Do each step that was not done yet."""
+        await self._connection.execute(_COMPLETE_PREPARED)
+        row = await self._connection.fetchrow(_ROW)
+        if row is None:
+            row = await self._begin(shards or default_shards(len(self._nodes)))
+        elif shards not in {None, row["shards"]}:
+            raise UnsuitableClusterError(f"its tables have {row['shards']} shards, and the number cannot be changed")
+        result = Distribution(row["shards"], [node.name for node in self._nodes], row["finished"])
+        result.settings = await self._set_settings()
+        await self._cut_shards(row["shards"])
+        result.tables = await self._distribute_tables()
+        async with self._connection.transaction():
+            await use_two_phases(self._connection)
+        await self._connection.execute(_FINISH)
+        result.notices = self._notices
+        return result
+
+    async def _begin(self, shards: int) -> asyncpg.Record:
+        """Store that the database is being distributed; return the new row.
+
+        Raises:
+            UnsuitableClusterError: A table is distributed already, in other shards.
+        """
+        if done := await distributed_tables(self._connection):
+            raise UnsuitableClusterError(
+                f"its tables {', '.join(sorted(done))} were distributed by hand; use undistribute_table first"
+            )
+        async with self._connection.transaction():
+            [row] = await self._connection.fetch(_ADD_ROW, shards)
+            await self._connection.execute(_REQUIRE_RELEASE)
+            await _join_shards(self._connection)
+        return row
+
+    async def _set_settings(self) -> dict[str, str]:
+        """Set what Citus needs, for the sessions that are opened from now on; return the settings of the database."""
+        database = await self._connection.fetchval("select quote_ident(current_database())")
+        for name, value in SETTINGS.items():
+            await self._connection.execute(f"alter database {database} set {name} = '{value}'")
+        milliseconds = await self._connection.fetchval(_RECOVERY_INTERVAL)
+        if not 0 <= milliseconds <= RECOVERY_SECONDS * 1000:
+            try:
+                await self._connection.execute(f"alter system set citus.recover_2pc_interval = '{RECOVERY_SECONDS}s'")
+                await self._connection.execute("select pg_reload_conf()")
+            except exceptions.InsufficientPrivilegeError:
+                self._notices.append(
+                    f"let an administrator set citus.recover_2pc_interval = '{RECOVERY_SECONDS}s' on the coordinator: "
+                    "until then, changes that were interrupted during a commit stay invisible for up to "
+                    f"{milliseconds // 1000} s"
+                )
+        return dict(SETTINGS)
+
+    async def _cut_shards(self, shards: int) -> None:
+        """Distribute the first table in shards that have equally many buckets each."""
+        if FIRST not in await distributed_tables(self._connection):
+            await self._connection.execute(_DISTRIBUTE_FIRST)
+        rows = await self._connection.fetch(_FIRST_SHARDS)
+        if len(rows) == shards:
+            return
+        hashes = [hash_ for (hash_,) in await self._connection.fetch(_HASHES, BUCKETS)]
+        ends = [str(hashes[number * BUCKETS // shards - 1]) for number in range(1, shards)]
+        placed = [self._nodes[number * len(self._nodes) // shards].id for number in range(shards)]
+        await self._connection.execute(_SPLIT, rows[0]["shardid"], ends, placed)
+
+    async def _distribute_tables(self) -> dict[str, int]:
+        """Distribute the other tables with their rows; return the estimated rows of each table."""
+        done = await distributed_tables(self._connection)
+        waiting = [table for table in DISTRIBUTED if table not in done]
+        await self._analyze(waiting)
+        sizes = {row["relname"]: (row["size"], row["rows"]) for row in await self._connection.fetch(_SIZES, waiting)}
+        total, moved = sum(size for size, _ in sizes.values()), 0
+        counts = {}
+        for table in DISTRIBUTED:
+            if table in sizes:
+                size, rows = sizes[table]
+                async with self._progress(table, moved, size, rows, total):
+                    await distribute_table(self._connection, table)
+                moved += size
+                counts[table] = rows
+            await self._delete_local_rows(table)
+        return counts
+
+    async def _analyze(self, tables: Sequence[str]) -> None:
+        """Let the server estimate the rows of the tables of which it has no estimate."""
+        for (table,) in await self._connection.fetch(_NEVER_ANALYZED, tables):
+            await self._connection.execute(f"analyze indexer.{table}")
+
+    async def _delete_local_rows(self, table: str) -> None:
+        """Free the space of the rows that were copied to the shards. Nothing reads them any more."""
+        name = f"indexer.{table}"
+        if await self._connection.fetchval(_HAS_LOCAL_ROWS, name):
+            await self._connection.execute(_DELETE_LOCAL_ROWS, name)
+            await self._connection.execute(f"analyze {name}")
+
+    @asynccontextmanager
+    async def _progress(self, table: str, moved: int, size: int, rows: int, total: int) -> AsyncIterator[None]:
+        """Report how many rows of the table arrived, while the block copies them."""
+        self._on_progress(table, moved, total)
+
+        async def report() -> None:
+            async with _session(self._dsn, _PROGRESS_SESSION) as connection:
+                while True:
+                    await asyncio.sleep(PROGRESS_SECONDS)
+                    copied = await connection.fetchval(_COPIED)
+                    self._on_progress(table, moved + min(size, size * copied // max(rows, 1)), total)
+
+        task = asyncio.create_task(report(), name=f"progress of {table}")
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+        self._on_progress(table, moved + size, total)
