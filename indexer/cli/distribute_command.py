@@ -10,7 +10,6 @@ from indexer.cli.output import echo_result, progress_console
 from indexer.cli.progress_bars import show_progress
 from indexer.settings import Settings
 from indexer.store.distribute import Distribution, distribute
-from indexer.store.migrate import require_current_schema
 from indexer.sync.shard import BUCKETS
 
 
@@ -43,7 +42,6 @@ async def distribute_command(settings: Settings, *, shards: int | None, as_json:
     (docs/scaling.md).
     """
     async with open_database(settings) as dsn:
-        await require_current_schema(dsn)
         with show_progress("bytes distributed", None, progress_console()) as progress:
             result = await distribute(
                 dsn, shards, lambda table, done, total: progress.update(done, total=total, note=table)

@@ -10,7 +10,7 @@ import asyncpg
 from indexer.store.columns import Connection
 from indexer.store.database_check import DatabaseCheck
 from indexer.store.database_errors import CONNECT_TIMEOUT, DatabaseError, database_errors, opening, without_password
-from indexer.store.placement import load_placement
+from indexer.store.placement import load_placement, require_complete
 from indexer.sync.shard import Placement
 
 STATEMENT_TIMEOUT = 60.0
@@ -52,7 +52,8 @@ class Connections:
             readonly: Let the server reject every write.
 
         Raises:
-            SettingsError: The operator has to correct something, such as the URL or the password.
+            SettingsError: The operator has to correct something, such as the URL or the password, or to complete an
+                interrupted distribution.
         """
         settings = SERVER_SETTINGS | ({"default_transaction_read_only": "on"} if readonly else {})
         with opening(dsn):
@@ -67,6 +68,7 @@ class Connections:
             )
             try:
                 placement = await load_placement(pool)
+                await require_complete(pool, dsn)
             except BaseException:
                 pool.terminate()
                 raise

@@ -9,10 +9,11 @@
     finish        `finished_at` in the row
 
 Each step looks at what is stored, and does the rest. So the command can be killed and run again at any point, and on a
-database that is distributed it changes nothing. No daemon starts in between (`require_complete`).
+database that is distributed it changes nothing. No process uses the database in
+between (`indexer.store.placement.require_complete`).
 
 No process uses the database meanwhile: the command owns all buckets, and there is no other session of this program. A
-daemon that starts later reads the row before it does anything else.
+daemon that starts later reads the row before it does anything else (`indexer.store.placement`).
 """
 
 import asyncio
@@ -37,20 +38,23 @@ from indexer.store.database_errors import CONNECT_TIMEOUT, opening, unusable
 from indexer.store.distributed_tables import (
     DISTRIBUTED,
     FIRST,
+    delete_local_rows,
     distribute_table,
-    distributed_tables,
     use_two_phases,
+    waiting_tables,
 )
 from indexer.store.gap_rows import load_cursors, open_gap
+from indexer.store.migrate import require_current_schema
+from indexer.store.placement import load_placement
 from indexer.store.shard_lock import FEED, open_lock, session_name
 from indexer.sync.gap import Gap
-from indexer.sync.shard import BUCKETS, Shard
+from indexer.sync.shard import BUCKETS, HASH_ORDER, Shard
 from indexer.sync.stored_cursor import merged
 
 SHARDS_PER_NODE = 4
 """Shards for each node if the operator names no number: nodes can be added until each has one."""
-ALL_BUCKETS = range(FEED.stop)
-"""All buckets, and the feed, which belongs to one process, too."""
+EVERYTHING = range(FEED.stop)
+"""The positions of all buckets, and the feed, which belongs to one process, too."""
 PROGRESS_SECONDS = 1.0
 WAIT_SECONDS = 0.5
 SETTINGS = {"citus.max_cached_conns_per_worker": "4"}
@@ -64,13 +68,13 @@ OnProgress = Callable[[str, int, int], None]
 """Called with the name of the step, and with the number of bytes that are distributed, and of all."""
 
 _SESSION = {
-    "application_name": session_name(ALL_BUCKETS),
+    "application_name": session_name(EVERYTHING),
     "statement_timeout": "0",
     "lock_timeout": "0",
     "idle_in_transaction_session_timeout": "0",
     "client_connection_check_interval": "2s",  # a statement ends soon after this process was killed
 }
-_ENDING = [session_name(ALL_BUCKETS), "indexer distribute progress"]
+_ENDING = [session_name(EVERYTHING), "indexer distribute progress"]
 _PROGRESS_SESSION = _SESSION | {"application_name": "indexer distribute progress"}
 
 _OTHER_SESSIONS = """
@@ -104,7 +108,7 @@ _FIRST_SHARDS = f"""
 _DISTRIBUTE_FIRST = f"""
     select create_distributed_table('indexer.{FIRST}', 'bucket', shard_count => 1, colocate_with => 'none')
 """
-_HASHES = "select worker_hash(bucket::smallint) as hash from generate_series(0, $1 - 1) bucket order by 1"
+_HASHES = "select bucket, worker_hash(bucket::smallint) from generate_series(0, $1 - 1) bucket order by 2"
 _SPLIT = "select citus_split_shard_by_split_points($1, $2::text[], $3::int[], 'block_writes')"
 _SIZES = """
     select relname::text, pg_table_size(oid) as size, reltuples::bigint as rows from pg_class
@@ -114,8 +118,6 @@ _NEVER_ANALYZED = """
     select relname::text from pg_class
     where relnamespace = 'indexer'::regnamespace and relname = any($1::text[]) and reltuples < 0
 """
-_HAS_LOCAL_ROWS = "select pg_relation_size($1::text::regclass) > 0"
-_DELETE_LOCAL_ROWS = "select truncate_local_data_after_distributing_table($1::text::regclass)"
 _COPIED = """
     select coalesce(sum(result::bigint), 0)::bigint from run_command_on_all_nodes($command$
         select coalesce(sum(tuples_processed), 0) from pg_stat_progress_copy where datid = (
@@ -161,15 +163,13 @@ async def distribute(dsn: str, shards: int | None, on_progress: OnProgress) -> D
         DatabaseError: A node is unavailable.
     """
     with opening(dsn):
-        async with _session(dsn, _SESSION) as connection, open_lock(connection, ALL_BUCKETS) as lock:
+        async with _session(dsn, _SESSION) as connection:
             try:
                 nodes = await load_nodes(connection)
                 check_nodes(nodes)
-                while not await lock.claim():
-                    await _wait_for_others(connection)
-                while await _wait_for_others(connection):
-                    pass
-                return await _Command(dsn, connection, nodes, on_progress).run(shards)
+                await require_current_schema(dsn)
+                async with _owning_everything(connection):
+                    return await _Command(dsn, connection, nodes, on_progress).run(shards)
             except UnsuitableClusterError as error:
                 raise unusable(dsn, str(error)) from error
 
@@ -188,10 +188,24 @@ def default_shards(nodes: int) -> int:
     return min(BUCKETS, 1 << (nodes * SHARDS_PER_NODE - 1).bit_length())
 
 
-async def _wait_for_others(connection: Connection) -> bool:
-    """Return False if this program has no other session in the database.
+@asynccontextmanager
+async def _owning_everything(connection: asyncpg.Connection) -> AsyncIterator[None]:
+    """Own all buckets during the block, and be the only session of this program.
 
-    Otherwise wait a moment and return True: an earlier call of this command was killed, and the server notices it soon.
+    Raises:
+        UnsuitableClusterError: A daemon or another command uses the database.
+    """
+    async with open_lock(connection, EVERYTHING, await load_placement(connection)) as lock:
+        while not (await _is_alone(connection) and await lock.claim()):  # noqa: ASYNC110 - asks another process
+            await asyncio.sleep(WAIT_SECONDS)
+        # A process may have connected before the claim.
+        while not await _is_alone(connection):  # noqa: ASYNC110
+            await asyncio.sleep(WAIT_SECONDS)
+        yield
+
+
+async def _is_alone(connection: Connection) -> bool:
+    """Return False if the sessions of an earlier call of this command, which was killed, still exist for a moment.
 
     Raises:
         UnsuitableClusterError: There is a session of a daemon or of another command.
@@ -199,8 +213,7 @@ async def _wait_for_others(connection: Connection) -> bool:
     others = await connection.fetch(_OTHER_SESSIONS, _ENDING)
     if running := [session["name"] for session in others if not session["ends"]]:
         raise UnsuitableClusterError(f"stop the daemons and commands that use it first: {'; '.join(running)}")
-    await asyncio.sleep(WAIT_SECONDS if others else 0)
-    return bool(others)
+    return not others
 
 
 async def _join_shards(connection: Connection) -> None:
@@ -257,10 +270,9 @@ class _Command:
         Raises:
             UnsuitableClusterError: A table is distributed already, in other shards.
         """
-        if done := await distributed_tables(self._connection):
-            raise UnsuitableClusterError(
-                f"its tables {', '.join(sorted(done))} were distributed by hand; use undistribute_table first"
-            )
+        waiting = await waiting_tables(self._connection)
+        if by_hand := [table for table in DISTRIBUTED if table not in waiting]:
+            raise UnsuitableClusterError(f"the tables {', '.join(by_hand)} were distributed by hand; undistribute them")
         async with self._connection.transaction():
             [row] = await self._connection.fetch(_ADD_ROW, shards)
             await self._connection.execute(_REQUIRE_RELEASE)
@@ -287,20 +299,21 @@ class _Command:
 
     async def _cut_shards(self, shards: int) -> None:
         """Distribute the first table in shards that have equally many buckets each."""
-        if FIRST not in await distributed_tables(self._connection):
+        if FIRST in await waiting_tables(self._connection):
             await self._connection.execute(_DISTRIBUTE_FIRST)
         rows = await self._connection.fetch(_FIRST_SHARDS)
         if len(rows) == shards:
             return
-        hashes = [hash_ for (hash_,) in await self._connection.fetch(_HASHES, BUCKETS)]
+        order, hashes = zip(*await self._connection.fetch(_HASHES, BUCKETS), strict=True)
+        if order != HASH_ORDER:
+            raise UnsuitableClusterError("this version of Citus orders the buckets in another way than this program")
         ends = [str(hashes[number * BUCKETS // shards - 1]) for number in range(1, shards)]
         placed = [self._nodes[number * len(self._nodes) // shards].id for number in range(shards)]
         await self._connection.execute(_SPLIT, rows[0]["shardid"], ends, placed)
 
     async def _distribute_tables(self) -> dict[str, int]:
         """Distribute the other tables with their rows; return the estimated rows of each table."""
-        done = await distributed_tables(self._connection)
-        waiting = [table for table in DISTRIBUTED if table not in done]
+        waiting = await waiting_tables(self._connection)
         await self._analyze(waiting)
         sizes = {row["relname"]: (row["size"], row["rows"]) for row in await self._connection.fetch(_SIZES, waiting)}
         total, moved = sum(size for size, _ in sizes.values()), 0
@@ -312,20 +325,13 @@ class _Command:
                     await distribute_table(self._connection, table)
                 moved += size
                 counts[table] = rows
-            await self._delete_local_rows(table)
+            await delete_local_rows(self._connection, table)
         return counts
 
     async def _analyze(self, tables: Sequence[str]) -> None:
         """Let the server estimate the rows of the tables of which it has no estimate."""
         for (table,) in await self._connection.fetch(_NEVER_ANALYZED, tables):
             await self._connection.execute(f"analyze indexer.{table}")
-
-    async def _delete_local_rows(self, table: str) -> None:
-        """Free the space of the rows that were copied to the shards. Nothing reads them any more."""
-        name = f"indexer.{table}"
-        if await self._connection.fetchval(_HAS_LOCAL_ROWS, name):
-            await self._connection.execute(_DELETE_LOCAL_ROWS, name)
-            await self._connection.execute(f"analyze {name}")
 
     @asynccontextmanager
     async def _progress(self, table: str, moved: int, size: int, rows: int, total: int) -> AsyncIterator[None]:

@@ -30,9 +30,12 @@ DISTRIBUTED = (
 METADATA = "distribution"
 """The table of the coordinator that Citus knows."""
 
-_DISTRIBUTED = """
-    select relname::text from pg_dist_partition join pg_class on oid = logicalrelid
-    where relnamespace = 'indexer'::regnamespace and partmethod = 'h'
+_WAITING = """
+    select table_name from unnest($1::text[]) with ordinality t(table_name, place)
+    where to_regclass('indexer.' || table_name) is not null and not exists (
+        select from pg_dist_partition where logicalrelid = to_regclass('indexer.' || table_name)
+    )
+    order by place
 """
 _DISTRIBUTE = f"select create_distributed_table($1::text::regclass, 'bucket', colocate_with => 'indexer.{FIRST}')"
 _ADD_METADATA = f"""
@@ -49,20 +52,10 @@ _ADD_TRIGGER = """
     create trigger use_two_phases before insert or update or delete on {table}
     for each statement execute function indexer.use_two_phases()
 """
-_IS_DISTRIBUTED = f"""
-    select exists (select from indexer.{METADATA} where finished_at is not null)
-"""
-_HAS_TABLE = f"select to_regclass('indexer.{METADATA}') is not null"
 _SEQUENTIAL = "set local citus.multi_shard_modify_mode = 'sequential'"
+_HAS_LOCAL_ROWS = "select pg_relation_size($1::text::regclass) > 0"
+_DELETE_LOCAL_ROWS = "select truncate_local_data_after_distributing_table($1::text::regclass)"
 _DROP_NUMBERING = "drop trigger if exists publish on indexer.change_batch"
-
-
-async def is_distributed(connection: Connection) -> bool:
-    """Return True if all tables of the database were distributed; False also if there is no schema yet."""
-    if not await connection.fetchval(_HAS_TABLE):
-        return False
-    distributed: bool = await connection.fetchval(_IS_DISTRIBUTED)
-    return distributed
 
 
 async def use_sequential_changes(connection: Connection) -> None:
@@ -73,27 +66,32 @@ async def use_sequential_changes(connection: Connection) -> None:
     await connection.execute(_SEQUENTIAL)
 
 
-async def distributed_tables(connection: Connection) -> set[str]:
-    """Return the names of the tables of the schema that are distributed already."""
-    return {name for (name,) in await connection.fetch(_DISTRIBUTED)}
+async def waiting_tables(connection: Connection) -> list[str]:
+    """Return those of `DISTRIBUTED` that exist and are not distributed yet, in that order."""
+    return [name for (name,) in await connection.fetch(_WAITING, DISTRIBUTED)]
 
 
-async def adapt(connection: Connection) -> list[str]:
-    """Distribute the tables that are not distributed yet, and add missing triggers; return the distributed ones.
+async def adapt(connection: Connection) -> None:
+    """Distribute the tables that a migration has created, and add missing triggers, in its transaction.
 
     The database is distributed: `FIRST` has its shards.
     """
-    done = await distributed_tables(connection)
-    added = [table for table in DISTRIBUTED if table not in done]
-    for table in added:
+    for table in await waiting_tables(connection):
         await distribute_table(connection, table)
+        await delete_local_rows(connection, table)
     await use_two_phases(connection)
-    return added
 
 
 async def distribute_table(connection: Connection, table: str) -> None:
     """Distribute a table with its rows, like `FIRST`, in one transaction."""
     await connection.execute(_DISTRIBUTE, f"indexer.{table}")
+
+
+async def delete_local_rows(connection: Connection, table: str) -> None:
+    """Free the space of the rows that were copied to the shards, if there are any. Nothing reads them any more."""
+    if await connection.fetchval(_HAS_LOCAL_ROWS, f"indexer.{table}"):
+        await connection.execute(_DELETE_LOCAL_ROWS, f"indexer.{table}")
+        await connection.execute(f"analyze indexer.{table}")
 
 
 async def use_two_phases(connection: Connection) -> None:

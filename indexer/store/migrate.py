@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import asyncpg
 import structlog
@@ -24,6 +24,8 @@ from sqlalchemy.pool import NullPool
 from indexer.errors import SchemaVersionError
 from indexer.reasons import FetchFailure
 from indexer.store.database_errors import DatabaseError, connect, driver_error, opening, unusable, without_password
+from indexer.store.distributed_tables import adapt, use_sequential_changes
+from indexer.store.placement import load_placement
 from indexer.store.requirements import (
     missing_roles,
     missing_to_migrate,
@@ -33,6 +35,7 @@ from indexer.store.requirements import (
 )
 from indexer.store.schema import metadata
 from indexer.sync.backoff import backoff_seconds
+from indexer.sync.shard import Placement
 
 MAX_ATTEMPTS = 50
 """Attempts to migrate a database while other databases of the same server are migrated."""
@@ -56,6 +59,7 @@ def _ignore(_applied: int, _total: int) -> None:
 _alembic_lock = threading.Lock()
 _OLDEST_COMPATIBLE = f"select value from {metadata.schema}.stored_setting where name = 'oldest_compatible_schema'"
 _HAS_LEXICONS = "select to_regprocedure('indexer.recreate_lexicon_views()') is not null"
+_HAS_PLACEMENT = f"select to_regclass('{metadata.schema}.distribution') is not null"
 _RECREATE_VIEWS = "select indexer.recreate_lexicon_views()"
 _CONFLICT = "tuple concurrently updated"  # asyncpg has no class for this error, only one for all internal errors
 
@@ -258,9 +262,10 @@ async def _upgrade(dsn: str, revision: str, on_version: OnVersion) -> bool:
             database, release = await connection.run_sync(_versions)  # another process may have migrated it
             if database == release:
                 return True
-            await connection.run_sync(upgrade)
-            if await connection.scalar(text(_HAS_LEXICONS)):
-                await connection.execute(text(_RECREATE_VIEWS))
+            async with _on_all_nodes(connection):
+                await connection.run_sync(upgrade)
+                if await connection.scalar(text(_HAS_LEXICONS)):
+                    await connection.execute(text(_RECREATE_VIEWS))
             if roles := await missing_roles(connection):
                 log.warning("database.roles-missing", roles=roles)
     except DBAPIError as error:
@@ -271,6 +276,19 @@ async def _upgrade(dsn: str, revision: str, on_version: OnVersion) -> bool:
             raise
         return False
     return True
+
+
+@asynccontextmanager
+async def _on_all_nodes(connection: AsyncConnection) -> AsyncIterator[None]:
+    """Let the block change the schema, also if the database is distributed over several nodes."""
+    driver = cast("asyncpg.Connection", (await connection.get_raw_connection()).driver_connection)
+    has_placement = await connection.scalar(text(_HAS_PLACEMENT))
+    if not has_placement or await load_placement(driver) is Placement.PLAIN:
+        yield
+        return
+    await use_sequential_changes(driver)
+    yield
+    await adapt(driver)
 
 
 def _in_use(error: exceptions.DependentObjectsStillExistError) -> str:

@@ -3,11 +3,23 @@
 import asyncpg
 
 from indexer.store.columns import Connection
+from indexer.store.database_errors import unusable
 from indexer.sync.shard import Placement
 
 _IS_DISTRIBUTED = "select exists (select from indexer.distribution)"
+_IS_INCOMPLETE = "select exists (select from indexer.distribution where finished_at is null)"
 
 
 async def load_placement(connection: Connection | asyncpg.Pool) -> Placement:
     """Return the placement. A database whose distribution has begun and is not complete counts as distributed."""
     return Placement.DISTRIBUTED if await connection.fetchval(_IS_DISTRIBUTED) else Placement.PLAIN
+
+
+async def require_complete(connection: Connection | asyncpg.Pool, dsn: str) -> None:
+    """Check that no distribution has begun that is not complete.
+
+    Raises:
+        SettingsError: The operator has to run `indexer distribute` again.
+    """
+    if await connection.fetchval(_IS_INCOMPLETE):
+        raise unusable(dsn, "its distribution was interrupted; run `indexer distribute` again, which continues it")

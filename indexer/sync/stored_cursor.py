@@ -39,8 +39,8 @@ def merged(cursors: Sequence[StoredCursor]) -> tuple[StoredCursor, bool]:
     """
     latest = [
         max(about, key=_position)
-        for bucket in Shard().buckets
-        if (about := [c for c in cursors if bucket in c.shard.buckets])
+        for position in Shard().positions
+        if (about := [cursor for cursor in cursors if position in cursor.shard.positions])
     ]
     epoch = max(cursor.epoch for cursor in latest)
     current = [cursor for cursor in latest if cursor.epoch == epoch]
