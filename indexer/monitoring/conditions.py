@@ -119,6 +119,20 @@ WEBHOOK_FAILING = ConditionKind(
     "Requests to the webhook of the feed fail. They are retried, and the change log retains what was not delivered.",
     300.0,
 )
+CLUSTER_NODE_UNAVAILABLE = ConditionKind(
+    "cluster-node-unavailable",
+    "A node of the cluster does not answer. The subject is the node. What needs it is retried, and changes of "
+    "transactions that wrote it get their numbers when it answers.",
+    math.inf,
+    prevents_readiness=True,
+)
+TRANSACTIONS_IN_DOUBT = ConditionKind(
+    "transactions-in-doubt",
+    "Transactions are prepared on nodes of the cluster, and were not completed within seconds. Citus completes them when "
+    "the nodes answer. Other writes of their repos wait, and their changes get numbers then.",
+    math.inf,
+    prevents_readiness=True,
+)
 CONDITION_KINDS = (
     DATABASE_UNAVAILABLE,
     DATABASE_ERRORS,
@@ -135,6 +149,8 @@ CONDITION_KINDS = (
     FEED_CUT_OFF,
     FEED_EVENT_REFUSED,
     WEBHOOK_FAILING,
+    CLUSTER_NODE_UNAVAILABLE,
+    TRANSACTIONS_IN_DOUBT,
 )
 
 

@@ -261,6 +261,24 @@ _CHANGE_LOG = (
         "It is above `INDEXER_CHANGE_BYTES`: a consumer is behind.",
     ),
     MetricDefinition(
+        "indexer_numbering_seconds",
+        "histogram",
+        "On a distributed database, the time from the commit of a change batch to its numbers.",
+        "It grows to seconds: consumers get changes late.",
+    ),
+    MetricDefinition(
+        "indexer_unnumbered_batches",
+        "gauge",
+        "On a distributed database, change batches that are committed and have no numbers yet.",
+        "It stays above 0: a node does not answer, or transactions are in doubt.",
+    ),
+    MetricDefinition(
+        "indexer_transactions_in_doubt",
+        "gauge",
+        "Transactions that are prepared on nodes of a cluster and were not completed within seconds.",
+        "It is above 0 for longer than `citus.recover_2pc_interval` while all nodes answer.",
+    ),
+    MetricDefinition(
         "indexer_consumer_lag_seconds",
         "gauge",
         "Age of the oldest change that a registered consumer has not read.",

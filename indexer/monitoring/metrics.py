@@ -48,6 +48,7 @@ Reading = float | Mapping[tuple[str, ...], float]
 """The value of a gauge without labels, or its values by the values of its labels."""
 
 _STAGE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 60)
+_NUMBERING_BUCKETS = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 60)
 _DELAY_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _RESYNC_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 900)
 
@@ -199,6 +200,9 @@ class Metrics:
 
     def _add_change_log_metrics(self) -> None:
         self._log_bytes = self._gauge("indexer_change_log_bytes")
+        self._numbering = self._histogram("indexer_numbering_seconds", _NUMBERING_BUCKETS)
+        self._unnumbered = self._gauge("indexer_unnumbered_batches")
+        self._in_doubt = self._gauge("indexer_transactions_in_doubt")
         self._consumer_lag = self._gauge("indexer_consumer_lag_seconds")
         self._behind_seconds = self._gauge("indexer_consumer_behind_seconds")
         self._behind_changes = self._gauge("indexer_consumer_behind_changes")
@@ -355,6 +359,19 @@ class Metrics:
         for lag in sorted(following, key=lambda lag: -lag.seconds)[:MAX_LISTED]:
             self._behind_seconds.labels(lag.consumer).set(lag.seconds)
             self._behind_changes.labels(lag.consumer).set(lag.changes)
+
+    def numbering(self, numbered: Iterable[float], *, waiting: int, in_doubt: int) -> None:
+        """Note the ages in seconds of change batches that were numbered, and what remains.
+
+        Args:
+            numbered: The ages.
+            waiting: Change batches without numbers.
+            in_doubt: Transactions in doubt.
+        """
+        for age in numbered:
+            self._numbering.observe(age)
+        self._unnumbered.set(waiting)
+        self._in_doubt.set(in_doubt)
 
     def database_up(self, *, up: bool) -> None:
         """Set whether the database answers."""

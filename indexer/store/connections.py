@@ -1,5 +1,6 @@
 """The connections of a store: a pool, and sessions on connections of their own."""
 
+import asyncio
 from asyncio import Semaphore, timeout
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -30,6 +31,7 @@ class Connections:
 
     Attributes:
         placement: The placement of the database when it was opened.
+        committed: Set after each transaction that may have written changes.
         failed_operations: How many operations ended with a `DatabaseError`.
         last_error: The last of these errors.
     """
@@ -39,6 +41,7 @@ class Connections:
         self._pool = pool
         self._dsn = dsn
         self._resync_connections = Semaphore(max(1, connections - RESERVED_CONNECTIONS))
+        self.committed = asyncio.Event()
         self.failed_operations = 0
         self.last_error: str | None = None
 
@@ -118,8 +121,10 @@ class Connections:
 
     @asynccontextmanager
     async def _transaction(self) -> AsyncIterator[Connection]:
-        async with self._connection() as connection, connection.transaction():
-            yield connection
+        async with self._connection() as connection:
+            async with connection.transaction():
+                yield connection
+            self.committed.set()
 
     @asynccontextmanager
     async def _connection(self) -> AsyncIterator[Connection]:

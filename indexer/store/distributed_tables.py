@@ -17,6 +17,7 @@ with the tables, and another one watches what Citus sends for each kind of trans
 """
 
 from indexer.store.columns import Connection
+from indexer.store.numbering import number_after_commit
 
 FIRST = "resync_queue"
 """The table that is distributed first, because it never has more than a few rows for each bucket.
@@ -55,7 +56,6 @@ _ADD_TRIGGER = """
 _SEQUENTIAL = "set local citus.multi_shard_modify_mode = 'sequential'"
 _HAS_LOCAL_ROWS = "select pg_relation_size($1::text::regclass) > 0"
 _DELETE_LOCAL_ROWS = "select truncate_local_data_after_distributing_table($1::text::regclass)"
-_DROP_NUMBERING = "drop trigger if exists publish on indexer.change_batch"
 
 
 async def use_sequential_changes(connection: Connection) -> None:
@@ -97,10 +97,9 @@ async def delete_local_rows(connection: Connection, table: str) -> None:
 async def use_two_phases(connection: Connection) -> None:
     """Let every transaction that writes a table of the coordinator commit in two phases.
 
-    COMMIT does not number changes any more: a process does that when the transaction is complete on all nodes
-    (docs/decisions/0014-change-log-on-a-cluster.md).
+    COMMIT does not number changes any more (`indexer.store.numbering`).
     """
     await connection.execute(_ADD_METADATA)
     for (table,) in await connection.fetch(_WITHOUT_TRIGGER):
         await connection.execute(_ADD_TRIGGER.format(table=table))
-    await connection.execute(_DROP_NUMBERING)
+    await number_after_commit(connection)

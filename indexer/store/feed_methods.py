@@ -9,12 +9,19 @@ from indexer.store.connections import SERVER_SETTINGS, Connections
 from indexer.store.database_errors import database_errors
 from indexer.store.feed_page import FeedPage, LoggedBatch
 from indexer.store.feed_rows import CountedTable, FeedSession
+from indexer.store.numbering import NumberingSession
 from indexer.store.shard_lock import FEED, open_lock
 from indexer.sync.feed_delivery import RefusedEvent, StoredAccount, StoredRecord
 
 
 class FeedMethods(Connections):
-    """The change log and its records, as the feeds read them."""
+    """The change log and its records, as the feeds read them, and the numbering of changes after their commit."""
+
+    @asynccontextmanager
+    async def numbering_session(self) -> AsyncIterator[NumberingSession]:
+        """Open a session that numbers the changes of a distributed database, on a connection of its own."""
+        async with self._own_connection(SERVER_SETTINGS | {"application_name": "indexer numbering"}) as connection:
+            yield NumberingSession(connection)
 
     @asynccontextmanager
     async def feed_session(self) -> AsyncIterator[FeedSession]:

@@ -108,3 +108,4 @@ class ResyncMethods(Connections):
                 finally:
                     with refused_writes(), database_errors():
                         await (transaction.commit() if commit else transaction.rollback())
+                        self.committed.set()

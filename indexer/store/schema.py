@@ -253,6 +253,16 @@ change = Table(
 
 numbering_lock = Table("numbering_lock", metadata)
 
+unnumbered_batch = Table(
+    "unnumbered_batch",
+    metadata,
+    Column("commit_order", BigInteger, Identity(always=True), primary_key=True),
+    Column("segment", SmallInteger, nullable=False),
+    Column("batch", BigInteger, nullable=False),
+    Column("size", Integer, nullable=False),
+    Column("queued_at", TIME, nullable=False, server_default=text("clock_timestamp()")),
+)
+
 consumer = Table(
     "consumer",
     metadata,

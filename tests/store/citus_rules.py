@@ -49,6 +49,7 @@ LOCAL = {
     "scope": "one row, which is locked by a change of the scope",
     "shard_owner": "a row for each process, locked together by each claim",
     "stored_setting": "a row for each setting",
+    "unnumbered_batch": "a row for each change batch that is not numbered yet",
 }
 """Tables that stay on the coordinator, with the reason."""
 
