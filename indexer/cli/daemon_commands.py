@@ -65,12 +65,21 @@ async def migrate_command(settings: Settings, *, as_json: bool) -> int:
     help="Run no daemon: serve the network at this address and the next three ports until SIGTERM or SIGINT. "
     "Its accounts also write statuses of the example app Statusphere, and its PDSes accept records from everybody.",
 )
-async def demo_command(settings: Settings, *, seconds: float, keep: bool, serve: tuple[str, int] | None) -> int:
+@click.option(
+    "--database",
+    metavar="URL",
+    help="Use this database instead of an embedded one: any without repos, for example on a Citus cluster. "
+    "Delete it afterwards.",
+)
+async def demo_command(
+    settings: Settings, *, seconds: float, keep: bool, serve: tuple[str, int] | None, database: str | None
+) -> int:
     """Run the daemon against a small local network.
 
-    All commits of the network are really signed. At the end, database and network are compared. All data is temporary,
-    and all hosts are on loopback. Settings have no effect, except INDEXER_LOG_FORMAT, INDEXER_LOG_LEVEL, INDEXER_CORE
-    and INDEXER_VERIFY_THREADS. The exit code is 0 only if every repo is synchronized and equal.
+    All commits of the network are really signed. At the end, database and network are compared. All hosts are on
+    loopback, and all data is temporary, except in a database that you name. Settings have no effect, except
+    INDEXER_LOG_FORMAT, INDEXER_LOG_LEVEL, INDEXER_CORE and INDEXER_VERIFY_THREADS. The exit code is 0 only if every
+    repo is synchronized and equal.
     """
     if serve is not None:
         from indexer.cli.demo_network import serve_network  # noqa: PLC0415 - loads the local network
@@ -81,4 +90,4 @@ async def demo_command(settings: Settings, *, seconds: float, keep: bool, serve:
     if "log_level" not in settings.model_fields_set:
         # The network causes warnings on purpose, and they would disturb the live table.
         configure_logging(settings.log_format, "error")
-    return await demo(settings, seconds, keep=keep)
+    return await demo(settings, seconds, keep=keep, url=database)

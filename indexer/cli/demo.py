@@ -21,6 +21,7 @@ from rich.table import Table
 
 from indexer.cli.command import ExitCode
 from indexer.daemon import Daemon, open_daemon
+from indexer.errors import SettingsError
 from indexer.localnet.local_network import LocalNetwork
 from indexer.localnet.scenario import Scenario, ScenarioReport
 from indexer.process_setup import StopRequest, stop_on_signals
@@ -54,20 +55,28 @@ class NetworkComparison:
     differences: list[str]
 
 
-async def demo(settings: Settings, seconds: float, console: Console | None = None, *, keep: bool = False) -> int:
+async def demo(
+    settings: Settings, seconds: float, console: Console | None = None, *, keep: bool = False, url: str | None = None
+) -> int:
     """Run the demo with `seconds` of activity. The exit code is 0 only if every repo is synchronized and equal.
 
-    With `keep`, the network and the daemon continue to run afterwards, until SIGINT or SIGTERM.
+    With `keep`, the network and the daemon continue to run afterwards, until SIGINT or SIGTERM. `url` is a database
+    without repos; None for an embedded one.
+
+    Raises:
+        SettingsError: The database has repos.
     """
     console = console or Console(soft_wrap=True)
     async with AsyncExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="indexer-demo-")))
-        console.print("Starting an embedded Postgres, and a network of a PLC directory, two PDSes and a relay ...")
-        dsn = await stack.enter_async_context(database(None, directory))
+        server = "an embedded Postgres, and " if url is None else ""
+        console.print(f"Starting {server}a network of a PLC directory, two PDSes and a relay ...")
+        dsn = await stack.enter_async_context(database(url, directory))
         await migrate(dsn)
         network = await stack.enter_async_context(LocalNetwork())
         settings = _local_settings(settings, network, directory)
         daemon = await stack.enter_async_context(open_daemon(settings, dsn))
+        await _require_no_repos(daemon.store)
         address = await stack.enter_async_context(daemon.serve_http())
         console.print(f"The daemon verifies with the core {daemon.core.name} and consumes {network.relay_url}.")
         console.print(f"Status page and metrics: http://{address}/")
@@ -79,6 +88,11 @@ async def demo(settings: Settings, seconds: float, console: Console | None = Non
         if keep:
             await _keep_running(scenario, serving)
     return code
+
+
+async def _require_no_repos(store: Store) -> None:
+    if any((await store.counts()).statuses.values()):
+        raise SettingsError("the database has repos: the demo needs one without, in which it can write its own")
 
 
 @asynccontextmanager

@@ -15,6 +15,16 @@ from tests.cli.command_line import PROJECT, environment_without_settings, run_in
 pytestmark = pytest.mark.slow
 
 
+async def test_demo_writes_into_the_database_that_it_is_given(database: str) -> None:
+    result = await asyncio.to_thread(run_indexer, "demo", "--seconds", "5", "--database", database)
+    assert "EQUAL" in result.stdout
+    assert "DIFFERENT" not in result.stdout
+    assert result.returncode == 0, result.stderr
+    repeated = await asyncio.to_thread(run_indexer, "demo", "--seconds", "5", "--database", database)
+    assert repeated.returncode == 2
+    assert "the database has repos: the demo needs one without" in repeated.stderr
+
+
 def test_demo_ignores_the_settings_of_the_shell_and_the_settings_file(tmp_path: Path) -> None:
     file = tmp_path / "settings.toml"
     file.write_text("collections = ['com.example.none']\nshard = '1/2'\n")
