@@ -71,15 +71,13 @@ class CitusServer(DatabaseServer):
 
     async def _copy(self, template: str) -> str:
         """Copy the template on each node, and its settings, which are not in its files."""
-        coordinator = self._connections[0]
-        settings = await coordinator.fetch(_SETTINGS, template)
+        [settings] = await self._fetch(self._connections[:1], _SETTINGS, template)
         await self._disconnect(template)
         dsn = await super()._copy(template)
         await self._execute(f"alter database {template} allow_connections true")
         for (setting,) in settings:
             name, _, value = setting.partition("=")
-            async with self._one_at_a_time:
-                await coordinator.execute(f"alter database {urlsplit(dsn).path[1:]} set {name} = '{value}'")
+            await self._fetch(self._connections[:1], f"alter database {urlsplit(dsn).path[1:]} set {name} = '{value}'")
         return dsn
 
     async def _drop(self, name: str) -> None:
@@ -89,8 +87,13 @@ class CitusServer(DatabaseServer):
     async def _disconnect(self, name: str) -> None:
         """End the sessions of the database, and prevent that Citus opens new ones."""
         await self._execute(f"alter database {name} allow_connections false")
+        await self._fetch(self._connections, _END_SESSIONS, name)
+
+    async def _fetch(
+        self, connections: Sequence[asyncpg.Connection], statement: str, *values: str
+    ) -> list[list[asyncpg.Record]]:
         async with self._one_at_a_time:
-            await asyncio.gather(*(connection.fetch(_END_SESSIONS, name) for connection in self._connections))
+            return await asyncio.gather(*(connection.fetch(statement, *values) for connection in connections))
 
     async def _execute_on(self, connection: asyncpg.Connection, statement: str) -> None:
         """Execute a statement again while a process of Citus uses the database."""
