@@ -1,10 +1,12 @@
 """A throw-away Citus cluster for the tests: a coordinator and two workers on this machine.
 
-The project contains nothing of Citus, which has another license. Its installation (`tests/citus/setup.sh`) and the
-program that starts a cluster are read in place. Tests that need them are skipped without them.
+The project contains nothing of Citus, which has another license. `tests/citus/setup.sh` installs it. The program that
+starts a cluster is in shared/citus beside the repository, or in the directory INDEXER_CITUS. Tests that need either are
+skipped without it.
 """
 
 import importlib.util
+import os
 import signal
 import sys
 import tempfile
@@ -15,7 +17,8 @@ from typing import Any, Protocol, cast
 
 import pytest
 
-PROGRAM = Path(__file__).parents[2] / "shared" / "citus" / "cluster.py"
+FOLDER = Path(os.environ.get("INDEXER_CITUS", Path(__file__).parents[2] / "shared" / "citus"))
+PROGRAM = FOLDER / "cluster.py"
 NOTICE = f"NO TEST RAN ON CITUS: {PROGRAM} or the installation of Citus is missing (tests/citus/setup.sh)"
 COORDINATOR = "coordinator"
 WORKERS = ("worker1", "worker2")

@@ -9,10 +9,9 @@ from urllib.parse import urlsplit
 import asyncpg
 from asyncpg import exceptions
 
-from indexer.store.schema import metadata
+from indexer.store.distribute import distribute
 from tests.citus_cluster import COORDINATOR, Cluster, running_cluster
 from tests.database_server import DatabaseServer, dsn_of
-from tests.store.citus_rules import LOCAL
 
 SHARDS = 4
 """Shards of each table. More shards make each database, and each statement on all buckets, more expensive."""
@@ -67,7 +66,7 @@ class CitusServer(DatabaseServer):
 
     async def _migrate(self, dsn: str) -> None:
         await super()._migrate(dsn)
-        await distribute_by_hand(dsn)
+        await distribute(dsn, SHARDS, lambda *_: None)
 
     async def _copy(self, template: str) -> str:
         """Copy the template on each node, and its settings, which are not in its files."""
@@ -102,16 +101,3 @@ class CitusServer(DatabaseServer):
                 return await super()._execute_on(connection, statement)
             await asyncio.sleep(PAUSE)
         return await super()._execute_on(connection, statement)
-
-
-async def distribute_by_hand(dsn: str) -> None:
-    connection = await asyncpg.connect(dsn)
-    tables = [t.name for t in metadata.tables.values() if "bucket" in t.c and t.name not in LOCAL]
-    for table in tables:
-        options = (
-            f"shard_count => {SHARDS}, colocate_with => 'none'"
-            if table == tables[0]
-            else f"colocate_with => 'indexer.{tables[0]}'"
-        )
-        await connection.execute(f"select create_distributed_table('indexer.{table}', 'bucket', {options})")
-    await connection.close()
