@@ -55,7 +55,7 @@ _RESET_CURSOR = """
 
 _SYNCHRONIZED_REPO_EXISTS = f"""
     select exists (
-        select from indexer.repo where sync_status = '{SyncStatus.SYNCHRONIZED}' and bucket = any($1::smallint[])
+        select 1 from indexer.repo where sync_status = '{SyncStatus.SYNCHRONIZED}' and bucket = any($1::smallint[])
     )
 """
 

@@ -20,8 +20,8 @@ _BUCKETS = """
         off_at is not null as off
     from indexer.link_bucket
 """
-_OPEN_DELTAS = "select count(*) from (select from indexer.link_delta limit $1) found"
-_OPEN_RECOUNTS = "select count(*) from (select from indexer.link_recount limit $1) found"
+_OPEN_DELTAS = "select count(*) from (select 1 from indexer.link_delta limit $1) found"
+_OPEN_RECOUNTS = "select count(*) from (select 1 from indexer.link_recount limit $1) found"
 _PLC = "did:plc:"
 _BASE32 = "234567abcdefghijklmnopqrstuvwxyz"
 _SIGNIFICANT = 6

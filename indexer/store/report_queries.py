@@ -104,15 +104,15 @@ _COUNT_SAMPLE = f"""
 
 # Each of these kinds has an index of its own. $1 is the largest number.
 _FEW_IN_PROGRESS = f"""
-    select count(*) from (select from indexer.repo where sync_status = '{SyncStatus.IN_PROGRESS}' limit $1) found
+    select count(*) from (select 1 from indexer.repo where sync_status = '{SyncStatus.IN_PROGRESS}' limit $1) found
 """
 _FEW_WAITING = f"""
     select count(*) from (
-        select from indexer.repo where sync_status = '{SyncStatus.DESYNCHRONIZED}' and active limit $1
+        select 1 from indexer.repo where sync_status = '{SyncStatus.DESYNCHRONIZED}' and active limit $1
     ) found
 """
-_FEW_PARKED = "select count(*) from (select from indexer.repo where parked_at is not null limit $1) found"
-_FEW_UNPROVEN = "select count(*) from (select from indexer.repo where unproven_since is not null limit $1) found"
+_FEW_PARKED = "select count(*) from (select 1 from indexer.repo where parked_at is not null limit $1) found"
+_FEW_UNPROVEN = "select count(*) from (select 1 from indexer.repo where unproven_since is not null limit $1) found"
 # The index has the version, and not the rest of the condition. So the rows that it finds are limited.
 FEW_INCOMPLETE = f"""
     select count(*) as found, count(*) filter (where tracked and {_IS_INCOMPLETE}) as incomplete from (

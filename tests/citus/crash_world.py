@@ -1,0 +1,151 @@
+"""A local network, a daemon on a Citus cluster, and what happens when some of them are killed."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from random import Random
+
+import asyncpg
+
+from indexer.localnet.local_network import LocalNetwork
+from indexer.localnet.scenario import Scenario
+from indexer.store.distribute import distribute
+from indexer.store.migrate import migrate
+from tests.citus.daemon_forks import DaemonFork
+from tests.citus.log_consumer import LogConsumer
+from tests.citus_cluster import COORDINATOR, WORKERS, Cluster
+from tests.daemon_process import daemon_environment
+from tests.database_checks import assert_change_log_consistent, wait_until_equal
+from tests.waiting import until
+
+DAEMON = "daemon"
+SHARDS = 4
+LOST_COMMITS = 0.5
+"""Probability that the relay loses a commit before a death, so that its repo needs a resync."""
+HELD = "nobody"
+"""The name of a standby that does not exist: COMMIT and PREPARE TRANSACTION of the node wait for it."""
+
+# As if time passed: leases of killed daemons expire, and postponed attempts are due.
+_EXPIRE = """
+    update indexer.repo set
+        lease_until = case when lease_until is not null then now() end,
+        next_attempt_at = case when next_attempt_at < 'infinity' then null else next_attempt_at end
+    where sync_status in ('in-progress', 'desynchronized')
+"""
+_PREPARED = "select count(*) from pg_prepared_xacts where gid like 'citus%'"
+_WAITS = "select exists (select from pg_stat_activity where wait_event = 'SyncRep' and query ilike $1)"
+
+
+class CrashWorld:
+    """The network, the cluster, the daemon and a consumer of the change log.
+
+    Attributes:
+        deaths: How often each set of victims was killed together.
+    """
+
+    def __init__(self, cluster: Cluster, network: LocalNetwork, directory: Path, *, seed: int, steps: int) -> None:
+        self.cluster = cluster
+        self.network = network
+        self.dsn = cluster.url_of(COORDINATOR)
+        self.daemon = DaemonFork(daemon_environment(network, self.dsn, directory), directory)
+        self.consumer = LogConsumer(self.dsn)
+        self.deaths = Counter[tuple[str, ...]]()
+        self.random = Random(seed)
+        self._scenario = Scenario(network, seed=seed)
+        self._step = 0
+        self._steps = steps
+
+    def act(self, steps: int) -> None:
+        """Let accounts write; sometimes the relay loses a commit."""
+        for _ in range(steps):
+            if self._step and self.random.random() < LOST_COMMITS / steps:
+                self.network.relay.drop(self.random.choice(list(self.network.accounts)))
+            self._scenario.perform(self._step, self._steps)
+            self._step += 1
+
+    async def wait_for_progress(self) -> None:
+        """Wait until the daemon has written something that is newer than this call."""
+        before = await self._cursor()
+
+        async def beyond() -> bool:
+            return await self._cursor() > before
+
+        await until(beyond, self.daemon.log_tail)
+
+    async def kill(self, victims: Sequence[str]) -> None:
+        """Kill processes and nodes at the same time."""
+        for victim in victims:
+            if victim == DAEMON:
+                self.daemon.kill()
+            else:
+                self.cluster.kill(victim)
+        self.deaths[tuple(victims)] += 1
+
+    async def restart(self, victims: Sequence[str]) -> None:
+        """Start them again, the nodes first."""
+        nodes = [victim for victim in victims if victim != DAEMON]
+        await asyncio.gather(*(asyncio.to_thread(self.cluster.start, node) for node in nodes))
+        if DAEMON in victims:
+            self.daemon.start()
+
+    async def settle(self) -> None:
+        """Wait until the database is equal to the network; compare the change log with it and with the consumer."""
+        self.daemon.kill()
+        await self.execute(_EXPIRE)
+        self.daemon.start()
+        await wait_until_equal(self.network, self.dsn, min_records=20)
+        await until(self._nothing_is_prepared)
+        await until(self.consumer.has_read_all, self.daemon.log_tail)
+        await assert_change_log_consistent(self.dsn)
+
+    async def hold(self, node: str, command: str) -> None:
+        """Let a node keep the answer to the next COMMIT or PREPARE TRANSACTION; wait until a daemon waits for it."""
+        await self._set_standby(node, HELD)
+
+        async def waits() -> bool:
+            waiting = await self.execute(_WAITS, f"{command}%", node=node)
+            return bool(waiting[0][0]) and all([await self._prepared(worker) for worker in WORKERS])
+
+        await until(waits, self.daemon.log_tail)
+
+    async def release(self, node: str) -> None:
+        await self._set_standby(node, "")
+
+    async def execute(self, statement: str, *values: object, node: str = COORDINATOR) -> list[asyncpg.Record]:
+        connection = await asyncpg.connect(self.cluster.url_of(node))
+        try:
+            rows: list[asyncpg.Record] = await connection.fetch(statement, *values)
+            return rows
+        finally:
+            await connection.close()
+
+    async def _set_standby(self, node: str, name: str) -> None:
+        await self.execute(f"alter system set synchronous_standby_names = '{name}'", node=node)
+        await self.execute("select pg_reload_conf()", node=node)
+
+    async def _nothing_is_prepared(self) -> bool:
+        return not any([await self._prepared(worker) for worker in WORKERS])
+
+    async def _prepared(self, node: str) -> int:
+        [(count,)] = await self.execute(_PREPARED, node=node)
+        return int(count)
+
+    async def _cursor(self) -> int:
+        [(seq,)] = await self.execute("select coalesce(max(seq), 0) from indexer.cursor")
+        return int(seq)
+
+
+@asynccontextmanager
+async def crash_world(cluster: Cluster, directory: Path, *, seed: int, steps: int) -> AsyncIterator[CrashWorld]:
+    """Distribute the tables, and run the daemon and the consumer during the block."""
+    dsn = cluster.url_of(COORDINATOR)
+    await migrate(dsn)
+    await distribute(dsn, SHARDS, lambda *_: None)
+    async with LocalNetwork() as network:
+        world = CrashWorld(cluster, network, directory, seed=seed, steps=steps)
+        with world.daemon.killed_at_end():
+            world.daemon.start()
+            async with world.consumer.reading():
+                yield world
