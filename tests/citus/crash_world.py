@@ -145,7 +145,5 @@ async def crash_world(cluster: Cluster, directory: Path, *, seed: int, steps: in
     await distribute(dsn, SHARDS, lambda *_: None)
     async with LocalNetwork() as network:
         world = CrashWorld(cluster, network, directory, seed=seed, steps=steps)
-        with world.daemon.killed_at_end():
-            world.daemon.start()
-            async with world.consumer.reading():
-                yield world
+        async with world.daemon.supervised(), world.consumer.reading():
+            yield world

@@ -28,11 +28,12 @@ class LogConsumer:
         self.seqs: list[int] = []
         self.checks = 0
         self.failures = 0
+        self._task: asyncio.Task[None] | None = None
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[None]:
         """Read and check until the end of the block."""
-        task = asyncio.create_task(self._run())
+        self._task = task = asyncio.create_task(self._run())
         try:
             yield
         finally:
@@ -42,7 +43,9 @@ class LogConsumer:
             task.result()
 
     async def has_read_all(self) -> bool:
-        """Return True if the consumer has exactly the changes that are in the log."""
+        """Return True if the consumer has exactly the changes that are in the log; raise what ended it."""
+        if self._task is not None and self._task.done():
+            self._task.result()
         connection = await asyncpg.connect(self._dsn)
         try:
             return [seq for (seq,) in await connection.fetch(_ALL)] == self.seqs
