@@ -38,6 +38,7 @@ from indexer.relay.stream_seek import StreamSeek
 from indexer.relay.subscription import Subscription
 from indexer.service.background.account_erasure import AccountErasure
 from indexer.service.background.change_log_retention import ChangeLogRetention
+from indexer.service.background.change_numbering import ChangeNumbering
 from indexer.service.background.handle_checks import HandleChecks
 from indexer.service.background.identity_refresh import IdentityRefresh
 from indexer.service.background.link_maintenance import LinkMaintenance
@@ -63,7 +64,7 @@ from indexer.setting_types import Address
 from indexer.settings import Settings
 from indexer.store import RESERVED_CONNECTIONS, RetentionPolicy, Store
 from indexer.sync.scope import Scope, Track
-from indexer.sync.shard import Shard
+from indexer.sync.shard import Placement, Shard
 
 MAX_DRAIN_SHARE = 0.7
 """Maximum share of `INDEXER_STOP_TIMEOUT` that is spent on writing the received messages after a signal."""
@@ -252,6 +253,9 @@ class Daemon:
             self.metrics,
             lag_alarm=settings.consumer_lag_alarm,
         )
+        self.change_numbering: ChangeNumbering | None = None
+        if self.store.placement is Placement.DISTRIBUTED:  # on a plain database, COMMIT numbers changes
+            self.change_numbering = ChangeNumbering(self.store, self.metrics, self.conditions)
         self.handle_checks: HandleChecks | None = None
         if settings.handle_rate:
             handles = HandleVerifier(
@@ -272,6 +276,8 @@ class Daemon:
     def _stages_of_roles(self) -> Iterator[StageProgress]:
         """Yield the progress of all stages that `run` starts."""
         yield from (self.repo_counts.stage, self.host_states, self.change_log_retention.stage, self.scope.stage)
+        if self.change_numbering is not None:
+            yield self.change_numbering.stage
         if "live" in self._settings.roles:
             yield from (self.shard_ownership.stage, self.firehose_consumer.stage, self.inbox.stage)
             yield from (self.key_lookups.stage, self.batch_writer.stage, self.open_gaps.stage)
@@ -376,6 +382,8 @@ class Daemon:
             "change log retention": self.change_log_retention.run(),
             "scope": self.scope.run(),
         }
+        if self.change_numbering is not None:
+            stages["change numbering"] = self.change_numbering.run()
         if "live" in self._settings.roles:
             stages |= {
                 "shard ownership": self.shard_ownership.run(),

@@ -235,6 +235,9 @@ _NEEDED = """
     )
 """
 
+# Only on a distributed database: the others are numbered by COMMIT, which the lock of the segment waits for.
+_HAS_UNNUMBERED = "select exists (select from indexer.unnumbered_batch where segment = $1)"
+
 
 async def load_consumers(connection: Connection) -> list[ConsumerState]:
     """Return the registered consumers, ordered by name."""
@@ -267,7 +270,7 @@ async def trim(connection: Connection, plan: TrimPlan) -> TrimPlan:
 
 
 async def _truncate(connection: Connection, segment: int) -> Literal["truncated", "locked", "needed"]:
-    """Truncate a segment unless it is locked, is the current one, or is still needed by a consumer.
+    """Truncate a segment unless it is locked, is the current one, or has changes that a consumer has not received.
 
     The conditions are checked again under the locks. `LOCK_TIMEOUT` limits the wait for an open transaction that used
     the segment: a writer, a query of the view, or a backup.
@@ -280,6 +283,8 @@ async def _truncate(connection: Connection, segment: int) -> Literal["truncated"
             await connection.execute(f"lock table {tables} in access exclusive mode")
             last = await connection.fetchval(_LAST_SEQ, segment)
             if current == segment or last is None or await connection.fetchval(_NEEDED, last):
+                return "needed"
+            if await connection.fetchval(_HAS_UNNUMBERED, segment):
                 return "needed"
             await connection.execute(
                 "select setval('indexer.trimmed_seq', greatest(last_value, $1)) from indexer.trimmed_seq", last

@@ -53,23 +53,12 @@ class ChangeNumbering:
                         await self._follow(session, group)
                 await asyncio.sleep(RETRY_SECONDS)
 
-    async def _follow(self, session: NumberingSession, group: asyncio.TaskGroup) -> None:
-        """Number changes until the database or nodes do not answer. Then the session may be unusable."""
-        while True:
-            began = monotonic()
-            asked = await self._number(session)
-            for node in asked:
-                self._silent.add(node)
-                group.create_task(self._wait_for_answer(node), name=f"answer of {node.address}")
-            if asked:
-                return
-            self.stage.failed(None)
-            self.stage.idle()
-            await self._wait_for_commit(began)
-            self.stage.begin()
+    async def number(self, session: NumberingSession) -> list[ClusterNode]:
+        """Number the batches whose transactions are complete; return the nodes of which not all have answered.
 
-    async def _number(self, session: NumberingSession) -> list[ClusterNode]:
-        """Number the batches whose transactions are complete; return the nodes of which not all have answered."""
+        Raises:
+            DatabaseError: The database is unavailable.
+        """
         self._store.committed.clear()  # what commits from here on may be missing in the queue that is read now
         queue = await session.queue(self._start.place)
         self._start.advance(queue)
@@ -88,6 +77,21 @@ class ChangeNumbering:
             self._waiting = {place: age for place, age in queue.batches.items() if place not in numbered}
             self._report(prepared, numbered)
         return []
+
+    async def _follow(self, session: NumberingSession, group: asyncio.TaskGroup) -> None:
+        """Number changes until the database or nodes do not answer. Then the session may be unusable."""
+        while True:
+            began = monotonic()
+            asked = await self.number(session)
+            for node in asked:
+                self._silent.add(node)
+                group.create_task(self._wait_for_answer(node), name=f"answer of {node.address}")
+            if asked:
+                return
+            self.stage.failed(None)
+            self.stage.idle()
+            await self._wait_for_commit(began)
+            self.stage.begin()
 
     async def _wait_for_commit(self, began: float) -> None:
         """Wait until there may be something to number. What waits is tried less and less often."""
