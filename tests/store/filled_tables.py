@@ -15,12 +15,14 @@ _FILL = """
     from (select n, 'did:plc:' || left(md5(n::text), 24) as did from generate_series(1, $1) n) numbered;
     insert into indexer.repo (did, bucket, version, sync_status, rev, data, commit, active, hosting_seq, takedown,
         buffered_events, buffered_bytes, lease, attempts, updated_at)
-    select did, bucket, n, 'synchronized', '3laaaaaaaaa22', 'data', 'commit', n % 7 > 0, n, n % 11 = 0, 1, 9, 0, 0, now()
+    select did, bucket, n, 'synchronized', '3laaaaaaaaa22', 'data', 'commit', n % 7 > 0, n, n % 11 = 0,
+        1, 9, 0, 0, now()
     from account;
     insert into indexer.resync_queue (bucket, priority)
     select b, p from generate_series(0, 255) b, generate_series(0, 2) p on conflict do nothing;
     insert into indexer.record (did, collection, rkey, bucket, cid, rev, value, value_problem, original)
-    select did, 'app.test', r::text, bucket, 'cid', '3laaaaaaaaa22', case when r > 1 then jsonb_build_object('n', n) end,
+    select did, 'app.test', r::text, bucket, 'cid', '3laaaaaaaaa22',
+        case when r > 1 then jsonb_build_object('n', n) end,
         case when r = 1 then 'missing' end, case when r = 2 then '\\xff00'::bytea end
     from account, generate_series(1, 20) r;
     insert into indexer.identity (did, bucket, claimed_handle, pds, fetched_at, stale, handle, handle_attempts)
@@ -55,7 +57,6 @@ _FILL = """
     from account, indexer.change_log;
     drop table account;
 """
-_LEXICON = """{"lexicon": 1, "id": "app.test", "defs": {"main": {"type": "record", "record": {"type": "object"}}}}"""
 UNFILLED = {
     "distribution": "`distribute` fills it",
     "lexicon": "a test adds a lexicon",
@@ -92,5 +93,5 @@ async def contents(dsn: str, *, without: tuple[str, ...] = ()) -> dict[str, tupl
 
 
 async def _content(sql: asyncpg.Connection, table: str) -> tuple[int, str]:
-    rows = sorted(repr(tuple(row)) for row in await sql.fetch(f"select * from {table}"))
+    rows = sorted(repr(tuple(row)) for row in await sql.fetch(f"select * from {table}"))  # noqa: S608
     return len(rows), sha256("\n".join(rows).encode()).hexdigest()

@@ -1,7 +1,6 @@
-"""`indexer distribute` on a real Citus cluster: where rows are afterwards, interruptions, and errors for the operator."""
+"""`indexer distribute` on a Citus cluster: where rows are afterwards, interruptions, and errors for the operator."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -40,6 +39,63 @@ BUCKETS_OF_SHARDS = """
     order by (select min(s.shardminvalue::int) from pg_dist_shard s where s.shardid =
         get_shard_id_for_distribution_column('indexer.record', min(b)::smallint))
 """
+LOCAL_SIZES = """
+    select relname, pg_relation_size(oid) from pg_class
+    where relnamespace = 'indexer'::regnamespace and relname = any($1::text[]) and pg_relation_size(oid) > 0
+"""
+STATE = (
+    PLACES,
+    "select * from pg_db_role_setting order by 1, 2",
+    "select tgrelid, tgname from pg_trigger where not tgisinternal order by 1, 2",
+    "select * from indexer.distribution",
+    "select * from indexer.stored_setting order by 1",
+)
+FOUR_SHARDS = """
+    delete from indexer.cursor;
+    insert into indexer.cursor (relay, shard, epoch, seq) values
+        ('wss://relay.test', '0/1', 1, 30), ('wss://relay.test', '0/2', 1, 50),
+        ('wss://relay.test', '2/4', 1, 40), ('wss://relay.test', '3/4', 1, 60),
+        ('wss://new.test', '0/2', 3, 7), ('wss://new.test', '1/2', 2, 900);
+    insert into indexer.gap (relay, shard, reason) values ('wss://relay.test', '1/2', 'no-cursor');
+    insert into indexer.crawl_progress
+        (purpose, source, collection, cursor, listed, found, began_at, finished_at, shard, last_gap)
+    values ('sweep', 'https://relay.test', '', null, 9, 1, now(), now(), '0/2', 5),
+        ('sweep', 'https://relay.test', '', 'x', 9, 1, now(), null, '1/2', 5)
+"""
+"""What processes of several shards have stored: each bucket of the first relay was processed up to 40 at least."""
+WRITE_ONE_REPO = "update indexer.repo set version = version + 1 where bucket = 7"
+WITHOUT_TRIGGER = """
+    select c.oid::regclass::text as name from pg_class c
+    where c.relnamespace = 'indexer'::regnamespace and c.relkind in ('r', 'p') and not c.relispartition
+        and not exists (select from pg_dist_partition p where p.logicalrelid = c.oid)
+        and not exists (
+            select from pg_trigger t where t.tgrelid = c.oid and t.tgfoid = 'indexer.use_two_phases()'::regprocedure
+                and t.tgtype & 28 = 28 and t.tgtype & 1 = 0
+        )
+"""
+"""A trigger of the statement (not 1) for inserts (4), deletes (8) and updates (16)."""
+DEATHS = (
+    "before insert into indexer.distribution",
+    "after oldest_compatible_schema",
+    "before alter database",
+    "during create_distributed_table('indexer.resync_queue'",
+    "before citus_split_shard",
+    "during citus_split_shard",
+    "before truncate_local_data",
+    "during truncate_local_data",
+    "before indexer.repo",
+    "during indexer.repo",
+    "after indexer.repo",
+    "during indexer.record",
+    "after indexer.record",
+    "during indexer.link_recount",
+    "during citus_add_local_table",
+    "after citus_add_local_table",
+    "after create trigger use_two_phases",
+    "after create constraint trigger",
+    "before set finished_at",
+)
+"""The moments at which the command is killed, in the order of its statements."""
 
 
 @pytest.fixture(scope="module")
@@ -83,5 +139,178 @@ async def test_each_shard_has_neighbouring_positions(plain: str) -> None:
         assert len(ports) == 8
         assert ports == [ports[0]] * 4 + [ports[-1]] * 4
     assert buckets == [Placement.DISTRIBUTED.buckets(range(start, start + 32)) for start in range(0, 256, 32)]
-    assert [step[0] for step in steps if step[1] == 0][0] == "repo"
+    assert next(step[0] for step in steps if step[1] == 0) == "repo"
     assert steps[-1][1] == steps[-1][2] > 1_000_000
+
+
+async def test_nothing_is_lost_and_a_second_call_changes_nothing(plain: str) -> None:
+    before = await contents(plain, without=CHANGED)
+    assert {table for table, (rows, _) in before.items() if not rows} == UNFILLED.keys() - set(CHANGED)
+    first = await distributed(plain)
+    assert first.tables["record"] > REPOS
+    assert await contents(plain, without=CHANGED) == before
+    sql = await asyncpg.connect(plain)
+    try:
+        assert await sql.fetch(LOCAL_SIZES, DISTRIBUTED) == []
+        state = [await sql.fetch(query) for query in STATE]
+        second = await distributed(plain, None)
+        assert (second.was_complete, second.tables, second.shards) == (True, {}, 4)
+        assert [await sql.fetch(query) for query in STATE] == state
+    finally:
+        await sql.close()
+    assert await contents(plain, without=CHANGED) == before
+
+
+async def test_positions_of_shards_become_positions_of_all_buckets(plain: str) -> None:
+    sql = await asyncpg.connect(plain)
+    try:
+        await sql.execute(FOUR_SHARDS)
+        await distributed(plain)
+        cursors = await sql.fetch("select relay, shard, epoch, seq from indexer.cursor order by 1")
+        gaps = await sql.fetch("select relay, shard, reason from indexer.gap where closed_at is null order by id")
+        crawls = await sql.fetch("select purpose, shard, cursor, finished_at, last_gap from indexer.crawl_progress")
+    finally:
+        await sql.close()
+    assert [tuple(row) for row in cursors] == [
+        ("wss://new.test", "0/1", 3, 7),
+        ("wss://relay.test", "0/1", 1, 40),
+    ]
+    assert [tuple(row) for row in gaps] == [
+        ("wss://relay.test", "0/1", "no-cursor"),
+        ("wss://new.test", "0/1", "sequence-restarted"),
+    ]
+    assert [tuple(row) for row in crawls] == [("sweep", "0/1", None, None, 0)]
+
+
+@pytest.mark.timeout(600)
+async def test_killed_at_any_step_and_called_again_it_continues(plain: str) -> None:
+    before = await contents(plain, without=CHANGED)
+    for number, moment in enumerate(DEATHS):
+        killed = _run_dying(plain, moment)
+        assert killed.returncode == -signal.SIGKILL, (moment, killed.stderr)
+        if number >= DEATHS.index("before alter database"):
+            with pytest.raises(SettingsError, match="distribution was interrupted"):
+                await Store.open(plain)
+    done = run_indexer("distribute", "--json", INDEXER_DATABASE_URL=plain)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["shards"] == 8
+    assert await contents(plain, without=CHANGED) == before
+    assert await _without_trigger(plain) == []
+    await (await Store.open(plain)).close()
+
+
+def _run_dying(dsn: str, moment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "tests.store.dying_distribution", "distribute"],
+        env=environment_without_settings() | {"DIE_AT": moment, "INDEXER_DATABASE_URL": dsn},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+async def test_every_plain_table_forces_two_phases(plain: str) -> None:
+    """Whichever write comes first."""
+    await distributed(plain)
+    assert await _without_trigger(plain) == []
+    local = [table.fullname for table in metadata.sorted_tables if table.name not in {*DISTRIBUTED, "distribution"}]
+    assert len(local) > 15
+    sql = await asyncpg.connect(plain)
+    sent: list[str] = []
+    sql.add_log_listener(lambda _, message: sent.append(str(message)))
+    try:
+        await sql.execute("set citus.log_remote_commands = on")
+        for table in local:
+            writes = [f"delete from {table} where false", WRITE_ONE_REPO]  # noqa: S608
+            for order in (writes, writes[::-1]):
+                sent.clear()
+                async with sql.transaction():
+                    for statement in order:
+                        await sql.execute(statement)
+                assert any("PREPARE TRANSACTION" in one for one in sent), (table, order, sent)
+        sent.clear()
+        await sql.execute(WRITE_ONE_REPO)
+        assert sent
+        assert not any("PREPARE TRANSACTION" in one for one in sent)
+    finally:
+        await sql.close()
+
+
+async def _without_trigger(dsn: str) -> list[str]:
+    """Return the tables of the coordinator whose writes Citus does not notice."""
+    sql = await asyncpg.connect(dsn)
+    try:
+        return [row["name"] for row in await sql.fetch(WITHOUT_TRIGGER)]
+    finally:
+        await sql.close()
+
+
+def test_the_operator_gets_one_line(citus: CitusServer, plain: str, database: str) -> None:
+    worker = plain.replace(str(citus.cluster.ports["coordinator"]), str(citus.cluster.ports["worker1"]))
+    lines = {
+        "plain Postgres database": run_indexer("distribute", INDEXER_DATABASE_URL=database),
+        "use the URL of the coordinator": run_indexer("distribute", INDEXER_DATABASE_URL=worker),
+        "'--shards': 3 is not a power of two": run_indexer("distribute", "--shards", "3", INDEXER_DATABASE_URL=plain),
+    }
+    for text, result in lines.items():
+        assert result.returncode == 2
+        assert text in error_line(result)
+
+
+async def test_a_session_of_a_daemon_is_named(plain: str) -> None:
+    store = await Store.open(plain)
+    try:
+        with pytest.raises(SettingsError, match=r"stop the daemons and commands that use it first: session [0-9]+"):
+            await distributed(plain)
+    finally:
+        await store.close()
+    await distributed(plain)
+    with pytest.raises(SettingsError, match="have 4 shards, and the number cannot be changed"):
+        await distributed(plain, 8)
+
+
+async def test_the_previous_release_no_longer_runs(plain: str) -> None:
+    await distributed(plain)
+    sql = await asyncpg.connect(plain)
+    try:
+        oldest = await sql.fetchval("select value from indexer.stored_setting where name = 'oldest_compatible_schema'")
+        assert oldest == await sql.fetchval("select version_num from indexer.alembic_version")
+    finally:
+        await sql.close()
+
+
+async def test_the_store_writes_to_a_distributed_database(plain: str) -> None:
+    await distributed(plain)
+    store = await Store.open(plain)
+    try:
+        assert store.placement is Placement.DISTRIBUTED
+        for number in range(20):
+            await insert(store, synchronized(number), changes=(put("app.test/a"),))
+        assert len(await store.repos([synchronized(number).did for number in range(20)])) == 20
+    finally:
+        await store.close()
+
+
+NODE = ClusterNode(1, "node:5432", True, True, 150_020, "13.2-1", 100, 100, "logical")
+
+
+@pytest.mark.parametrize(
+    ("other", "problem"),
+    [
+        (replace(NODE, connections=50), "node:5432 needs max_connections = 100 or more; it has 50"),
+        (replace(NODE, prepared=0), "node:5432 needs max_prepared_transactions = 100 or more; it has 0"),
+        (replace(NODE, citus="12.1-1"), "node:5432 has Citus 12.1-1, and the coordinator Citus 13.2-1"),
+        (replace(NODE, postgres=140_011), "node:5432: the server is Postgres 14"),
+    ],
+)
+def test_what_a_node_lacks(other: ClusterNode, problem: str) -> None:
+    check_nodes([NODE, NODE])
+    with pytest.raises(UnsuitableClusterError) as error:
+        check_nodes([NODE, other])
+    assert str(error.value).startswith(problem)
+
+
+def test_shards_are_a_power_of_two() -> None:
+    assert [default_shards(nodes) for nodes in (1, 2, 3, 5, 64, 100)] == [4, 8, 16, 32, 256, 256]
