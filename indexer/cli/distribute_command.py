@@ -58,5 +58,5 @@ def _text(result: Distribution) -> str:
     set_ = ", ".join(f"{name} = {value}" for name, value in result.settings.items())
     return (
         f"{did} Each table has {result.shards} shards on {len(result.nodes)} nodes: {', '.join(result.nodes)}. "
-        f"Settings of the database: {set_}."
+        f"Settings: {set_}."
     )

@@ -84,6 +84,16 @@ JSON_LINES: dict[str, dict[str, JsonLine]] = {
             "added": "Number of those that were unknown.",
         }
     },
+    "distribute": {
+        "": {
+            "shards": "Number of shards of each table.",
+            "nodes": "The addresses of the nodes that hold them.",
+            "was_complete": "True if everything was distributed before.",
+            "tables": "The estimated number of rows of each table that was distributed now.",
+            "settings": "The settings of the database and of the coordinator that the command has set.",
+            "notices": "What the operator should know or do.",
+        }
+    },
     "doctor": {
         "": {
             "ok": "False if a check failed.",

@@ -10,8 +10,6 @@ from indexer.store.requirements import unsupported_version
 
 OLDEST_CITUS = 12
 """The oldest major version that this program accepts. The tests run with 13.2."""
-RECOVERY_SECONDS = 2
-"""How often Citus completes transactions that were interrupted during their commit. Its default is a minute."""
 
 _CITUS = "select extversion from pg_extension where extname = 'citus'"
 _IS_COORDINATOR = "select groupid = 0 from pg_dist_local_group"

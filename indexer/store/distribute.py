@@ -26,7 +26,6 @@ from asyncpg import exceptions
 
 from indexer.reasons import GapReason
 from indexer.store.cluster_nodes import (
-    RECOVERY_SECONDS,
     ClusterNode,
     UnsuitableClusterError,
     check_nodes,
@@ -63,6 +62,9 @@ SETTINGS = {"citus.max_cached_conns_per_worker": "4"}
 `max_cached_conns_per_worker`: a statement on many buckets needs several connections to a node, and to open one takes
 longer than the statement.
 """
+
+RECOVERY, RECOVERY_SECONDS = "citus.recover_2pc_interval", 2
+"""A setting of the coordinator: how often Citus completes interrupted commits. Its default is a minute."""
 
 OnProgress = Callable[[str, int, int], None]
 """Called with the name of the step, and with the number of bytes that are distributed, and of all."""
@@ -125,7 +127,7 @@ _COPIED = """
         ) and command = 'COPY FROM'
     $command$) where success
 """
-_RECOVERY_INTERVAL = "select setting::int from pg_settings where name = 'citus.recover_2pc_interval'"
+_RECOVERY_INTERVAL = f"select setting::int from pg_settings where name = '{RECOVERY}'"
 _COMPLETE_PREPARED = "select recover_prepared_transactions()"
 
 
@@ -137,7 +139,7 @@ class Distribution:
         shards: The number of shards of each table.
         nodes: The addresses of the nodes that hold them.
         tables: The estimated number of rows of each table that was distributed now.
-        settings: The settings of the database.
+        settings: The settings of the database and of the coordinator.
         was_complete: Everything was distributed before.
         notices: What the operator should know or do.
     """
@@ -280,22 +282,27 @@ class _Command:
         return row
 
     async def _set_settings(self) -> dict[str, str]:
-        """Set what Citus needs, for the sessions that are opened from now on; return the settings of the database."""
+        """Set what Citus needs, for the sessions that are opened from now on; return all settings."""
         database = await self._connection.fetchval("select quote_ident(current_database())")
         for name, value in SETTINGS.items():
             await self._connection.execute(f"alter database {database} set {name} = '{value}'")
+        return SETTINGS | await self._recover_soon()
+
+    async def _recover_soon(self) -> dict[str, str]:
+        """Let Citus complete interrupted commits soon; return the setting if this was possible or done before."""
         milliseconds = await self._connection.fetchval(_RECOVERY_INTERVAL)
         if not 0 <= milliseconds <= RECOVERY_SECONDS * 1000:
             try:
-                await self._connection.execute(f"alter system set citus.recover_2pc_interval = '{RECOVERY_SECONDS}s'")
+                await self._connection.execute(f"alter system set {RECOVERY} = '{RECOVERY_SECONDS}s'")
                 await self._connection.execute("select pg_reload_conf()")
             except exceptions.InsufficientPrivilegeError:
                 self._notices.append(
-                    f"let an administrator set citus.recover_2pc_interval = '{RECOVERY_SECONDS}s' on the coordinator: "
-                    "until then, changes that were interrupted during a commit stay invisible for up to "
-                    f"{milliseconds // 1000} s"
+                    f"let an administrator set {RECOVERY} = '{RECOVERY_SECONDS}s' on the coordinator: until then, "
+                    f"changes whose commit was interrupted stay invisible for up to {milliseconds // 1000} s"
                 )
-        return dict(SETTINGS)
+                return {}
+            milliseconds = RECOVERY_SECONDS * 1000
+        return {RECOVERY: f"{milliseconds} ms"}
 
     async def _cut_shards(self, shards: int) -> None:
         """Distribute the first table in shards that have equally many buckets each."""
