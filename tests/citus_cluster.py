@@ -52,7 +52,7 @@ class Cluster(Protocol):
 
 
 @contextmanager
-def running_cluster(directory: Path, workers: int = len(WORKERS)) -> Iterator[Cluster]:
+def running_cluster(directory: Path) -> Iterator[Cluster]:
     """Run a cluster in this directory; skip the test if Citus is not installed."""
     program = _program()
     start = cast("Callable[..., Cluster]", program.Cluster)
@@ -60,7 +60,7 @@ def running_cluster(directory: Path, workers: int = len(WORKERS)) -> Iterator[Cl
     directory.chmod(0o711)  # as root, the servers run as another user
     with _temporary_files_in(directory):
         try:
-            cluster = start(workers=workers, conf=conf, shared_buffers=32)
+            cluster = start(workers=len(WORKERS), conf=conf, shared_buffers=32)
         except program.NoCitusError as error:
             pytest.skip(f"{NOTICE}: {error}")
     try:
