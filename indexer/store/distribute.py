@@ -17,7 +17,7 @@ daemon that starts later reads the row before it does anything else (`indexer.st
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -128,6 +128,8 @@ _COPIED = """
     $command$) where success
 """
 _RECOVERY_INTERVAL = f"select setting::int from pg_settings where name = '{RECOVERY}'"
+# What an earlier call has left. Without the privilege, a process of Citus does it a little later.
+_MAY_COMPLETE_PREPARED = "select has_function_privilege('recover_prepared_transactions()', 'execute')"
 _COMPLETE_PREPARED = "select recover_prepared_transactions()"
 
 
@@ -250,7 +252,8 @@ class _Command:
 
     async def run(self, shards: int | None) -> Distribution:
         """Do each step that was not done yet."""
-        await self._connection.execute(_COMPLETE_PREPARED)
+        if await self._connection.fetchval(_MAY_COMPLETE_PREPARED):
+            await self._connection.execute(_COMPLETE_PREPARED)
         row = await self._connection.fetchrow(_ROW)
         if row is None:
             row = await self._begin(shards or default_shards(len(self._nodes)))
@@ -258,8 +261,10 @@ class _Command:
             raise UnsuitableClusterError(f"its tables have {row['shards']} shards, and the number cannot be changed")
         result = Distribution(row["shards"], [node.name for node in self._nodes], row["finished"])
         result.settings = await self._set_settings()
+        sizes = await self._sizes()
+        result.tables = {table: rows for table, (_, rows) in sizes.items()}
         await self._cut_shards(row["shards"])
-        result.tables = await self._distribute_tables()
+        await self._distribute_tables(sizes)
         async with self._connection.transaction():
             await use_two_phases(self._connection)
         await self._connection.execute(_FINISH)
@@ -318,27 +323,23 @@ class _Command:
         placed = [self._nodes[number * len(self._nodes) // shards].id for number in range(shards)]
         await self._connection.execute(_SPLIT, rows[0]["shardid"], ends, placed)
 
-    async def _distribute_tables(self) -> dict[str, int]:
-        """Distribute the other tables with their rows; return the estimated rows of each table."""
+    async def _sizes(self) -> dict[str, tuple[int, int]]:
+        """Return size in bytes and estimated number of rows of each table that is not distributed yet."""
         waiting = await waiting_tables(self._connection)
-        await self._analyze(waiting)
-        sizes = {row["relname"]: (row["size"], row["rows"]) for row in await self._connection.fetch(_SIZES, waiting)}
+        for (table,) in await self._connection.fetch(_NEVER_ANALYZED, waiting):
+            await self._connection.execute(f"analyze indexer.{table}")
+        return {row["relname"]: (row["size"], row["rows"]) for row in await self._connection.fetch(_SIZES, waiting)}
+
+    async def _distribute_tables(self, sizes: Mapping[str, tuple[int, int]]) -> None:
+        """Distribute the tables with these sizes, with their rows, and delete all rows that were copied."""
         total, moved = sum(size for size, _ in sizes.values()), 0
-        counts = {}
         for table in DISTRIBUTED:
-            if table in sizes:
-                size, rows = sizes[table]
+            size, rows = sizes.get(table, (0, 0))
+            if table in sizes and table != FIRST:
                 async with self._progress(table, moved, size, rows, total):
                     await distribute_table(self._connection, table)
-                moved += size
-                counts[table] = rows
+            moved += size
             await delete_local_rows(self._connection, table)
-        return counts
-
-    async def _analyze(self, tables: Sequence[str]) -> None:
-        """Let the server estimate the rows of the tables of which it has no estimate."""
-        for (table,) in await self._connection.fetch(_NEVER_ANALYZED, tables):
-            await self._connection.execute(f"analyze indexer.{table}")
 
     @asynccontextmanager
     async def _progress(self, table: str, moved: int, size: int, rows: int, total: int) -> AsyncIterator[None]:

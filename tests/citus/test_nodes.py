@@ -116,7 +116,9 @@ async def test_a_node_that_is_added_later_is_used(cluster: Cluster) -> None:
             moved.set()
             last = [await writer for writer in writers]
             tables = [f"indexer.{table}" for table in DISTRIBUTED]
-            assert {name: count for name, count in await sql.fetch(_PLACED, new, tables)} == dict.fromkeys(tables, 2)
+            assert {row["name"]: row["count"] for row in await sql.fetch(_PLACED, new, tables)} == dict.fromkeys(
+                tables, 2
+            )
             state = await sql.fetchval("select state from citus_rebalance_status() order by job_id desc limit 1")
             assert state == "finished"
             logged = await sql.fetchval("select count(*) from indexer.change")

@@ -318,8 +318,8 @@ async def test_tables_have_a_bucket_or_stay_on_the_coordinator(schema: Schema, s
 async def test_migrations_create_views_after_they_changed_tables(empty_database: str, schema: Schema) -> None:
     """Measured: Citus cannot create a view after a statement on all shards in the same transaction.
 
-    This is an exception. It matters only if tables are distributed already. Then `migrate` would need `set local
-    citus.multi_shard_modify_mode to 'sequential'`, which Postgres accepts as well.
+    This is an exception. It matters only if tables are distributed already. Then `migrate` changes one shard after the
+    other (`distributed_tables.use_sequential_changes`, tests/store/test_migrate_on_a_cluster.py).
     """
     executed: list[Statement] = []
 
