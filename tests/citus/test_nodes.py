@@ -47,8 +47,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield cluster
 
 
-async def create_database(cluster: Cluster, name: str, workers: tuple[str, ...]) -> str:
-    """Create a migrated database that knows the coordinator and these workers; return its DSN."""
+async def create_database(cluster: Cluster, name: str, workers: tuple[str, ...] = WORKERS) -> str:
+    """Create a database that knows the coordinator and these workers; return its DSN."""
     for node in cluster.names:
         await _execute(cluster.url_of(node), f"create database {name}")
         await _execute(dsn_of(cluster.url_of(node), name), "create extension citus")
@@ -56,7 +56,6 @@ async def create_database(cluster: Cluster, name: str, workers: tuple[str, ...])
     await _execute(dsn, f"select citus_set_coordinator_host('127.0.0.1', {cluster.ports[COORDINATOR]})")
     for worker in workers:
         await _execute(dsn, f"select citus_add_node('127.0.0.1', {cluster.ports[worker]})")
-    await migrate(dsn)
     return dsn
 
 
@@ -74,9 +73,30 @@ async def _connected(dsn: str) -> AsyncIterator[asyncpg.Connection]:
         connection.terminate()
 
 
+async def test_the_owner_of_the_database_needs_no_other_privilege(cluster: Cluster) -> None:
+    """An administrator has created the roles on all nodes."""
+    for node in cluster.names:
+        for role in ("owner login", "atproto_reader nologin", "atproto_operator nologin"):
+            await _execute(cluster.url_of(node), f"set citus.enable_ddl_propagation = off; create role {role}")
+    dsn = await create_database(cluster, "owned")
+    for node in cluster.names:
+        statement = "set citus.enable_ddl_propagation = off; alter database owned owner to owner"
+        await _execute(cluster.url_of(node), statement)
+    owners = dsn.replace("postgres@", "owner@")
+    await migrate(owners)
+    await distribute(owners, 4, lambda *_: None)
+    store = await Store.open(owners)
+    try:
+        await _write(store, 0, 0, 0)
+        assert (await _stored_version(store, _did(0, 0))) == 1
+    finally:
+        await store.close()
+
+
 @pytest.mark.parametrize("node", [COORDINATOR, WORKERS[0]])
 async def test_a_node_is_killed_while_rows_are_copied(cluster: Cluster, node: str) -> None:
-    dsn = await create_database(cluster, f"killed_{node}", WORKERS)
+    dsn = await create_database(cluster, f"killed_{node}")
+    await migrate(dsn)
     await fill(dsn)
     before = await contents(dsn, without=CHANGED)
     command = await asyncio.create_subprocess_exec(
@@ -103,6 +123,7 @@ async def test_a_node_is_killed_while_rows_are_copied(cluster: Cluster, node: st
 
 async def test_a_node_that_is_added_later_is_used(cluster: Cluster) -> None:
     dsn = await create_database(cluster, "grows", WORKERS[:1])
+    await migrate(dsn)
     assert (await distribute(dsn, 4, lambda *_: None)).shards == 4
     store = await Store.open(dsn, connections=WRITERS + 1)
     moved = asyncio.Event()

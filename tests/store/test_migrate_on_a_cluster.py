@@ -78,7 +78,7 @@ def full(citus: CitusServer) -> Iterator[str]:
 
 
 @pytest.fixture
-def later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def later(full: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Let `migrate` use a folder that has all migrations and a later one; return the file of that."""
     folder = tmp_path / "migrations"
     shutil.copytree(migrations_folder(), folder, ignore=shutil.ignore_patterns("__pycache__"))
