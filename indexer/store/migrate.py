@@ -59,9 +59,6 @@ def _ignore(_applied: int, _total: int) -> None:
 _alembic_lock = threading.Lock()
 _OLDEST_COMPATIBLE = f"select value from {metadata.schema}.stored_setting where name = 'oldest_compatible_schema'"
 _HAS_LEXICONS = "select to_regprocedure('indexer.recreate_lexicon_views()') is not null"
-# On the coordinator of a cluster, before `indexer distribute`: other nodes need none of the functions, and it takes a
-# superuser to create roles there. Servers without Citus accept the setting, and ignore it.
-_ON_ONE_NODE = "set local citus.enable_ddl_propagation = off"
 _HAS_PLACEMENT = f"select to_regclass('{metadata.schema}.distribution') is not null"
 _RECREATE_VIEWS = "select indexer.recreate_lexicon_views()"
 _CONFLICT = "tuple concurrently updated"  # asyncpg has no class for this error, only one for all internal errors
@@ -287,7 +284,6 @@ async def _on_all_nodes(connection: AsyncConnection) -> AsyncIterator[None]:
     driver = cast("asyncpg.Connection", (await connection.get_raw_connection()).driver_connection)
     has_placement = await connection.scalar(text(_HAS_PLACEMENT))
     if not has_placement or await load_placement(driver) is Placement.PLAIN:
-        await connection.execute(text(_ON_ONE_NODE))
         yield
         return
     await use_sequential_changes(driver)

@@ -74,11 +74,10 @@ async def _connected(dsn: str) -> AsyncIterator[asyncpg.Connection]:
 
 
 async def test_the_owner_of_the_database_needs_no_other_privilege(cluster: Cluster) -> None:
-    """An administrator has created the roles on all nodes."""
-    for node in cluster.names:
-        for role in ("owner login", "atproto_reader nologin", "atproto_operator nologin"):
-            await _execute(cluster.url_of(node), f"set citus.enable_ddl_propagation = off; create role {role}")
+    """An administrator has created the roles, connected to the database, so that Citus creates them on all nodes."""
     dsn = await create_database(cluster, "owned")
+    for role in ("owner login", "atproto_reader nologin", "atproto_operator nologin"):
+        await _execute(dsn, f"create role {role}")
     for node in cluster.names:
         statement = "set citus.enable_ddl_propagation = off; alter database owned owner to owner"
         await _execute(cluster.url_of(node), statement)
