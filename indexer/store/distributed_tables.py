@@ -47,6 +47,7 @@ _WITHOUT_TRIGGER = """
     select c.oid::regclass::text from pg_class c
     where c.relnamespace = 'indexer'::regnamespace and c.relkind in ('r', 'p') and not c.relispartition
         and not exists (select from pg_dist_partition where logicalrelid = c.oid)
+        and not relation_is_a_known_shard(c.oid)
         and not exists (select from pg_trigger t where t.tgrelid = c.oid and t.tgname = 'use_two_phases')
 """
 _ADD_TRIGGER = """

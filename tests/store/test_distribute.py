@@ -68,12 +68,13 @@ WITHOUT_TRIGGER = """
     select c.oid::regclass::text as name from pg_class c
     where c.relnamespace = 'indexer'::regnamespace and c.relkind in ('r', 'p') and not c.relispartition
         and not exists (select from pg_dist_partition p where p.logicalrelid = c.oid)
+        and c.relname !~ '_[0-9]{6,}$'
         and not exists (
             select from pg_trigger t where t.tgrelid = c.oid and t.tgfoid = 'indexer.use_two_phases()'::regprocedure
                 and t.tgtype & 28 = 28 and t.tgtype & 1 = 0
         )
 """
-"""A trigger of the statement (not 1) for inserts (4), deletes (8) and updates (16)."""
+"""Tables, no shards, without a trigger of the statement (not 1) for inserts (4), deletes (8) and updates (16)."""
 DEATHS = (
     "before insert into indexer.distribution",
     "after oldest_compatible_schema",
