@@ -29,7 +29,7 @@ def parse_shards(_context: click.Context, _parameter: click.Parameter, value: in
     "--shards",
     type=click.IntRange(1, BUCKETS),
     callback=parse_shards,
-    help="Number of shards of each table, a power of two up to 256: the largest number of nodes that can ever be used. "
+    help="Number of shards of each table, a power of two. At most as many nodes can share the rows later. "
     "Default: four for each node.",
 )
 @json_option

@@ -140,7 +140,7 @@ async def test_each_shard_has_neighbouring_positions(plain: str) -> None:
         assert len(ports) == 8
         assert ports == [ports[0]] * 4 + [ports[-1]] * 4
     assert buckets == [Placement.DISTRIBUTED.buckets(range(start, start + 32)) for start in range(0, 256, 32)]
-    assert next(step[0] for step in steps if step[1] == 0) == "repo"
+    assert steps[0][0] == "repo"
     assert steps[-1][1] == steps[-1][2] > 1_000_000
 
 

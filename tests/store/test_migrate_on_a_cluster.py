@@ -36,8 +36,10 @@ STATEMENTS = (
     "create table indexer.later_setting (name text primary key, value text)",
     "insert into indexer.later_setting values ('a', 'b')",
     """
-    create function indexer.later_count(one text) returns bigint language sql stable
-    begin atomic; select count(*) from indexer.later where later.did = one; end
+    create function indexer.later_count(one text) returns bigint language plpgsql stable as $$
+    begin
+        return (select count(*) from indexer.later where later.did = one);
+    end $$
     """,
     "create view atproto.later as select did, later from indexer.repo where active",
     """
