@@ -50,7 +50,15 @@ async def assert_change_log_consistent(dsn: str) -> None:
 
 
 async def assert_log_gives_records(connection: asyncpg.Connection) -> None:
-    """Assert that applying all entries of the change log gives the stored records, also those of hidden repos."""
+    """Assert that applying all entries of the change log gives the stored records, also those of hidden repos.
+
+    On a cluster, a daemon numbers the entries after their commit; wait for that.
+    """
+
+    async def numbered() -> bool:
+        return await connection.fetchval("select not exists (select from indexer.unnumbered_batch)") is True
+
+    await until(numbered)
     async with connection.transaction(isolation="repeatable_read", readonly=True):
         changes = await connection.fetch(
             "select did, collection, rkey, action, cid from atproto.changes where rkey is not null order by seq"
