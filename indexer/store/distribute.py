@@ -56,11 +56,12 @@ EVERYTHING = range(FEED.stop)
 """The positions of all buckets, and the feed, which belongs to one process, too."""
 PROGRESS_SECONDS = 1.0
 WAIT_SECONDS = 0.5
-SETTINGS = {"citus.max_cached_conns_per_worker": "4"}
+SETTINGS = {"citus.max_cached_conns_per_worker": "4", "citus.override_table_visibility": "off"}
 """Settings of the database.
 
 `max_cached_conns_per_worker`: a statement on many buckets needs several connections to a node, and to open one takes
-longer than the statement.
+longer than the statement. `override_table_visibility`: Citus hides its shards with a condition on each row of
+`pg_class`. The driver looks up types in it, which then takes 0.7 s for each new connection, not a few milliseconds.
 """
 
 RECOVERY, RECOVERY_SECONDS = "citus.recover_2pc_interval", 2
