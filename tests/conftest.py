@@ -123,8 +123,11 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         session.config.cache.set("indexer/exit-status", int(exitstatus))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
+        one_server = item.get_closest_marker("one_server")
+        if one_server is not None and config.getoption("--database") == "citus":
+            item.add_marker(pytest.mark.skip(reason=f"not on a cluster: {one_server.args[0]}"))
         if isinstance(item, pytest.Function) and asyncio.iscoroutinefunction(item.obj):
             item.add_marker(pytest.mark.usefixtures("no_task_left"), append=False)
             item.fixturenames.insert(0, "no_task_left")

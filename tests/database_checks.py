@@ -56,7 +56,7 @@ async def assert_log_gives_records(connection: asyncpg.Connection) -> None:
     """
 
     async def numbered() -> bool:
-        return await connection.fetchval("select not exists (select from indexer.unnumbered_batch)") is True
+        return not await connection.fetch("select from indexer.unnumbered_batch")
 
     await until(numbered)
     async with connection.transaction(isolation="repeatable_read", readonly=True):

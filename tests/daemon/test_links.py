@@ -10,6 +10,7 @@ import pytest
 from indexer import daemon_counts
 from indexer.localnet.local_account import LocalAccount
 from indexer.localnet.local_network import LocalNetwork
+from indexer.sync.shard import bucket_of
 from tests.daemon.health_checks import health_checks
 from tests.daemon.running_daemon import LIKE, POST, RunningDaemon, post, running_daemon
 from tests.daemon_process import daemon_process, log_tail
@@ -63,7 +64,7 @@ async def is_count(sql: asyncpg.Connection, uri: str, number: int) -> bool:
 
 
 async def nothing_left_to_count(sql: asyncpg.Connection) -> bool:
-    query = "select not exists (select from indexer.link_delta) and not exists (select from indexer.link_recount)"
+    query = "select not exists (select 1 from indexer.link_delta) and not exists (select 1 from indexer.link_recount)"
     return bool(await sql.fetchval(query))
 
 
@@ -79,7 +80,9 @@ async def test_unfinished_backfill_is_shown_and_does_not_prevent_readiness(
             await daemon.wait_until_equal()
         lock = sql.transaction()
         await lock.start()
-        await sql.execute("select from indexer.repo for update")
+        await sql.fetch(
+            "select from indexer.repo where did = $1 and bucket = $2 for update", account.did, bucket_of(account.did)
+        )
         async with running_daemon(database, tmp_path, network, links=True) as daemon, health_checks(daemon) as http:
             await until(lambda: links_progress(daemon) == 0.0)
             await http.wait_until_ready()

@@ -213,6 +213,7 @@ KILL_POINTS = {
 }
 
 
+@pytest.mark.one_server("sees which session waits for a lock, which may be one of a worker")
 @pytest.mark.parametrize("kill_point", KILL_POINTS)
 async def test_killed_replay_leaves_either_the_dead_letter_or_its_effect(
     database: str, tmp_path: Path, kill_point: str

@@ -333,7 +333,7 @@ async def test_links_blobs_and_typed_views_are_exact_after_each_change_of_the_sc
             return [likes, replies, blobs, await sql.fetchval(f'select count(*) from lexicon."{LIKE}"')]  # noqa: S608
 
         async def erased() -> bool:
-            nothing_to_count = "select not exists (select from indexer.link_recount)"
+            nothing_to_count = "select not exists (select 1 from indexer.link_recount)"
             return await daemon.record_rows(fans[0]) == [] and bool(await sql.fetchval(nothing_to_count))
 
         async def links_complete() -> bool:

@@ -45,7 +45,7 @@ class Log:
 def test_start_passes_no_batch_that_appears_later_and_follows_the_queue() -> None:
     passed = 0
     for seed in range(300):
-        chance = random.Random(seed)  # noqa: S311 - not for secrets
+        chance = random.Random(seed)
         log, start = Log(chance), QueueStart()
         for _ in range(chance.randrange(200)):
             log.step()
