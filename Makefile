@@ -9,8 +9,8 @@ PYTEST := $(BIN)/pytest -n 2 --dist worksteal
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-python-core check lint format docs screenshots coverage venv native native-check fuzz dist \
-	release realnet second bench-live bench-resync bench-feed bench-links bench-peers bench-guard
+.PHONY: help demo test test-citus test-python-core check lint format docs screenshots coverage venv native native-check \
+	fuzz dist release realnet second bench-live bench-resync bench-feed bench-links bench-peers bench-guard
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -27,6 +27,12 @@ PYTHON_CORE_TESTS := tests/sync tests/service/live tests/daemon/test_stream.py t
 
 test-python-core: venv ## Run the tests of planning, daemon and demo without the native core
 	PYTHONPATH=$(CURDIR)/tests/without_native_core $(PYTEST) --hypothesis-profile quick $(PYTHON_CORE_TESTS)
+
+# Tests of what a cluster changes. Those in tests/citus always use one; these do with the option.
+CITUS_TESTS := tests/daemon tests/test_crash.py tests/cli/test_demo.py
+
+test-citus: venv ## Run the tests of daemon, crashes and demo on a Citus cluster (tests/citus/setup.sh installs Citus)
+	$(PYTEST) --database citus $(CITUS_TESTS)
 
 check: lint ## Run lint, types, import contracts and the quick tests (under a minute)
 	$(PYTEST) -m "not slow" --hypothesis-profile quick

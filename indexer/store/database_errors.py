@@ -62,6 +62,17 @@ _UNKNOWN_HOST = {socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NON
 """The name server says that the host does not exist. `EAI_AGAIN` is transient: the name server does not answer."""
 
 _SESSION_ENDED = "another operation (2) is in progress"  # 2 is asyncpg's state `PROTOCOL_ERROR_CONSUME`
+_NODE_LOST = (
+    "postmaster was shut down",
+    "server closed the connection",
+    "connection not open",
+    "no connection to the server",
+    "could not send data to server",
+    "could not receive data from server",
+    "failure on connection marked as essential",
+    "could not connect to any active placements",
+)
+"""Texts of internal errors (XX000) with which Citus reports that it lost the connection to a node or is shut down."""
 
 
 class DatabaseError(UnavailableError):
@@ -167,6 +178,8 @@ def _is_transient(cause: BaseException) -> bool:
         return "clos" in str(cause)
     if isinstance(cause, _TRANSIENT):
         return True
+    if isinstance(cause, exceptions.InternalServerError):
+        return any(text in str(cause) for text in _NODE_LOST)
     # Nor has it one for a session that the server ended with an error message, while the socket is still open.
     return isinstance(cause, exceptions.InternalClientError) and _SESSION_ENDED in str(cause)
 

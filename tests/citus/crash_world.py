@@ -28,11 +28,10 @@ HELD = "nobody"
 """The name of a standby that does not exist: COMMIT and PREPARE TRANSACTION of the node wait for it."""
 
 # As if time passed: leases of killed daemons expire, and postponed attempts are due.
-_EXPIRE = """
-    update indexer.repo set
-        lease_until = case when lease_until is not null then now() end,
-        next_attempt_at = case when next_attempt_at < 'infinity' then null else next_attempt_at end
-    where sync_status in ('in-progress', 'desynchronized')
+_EXPIRE_LEASES = "update indexer.repo set lease_until = 'epoch' where sync_status = 'in-progress'"
+_EXPIRE_WAITS = """
+    update indexer.repo set next_attempt_at = null
+    where sync_status = 'desynchronized' and next_attempt_at < 'infinity'
 """
 _PREPARED = "select count(*) from pg_prepared_xacts where gid like 'citus%'"
 _WAITS = "select exists (select from pg_stat_activity where wait_event = 'SyncRep' and query ilike $1)"
@@ -93,7 +92,8 @@ class CrashWorld:
     async def settle(self) -> None:
         """Wait until the database is equal to the network; compare the change log with it and with the consumer."""
         self.daemon.kill()
-        await self.execute(_EXPIRE)
+        await self.execute(_EXPIRE_LEASES)
+        await self.execute(_EXPIRE_WAITS)
         self.daemon.start()
         await wait_until_equal(self.network, self.dsn, min_records=20)
         await until(self._nothing_is_prepared)

@@ -78,6 +78,8 @@ def raised(error: BaseException) -> IndexerError:
         asyncpg.CannotConnectNowError("the database system is starting up"),
         asyncpg.TooManyConnectionsError("sorry, too many clients already"),
         TargetServerAttributeNotMatched("None of the hosts match"),
+        asyncpg.InternalServerError("postmaster was shut down, exiting"),
+        asyncpg.InternalServerError("server closed the connection unexpectedly"),
     ],
 )
 def test_outage_is_a_transient_error_that_names_the_database(error: BaseException) -> None:
@@ -100,6 +102,11 @@ def test_wrong_setting_is_a_settings_error_that_names_the_setting_and_the_databa
     found = raised(error)
     assert isinstance(found, SettingsError)
     assert str(found).startswith("INDEXER_DATABASE_URL: ")
+
+
+def test_internal_error_that_names_no_lost_node_is_no_outage() -> None:
+    with pytest.raises(asyncpg.InternalServerError), database_errors():
+        raise asyncpg.InternalServerError("invalid memory alloc request size 1073741824")
 
 
 def test_lost_privilege_of_a_running_daemon_is_a_settings_error() -> None:
