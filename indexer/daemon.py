@@ -383,7 +383,7 @@ class Daemon:
             "scope": self.scope.run(),
         }
         if self.change_numbering is not None:
-            stages["change numbering"] = self.change_numbering.run()
+            stages |= {"change numbering": self.change_numbering.run()}
         if "live" in self._settings.roles:
             stages |= {
                 "shard ownership": self.shard_ownership.run(),

@@ -128,8 +128,8 @@ CLUSTER_NODE_UNAVAILABLE = ConditionKind(
 )
 TRANSACTIONS_IN_DOUBT = ConditionKind(
     "transactions-in-doubt",
-    "Transactions are prepared on nodes of the cluster, and were not completed within seconds. Citus completes them when "
-    "the nodes answer. Other writes of their repos wait, and their changes get numbers then.",
+    "Transactions are prepared on nodes of the cluster, and were not completed within seconds. Citus completes them "
+    "when the nodes answer. Until then, other writes of their repos wait, and their changes have no numbers.",
     math.inf,
     prevents_readiness=True,
 )

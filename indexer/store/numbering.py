@@ -1,17 +1,17 @@
 """Number the changes of a distributed database, after their transactions are complete on all nodes.
 
-On a cluster, COMMIT prepares the transaction on each node that it wrote, commits it on the coordinator, and then commits
-it on the nodes. If a node is gone by then, it shows the effects only when it is back. So COMMIT puts change batches into
-a queue, the table `unnumbered_batch`, and a process numbers them:
+On a cluster, COMMIT prepares the transaction on each node that it wrote, commits it on the coordinator, and then
+commits it on the nodes. If a node is gone by then, it shows the effects only when it is back. So COMMIT puts change
+batches into a queue, the table `unnumbered_batch`, and a process numbers them:
 
     1. read the queue
     2. ask every node for the transactions that are prepared there
     3. number the batches whose transaction is not prepared on any node, in the order of the queue
 
 A transaction of the queue has committed on the coordinator, so it was prepared everywhere before step 1. If step 2 does
-not find it on a node, that node shows its effects. Citus stores a row in `pg_dist_transaction` for each transaction that
-it prepares on a node. It says which transaction a prepared one belongs to, and which nodes a transaction has written if
-not all nodes answer. See docs/decisions/0014-change-log-on-a-cluster.md.
+not find it on a node, that node shows its effects. Citus stores a row in `pg_dist_transaction` for each transaction
+that it prepares on a node. This row says which transaction a prepared one belongs to, and which nodes a transaction
+has written if not all nodes answer. See docs/decisions/0014-change-log-on-a-cluster.md.
 """
 
 from collections.abc import Iterable, Mapping
@@ -55,14 +55,15 @@ _NODES = f"""
     group by 1, 2
 """
 _QUEUE = """
-    select u.commit_order, u.age, pg_snapshot_xmin(s)::text::bigint as min_xid, pg_snapshot_xmax(s)::text::bigint as max_xid,
-        q.last_value - (not q.is_called)::integer as drawn
+    select u.commit_order, u.age, pg_snapshot_xmin(s)::text::bigint as min_xid,
+        pg_snapshot_xmax(s)::text::bigint as max_xid, q.last_value - (not q.is_called)::integer as drawn
     from pg_current_snapshot() s cross join indexer.unnumbered_batch_commit_order_seq q
     left join indexer.unnumbered_batches($1) u on true
 """
 # The table has one row for each bucket and priority.
 _PREPARED = """
-    select indexer.prepared_transactions(bucket) from indexer.resync_queue where bucket = any($1::smallint[]) and priority = 0
+    select indexer.prepared_transactions(bucket) from indexer.resync_queue
+    where bucket = any($1::smallint[]) and priority = 0
 """
 _NUMBER = "select commit_order, age from indexer.number_changes($1, $2, $3, $4)"
 
@@ -127,7 +128,7 @@ class QueueStart:
 
 
 async def number_after_commit(connection: Connection) -> None:
-    """Let COMMIT queue change batches instead of numbering them, and give all nodes the function that the numbering needs.
+    """Let COMMIT queue change batches instead of numbering them, and give all nodes the function that this needs.
 
     Nothing happens if that is so already.
     """
@@ -173,8 +174,13 @@ class NumberingSession:
         return {answer["node"]: answer["ages"] for answer in answers}
 
     async def number(self, batches: Iterable[int], prepared: Prepared) -> dict[int, float]:
-        """Number the batches at these places whose transactions are complete; return these with their ages."""
+        """Assign numbers to the batches at these places whose transactions are complete.
+
+        Returns:
+            The age of each numbered batch in seconds, by its place.
+        """
         names = [(node, name) for node, ages in prepared.items() for name in ages]
         arguments = list(batches), list(prepared), [node for node, _ in names], [name for _, name in names]
         with database_errors():
-            return dict(await self._connection.fetch(_NUMBER, *arguments))
+            rows = await self._connection.fetch(_NUMBER, *arguments)
+        return {row["commit_order"]: row["age"] for row in rows}

@@ -154,8 +154,9 @@ COMMENTS = {
         "The node that has this bucket, and the ages of the transactions that are prepared there."
     ),
     "function indexer.number_changes(bigint[], integer[], integer[], text[])": (
-        "Number these batches of the queue and notify listeners. Batches stay in the queue if their transaction is one "
-        "of these prepared ones, or was prepared on a node that has not answered. Returns those that it numbered, with their ages."
+        "Number these batches of the queue and notify listeners. A batch stays in the queue if its transaction is one "
+        "of these prepared ones, or was prepared on a node that has not answered. Returns the numbered batches with "
+        "their ages."
     ),
 }
 

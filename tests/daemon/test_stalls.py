@@ -29,7 +29,7 @@ from indexer.store.embedded import database as embedded_database
 from indexer.store.embedded import postgres_stage
 from indexer.store.migrate import migrate
 from indexer.sync.scope import Track
-from indexer.sync.shard import BUCKETS
+from indexer.sync.shard import BUCKETS, Placement
 from tests.daemon.health_checks import health_checks
 from tests.daemon.running_daemon import LIKE, POST, RunningDaemon, post, running_daemon
 from tests.identity.name_server import NameServer
@@ -225,6 +225,9 @@ STALLS: dict[str, Stall] = {
 }
 """By stage: the function that stalls it during a block."""
 
+STALLS_ON_A_CLUSTER: dict[str, Stall] = {"change numbering": lock_of("unnumbered_batch")}
+"""The same for the stages that a daemon has only on a distributed database (tests/citus/test_stall_on_a_cluster.py)."""
+
 COMMANDS = {"discover"}
 """Stages of commands, which have no health checks. tests/service/crawl/test_discover.py stalls it."""
 
@@ -286,12 +289,18 @@ async def world_of(dsn: str, directory: Path, stage: str) -> AsyncIterator[World
 async def test_stalled_stage_fails_the_health_check_by_name_until_its_cause_is_gone(
     database: str, tmp_path: Path, stage: str
 ) -> None:
+    await assert_stall_is_visible(database, tmp_path, stage)
+
+
+async def assert_stall_is_visible(database: str, tmp_path: Path, stage: str) -> None:
     async with world_of(database, tmp_path, stage) as world, health_checks(world.daemon) as checks:
         await checks.wait_until_healthy()
         stages = world.daemon.stages.probe.stages
-        assert stages.keys() == STALLS.keys(), "the daemon watches each stage of the table"
+        is_distributed = world.daemon.store.placement is Placement.DISTRIBUTED
+        stalls = STALLS | (STALLS_ON_A_CLUSTER if is_distributed else {})
+        assert stages.keys() == stalls.keys(), "the daemon watches each stage of the table"
         stages[stage].limit = SHORT
-        async with STALLS[stage](world):
+        async with stalls[stage](world):
             reason = await checks.wait_for_stall(stage)
             assert reason["code"] == "stage-stalled"
             assert reason["value"] >= SHORT
@@ -341,7 +350,7 @@ def test_every_stage_in_the_source_is_stalled_by_a_test() -> None:
         for _module, _function, call in source_calls()
         if isinstance(call.func, ast.Name) and call.func.id == "StageProgress" and call.args
     }
-    assert named == STALLS.keys() | COMMANDS
+    assert named == STALLS.keys() | STALLS_ON_A_CLUSTER.keys() | COMMANDS
 
 
 def test_every_task_of_the_daemon_is_a_stage_that_a_test_stalls() -> None:
@@ -361,4 +370,5 @@ def test_every_task_of_the_daemon_is_a_stage_that_a_test_stalls() -> None:
     }
     assert names >= {"batch writer", "resync pool", "webhook", "scope backfill"}
     stages = set[str]().union(*[STAGES_OF_TASKS.get(name, {name}) for name in names - MONITORS])
-    assert stages == STALLS.keys() - {"inbox", "embedded Postgres"}, "these two have no task of their own"
+    without_task = {"inbox", "embedded Postgres"}  # these two have no task of their own
+    assert stages == (STALLS.keys() | STALLS_ON_A_CLUSTER.keys()) - without_task

@@ -45,7 +45,7 @@ class ChangeNumbering:
         self.stage = StageProgress("change numbering")
 
     async def run(self) -> None:
-        """Number changes forever. Only an exception that is a bug ends it."""
+        """Assign numbers forever. Only an exception that is a bug ends it."""
         async with asyncio.TaskGroup() as group:
             while True:
                 with DatabaseAttempt(self.stage):
@@ -54,7 +54,7 @@ class ChangeNumbering:
                 await asyncio.sleep(RETRY_SECONDS)
 
     async def number(self, session: NumberingSession) -> list[ClusterNode]:
-        """Number the batches whose transactions are complete; return the nodes of which not all have answered.
+        """Assign numbers to the batches whose transactions are complete; return nodes of which not all have answered.
 
         Raises:
             DatabaseError: The database is unavailable.
@@ -79,7 +79,7 @@ class ChangeNumbering:
         return []
 
     async def _follow(self, session: NumberingSession, group: asyncio.TaskGroup) -> None:
-        """Number changes until the database or nodes do not answer. Then the session may be unusable."""
+        """Assign numbers until nodes do not answer. Then the session may be unusable."""
         while True:
             began = monotonic()
             asked = await self.number(session)
