@@ -271,7 +271,7 @@ async def test_number_appears_although_the_process_is_killed_during_its_commit(
 
 KILLS = (WORKERS[:1], WORKERS[1:], (COORDINATOR,), WORKERS, (COORDINATOR, WORKERS[0]))
 """The nodes that are killed together."""
-GONE = (asyncpg.PostgresError, asyncpg.InterfaceError, OSError)
+GONE = (asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError, OSError)
 
 
 class Traffic:
