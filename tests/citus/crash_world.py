@@ -10,7 +10,8 @@ from random import Random
 import asyncpg
 
 from indexer.localnet.local_network import LocalNetwork
-from indexer.localnet.scenario import Scenario
+from indexer.localnet.local_repo import Write
+from indexer.localnet.scenario import NOTE, Scenario
 from indexer.store.distribute import distribute
 from indexer.store.migrate import migrate
 from tests.citus.daemon_forks import DaemonFork
@@ -33,8 +34,8 @@ _EXPIRE_WAITS = """
     update indexer.repo set next_attempt_at = null
     where sync_status = 'desynchronized' and next_attempt_at < 'infinity'
 """
-_PREPARED = "select count(*) from pg_prepared_xacts where gid like 'citus%'"
-_WAITS = "select exists (select from pg_stat_activity where wait_event = 'SyncRep' and query ilike $1)"
+_PREPARED = "select gid from pg_prepared_xacts where gid like 'citus%'"
+_WAITING = "select pid, query from pg_stat_activity where wait_event = 'SyncRep'"
 
 
 class CrashWorld:
@@ -48,7 +49,8 @@ class CrashWorld:
         self.cluster = cluster
         self.network = network
         self.dsn = cluster.url_of(COORDINATOR)
-        self.daemon = DaemonFork(daemon_environment(network, self.dsn, directory), directory)
+        environment = daemon_environment(network, self.dsn, directory) | {"INDEXER_RESYNC_WORKERS": "2"}
+        self.daemon = DaemonFork(environment, directory)
         self.consumer = LogConsumer(self.dsn)
         self.deaths = Counter[tuple[str, ...]]()
         self.random = Random(seed)
@@ -60,7 +62,7 @@ class CrashWorld:
         """Let accounts write; sometimes the relay loses a commit."""
         for _ in range(steps):
             if self._step and self.random.random() < LOST_COMMITS / steps:
-                self.network.relay.drop(self.random.choice(list(self.network.accounts)))
+                lose_commit(self.network, self.random, self._step)
             self._scenario.perform(self._step, self._steps)
             self._step += 1
 
@@ -100,13 +102,25 @@ class CrashWorld:
         await until(self.consumer.has_read_all, self.daemon.log_tail)
         await assert_change_log_consistent(self.dsn)
 
-    async def hold(self, node: str, command: str) -> None:
-        """Let a node keep the answer to the next COMMIT or PREPARE TRANSACTION; wait until a daemon waits for it."""
-        await self._set_standby(node, HELD)
+    async def hold_commit(self) -> None:
+        """Let the coordinator keep the answer to a COMMIT that it has decided, and of which no worker knows."""
+        await self._set_standby(COORDINATOR, HELD)
 
         async def waits() -> bool:
-            waiting = await self.execute(_WAITS, f"{command}%", node=node)
-            return bool(waiting[0][0]) and all([await self._prepared(worker) for worker in WORKERS])
+            waiting = await self.execute(_WAITING)
+            names = [gid for worker in WORKERS for gid in await self._prepared(worker)]
+            return any(gid.startswith(f"citus_0_{row['pid']}_") for row in waiting for gid in names)
+
+        await until(waits, self.daemon.log_tail)
+
+    async def hold_prepare(self, worker: str) -> None:
+        """Let a worker keep the answer to PREPARE TRANSACTION, so that the coordinator does not decide."""
+        await self._set_standby(worker, HELD)
+
+        async def waits() -> bool:
+            waiting = await self.execute(_WAITING, node=worker)
+            names = await self._prepared(worker)
+            return any(gid in row["query"] for row in waiting for gid in names)
 
         await until(waits, self.daemon.log_tail)
 
@@ -128,13 +142,20 @@ class CrashWorld:
     async def _nothing_is_prepared(self) -> bool:
         return not any([await self._prepared(worker) for worker in WORKERS])
 
-    async def _prepared(self, node: str) -> int:
-        [(count,)] = await self.execute(_PREPARED, node=node)
-        return int(count)
+    async def _prepared(self, node: str) -> list[str]:
+        """Return the names of the transactions that are prepared on a node."""
+        return [gid for (gid,) in await self.execute(_PREPARED, node=node)]
 
     async def _cursor(self) -> int:
         [(seq,)] = await self.execute("select coalesce(max(seq), 0) from indexer.cursor")
         return int(seq)
+
+
+def lose_commit(network: LocalNetwork, random: Random, number: int) -> None:
+    """Let the relay lose a commit of an account, which then writes another one: so its repo needs a resync."""
+    account = random.choice([account for account in network.accounts.values() if account.status is None])
+    account.apply_writes([Write.create(f"{NOTE}/lost{number}", {"text": "lost"})], lost=True)
+    account.create(NOTE, {"text": "after the lost one"})
 
 
 @asynccontextmanager

@@ -6,6 +6,8 @@ from contextlib import asynccontextmanager
 
 import asyncpg
 
+from indexer.store.database_errors import DatabaseError, database_errors, opening
+
 PAGE = 500
 PAUSE = 0.05
 
@@ -56,16 +58,19 @@ class LogConsumer:
         unchecked: dict[str, str] = {}
         while True:
             try:
-                connection = await asyncpg.connect(self._dsn, timeout=5, command_timeout=20)
-                try:
-                    while True:
-                        await self._read(connection, unchecked)
-                        await asyncio.sleep(PAUSE)
-                finally:
-                    connection.terminate()
-            except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError, TimeoutError):
+                with opening(self._dsn), database_errors():
+                    await self._read_on(await asyncpg.connect(self._dsn, timeout=5, command_timeout=20), unchecked)
+            except DatabaseError:
                 self.failures += 1  # a node was killed
             await asyncio.sleep(PAUSE)
+
+    async def _read_on(self, connection: asyncpg.Connection, unchecked: dict[str, str]) -> None:
+        try:
+            while True:
+                await self._read(connection, unchecked)
+                await asyncio.sleep(PAUSE)
+        finally:
+            connection.terminate()
 
     async def _read(self, connection: asyncpg.Connection, unchecked: dict[str, str]) -> None:
         """Read new changes, then the repos: these must not be older. A failed check is repeated."""

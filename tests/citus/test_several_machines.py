@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import count
 from pathlib import Path
+from random import Random
 
 import asyncpg
 import pytest
@@ -16,6 +17,7 @@ from indexer.localnet.local_pds import GET_REPO
 from indexer.localnet.scenario import Scenario
 from indexer.store import Store
 from indexer.sync.shard import BUCKETS, Shard
+from tests.citus.crash_world import lose_commit
 from tests.citus.daemon_forks import DaemonFork, start_fork_server
 from tests.citus.log_consumer import LogConsumer
 from tests.daemon_process import daemon_environment
@@ -122,9 +124,10 @@ async def wait_until_equal(network: LocalNetwork, dsn: str, shards: int) -> None
 
 
 async def act(network: LocalNetwork, scenario: Scenario, steps: range) -> None:
+    random = Random(33)
     for step in steps:
         if step and step % LOST_COMMITS == 0:
-            network.relay.drop(list(network.accounts)[step // LOST_COMMITS % len(network.accounts)])
+            lose_commit(network, random, step)
         scenario.perform(step, STEPS)
         await asyncio.sleep(STEP_SECONDS)
 
