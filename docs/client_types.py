@@ -31,6 +31,7 @@ PYTHON_TYPES = {
     "boolean": ("bool", "Boolean"),
     "integer": ("int", "Integer"),
     "jsonb": ("Any", "JSONB"),
+    "smallint": ("int", "SmallInteger"),
     "text": ("str", "Text"),
     "timestamp with time zone": ("datetime", "DateTime(timezone=True)"),
 }
@@ -40,6 +41,7 @@ TYPESCRIPT_TYPES = {
     "boolean": "boolean",
     "integer": "number",
     "jsonb": "Json",
+    "smallint": "number",
     "text": "string",
     "timestamp with time zone": "Date",
 }
@@ -61,7 +63,7 @@ Copy this file into your project. The views are read-only.
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import BigInteger, Boolean, DateTime, Integer, MetaData, Text
+from sqlalchemy import BigInteger, Boolean, DateTime, Integer, MetaData, SmallInteger, Text
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 

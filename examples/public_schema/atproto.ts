@@ -28,6 +28,9 @@ export interface Blob {
   rkey: string;
   /** The AT-URI of the record. */
   uri: string;
+  /** The bucket of the DID, as atproto.bucket_of returns it. On a cluster, a query that compares it with a
+   * constant reads one shard. */
+  bucket: number;
 }
 
 /** The change log, in commit order. For ad-hoc queries: consumers use next_changes or changes_after, which use an
@@ -153,6 +156,9 @@ export interface Link {
   /** Where the link is in the value: .name for a member of an object, [] for an element of an array, [type] for
    * one that is an object with this $type. */
   path: string;
+  /** The bucket of the DID, as atproto.bucket_of returns it. On a cluster, a query that compares it with a
+   * constant reads one shard. */
+  bucket: number;
 }
 
 /** Registered consumers of the change log, and how far each is behind. */
@@ -200,6 +206,9 @@ export interface Record {
   value_problem: string | null;
   /** When the record was last written here, by the clock of this server. */
   indexed_at: Date;
+  /** The bucket of the DID, as atproto.bucket_of returns it. On a cluster, a query that compares it with a
+   * constant reads one shard. */
+  bucket: number;
 }
 
 /** Dead letters: messages that were rejected by their own fault, including forged ones. The newest 1,000 per
@@ -255,6 +264,9 @@ export interface Repo {
   synchronized_at: Date | null;
   /** When this row was last updated. */
   updated_at: Date;
+  /** The bucket of the DID, as atproto.bucket_of returns it. On a cluster, a query that compares it with a
+   * constant reads one shard. */
+  bucket: number;
 }
 
 /** The collections that are stored, with the progress of their backfill. Reads the row of every repo. */

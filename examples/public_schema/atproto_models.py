@@ -6,7 +6,7 @@ Copy this file into your project. The views are read-only.
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import BigInteger, Boolean, DateTime, Integer, MetaData, Text
+from sqlalchemy import BigInteger, Boolean, DateTime, Integer, MetaData, SmallInteger, Text
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
@@ -40,6 +40,9 @@ class Blob(PublicView):
     """The key of the record."""
     uri: Mapped[str] = mapped_column(Text)
     """The AT-URI of the record."""
+    bucket: Mapped[int] = mapped_column(SmallInteger)
+    """The bucket of the DID, as atproto.bucket_of returns it. On a cluster, a query that compares it with a
+    constant reads one shard."""
 
 
 class Change(PublicView):
@@ -189,6 +192,9 @@ class Link(PublicView):
     path: Mapped[str] = mapped_column(Text, primary_key=True)
     """Where the link is in the value: .name for a member of an object, [] for an element of an array, [type] for
     one that is an object with this $type."""
+    bucket: Mapped[int] = mapped_column(SmallInteger)
+    """The bucket of the DID, as atproto.bucket_of returns it. On a cluster, a query that compares it with a
+    constant reads one shard."""
 
 
 class Reader(PublicView):
@@ -245,6 +251,9 @@ class Record(PublicView):
     no problem."""
     indexed_at: Mapped[datetime] = mapped_column(DateTime(timezone=True))
     """When the record was last written here, by the clock of this server."""
+    bucket: Mapped[int] = mapped_column(SmallInteger)
+    """The bucket of the DID, as atproto.bucket_of returns it. On a cluster, a query that compares it with a
+    constant reads one shard."""
 
 
 class RejectedMessage(PublicView):
@@ -310,6 +319,9 @@ class Repo(PublicView):
     """When the repo last became synchronized; null if never."""
     updated_at: Mapped[datetime] = mapped_column(DateTime(timezone=True))
     """When this row was last updated."""
+    bucket: Mapped[int] = mapped_column(SmallInteger)
+    """The bucket of the DID, as atproto.bucket_of returns it. On a cluster, a query that compares it with a
+    constant reads one shard."""
 
 
 class ScopeProgress(PublicView):

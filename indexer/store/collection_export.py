@@ -45,7 +45,14 @@ async def export_collection(connection: Connection, collection: str) -> AsyncGen
 
 
 async def estimate_records(connection: Connection, collection: str) -> int:
-    """Return the planner's estimate of the number of records."""
+    """Return the planner's estimate of the number of records.
+
+    In a distributed database, the plan shows one of the shards, which have about the same number of records.
+    """
     [plan] = json.loads(await connection.fetchval(_ESTIMATE, collection))
     rows: int = plan["Plan"]["Plan Rows"]
-    return rows
+    if (distributed := plan["Plan"].get("Distributed Query")) is None:
+        return rows
+    job = distributed["Job"]
+    [[shard]] = job["Tasks"][0]["Remote Plan"]
+    return int(job["Task Count"] * shard["Plan"]["Plan Rows"])

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from indexer.reasons import FetchFailure
 from indexer.store.apply_batch import INSERT_REPOS
 from indexer.store.columns import Connection, buckets_of, repo_arrays
+from indexer.store.table_parts import estimate_rows
 from indexer.sync.repo_state import CHOSEN, OUT_OF_SCOPE, Repo, SyncStatus
 
 BATCH_SIZE = 1_000
@@ -16,11 +17,6 @@ _REQUEST_RESYNCS = "select count(*) filter (where atproto.request_resync(did)) f
 _PAGE = f"""
     select did, not $3 or (sync_status = '{SyncStatus.DESYNCHRONIZED}' and last_error is not null) as selected
     from indexer.repo where did > $1 order by did limit $2
-"""
-
-_ESTIMATE_REPOS = """
-    select greatest(reltuples::bigint, pg_stat_get_live_tuples(oid), 0)
-    from pg_class where oid = 'indexer.repo'::regclass
 """
 
 _REQUEST_TAKEDOWN = "select atproto.request_takedown($1, $2)"
@@ -109,8 +105,7 @@ async def request_resyncs_of_all(connection: Connection, *, errored: bool) -> As
 
 async def estimate_repos(connection: Connection) -> int:
     """Return an estimate of the number of repos."""
-    estimate: int = await connection.fetchval(_ESTIMATE_REPOS)
-    return estimate
+    return await estimate_rows(connection, "indexer.repo")
 
 
 async def set_takedown(connection: Connection, did: str, *, on: bool) -> bool:

@@ -1,6 +1,8 @@
 """Read-only queries for commands, the status page and the demo. Most of them read the public schema `atproto`."""
 
 import json
+import random
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +21,7 @@ from indexer.store.gap_rows import load_open as load_open_gaps
 from indexer.store.host_states import load_paused
 from indexer.store.link_progress import LinkProgress, load_progress
 from indexer.store.shard_lock import ShardSession, load_sessions
+from indexer.store.table_parts import TablePart, estimate_rows, load_parts
 from indexer.sync.feed_delivery import RefusedEvent
 from indexer.sync.gap import OpenGap
 from indexer.sync.plans import Cursor
@@ -98,7 +101,8 @@ _COUNT_REPOS = f"select {_COUNTED} from indexer.repo where tracked group by sync
 
 # Always the same pages: so the difference of two estimates is a change of the repos, and not of the sample.
 _COUNT_SAMPLE = f"""
-    select {_COUNTED} from indexer.repo tablesample system ($3) repeatable (0) where tracked
+    select {_COUNTED} from indexer.repo tablesample system ($3) repeatable (0)
+    where tracked and bucket = any($4::smallint[])
     group by sync_status, sync_reason, failure
 """
 
@@ -126,11 +130,6 @@ _CURSORS = """
     from atproto.cursors order by relay, shard
 """
 
-_COUNT_RECORDS = """
-    select greatest(reltuples::bigint, pg_stat_get_live_tuples(oid), 0)
-    from pg_class where oid = 'indexer.record'::regclass
-"""
-
 _REPO = f"""
     select r.did, i.handle, i.pds, r.sync_status, r.sync_reason,
         r.rev, atproto.cid_text(r.data) as data, atproto.cid_text(r.commit) as commit, r.latest_verified_rev,
@@ -147,16 +146,17 @@ _REPO = f"""
 
 _RECORD = """
     select uri, cid, rev, value, value_problem, indexed_at from atproto.records
-    where did = $1 and collection = $2 and rkey = $3
+    where did = $1 and bucket = $2 and collection = $3 and rkey = $4
 """
 
-_TABLE_PAGES = "select pg_relation_size('indexer.repo') / current_setting('block_size')::integer"
+_RECORDS = "select collection || '/' || rkey, cid from atproto.records where did = $1 and bucket = $2"
 
 SAMPLE = f"""
     select did from indexer.repo tablesample system ($1)
-    where sync_status = '{SyncStatus.SYNCHRONIZED}' and active order by random() limit $2
+    where sync_status = '{SyncStatus.SYNCHRONIZED}' and active and bucket = any($3::smallint[])
+    order by random() limit $2
 """
-"""Takes the percentage of pages and the number of repos.
+"""Takes the percentage of pages, the number of repos, and the buckets of one part of the table.
 
 SYSTEM chooses whole pages and reads only those. The random order makes it unlikely that a sample has several repos of
 one page.
@@ -176,7 +176,7 @@ async def counts(connection: Connection, since: float) -> Counts:
         reasons=counted.reasons,
         queued=max(0, counted.waiting - counted.parked),
         parked=counted.parked,
-        records=await connection.fetchval(_COUNT_RECORDS),
+        records=await estimate_rows(connection, "indexer.record"),
         cursors=[Cursor(**row) for row in cursors],
         failures=counted.failures,
         consumers=await load_consumers(connection),
@@ -243,12 +243,15 @@ async def _count_repos(connection: Connection, since: float) -> _RepoNumbers:
     complete_from = 0 if scope is None else scope.complete_from
     async with connection.transaction():
         await _limit_time(connection)
-        total: int = await connection.fetchval(_TABLE_PAGES)
+        parts = await load_parts(connection, "indexer.repo")
+    total = sum(part.pages for part in parts)
     pages = min(total, MAX_COUNTED_PAGES)
-    while (numbers := await _count_pages(connection, since, complete_from, pages / total if total else 1.0)) is None:
+    share = pages / total if total else 1.0
+    while (numbers := await _count_pages(connection, parts, since, complete_from, share)) is None:
         if pages <= 1:
             raise DatabaseError(FetchFailure.TIMEOUT, f"no page of repos can be read in {COUNT_MILLISECONDS} ms")
         pages = max(1, pages // PAGES_FACTOR)
+        share = pages / total
     if numbers.share < 1.0:
         with suppress(asyncpg.QueryCanceledError):  # then the estimates remain
             async with connection.transaction():
@@ -257,14 +260,17 @@ async def _count_repos(connection: Connection, since: float) -> _RepoNumbers:
     return numbers
 
 
-async def _count_pages(connection: Connection, since: float, complete_from: int, share: float) -> _RepoNumbers | None:
+async def _count_pages(
+    connection: Connection, parts: Sequence[TablePart], since: float, complete_from: int, share: float
+) -> _RepoNumbers | None:
     """Count the repos in a share of the table; return None if that takes too long."""
     numbers = _RepoNumbers(share)
     with suppress(asyncpg.QueryCanceledError):
         async with connection.transaction():
             await _limit_time(connection)
             if share < 1.0:
-                rows = await connection.fetch(_COUNT_SAMPLE, since, complete_from, 100.0 * share)
+                counted = (since, complete_from, 100.0 * share)
+                rows = [row for part in parts for row in await connection.fetch(_COUNT_SAMPLE, *counted, part.buckets)]
             else:
                 rows = await connection.fetch(_COUNT_REPOS, since, complete_from)
         for row in rows:
@@ -286,7 +292,7 @@ async def repo_report(connection: Connection, did: str) -> dict[str, Any] | None
 
 async def record(connection: Connection, did: str, collection: str, rkey: str) -> dict[str, Any] | None:
     """Return the row of `atproto.records` with its value decoded; None if there is none."""
-    row = await connection.fetchrow(_RECORD, did, collection, rkey)
+    row = await connection.fetchrow(_RECORD, did, bucket_of(did), collection, rkey)
     if row is None:
         return None
     return {**row, "value": None if row["value"] is None else json.loads(row["value"])}
@@ -298,13 +304,14 @@ async def sample_synchronized(connection: Connection, count: int) -> list[str]:
     Reads a part of the table, up to `MAX_SAMPLE_PAGES` (or `FIRST_PAGES_PER_REPO` per repo, if that is more). So it
     returns fewer repos if very few qualify.
     """
-    total = await connection.fetchval(_TABLE_PAGES)
+    parts = await load_parts(connection, "indexer.repo")
+    total = sum(part.pages for part in parts)
     pages = FIRST_PAGES_PER_REPO * count
     while True:
         percentage = 100.0 * min(1.0, pages / max(total, 1))
-        rows = await connection.fetch(SAMPLE, percentage, count)
-        if len(rows) == count or pages >= min(total, MAX_SAMPLE_PAGES):
-            return [did for (did,) in rows]
+        rows = [row for part in parts for row in await connection.fetch(SAMPLE, percentage, count, part.buckets)]
+        if len(rows) >= count or pages >= min(total, MAX_SAMPLE_PAGES):
+            return [did for (did,) in random.sample(rows, min(count, len(rows)))]
         pages = min(PAGES_FACTOR * pages, MAX_SAMPLE_PAGES)
 
 
@@ -316,5 +323,5 @@ async def visible_repos(connection: Connection) -> dict[str, tuple[str, str | No
 
 async def visible_records(connection: Connection, did: str) -> dict[str, bytes]:
     """Return the CID of each record of a visible repo, by path; empty if the repo is not visible."""
-    rows = await connection.fetch("select collection || '/' || rkey, cid from atproto.records where did = $1", did)
+    rows = await connection.fetch(_RECORDS, did, bucket_of(did))
     return {path: parse_cid(cid) for path, cid in rows}

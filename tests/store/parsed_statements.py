@@ -49,6 +49,9 @@ LOCALS = {
 }
 """Values of local variables that are put into a statement: a segment, a public role, and the parts of an index."""
 DYNAMIC = {
+    "indexer.adapt_public_schema": "creates the public views, of which those of a plain database are read as views",
+    "indexer.grant_shards_to_readers": "grants rights on tables and on a schema",
+    "indexer.parts_of": "asks each node for the sizes of its shards",
     "indexer.create_lexicon_view": "creates and drops views, comments on them and grants access to them",
     "indexer.drop_lexicon_view": "drops a view",
 }

@@ -195,7 +195,7 @@ VALID = (
 )
 
 SHARDS = "works, but queries every shard"
-VIEW = "works, but queries every shard; a column bucket at the end of the view would avoid that"
+ONE_SHARD = "the buckets are those of one shard, which the planner of Citus finds out"
 EXCEPTIONS = {
     one_command: {
         "migrate._upgrade": "creates a schema and a table that stays on the coordinator",
@@ -220,15 +220,11 @@ EXCEPTIONS = {
         "link_progress._OPEN_DELTAS": SHARDS,
         "link_progress._OPEN_RECOUNTS": SHARDS,
         "repo_requests._PAGE": SHARDS,
-        "report_queries.SAMPLE": "see samples_are_in_one_bucket",
         "report_queries._COUNT_REPOS": SHARDS,
-        "report_queries._COUNT_SAMPLE": "see samples_are_in_one_bucket",
         "report_queries._FEW_IN_PROGRESS": SHARDS,
         "report_queries._FEW_PARKED": SHARDS,
         "report_queries._FEW_UNPROVEN": SHARDS,
         "report_queries._FEW_WAITING": SHARDS,
-        "report_queries._RECORD": VIEW,
-        "report_queries.visible_records": VIEW,
         "report_queries.visible_repos": SHARDS,
         "scope_changes.NEXT_COLLECTION": f"{SHARDS}; once for each collection, every ten minutes",
         "scope_row._PROGRESS": SHARDS,
@@ -236,10 +232,7 @@ EXCEPTIONS = {
         "resync_queue.DUE": f"{SHARDS}; with the array in the lateral query, too, the planner sorts all due repos",
     },
     sizes_are_not_queried: {
-        "collection_export._ESTIMATE": "citus_shards has the sizes; this returns a guess of the planner",
-        "repo_requests._ESTIMATE_REPOS": "the progress of a command is shown without a total if this returns 0",
-        "report_queries._COUNT_RECORDS": "citus_shards has the sizes; this returns 0",
-        "report_queries._TABLE_PAGES": "citus_relation_size has them; this returns 0",
+        "collection_export._ESTIMATE": "the plan of Citus contains that of a shard",
     },
     joins_include_the_bucket: {
         "feed_rows._SNAPSHOT_PAGE": "no join: Citus plans both parts of the union alone, and merges their first rows",
@@ -248,8 +241,8 @@ EXCEPTIONS = {
         "view atproto.scope_progress": "Citus runs the grouped sub-query first, and joins its few rows with the scope",
     },
     samples_are_in_one_bucket: {
-        "report_queries._COUNT_SAMPLE": "not sent, because _TABLE_PAGES is 0 there: all shards count their repos",
-        "report_queries.SAMPLE": "only audits use it; it could choose buckets first, and sample within each",
+        "report_queries._COUNT_SAMPLE": ONE_SHARD,
+        "report_queries.SAMPLE": ONE_SHARD,
     },
 }
 

@@ -20,7 +20,7 @@ CONTRACTION = re.compile(
     re.IGNORECASE,
 )
 
-EXPANDS = {"0024": "its functions drop views of schema lexicon, which it creates itself"}
+EXPANDS = dict.fromkeys(("0024", "0030"), "its functions drop views of schema lexicon, which they create themselves")
 """Migrations that only seem to contract, with the reason."""
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)

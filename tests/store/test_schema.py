@@ -48,14 +48,14 @@ CATALOG = """
 
 VIEWS = {
     "repos": "did handle pds sync_status sync_reason rev data hosting_status takedown visible resync_attempts "
-    "next_attempt_at last_error synchronized_at updated_at",
-    "records": "did collection rkey uri cid rev value value_problem indexed_at",
+    "next_attempt_at last_error synchronized_at updated_at bucket",
+    "records": "did collection rkey uri cid rev value value_problem indexed_at bucket",
     "changes": "seq did collection rkey action cid rev live time",
     "cursors": "relay shard seq event_time updated_at caught_up_at",
     "hosts": "host requests failures failures_in_a_row paused_until pause_reason last_error last_success_at updated_at",
     "rejected": "id relay seq did kind reason time",
-    "blobs": "did cid mime_type size collection rkey uri",
-    "links": "target target_kind did collection rkey path",
+    "blobs": "did cid mime_type size collection rkey uri bucket",
+    "links": "target target_kind did collection rkey path bucket",
     "link_progress": "state buckets_done buckets repos_done enabled_at completed_at",
 }
 
