@@ -6,6 +6,7 @@
     shards        `resync_queue` in shards of equally many buckets                  its only shard is cut again
     each table    the table in the same shards, with its rows                       one transaction; then it is the next
     two phases    triggers of the plain tables; COMMIT does not number changes      one transaction
+    public        views that read one shard, and what their readers need on nodes   again at each call
     finish        `finished_at` in the row
 
 Each step looks at what is stored, and does the rest. So the command can be killed and run again at any point, and on a
@@ -131,6 +132,7 @@ _COPIED = """
 _RECOVERY_INTERVAL = f"select setting::int from pg_settings where name = '{RECOVERY}'"
 # What an earlier call has left. Without the privilege, a process of Citus does it a little later.
 _MAY_COMPLETE_PREPARED = "select has_function_privilege('recover_prepared_transactions()', 'execute')"
+_ADAPT_PUBLIC_SCHEMA = "select indexer.adapt_public_schema()"
 _COMPLETE_PREPARED = "select recover_prepared_transactions()"
 
 
@@ -268,6 +270,7 @@ class _Command:
         await self._distribute_tables(sizes)
         async with self._connection.transaction():
             await use_two_phases(self._connection)
+        await self._connection.execute(_ADAPT_PUBLIC_SCHEMA)
         await self._connection.execute(_FINISH)
         result.notices = self._notices
         return result

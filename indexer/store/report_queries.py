@@ -106,7 +106,7 @@ _COUNT_SAMPLE = f"""
     group by sync_status, sync_reason, failure
 """
 
-# Each of these kinds has an index of its own. $1 is the largest number.
+# Each of these kinds has an index of its own. $1 is the largest number. Citus needs a column in the inner query.
 _FEW_IN_PROGRESS = f"""
     select count(*) from (select 1 from indexer.repo where sync_status = '{SyncStatus.IN_PROGRESS}' limit $1) found
 """
@@ -130,7 +130,7 @@ _CURSORS = """
     from atproto.cursors order by relay, shard
 """
 
-_REPO = f"""
+REPO = f"""
     select r.did, i.handle, i.pds, r.sync_status, r.sync_reason,
         r.rev, atproto.cid_text(r.data) as data, atproto.cid_text(r.commit) as commit, r.latest_verified_rev,
         coalesce(r.hosting_status, case when r.active then 'active' else 'inactive' end) as hosting_status,
@@ -139,7 +139,7 @@ _REPO = f"""
         coalesce(r.next_attempt_at = 'infinity', false) as parked,
         r.last_error, r.synchronized_at, r.unproven_since, r.updated_at, r.lease_until, r.buffered_events,
         r.buffered_bytes, r.bucket,
-        (select count(*) from indexer.record c where c.did = r.did and c.bucket = r.bucket) as records
+        (select count(*) from indexer.record c where c.did = r.did and c.bucket = $2) as records
     from indexer.repo r left join indexer.identity i using (did, bucket)
     where r.did = $1 and r.bucket = $2
 """
@@ -286,7 +286,7 @@ async def _limit_time(connection: Connection) -> None:
 
 async def repo_report(connection: Connection, did: str) -> dict[str, Any] | None:
     """Return everything that is stored about a repo, by column; None if the repo is unknown."""
-    row = await connection.fetchrow(_REPO, did, bucket_of(did))
+    row = await connection.fetchrow(REPO, did, bucket_of(did))
     return None if row is None else dict(row)
 
 

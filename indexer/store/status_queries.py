@@ -69,7 +69,7 @@ ACCOUNT = f"""
         date_part('epoch', r.synchronized_at) as synchronized_at, date_part('epoch', r.updated_at) as updated_at,
         r.buffered_events, (
             select count(*) from (
-                select from indexer.record c where c.did = r.did and c.bucket = r.bucket limit $3
+                select from indexer.record c where c.did = r.did and c.bucket = $2 limit $3
             ) counted
         ) as records
     from indexer.repo r left join indexer.identity i using (did, bucket)

@@ -9,7 +9,7 @@ select rows of a distributed table, so such functions are in PL/pgSQL.
 from alembic import op
 
 revision = "0030"
-down_revision = "0028"
+down_revision = "0029"
 branch_labels = None
 depends_on = None
 
@@ -22,12 +22,10 @@ PUBLIC_FUNCTIONS = (
     """
     create or replace function atproto.record_bytes(did text, collection text, rkey text) returns bytea
     language plpgsql stable strict security definer set search_path = pg_catalog, pg_temp as $$
-    declare
-        own_bucket smallint := indexer.bucket_of($1);
     begin
         return (
-            select c.original from indexer.record c join indexer.repo r on r.did = c.did and r.bucket = c.bucket
-            where c.did = $1 and c.collection = $2 and c.rkey = $3 and c.bucket = own_bucket
+            select c.original from indexer.record c join indexer.repo r using (did, bucket)
+            where c.did = $1 and c.collection = $2 and c.rkey = $3 and c.bucket = indexer.bucket_of($1)
                 and r.active and not r.takedown
         );
     end $$
@@ -152,7 +150,8 @@ CLUSTER_FUNCTIONS = (
             select r.did, i.handle, i.pds, r.sync_status, r.sync_reason, r.rev, atproto.cid_text(r.data) as data,
                 coalesce(r.hosting_status, case when r.active then 'active' else 'inactive' end) as hosting_status,
                 r.takedown, r.active and not r.takedown as visible,
-                r.attempts as resync_attempts, r.next_attempt_at, r.last_error, r.synchronized_at, r.updated_at, r.bucket
+                r.attempts as resync_attempts, r.next_attempt_at, r.last_error, r.synchronized_at, r.updated_at,
+                r.bucket
             from indexer.repo r left join indexer.identity i using (did, bucket)
             where r.tracked
         $view$;

@@ -11,11 +11,14 @@ import pytest
 import yaml
 
 from indexer.cli.demo_network import daemon_variables
+from indexer.cli.main import COMMANDS
 from indexer.localnet.local_network import LocalNetwork
 from indexer.settings import Settings
+from indexer.store.cluster_nodes import OLDEST_CITUS, ClusterNode, check_nodes, notices
+from indexer.sync.shard import Shard
 from tests.deploy.files import ROOT, SETUP, VARIABLES, compose, indexer_variables, seconds
 
-BASE, DEMO = "docker-compose.yml", "docker-compose.demo.yml"
+BASE, DEMO, CITUS = "docker-compose.yml", "docker-compose.demo.yml", "docker-compose.citus.yml"
 LOADER = Path(__file__).parent / "compose_config/compose-config"
 NETWORK_HOST, NETWORK_PORT = "network", 2470
 
@@ -35,25 +38,32 @@ def load(*names: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(loader_command(*names), cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
 
 
-@pytest.mark.parametrize("names", [(BASE,), (BASE, DEMO)], ids="+".join)
-def test_docker_compose_accepts_the_files(names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("names", "daemons"),
+    [((BASE,), ["indexer"]), ((BASE, DEMO), ["indexer"]), ((CITUS,), ["indexer0", "indexer1"])],
+    ids=["base", "demo", "citus"],
+)
+def test_docker_compose_accepts_the_files(
+    names: tuple[str, ...], daemons: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("POSTGRES_PASSWORD", "of-the-test")
     loaded = load(*names)
     assert loaded.returncode == 0, loaded.stderr
     services = json.loads(loaded.stdout)["services"]
-    assert services.keys() == compose(BASE)["services"].keys() | compose(names[-1])["services"].keys()
-    assert services["indexer"]["environment"]["PGPASSWORD"] == "of-the-test"
+    assert services.keys() == {service for name in names for service in compose(name)["services"]}
+    assert [services[name]["environment"]["PGPASSWORD"] for name in daemons] == ["of-the-test"] * len(daemons)
 
 
-def test_compose_does_not_start_without_a_password(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [BASE, CITUS])
+def test_compose_does_not_start_without_a_password(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("POSTGRES_PASSWORD", raising=False)
-    loaded = load(str(shutil.copy(ROOT / BASE, tmp_path)))  # away from an .env file of the developer
+    loaded = load(str(shutil.copy(ROOT / name, tmp_path)))  # away from an .env file of the developer
     assert loaded.returncode != 0
     assert "Set it in the file .env" in loaded.stderr
     assert ".env" in (ROOT / ".gitignore").read_text().splitlines()
 
 
-@pytest.mark.parametrize("name", [BASE, DEMO])
+@pytest.mark.parametrize("name", [BASE, DEMO, CITUS])
 def test_compose_files_contain_no_secret(name: str) -> None:
     """Every value whose name suggests a secret comes from a variable without a default."""
     text = (ROOT / name).read_text()
@@ -62,22 +72,32 @@ def test_compose_files_contain_no_secret(name: str) -> None:
     assert not re.search(r"://[^/\s]+:[^/\s]+@", text)
 
 
-@pytest.mark.parametrize("name", [BASE, DEMO])
+@pytest.mark.parametrize("name", [BASE, DEMO, CITUS])
 def test_variables_of_the_compose_files_are_settings(name: str) -> None:
     assert set(indexer_variables(compose(name)["services"])) <= VARIABLES
 
 
-@pytest.mark.parametrize("service", sorted(compose(BASE)["services"]))
-def test_services_have_limits_rotate_their_logs_and_listen_on_loopback(service: str) -> None:
-    described = compose(BASE)["services"][service]
+@pytest.mark.parametrize(
+    ("name", "service"), [(name, service) for name in (BASE, CITUS) for service in sorted(compose(name)["services"])]
+)
+def test_services_have_limits_rotate_their_logs_and_listen_on_loopback(name: str, service: str) -> None:
+    described = compose(name)["services"][service]
     assert described["deploy"]["resources"]["limits"]["memory"]
     assert described["logging"]["options"].keys() == {"max-size", "max-file"}
-    assert described["restart"] == "unless-stopped"
+    ends = described.get("profiles") == ["setup"]
+    assert described.get("restart", "no") == ("no" if ends else "unless-stopped")
     assert all(port.startswith("127.0.0.1:") for port in described.get("ports", []))
 
 
 @pytest.mark.parametrize(
-    ("name", "service"), [(BASE, "indexer"), (BASE, "prometheus"), (BASE, "grafana"), (DEMO, "network")]
+    ("name", "service"),
+    [
+        (BASE, "indexer"),
+        (BASE, "prometheus"),
+        (BASE, "grafana"),
+        (DEMO, "network"),
+        *[(CITUS, name) for name in ("indexer0", "indexer1", "migrate", "distribute")],
+    ],
 )
 def test_containers_cannot_write_to_their_root_file_system(name: str, service: str) -> None:
     described = compose(name)["services"][service]
@@ -86,8 +106,9 @@ def test_containers_cannot_write_to_their_root_file_system(name: str, service: s
     assert described["security_opt"] == ["no-new-privileges:true"]
 
 
-def test_compose_waits_longer_than_the_daemon_takes_to_stop() -> None:
-    assert seconds(compose(BASE)["services"]["indexer"]["stop_grace_period"]) > Settings().stop_timeout
+@pytest.mark.parametrize(("name", "service"), [(BASE, "indexer"), (CITUS, "indexer0"), (CITUS, "indexer1")])
+def test_compose_waits_longer_than_the_daemon_takes_to_stop(name: str, service: str) -> None:
+    assert seconds(compose(name)["services"][service]["stop_grace_period"]) > Settings().stop_timeout
 
 
 def test_monitoring_starts_only_with_its_profile_and_its_files_are_mounted_read_only() -> None:
@@ -123,3 +144,62 @@ def test_demo_override_gives_the_indexer_the_addresses_of_the_network() -> None:
     assert NETWORK_HOST in services
     network = LocalNetwork(host=NETWORK_HOST, first_port=NETWORK_PORT)
     assert services["indexer"]["environment"] == daemon_variables(network)
+
+
+def test_daemons_of_the_cluster_share_the_accounts_and_nothing_else() -> None:
+    services = compose(CITUS)["services"]
+    daemons = [service for name, service in services.items() if name.startswith("indexer")]
+    shards = [Settings(shard=daemon["environment"]["INDEXER_SHARD"]).shard for daemon in daemons]
+    assert shards == [Shard(index, len(daemons)) for index in range(len(daemons))]
+    used = [volume for service in services.values() for volume in service.get("volumes", ())]
+    ports = [port.rpartition(":")[0] for daemon in daemons for port in daemon["ports"]]
+    assert len(set(used)) == len(used) == 3 + len(daemons)
+    assert {volume.partition(":")[0] for volume in used} == compose(CITUS)["volumes"].keys()
+    assert len(set(ports)) == len(daemons)
+    assert {daemon["environment"]["INDEXER_DATABASE_URL"] for daemon in daemons} == {
+        "postgresql://indexer@coordinator:5432/indexer"
+    }
+
+
+def node_of(name: str, service: dict[str, Any]) -> ClusterNode:
+    """Return the node that a service runs, as `indexer distribute` sees it."""
+    words = service["command"]
+    assert set(words[::2]) == {"-c"}
+    settings = dict(word.split("=") for word in words[1::2])
+    image, _, version = service["image"].partition(":")
+    assert image == "citusdata/citus"
+    return ClusterNode(
+        id=0,
+        name=name,
+        is_coordinator=name == "coordinator",
+        holds_shards=name != "coordinator",
+        postgres=170_000,  # the image has no version of Postgres in its name
+        citus=version,
+        connections=int(settings["max_connections"]),
+        prepared=int(settings["max_prepared_transactions"]),
+        wal_level=settings["wal_level"],
+    )
+
+
+def test_nodes_of_the_cluster_have_what_distribute_requires() -> None:
+    services = compose(CITUS)["services"]
+    nodes = [node_of(name, services[name]) for name in ("coordinator", "worker1", "worker2")]
+    check_nodes(nodes)
+    assert notices(nodes) == []
+    assert int(nodes[0].citus.partition(".")[0]) >= OLDEST_CITUS
+    assert all(nodes[0].connections == node.connections for node in nodes)
+
+
+def test_setup_connects_all_nodes_and_then_migrates_and_distributes() -> None:
+    services = compose(CITUS)["services"]
+    connected = " ".join(services["nodes"]["command"])
+    assert re.findall(r"citus_\w+\('(\w+)', 5432\)", connected) == ["coordinator", "worker1", "worker2"]
+    assert {name for name, service in services.items() if service.get("profiles") == ["setup"]} == {
+        "nodes",
+        "migrate",
+        "distribute",
+    }
+    for name, before in {"migrate": "nodes", "distribute": "migrate"}.items():
+        assert services[name]["command"] == [name]
+        assert name in COMMANDS
+        assert services[name]["depends_on"] == {before: {"condition": "service_completed_successfully"}}

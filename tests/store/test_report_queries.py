@@ -223,9 +223,8 @@ async def test_a_sample_is_spread_over_the_table_and_reads_little_of_it(store: S
         assert len(found) > 20, "few repos share a page"
         assert found[0] < pages / 3 < pages * 2 / 3 < found[-1]
     assert pages > 4 * report_queries.FIRST_PAGES_PER_REPO * 40, "the table is large enough for this test"
-    plan = await sql.fetchval(
-        f"explain (analyze, format json) {report_queries.SAMPLE}", 100 * 160 / pages, 40, [*range(256)]
-    )
+    sampled = (100 * 160 / pages, 40, list(range(256)))
+    plan = await sql.fetchval(f"explain (analyze, format json) {report_queries.SAMPLE}", *sampled)
     [read] = [node for node in nodes_of(plan) if node["Node Type"] == "Sample Scan"]
     assert read["Actual Rows"] < 20_000 / 4
 

@@ -1,0 +1,220 @@
+# ruff: noqa: S608 - a view cannot be a parameter
+"""The public schema on a cluster: what roles may read there, and which queries read one shard.
+
+`--log-cli-level=INFO` shows the plans.
+"""
+
+import json
+import logging
+import secrets
+from collections.abc import AsyncIterator
+from typing import Any
+
+import asyncpg
+import pytest
+
+from docs.generate import VIEWS
+from indexer.store import Store
+from indexer.sync.shard import bucket_of
+from tests.citus_server import SHARDS
+from tests.lexicons.samples import DEFS_DOCUMENT, REVIEW, REVIEW_DOCUMENT, REVIEW_VALUE, sourced
+from tests.store.link_steps import LIKE, PATH, like, post, turn_on
+from tests.store.repo_rows import did, insert, put, synchronized
+
+pytestmark = pytest.mark.slow
+
+log = logging.getLogger(__name__)
+
+REPOS = 12
+"""Repos with records; with so many, each shard has some."""
+REVIEWS = f'lexicon."{REVIEW}"'
+BLOB = '{"image": {"$type": "blob", "ref": {"$link": "a"}, "mimeType": "image/png", "size": 1}}'
+READER_CALLS = {
+    "bucket_of": "select atproto.bucket_of($1)",
+    "changes_after": "select count(*) from atproto.changes_after(0, 10) where did <> $1",
+    "cid_text": "select atproto.cid_text('\\x01711220') where $1 <> ''",
+    "did_of": "select atproto.did_of($1)",
+    "latest_seq": "select atproto.latest_seq() where $1 <> ''",
+    "link_count": "select atproto.link_count($1, 'a.b.c', '.d')",
+    "next_changes": "select count(*) from atproto.next_changes('test', 10) where did <> $1",
+    "record_bytes": "select atproto.record_bytes($1, 'app.test', 'a')",
+    "register_reader": "select atproto.register_reader('test') where $1 <> ''",
+    "unregister_reader": "select atproto.unregister_reader('test') where $1 <> ''",
+}
+OPERATOR_CALLS = {
+    "request_resync": "select atproto.request_resync($1)",
+    "request_takedown": "select atproto.request_takedown($1, true)",
+    "set_collections": "select atproto.set_collections(array['*']) where $1 <> ''",
+    "set_signal_collections": "select atproto.set_signal_collections('{}') where $1 <> ''",
+    "set_track": "select atproto.set_track('listed') where $1 <> ''",
+    "track": "select atproto.track(array[$1])",
+    "untrack": "select atproto.untrack(array[$1])",
+}
+
+
+@pytest.fixture
+async def filled(store: Store) -> Store:
+    """Return a store with links, a typed view, and repos with a review, a like and a blob each."""
+    await store.add_lexicons(sourced(REVIEW_DOCUMENT, DEFS_DOCUMENT))
+    await turn_on(store)
+    changes = put(f"{REVIEW}/a", json.dumps(REVIEW_VALUE)), put("app.test/a", BLOB), like("a")
+    for name in range(REPOS):
+        await insert(store, synchronized(name), changes=changes)
+    async with store.numbering_session() as session:
+        queue = await session.queue(0)
+        await session.number(queue.batches, await session.prepared(await session.nodes()))
+    return store
+
+
+@pytest.fixture
+async def reader(filled: Store, database: str, sql: asyncpg.Connection) -> AsyncIterator[asyncpg.Connection]:
+    """Log in as a role that is a member of atproto_reader."""
+    name = f"test_reader_{secrets.token_hex(4)}"
+    await sql.execute(f"create role {name} login in role atproto_reader")
+    connection = await asyncpg.connect(database, user=name)
+    yield connection
+    await connection.close()
+    await sql.execute(f"drop role {name}")
+
+
+async def plan_of(sql: asyncpg.Connection, query: str, *values: object) -> str:
+    """Return and log the plan of a query."""
+    lines = await sql.fetch(f"explain (costs off) {query}", *values)
+    plan = "\n".join(line for (line,) in lines)
+    log.info("%s\n%s", query, plan)
+    return plan
+
+
+def tasks_of(plan: str) -> int:
+    """Return how many shards a plan reads."""
+    [tasks] = [line.rpartition(" ")[2] for line in plan.splitlines() if "Task Count" in line]
+    return int(tasks)
+
+
+@pytest.mark.parametrize("view", ["atproto.repos", "atproto.records", "atproto.blobs", "atproto.links", REVIEWS])
+async def test_a_query_by_did_and_bucket_reads_one_shard(filled: Store, sql: asyncpg.Connection, view: str) -> None:
+    wanted = f"select * from {view} where did = $1 and bucket = atproto.bucket_of($1)"
+    plan = await plan_of(sql, wanted, did(1))
+    assert tasks_of(plan) == 1
+    every = await sql.fetch(f"select * from {view} where did = $1", did(1))
+    assert await sql.fetch(wanted, did(1)) == every
+    assert {row["bucket"] for row in every} == {bucket_of(did(1))}
+    assert tasks_of(await plan_of(sql, f"select * from {view} where did = $1", did(1))) == SHARDS, "without the bucket"
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "select rkey from atproto.records left join atproto.links l using (did, bucket, collection, rkey)",
+        "select rkey from atproto.records join atproto.repos using (did, bucket)",
+    ],
+)
+async def test_views_joined_by_did_and_bucket_read_one_shard(
+    filled: Store, sql: asyncpg.Connection, query: str
+) -> None:
+    wanted = f"{query} where did = $1 and bucket = atproto.bucket_of($1)"
+    assert tasks_of(await plan_of(sql, wanted, did(1))) == 1
+    assert len(await sql.fetch(wanted, did(1))) == 3
+
+
+async def test_a_prepared_query_reads_one_shard_however_often_it_runs(filled: Store, sql: asyncpg.Connection) -> None:
+    """From the sixth time on, Postgres may use a plan that does not know the values."""
+    await sql.execute(
+        "prepare by_did(text) as select rkey from atproto.records where did = $1 and bucket = atproto.bucket_of($1)"
+    )
+    for _ in range(8):
+        assert len(await sql.fetch(f"execute by_did('{did(1)}')")) == 3
+    assert tasks_of(await plan_of(sql, f"execute by_did('{did(1)}')")) == 1
+
+
+@pytest.mark.parametrize("view", VIEWS)
+async def test_a_reader_reads_each_view(reader: asyncpg.Connection, view: str) -> None:
+    rows = await reader.fetch(f"select * from atproto.{view}")
+    expected = {"repos": REPOS, "records": 3 * REPOS, "blobs": 2 * REPOS, "links": 2 * REPOS}
+    assert len(rows) == expected.get(view, len(rows))
+
+
+async def test_a_reader_reads_a_typed_view(reader: asyncpg.Connection) -> None:
+    rows = await reader.fetch(f"select title, created_at, lexicon_problem from {REVIEWS} order by did")
+    assert [tuple(row)[2] for row in rows] == [None] * REPOS
+    assert {row["title"] for row in rows} == {"Grüße"}
+
+
+async def test_a_reader_calls_each_function_that_is_for_readers(reader: asyncpg.Connection) -> None:
+    for name in ("register_reader", *READER_CALLS):
+        await reader.fetch(READER_CALLS[name], did(1))
+
+
+async def test_an_operator_calls_each_function_that_is_for_operators(
+    reader: asyncpg.Connection, sql: asyncpg.Connection
+) -> None:
+    role = await reader.fetchval("select current_user")
+    for call in OPERATOR_CALLS.values():
+        with pytest.raises(asyncpg.InsufficientPrivilegeError):
+            await reader.fetch(call, did(1))
+    await sql.execute(f"grant atproto_operator to {role}")
+    for call in OPERATOR_CALLS.values():
+        await reader.fetch(call, did(1))
+
+
+async def test_every_public_function_is_called_here(sql: asyncpg.Connection) -> None:
+    functions = await sql.fetch("select proname from pg_proc where pronamespace = 'atproto'::regnamespace")
+    assert {name for (name,) in functions} == READER_CALLS.keys() | OPERATOR_CALLS.keys()
+
+
+@pytest.mark.parametrize("table", ["repo", "record", "identity", "link", "buffered_event", "change"])
+async def test_a_reader_cannot_name_a_private_table(reader: asyncpg.Connection, table: str) -> None:
+    with pytest.raises(asyncpg.InsufficientPrivilegeError, match="permission denied for schema indexer"):
+        await reader.fetch(f"select * from indexer.{table}")
+
+
+async def test_records_of_hidden_repos_are_not_shown(filled: Store, reader: asyncpg.Connection) -> None:
+    await filled.set_takedown(did(1), on=True)
+    await insert(filled, synchronized("gone", active=False), changes=(put("app.test/a", BLOB),))
+    for view, shown in {"records": 3, "blobs": 2, "links": 2}.items():
+        assert await reader.fetchval(f"select count(*) from atproto.{view}") == shown * (REPOS - 1)
+        assert await reader.fetch(f"select * from atproto.{view} where did = any($1)", [did(1), did("gone")]) == []
+    assert await reader.fetchval("select atproto.record_bytes($1, 'app.test', 'a')", did(1)) is None
+
+
+async def test_functions_return_what_is_stored(
+    filled: Store, reader: asyncpg.Connection, sql: asyncpg.Connection
+) -> None:
+    await sql.execute("update indexer.record set original = 'abc' where did = $1 and collection = 'app.test'", did(1))
+    await sql.execute(
+        "insert into indexer.identity (did, bucket, handle, fetched_at, stale) values ($1, $2, 'a.test', now(), false)",
+        did(1),
+        bucket_of(did(1)),
+    )
+    for _ in range(7):  # from the sixth run on, the statements of a function may have a generic plan
+        assert await reader.fetchval("select atproto.record_bytes($1, 'app.test', 'a')", did(1)) == b"abc"
+        assert await reader.fetchval("select atproto.did_of('@A.test')") == did(1)
+        assert await reader.fetchval("select atproto.link_count($1, $2, $3)", post("one"), LIKE, PATH) == REPOS
+
+
+CHANGES_WITH_VALUES = """
+    with c as materialized (select * from atproto.changes_after($1, 1000)),
+        r as materialized (
+            select r.did, r.collection, r.rkey, r.value from c join atproto.records r using (did, collection, rkey)
+        )
+    select c.seq, c.did, c.collection, c.rkey, r.value from c left join r using (did, collection, rkey) order by seq
+"""
+
+
+async def test_changes_are_read_with_the_values_of_their_records(filled: Store, reader: asyncpg.Connection) -> None:
+    """The recipe of docs/sql.md reads the records of the changes; a plain left join would fetch all records."""
+    rows = await reader.fetch(CHANGES_WITH_VALUES, 0)
+    values: dict[str, Any] = {f"{row['did']}/{row['collection']}": row["value"] for row in rows if row["collection"]}
+    assert len(values) == 3 * REPOS
+    assert all(values.values())
+
+
+async def test_the_bytes_of_records_are_read_with_one_query(
+    filled: Store, reader: asyncpg.Connection, sql: asyncpg.Connection
+) -> None:
+    await sql.execute("update indexer.record set original = 'abc', value_problem = 'x' where collection = 'app.test'")
+    rows = await reader.fetch(
+        "with w as materialized (select did, collection, rkey from atproto.records where value_problem is not null) "
+        "select did, atproto.record_bytes(did, collection, rkey) as bytes from w"
+    )
+    assert sorted((row["did"], row["bytes"]) for row in rows) == sorted((did(name), b"abc") for name in range(REPOS))

@@ -1,0 +1,122 @@
+"""The queries of commands and of the status page on a cluster: what they return, and how many shards they read."""
+
+from typing import Any
+
+import asyncpg
+import pytest
+
+from indexer.store import Store, report_queries, status_queries
+from indexer.store.table_parts import load_parts
+from indexer.sync.repo_state import SyncStatus
+from indexer.sync.shard import BUCKETS, bucket_of
+from tests.citus.test_public_schema_on_a_cluster import plan_of, tasks_of
+from tests.citus_server import SHARDS
+from tests.store.repo_rows import did, insert, put, synchronized
+from tests.store.test_report_queries import MANY_REPOS, assert_about
+
+pytestmark = pytest.mark.slow
+
+MANY = 40_000
+
+
+@pytest.fixture
+async def many(store: Store, sql: asyncpg.Connection) -> Store:
+    """Return a store with many repos, one of ten of them desynchronized."""
+    await sql.execute(MANY_REPOS.replace("$1", str(MANY)))
+    await sql.execute("vacuum analyze indexer.repo")
+    return store
+
+
+async def test_parts_are_the_shards_with_all_buckets(many: Store, sql: asyncpg.Connection) -> None:
+    parts = await load_parts(sql, "indexer.repo")
+    assert len(parts) == SHARDS
+    assert sorted(bucket for part in parts for bucket in part.buckets) == list(range(BUCKETS))
+    for part in parts:
+        counted = "select count(*) from indexer.repo where bucket = any($1::smallint[])"
+        assert tasks_of(await plan_of(sql, counted, part.buckets)) == 1
+        assert part.estimated_rows == pytest.approx(await sql.fetchval(counted, part.buckets), rel=0.1)
+        assert part.pages > part.estimated_rows * 100 // 8192
+
+
+async def test_parts_of_a_table_on_the_coordinator_are_the_table(sql: asyncpg.Connection) -> None:
+    [part] = await load_parts(sql, "indexer.cursor")
+    assert part.buckets == list(range(BUCKETS))
+
+
+async def test_repos_are_counted_and_estimated(
+    many: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exact = await many.counts(102.0)
+    assert exact.counted_share == 1.0
+    assert exact.statuses == {
+        SyncStatus.SYNCHRONIZED: MANY * 9 // 10 - 1,
+        SyncStatus.DESYNCHRONIZED: MANY // 10,
+        SyncStatus.IN_PROGRESS: 1,
+    }
+    monkeypatch.setattr(report_queries, "MAX_COUNTED_PAGES", 200)
+    monkeypatch.setattr(report_queries, "MAX_FEW", 100)
+    counts = await many.counts(102.0)
+    pages = sum(part.pages for part in await load_parts(sql, "indexer.repo"))
+    assert counts.counted_share == pytest.approx(200 / pages)
+    assert (counts.statuses[SyncStatus.IN_PROGRESS], counts.parked, counts.unproven) == (1, 1, 1)
+    assert_about(counts.statuses[SyncStatus.SYNCHRONIZED], MANY * 9 // 10)
+    assert_about(counts.statuses[SyncStatus.DESYNCHRONIZED], MANY // 10)
+
+
+async def test_a_sample_is_spread_over_the_shards_and_reads_little(
+    many: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    percentages = []
+    fetch = asyncpg.Connection.fetch
+
+    async def recorded(self: asyncpg.Connection, query: str, *values: Any) -> Any:
+        if query == report_queries.SAMPLE:
+            percentages.append(values[0])
+        return await fetch(self, query, *values)
+
+    monkeypatch.setattr(asyncpg.Connection, "fetch", recorded)
+    sample = await many.sample_synchronized(40)
+    assert len(set(sample)) == 40
+    assert max(percentages) < 50
+    buckets = {int(name.rpartition(":")[2]) % BUCKETS for name in sample}
+    parts = await load_parts(sql, "indexer.repo")
+    assert all(buckets & set(part.buckets) for part in parts)
+
+
+async def test_estimates_are_those_of_all_shards(store: Store, sql: asyncpg.Connection) -> None:
+    for name in range(20):
+        changes = tuple(put(f"app.{collection}/{rkey}") for collection in "ab" for rkey in range(20))
+        await insert(store, synchronized(name), changes=changes)
+    await sql.execute("vacuum analyze indexer.record")
+    await sql.execute("vacuum analyze indexer.repo")
+    assert_about((await store.counts()).records, 800)
+    assert_about(await store.estimate_repos(), 20)
+    assert await store.estimate_records("app.a") == pytest.approx(400, rel=0.5), "from one shard"
+
+
+@pytest.mark.parametrize(
+    ("query", "others"),
+    [
+        (report_queries.REPO, ()),
+        (status_queries.ACCOUNT, (100,)),
+    ],
+)
+async def test_the_report_on_a_repo_reads_one_shard(
+    store: Store, sql: asyncpg.Connection, query: str, others: tuple[object, ...]
+) -> None:
+    await insert(store, synchronized(1), changes=(put("app.test/a"),))
+    plan = await plan_of(sql, query, did(1), bucket_of(did(1)), *others)
+    assert tasks_of(plan) == 1
+    assert await sql.fetchval(f"select records from ({query}) q", did(1), bucket_of(did(1)), *others) == 1  # noqa: S608
+
+
+async def test_records_of_a_repo_are_reported(store: Store) -> None:
+    await insert(store, synchronized(1), changes=(put("app.test/a"),))
+    record = await store.record(did(1), "app.test", "a")
+    assert record is not None
+    assert list(await store.visible_records(did(1))) == ["app.test/a"]
+    account = await store.account_state(did(1))
+    assert account is not None
+    assert account["records"] == 1
+    exported = [row.uri async for page in store.export_collection("app.test") for row in page]
+    assert exported == [record["uri"]]
