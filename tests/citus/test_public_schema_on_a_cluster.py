@@ -14,7 +14,9 @@ import asyncpg
 import pytest
 
 from docs.generate import VIEWS
+from indexer.atproto.syntax import CollectionFilter
 from indexer.store import Store
+from indexer.sync.scope import Scope, Track
 from indexer.sync.shard import bucket_of
 from tests.citus_server import SHARDS
 from tests.lexicons.samples import DEFS_DOCUMENT, REVIEW, REVIEW_DOCUMENT, REVIEW_VALUE, sourced
@@ -32,7 +34,7 @@ BLOB = '{"image": {"$type": "blob", "ref": {"$link": "a"}, "mimeType": "image/pn
 READER_CALLS = {
     "bucket_of": "select atproto.bucket_of($1)",
     "changes_after": "select count(*) from atproto.changes_after(0, 10) where did <> $1",
-    "cid_text": "select atproto.cid_text('\\x01711220') where $1 <> ''",
+    "cid_text": "select atproto.cid_text(sha256('a') || '\\x00000000') where $1 <> ''",
     "did_of": "select atproto.did_of($1)",
     "latest_seq": "select atproto.latest_seq() where $1 <> ''",
     "link_count": "select atproto.link_count($1, 'a.b.c', '.d')",
@@ -55,6 +57,7 @@ OPERATOR_CALLS = {
 @pytest.fixture
 async def filled(store: Store) -> Store:
     """Return a store with links, a typed view, and repos with a review, a like and a blob each."""
+    await store.begin_scope(Scope(1, Track.ALL, CollectionFilter(["*"]), (0,)))
     await store.add_lexicons(sourced(REVIEW_DOCUMENT, DEFS_DOCUMENT))
     await turn_on(store)
     changes = put(f"{REVIEW}/a", json.dumps(REVIEW_VALUE)), put("app.test/a", BLOB), like("a")
@@ -182,7 +185,8 @@ async def test_functions_return_what_is_stored(
 ) -> None:
     await sql.execute("update indexer.record set original = 'abc' where did = $1 and collection = 'app.test'", did(1))
     await sql.execute(
-        "insert into indexer.identity (did, bucket, handle, fetched_at, stale) values ($1, $2, 'a.test', now(), false)",
+        "insert into indexer.identity (did, bucket, handle, fetched_at, stale, handle_attempts) "
+        "values ($1, $2, 'a.test', now(), false, 0)",
         did(1),
         bucket_of(did(1)),
     )
@@ -218,3 +222,34 @@ async def test_the_bytes_of_records_are_read_with_one_query(
         "select did, atproto.record_bytes(did, collection, rkey) as bytes from w"
     )
     assert sorted((row["did"], row["bytes"]) for row in rows) == sorted((did(name), b"abc") for name in range(REPOS))
+
+
+NODES = "select nodename || ':' || nodeport from pg_dist_node where groupid <> 0"
+HIDE_SCHEMA = """
+    do $$ begin
+        perform set_config('citus.enable_ddl_propagation', 'off', true);
+        revoke usage on schema indexer from atproto_reader;
+    end $$
+"""
+
+
+async def test_readers_read_a_new_worker_after_it_was_granted_to_them(
+    reader: asyncpg.Connection, sql: asyncpg.Connection
+) -> None:
+    """A worker that was just added has the schema of the coordinator, without its rights for readers."""
+    hidden = await sql.fetch("select success from run_command_on_workers($1)", HIDE_SCHEMA)
+    assert [success for (success,) in hidden] == [True] * len(await sql.fetch(NODES))
+    with pytest.raises(asyncpg.InsufficientPrivilegeError):
+        await reader.fetch("select * from atproto.records")
+    await sql.execute("select indexer.grant_shards_to_readers()")
+    assert len(await reader.fetch("select * from atproto.records")) == 3 * REPOS
+
+
+async def test_readers_read_a_moved_shard(reader: asyncpg.Connection, sql: asyncpg.Connection) -> None:
+    [(shard, source, target)] = await sql.fetch(
+        "select s.shardid, s.nodeport, n.nodeport from citus_shards s join pg_dist_node n on n.nodeport <> s.nodeport "
+        "where s.table_name = 'indexer.repo'::regclass and n.groupid <> 0 limit 1"
+    )
+    for start, end in ((source, target), (target, source)):
+        await sql.execute("select citus_move_shard_placement($1, '127.0.0.1', $2, '127.0.0.1', $3)", shard, start, end)
+        assert len(await reader.fetch("select * from atproto.records")) == 3 * REPOS
