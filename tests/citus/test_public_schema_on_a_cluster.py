@@ -224,7 +224,6 @@ async def test_the_bytes_of_records_are_read_with_one_query(
     assert sorted((row["did"], row["bytes"]) for row in rows) == sorted((did(name), b"abc") for name in range(REPOS))
 
 
-NODES = "select nodename || ':' || nodeport from pg_dist_node where groupid <> 0"
 HIDE_SCHEMA = """
     do $$ begin
         perform set_config('citus.enable_ddl_propagation', 'off', true);
@@ -238,7 +237,7 @@ async def test_readers_read_a_new_worker_after_it_was_granted_to_them(
 ) -> None:
     """A worker that was just added has the schema of the coordinator, without its rights for readers."""
     hidden = await sql.fetch("select success from run_command_on_workers($1)", HIDE_SCHEMA)
-    assert [success for (success,) in hidden] == [True] * len(await sql.fetch(NODES))
+    assert {success for (success,) in hidden} == {True}
     with pytest.raises(asyncpg.InsufficientPrivilegeError):
         await reader.fetch("select * from atproto.records")
     await sql.execute("select indexer.grant_shards_to_readers()")
