@@ -11,6 +11,7 @@ from indexer.cli.status_tables import status_tables
 from indexer.outbound import HostState
 from indexer.reasons import FetchFailure, GapReason
 from indexer.store import ConsumerState, Counts, LinkProgress
+from indexer.store.shard_lock import ShardSession
 from indexer.sync.feed_delivery import RefusedEvent
 from indexer.sync.gap import Gap, OpenGap
 from indexer.sync.plans import Cursor
@@ -102,6 +103,25 @@ def test_open_gap_of_the_shard_is_shown_and_makes_it_not_ready() -> None:
         }
     ]
     assert "1 min 30 s" in shown(status_tables(own))
+
+
+@pytest.mark.parametrize(
+    ("positions", "shard"),
+    [
+        ((0, 255), "0/1"),
+        ((128, 255), "1/2"),
+        *(((Shard(index, 3).positions[0], Shard(index, 3).positions[-1]), f"{index}/3") for index in range(3)),
+        ((7, 7), "7/256"),
+        ((3, 9), "positions 3-9"),
+        ((9, 3), "positions 9-3"),
+        ((300, 999), "positions 300-999"),
+    ],
+)
+def test_daemon_is_shown_with_its_shard(positions: tuple[int, int], shard: str) -> None:
+    """Sessions of other programs may have any name, and so any positions."""
+    session = ShardSession(7, positions, owns=False, client="127.0.0.1", since=NOON)
+    [shown_daemon] = status(replace(NOTHING, sessions=[session])).daemons
+    assert shown_daemon.shard == shard
 
 
 def test_rates_are_averages_between_the_samples() -> None:

@@ -17,7 +17,7 @@ from indexer.sync.prepared_commits import PreparedCommits, verify_ahead
 from indexer.sync.repo_state import Head, Repo, SyncStatus
 from indexer.sync.repo_transitions import Outcome
 from indexer.sync.scope import Scope
-from indexer.sync.shard import Shard
+from indexer.sync.shard import Placement, Shard
 from indexer.sync.verify import VerifiedCommit
 from tests.sync.signing_account import CONTEXT, SigningAccount
 
@@ -44,7 +44,7 @@ SMALL_FRAMES = replace(DEFAULT_LIMITS, frame_bytes=4_096, frame_items=60, commit
 DECODERS = (
     *((context.policy.limits, Shard()) for context in CONTEXTS[1:3]),
     (DEFAULT_LIMITS, Shard(0, 2)),
-    (SMALL_FRAMES, Shard(1, 3)),
+    (SMALL_FRAMES, Shard(1, 3, Placement.DISTRIBUTED)),
 )
 """The limits and shards for which each frame is decoded."""
 

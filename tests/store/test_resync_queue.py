@@ -6,6 +6,7 @@ from itertools import count
 from time import time
 
 import asyncpg
+import pytest
 
 from indexer.atproto.record import Problem
 from indexer.reasons import Desync
@@ -13,7 +14,7 @@ from indexer.store import Store
 from indexer.store.resync_queue import DUE
 from indexer.sync.plans import Batch, BufferedEvent, RepoWrite
 from indexer.sync.repo_state import PARKED, Repo, SyncStatus
-from indexer.sync.shard import Shard, bucket_of
+from indexer.sync.shard import Placement, Shard, bucket_of
 from tests.store.change_log_helpers import connected
 from tests.store.repo_rows import did, head, in_progress, insert, put, synchronized, waiting_for_locks
 from tests.waiting import until
@@ -118,9 +119,10 @@ async def test_a_repo_is_claimed_by_one_worker_only(store: Store) -> None:
     assert {*dids, *(repo.did for repo in rest)} == {did(n) for n in range(40)}
 
 
-async def test_a_shard_claims_repos_of_its_buckets(store: Store) -> None:
+@pytest.mark.parametrize("placement", Placement)
+async def test_a_shard_claims_repos_of_its_buckets(store: Store, placement: Placement) -> None:
     await insert(store, *[waiting(n) for n in range(40)])
-    shards = [Shard(index, 3) for index in range(3)]
+    shards = [Shard(index, 3, placement) for index in range(3)]
     for shard in shards:
         claimed = await store.claim(100, shard.buckets, 10.0, 100.0)
         assert {repo.did for repo in claimed} == {did(n) for n in range(40) if shard.owns(did(n))}

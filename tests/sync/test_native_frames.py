@@ -19,7 +19,7 @@ from indexer.localnet.local_repo import Write
 from indexer.sync.events import CommitEvent, Event, MalformedEvent, OtherShardEvent, RepoOp
 from indexer.sync.frames import MAX_SEQ, decode_frame
 from indexer.sync.native_core import NativeCore, frame_decoder
-from indexer.sync.shard import Shard
+from indexer.sync.shard import Placement, Shard
 from tests.native_module import CountingCore, native_core, native_module
 from tests.profiles import scaled
 from tests.sync import test_frames, test_published
@@ -234,18 +234,19 @@ def test_other_messages_are_left_to_the_reference(kind: str) -> None:
     assert not decoded(encoded_frame(kind, payloads.get(kind, account.identity_event())))
 
 
+@pytest.mark.parametrize("placement", Placement)
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 256])
-def test_commit_of_another_shard_is_recognized_by_its_did(count: int) -> None:
+def test_commit_of_another_shard_is_recognized_by_its_did(count: int, placement: Placement) -> None:
     kinds = set()
     for number in range(50):
         frame = frame_with(repo=f"did:web:a{number}.example")
-        for index in range(count):
-            assert decoded(frame, shard=Shard(index, count))
-            kinds.add(type(reference(frame, shard=Shard(index, count))))
+        for shard in (Shard(index, count, placement) for index in range(count)):
+            assert decoded(frame, shard=shard)
+            kinds.add(type(reference(frame, shard=shard)))
     assert kinds == ({CommitEvent} if count == 1 else {CommitEvent, OtherShardEvent})
 
 
-@pytest.mark.parametrize("shard", [ALL, Shard(0, 2), Shard(1, 2)], ids=str)
+@pytest.mark.parametrize("shard", [ALL, Shard(0, 2), Shard(1, 2), Shard(1, 2, Placement.DISTRIBUTED)], ids=repr)
 def test_decoder_returns_the_event_of_any_frame_with_and_without_the_native_core(shard: Shard) -> None:
     account = SigningAccount()
     frames = [

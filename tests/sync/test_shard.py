@@ -1,14 +1,59 @@
+from collections.abc import Sequence
+from hashlib import sha256
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexer.sync.shard import BUCKETS, Shard, bucket_of
+from indexer.sync.shard import BUCKETS, HASH_ORDER, Placement, Shard, bucket_of
+
+PLACEMENTS = st.sampled_from(Placement)
+COUNTS = st.integers(1, BUCKETS)
+SHARDS = COUNTS.flatmap(lambda count: st.builds(Shard, st.integers(0, count - 1), st.just(count), PLACEMENTS))
+DIDS = st.integers(0, 10**9).map(lambda number: f"did:plc:{number:024}")
 
 
-@given(st.integers(1, BUCKETS))
-def test_shards_cover_every_bucket_once(count: int) -> None:
-    covered = [bucket for index in range(count) for bucket in Shard(index, count).buckets]
-    assert covered == list(range(BUCKETS))
+def buckets_in_order(placement: Placement) -> Sequence[int]:
+    return HASH_ORDER if placement is Placement.DISTRIBUTED else range(BUCKETS)
+
+
+def test_the_order_of_hashes_has_every_bucket_once() -> None:
+    assert sorted(HASH_ORDER) == list(range(BUCKETS))
+
+
+@given(SHARDS)
+def test_a_shard_has_the_buckets_at_its_positions(shard: Shard) -> None:
+    first, end = shard.index * BUCKETS // shard.count, (shard.index + 1) * BUCKETS // shard.count
+    assert shard.positions == range(first, end)
+    assert list(shard.buckets) == sorted(buckets_in_order(shard.placement)[first:end])
+
+
+@given(SHARDS, DIDS)
+def test_a_shard_owns_the_dids_of_its_buckets(shard: Shard, did: str) -> None:
+    assert shard.owns(did) == (sha256(did.encode()).digest()[0] in shard.buckets)
+
+
+@given(COUNTS, PLACEMENTS)
+def test_shards_cover_every_bucket_once(count: int, placement: Placement) -> None:
+    shards = [Shard(index, count).placed(placement) for index in range(count)]
+    assert sorted(bucket for shard in shards for bucket in shard.buckets) == list(range(BUCKETS))
+    sizes = {len(shard.buckets) for shard in shards}
+    assert max(sizes) - min(sizes) <= 1
+
+
+@given(SHARDS, PLACEMENTS)
+def test_another_placement_changes_the_buckets_of_a_shard_and_nothing_else(shard: Shard, placement: Placement) -> None:
+    placed = shard.placed(placement)
+    assert (placed.positions, str(placed)) == (shard.positions, str(shard))
+    assert placed == Shard(shard.index, shard.count, placement)
+
+
+def test_shards_of_a_plain_database_are_ranges_of_buckets() -> None:
+    """The previous release divides them in this way, and may own another shard of the database."""
+    for count in range(1, BUCKETS + 1):
+        for index in range(count):
+            shard = Shard(index, count)
+            assert shard.buckets == tuple(shard.positions)
 
 
 def test_the_bucket_of_a_did_never_changes() -> None:
@@ -29,15 +74,16 @@ def test_an_impossible_shard_is_rejected(index: int, count: int) -> None:
         Shard(index, count)
 
 
-SHARDS = st.integers(1, BUCKETS).flatmap(lambda count: st.builds(Shard, st.integers(0, count - 1), st.just(count)))
-
-
 @given(SHARDS)
 def test_a_shard_is_parsed_as_it_is_printed(shard: Shard) -> None:
-    assert Shard.parse(str(shard)) == shard
+    assert Shard.parse(str(shard)).placed(shard.placement) == shard
 
 
-@given(st.integers(1, 16).flatmap(lambda n: st.tuples(st.integers(0, n - 1), st.just(n))), st.integers(1, 16))
-def test_subshards_cover_the_buckets_of_their_shard(whole: tuple[int, int], count: int) -> None:
-    shard = Shard(*whole)
-    assert [bucket for index in range(count) for bucket in shard.subshard(index, count).buckets] == list(shard.buckets)
+@given(
+    st.integers(1, 16).flatmap(lambda n: st.tuples(st.integers(0, n - 1), st.just(n))), st.integers(1, 16), PLACEMENTS
+)
+def test_subshards_cover_the_positions_of_their_shard(whole: tuple[int, int], count: int, placement: Placement) -> None:
+    shard = Shard(*whole, placement)
+    parts = [shard.subshard(index, count) for index in range(count)]
+    assert [position for part in parts for position in part.positions] == list(shard.positions)
+    assert sorted(bucket for part in parts for bucket in part.buckets) == list(shard.buckets)

@@ -7,17 +7,21 @@ import pytest
 from rich.console import Console
 from structlog.testing import capture_logs
 
+from indexer.cli.command import ExitCode
 from indexer.cli.status_report import Sample, Status, status_of
 from indexer.cli.status_tables import status_tables
+from indexer.localnet.local_network import LocalNetwork
 from indexer.service.background.shard_ownership import ShardOwnership
 from indexer.store import Store, shard_lock
-from indexer.sync.shard import Shard
+from indexer.sync.shard import Placement, Shard
 from tests.daemon.running_daemon import POST, post, running_daemon
+from tests.daemon_process import daemon_process, log_tail
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 
 OWNERS = "select pid from indexer.shard_owner"
+DISTRIBUTE = "insert into indexer.distribution (shards, finished_at) values (4, now()) on conflict do nothing"
 
 
 async def test_overlapping_shards_wait_for_each_other(database: str) -> None:
@@ -62,6 +66,32 @@ async def test_locks_are_acquired_again_after_the_session_ends(database: str) ->
     await asyncio.wait([running])
     await store.close()
     await sql.close()
+
+
+async def test_a_store_knows_the_placement_of_its_database(database: str, sql: asyncpg.Connection) -> None:
+    for placement in (Placement.PLAIN, Placement.DISTRIBUTED):
+        store = await Store.open(database)
+        async with store.shard_lock(Shard().positions) as lock:
+            assert store.placement is placement
+            assert await lock.claim()
+            await sql.execute(DISTRIBUTE)
+        await store.close()
+
+
+async def test_a_waiting_process_ends_when_the_database_was_distributed(
+    database: str, sql: asyncpg.Connection, tmp_path: Path
+) -> None:
+    """With its old shard it would write buckets of other processes, and pass messages of its own ones."""
+    async with LocalNetwork() as network, shard_lock.open_lock(sql, Shard().positions) as lock:
+        assert await lock.claim()
+        async with daemon_process(network, database, tmp_path) as process:
+            await until(lambda: "shard-lock.waiting" in log_tail(tmp_path), lambda: log_tail(tmp_path))
+            await sql.execute(DISTRIBUTE)
+            await sql.execute("delete from indexer.shard_owner")
+            assert await asyncio.wait_for(process.wait(), 60) == ExitCode.FAILED
+    last_line = log_tail(tmp_path).splitlines()[-1]
+    assert last_line == "indexer: The database was distributed while this process ran. Start the process again."
+    assert await sql.fetch(OWNERS) == []
 
 
 async def test_nothing_is_written_while_another_process_holds_the_buckets(
