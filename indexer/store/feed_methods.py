@@ -28,7 +28,7 @@ class FeedMethods(Connections):
         """Open the session of the feed, on a connection of its own. It does not own the feed yet."""
         async with (
             self._own_connection(SERVER_SETTINGS | {"application_name": "indexer feed"}) as connection,
-            open_lock(connection, FEED) as lock,
+            open_lock(connection, FEED, self.placement) as lock,
         ):
             yield FeedSession(connection, lock)
 

@@ -107,9 +107,7 @@ class ShardLock:
 
 
 @asynccontextmanager
-async def open_lock(
-    connection: asyncpg.Connection, positions: range, placement: Placement = Placement.PLAIN
-) -> AsyncIterator[ShardLock]:
+async def open_lock(connection: asyncpg.Connection, positions: range, placement: Placement) -> AsyncIterator[ShardLock]:
     """Yield the lock of these positions, which is not claimed yet. It is released at the end of the block."""
     lock = ShardLock(connection, positions, placement)
 

@@ -7,6 +7,7 @@ import pytest
 
 from indexer.store import FIRST_PATH, Store
 from indexer.sync.plans import Batch, RepoWrite
+from indexer.sync.shard import Placement, Shard
 from tests.store.change_log_helpers import connected
 from tests.store.link_checks import assert_links_exact
 from tests.store.link_steps import ALL, LIKE, claim_again, count, finish_resync, like, maintenance, turn_on
@@ -129,6 +130,37 @@ async def test_links_that_one_shard_does_not_keep_are_not_counted(store: Store, 
     assert (await store.turn_links_on(halves[1])).off
     assert await store.turn_links_off(halves[0])
     assert (await store.turn_links_on(halves[1])).kept
+
+
+async def test_a_process_that_serves_the_feed_does_not_hide_the_counts(store: Store, sql: asyncpg.Connection) -> None:
+    """It owns the feed in the table of the shard locks, and no bucket."""
+    await store.turn_links_on(ALL)
+    await store.finish_link_backfill(ALL)
+    async with store.feed_session() as feed:
+        assert await feed.lock.claim()
+        assert await count(sql) == 0
+
+
+@pytest.mark.parametrize("placement", Placement)
+async def test_links_of_an_owner_that_never_kept_them_are_not_counted(
+    database: str, sql: asyncpg.Connection, placement: Placement
+) -> None:
+    """The function finds the buckets of each owner as the processes do."""
+    if placement is Placement.DISTRIBUTED:
+        await sql.execute("insert into indexer.distribution (shards, finished_at) values (4, now())")
+    store = await Store.open(database)
+    keeping = [Shard(index, 8, store.placement) for index in (0, 2, 3, 5)]
+    for shard in keeping:
+        await store.turn_links_on(shard.buckets)
+        await store.finish_link_backfill(shard.buckets)
+    counted = {}
+    for index in range(8):
+        async with store.shard_lock(Shard(index, 8).positions) as lock:
+            assert await lock.claim()
+            counted[index] = await count(sql) is not None
+    await store.close()
+    assert store.placement is placement
+    assert [index for index, known in counted.items() if known] == [shard.index for shard in keeping]
 
 
 async def test_a_consumer_that_reads_links_does_not_keep_writers_from_turning_them_off_forever(

@@ -17,7 +17,7 @@ from indexer.store.migrate import migrate, schema_is_current
 from indexer.store.resync_queue import CLAIM, DUE, INCOMPLETE, PARKED, UNPROVEN
 from indexer.store.schema import metadata
 from indexer.sync.plans import Batch, RepoWrite
-from indexer.sync.shard import bucket_of
+from indexer.sync.shard import HASH_ORDER, bucket_of
 from tests.store.repo_rows import did, head, insert, put, synchronized
 
 CATALOG = """
@@ -256,3 +256,7 @@ async def test_maintenance_of_the_queue_reads_only_rows_that_are_due(store: Stor
     plan = "\n".join(row[0] for row in await sql.fetch(explain + INCOMPLETE, 5.0, every, 500, every))
     assert "Seq Scan" not in plan
     assert re.search(r"record_missing .*rows=200\b", plan), plan
+
+
+async def test_sql_and_python_have_the_same_order_of_hashes(sql: asyncpg.Connection) -> None:
+    assert tuple(await sql.fetchval("select indexer.hash_order()")) == HASH_ORDER

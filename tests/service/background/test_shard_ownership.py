@@ -82,7 +82,7 @@ async def test_a_waiting_process_ends_when_the_database_was_distributed(
     database: str, sql: asyncpg.Connection, tmp_path: Path
 ) -> None:
     """With its old shard it would write buckets of other processes, and pass messages of its own ones."""
-    async with LocalNetwork() as network, shard_lock.open_lock(sql, Shard().positions) as lock:
+    async with LocalNetwork() as network, shard_lock.open_lock(sql, Shard().positions, Placement.PLAIN) as lock:
         assert await lock.claim()
         async with daemon_process(network, database, tmp_path) as process:
             await until(lambda: "shard-lock.waiting" in log_tail(tmp_path), lambda: log_tail(tmp_path))
@@ -103,7 +103,7 @@ async def test_nothing_is_written_while_another_process_holds_the_buckets(
         [holder] = await sql.fetch(OWNERS)
         await sql.execute("select pg_terminate_backend($1)", holder["pid"])
         await until(lambda: not daemon.stages.shard_ownership.owned.is_set())
-        async with shard_lock.open_lock(sql, range(7, 8)) as lock:
+        async with shard_lock.open_lock(sql, range(7, 8), Placement.PLAIN) as lock:
             assert await lock.claim()
             account.create(POST, post("meanwhile"))
             ownership, inbox = daemon.stages.shard_ownership, daemon.stages.inbox
