@@ -99,13 +99,6 @@ _COUNTED = f"""
 """
 _COUNT_REPOS = f"select {_COUNTED} from indexer.repo where tracked group by sync_status, sync_reason, failure"
 
-# Always the same pages: so the difference of two estimates is a change of the repos, and not of the sample.
-_COUNT_SAMPLE = f"""
-    select {_COUNTED} from indexer.repo tablesample system ($3) repeatable (0)
-    where tracked and bucket = any($4::smallint[])
-    group by sync_status, sync_reason, failure
-"""
-
 # Each of these kinds has an index of its own. $1 is the largest number. Citus needs a column in the inner query.
 _FEW_IN_PROGRESS = f"""
     select count(*) from (select 1 from indexer.repo where sync_status = '{SyncStatus.IN_PROGRESS}' limit $1) found
@@ -151,16 +144,31 @@ _RECORD = """
 
 _RECORDS = "select collection || '/' || rkey, cid from atproto.records where did = $1 and bucket = $2"
 
-SAMPLE = f"""
-    select did from indexer.repo tablesample system ($1)
-    where sync_status = '{SyncStatus.SYNCHRONIZED}' and active and bucket = any($3::smallint[])
-    order by random() limit $2
-"""
-"""Takes the percentage of pages, the number of repos, and the buckets of one part of the table.
 
-SYSTEM chooses whole pages and reads only those. The random order makes it unlikely that a sample has several repos of
-one page.
-"""
+def count_sample(percentage: float) -> str:
+    """Return the statement that counts the repos in so many percent of the pages of one part of the table.
+
+    They are always the same pages: so the difference of two estimates is a change of the repos, and not of the sample.
+    The percentage is no parameter, because Citus sends null instead of a parameter of TABLESAMPLE to a shard.
+    """
+    return f"""
+        select {_COUNTED} from indexer.repo tablesample system ({percentage}) repeatable (0)
+        where tracked and bucket = any($3::smallint[])
+        group by sync_status, sync_reason, failure
+    """
+
+
+def sample(percentage: float) -> str:
+    """Return the statement that selects at most $1 repos from so many percent of the pages of one part of the table.
+
+    SYSTEM chooses whole pages and reads only those. The random order makes it unlikely that a sample has several repos
+    of one page.
+    """
+    return f"""
+        select did from indexer.repo tablesample system ({percentage})
+        where sync_status = '{SyncStatus.SYNCHRONIZED}' and active and bucket = any($2::smallint[])
+        order by random() limit $1
+    """
 
 
 async def counts(connection: Connection, since: float) -> Counts:
@@ -269,8 +277,12 @@ async def _count_pages(
         async with connection.transaction():
             await _limit_time(connection)
             if share < 1.0:
-                counted = (since, complete_from, 100.0 * share)
-                rows = [row for part in parts for row in await connection.fetch(_COUNT_SAMPLE, *counted, part.buckets)]
+                percentage = 100.0 * share
+                rows = [
+                    row
+                    for part in parts
+                    for row in await connection.fetch(count_sample(percentage), since, complete_from, part.buckets)
+                ]
             else:
                 rows = await connection.fetch(_COUNT_REPOS, since, complete_from)
         for row in rows:
@@ -309,7 +321,7 @@ async def sample_synchronized(connection: Connection, count: int) -> list[str]:
     pages = FIRST_PAGES_PER_REPO * count
     while True:
         percentage = 100.0 * min(1.0, pages / max(total, 1))
-        rows = [row for part in parts for row in await connection.fetch(SAMPLE, percentage, count, part.buckets)]
+        rows = [row for part in parts for row in await connection.fetch(sample(percentage), count, part.buckets)]
         if len(rows) >= count or pages >= min(total, MAX_SAMPLE_PAGES):
             return [did for (did,) in random.sample(rows, min(count, len(rows)))]
         pages = min(PAGES_FACTOR * pages, MAX_SAMPLE_PAGES)

@@ -132,6 +132,7 @@ CLUSTER_FUNCTIONS = (
     """,
     # LIMIT, because the planner multiplies the selectivities of did and bucket, which depend on each other: without it,
     # plain Postgres expects a 256th of the rows, and sorts whole repos and collections for their first page.
+    # Workers call the functions in the queries on their shards.
     # A filter of a path returns nothing where a member has another type, so no cast fails. Without `strict`, a filter
     # looks into arrays, and ** returns their members twice. `true` returns nothing for a member that does not exist.
     """
@@ -184,6 +185,14 @@ CLUSTER_FUNCTIONS = (
             from indexer.link c %s where %s
         $view$, joined, condition);
         if distributed then
+            perform create_distributed_function(f.oid::regprocedure) from pg_proc f
+            where (
+                f.pronamespace = 'lexicon'::regnamespace
+                or f.oid in ('atproto.cid_text(bytea)'::regprocedure, 'atproto.bucket_of(text)'::regprocedure,
+                    'indexer.bucket_of(text)'::regprocedure)
+            ) and not exists (
+                select from pg_dist_object o where o.classid = 'pg_proc'::regclass and o.objid = f.oid
+            );
             perform indexer.grant_shards_to_readers();
         end if;
     end $$

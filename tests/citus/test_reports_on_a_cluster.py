@@ -1,7 +1,5 @@
 """The queries of commands and of the status page on a cluster: what they return, and how many shards they read."""
 
-from typing import Any
-
 import asyncpg
 import pytest
 
@@ -67,14 +65,13 @@ async def test_a_sample_is_spread_over_the_shards_and_reads_little(
     many: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     percentages = []
-    fetch = asyncpg.Connection.fetch
+    statement = report_queries.sample
 
-    async def recorded(self: asyncpg.Connection, query: str, *values: Any) -> Any:
-        if query == report_queries.SAMPLE:
-            percentages.append(values[0])
-        return await fetch(self, query, *values)
+    def recorded(percentage: float) -> str:
+        percentages.append(percentage)
+        return statement(percentage)
 
-    monkeypatch.setattr(asyncpg.Connection, "fetch", recorded)
+    monkeypatch.setattr(report_queries, "sample", recorded)
     sample = await many.sample_synchronized(40)
     assert len(set(sample)) == 40
     assert max(percentages) < 50

@@ -46,8 +46,10 @@ LOCALS = {
     "expressions": "(lexicon.to_text((value -> 'a'), 1))",
     "collection": "'a.b.c'",
     "comment": "'a'",
+    "percentage": 1.0,
 }
-"""Values of local variables that are put into a statement: a segment, a public role, and the parts of an index."""
+"""Values of local variables that are put into a statement: a segment, a public role, the parts of an index, and the
+size of a sample."""
 DYNAMIC = {
     "indexer.adapt_public_schema": "creates the public views, of which those of a plain database are read as views",
     "indexer.grant_shards_to_readers": "grants rights on tables and on a schema",

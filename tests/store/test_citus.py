@@ -241,8 +241,8 @@ EXCEPTIONS = {
         "view atproto.scope_progress": "Citus runs the grouped sub-query first, and joins its few rows with the scope",
     },
     samples_are_in_one_bucket: {
-        "report_queries._COUNT_SAMPLE": ONE_SHARD,
-        "report_queries.SAMPLE": ONE_SHARD,
+        "report_queries._count_pages": ONE_SHARD,
+        "report_queries.sample_synchronized": ONE_SHARD,
     },
 }
 

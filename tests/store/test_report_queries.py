@@ -223,8 +223,8 @@ async def test_a_sample_is_spread_over_the_table_and_reads_little_of_it(store: S
         assert len(found) > 20, "few repos share a page"
         assert found[0] < pages / 3 < pages * 2 / 3 < found[-1]
     assert pages > 4 * report_queries.FIRST_PAGES_PER_REPO * 40, "the table is large enough for this test"
-    sampled = (100 * 160 / pages, 40, list(range(256)))
-    plan = await sql.fetchval(f"explain (analyze, format json) {report_queries.SAMPLE}", *sampled)
+    statement = f"explain (analyze, format json) {report_queries.sample(100 * 160 / pages)}"
+    plan = await sql.fetchval(statement, 40, list(range(256)))
     [read] = [node for node in nodes_of(plan) if node["Node Type"] == "Sample Scan"]
     assert read["Actual Rows"] < 20_000 / 4
 
@@ -258,14 +258,13 @@ async def test_a_sample_without_qualified_repos_reads_a_limited_part_of_the_tabl
     monkeypatch.setattr(report_queries, "MAX_SAMPLE_PAGES", 16)
     await insert(store, *[Repo(did(number), version=1) for number in range(20_000)])
     percentages = []
-    fetch = asyncpg.Connection.fetch
+    sample = report_queries.sample
 
-    async def recorded(self: asyncpg.Connection, query: str, *values: Any) -> Any:
-        if query == report_queries.SAMPLE:
-            percentages.append(values[0])
-        return await fetch(self, query, *values)
+    def recorded(percentage: float) -> str:
+        percentages.append(percentage)
+        return sample(percentage)
 
-    monkeypatch.setattr(asyncpg.Connection, "fetch", recorded)
+    monkeypatch.setattr(report_queries, "sample", recorded)
     pages = await sql.fetchval("select pg_relation_size('indexer.repo') / 8192")
     async with asyncio.timeout(20):
         assert await store.sample_synchronized(1) == []
