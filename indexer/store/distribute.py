@@ -10,11 +10,10 @@
     finish        `finished_at` in the row
 
 Each step looks at what is stored, and does the rest. So the command can be killed and run again at any point, and on a
-database that is distributed it changes nothing. No process uses the database in
-between (`indexer.store.placement.require_complete`).
+database that is distributed it changes nothing.
 
-No process uses the database meanwhile: the command owns all buckets, and there is no other session of this program. A
-daemon that starts later reads the row before it does anything else (`indexer.store.placement`).
+No process uses the database meanwhile. The command owns all buckets, and after the first step there is no other session
+of this program. A process that starts later reads the row, and ends (`indexer.store.placement.require_complete`).
 """
 
 import asyncio
@@ -197,16 +196,13 @@ def default_shards(nodes: int) -> int:
 
 @asynccontextmanager
 async def _owning_everything(connection: asyncpg.Connection) -> AsyncIterator[None]:
-    """Own all buckets during the block, and be the only session of this program.
+    """Own all buckets during the block. No other process of this program used the database when it began.
 
     Raises:
         UnsuitableClusterError: A daemon or another command uses the database.
     """
     async with open_lock(connection, EVERYTHING, await load_placement(connection)) as lock:
         while not (await _is_alone(connection) and await lock.claim()):  # noqa: ASYNC110 - asks another process
-            await asyncio.sleep(WAIT_SECONDS)
-        # A process may have connected before the claim.
-        while not await _is_alone(connection):  # noqa: ASYNC110
             await asyncio.sleep(WAIT_SECONDS)
         yield
 
@@ -262,6 +258,9 @@ class _Command:
             row = await self._begin(shards or default_shards(len(self._nodes)))
         elif shards not in {None, row["shards"]}:
             raise UnsuitableClusterError(f"its tables have {row['shards']} shards, and the number cannot be changed")
+        # A process that connected before the row was stored may not have seen it.
+        while not await _is_alone(self._connection):  # noqa: ASYNC110 - asks another process
+            await asyncio.sleep(WAIT_SECONDS)
         result = Distribution(row["shards"], [node.name for node in self._nodes], row["finished"])
         result.settings = await self._set_settings()
         sizes = await self._sizes()
