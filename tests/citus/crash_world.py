@@ -95,9 +95,13 @@ class CrashWorld:
         """Wait until the database is equal to the network; compare the change log with it and with the consumer."""
         self.daemon.kill()
         await self.execute(_EXPIRE_LEASES)
-        await self.execute(_EXPIRE_WAITS)
         self.daemon.start()
-        await wait_until_equal(self.network, self.dsn, min_records=20)
+        expiring = asyncio.create_task(self._expire_waits())
+        try:
+            await wait_until_equal(self.network, self.dsn, min_records=20)
+        finally:
+            expiring.cancel()
+            await asyncio.wait([expiring])
         await until(self._nothing_is_prepared)
         await until(self.consumer.has_read_all, self.daemon.log_tail)
         await assert_change_log_consistent(self.dsn)
@@ -141,6 +145,11 @@ class CrashWorld:
 
     async def _nothing_is_prepared(self) -> bool:
         return not any([await self._prepared(worker) for worker in WORKERS])
+
+    async def _expire_waits(self) -> None:
+        while True:
+            await self.execute(_EXPIRE_WAITS)
+            await asyncio.sleep(1)
 
     async def _prepared(self, node: str) -> list[str]:
         """Return the names of the transactions that are prepared on a node."""

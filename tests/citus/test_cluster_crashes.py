@@ -27,9 +27,9 @@ VICTIMS = (
     (DAEMON, COORDINATOR, FIRST, SECOND),
 )
 """What is killed at the same time."""
-RANDOM_DEATHS = 90
-"""For each of two seeds."""
-GROUP = 30
+RANDOM_DEATHS = 91
+"""For each of two seeds. With those between the two phases, there are 200."""
+GROUP = 13
 """Deaths after which everything is compared."""
 STEPS = 4
 """Steps of the scenario before a death."""
