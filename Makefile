@@ -28,8 +28,9 @@ PYTHON_CORE_TESTS := tests/sync tests/service/live tests/daemon/test_stream.py t
 test-python-core: venv ## Run the tests of planning, daemon and demo without the native core
 	PYTHONPATH=$(CURDIR)/tests/without_native_core $(PYTEST) --hypothesis-profile quick $(PYTHON_CORE_TESTS)
 
-# Tests of what a cluster changes. Those in tests/citus always use one; these do with the option.
-CITUS_TESTS := tests/daemon tests/test_crash.py tests/cli/test_demo.py
+# Tests of what a cluster may change. Those in tests/citus always use one; these do with the option.
+CITUS_TESTS := tests/test_crash.py tests/cli/test_demo.py $(addprefix tests/daemon/test_,stream.py lifecycle.py \
+	accounts.py gaps.py links.py rejected.py scope.py scope_crashes.py refused_writes.py keys.py)
 
 test-citus: venv ## Run the tests of daemon, crashes and demo on a Citus cluster (tests/citus/setup.sh installs Citus)
 	$(PYTEST) --database citus $(CITUS_TESTS)
