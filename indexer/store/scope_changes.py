@@ -56,7 +56,7 @@ NOT_FETCHED = f"""
 
 WAITING = f"""
     select count(*) from (
-        select from indexer.repo
+        select 1 from indexer.repo
         where bucket = any($1::smallint[]) and sync_status = '{SyncStatus.DESYNCHRONIZED}' and active and priority = 0
             and coalesce(next_attempt_at, '-infinity'::timestamptz) <= to_timestamp($2)
         limit $3

@@ -25,6 +25,7 @@ DAEMON = "daemon"
 SHARDS = 4
 LOST_COMMITS = 0.5
 """Probability that the relay loses a commit before a death, so that its repo needs a resync."""
+ACT_SECONDS = 0.1
 HELD = "nobody"
 """The name of a standby that does not exist: COMMIT and PREPARE TRANSACTION of the node wait for it."""
 
@@ -111,6 +112,8 @@ class CrashWorld:
         await self._set_standby(COORDINATOR, HELD)
 
         async def waits() -> bool:
+            self.act(1)
+            await asyncio.sleep(ACT_SECONDS)
             waiting = await self.execute(_WAITING)
             names = [gid for worker in WORKERS for gid in await self._prepared(worker)]
             return any(gid.startswith(f"citus_0_{row['pid']}_") for row in waiting for gid in names)
@@ -122,6 +125,8 @@ class CrashWorld:
         await self._set_standby(worker, HELD)
 
         async def waits() -> bool:
+            self.act(1)  # until an account writes whose repo is on this worker
+            await asyncio.sleep(ACT_SECONDS)
             waiting = await self.execute(_WAITING, node=worker)
             names = await self._prepared(worker)
             return any(gid in row["query"] for row in waiting for gid in names)
