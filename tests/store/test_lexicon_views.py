@@ -77,6 +77,46 @@ async def test_views_of_users_are_never_dropped(reviews: Store, sql: asyncpg.Con
     assert LIKE not in await reviews.lexicons()
 
 
+EARLIER_VIEW = f"""
+    do $$
+    declare
+        query text := (select indexer.lexicon_query(nsid, fields, false) from indexer.lexicon where nsid = '{REVIEW}');
+    begin
+        execute 'create or replace view {VIEW} as ' || query;
+        update indexer.lexicon set definition = query where nsid = '{REVIEW}';
+    end $$
+"""
+
+
+async def test_view_of_an_earlier_release_has_no_bucket_until_it_is_added_again(
+    reviews: Store, sql: asyncpg.Connection
+) -> None:
+    present = await columns(sql, VIEW)
+    await sql.execute(f"drop view {VIEW}")
+    await sql.execute(EARLIER_VIEW)
+    earlier = await columns(sql, VIEW)
+    assert earlier == {name: type_ for name, type_ in present.items() if name != "bucket"} != present
+    assert await sql.fetchval("select indexer.recreate_lexicon_views()") == 0
+    given = sourced(REVIEW_DOCUMENT, DEFS_DOCUMENT)
+    await reviews.add_lexicons(given)
+    assert await columns(sql, VIEW) == earlier
+    await reviews.remove_lexicons([REVIEW])
+    await reviews.add_lexicons(given)
+    assert await columns(sql, VIEW) == present
+
+
+async def test_field_that_an_earlier_release_called_bucket_keeps_its_name(
+    reviews: Store, sql: asyncpg.Connection
+) -> None:
+    await sql.execute(
+        "update indexer.lexicon set fields = replace(fields::text, '\"stars\"', '\"bucket\"')::jsonb where nsid = $1",
+        REVIEW,
+    )
+    await sql.execute(f"drop view {VIEW}")
+    await sql.execute("select indexer.create_lexicon_view($1)", REVIEW)
+    assert (await columns(sql, VIEW))["bucket"] == "bigint", "the type of the field"
+
+
 async def test_relation_of_a_user_is_never_replaced(store: Store, sql: asyncpg.Connection) -> None:
     await sql.execute(f"create view {VIEW} as select 1 as own")
     with pytest.raises(ViewInUseError, match="exists and is not a view of a lexicon"):
