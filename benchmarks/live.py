@@ -173,7 +173,9 @@ async def _measure_daemons(
         await load.read("began")
         await load.command(paced[0], paced[-1], options.rate)
         began = await load.read("began")
+        cpu_before = {part: cpu_usage.cpu_seconds(pids[part]) for part in pids}
         await watch.wait_for(paced)
+        paced_cpu = {part: cpu_usage.cpu_seconds(pids[part]) - cpu_before[part] for part in pids}
         speed["peak RSS of the daemon, MiB"] = max(map(cpu_usage.peak_rss, pids["daemon"])) / MIB
         for daemon in daemons:
             await daemon.stop()
@@ -181,7 +183,7 @@ async def _measure_daemons(
     return {
         "maximum rate": speed,
         "elapsed time by stage in the daemon": costs("commit", _stage_seconds(metrics), len(fast)),
-        f"latency at {options.rate} commits/s": _latency(watch, paced, began, options.rate),
+        f"latency at {options.rate} commits/s": _latency(watch, paced, began, options.rate) | _cpu(paced_cpu, paced),
     }
 
 
@@ -215,8 +217,11 @@ def _speed(watch: ArrivalWatch, commits: range, cpu: Mapping[str, float]) -> Fig
         _RATE: rate,
         "commits per batch, median": median(batches.values()),
         "commits per batch, maximum": max(batches.values()),
-        **{cpu_of(part, "commit"): seconds / len(commits) * MICRO for part, seconds in cpu.items()},
-    }
+    } | _cpu(cpu, commits)
+
+
+def _cpu(seconds: Mapping[str, float], commits: range) -> Figures:
+    return {cpu_of(part, "commit"): spent / len(commits) * MICRO for part, spent in seconds.items()}
 
 
 def _stage_seconds(metrics: Mapping[str, float]) -> dict[str, float]:

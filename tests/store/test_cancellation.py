@@ -3,7 +3,10 @@
 import asyncio
 from enum import Enum, auto
 
+import asyncpg
+
 from indexer.store import Store
+from tests.waiting import until
 
 TRIALS = 200
 DID = "did:plc:aaaaaaaaaaaaaaaaaaaaaaaa"
@@ -55,3 +58,46 @@ async def test_a_cancelled_wait_for_a_connection_ends_the_task(database: str) ->
         await store.close()
     assert {End.CANCELLED, End.COMPLETED_BEFORE} <= set(ends)
     assert End.CANCELLATION_LOST not in ends
+
+
+async def test_a_cancelled_statement_leaves_the_connection_as_it_was(database: str) -> None:
+    """The pool does not reset a session, so whatever a transaction began has to end with it."""
+    store, other = await Store.open(database, connections=1), await asyncpg.connect(database)
+    try:
+        async with other.transaction():
+            await other.execute("lock table indexer.repo")
+            waiting = asyncio.create_task(store.repos([DID]))
+            await until(lambda: other.fetchval("select exists (select from pg_locks where not granted)"))
+            waiting.cancel()
+            await asyncio.wait([waiting])
+            assert waiting.cancelled()
+        assert await store.repos([DID]) == {}
+        assert await open_transactions(other) == 0
+    finally:
+        await other.close()
+        await store.close()
+
+
+async def test_a_cancelled_transaction_leaves_the_connection_as_it_was(database: str) -> None:
+    store, other = await Store.open(database, connections=1), await asyncpg.connect(database)
+    try:
+        held = asyncio.Event()
+        holder = asyncio.create_task(hold_connection(store, held, asyncio.Event()))
+        await held.wait()
+        assert await open_transactions(other) == 1
+        holder.cancel()
+        await asyncio.wait([holder])
+        assert await open_transactions(other) == 0
+        assert await store.repos([DID]) == {}
+    finally:
+        await other.close()
+        await store.close()
+
+
+async def open_transactions(connection: asyncpg.Connection) -> int:
+    """Return the number of transactions that other sessions of the database have left open."""
+    count: int = await connection.fetchval(
+        "select count(*) from pg_stat_activity"
+        " where datname = current_database() and state like 'idle in transaction%' and pid <> pg_backend_pid()"
+    )
+    return count
