@@ -61,6 +61,7 @@ _RESET_CURSOR = """
         stored_until = null, updated_at = now()
 """
 
+# With a column, because Citus cannot pass on the rows of a sub-query that has none.
 _SYNCHRONIZED_REPO_EXISTS = f"""
     select exists (
         select 1 from indexer.repo where sync_status = '{SyncStatus.SYNCHRONIZED}' and bucket = any($1::smallint[])
