@@ -10,7 +10,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-citus test-python-core check lint format docs screenshots coverage venv native native-check \
-	fuzz dist release realnet second bench-live bench-resync bench-feed bench-links bench-peers bench-guard
+	fuzz dist release realnet second bench-live bench-resync bench-feed bench-links bench-peers bench-citus bench-guard
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -94,6 +94,9 @@ bench-links: venv ## Measure counts and the backfill of links for a post with a 
 
 bench-peers: venv ## Compare with tap on this machine: live, backfill, one large repo (docs/performance.md)
 	$(BIN)/python -m benchmarks.peers
+
+bench-citus: venv ## Compare Citus (a coordinator and two workers) with one Postgres (docs/performance.md)
+	$(BIN)/python -m benchmarks.citus
 
 bench-guard: venv ## Compare the cost of each stage with the floor of the same run
 	$(BIN)/python -m benchmarks.guard --check

@@ -1,7 +1,7 @@
 """Insert the initial rows of a workload into the database, and compare the database with the expected result."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from time import time
 
 import asyncpg
@@ -26,7 +26,7 @@ _MAKE_DUE = "update indexer.repo set next_attempt_at = null where did = any($1::
 _RECORDS = """
     select did, count(*), count(value), encode(sha256(string_agg(
         convert_to(collection || '/' || rkey, 'UTF8') || cid, '' order by collection, rkey)), 'hex')
-    from indexer.record where did = any($1) group by did
+    from indexer.record where did = any($1) group by did, bucket
 """
 _REPOS = (
     "select did, sync_status, rev, encode(data, 'hex'), encode(commit, 'hex') from indexer.repo where did = any($1)"
@@ -70,10 +70,11 @@ async def make_due(dsn: str, dids: Sequence[str]) -> None:
     await _execute(dsn, _MAKE_DUE, dids)
 
 
-async def vacuum_and_checkpoint(dsn: str) -> None:
-    """Vacuum, analyze and write a checkpoint, so that none of these happens during the measurement."""
-    await _execute(dsn, "vacuum analyze")
-    await _execute(dsn, "checkpoint")
+async def vacuum_and_checkpoint(nodes: Iterable[str]) -> None:
+    """Vacuum, analyze and write a checkpoint on each server, so that none of these happens during the measurement."""
+    for dsn in nodes:
+        await _execute(dsn, "vacuum analyze")
+        await _execute(dsn, "checkpoint")
 
 
 async def _execute(dsn: str, statement: str, *arguments: object) -> None:

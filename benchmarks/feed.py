@@ -55,7 +55,7 @@ async def measure(workload: Workload, commits: int, subscribers: int, directory:
     """Run the benchmark; return the figures, and whether all events came in order."""
     async with harness.database(directory) as database, harness.load_process("load_relay", workload) as load:
         await database_rows.insert_workload(database.dsn, workload, lambda _: load.url, status=SyncStatus.SYNCHRONIZED)
-        await database_rows.vacuum_and_checkpoint(database.dsn)
+        await database_rows.vacuum_and_checkpoint(database.nodes)
         settings = {"relays": load.url, "start": "oldest"}
         async with (
             harness.daemon(database.dsn, directory / "live", **settings, roles="live") as live,

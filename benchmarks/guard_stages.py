@@ -156,7 +156,7 @@ async def writing(workload: GuardWorkload, directory: Path) -> AsyncIterator[Rou
         await database_rows.insert_workload(
             dsn, workload.live, lambda _: "https://pds.test", status=SyncStatus.SYNCHRONIZED
         )
-        await database_rows.vacuum_and_checkpoint(dsn)
+        await database_rows.vacuum_and_checkpoint([dsn])
         async with live_stages.open_store(dsn) as (store, clock), floor.bare_script(dsn) as script:
             yield measure
 
@@ -184,7 +184,7 @@ async def resyncing(workload: GuardWorkload, directory: Path) -> AsyncIterator[R
         async with live_stages.open_store(dsn) as (store, _):
             await store.add_repos([account.did for account in exports.accounts])
         await database_rows.postpone_resyncs(dsn)
-        await database_rows.vacuum_and_checkpoint(dsn)
+        await database_rows.vacuum_and_checkpoint([dsn])
         async with (
             timed_resyncs(dsn, host.url, directory / "spool") as resyncs,
             floor.bare_script(dsn) as script,

@@ -6,7 +6,7 @@ import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,15 +37,17 @@ class BenchmarkError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Database:
-    """A running Postgres.
+    """A running Postgres, or a cluster of several.
 
     Attributes:
         dsn: The DSN of the database.
-        pid: The main process of the server.
+        pids: The main process of each server.
+        nodes: The DSN of the database on each server, also on those that only the first one connects to.
     """
 
     dsn: str
-    pid: int
+    pids: tuple[int, ...]
+    nodes: tuple[str, ...]
 
 
 @asynccontextmanager
@@ -57,13 +59,18 @@ async def database(directory: Path) -> AsyncIterator[Database]:
 
 
 @asynccontextmanager
-async def empty_database(directory: Path) -> AsyncIterator[Database]:
-    """Run the embedded Postgres as the daemon does, with a database without tables."""
-    async with embedded.database(None, directory) as dsn:
+async def empty_database(directory: Path, settings: Mapping[str, str] | None = None) -> AsyncIterator[Database]:
+    """Run the embedded Postgres as the daemon does, with a database without tables.
+
+    Args:
+        directory: The data directory.
+        settings: Settings of Postgres, which override those of the embedded one.
+    """
+    async with embedded.database(None, directory, settings) as dsn:
         connection = await asyncpg.connect(dsn)
         server = cpu_usage.parent_pid(await connection.fetchval("select pg_backend_pid()"))
         await connection.close()
-        yield Database(dsn, server)
+        yield Database(dsn, (server,), (dsn,))
 
 
 @dataclass(slots=True)

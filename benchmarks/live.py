@@ -113,11 +113,8 @@ async def measure(workload: Workload, options: LiveOptions, directory: Path) -> 
     _, _, staged, bare = options.parts()
     keys = {account.did: parse_did_key(account.key) for account in workload.accounts}
     async with harness.database(directory) as database, harness.load_process("load_relay", workload) as load:
-        await database_rows.insert_workload(database.dsn, workload, lambda _: load.url, status=SyncStatus.SYNCHRONIZED)
-        await idle_rows.add_idle(database.dsn, workload, max(options.idle_repos, options.known), options.idle_records)
-        await idle_rows.add_identities(database.dsn, options.known)
-        await database_rows.vacuum_and_checkpoint(database.dsn)
-        report = await _measure_daemons(workload, options, database, load, directory)
+        await fill(workload, options, database, load)
+        report = await measure_daemons(workload, options, database, load, directory)
 
         received = await _receive_seconds(load, staged)
         stages = await live_stages.apply_in_stages(database.dsn, list(workload.frames(staged)), keys, load.url)
@@ -134,6 +131,14 @@ async def measure(workload: Workload, options: LiveOptions, directory: Path) -> 
     return report | {"machine": machine()}, differences
 
 
+async def fill(workload: Workload, options: LiveOptions, database: Database, load: LoadProcess) -> None:
+    """Insert the initial rows of the workload and the idle ones."""
+    await database_rows.insert_workload(database.dsn, workload, lambda _: load.url, status=SyncStatus.SYNCHRONIZED)
+    await idle_rows.add_idle(database.dsn, workload, max(options.idle_repos, options.known), options.idle_records)
+    await idle_rows.add_identities(database.dsn, options.known)
+    await database_rows.vacuum_and_checkpoint(database.nodes)
+
+
 async def _receive_seconds(load: LoadProcess, commits: range) -> float:
     receiving = asyncio.create_task(live_stages.receive_seconds(load.url, len(commits)))
     await load.wait_for_subscribers(1)
@@ -141,9 +146,10 @@ async def _receive_seconds(load: LoadProcess, commits: range) -> float:
     return await receiving
 
 
-async def _measure_daemons(
+async def measure_daemons(
     workload: Workload, options: LiveOptions, database: Database, load: LoadProcess, directory: Path
 ) -> Report:
+    """Send the first two parts of the stream to the daemons; return rate, latency and CPU time."""
     fast, paced, *_ = options.parts()
     async with AsyncExitStack() as stack:
         daemons = [
@@ -157,7 +163,7 @@ async def _measure_daemons(
             await daemon.wait_until_counted()
         await _load_identities(load, daemons, options.known)
         watch = await stack.enter_async_context(watch_arrivals(database.dsn, workload, daemons))
-        pids = {"daemon": [daemon.process.pid for daemon in daemons], "Postgres": [database.pid]}
+        pids = {"daemon": [daemon.process.pid for daemon in daemons], "Postgres": database.pids}
         pids["load"] = [load.process.pid]
 
         metrics_before = await harness.sum_metrics(daemons)
@@ -250,7 +256,7 @@ async def _measure_floor(speed: Figures, database: Database, messages: Sequence[
     ]
     gc.freeze()
     verification = floor.verification_seconds([message.verification for message in messages]) / len(messages)
-    async with floor.bare_script(database.dsn, lambda: cpu_usage.cpu_seconds([database.pid])) as script:
+    async with floor.bare_script(database.dsn, lambda: cpu_usage.cpu_seconds(database.pids)) as script:
         for batch in batches:
             await script.write(batch)
     return floor.compare_with_floor("commit", speed, float(speed[_RATE]), verification, script.clock, len(messages))

@@ -251,7 +251,7 @@ def cpu_of_parts(subject: Subject, world: World) -> dict[str, float]:
     """Return the CPU seconds of each part until now."""
     parts = {
         "program": subject.program_pids,
-        "Postgres": [subject.database.pid] if subject.database else [],
+        "Postgres": subject.database.pids if subject.database else [],
         "consumer": subject.consumer_pids,
         "load": [world.relay.process.pid, world.hosts.process.pid],
     }

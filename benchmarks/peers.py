@@ -223,7 +223,7 @@ async def _synchronize(subject: Subject, world: World) -> Measured:
 async def _send_commits(subject: Subject, world: World, commits: int) -> Measured:
     """Send all commits at the maximum rate, and wait until they are stored."""
     if subject.database:
-        await database_rows.vacuum_and_checkpoint(subject.database.dsn)
+        await database_rows.vacuum_and_checkpoint(subject.database.nodes)
     truth = {account.did: account.after.rev for account in world.workload.accounts}
     [last] = [account.did for account in world.workload.accounts if commits in account.commits]
     cpu_before = cpu_of_parts(subject, world)

@@ -71,9 +71,12 @@ def show(report: Report, *, as_json: bool) -> None:
         table.add_column(ratio=1)
         table.add_column(justify="right")
         for name, value in figures.items():
-            table.add_row(name, value if isinstance(value, str) else _number(value))
+            table.add_row(name, number(value))
         console.print(table)
 
 
-def _number(value: float) -> str:
+def number(value: float | str) -> str:
+    """Return a figure with three digits or more, and text as it is."""
+    if isinstance(value, str):
+        return value
     return f"{value:,.0f}" if value == int(value) or abs(value) >= 100 else f"{value:.3g}"  # noqa: PLR2004

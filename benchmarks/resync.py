@@ -100,21 +100,26 @@ async def measure(workload: Workload, options: ResyncOptions, directory: Path) -
     """Run the benchmark; return the figures, and the differences between database and expected result."""
     staged, others = workload.accounts[: options.staged], workload.accounts[options.staged :]
     async with harness.database(directory) as database, harness.load_process("export_host", workload) as load:
-        await _fill(database.dsn, workload, options, await load.read("hosts"))
-        report = await _measure_daemons(others, options, database, load, directory)
+        await fill(workload, options, database, load)
+        report = await measure_daemons(others, options, database, load, directory)
         report["stages measured one by one"] = await _measure_stages(staged, database.dsn, load, directory)
         report["floor"] = await _measure_floor(report["resyncs"], workload, options, database)
-        changes = sum((Counter(account.changes) for account in workload.accounts), Counter[str]())
-        if not options.stored:
-            changes = Counter({"create": _records(workload.accounts)})
-        differences = await database_rows.find_differences(database.dsn, workload, changes)
+        differences = await database_rows.find_differences(database.dsn, workload, expected_changes(workload, options))
     return report | {"machine": machine()}, differences
 
 
-async def _fill(dsn: str, workload: Workload, options: ResyncOptions, hosts: Sequence[str]) -> None:
-    """Insert all repos as desynchronized and postpone their resyncs."""
+def expected_changes(workload: Workload, options: ResyncOptions) -> Counter[str]:
+    """Return the number of changes that the resyncs of all repos log, by action."""
     if options.stored:
-        pds_of = partial(host_of, hosts=hosts)
+        return sum((Counter(account.changes) for account in workload.accounts), Counter[str]())
+    return Counter({"create": _records(workload.accounts)})
+
+
+async def fill(workload: Workload, options: ResyncOptions, database: Database, load: LoadProcess) -> None:
+    """Insert all repos as desynchronized and postpone their resyncs."""
+    dsn = database.dsn
+    if options.stored:
+        pds_of = partial(host_of, hosts=await load.read("hosts"))
         await database_rows.insert_workload(dsn, workload, pds_of, status=SyncStatus.DESYNCHRONIZED)
     else:
         store = await Store.open(dsn)
@@ -122,16 +127,17 @@ async def _fill(dsn: str, workload: Workload, options: ResyncOptions, hosts: Seq
         await store.close()
     await database_rows.postpone_resyncs(dsn)
     await idle_rows.add_idle(dsn, workload, options.idle_repos, options.idle_records)
-    await database_rows.vacuum_and_checkpoint(dsn)
+    await database_rows.vacuum_and_checkpoint(database.nodes)
 
 
-async def _measure_daemons(
+async def measure_daemons(
     accounts: Sequence[WorkloadAccount],
     options: ResyncOptions,
     database: Database,
     load: LoadProcess,
     directory: Path,
 ) -> Report:
+    """Let the daemons resync these accounts; return rate and CPU time."""
     async with AsyncExitStack() as stack:
         daemons = [
             await stack.enter_async_context(
@@ -150,7 +156,7 @@ async def _measure_daemons(
         ]
         for daemon in daemons:
             await daemon.wait_until_counted()
-        pids = {"daemon": [daemon.process.pid for daemon in daemons], "Postgres": [database.pid]}
+        pids = {"daemon": [daemon.process.pid for daemon in daemons], "Postgres": database.pids}
         pids["load"] = [load.process.pid]
         cpu_before = {part: cpu_usage.cpu_seconds(pids[part]) for part in pids}
         elapsed = await _resync_all(database.dsn, [account.did for account in accounts], daemons)
@@ -206,7 +212,7 @@ async def _measure_floor(speed: Figures, workload: Workload, options: ResyncOpti
         )
         for account in workload.accounts
     )
-    async with floor.bare_script(database.dsn, lambda: cpu_usage.cpu_seconds([database.pid])) as script:
+    async with floor.bare_script(database.dsn, lambda: cpu_usage.cpu_seconds(database.pids)) as script:
         if options.stored:
             await script.copy_records(workload.directory / "rows")
         heads = {account.did: floor.head_row(account) for account in workload.accounts}
