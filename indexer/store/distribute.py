@@ -56,12 +56,20 @@ EVERYTHING = range(FEED.stop)
 """The positions of all buckets, and the feed, which belongs to one process, too."""
 PROGRESS_SECONDS = 1.0
 WAIT_SECONDS = 0.5
-SETTINGS = {"citus.max_cached_conns_per_worker": "4", "citus.override_table_visibility": "off"}
-"""Settings of the database.
+SETTINGS = {
+    "citus.max_adaptive_executor_pool_size": "1",
+    "citus.max_cached_conns_per_worker": "4",
+    "citus.override_table_visibility": "off",
+    "jit": "off",
+}
+"""Settings of the database, which Citus passes on to the workers. docs/performance.md has what each of them saves.
 
-`max_cached_conns_per_worker`: a statement on many buckets needs several connections to a node, and to open one takes
-longer than the statement. `override_table_visibility`: Citus hides its shards with a condition on each row of
-`pg_class`. The driver looks up types in it, which then takes 0.7 s for each new connection, not a few milliseconds.
+`max_adaptive_executor_pool_size`: the parts of a statement that are on one node use one connection, one after another.
+The statements of this program are short, so that a second connection costs more than it saves.
+`max_cached_conns_per_worker`: to open a connection takes longer than most statements.
+`override_table_visibility`: otherwise, Citus adds a slow condition to each query of `pg_class`, and every session of
+the database driver begins with such a query.
+`jit`: the setting of a daemon's session does not reach the sessions on the workers.
 """
 
 RECOVERY, RECOVERY_SECONDS = "citus.recover_2pc_interval", 2
