@@ -32,6 +32,7 @@ from indexer.store.columns import (
 from indexer.store.copy_records import create_records, record_rows
 from indexer.store.identities import is_postponed
 from indexer.store.link_rows import keeps_links, replace_links, request_recounts
+from indexer.store.placement import shard_of
 from indexer.sync.changes import (
     RecordKey,
     RepoVisibility,
@@ -49,6 +50,9 @@ needs several times the memory of a statement."""
 
 MIN_COPIED = 50
 """The least number of new records that are written by COPY. Below, its savepoint costs more than an upsert."""
+
+MIN_SPLIT = 10
+"""The least mean number of rows for a shard with which each shard gets a statement of its own."""
 
 _VALUES = repo_values("w")
 
@@ -188,7 +192,9 @@ class WrittenRecords(NamedTuple):
     as_planned: bool
 
 
-async def apply(connection: Connection, batch: Batch, *, links: bool | None = None) -> AppliedBatch:
+async def apply(
+    connection: Connection, batch: Batch, *, links: bool | None = None, shards: int = 1, buffers_empty: bool = False
+) -> AppliedBatch:
     """Write the batch within the open transaction.
 
     A write is skipped, together with the dead letters of its DID, if the row of the repo is no longer at the version
@@ -198,8 +204,10 @@ async def apply(connection: Connection, batch: Batch, *, links: bool | None = No
         connection: The connection.
         batch: The batch.
         links: Links are kept. None: ask the database.
+        shards: The number of shards of each table, if it is a distributed database.
+        buffers_empty: No event is buffered for a repo at its expected version.
     """
-    before = await _write_repos(connection, batch.writes)
+    before = await _write_repos(connection, batch.writes, shards)
     writes = [write for write in batch.writes if write.repo.did in before]
     skipped = frozenset([write.repo.did for write in batch.writes]) - before.keys()
     changes = [(write.repo.did, change) for write in writes for change in write.changes]
@@ -213,7 +221,8 @@ async def apply(connection: Connection, batch: Batch, *, links: bool | None = No
         connection, [entry for write in writes for entry in change_log_entries(before[write.repo.did], write)]
     )
     # A repo of which only the head advances was synchronized before, so its buffer is empty.
-    await _write_buffered_events(connection, [write for write in writes if not write.advances])
+    if not buffers_empty:
+        await _write_buffered_events(connection, [write for write in writes if not write.advances])
     await dead_letters.insert(
         connection, [dead_letter for dead_letter in batch.dead_letters if dead_letter.did not in skipped]
     )
@@ -253,7 +262,9 @@ def _as_it_happened(write: RepoWrite, stored: set[RecordKey]) -> RepoWrite:
     return write if changes == write.changes else write._replace(changes=changes)  # a copy costs 3 µs
 
 
-async def _write_repos(connection: Connection, writes: Sequence[RepoWrite]) -> dict[str, RepoVisibility | None]:
+async def _write_repos(
+    connection: Connection, writes: Sequence[RepoWrite], shards: int
+) -> dict[str, RepoVisibility | None]:
     """Write the rows that are at the expected version.
 
     Returns:
@@ -265,13 +276,28 @@ async def _write_repos(connection: Connection, writes: Sequence[RepoWrite]) -> d
         rows = await connection.fetch(INSERT_REPOS, *repo_arrays(new))
         written.update({did: visibility_of(Repo(did)) for (did,) in rows})
     known = [write for write in ordered if write.expected_version != 0]
-    if advanced := [write for write in known if write.advances]:
+    for advanced in _by_shard([write for write in known if write.advances], shards):
         rows = await connection.fetch(ADVANCE_REPOS, *_update_arguments(advanced, head_arrays))
         written.update(dict.fromkeys([did for (did,) in rows]))
     if others := [write for write in known if not write.advances]:
         rows = await connection.fetch(UPDATE_REPOS, *_update_arguments(others, repo_arrays))
         written.update({did: RepoVisibility(*before) for did, *before in rows})
     return written
+
+
+def _by_shard(writes: Sequence[RepoWrite], shards: int) -> Iterator[Sequence[RepoWrite]]:
+    """Yield the writes together, or those of each shard if they are many.
+
+    Citus sends all arrays to each of the shards that a statement is for. For many rows that costs more than a statement
+    for each shard.
+    """
+    if shards == 1 or len(writes) < MIN_SPLIT * shards:
+        yield from [writes] if writes else []
+        return
+    parts: list[list[RepoWrite]] = [[] for _ in range(shards)]
+    for write in writes:
+        parts[shard_of(bucket_of(write.repo.did), shards)].append(write)
+    yield from filter(None, parts)
 
 
 def _update_arguments(

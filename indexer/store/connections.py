@@ -11,7 +11,7 @@ import asyncpg
 from indexer.store.columns import Connection
 from indexer.store.database_check import DatabaseCheck
 from indexer.store.database_errors import CONNECT_TIMEOUT, DatabaseError, database_errors, opening, without_password
-from indexer.store.placement import load_placement, require_complete
+from indexer.store.placement import load_placement, load_shards, require_complete
 from indexer.sync.shard import Placement
 
 STATEMENT_TIMEOUT = 60.0
@@ -31,6 +31,7 @@ class Connections:
 
     Attributes:
         placement: The placement of the database when it was opened.
+        shards: The number of shards of each table of a distributed database; 1 on a plain one.
         committed: Set after each transaction that may have written changes.
         failed_operations: How many operations ended with a `DatabaseError`.
         last_error: The last of these errors.
@@ -38,6 +39,7 @@ class Connections:
 
     def __init__(self, pool: asyncpg.Pool, connections: int, dsn: str, placement: Placement = Placement.PLAIN) -> None:
         self.placement = placement
+        self.shards = 1
         self._pool = pool
         self._dsn = dsn
         self._resync_connections = Semaphore(max(1, connections - RESERVED_CONNECTIONS))
@@ -71,11 +73,14 @@ class Connections:
             )
             try:
                 placement = await load_placement(pool)
+                shards = await load_shards(pool) if placement is Placement.DISTRIBUTED else 1
                 await require_complete(pool, dsn)
             except BaseException:
                 pool.terminate()
                 raise
-        return cls(pool, connections, dsn, placement)
+        opened = cls(pool, connections, dsn, placement)
+        opened.shards = shards
+        return opened
 
     async def close(self) -> None:
         """Close all connections."""

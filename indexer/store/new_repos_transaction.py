@@ -72,5 +72,7 @@ class NewReposTransaction:
         """Write the new rows; return False if the scope or the row of a repo has changed. Then nothing is committed."""
         with refused_writes(), database_errors():
             if await scope_row.holds(self._connection, self._scope_version):
-                self.finished = not (await apply(self._connection, batch, links=False)).skipped
+                # `eligible` returned no repo with buffered events, and each row is written only at that version.
+                applied = await apply(self._connection, batch, links=False, buffers_empty=True)
+                self.finished = not applied.skipped
         return self.finished

@@ -21,9 +21,9 @@ class ResyncMethods(Connections):
     """The queue of resyncs, and the transaction of one resync."""
 
     async def claim(self, count: int, buckets: Sequence[int], lease_seconds: float, now: float) -> list[Repo]:
-        """Claim at most `count` repos that are due at `now`, in the order of the resync queue."""
+        """Claim at most `count` repos that are due at `now`: see `indexer.store.resync_queue.claim`."""
         async with self._transaction() as connection:
-            return await resync_queue.claim(connection, count, buckets, now + lease_seconds, now)
+            return await resync_queue.claim(connection, count, buckets, now + lease_seconds, now, self.shards)
 
     async def renew(self, did: str, lease: int, seconds: float) -> bool:
         """Extend the lease to `seconds` from now; return False if the claim is lost."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
-from random import randrange
+from random import choice
 
 from asyncpg import Record as Row
 
@@ -11,11 +11,12 @@ from indexer.reasons import Desync
 from indexer.store.apply_batch import apply
 from indexer.store.change_log import log_changes
 from indexer.store.columns import Connection, of_buckets, repo_columns, repo_of
+from indexer.store.placement import shard_of
 from indexer.sync.changes import ChangeLogEntry
 from indexer.sync.plans import Batch, RepoWrite
 from indexer.sync.repo_state import OUT_OF_SCOPE, Repo, SyncStatus
 from indexer.sync.repo_transitions import Trigger, amend, desynchronize, transition
-from indexer.sync.shard import BUCKETS, bucket_of
+from indexer.sync.shard import bucket_of
 
 BATCH_SIZE = 500
 """Repos that one transaction expires, unparks or desynchronizes."""
@@ -146,9 +147,27 @@ _FORGET_HIDDEN = f"""
 _FORGET_IDENTITIES = "delete from indexer.identity where bucket = $1 and did = any($2::text[])"
 
 
-async def claim(connection: Connection, count: int, buckets: Sequence[int], until: float, now: float) -> list[Repo]:
-    """Claim at most `count` repos that are due at `now`, with leases until `until`. Run it in a transaction."""
-    due = await connection.fetch(DUE, count, list(buckets), now, randrange(BUCKETS))  # noqa: S311 - spreads the load
+async def claim(
+    connection: Connection, count: int, buckets: Sequence[int], until: float, now: float, shards: int = 1
+) -> list[Repo]:
+    """Claim at most `count` repos that are due at `now`, with leases until `until`. Run it in a transaction.
+
+    Args:
+        connection: The connection.
+        count: The maximum number of repos.
+        buckets: The buckets to claim from.
+        until: The end of the leases.
+        now: The time.
+        shards: The number of shards of each table, if it is a distributed database. Then the repos of a random shard
+            are claimed, if there are enough, because each further shard costs as much. So the order of the queue holds
+            within a shard.
+    """
+    first = choice(buckets)  # noqa: S311 - spreads the load
+    shard = shard_of(first, shards)
+    one_shard = [bucket for bucket in buckets if shard_of(bucket, shards) == shard]
+    due = await connection.fetch(DUE, count, one_shard, now, first)
+    if len(due) < count and len(one_shard) < len(buckets):
+        due = await connection.fetch(DUE, count, list(buckets), now, first)
     claimed: list[Repo] = []
     for bucket, rows in groupby(due, lambda row: row["bucket"]):
         dids = [row["did"] for row in rows]

@@ -76,7 +76,7 @@ class Store(ResyncMethods, ScopeMethods, AccountMethods, LinkMethods, FeedMethod
         """
         with refused_writes():
             async with self._transaction() as connection:
-                return await apply(connection, batch, links=self.keeps_links)
+                return await apply(connection, batch, links=self.keeps_links, shards=self.shards)
 
     async def answers_after(self, error: DatabaseError) -> bool:
         """Return True if the database answers and can be written, so that the write that failed may be the cause."""

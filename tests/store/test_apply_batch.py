@@ -11,7 +11,7 @@ from indexer.atproto.cid import cid_of, cid_text
 from indexer.errors import RefusedWriteError
 from indexer.reasons import Desync, Rejection
 from indexer.store import DatabaseError, Store, dead_letters
-from indexer.store.apply_batch import MIN_COPIED
+from indexer.store.apply_batch import ADVANCE_REPOS, MIN_COPIED, MIN_SPLIT
 from indexer.sync.plans import Batch, BufferedEvent, Cursor, DeadLetter, RecordChange, RepoWrite
 from indexer.sync.repo_state import PARKED, Repo, SyncStatus
 from tests.store.repo_rows import delete, did, head, in_progress, insert, put, synchronized
@@ -394,3 +394,28 @@ async def test_row_of_which_only_the_head_advances_is_stored_completely(store: S
     assert not await store.apply(Batch((write,)))
     assert await store.repos([did(1), did(2)]) == {did(1): after, did(2): before[did(2)]}
     assert await store.apply(Batch((write,))) == {did(1)}, "the row has another version by now"
+
+
+@pytest.mark.parametrize("repos", [30, 200])
+async def test_the_heads_of_many_repos_are_written_by_shard_with_the_same_result(
+    store: Store, repos: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With as many rows as on a cluster of eight shards, and with fewer; one row has changed meanwhile."""
+    store.shards, sent = 8, list[int]()
+    fetch = asyncpg.Connection.fetch
+
+    async def count(connection: asyncpg.Connection, query: str, *arguments: list[object]) -> list[asyncpg.Record]:
+        if query == ADVANCE_REPOS:
+            sent.append(len(arguments[1]))
+        return await fetch(connection, query, *arguments)
+
+    await insert(store, *[synchronized(n) for n in range(repos)])
+    changed = synchronized(0)._replace(version=2)
+    assert await store.apply(Batch((RepoWrite(1, changed),))) == frozenset()
+    monkeypatch.setattr(asyncpg.Connection, "fetch", count)
+    after = [synchronized(n)._replace(version=2, head=head("3later")) for n in range(repos)]
+    writes = tuple([RepoWrite(1, repo, advances=True) for repo in after])
+    assert await store.apply(Batch(writes)) == {did(0)}
+    assert await store.repos([did(n) for n in range(repos)]) == {repo.did: repo for repo in [changed, *after[1:]]}
+    assert sum(sent) == repos
+    assert len(sent) == (8 if repos >= 8 * MIN_SPLIT else 1)

@@ -11,6 +11,7 @@ import pytest
 from indexer.atproto.record import Problem
 from indexer.reasons import Desync
 from indexer.store import Store
+from indexer.store.placement import shard_of
 from indexer.store.resync_queue import DUE
 from indexer.sync.plans import Batch, BufferedEvent, RepoWrite
 from indexer.sync.repo_state import PARKED, Repo, SyncStatus
@@ -71,6 +72,18 @@ async def test_claims_prefer_repos_with_records_then_the_repo_that_was_due_first
     claimed = next(repo for repo in new if repo.did == did(of["at once"]))
     assert claimed == waiting(of["at once"], version=2, sync_status=SyncStatus.IN_PROGRESS, lease=1)
     assert await store.repos([claimed.did]) == {claimed.did: claimed}
+
+
+async def test_on_a_cluster_a_claim_is_from_one_shard_if_that_has_enough_repos(store: Store) -> None:
+    store.shards = 8
+    every = [waiting(name_in_bucket(bucket, prefix)) for bucket in ALL for prefix in ("one", "two")]
+    await insert(store, *every)
+    for _ in range(10):
+        claimed = await store.claim(5, ALL, 10.0, 100.0)
+        assert len(claimed) == 5
+        assert len({shard_of(bucket_of(repo.did), 8) for repo in claimed}) == 1
+    rest = [repo for _ in range(3) for repo in await store.claim(len(every), ALL, 10.0, 100.0)]
+    assert len({repo.did for repo in rest}) == len(rest) == len(every) - 50
 
 
 async def test_a_claim_of_several_repos_prefers_repos_with_records(store: Store) -> None:
