@@ -6,12 +6,18 @@ batches into a queue, the table `unnumbered_batch`, and a process numbers them:
 
     1. read the queue
     2. ask every node for the transactions that are prepared there
-    3. number the batches whose transaction is not prepared on any node, in the order of the queue
+    3. number the batches whose transaction is not prepared on any node, in the order of the queue; one that has
+       changes of the same bucket as an earlier batch that waits does so, too
 
 A transaction of the queue has committed on the coordinator, so it was prepared everywhere before step 1. If step 2 does
 not find it on a node, that node shows its effects. Citus stores a row in `pg_dist_transaction` for each transaction
 that it prepares on a node. This row says which transaction a prepared one belongs to, and which nodes a transaction
-has written if not all nodes answer. See docs/decisions/0014-change-log-on-a-cluster.md.
+has written if not all nodes answer.
+
+The order of the queue is that of the changes of each repo, because a transaction draws its place while it has the locks
+of the rows that it wrote. But a transaction of two nodes releases those of one node first. Another transaction may then
+write the same repo, and be complete earlier. Therefore the second part of step 3.
+See docs/decisions/0014-change-log-on-a-cluster.md.
 """
 
 from collections.abc import Iterable, Mapping

@@ -260,6 +260,7 @@ unnumbered_batch = Table(
     Column("segment", SmallInteger, nullable=False),
     Column("batch", BigInteger, nullable=False),
     Column("size", Integer, nullable=False),
+    Column("buckets", ARRAY(SmallInteger), nullable=False),
     Column("queued_at", TIME, nullable=False, server_default=text("clock_timestamp()")),
 )
 

@@ -19,6 +19,7 @@ STATEMENTS = (
         segment smallint not null,
         batch bigint not null,
         size integer not null,
+        buckets smallint[] not null,
         queued_at timestamptz not null default clock_timestamp()
     )
     """,
@@ -58,7 +59,10 @@ STATEMENTS = (
     create function indexer.queue_batch() returns trigger
     language plpgsql security definer set search_path = pg_catalog, pg_temp as $$
     begin
-        insert into indexer.unnumbered_batch (segment, batch, size) values (new.segment, new.id, new.size);
+        insert into indexer.unnumbered_batch (segment, batch, size, buckets)
+        select new.segment, new.id, new.size, array(
+            select distinct c.bucket from indexer.change c where c.segment = new.segment and c.batch = new.id
+        );
         return null;
     end $$
     """,
@@ -90,38 +94,48 @@ STATEMENTS = (
     end $$
     """,
     # Citus stores a row for each transaction that it prepares on a node, in the transaction itself. It removes the row
-    # when the transaction is complete on that node.
+    # when the transaction is complete on that node. A transaction of two nodes may be complete on one of them, so that
+    # another one has written the same repo since and is complete. So the later one waits, if they share a bucket.
     """
     create function indexer.number_changes(orders bigint[], answered integer[], nodes integer[], gids text[])
     returns table (commit_order bigint, age double precision)
     language plpgsql security definer
     set search_path = pg_catalog, pg_temp set enable_seqscan = off as $$
     declare
-        incomplete xid[] := array(
-            select t.xmin from pg_dist_transaction t
+        incomplete text[] := array(  -- the type xid cannot be sorted
+            select t.xmin::text from pg_dist_transaction t
             join unnest(nodes, gids) p(groupid, gid) on p.groupid = t.groupid and p.gid = t.gid
             union all
-            select t.xmin from pg_dist_transaction t
+            select t.xmin::text from pg_dist_transaction t
             where t.groupid in (select n.groupid from pg_dist_node n where n.groupid <> all(answered))
         );
+        waiting smallint[] := '{}';
+        written record;
         queued indexer.unnumbered_batch;
     begin
         lock table indexer.numbering_lock in share update exclusive mode;
-        for queued in
-            with taken as (
-                delete from indexer.unnumbered_batch u
-                where u.commit_order = any(orders) and u.xmin <> all(incomplete) returning u.*
-            )
-            select t.* from taken t order by t.commit_order
+        for written in
+            select u.xmin::text as id, array_agg(distinct u.commit_order) as places,
+                array_agg(distinct b.bucket) as buckets
+            from indexer.unnumbered_batch u left join unnest(u.buckets) b(bucket) on true
+            where u.commit_order = any(orders) group by u.xmin::text order by min(u.commit_order)
         loop
-            perform indexer.number_batch(queued.segment, queued.batch, queued.size);
-            commit_order := queued.commit_order;
-            age := extract(epoch from clock_timestamp() - queued.queued_at);
-            return next;
-        end loop;
-        if found then
+            if written.id = any(incomplete) or written.buckets && waiting then
+                waiting := waiting || written.buckets;
+                continue;
+            end if;
+            for queued in
+                select u.* from indexer.unnumbered_batch u
+                where u.commit_order = any(written.places) order by u.commit_order
+            loop
+                perform indexer.number_batch(queued.segment, queued.batch, queued.size);
+                commit_order := queued.commit_order;
+                age := extract(epoch from clock_timestamp() - queued.queued_at);
+                return next;
+            end loop;
+            delete from indexer.unnumbered_batch u where u.commit_order = any(written.places);
             perform pg_notify('atproto_changes', '');
-        end if;
+        end loop;
     end $$
     """,
     *(
@@ -139,6 +153,7 @@ COMMENTS = {
     "table indexer.unnumbered_batch": (
         "On a distributed database: committed change batches whose changes have no numbers yet. Otherwise empty."
     ),
+    "column indexer.unnumbered_batch.buckets": "The buckets of its changes.",
     "column indexer.unnumbered_batch.commit_order": (
         "The order in which batches get their numbers. Changes of the same repo are in their order."
     ),
@@ -155,8 +170,8 @@ COMMENTS = {
     ),
     "function indexer.number_changes(bigint[], integer[], integer[], text[])": (
         "Number these batches of the queue and notify listeners. A batch stays in the queue if its transaction is one "
-        "of these prepared ones, or was prepared on a node that has not answered. Returns the numbered batches with "
-        "their ages."
+        "of these prepared ones or was prepared on a node that has not answered, and if an earlier one waits that has "
+        "changes of the same buckets. Returns the numbered batches with their ages."
     ),
 }
 
