@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.citus import BINARIES
 from benchmarks.guard import GROUPS
 from benchmarks.peer_results import ONE_PROCESS, TAP, TAP_SQLITE, TWO_SHARDS
 from benchmarks.tap import SHARED, find_tap
-from tests.citus_cluster import NOTICE, PROGRAM
 
 pytestmark = pytest.mark.slow
 
@@ -94,18 +92,6 @@ def test_feed_benchmark(tmp_path: Path) -> None:
     assert feed["process CPU, µs per logged change"] > 0
     for path in ("nobody subscribes", "with subscribers"):
         assert report[f"live path, {path}"]["commits/s, verified and durable"] > 0
-
-
-@pytest.mark.timeout(620)  # four databases start one after the other, two of them with three servers
-@pytest.mark.skipif(not (PROGRAM.exists() and (Path(BINARIES).parent / "lib" / "citus.so").exists()), reason=NOTICE)
-def test_comparison_of_citus(tmp_path: Path) -> None:
-    tmp_path.chmod(0o711)  # as root, the servers run as another user
-    sizes = {"repos": 20, "records": 60, "fast": 1_500, "paced": 300, "exports": 20, "export-records": 50}
-    report = run(tmp_path, "citus", "--cluster", str(PROGRAM), *command_line(sizes), timeout=600)
-    for name in ("Postgres", "Citus"):
-        assert report["live"][name]["maximum rate"]["commits/s, verified and durable"] > 0
-        assert report["live"][name]["reads of one account"]["one record, p50, ms"] > 0
-        assert report["resync"][name]["resyncs"]["records/s"] > 0
 
 
 @pytest.mark.timeout(320)  # two programs start one after the other, each with a Postgres
