@@ -79,7 +79,8 @@ class DaemonFork:
         assert process.exitcode == ExitCode.OK, self.log_tail()
 
     def log_tail(self) -> str:
-        return self.log.read_text()[-3_000:]
+        """Return the end of the log, which the first process creates."""
+        return self.log.read_text()[-3_000:] if self.log.exists() else ""
 
     async def _supervise(self) -> None:
         while True:

@@ -123,9 +123,20 @@ async def wait_until_equal(network: LocalNetwork, dsn: str, shards: int) -> None
         await store.close()
 
 
-async def act(network: LocalNetwork, scenario: Scenario, steps: range) -> None:
+@asynccontextmanager
+async def acting(network: LocalNetwork, scenario: Scenario) -> AsyncIterator["asyncio.Task[None]"]:
+    """Let the accounts write; yield the task that ends after the last step."""
+    task = asyncio.create_task(act(network, scenario))
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+async def act(network: LocalNetwork, scenario: Scenario) -> None:
     random = Random(33)
-    for step in steps:
+    for step in range(STEPS):
         if step and step % LOST_COMMITS == 0:
             lose_commit(network, random, step)
         scenario.perform(step, STEPS)
@@ -143,15 +154,15 @@ async def test_number_of_shards_changes_while_accounts_write(database: str, tmp_
         after = [machines.daemon(shard=f"{index}/3") for index in range(3)]
         for daemon in before:
             await stack.enter_async_context(daemon.supervised())
-        acting = asyncio.create_task(act(network, scenario, range(STEPS)))
+        task = await stack.enter_async_context(acting(network, scenario))
         await machines.wait_until_owned()
         for daemon in after:
             await stack.enter_async_context(daemon.supervised())
-        await until(lambda: all("shard-lock.waiting" in daemon.log.read_text() for daemon in after))
+        await until(lambda: all("shard-lock.waiting" in daemon.log_tail() for daemon in after))
         for daemon in before:
             await daemon.stop()
         await machines.wait_until_owned()
-        await acting
+        await task
         await wait_until_equal(network, database, shards=3)
         await until(consumer.has_read_all)
         await assert_change_log_consistent(database)
@@ -169,7 +180,7 @@ async def test_resync_workers_join_and_leave_while_accounts_write(database: str,
         for index in range(2):
             await stack.enter_async_context(machines.daemon(shard=f"{index}/2", roles="live").supervised())
         workers = [machines.daemon(roles="resync") for _ in range(4)]
-        acting = asyncio.create_task(act(network, scenario, range(STEPS)))
+        task = await stack.enter_async_context(acting(network, scenario))
         for worker in workers[:2]:
             await stack.enter_async_context(worker.supervised())
         await until(lambda: network.pdses[0].requests[GET_REPO] > 0)
@@ -177,7 +188,7 @@ async def test_resync_workers_join_and_leave_while_accounts_write(database: str,
         await stack.enter_async_context(workers[2].supervised())
         await workers[1].stop()
         await stack.enter_async_context(workers[3].supervised())
-        await acting
+        await task
         await wait_until_equal(network, database, shards=2)
         await until(consumer.has_read_all)
         await assert_change_log_consistent(database)
