@@ -1,8 +1,8 @@
 """A throw-away Citus cluster for the tests: a coordinator and two workers on this machine.
 
 The project contains nothing of Citus, which has another license. `tests/citus/setup.sh` installs it. The program that
-starts a cluster is in shared/citus beside the repository, or in the directory INDEXER_CITUS. Tests that need either are
-skipped without it.
+starts a cluster is in shared/citus beside the repository, or in the directory CITUS_DIRECTORY. Tests that need either
+are skipped without it.
 """
 
 import importlib.util
@@ -17,7 +17,7 @@ from typing import Any, Protocol, cast
 
 import pytest
 
-FOLDER = Path(os.environ.get("INDEXER_CITUS", Path(__file__).parents[2] / "shared" / "citus"))
+FOLDER = Path(os.environ.get("CITUS_DIRECTORY", Path(__file__).parents[2] / "shared" / "citus"))
 PROGRAM = FOLDER / "cluster.py"
 NOTICE = f"NO TEST RAN ON CITUS: {PROGRAM} or the installation of Citus is missing (tests/citus/setup.sh)"
 COORDINATOR = "coordinator"

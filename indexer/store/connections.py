@@ -37,8 +37,8 @@ class Connections:
         last_error: The last of these errors.
     """
 
-    def __init__(self, pool: asyncpg.Pool, connections: int, dsn: str, placement: Placement = Placement.PLAIN) -> None:
-        self.placement = placement
+    def __init__(self, pool: asyncpg.Pool, connections: int, dsn: str) -> None:
+        self.placement = Placement.PLAIN
         self.shards = 1
         self._pool = pool
         self._dsn = dsn
@@ -71,15 +71,13 @@ class Connections:
                 server_settings=settings,
                 reset=_keep_session,
             )
+            opened = cls(pool, connections, dsn)
             try:
-                placement = await load_placement(pool)
-                shards = await load_shards(pool) if placement is Placement.DISTRIBUTED else 1
+                opened.placement, opened.shards = await load_placement(pool), await load_shards(pool)
                 await require_complete(pool, dsn)
             except BaseException:
                 pool.terminate()
                 raise
-        opened = cls(pool, connections, dsn, placement)
-        opened.shards = shards
         return opened
 
     async def close(self) -> None:

@@ -145,7 +145,7 @@ _COMPLETE_PREPARED = "select recover_prepared_transactions()"
 
 @dataclass(slots=True)
 class Distribution:
-    """What the command did.
+    """The result of the command.
 
     Attributes:
         shards: The number of shards of each table.
@@ -300,8 +300,8 @@ class _Command:
     async def _set_settings(self) -> dict[str, str]:
         """Set what Citus needs, for the sessions that are opened from now on; return all settings."""
         database = await self._connection.fetchval("select quote_ident(current_database())")
-        for name, value in SETTINGS.items():
-            await self._connection.execute(f"alter database {database} set {name} = '{value}'")
+        for setting, value in SETTINGS.items():
+            await self._connection.execute(f"alter database {database} set {setting} = '{value}'")
         return SETTINGS | await self._recover_soon()
 
     async def _recover_soon(self) -> dict[str, str]:

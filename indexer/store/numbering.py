@@ -33,13 +33,11 @@ from indexer.sync.shard import BUCKETS
 ASK_SECONDS = 5.0
 """Time limit for the answers of the nodes."""
 
-_QUEUE_BATCHES = (
-    "drop trigger publish on indexer.change_batch",
-    """
+_DROP_PUBLISH = "drop trigger publish on indexer.change_batch"
+_QUEUE_BATCHES = """
     create constraint trigger queue_batch after insert on indexer.change_batch
     deferrable initially deferred for each row execute function indexer.queue_batch()
-    """,
-)
+"""
 _IS_QUEUED = """
     select exists (select from pg_trigger where tgrelid = 'indexer.change_batch'::regclass and tgname = 'queue_batch')
 """
@@ -88,7 +86,7 @@ class ClusterNode(NamedTuple):
 
 
 class Queue(NamedTuple):
-    """What one snapshot shows of the queue.
+    """The state of the queue in one snapshot.
 
     Attributes:
         batches: The age of each committed batch in seconds, by its place in the queue; in the order of the queue.
@@ -140,8 +138,8 @@ async def number_after_commit(connection: Connection) -> None:
     """
     if not await connection.fetchval(_IS_QUEUED):
         async with connection.transaction():
-            for statement in _QUEUE_BATCHES:
-                await connection.execute(statement)
+            await connection.execute(_DROP_PUBLISH)
+            await connection.execute(_QUEUE_BATCHES)
     if not await connection.fetchval(_IS_ON_NODES):
         await connection.execute(_CREATE_ON_NODES)
 

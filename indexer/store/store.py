@@ -39,7 +39,7 @@ from indexer.sync.plan_event import plan_listed
 from indexer.sync.plans import Batch, DeadLetter, RepoWrite
 from indexer.sync.repo_state import Repo, SyncStatus
 from indexer.sync.scope import Scope
-from indexer.sync.shard import Placement, Shard
+from indexer.sync.shard import Shard
 from indexer.sync.stored_cursor import StoredCursor
 from indexer.sync.watermark import Position
 
@@ -56,8 +56,8 @@ class Store(ResyncMethods, ScopeMethods, AccountMethods, LinkMethods, FeedMethod
         keeps_links: Links are kept in batches of this process. None: each batch asks the database.
     """
 
-    def __init__(self, pool: asyncpg.Pool, connections: int, dsn: str, placement: Placement = Placement.PLAIN) -> None:
-        super().__init__(pool, connections, dsn, placement)
+    def __init__(self, pool: asyncpg.Pool, connections: int, dsn: str) -> None:
+        super().__init__(pool, connections, dsn)
         self.keeps_links: bool | None = None
 
     # The live path: repos, batches, cursor, shard.

@@ -1,10 +1,10 @@
 #!/bin/bash
 # Install Debian's package postgresql-15, 15.20 or newer, and Citus in it, for the tests on a Citus cluster. Citus is no
-# part of this project: it is in shared/citus beside the repository, or in the directory INDEXER_CITUS. Without it,
+# part of this project: it is in shared/citus beside the repository, or in the directory CITUS_DIRECTORY. Without it,
 # without apt-get or the permission to use it, these tests are skipped; this script then says so and succeeds.
 set -euo pipefail
 cd "$(dirname "$0")"
-citus=${INDEXER_CITUS:-$PWD/../../../shared/citus}
+citus=${CITUS_DIRECTORY:-$PWD/../../../shared/citus}
 if [ ! -e "$citus/setup.sh" ]; then
     echo "NO TEST WILL RUN ON CITUS: there is no $citus/setup.sh" >&2
     exit 0

@@ -26,7 +26,7 @@ VICTIMS = (
     (DAEMON, FIRST),
     (DAEMON, COORDINATOR, FIRST, SECOND),
 )
-"""What is killed at the same time."""
+"""The processes that are killed at the same time."""
 RANDOM_DEATHS = 91
 """For each of two seeds. With those between the two phases, there are 200."""
 GROUP = 13

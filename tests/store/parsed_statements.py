@@ -47,9 +47,13 @@ LOCALS = {
     "collection": "'a.b.c'",
     "comment": "'a'",
     "percentage": 1.0,
+    "table": "repo",
+    "database": "indexer",
+    "setting": "jit",
+    "value": "off",
 }
-"""Values of local variables that are put into a statement: a segment, a public role, the parts of an index, and the
-size of a sample."""
+"""Values of local variables that are put into a statement: a segment, a public role, the parts of an index, the size of
+a sample, names, and a setting."""
 DYNAMIC = {
     "indexer.adapt_public_schema": "creates the public views, of which those of a plain database are read as views",
     "indexer.grant_shards_to_readers": "grants rights on tables and on a schema",

@@ -205,6 +205,16 @@ EXCEPTIONS = {
         "lexicon_indexes._comment": "DDL, which Citus runs on all shards",
         "lexicon_indexes.drop_outdated_indexes": "DDL, which Citus runs on all shards",
         "lexicon_indexes._ANALYZE": "Citus runs it on all shards",
+        "distribute._recover_soon": "a setting of the coordinator",
+        "distribute._set_settings": "settings of the database, which Citus passes on to all nodes",
+        "distribute._sizes": "ANALYZE of a table that is not distributed yet",
+        "distributed_tables.delete_local_rows": "ANALYZE, which Citus runs on all shards",
+        "distributed_tables.use_two_phases": "triggers of tables that stay on the coordinator",
+        "numbering._DROP_PUBLISH": "a trigger of a table that stays on the coordinator",
+        "numbering._QUEUE_BATCHES": "a trigger of a table that stays on the coordinator",
+    },
+    functions_are_called_outside_of_queries: {
+        "numbering._PREPARED": "the function is to run on the nodes: `indexer distribute` creates it there",
     },
     queries_name_buckets: {
         "collection_export._ESTIMATE": "see sizes_are_not_queried",

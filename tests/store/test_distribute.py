@@ -62,7 +62,7 @@ FOUR_SHARDS = """
     values ('sweep', 'https://relay.test', '', null, 9, 1, now(), now(), '0/2', 5),
         ('sweep', 'https://relay.test', '', 'x', 9, 1, now(), null, '1/2', 5)
 """
-"""What processes of several shards have stored: each bucket of the first relay was processed up to 40 at least."""
+"""The rows of processes of several shards. Each bucket of the first relay was processed up to 40 at least."""
 WRITE_ONE_REPO = "update indexer.repo set version = version + 1 where bucket = 7"
 WITHOUT_TRIGGER = """
     select c.oid::regclass::text as name from pg_class c

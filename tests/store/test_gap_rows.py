@@ -25,7 +25,7 @@ def covered(gaps: Sequence[OpenGap]) -> set[tuple[int, int | None]]:
 async def test_gaps_stay_open_and_belong_to_present_shards_when_the_number_of_shards_changes(
     store: Store, sql: asyncpg.Connection, placement: Placement
 ) -> None:
-    """Whether the processes of the new shards start one after the other or at once."""
+    """The processes of the new shards start one after the other, or at once."""
     random = Random(5)
     gaps = [Gap("wss://relay.test", f"{number % 3}/3", GapReason.NO_CURSOR, number, 9) for number in range(5)]
     opened = [await store.open_gap(gap) for gap in gaps]
