@@ -29,11 +29,12 @@ test-python-core: venv ## Run the tests of planning, daemon and demo without the
 	PYTHONPATH=$(CURDIR)/tests/without_native_core $(PYTEST) --hypothesis-profile quick $(PYTHON_CORE_TESTS)
 
 # Tests of what a cluster may change. Those in tests/citus always use one; these do with the option.
-CITUS_TESTS := tests/test_crash.py tests/cli/test_demo.py $(addprefix tests/daemon/test_,stream.py lifecycle.py \
-	accounts.py gaps.py links.py rejected.py scope.py scope_crashes.py refused_writes.py keys.py)
+CITUS_TESTS := tests/test_crash.py \
+	tests/cli/test_demo.py::test_demo_writes_into_the_database_that_it_is_given \
+	$(addprefix tests/daemon/test_,stream.py lifecycle.py accounts.py gaps.py rejected.py keys.py)
 
 test-citus: venv ## Run the tests of daemon, crashes and demo on a Citus cluster (tests/citus/setup.sh installs Citus)
-	$(PYTEST) --database citus $(CITUS_TESTS)
+	$(PYTEST) --hypothesis-profile quick --database citus $(CITUS_TESTS)
 
 check: lint ## Run lint, types, import contracts and the quick tests (under a minute)
 	$(PYTEST) -m "not slow" --hypothesis-profile quick

@@ -27,8 +27,8 @@ VICTIMS = (
     (DAEMON, COORDINATOR, FIRST, SECOND),
 )
 """The processes that are killed at the same time."""
-RANDOM_DEATHS = 91
-"""For each of two seeds. With those between the two phases, there are 200."""
+RANDOM_DEATHS = 39
+"""For each of two seeds. With those between the two phases, there are 96."""
 GROUP = 13
 """Deaths after which everything is compared."""
 STEPS = 4
