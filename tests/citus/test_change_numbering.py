@@ -36,7 +36,7 @@ NODE_OF = """
 WRITE = "update indexer.repo set version = version + 1 where did = $1 and bucket = $2 returning version"
 VERSION = "select version from indexer.repo where did = $1 and bucket = $2"
 PREPARED = "select count(*) from pg_prepared_xacts"
-WAITING_FOR_STANDBY = "select count(*) from pg_stat_activity where wait_event = 'SyncRep'"
+WAITING_FOR_STANDBY = "select count(*) from pg_stat_activity where wait_event = 'SyncRep' and pid = $1"
 
 
 @pytest.fixture(scope="module")
@@ -53,20 +53,23 @@ async def _prepare(dsn: str) -> None:
 
 
 @pytest.fixture
-def database(cluster: Cluster) -> str:
-    return cluster.url_of(COORDINATOR)
+async def database(cluster: Cluster) -> AsyncIterator[str]:
+    yield cluster.url_of(COORDINATOR)
+    for node in cluster.names:  # a test that failed may have stopped them
+        await release_commits(cluster, node)
 
 
 async def create_repos(store: Store, sql: asyncpg.Connection, count: int = 1) -> list[str]:
     """Insert `count` repos on each worker, each with a counter (`version`); return their names, by worker.
 
-    What the log says about them is numbered.
+    Each has a bucket of its own. What the log says about them is numbered.
     """
-    found: dict[int, list[str]] = defaultdict(list)
+    found: dict[int, dict[int, str]] = defaultdict(dict)
     while min(len(found[1]), len(found[2])) < count:
         name = random.randbytes(8).hex()
-        found[await sql.fetchval(NODE_OF, bucket_of(did(name)))].append(name)
-    names = [name for node in (1, 2) for name in found[node][:count]]
+        bucket = bucket_of(did(name))
+        found[await sql.fetchval(NODE_OF, bucket)][bucket] = name
+    names = [name for node in (1, 2) for name in list(found[node].values())[:count]]
     await insert(store, *(synchronized(name) for name in names))
     await number_once(store)
     return names
@@ -107,9 +110,9 @@ async def _set_standby(cluster: Cluster, node: str, name: str) -> None:
     await until(is_set)
 
 
-async def count(cluster: Cluster, node: str, query: str) -> int:
+async def count(cluster: Cluster, node: str, query: str, *arguments: object) -> int:
     async with connected(cluster.url_of(node)) as connection:
-        number: int = await connection.fetchval(query)
+        number: int = await connection.fetchval(query, *arguments)
         return number
 
 
@@ -121,8 +124,8 @@ async def has_no_prepared(cluster: Cluster) -> bool:
     return not any([await count(cluster, worker, PREPARED) for worker in WORKERS])
 
 
-async def waits_for_standby(cluster: Cluster) -> bool:
-    return await count(cluster, COORDINATOR, WAITING_FOR_STANDBY) == 1
+async def waits_for_standby(cluster: Cluster, session: asyncpg.Connection) -> bool:
+    return await count(cluster, COORDINATOR, WAITING_FOR_STANDBY, session.get_server_pid()) == 1
 
 
 async def has_unnumbered(sql: asyncpg.Connection, number: int) -> bool:
@@ -197,12 +200,12 @@ async def test_segment_is_not_truncated_before_its_changes_have_numbers(store: S
     assert (await trim(sql, plan)).truncate == (segment,), "nothing else retained it"
 
 
-async def start_commit(cluster: Cluster, writer: asyncpg.Connection, name: str) -> asyncio.Task[None]:
-    """Begin to write a repo of worker 1; return when it is prepared there, and stored but not visible here."""
+async def start_commit(cluster: Cluster, writer: asyncpg.Connection, *names: str) -> asyncio.Task[None]:
+    """Begin to write repos, also of worker 1; return when that is prepared there, and stored but not visible here."""
     await stop_commits(cluster, COORDINATOR)
-    commit = asyncio.create_task(write(writer, name))
+    commit = asyncio.create_task(write(writer, *names))
     await until(lambda: is_prepared(cluster))
-    await until(lambda: waits_for_standby(cluster))
+    await until(lambda: waits_for_standby(cluster, writer))
     return commit
 
 
@@ -236,6 +239,27 @@ async def test_number_appears_after_the_effect_although_a_worker_is_killed_betwe
             await until(lambda: has_changes(sql, seq, 2))
             assert await version_of(reader, name) == 2
         await until(lambda: not conditions.active(), conditions.active)
+
+
+async def test_later_change_of_a_repo_waits_for_a_transaction_that_is_complete_only_on_its_node(
+    cluster: Cluster, database: str, store: Store, sql: asyncpg.Connection
+) -> None:
+    [name, other, on_worker_2, _], seq = await create_repos(store, sql, 2), await latest(sql)
+    async with connected(database) as writer, connected(database) as another_writer:
+        commit = await start_commit(cluster, writer, name, on_worker_2)
+        await stop_commits(cluster, WORKERS[1])
+        await release_commits(cluster, COORDINATOR)
+        await write(another_writer, name)  # it waits for the lock of the first one on worker 1
+        await write(another_writer, other)
+        assert not commit.done(), "worker 2 has not completed it"
+        await number_once(store)
+        assert [row["did"] for row in await after(sql, seq)] == [did(other)]
+        await release_commits(cluster, WORKERS[1])
+        await commit
+    async with numbering(store):
+        await until(lambda: has_changes(sql, seq, 4))
+    changes = [(row["did"], row["rkey"]) for row in await after(sql, seq)]
+    assert changes == [(did(other), "2"), (did(name), "2"), (did(on_worker_2), "2"), (did(name), "3")]
 
 
 async def test_number_appears_after_the_effect_although_the_coordinator_is_killed_between_the_phases(
