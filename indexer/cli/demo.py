@@ -72,11 +72,11 @@ async def demo(
         server = "an embedded Postgres, and " if url is None else ""
         console.print(f"Starting {server}a network of a PLC directory, two PDSes and a relay ...")
         dsn = await stack.enter_async_context(database(url, directory))
+        await _require_no_repos(dsn)
         await migrate(dsn)
         network = await stack.enter_async_context(LocalNetwork())
         settings = _local_settings(settings, network, directory)
         daemon = await stack.enter_async_context(open_daemon(settings, dsn))
-        await _require_no_repos(daemon.store)
         address = await stack.enter_async_context(daemon.serve_http())
         console.print(f"The daemon verifies with the core {daemon.core.name} and consumes {network.relay_url}.")
         console.print(f"Status page and metrics: http://{address}/")
@@ -90,8 +90,8 @@ async def demo(
     return code
 
 
-async def _require_no_repos(store: Store) -> None:
-    if any((await store.counts()).statuses.values()):
+async def _require_no_repos(dsn: str) -> None:
+    if await has_repos(dsn):
         raise SettingsError("the database has repos: the demo needs one without, in which it can write its own")
 
 

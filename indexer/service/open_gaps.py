@@ -26,13 +26,12 @@ class OpenGaps:
 
     Attributes:
         stage: Its progress. Loading the gaps, and checking the silence of the relay, is work.
-        gaps: The open gaps of the shard, and of former ones that overlap it, oldest first; None before they were loaded
-            for the first time. Gaps of former shards become gaps of this one as soon as this process owns the shard.
+        gaps: The open gaps of the shard, oldest first; None before they were loaded for the first time.
     """
 
     def __init__(self, store: Store, shard: Shard, metrics: Metrics) -> None:
         self._store = store
-        self._shard = shard
+        self._shard = str(shard)
         self._metrics = metrics
         self._opened = asyncio.Event()
         self.stage = StageProgress("open gaps")
@@ -76,7 +75,7 @@ class OpenGaps:
             DatabaseError: The database is unavailable.
         """
         before, known_until = self.gaps or (), self.newest
-        loaded = [gap for gap in await self._store.open_gaps() if Shard.parse(gap.gap.shard).overlaps(self._shard)]
+        loaded = [gap for gap in await self._store.open_gaps() if gap.gap.shard == self._shard]
         still_open = {gap.id for gap in loaded}
         for gap in before:
             if gap.id not in still_open:

@@ -48,8 +48,8 @@ _LOGGED = {  # in the order of `log_rows`, after the ordinal
     "cid": "bytea",
 }
 
-MIN_COPIED_CHANGES = 50
-"""The least number of changes that are written by COPY. It takes two round trips more than one statement for all."""
+MIN_COPIED_CHANGES = 20
+"""The least number of changes that are written by COPY. Below, its additional round trips cost more than it saves."""
 
 _INSERT_CHANGES = f"""
     with started as ({_INSERT_BATCH})

@@ -6,7 +6,7 @@ from indexer.reasons import GapReason
 from indexer.store.columns import Connection, storable
 from indexer.sync.gap import Gap, OpenGap
 from indexer.sync.repo_state import SyncStatus
-from indexer.sync.shard import Shard, shards_with
+from indexer.sync.shard import Shard
 from indexer.sync.stored_cursor import StoredCursor
 from indexer.sync.watermark import Position
 
@@ -40,14 +40,6 @@ _LOAD_OPEN = """
 _CLOSE = """
     update indexer.gap set closed_at = now(), closed_by = $3
     where closed_at is null and shard = $1 and id <= $2
-"""
-
-_LOCK_GAPS = "lock table indexer.gap in share row exclusive mode"
-
-_REPLACE = """
-    with former as (delete from indexer.gap where id = $1 returning *)
-    insert into indexer.gap (relay, shard, reason, first_seq, last_seq, opened_at)
-    select relay, part, reason, first_seq, last_seq, opened_at from former, unnest($2::text[]) part
 """
 
 # The epoch of a relay belongs to all its shards. Numbers of the old epoch, also those of #account messages, are not
@@ -98,20 +90,6 @@ async def close_gaps(connection: Connection, shard: str, last_gap: int, closed_b
     """Close the open gaps of the shard up to the ID `last_gap`; return how many."""
     status = await connection.execute(_CLOSE, shard, last_gap, closed_by)
     return int(status.removeprefix("UPDATE "))
-
-
-async def take_over_gaps(connection: Connection, shard: Shard) -> None:
-    """Replace each open gap of a former shard that overlaps this one, by a gap of this shard and gaps of the rest.
-
-    Otherwise, nobody would close it after the number of shards has changed. Run it in a transaction.
-    """
-    await connection.execute(_LOCK_GAPS)  # processes that start at once see the gaps of the rest
-    for opened in await load_open(connection):
-        former = Shard.parse(opened.gap.shard)
-        if str(former) != str(shard) and former.overlaps(shard):
-            own, all_ = shard.positions, former.positions
-            rest = [*shards_with(range(all_.start, own.start)), *shards_with(range(own.stop, all_.stop))]
-            await connection.execute(_REPLACE, opened.id, [str(part) for part in (shard, *rest)])
 
 
 async def reset_cursor(connection: Connection, relay: str, shards: Sequence[Shard], position: Position) -> None:

@@ -140,11 +140,6 @@ class Store(ResyncMethods, ScopeMethods, AccountMethods, LinkMethods, FeedMethod
         async with self._connection() as connection:
             return await gap_rows.load_open(connection)
 
-    async def take_over_gaps(self, shard: Shard) -> None:
-        """Let the shard, which this process owns, have the open gaps of former shards with the same buckets."""
-        async with self._transaction() as connection:
-            await gap_rows.take_over_gaps(connection, shard)
-
     @asynccontextmanager
     async def shard_lock(self, positions: range) -> AsyncIterator[ShardLock]:
         """Open the lock of these positions, on a connection of its own; release it at the end of the block."""

@@ -95,10 +95,6 @@ class Shard:
         """Return True if the DID's bucket belongs to this shard."""
         return self.placement.position(bucket_of(did)) in self.positions
 
-    def overlaps(self, other: "Shard") -> bool:
-        """Return True if a position belongs to both shards."""
-        return self.positions.start < other.positions.stop and other.positions.start < self.positions.stop
-
     def placed(self, placement: Placement) -> "Shard":
         """Return the same range of positions on a database with this placement."""
         return replace(self, placement=placement)
@@ -119,15 +115,3 @@ class Shard:
 
     def __str__(self) -> str:
         return f"{self.index}/{self.count}"
-
-
-def shards_with(positions: range) -> list[Shard]:
-    """Return shards that together have exactly these positions, at most fourteen, in ascending order."""
-    shards, start = [], positions.start
-    while start < positions.stop:
-        size = start & -start or BUCKETS  # the largest power of two that divides the start
-        while size > positions.stop - start:
-            size //= 2
-        shards.append(Shard(start // size, BUCKETS // size))
-        start += size
-    return shards

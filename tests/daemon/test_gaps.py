@@ -14,10 +14,8 @@ from indexer.localnet.http_server import Fault
 from indexer.localnet.local_account import LocalAccount
 from indexer.localnet.local_network import LocalNetwork
 from indexer.localnet.local_pds import LIST_REPOS
-from indexer.reasons import GapReason
 from indexer.service.crawl.reconcile import ReconciliationSettings
 from indexer.service.live.stream_continuity import StreamContinuity
-from indexer.sync.gap import Gap
 from tests.daemon.running_daemon import POST, RunningDaemon, post, running_daemon
 from tests.database_server import DatabaseServer
 from tests.waiting import until
@@ -282,22 +280,6 @@ async def test_start_without_any_cursor_on_a_database_with_repos_opens_a_gap(dat
             await wait_until_equal_and_ready(daemon)
             assert await gaps(daemon) == [(network.relay_url, "no-cursor", None, None, True)]
             assert daemon.counter("desynchronized", reason="behind") == 3
-
-
-async def test_gaps_of_former_shards_are_closed_after_the_number_of_shards_changed(
-    database: str, tmp_path: Path
-) -> None:
-    async with LocalNetwork() as network:
-        async with daemon_of(network, database, tmp_path) as daemon:
-            await create_synchronized(daemon, 3)
-            await daemon.wait_for_cursor()
-            for shard in ("0/2", "1/2"):
-                await daemon.store.open_gap(Gap(network.relay_url, shard, GapReason.CURSOR_OUTDATED))
-        async with daemon_of(network, database, tmp_path) as daemon:
-            await until(lambda: daemon.stages.open_gaps.gaps is not None)
-            assert "open-gaps" in [reason.code for reason in daemon.stages.probe.ready()]
-            await wait_until_equal_and_ready(daemon)
-            assert [gap[-1] for gap in await gaps(daemon)] == [True, True]
 
 
 async def forget_cursors(database: str) -> None:

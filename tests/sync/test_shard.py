@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexer.sync.shard import BUCKETS, HASH_ORDER, Placement, Shard, bucket_of, shards_with
+from indexer.sync.shard import BUCKETS, HASH_ORDER, Placement, Shard, bucket_of
 
 PLACEMENTS = st.sampled_from(Placement)
 COUNTS = st.integers(1, BUCKETS)
@@ -87,15 +87,3 @@ def test_subshards_cover_the_positions_of_their_shard(whole: tuple[int, int], co
     parts = [shard.subshard(index, count) for index in range(count)]
     assert [position for part in parts for position in part.positions] == list(shard.positions)
     assert sorted(bucket for part in parts for bucket in part.buckets) == list(shard.buckets)
-
-
-@given(SHARDS, SHARDS)
-def test_shards_overlap_if_a_position_belongs_to_both(one: Shard, other: Shard) -> None:
-    assert one.overlaps(other) == bool(set(one.positions) & set(other.positions))
-
-
-@given(st.lists(st.integers(0, BUCKETS), min_size=2, max_size=2).map(sorted))
-def test_any_positions_are_those_of_a_few_shards(ends: list[int]) -> None:
-    shards = shards_with(range(*ends))
-    assert [position for shard in shards for position in shard.positions] == list(range(*ends))
-    assert len(shards) <= 14

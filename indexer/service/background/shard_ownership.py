@@ -52,10 +52,7 @@ class ShardOwnership:
             await asyncio.sleep(RETRY_SECONDS)
 
     async def _acquire_and_hold(self) -> None:
-        """Wait until no other process holds a bucket of the shard; then hold the locks until the session ends.
-
-        The number of shards may have changed. So the open gaps of former shards with these buckets are taken over.
-        """
+        """Wait until no other process holds a bucket of the shard; then hold the locks until the session ends."""
         async with self._store.shard_lock(self._shard.positions) as lock:
             waited = False
             while not await self._claim(lock):
@@ -67,7 +64,6 @@ class ShardOwnership:
                 await asyncio.sleep(RETRY_SECONDS)
             if waited:
                 log.info("shard-lock.acquired", shard=str(self._shard))
-            await self._store.take_over_gaps(self._shard)
             self.last_error = None
             self.owned.set()
             self.owned_since = monotonic()
