@@ -30,7 +30,7 @@ def parse_shards(_context: click.Context, _parameter: click.Parameter, value: in
     type=click.IntRange(1, BUCKETS),
     callback=parse_shards,
     help="Number of shards of each table, a power of two. At most as many nodes can share the rows later. "
-    "Default: four for each node.",
+    "Default: at least four for each node.",
 )
 @json_option
 async def distribute_command(settings: Settings, *, shards: int | None, as_json: bool) -> int:

@@ -69,6 +69,9 @@ _NODE_LOST = (
     "no connection to the server",
     "could not send data to server",
     "could not receive data from server",
+    "SSL SYSCALL error",
+    "SSL connection has been closed",
+    "SSL error: unexpected eof",
     "failure on connection marked as essential",
     "could not connect to any active placements",
 )

@@ -65,7 +65,7 @@ SETTINGS = {
 """Settings of the database, which Citus passes on to the workers. docs/performance.md has what was measured.
 
 `max_adaptive_executor_pool_size`: the parts of a statement that are on one node use one connection, one after another.
-For small batches that is faster than more connections; for batches of 500 messages there is no difference.
+For small batches that is faster than more connections; for batches of 500 messages it is a little slower.
 `max_cached_conns_per_worker`: to open a connection takes longer than most statements.
 `override_table_visibility`: otherwise, Citus adds a slow condition to each query of `pg_class`, and every session of
 the database driver begins with such a query.
@@ -96,6 +96,7 @@ _OTHER_SESSIONS = """
 """
 _ROW = "select shards, finished_at is not null as finished from indexer.distribution"
 _ADD_ROW = "insert into indexer.distribution (shards) values ($1) returning shards, false as finished"
+_REOPEN = "update indexer.distribution set finished_at = null returning shards, false as finished"
 _FINISH = "update indexer.distribution set finished_at = now() where finished_at is null"
 _RENAME_CURSOR = "update indexer.cursor set shard = $3 where relay = $1 and shard = $2"
 _DELETE_CURSORS = "delete from indexer.cursor where relay = $1 and shard <> $2"
@@ -266,6 +267,8 @@ class _Command:
             row = await self._begin(shards or default_shards(len(self._nodes)))
         elif shards not in {None, row["shards"]}:
             raise UnsuitableClusterError(f"its tables have {row['shards']} shards, and the number cannot be changed")
+        elif row["finished"] and await waiting_tables(self._connection):  # restored from the dump of a cluster
+            [row] = await self._connection.fetch(_REOPEN)
         # A process that connected before the row was stored may not have seen it.
         while not await _is_alone(self._connection):  # noqa: ASYNC110 - asks another process
             await asyncio.sleep(WAIT_SECONDS)

@@ -34,7 +34,7 @@ class Placement(StrEnum):
 
     On a plain database the position of a bucket is its number. On a database that is distributed with Citus, each
     shard of a table has a range of hashes. There the buckets are in the order of their hashes, so that a process uses
-    few shards of the tables, and shares none of them if both numbers divide 256.
+    few shards of the tables, and shares none of them if the number of processes divides that of the shards.
     """
 
     PLAIN = "plain"

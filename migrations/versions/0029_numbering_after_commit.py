@@ -110,6 +110,7 @@ STATEMENTS = (
             where t.groupid in (select n.groupid from pg_dist_node n where n.groupid <> all(answered))
         );
         waiting smallint[] := '{}';
+        numbered integer := 0;
         written record;
         queued indexer.unnumbered_batch;
     begin
@@ -121,7 +122,7 @@ STATEMENTS = (
             where u.commit_order = any(orders) group by u.xmin::text order by min(u.commit_order)
         loop
             if written.id = any(incomplete) or written.buckets && waiting then
-                waiting := waiting || written.buckets;
+                waiting := array(select distinct b from unnest(waiting || written.buckets) b where b is not null);
                 continue;
             end if;
             for queued in
@@ -135,6 +136,8 @@ STATEMENTS = (
             end loop;
             delete from indexer.unnumbered_batch u where u.commit_order = any(written.places);
             perform pg_notify('atproto_changes', '');
+            numbered := numbered + cardinality(written.places);
+            exit when numbered >= 1000;  -- the rest in the next call: a backlog may be long
         end loop;
     end $$
     """,

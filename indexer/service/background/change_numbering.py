@@ -50,6 +50,7 @@ class ChangeNumbering:
             while True:
                 with DatabaseAttempt(self.stage):
                     async with self._store.numbering_session() as session:
+                        self._start = QueueStart()  # a standby that was promoted meanwhile may be a little behind
                         await self._follow(session, group)
                 await asyncio.sleep(RETRY_SECONDS)
 
