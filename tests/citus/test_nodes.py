@@ -73,25 +73,6 @@ async def _connected(dsn: str) -> AsyncIterator[asyncpg.Connection]:
         connection.terminate()
 
 
-async def test_the_owner_of_the_database_needs_no_other_privilege(cluster: Cluster) -> None:
-    """An administrator has created the roles, connected to the database, so that Citus creates them on all nodes."""
-    dsn = await create_database(cluster, "owned")
-    for role in ("owner login", "atproto_reader nologin", "atproto_operator nologin"):
-        await _execute(dsn, f"create role {role}")
-    for node in cluster.names:
-        statement = "set citus.enable_ddl_propagation = off; alter database owned owner to owner"
-        await _execute(cluster.url_of(node), statement)
-    owners = dsn.replace("postgres@", "owner@")
-    await migrate(owners)
-    await distribute(owners, 4, lambda *_: None)
-    store = await Store.open(owners)
-    try:
-        await _write(store, 0, 0, 0)
-        assert (await _stored_version(store, _did(0, 0))) == 1
-    finally:
-        await store.close()
-
-
 @pytest.mark.parametrize("node", [COORDINATOR, WORKERS[0]])
 async def test_a_node_is_killed_while_rows_are_copied(cluster: Cluster, node: str) -> None:
     dsn = await create_database(cluster, f"killed_{node}")

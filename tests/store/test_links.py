@@ -9,6 +9,7 @@ import pytest
 from indexer.atproto.links import links_of
 from indexer.store import Store
 from indexer.sync.plans import Batch, RepoWrite
+from indexer.sync.shard import bucket_of
 from tests.store.link_checks import assert_links_exact
 from tests.store.link_steps import ALL, LIKE, PATH, claim_again, count, finish_resync, like, post, settle, turn_on
 from tests.store.repo_rows import delete, did, in_progress, insert, put, synchronized
@@ -21,7 +22,7 @@ async def test_links_follow_creates_updates_and_deletes(store: Store, sql: async
     await insert(store, synchronized(1), changes=(like("a"), like("b"), like("c", "two"), put("app.test/d")))
     assert (await count(sql), await count(sql, "two"), await count(sql, "none")) == (2, 1, 0)
     row = await sql.fetchrow("select * from atproto.links where rkey = 'c'")
-    assert tuple(row or ()) == (post("two"), "strong-ref", did(1), LIKE, "c", PATH)
+    assert tuple(row or ()) == (post("two"), "strong-ref", did(1), LIKE, "c", PATH, bucket_of(did(1)))
     changes = (like("a", "two", action="update"), delete(f"{LIKE}/b"), delete(f"{LIKE}/absent"))
     await store.apply(Batch((RepoWrite(1, synchronized(1, version=2), changes),)))
     assert (await count(sql), await count(sql, "two")) == (0, 2)
