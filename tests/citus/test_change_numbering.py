@@ -177,6 +177,17 @@ async def test_batches_are_numbered_in_the_order_of_their_commits(
     assert rkeys(await after(sql, seq)) == ["2", "0"]
 
 
+async def test_a_long_backlog_is_numbered_in_parts(store: Store, sql: asyncpg.Connection) -> None:
+    seq = await latest(sql)
+    for number in range(1_003):
+        await log(sql, change("backlog", number))
+    await number_once(store)
+    assert await latest(sql) == seq + 1_000
+    await number_once(store)
+    rows = await after(sql, seq, 2_000)
+    assert rkeys(rows) == [str(number) for number in range(1_003)]
+
+
 async def test_two_processes_number_each_batch_once(store: Store, sql: asyncpg.Connection) -> None:
     seq = await latest(sql)
     async with numbering(store), numbering(store):
