@@ -249,7 +249,7 @@ JSON_LINES: dict[str, dict[str, JsonLine]] = {
             "cursors[].event_time": "Time of the event at the cursor, as the relay wrote it; null if it is unknown.",
             "cursors[].lag_seconds": "Seconds since everything was stored; null if it is unknown.",
             "daemons": "The daemons with the role `live`.",
-            "daemons[].shard": "The shard, as i/n.",
+            "daemons[].shard": "The shard, as i/n, or its range of positions.",
             "daemons[].state": "`owns` if it processes the shard, `waits` if another process holds a part of it.",
             "daemons[].client": "The network address of the process.",
             "daemons[].pid": "The process ID of its session in Postgres.",

@@ -138,7 +138,7 @@ _COPIED = """
     $command$) where success
 """
 _RECOVERY_INTERVAL = f"select setting::int from pg_settings where name = '{RECOVERY}'"
-# What an earlier call has left. Without the privilege, a process of Citus does it a little later.
+# An earlier call may have left prepared transactions. Without the privilege, Citus completes them a little later.
 _MAY_COMPLETE_PREPARED = "select has_function_privilege('recover_prepared_transactions()', 'execute')"
 _ADAPT_PUBLIC_SCHEMA = "select indexer.adapt_public_schema()"
 _COMPLETE_PREPARED = "select recover_prepared_transactions()"

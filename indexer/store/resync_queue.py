@@ -164,8 +164,8 @@ async def claim(
     """
     first = choice(buckets)  # noqa: S311 - spreads the load
     shard = shard_of(first, shards)
-    one_shard = [bucket for bucket in buckets if shard_of(bucket, shards) == shard]
-    due = await connection.fetch(DUE, count, one_shard, now, first)
+    one_shard = buckets if shards == 1 else [bucket for bucket in buckets if shard_of(bucket, shards) == shard]
+    due = await connection.fetch(DUE, count, list(one_shard), now, first)
     if len(due) < count and len(one_shard) < len(buckets):
         due = await connection.fetch(DUE, count, list(buckets), now, first)
     claimed: list[Repo] = []

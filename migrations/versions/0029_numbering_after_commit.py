@@ -23,7 +23,7 @@ STATEMENTS = (
         queued_at timestamptz not null default clock_timestamp()
     )
     """,
-    # What `publish` did until now. Its caller owns the numbering lock.
+    # It does the numbering that `publish` did until now. Its caller owns the numbering lock.
     """
     create function indexer.number_batch(segment smallint, batch bigint, size integer) returns void
     language plpgsql security definer set search_path = pg_catalog, pg_temp as $$

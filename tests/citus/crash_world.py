@@ -125,7 +125,7 @@ class CrashWorld:
         await self._set_standby(worker, HELD)
 
         async def waits() -> bool:
-            self.act(1)  # until an account writes whose repo is on this worker
+            self.act(1)  # an account whose repo is on this worker has to write
             await asyncio.sleep(ACT_SECONDS)
             waiting = await self.execute(_WAITING, node=worker)
             names = await self._prepared(worker)

@@ -80,7 +80,7 @@ async def test_deaths_between_the_two_phases_of_a_commit_lose_nothing(cluster: C
         world.random.shuffle(points)
         for number, (node, victims) in enumerate(points, start=1):
             world.act(STEPS)
-            await world.wait_for_progress()  # what the daemon needs before it writes would wait, too
+            await world.wait_for_progress()  # first, because the daemon reads from the nodes before it writes
             await (world.hold_commit() if node == DECIDED else world.hold_prepare(node))
             await world.kill(victims)
             if node not in victims:

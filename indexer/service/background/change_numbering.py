@@ -60,7 +60,7 @@ class ChangeNumbering:
         Raises:
             DatabaseError: The database is unavailable.
         """
-        self._store.committed.clear()  # what commits from here on may be missing in the queue that is read now
+        self._store.committed.clear()  # the queue that is read now may lack later commits
         queue = await session.queue(self._start.place)
         self._start.advance(queue)
         is_check = monotonic() >= self._next_check
