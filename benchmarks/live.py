@@ -215,15 +215,24 @@ def _daemon(
 
 
 def _speed(watch: ArrivalWatch, commits: range, cpu: Mapping[str, float]) -> Figures:
-    """Return the rate between the first and the last batch. The first batch itself is not counted."""
+    """Return the rate of all commits and that of the second half, in which most pages have been read once."""
     batches = Counter(watch.visible_at[number] for number in commits)
-    first, last = min(batches), max(batches)
-    rate = (len(commits) - batches[first]) / (last - first) if last > first else 0.0
     return {
-        _RATE: rate,
+        _RATE: _rate(batches),
+        "commits/s, second half": _rate(Counter(watch.visible_at[number] for number in commits[len(commits) // 2 :])),
         "commits per batch, median": median(batches.values()),
         "commits per batch, maximum": max(batches.values()),
     } | _cpu(cpu, commits)
+
+
+def _rate(batches: Counter[float]) -> float:
+    """Return the commits per second between the first and the last batch. The first batch itself is not counted.
+
+    Args:
+        batches: The number of commits by the time at which they became visible.
+    """
+    first, last = min(batches), max(batches)
+    return (batches.total() - batches[first]) / (last - first) if last > first else 0.0
 
 
 def _cpu(seconds: Mapping[str, float], commits: range) -> Figures:
