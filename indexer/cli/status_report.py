@@ -227,7 +227,7 @@ def _paused_hosts(counts: Counts, now: float) -> list[PausedHost]:
 
 def _open_gaps(shard: Shard, gaps: Sequence[OpenGap]) -> Iterator[ReadinessReason]:
     """Yield the open gaps of the shard as one reason."""
-    own = [opened for opened in gaps if set(Shard.parse(opened.gap.shard).positions) & set(shard.positions)]
+    own = [opened for opened in gaps if opened.affects(shard)]
     if own:
         listed = "; ".join([describe_gap(opened) for opened in own[:MAX_LISTED_GAPS]])
         yield ReadinessReason("open-gaps", f"repos may be outdated: {listed}", len(own))

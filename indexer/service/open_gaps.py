@@ -26,12 +26,13 @@ class OpenGaps:
 
     Attributes:
         stage: Its progress. Loading the gaps, and checking the silence of the relay, is work.
-        gaps: The open gaps of the shard, oldest first; None before they were loaded for the first time.
+        gaps: The open gaps that affect repos of the shard, also those of former shards, oldest first; None before they
+            were loaded for the first time.
     """
 
     def __init__(self, store: Store, shard: Shard, metrics: Metrics) -> None:
         self._store = store
-        self._shard = str(shard)
+        self._shard = shard
         self._metrics = metrics
         self._opened = asyncio.Event()
         self.stage = StageProgress("open gaps")
@@ -71,17 +72,19 @@ class OpenGaps:
     async def refresh(self) -> None:
         """Load the open gaps, and log those that were closed since the last time.
 
+        A gap that affects other shards, too, is not closed before they have compared their repos.
+
         Raises:
             DatabaseError: The database is unavailable.
         """
         before, known_until = self.gaps or (), self.newest
-        loaded = [gap for gap in await self._store.open_gaps() if gap.gap.shard == self._shard]
+        loaded = await self._store.open_gaps()
         still_open = {gap.id for gap in loaded}
         for gap in before:
             if gap.id not in still_open:
                 log.info("gap.closed", relay=gap.gap.relay, reason=gap.gap.reason, id=gap.id)
         opened_meanwhile = [gap for gap in self.gaps or () if gap.id > known_until and gap.id not in still_open]
-        self._set([*loaded, *opened_meanwhile])
+        self._set([*(gap for gap in loaded if gap.affects(self._shard)), *opened_meanwhile])
 
     async def run(self) -> NoReturn:
         """Refresh periodically: another process may have closed gaps."""

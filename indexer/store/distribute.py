@@ -100,7 +100,7 @@ _REOPEN = "update indexer.distribution set finished_at = null returning shards, 
 _FINISH = "update indexer.distribution set finished_at = now() where finished_at is null"
 _RENAME_CURSOR = "update indexer.cursor set shard = $3 where relay = $1 and shard = $2"
 _DELETE_CURSORS = "delete from indexer.cursor where relay = $1 and shard <> $2"
-_WIDEN_GAPS = "update indexer.gap set shard = $1 where closed_at is null"
+_WIDEN_GAPS = "update indexer.gap set shard = $1, reconciled = '{}' where closed_at is null"
 _WIDEN_CRAWLS = """
     insert into indexer.crawl_progress (purpose, source, collection, cursor, listed, found, began_at, shard, last_gap)
     select purpose, source, collection, null, 0, 0, min(began_at), $1, 0

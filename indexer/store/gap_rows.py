@@ -33,13 +33,19 @@ _PRUNE = """
 """
 
 _LOAD_OPEN = """
-    select id, relay, shard, reason, first_seq, last_seq, date_part('epoch', opened_at) as opened_at
+    select id, relay, shard, reason, first_seq, last_seq, date_part('epoch', opened_at) as opened_at, reconciled
     from indexer.gap where closed_at is null order by id
 """
 
+# Concurrent statements on one gap wait for each other, and each one sees what the others have compared.
 _CLOSE = """
-    update indexer.gap set closed_at = now(), closed_by = $3
-    where closed_at is null and shard = $1 and id <= $2
+    with compared as (select int4range($1, $2) as range)
+    update indexer.gap set
+        reconciled = reconciled + range::int4multirange,
+        closed_at = case when positions <@ reconciled + range::int4multirange then now() end,
+        closed_by = case when positions <@ reconciled + range::int4multirange then $4 end
+    from compared
+    where closed_at is null and id <= $3 and positions && range
 """
 
 # The epoch of a relay belongs to all its shards. Numbers of the old epoch, also those of #account messages, are not
@@ -81,15 +87,22 @@ async def set_last_seq(connection: Connection, gap_id: int, last_seq: int) -> No
 async def load_open(connection: Connection) -> list[OpenGap]:
     """Return the open gaps of all shards, oldest first."""
     return [
-        OpenGap(id_, Gap(relay, shard, _REASONS[reason], first_seq, last_seq), opened_at)
-        for id_, relay, shard, reason, first_seq, last_seq, opened_at in await connection.fetch(_LOAD_OPEN)
+        OpenGap(
+            id_,
+            Gap(relay, shard, _REASONS[reason], first_seq, last_seq),
+            opened_at,
+            frozenset(position for part in reconciled for position in range(part.lower, part.upper)),
+        )
+        for id_, relay, shard, reason, first_seq, last_seq, opened_at, reconciled in await connection.fetch(_LOAD_OPEN)
     ]
 
 
-async def close_gaps(connection: Connection, shard: str, last_gap: int, closed_by: str) -> int:
-    """Close the open gaps of the shard up to the ID `last_gap`; return how many."""
-    status = await connection.execute(_CLOSE, shard, last_gap, closed_by)
-    return int(status.removeprefix("UPDATE "))
+async def close_gaps(connection: Connection, positions: range, last_gap: int, closed_by: str) -> None:
+    """Close the open gaps up to the ID `last_gap` as far as they are about these positions.
+
+    A gap that other shards have to compare, too, is closed by the last of them.
+    """
+    await connection.execute(_CLOSE, positions.start, positions.stop, last_gap, closed_by)
 
 
 async def reset_cursor(connection: Connection, relay: str, shards: Sequence[Shard], position: Position) -> None:

@@ -228,7 +228,8 @@ class Store(ResyncMethods, ScopeMethods, AccountMethods, LinkMethods, FeedMethod
             after_page = progress(added)
             await crawl_rows.save_progress(connection, after_page)
             if close_gaps and after_page.finished_at is not None:
-                await gap_rows.close_gaps(connection, after_page.shard, after_page.last_gap, after_page.source)
+                positions = Shard.parse(after_page.shard).positions
+                await gap_rows.close_gaps(connection, positions, after_page.last_gap, after_page.source)
         return after_page
 
     async def find_differences(self, revs: Mapping[str, str]) -> ListDifferences:

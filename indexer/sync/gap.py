@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from indexer.reasons import GapReason
+from indexer.sync.shard import Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +30,16 @@ class OpenGap:
     Attributes:
         id: Increases with each gap, so that a reconciliation knows which gaps were opened before it began.
         opened_at: Unix seconds.
+        reconciled: The positions that a reconciliation has compared since. After a change of the number of shards,
+            several processes close the gap together: each one compares the positions of its own shard.
     """
 
     id: int
     gap: Gap
     opened_at: float
+    reconciled: frozenset[int] = frozenset()
+
+    def affects(self, shard: Shard) -> bool:
+        """Return True if repos of the shard may be outdated because of this gap."""
+        former = Shard.parse(self.gap.shard).positions
+        return any(position in former and position not in self.reconciled for position in shard.positions)

@@ -1,6 +1,6 @@
 """Missed messages: every repo is found again, and until then the daemon says that repos may be outdated."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, MutableMapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -8,6 +8,7 @@ from typing import Any
 
 import asyncpg
 import pytest
+from structlog.testing import capture_logs
 
 from indexer.cli.demo import compare
 from indexer.localnet.http_server import Fault
@@ -280,6 +281,41 @@ async def test_start_without_any_cursor_on_a_database_with_repos_opens_a_gap(dat
             await wait_until_equal_and_ready(daemon)
             assert await gaps(daemon) == [(network.relay_url, "no-cursor", None, None, True)]
             assert daemon.counter("desynchronized", reason="behind") == 3
+
+
+async def test_gap_is_closed_once_by_all_shards_after_their_number_has_changed(database: str, tmp_path: Path) -> None:
+    """The first of the new shards that has compared its repos neither closes the gap nor says so."""
+    async with LocalNetwork() as network:
+        async with daemon_of(network, database, tmp_path) as daemon:
+            accounts = await create_synchronized(daemon, 12)
+            await daemon.wait_for_cursor()
+        network.relay.window = 1
+        commit_each(accounts, "in the gap")
+        accounts[0].create(POST, post("in the window"))
+        fault = Fault(LIST_REPOS, times=None, status=404)
+        network.relay.faults.append(fault)
+        async with daemon_of(network, database, tmp_path, shard="0/1") as daemon:
+            await until(lambda: codes(daemon) == ["open-gaps"], daemon.stages.probe.ready)
+            await until(lambda: network.relay.requests[LIST_REPOS] > 0)
+        network.relay.faults.remove(fault)
+        with capture_logs() as lines:
+            async with daemon_of(network, database, tmp_path / "0", shard="0/2") as daemon:
+                await until(lambda: daemon.stages.probe.ready() == [], daemon.stages.probe.ready)
+                assert daemon.counter("desynchronized", reason="behind") > 0
+                assert [gap[-1] for gap in await gaps(daemon)] == [False]
+                assert events(lines, "gap.closed") == []
+                async with daemon_of(network, database, tmp_path / "1", shard="1/2") as other:
+                    await wait_until_equal_and_ready(other)
+                    assert [gap[-1] for gap in await gaps(other)] == [True]
+        assert len(events(lines, "gap.closed")) == 1
+
+
+def codes(daemon: RunningDaemon) -> list[str]:
+    return [reason.code for reason in daemon.stages.probe.ready()]
+
+
+def events(lines: Sequence[MutableMapping[str, Any]], name: str) -> list[MutableMapping[str, Any]]:
+    return [line for line in lines if line["event"] == name]
 
 
 async def forget_cursors(database: str) -> None:
