@@ -10,9 +10,10 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol, cast
 
 import pytest
@@ -52,11 +53,11 @@ class Cluster(Protocol):
 
 
 @contextmanager
-def running_cluster(directory: Path) -> Iterator[Cluster]:
-    """Run a cluster in this directory; skip the test if Citus is not installed."""
+def running_cluster(directory: Path, settings: Mapping[str, object] = MappingProxyType({})) -> Iterator[Cluster]:
+    """Run a cluster in this directory, with more settings of its servers; skip the test if Citus is not installed."""
     program = _program()
     start = cast("Callable[..., Cluster]", program.Cluster)
-    conf = "\n".join(f"{name} = '{value}'" for name, value in SETTINGS.items())
+    conf = "\n".join(f"{name} = '{value}'" for name, value in {**SETTINGS, **settings}.items())
     directory.chmod(0o711)  # as root, the servers run as another user
     with _temporary_files_in(directory):
         try:

@@ -47,6 +47,8 @@ LOAD_REPOS = f"""
     select {repo_columns("r")} from indexer.repo r where did = any($1::text[]) and bucket = any($2::smallint[])
 """
 """Takes DIDs and their buckets."""
+_READ_ALL_NODES = "select count(*) from indexer.resync_queue where priority = 0"
+"""The table has one such row for each bucket, so that a part of it is on each node of a cluster."""
 
 
 class Store(ResyncMethods, ScopeMethods, AccountMethods, LinkMethods, FeedMethods, ReportMethods, LexiconMethods):
@@ -79,12 +81,15 @@ class Store(ResyncMethods, ScopeMethods, AccountMethods, LinkMethods, FeedMethod
                 return await apply(connection, batch, links=self.keeps_links, shards=self.shards)
 
     async def answers_after(self, error: DatabaseError) -> bool:
-        """Return True if the database answers and can be written, so that the write that failed may be the cause."""
+        """Return True if the database answers and can be written, so that the write that failed may be the cause.
+
+        All nodes of a cluster have to answer.
+        """
         if is_read_only(error):
             return False
         try:
             async with self._connection() as connection:
-                await connection.fetchval("select 1")
+                await connection.fetchval(_READ_ALL_NODES)
         except DatabaseError:
             return False
         return True

@@ -237,6 +237,7 @@ EXCEPTIONS = {
         "report_queries._FEW_UNPROVEN": SHARDS,
         "report_queries._FEW_WAITING": SHARDS,
         "report_queries.visible_repos": SHARDS,
+        "store._READ_ALL_NODES": "it finds out whether all nodes answer",
         "scope_changes.NEXT_COLLECTION": f"{SHARDS}; once for each collection, every ten minutes",
         "scope_row._PROGRESS": SHARDS,
         "out_of_scope._COUNT_NOT_CHOSEN": SHARDS,

@@ -1,0 +1,116 @@
+"""A worker or a connection to it is lost while the coordinator answers. The nodes encrypt their connections."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import asyncpg
+import pytest
+from asyncpg.exceptions import InternalServerError
+
+from indexer.service.live.batch_size import MAX_FAILURES
+from indexer.store import DatabaseError, Store
+from indexer.store.database_errors import database_errors
+from indexer.store.distribute import distribute
+from indexer.store.migrate import migrate
+from indexer.sync.shard import bucket_of
+from tests.citus_cluster import COORDINATOR, WORKERS, Cluster, running_cluster
+from tests.daemon.running_daemon import POST, post, running_daemon
+from tests.database_proxy import DatabaseProxy
+from tests.database_server import memory_directory
+from tests.store.change_log_helpers import connected
+from tests.waiting import until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+FIRST = WORKERS[0]
+NODE_PORT_OF = """
+    select nodeport from pg_dist_placement join pg_dist_node using (groupid)
+    where shardid = get_shard_id_for_distribution_column('indexer.repo', $1::smallint)
+"""
+ENCRYPTED = """
+    select count(*) from pg_stat_ssl join pg_stat_activity using (pid)
+    where ssl and application_name like 'citus_internal%'
+"""
+END_SESSIONS = "select pg_terminate_backend(pid) from pg_stat_activity where application_name like 'citus_internal%'"
+UPDATE_NODE = """
+    select citus_update_node(nodeid, '127.0.0.1', $1) from pg_dist_node where nodeport <> all($2::integer[])
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    settings = {"citus.node_conninfo": "sslmode=require"}
+    with (
+        memory_directory() as directory,
+        running_cluster(directory or tmp_path_factory.mktemp("citus"), settings) as cluster,
+    ):
+        asyncio.run(_prepare(cluster.url_of(COORDINATOR)))
+        yield cluster
+
+
+async def _prepare(dsn: str) -> None:
+    await migrate(dsn)
+    await distribute(dsn, 4, lambda *_: None)
+    async with connected(dsn) as sql:
+        await sql.execute("create table line (id int)")
+        await sql.execute("select create_distributed_table('line', 'id', shard_count := 4)")
+
+
+async def test_messages_of_repos_on_a_lost_worker_wait_for_it_and_are_not_rejected(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although the coordinator answers after each of the failures that would make a message the cause of an error."""
+    dsn, answers = cluster.url_of(COORDINATOR), list[bool]()
+    answers_after = Store.answers_after
+
+    async def recorded(store: Store, error: DatabaseError) -> bool:
+        answers.append(await answers_after(store, error))
+        return answers[-1]
+
+    monkeypatch.setattr(Store, "answers_after", recorded)
+    async with running_daemon(dsn, tmp_path) as daemon, connected(dsn) as sql:
+        accounts = [daemon.create_account(f"a{number}.test") for number in range(12)]
+        await daemon.wait_until_equal()
+        ports = [await sql.fetchval(NODE_PORT_OF, bucket_of(account.did)) for account in accounts]
+        lost = [account for account, port in zip(accounts, ports, strict=True) if port == cluster.ports[FIRST]]
+        assert 0 < len(lost) < len(accounts)
+        await asyncio.to_thread(cluster.kill, FIRST)
+        lost[0].create(POST, post("while the worker is gone"))
+        rejected = daemon.stages.metrics.registry.get_sample_value
+        await until(
+            lambda: len(answers) > MAX_FAILURES or rejected("indexer_rejected_total", {"reason": "store-failed"}) == 1
+        )
+        await asyncio.to_thread(cluster.start, FIRST)
+        await daemon.wait_until_equal()
+        assert await daemon.dead_letters() == []
+        assert not all(answers), "a database of which a node is gone does not answer"
+        assert len(answers) > MAX_FAILURES
+
+
+@pytest.mark.parametrize("end", ["connection is cut", "session ends"])
+async def test_lost_encrypted_connection_to_a_node_is_a_transient_error(cluster: Cluster, end: str) -> None:
+    """At COMMIT, Citus reports it as an internal error, which has only a text."""
+    proxy = DatabaseProxy(cluster.url_of(FIRST))
+    async with proxy.serve(), connected(cluster.url_of(COORDINATOR)) as sql, connected(cluster.url_of(FIRST)) as node:
+        await use_address(sql, cluster, int(proxy.dsn.rpartition(":")[2].partition("/")[0]))
+        try:
+            async with connected(cluster.url_of(COORDINATOR)) as session:
+                await session.execute("begin")
+                await session.execute("insert into line select generate_series(1, 100)")
+                assert await node.fetchval(ENCRYPTED) > 0
+                if end == "session ends":
+                    await node.execute(END_SESSIONS)
+                proxy.refuse()
+                proxy.open()
+                with pytest.raises(DatabaseError, match="SSL") as raised, database_errors():
+                    await session.execute("commit")
+                assert isinstance(raised.value.__cause__, InternalServerError)
+        finally:
+            await use_address(sql, cluster, cluster.ports[FIRST])
+
+
+async def use_address(sql: asyncpg.Connection, cluster: Cluster, port: int) -> None:
+    """Let the coordinator reach the first worker at this port."""
+    ports = [cluster.ports[node] for node in cluster.names[2:]] + [cluster.ports[COORDINATOR]]
+    await sql.execute(UPDATE_NODE, port, ports)
