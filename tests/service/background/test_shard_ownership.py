@@ -21,6 +21,7 @@ from tests.waiting import until
 pytestmark = pytest.mark.slow
 
 OWNERS = "select pid from indexer.shard_owner"
+END_SESSION = "select pg_terminate_backend($1::integer)"
 DISTRIBUTE = "insert into indexer.distribution (shards, finished_at) values (4, now()) on conflict do nothing"
 
 
@@ -54,7 +55,7 @@ async def test_locks_are_acquired_again_after_the_session_ends(database: str) ->
     running = asyncio.create_task(ownership.run())
     await ownership.owned.wait()
     [before] = await sql.fetch(OWNERS)
-    await sql.execute("select pg_terminate_backend($1)", before["pid"])
+    await sql.execute(END_SESSION, before["pid"])
 
     async def held_by_another_session() -> bool:
         return [row["pid"] for row in await sql.fetch(OWNERS)] not in ([], [before["pid"]])
@@ -68,6 +69,7 @@ async def test_locks_are_acquired_again_after_the_session_ends(database: str) ->
     await sql.close()
 
 
+@pytest.mark.one_server("the database of a cluster is distributed from the beginning")
 async def test_a_store_knows_the_placement_of_its_database(database: str, sql: asyncpg.Connection) -> None:
     for placement in (Placement.PLAIN, Placement.DISTRIBUTED):
         store = await Store.open(database)
@@ -78,6 +80,7 @@ async def test_a_store_knows_the_placement_of_its_database(database: str, sql: a
         await store.close()
 
 
+@pytest.mark.one_server("the database of a cluster is distributed from the beginning")
 async def test_a_waiting_process_ends_when_the_database_was_distributed(
     database: str, sql: asyncpg.Connection, tmp_path: Path
 ) -> None:
@@ -101,9 +104,9 @@ async def test_nothing_is_written_while_another_process_holds_the_buckets(
         account = daemon.create_account("ada.test")
         await daemon.wait_until_equal()
         [holder] = await sql.fetch(OWNERS)
-        await sql.execute("select pg_terminate_backend($1)", holder["pid"])
+        await sql.execute(END_SESSION, holder["pid"])
         await until(lambda: not daemon.stages.shard_ownership.owned.is_set())
-        async with shard_lock.open_lock(sql, range(7, 8), Placement.PLAIN) as lock:
+        async with shard_lock.open_lock(sql, range(7, 8), daemon.store.placement) as lock:
             assert await lock.claim()
             account.create(POST, post("meanwhile"))
             ownership, inbox = daemon.stages.shard_ownership, daemon.stages.inbox
@@ -139,7 +142,7 @@ async def test_second_daemon_on_a_shard_waits_visibly_and_takes_over(database: s
                 assert "waits" in rendered(status)
                 assert first.stages.probe.ready() == []
                 [owner] = await first.execute(OWNERS)
-                await first.execute("select pg_terminate_backend($1)", owner["pid"])
+                await first.execute(END_SESSION, owner["pid"])
                 await until(second.stages.shard_ownership.owned.is_set)
                 account.create(POST, post("after the change of owner"))
                 await second.wait_until_equal()
