@@ -28,10 +28,12 @@ PYTHON_CORE_TESTS := tests/sync tests/service/live tests/daemon/test_stream.py t
 test-python-core: venv ## Run the tests of planning, daemon and demo without the native core
 	PYTHONPATH=$(CURDIR)/tests/without_native_core $(PYTEST) --hypothesis-profile quick $(PYTHON_CORE_TESTS)
 
-# Tests of what a cluster may change. Those in tests/citus always use one; these do with the option.
-CITUS_TESTS := tests/test_crash.py \
+# Tests of what a cluster may change. Those in tests/citus always use one; these do with the option. The other tests of
+# the daemon, about hostile input and the event loop, pass there, too.
+CITUS_TESTS := tests/test_crash.py tests/service/background/test_shard_ownership.py \
 	tests/cli/test_demo.py::test_demo_writes_into_the_database_that_it_is_given \
-	$(addprefix tests/daemon/test_,stream.py lifecycle.py accounts.py gaps.py rejected.py keys.py)
+	$(addprefix tests/daemon/test_,stream.py lifecycle.py accounts.py gaps.py rejected.py keys.py scope.py links.py \
+	exports.py outages.py lenient.py refused_writes.py daemon_metrics.py typed_views.py)
 
 test-citus: venv ## Run the tests of daemon, crashes and demo on a Citus cluster (tests/citus/setup.sh installs Citus)
 	$(PYTEST) --hypothesis-profile quick --database citus $(CITUS_TESTS)

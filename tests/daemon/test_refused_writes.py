@@ -9,6 +9,7 @@ from indexer.monitoring.conditions import MESSAGES_REFUSED
 from tests.daemon.running_daemon import POST, RunningDaemon, post, running_daemon
 
 pytestmark = pytest.mark.slow
+lets_a_trigger_fail = pytest.mark.one_server("Citus has no triggers on distributed tables")
 
 CONTROL_CHARACTERS = b"\x7a" + (1_000_000).to_bytes(4) + b"\x01" * 1_000_000
 """A record of one text. Each of its characters takes six bytes in JSON."""
@@ -45,6 +46,7 @@ async def test_commit_of_many_paths_to_one_large_value_is_applied_without_delayi
         assert (await daemon.repo_row(hostile))["sync_status"] == "synchronized"
 
 
+@lets_a_trigger_fail
 @pytest.mark.parametrize(("table", "resynced"), [("record", True), ("repo", False)])
 async def test_message_that_the_database_refuses_is_rejected_and_others_are_stored(
     database: str, tmp_path: Path, table: str, resynced: bool
@@ -71,6 +73,7 @@ async def test_message_that_the_database_refuses_is_rejected_and_others_are_stor
         assert (row["sync_status"], row["sync_reason"]) == desynchronized
 
 
+@lets_a_trigger_fail
 async def test_message_that_costs_the_connection_each_time_is_rejected_and_others_are_stored(
     database: str, tmp_path: Path
 ) -> None:
@@ -87,6 +90,7 @@ async def test_message_that_costs_the_connection_each_time_is_rejected_and_other
         assert (await daemon.repo_row(hostile))["sync_reason"] == "store-failed"
 
 
+@lets_a_trigger_fail
 async def test_resync_that_the_database_refuses_fails_and_is_completed_later(database: str, tmp_path: Path) -> None:
     async with running_daemon(database, tmp_path) as daemon:
         hostile, bystander = daemon.create_account("eve.test"), daemon.create_account("bob.test")
