@@ -74,6 +74,7 @@ _NODE_LOST = (
     "SSL error: unexpected eof",
     "failure on connection marked as essential",
     "could not connect to any active placements",
+    "could not commit transaction for shard",
 )
 """Texts of internal errors (XX000) with which Citus reports that it lost the connection to a node or is shut down."""
 

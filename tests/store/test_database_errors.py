@@ -80,6 +80,7 @@ def raised(error: BaseException) -> IndexerError:
         TargetServerAttributeNotMatched("None of the hosts match"),
         asyncpg.InternalServerError("postmaster was shut down, exiting"),
         asyncpg.InternalServerError("server closed the connection unexpectedly"),
+        asyncpg.InternalServerError("could not commit transaction for shard 102015 on at least one active node"),
     ],
 )
 def test_outage_is_a_transient_error_that_names_the_database(error: BaseException) -> None:
