@@ -123,6 +123,16 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         session.config.cache.set("indexer/exit-status", int(exitstatus))
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print how many deaths the passed crash tests have counted, and how long transactions were in doubt."""
+    counted = [pair for report in terminalreporter.stats.get("passed", ()) for pair in report.user_properties]
+    deaths = sum(int(str(value)) for name, value in counted if name == "deaths")
+    if deaths:
+        terminalreporter.write_line(f"crash tests: processes were killed {deaths} times, and nothing was lost")
+    for seconds in [value for name, value in counted if name == "seconds in doubt"]:
+        terminalreporter.write_line(f"seconds until a daemon was ready again after transactions in doubt: {seconds}")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         one_server = item.get_closest_marker("one_server")

@@ -1,19 +1,23 @@
 """A local network, a daemon on a Citus cluster, and what happens when some of them are killed."""
 
 import asyncio
+import json
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from random import Random
+from time import monotonic
 
 import asyncpg
+import httpx
 
 from indexer.localnet.local_network import LocalNetwork
 from indexer.localnet.local_repo import Write
 from indexer.localnet.scenario import NOTE, Scenario
 from indexer.store.distribute import distribute
 from indexer.store.migrate import migrate
+from tests.citus.background import running
 from tests.citus.daemon_forks import DaemonFork
 from tests.citus.log_consumer import LogConsumer
 from tests.citus_cluster import COORDINATOR, WORKERS, Cluster
@@ -22,6 +26,8 @@ from tests.database_checks import assert_change_log_consistent, wait_until_equal
 from tests.waiting import until
 
 DAEMON = "daemon"
+IN_DOUBT = "are prepared and not complete on nodes of the cluster"
+"""What `/readyz` says while a prepared transaction is unresolved."""
 SHARDS = 4
 LOST_COMMITS = 0.5
 """Probability that the relay loses a commit before a death, so that its repo needs a resync."""
@@ -30,8 +36,8 @@ HELD = "nobody"
 """The name of a standby that does not exist: COMMIT and PREPARE TRANSACTION of the node wait for it."""
 
 # As if time passed: leases of killed daemons expire, and postponed attempts are due.
-_EXPIRE_LEASES = "update indexer.repo set lease_until = 'epoch' where sync_status = 'in-progress'"
-_EXPIRE_WAITS = """
+EXPIRE_LEASES = "update indexer.repo set lease_until = 'epoch' where sync_status = 'in-progress'"
+EXPIRE_WAITS = """
     update indexer.repo set next_attempt_at = null
     where sync_status = 'desynchronized' and next_attempt_at < 'infinity'
 """
@@ -44,6 +50,8 @@ class CrashWorld:
 
     Attributes:
         deaths: How often each set of victims was killed together.
+        seconds_in_doubt: The times from the release of a node that kept a transaction prepared until `/readyz` answered
+            that the daemon is ready.
     """
 
     def __init__(self, cluster: Cluster, network: LocalNetwork, directory: Path, *, seed: int, steps: int) -> None:
@@ -54,6 +62,7 @@ class CrashWorld:
         self.daemon = DaemonFork(environment, directory)
         self.consumer = LogConsumer(self.dsn)
         self.deaths = Counter[tuple[str, ...]]()
+        self.seconds_in_doubt: list[float] = []
         self.random = Random(seed)
         self._scenario = Scenario(network, seed=seed)
         self._step = 0
@@ -95,14 +104,10 @@ class CrashWorld:
     async def settle(self) -> None:
         """Wait until the database is equal to the network; compare the change log with it and with the consumer."""
         self.daemon.kill()
-        await self.execute(_EXPIRE_LEASES)
+        await self.execute(EXPIRE_LEASES)
         self.daemon.start()
-        expiring = asyncio.create_task(self._expire_waits())
-        try:
+        async with running(self._expire_waits()):
             await wait_until_equal(self.network, self.dsn, min_records=20)
-        finally:
-            expiring.cancel()
-            await asyncio.wait([expiring])
         await until(self._nothing_is_prepared)
         await until(self.consumer.has_read_all, self.daemon.log_tail)
         await assert_change_log_consistent(self.dsn)
@@ -136,6 +141,21 @@ class CrashWorld:
     async def release(self, node: str) -> None:
         await self._set_standby(node, "")
 
+    async def release_after_report(self, node: str) -> None:
+        """Release the node when `/readyz` names the prepared transaction; wait until the daemon is ready again."""
+        answer = ""
+
+        async def answers(status: int, text: str) -> bool:
+            nonlocal answer
+            found, answer = await self._readyz()
+            return found == status and text in answer
+
+        await until(lambda: answers(503, IN_DOUBT), lambda: (answer, self.daemon.log_tail()))
+        await self.release(node)
+        released_at = monotonic()
+        await until(lambda: answers(200, "ok"), lambda: (answer, self.daemon.log_tail()))
+        self.seconds_in_doubt.append(monotonic() - released_at)
+
     async def execute(self, statement: str, *values: object, node: str = COORDINATOR) -> list[asyncpg.Record]:
         connection = await asyncpg.connect(self.cluster.url_of(node))
         try:
@@ -143,6 +163,16 @@ class CrashWorld:
             return rows
         finally:
             await connection.close()
+
+    async def _readyz(self) -> tuple[int, str]:
+        """Return the status and the text of `/readyz` of the daemon that was started last; 0 if it does not answer."""
+        started = [line for line in self.daemon.log.read_text().splitlines() if '"daemon.started"' in line]
+        try:
+            async with httpx.AsyncClient() as client:
+                response = await client.get(f"{json.loads(started[-1])['health']}/readyz")
+        except httpx.TransportError as error:
+            return 0, repr(error)
+        return response.status_code, response.text
 
     async def _set_standby(self, node: str, name: str) -> None:
         await self.execute(f"alter system set synchronous_standby_names = '{name}'", node=node)
@@ -153,7 +183,7 @@ class CrashWorld:
 
     async def _expire_waits(self) -> None:
         while True:
-            await self.execute(_EXPIRE_WAITS)
+            await self.execute(EXPIRE_WAITS)
             await asyncio.sleep(1)
 
     async def _prepared(self, node: str) -> list[str]:

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 import asyncpg
 
 from indexer.store.database_errors import DatabaseError, database_errors, opening
+from tests.citus.background import running
 
 PAGE = 500
 PAUSE = 0.05
@@ -35,14 +36,8 @@ class LogConsumer:
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[None]:
         """Read and check until the end of the block."""
-        self._task = task = asyncio.create_task(self._run())
-        try:
+        async with running(self._run()) as [self._task]:
             yield
-        finally:
-            task.cancel()
-            await asyncio.wait([task])
-        if not task.cancelled():
-            task.result()
 
     async def has_read_all(self) -> bool:
         """Return True if the consumer has exactly the changes that are in the log; raise what ended it."""

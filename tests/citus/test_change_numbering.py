@@ -6,7 +6,7 @@ The tests stop and kill nodes, so they have a cluster of their own.
 import asyncio
 import random
 from collections import defaultdict
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 
 import asyncpg
@@ -21,6 +21,7 @@ from indexer.store.change_log_segments import TrimPlan, trim
 from indexer.store.distribute import distribute
 from indexer.store.migrate import migrate
 from indexer.sync.shard import bucket_of
+from tests.citus.background import running
 from tests.citus_cluster import COORDINATOR, WORKERS, Cluster, running_cluster
 from tests.database_server import memory_directory
 from tests.store.change_log_helpers import after, change, connected, log, rkeys
@@ -394,18 +395,3 @@ async def test_no_number_is_early_late_or_out_of_order_while_nodes_are_killed(
 async def more_commits(traffic: Traffic, count: int = 20) -> None:
     commits = traffic.commits
     await until(lambda: traffic.commits >= commits + count)
-
-
-@asynccontextmanager
-async def running(*coroutines: Coroutine[None, None, None]) -> AsyncIterator[None]:
-    """Run the coroutines during the block, which fails if one of them does."""
-    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-    for result in results:
-        if not isinstance(result, asyncio.CancelledError) and isinstance(result, BaseException):
-            raise result

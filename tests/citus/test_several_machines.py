@@ -2,8 +2,9 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from itertools import count
 from pathlib import Path
 from random import Random
@@ -13,11 +14,11 @@ import pytest
 
 from indexer.cli.demo import compare
 from indexer.localnet.local_network import LocalNetwork
-from indexer.localnet.local_pds import GET_REPO
 from indexer.localnet.scenario import Scenario
 from indexer.store import Store
 from indexer.sync.shard import BUCKETS, Shard
-from tests.citus.crash_world import lose_commit
+from tests.citus.background import running
+from tests.citus.crash_world import EXPIRE_LEASES, EXPIRE_WAITS, lose_commit
 from tests.citus.daemon_forks import DaemonFork, start_fork_server
 from tests.citus.log_consumer import LogConsumer
 from tests.daemon_process import daemon_environment
@@ -50,10 +51,12 @@ class Machines:
 
     Attributes:
         owners: The number of samples by the number of positions that had an owner.
+        daemons: All daemons that were created.
     """
 
     def __init__(self, network: LocalNetwork, dsn: str, directory: Path) -> None:
         self.owners = Counter[int]()
+        self.daemons: list[DaemonFork] = []
         self._network = network
         self._dsn = dsn
         self._directory = directory
@@ -64,9 +67,17 @@ class Machines:
         directory = self._directory / f"machine {next(self._numbers)}"
         directory.mkdir()
         environment = daemon_environment(self._network, self._dsn, directory)
-        return DaemonFork(
-            environment | {f"INDEXER_{name.upper()}": value for name, value in settings.items()}, directory
-        )
+        environment |= {f"INDEXER_{name.upper()}": value for name, value in settings.items()}
+        self.daemons.append(DaemonFork(environment, directory))
+        return self.daemons[-1]
+
+    def log_tails(self) -> str:
+        """Return the ends of the logs of all daemons."""
+        return "\n".join(f"{daemon.log}:\n{daemon.log_tail()}" for daemon in self.daemons)
+
+    async def until(self, condition: Callable[[], Awaitable[bool] | bool]) -> None:
+        """Wait until the condition holds; fail with the ends of all logs."""
+        await until(condition, self.log_tails)
 
     async def positions(self) -> Counter[int]:
         """Return how many processes own each position."""
@@ -80,14 +91,8 @@ class Machines:
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
         """Fail if a position has two owners during the block."""
-        task = asyncio.create_task(self._watch())
-        try:
+        async with running(self._watch()):
             yield
-        finally:
-            task.cancel()
-            await asyncio.wait([task])
-        if not task.cancelled():
-            task.result()
 
     async def wait_until_owned(self) -> None:
         """Wait until each position has an owner."""
@@ -95,7 +100,7 @@ class Machines:
         async def owned() -> bool:
             return len(await self.positions()) == BUCKETS
 
-        await until(owned)
+        await self.until(owned)
 
     async def _watch(self) -> None:
         while True:
@@ -105,41 +110,42 @@ class Machines:
             await asyncio.sleep(0.02)
 
 
-async def wait_until_equal(network: LocalNetwork, dsn: str, shards: int) -> None:
+def has_logged(daemon: DaemonFork, event: str) -> bool:
+    """Return True if a process of the daemon has logged this event."""
+    return daemon.log.exists() and f'"{event}"' in daemon.log.read_text()
+
+
+async def wait_until_equal(machines: Machines, network: LocalNetwork, dsn: str, shards: int) -> None:
     """Wait until the cursor of each shard is at the last message and the database is equal to the network."""
-    store = await Store.open(dsn)
+    connection, store = await asyncpg.connect(dsn), await Store.open(dsn)
+    await connection.execute(EXPIRE_LEASES)  # also of the workers that were killed
     differences: list[str] = []
 
     async def equal() -> bool:
         nonlocal differences
+        await connection.execute(EXPIRE_WAITS)
         differences = (await compare(network, store)).differences
         seqs = {cursor.shard: cursor.seq for cursor in await store.cursors()}
         last = network.relay.log[-1].seq
         return not differences and all(seqs.get(Shard(index, shards)) == last for index in range(shards))
 
     try:
-        await until(equal, lambda: differences[:5])
+        await until(equal, lambda: (differences[:5], machines.log_tails()))
     finally:
         await store.close()
+        await connection.close()
 
 
-@asynccontextmanager
-async def acting(network: LocalNetwork, scenario: Scenario) -> AsyncIterator["asyncio.Task[None]"]:
-    """Let the accounts write; yield the task that ends after the last step."""
-    task = asyncio.create_task(act(network, scenario))
-    try:
-        yield task
-    finally:
-        task.cancel()
-        await asyncio.wait([task])
-
-
-async def act(network: LocalNetwork, scenario: Scenario) -> None:
+async def act(network: LocalNetwork, scenario: Scenario, enough: asyncio.Event) -> None:
+    """Let the accounts write all steps of the scenario, and then go on until there was enough load."""
     random = Random(33)
-    for step in range(STEPS):
+    for step in count():
+        if step >= STEPS and enough.is_set():
+            return
         if step and step % LOST_COMMITS == 0:
             lose_commit(network, random, step)
-        scenario.perform(step, STEPS)
+        if step < STEPS:
+            scenario.perform(step, STEPS)
         await asyncio.sleep(STEP_SECONDS)
 
 
@@ -154,17 +160,21 @@ async def test_number_of_shards_changes_while_accounts_write(database: str, tmp_
         after = [machines.daemon(shard=f"{index}/3") for index in range(3)]
         for daemon in before:
             await stack.enter_async_context(daemon.supervised())
-        task = await stack.enter_async_context(acting(network, scenario))
+        enough = asyncio.Event()
+        [load] = await stack.enter_async_context(running(act(network, scenario, enough)))
         await machines.wait_until_owned()
         for daemon in after:
             await stack.enter_async_context(daemon.supervised())
-        await until(lambda: all("shard-lock.waiting" in daemon.log_tail() for daemon in after))
+        await machines.until(lambda: all(has_logged(daemon, "shard-lock.waiting") for daemon in after))
+        assert not any(has_logged(daemon, "shard-lock.acquired") for daemon in after), "the buckets have owners"
         for daemon in before:
             await daemon.stop()
+            assert has_logged(daemon, "daemon.draining")
         await machines.wait_until_owned()
-        await task
-        await wait_until_equal(network, database, shards=3)
-        await until(consumer.has_read_all)
+        enough.set()
+        await load
+        await wait_until_equal(machines, network, database, shards=3)
+        await machines.until(consumer.has_read_all)
         await assert_change_log_consistent(database)
         assert len(await machines.positions()) == BUCKETS
         assert machines.owners[BUCKETS] > 0
@@ -179,17 +189,22 @@ async def test_resync_workers_join_and_leave_while_accounts_write(database: str,
         scenario = Scenario(network, seed=32, accounts=16)
         for index in range(2):
             await stack.enter_async_context(machines.daemon(shard=f"{index}/2", roles="live").supervised())
-        workers = [machines.daemon(roles="resync") for _ in range(4)]
-        task = await stack.enter_async_context(acting(network, scenario))
+        workers = [machines.daemon(roles="resync", log_level="debug") for _ in range(4)]
+        enough = asyncio.Event()
+        [load] = await stack.enter_async_context(running(act(network, scenario, enough)))
         for worker in workers[:2]:
             await stack.enter_async_context(worker.supervised())
-        await until(lambda: network.pdses[0].requests[GET_REPO] > 0)
+        for worker in workers[:2]:
+            await machines.until(partial(has_logged, worker, "resync.done"))
         workers[0].kill()
         await stack.enter_async_context(workers[2].supervised())
         await workers[1].stop()
         await stack.enter_async_context(workers[3].supervised())
-        await task
-        await wait_until_equal(network, database, shards=2)
-        await until(consumer.has_read_all)
+        for worker in workers[2:]:
+            await machines.until(partial(has_logged, worker, "resync.done"))
+        enough.set()
+        await load
+        await wait_until_equal(machines, network, database, shards=2)
+        await machines.until(consumer.has_read_all)
         await assert_change_log_consistent(database)
         assert machines.owners[BUCKETS] > 0, "workers own no buckets, and the others own all"
