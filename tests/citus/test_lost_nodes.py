@@ -76,7 +76,7 @@ async def test_messages_of_repos_on_a_lost_worker_wait_for_it_and_are_not_reject
 
     monkeypatch.setattr(Store, "answers_after", recorded)
     async with running_daemon(dsn, tmp_path) as daemon, connected(dsn) as sql:
-        accounts = [daemon.create_account(f"a{number}.test") for number in range(12)]
+        accounts = [daemon.create_account(f"a{number}.test") for number in range(20)]
         await daemon.wait_until_equal()
         ports = [await sql.fetchval(NODE_PORT_OF, bucket_of(account.did)) for account in accounts]
         lost = [account for account, port in zip(accounts, ports, strict=True) if port == cluster.ports[FIRST]]
