@@ -92,7 +92,8 @@ LOG_EVENTS: dict[str, LogEvent] = {
     "consumer.session-ended": LogEvent(
         ("error",),
         ("role", "pid", "seconds"),
-        "A consumer's open transaction kept the change log from being trimmed at twice its size.",
+        "A consumer's open transaction kept the change log from being trimmed at twice its size, or was older than a "
+        "minute when an upgrade of the schema needed what it had locked.",
         "Its session was ended; the consumer has to connect again.",
     ),
     "daemon.drain-incomplete": LogEvent(
@@ -145,6 +146,14 @@ LOG_EVENTS: dict[str, LogEvent] = {
         "The upgrade of the schema has applied so many of all `versions`. They are null until it begins: another "
         "process upgrades the schema, or the database is slow to answer.",
         "The daemon starts when the upgrade ends. A line follows every 10 seconds.",
+    ),
+    "database.migration-waiting": LogEvent(
+        ("warning",),
+        ("role", "pid", "seconds"),
+        "The upgrade of the schema got no lock within two seconds. This session has used a table or a view since so "
+        "many seconds. They are null if the role of the daemon may not see them.",
+        "The upgrade is tried again. After a minute, the session is ended if it is a consumer's; otherwise end it "
+        "yourself, or wait for it.",
     ),
     "database.operation-failed": LogEvent(
         ("debug",),

@@ -1,7 +1,7 @@
-"""Sessions of consumers whose open transactions prevent a segment of the change log from being truncated.
+"""Sessions whose open transactions hold locks that the trimming of the change log or a migration needs.
 
-The functions of the public schema keep no lock on segments. A query of the view `atproto.changes` does, until the end
-of its transaction.
+The functions of the public schema keep no lock on segments of the change log. A query of the view `atproto.changes`
+does, until the end of its transaction. A query of any view keeps the view and its tables from being replaced.
 """
 
 from collections.abc import Sequence
@@ -11,41 +11,48 @@ import asyncpg
 
 from indexer.store.columns import Connection
 
-# Not superusers, and not the role of the daemon: a backup may take hours. The age is hidden (null) from a role without
-# the privileges of pg_read_all_stats.
+# Consumers are neither superusers nor the role of the daemon: a backup may take hours. The age is hidden (null) from a
+# role without the privileges of pg_read_all_stats.
 _SESSIONS = """
-    select a.pid, a.usename::text as role, date_part('epoch', clock_timestamp() - a.xact_start) as seconds
-    from pg_stat_activity a join pg_roles r on r.oid = a.usesysid
-    where not r.rolsuper and r.rolname <> current_user
-        and exists (
+    select a.pid, a.usename::text as role, date_part('epoch', clock_timestamp() - a.xact_start) as seconds,
+        not r.rolsuper and r.rolname <> current_user and exists (
             select from pg_roles g
             where g.rolname in ('atproto_reader', 'atproto_operator') and pg_has_role(r.oid, g.oid, 'member')
-        )
-        and (a.xact_start is null or clock_timestamp() - a.xact_start >= make_interval(secs => $2))
-        and a.pid in (
-            select l.pid from pg_locks l cross join unnest($1::integer[]) as segment
-            where l.granted and l.locktype = 'relation'
-                and l.database = (select oid from pg_database where datname = current_database())
-                and l.relation in (
-                    format('indexer.change_%s', segment)::regclass, format('indexer.change_batch_%s', segment)::regclass
-                )
-        )
+        ) as is_consumer
+    from pg_stat_activity a join pg_roles r on r.oid = a.usesysid
+    where a.pid <> pg_backend_pid() and a.pid in (
+        select l.pid from pg_locks l
+        where l.granted and l.locktype = 'relation' and l.relation = any($1::oid[])
+            and l.database = (select oid from pg_database where datname = current_database())
+    )
+    order by a.xact_start
+"""
+_OF_SEGMENTS = """
+    select format('indexer.%s_%s', name, segment)::regclass::oid
+    from unnest($1::integer[]) segment cross join unnest(array['change', 'change_batch']) name
+"""
+_OF_SCHEMAS = """
+    select oid from pg_class where relkind in ('r', 'p', 'v') and relnamespace in (
+        to_regnamespace('indexer'), to_regnamespace('atproto'), to_regnamespace('lexicon')
+    )
 """
 
 
 @dataclass(frozen=True, slots=True)
 class BlockingSession:
-    """A session whose open transaction holds a lock on a segment.
+    """A session whose open transaction holds a lock on one of the relations.
 
     Attributes:
         role: The role that logged in.
         seconds: Age of the transaction; None if it is hidden from the daemon's role.
-        ended: True if the session was ended; False if the daemon's role may not end it.
+        is_consumer: Only the privileges of a consumer brought it here: it is no backup, daemon or administrator.
+        ended: True if the session was ended; False if it is not old enough, or the daemon's role may not end it.
     """
 
     pid: int
     role: str
     seconds: float | None
+    is_consumer: bool
     ended: bool
 
 
@@ -53,9 +60,32 @@ async def end_blocking_sessions(
     connection: Connection, segments: Sequence[int], min_seconds: float
 ) -> list[BlockingSession]:
     """End the sessions of consumers whose transactions lock one of the segments and are this old; return them."""
+    relations = await connection.fetch(_OF_SEGMENTS, segments)
+    sessions = await _end_consumers(connection, [oid for (oid,) in relations], min_seconds)
     return [
-        BlockingSession(pid, role, seconds, seconds is not None and await _end(connection, pid))
-        for pid, role, seconds in await connection.fetch(_SESSIONS, segments, min_seconds)
+        session
+        for session in sessions
+        if session.is_consumer and (session.seconds is None or session.seconds >= min_seconds)
+    ]
+
+
+async def end_sessions_before_migration(connection: Connection, min_seconds: float) -> list[BlockingSession]:
+    """Return all sessions that use a table or view; end those of consumers whose transactions are this old."""
+    return await _end_consumers(connection, [oid for (oid,) in await connection.fetch(_OF_SCHEMAS)], min_seconds)
+
+
+async def _end_consumers(
+    connection: Connection, relations: Sequence[int], min_seconds: float
+) -> list[BlockingSession]:
+    return [
+        BlockingSession(
+            pid,
+            role,
+            seconds,
+            is_consumer,
+            is_consumer and seconds is not None and seconds >= min_seconds and await _end(connection, pid),
+        )
+        for pid, role, seconds, is_consumer in await connection.fetch(_SESSIONS, relations)
     ]
 
 

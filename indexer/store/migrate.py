@@ -5,6 +5,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from enum import Enum, auto
 from itertools import count
 from pathlib import Path
 from typing import Any, cast
@@ -23,6 +24,7 @@ from sqlalchemy.pool import NullPool
 
 from indexer.errors import SchemaVersionError
 from indexer.reasons import FetchFailure
+from indexer.store.blocking_sessions import end_sessions_before_migration
 from indexer.store.database_errors import DatabaseError, connect, driver_error, opening, unusable, without_password
 from indexer.store.distributed_tables import adapt, use_sequential_changes
 from indexer.store.placement import load_placement
@@ -39,6 +41,12 @@ from indexer.sync.shard import Placement
 
 MAX_ATTEMPTS = 50
 """Attempts to migrate a database while other databases of the same server are migrated."""
+LOCK_SECONDS = 2
+"""Time for which a migration waits for a lock. Queries of the same table or view wait behind it."""
+MAX_LOCK_PAUSE = 10.0
+"""Longest time in seconds until a migration that got no lock is repeated."""
+CONSUMER_SECONDS = 60.0
+"""Age of the transaction of a consumer at which its session is ended for a migration: the limit of its role."""
 POLL_SECONDS = 0.02
 FIRST_COMPATIBLE = "0019"
 """A release that needs this version or a later one can use newer schemas, unless a migration says otherwise.
@@ -60,6 +68,11 @@ _alembic_lock = threading.Lock()
 _OLDEST_COMPATIBLE = f"select value from {metadata.schema}.stored_setting where name = 'oldest_compatible_schema'"
 _HAS_LEXICONS = "select to_regprocedure('indexer.recreate_lexicon_views()') is not null"
 _HAS_PLACEMENT = f"select to_regclass('{metadata.schema}.distribution') is not null"
+# `indexer distribute` creates on the other nodes what they need. Citus would copy everything there, which needs the
+# rights of a superuser: for a function that reads pg_roles, Citus replaces this view of Postgres on the nodes.
+_ONLY_ON_THIS_SERVER = """
+    select set_config('citus.enable_ddl_propagation', 'off', true) from pg_extension where extname = 'citus'
+"""
 _RECREATE_VIEWS = "select indexer.recreate_lexicon_views()"
 _CONFLICT = "tuple concurrently updated"  # asyncpg has no class for this error, only one for all internal errors
 
@@ -85,6 +98,7 @@ _CREATE_LOCK = f"""
     end $$
 """
 # Not an advisory lock, because any role could take it.
+_LIMIT_WAITS = f"set local lock_timeout = '{LOCK_SECONDS}s'"
 _LOCK = f"lock table {metadata.schema}.migration_lock in exclusive mode"
 
 
@@ -100,8 +114,8 @@ def migrations_folder() -> Path:
 async def migrate(dsn: str, revision: str = "head", on_version: OnVersion = _ignore) -> None:
     """Upgrade the schema in one transaction. Waits for another process that does the same.
 
-    Roles belong to the whole server. A concurrent migration of another database of the server may therefore fail the
-    transaction, which is then repeated.
+    The transaction is repeated if a concurrent migration of another database of the server fails it, because roles
+    belong to the whole server, and if another session holds a lock that it needs.
 
     Args:
         dsn: The database.
@@ -113,17 +127,44 @@ async def migrate(dsn: str, revision: str = "head", on_version: OnVersion = _ign
         SettingsError: The operator has to correct the URL, the password, a privilege, or the contents of the database.
         DatabaseError: The database is unavailable.
     """
-    for attempt in range(1, MAX_ATTEMPTS + 1):
+    conflicts = waits = 0
+    while conflicts < MAX_ATTEMPTS:
         with opening(dsn):
             async with _only_migration_of_this_process():
-                upgraded = await _upgrade(dsn, revision, on_version)
-        if upgraded:
-            return
-        await asyncio.sleep(backoff_seconds(attempt, dsn, first=0.1, maximum=2.0))
-    conflicts = (
-        f"{MAX_ATTEMPTS} attempts to migrate the database {without_password(dsn)} met concurrent changes of roles"
-    )
-    raise DatabaseError(FetchFailure.UNREACHABLE, conflicts)
+                obstacle = await _upgrade(dsn, revision, on_version)
+            if obstacle is None:
+                return
+            if obstacle is _Obstacle.LOCK:
+                waits += 1
+                await _free_locks(dsn)
+                await asyncio.sleep(backoff_seconds(waits, dsn, first=0.5, maximum=MAX_LOCK_PAUSE))
+                continue
+        conflicts += 1
+        await asyncio.sleep(backoff_seconds(conflicts, dsn, first=0.1, maximum=2.0))
+    text = f"{MAX_ATTEMPTS} attempts to migrate the database {without_password(dsn)} met concurrent changes of roles"
+    raise DatabaseError(FetchFailure.UNREACHABLE, text)
+
+
+class _Obstacle(Enum):
+    """The reason why the transaction of a migration has to be repeated."""
+
+    LOCK = auto()
+    OTHER_MIGRATION = auto()
+
+
+async def _free_locks(dsn: str) -> None:
+    """Log which sessions the migration waits for, and end those of consumers whose transactions are too old."""
+    connection = await connect(dsn)
+    try:
+        sessions = await end_sessions_before_migration(connection, CONSUMER_SECONDS)
+    finally:
+        await connection.close()
+    for session in sessions:
+        seconds = None if session.seconds is None else round(session.seconds)
+        if session.ended:
+            log.error("consumer.session-ended", role=session.role, pid=session.pid, seconds=seconds)
+        elif seconds is None or seconds >= LOCK_SECONDS:
+            log.warning("database.migration-waiting", role=session.role, pid=session.pid, seconds=seconds)
 
 
 async def schema_is_current(dsn: str) -> bool:
@@ -245,8 +286,8 @@ async def _is_compatible(connection: AsyncConnection, database: str | None, rele
     return (oldest or FIRST_COMPATIBLE) <= release
 
 
-async def _upgrade(dsn: str, revision: str, on_version: OnVersion) -> bool:
-    """Upgrade the schema; return False if the transaction has to be repeated."""
+async def _upgrade(dsn: str, revision: str, on_version: OnVersion) -> _Obstacle | None:
+    """Upgrade the schema; return why the transaction has to be repeated, or None."""
 
     def upgrade(connection: Connection) -> None:
         config = _config(connection)
@@ -265,31 +306,32 @@ async def _upgrade(dsn: str, revision: str, on_version: OnVersion) -> bool:
         async with _transaction(dsn) as connection:
             database, release = await connection.run_sync(_versions)
             if database == release:
-                return True
+                return None
             if database is not None and database > release:
                 await _require_compatible(connection, database, release)
-                return True
+                return None
             if missing := await missing_to_migrate(connection):
                 raise unusable(dsn, missing)
             await connection.execute(text(_CREATE_LOCK))
             await connection.execute(text(_LOCK))
             database, release = await connection.run_sync(_versions)  # another process may have migrated it
             if database == release:
-                return True
+                return None
+            await connection.execute(text(_LIMIT_WAITS))
             async with _on_all_nodes(connection):
                 await connection.run_sync(upgrade)
                 if await connection.scalar(text(_HAS_LEXICONS)):
                     await connection.execute(text(_RECREATE_VIEWS))
             if roles := await missing_roles(connection):
                 log.warning("database.roles-missing", roles=roles)
-    except DBAPIError as error:
+    except (DBAPIError, exceptions.LockNotAvailableError) as error:
         cause = driver_error(error)
         if isinstance(cause, exceptions.DependentObjectsStillExistError):
             raise unusable(dsn, _in_use(cause)) from error
-        if not _repeatable(cause):
+        if (obstacle := _obstacle(cause)) is None:
             raise
-        return False
-    return True
+        return obstacle
+    return None
 
 
 @asynccontextmanager
@@ -298,6 +340,7 @@ async def _on_all_nodes(connection: AsyncConnection) -> AsyncIterator[None]:
     driver = cast("asyncpg.Connection", (await connection.get_raw_connection()).driver_connection)
     has_placement = await connection.scalar(text(_HAS_PLACEMENT))
     if not has_placement or await load_placement(driver) is Placement.PLAIN:
+        await connection.execute(text(_ONLY_ON_THIS_SERVER))
         yield
         return
     await use_sequential_changes(driver)
@@ -313,13 +356,16 @@ def _in_use(error: exceptions.DependentObjectsStillExistError) -> str:
     )
 
 
-def _repeatable(cause: BaseException) -> bool:
-    """Return True if a concurrent migration of another database of the server caused the error."""
-    if isinstance(cause, exceptions.UniqueViolationError):
-        return cause.schema_name == "pg_catalog"
-    if isinstance(cause, exceptions.InternalServerError):
-        return _CONFLICT in str(cause)
-    return isinstance(cause, exceptions.DeadlockDetectedError)
+def _obstacle(cause: BaseException) -> _Obstacle | None:
+    """Return what the error says about other sessions; None if they did not cause it."""
+    if isinstance(cause, exceptions.LockNotAvailableError):
+        return _Obstacle.LOCK
+    is_conflict = (
+        (isinstance(cause, exceptions.UniqueViolationError) and cause.schema_name == "pg_catalog")
+        or (isinstance(cause, exceptions.InternalServerError) and _CONFLICT in str(cause))
+        or isinstance(cause, exceptions.DeadlockDetectedError)
+    )
+    return _Obstacle.OTHER_MIGRATION if is_conflict else None
 
 
 @asynccontextmanager
