@@ -275,8 +275,8 @@ async def _count_pages(
     numbers = _RepoNumbers(share)
     with suppress(asyncpg.QueryCanceledError):
         async with connection.transaction():
-            await _limit_time(connection)
             if share < 1.0:
+                await _limit_time(connection, len(parts))
                 percentage = 100.0 * share
                 rows = [
                     row
@@ -284,6 +284,7 @@ async def _count_pages(
                     for row in await connection.fetch(count_sample(percentage), since, complete_from, part.buckets)
                 ]
             else:
+                await _limit_time(connection)
                 rows = await connection.fetch(_COUNT_REPOS, since, complete_from)
         for row in rows:
             numbers.add(row)
@@ -291,9 +292,9 @@ async def _count_pages(
     return None
 
 
-async def _limit_time(connection: Connection) -> None:
-    """Limit the time of each statement until the end of the transaction."""
-    await connection.execute(f"set local statement_timeout = {COUNT_MILLISECONDS}")
+async def _limit_time(connection: Connection, statements: int = 1) -> None:
+    """Limit the time of each of so many equal statements until the end of the transaction."""
+    await connection.execute(f"set local statement_timeout = {max(1, COUNT_MILLISECONDS // statements)}")
 
 
 async def repo_report(connection: Connection, did: str) -> dict[str, Any] | None:

@@ -41,6 +41,19 @@ async def test_parts_of_a_table_on_the_coordinator_are_the_table(sql: asyncpg.Co
     assert part.buckets == list(range(BUCKETS))
 
 
+async def test_the_parts_of_an_estimate_share_its_time_limit(
+    many: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report_queries, "MAX_COUNTED_PAGES", 200)
+    statements: list[str] = []
+    with sql.query_logger(lambda record: statements.append(record.query)):
+        await report_queries.counts(sql, 102.0)
+    samples = [place for place, statement in enumerate(statements) if "tablesample" in statement]
+    assert len(samples) == SHARDS
+    limit = f"set local statement_timeout = {report_queries.COUNT_MILLISECONDS // SHARDS}"
+    assert statements[samples[0] - 1] == limit
+
+
 async def test_repos_are_counted_and_estimated(
     many: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
