@@ -30,6 +30,8 @@ from indexer.store.columns import Connection
 from indexer.store.database_errors import database_errors
 from indexer.sync.shard import BUCKETS
 
+CITUS_PREFIX = "citus_"
+"""How the names of the transactions begin that Citus prepares on nodes."""
 ASK_SECONDS = 5.0
 """Time limit for the answers of the nodes."""
 
@@ -163,9 +165,9 @@ class NumberingSession:
         return Queue(batches, rows[0]["min_xid"], rows[0]["max_xid"], rows[0]["drawn"])
 
     async def prepared(self, nodes: Iterable[ClusterNode]) -> Prepared:
-        """Ask these nodes for the transactions that are prepared there, within `ASK_SECONDS`.
+        """Ask these nodes for the transactions that Citus has prepared there, within `ASK_SECONDS`.
 
-        A node is missing in the result if its bucket was moved.
+        A node is missing in the result if its bucket was moved. Other programs may prepare transactions of their own.
 
         Raises:
             DatabaseError: One of the nodes does not answer, or the database is unavailable.
@@ -175,7 +177,10 @@ class NumberingSession:
         with database_errors():
             rows = await self._connection.fetch(_PREPARED, buckets, timeout=ASK_SECONDS)
         answers = [orjson.loads(answer) for (answer,) in rows]
-        return {answer["node"]: answer["ages"] for answer in answers}
+        return {
+            answer["node"]: {name: age for name, age in answer["ages"].items() if name.startswith(CITUS_PREFIX)}
+            for answer in answers
+        }
 
     async def number(self, batches: Iterable[int], prepared: Prepared) -> dict[int, float]:
         """Assign numbers to the batches at these places whose transactions are complete.
