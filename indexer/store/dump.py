@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,21 @@ from indexer.store.requirements import PUBLIC_ROLES
 SCHEMAS = ("indexer", "atproto", "lexicon")
 POLL_SECONDS = 0.5
 MAX_ERROR_CHARACTERS = 1_000
+TRANSACTION_TIMEOUT = 17
+"""The first version of Postgres with the setting `transaction_timeout`, which its pg_restore changes."""
 
+CLUSTER_OPTIONS = "-c citus.override_table_visibility=on -c citus.enable_ddl_propagation=off"
+"""Session settings for a database with Citus: a dump contains tables, and no shards of them. A restore creates
+everything on the coordinator; `indexer distribute` creates what the other nodes need."""
+
+_HAS_CITUS = "select exists (select from pg_extension where extname = 'citus')"
+_NOT_DISTRIBUTED = """
+    do $$ begin
+        if to_regclass('indexer.distribution') is not null then
+            update indexer.distribution set finished_at = null;
+        end if;
+    end $$
+"""
 _EXISTING = "select nspname from pg_namespace where nspname = any($1::text[]) order by nspname"
 _ROLES = "select rolname from pg_roles"
 
@@ -36,9 +51,17 @@ async def dump(dsn: str, file: Path, on_bytes: Callable[[int], None]) -> int:
     """
     part = file.with_name(f".{file.name}.{os.getpid()}.part")
     schemas = [f"--schema={schema}" for schema in SCHEMAS]
+    with opening(dsn):
+        connection = await connect(dsn)
+    try:
+        with database_errors():
+            session = await _session_options(connection)
+    finally:
+        await connection.close()
     try:
         part.touch(mode=0o600, exist_ok=False)
-        await _run("pg_dump", dsn, ["--format=custom", f"--file={part}", *schemas], lambda: on_bytes(_size(part)))
+        options = ["--format=custom", f"--file={part}", *schemas]
+        await _run("pg_dump", dsn, options, session, lambda: on_bytes(_size(part)))
         part.replace(file)
     finally:
         part.unlink(missing_ok=True)
@@ -47,6 +70,8 @@ async def dump(dsn: str, file: Path, on_bytes: Callable[[int], None]) -> int:
 
 async def restore(dsn: str, file: Path, on_poll: Callable[[], None]) -> None:
     """Restore a dump into a database without the two schemas, in one transaction. Objects belong to the present role.
+
+    The dump of a cluster has to be distributed again before a daemon can use it.
 
     Raises:
         SettingsError: The database has one of the schemas, a role is missing, or there are no binaries of Postgres.
@@ -59,11 +84,28 @@ async def restore(dsn: str, file: Path, on_poll: Callable[[], None]) -> None:
             if existing := await connection.fetch(_EXISTING, SCHEMAS):
                 names = ", ".join(row["nspname"] for row in existing)
                 raise unusable(dsn, f"it already has the schema {names}; restore into an empty database")
+            await _require_older_program(connection.get_server_version().major, dsn)
             await _create_roles(connection, dsn)
-            await _run("pg_restore", dsn, ["--single-transaction", "--no-owner", str(file)], on_poll)
+            options = ["--single-transaction", "--no-owner", str(file)]
+            await _run("pg_restore", dsn, options, await _session_options(connection), on_poll)
+            await connection.execute(_NOT_DISTRIBUTED)
             await connection.execute("analyze")
     finally:
         await connection.close()
+
+
+async def _require_older_program(server: int, dsn: str) -> None:
+    """Raise `SettingsError` if pg_restore changes a setting that this version of the server does not know."""
+    if server >= TRANSACTION_TIMEOUT:
+        return
+    child = await asyncio.create_subprocess_exec(_program("pg_restore"), "--version", stdin=DEVNULL, stdout=PIPE)
+    answer, _ = await child.communicate()
+    if (found := re.search(rb"[0-9]+", answer)) and (program := int(found[0])) >= TRANSACTION_TIMEOUT:
+        reason = (
+            f"the server is Postgres {server}, and pg_restore {program} cannot restore into it; set INDEXER_PG_BINDIR "
+            f"to the programs of Postgres {server}, for `indexer backup`, too"
+        )
+        raise unusable(dsn, reason)
 
 
 async def _create_roles(connection: asyncpg.Connection, dsn: str) -> None:
@@ -78,19 +120,25 @@ async def _create_roles(connection: asyncpg.Connection, dsn: str) -> None:
             raise unusable(dsn, f"let an administrator run: create role {role} nologin") from None
 
 
-async def _run(program: str, dsn: str, options: list[str], on_poll: Callable[[], None]) -> None:
+async def _session_options(connection: asyncpg.Connection) -> dict[str, str]:
+    """Return the environment variable that sets what the sessions of the programs need; empty without Citus."""
+    if not await connection.fetchval(_HAS_CITUS):
+        return {}
+    return {"PGOPTIONS": f"{os.environ.get('PGOPTIONS', '')} {CLUSTER_OPTIONS}".strip()}
+
+
+async def _run(
+    program: str, dsn: str, options: list[str], environment: dict[str, str], on_poll: Callable[[], None]
+) -> None:
     """Run a program of Postgres on the database. The password is not among its arguments, which others could see."""
-    path = find_binaries() / program
-    if not path.exists():
-        raise SettingsError(f"{path} does not exist; install the client programs of Postgres, or set INDEXER_PG_BINDIR")
     child = await asyncio.create_subprocess_exec(
-        path,
+        _program(program),
         f"--dbname={without_password(dsn)}",
         *options,
         stdin=DEVNULL,
         stdout=DEVNULL,
         stderr=PIPE,
-        env=os.environ | _password(dsn),
+        env=os.environ | _password(dsn) | environment,
     )
     output = asyncio.create_task(child.communicate())
     try:
@@ -104,6 +152,13 @@ async def _run(program: str, dsn: str, options: list[str], on_poll: Callable[[],
     if child.returncode:
         message = without_secrets(" ".join(errors.decode(errors="replace").split()))[-MAX_ERROR_CHARACTERS:]
         raise UnavailableError(FetchFailure.UNREACHABLE, f"{program}: {message}")
+
+
+def _program(name: str) -> Path:
+    path = find_binaries() / name
+    if not path.exists():
+        raise SettingsError(f"{path} does not exist; install the client programs of Postgres, or set INDEXER_PG_BINDIR")
+    return path
 
 
 def _password(dsn: str) -> dict[str, str]:

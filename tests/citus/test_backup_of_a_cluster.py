@@ -1,0 +1,58 @@
+"""`indexer backup` of a cluster, and `indexer restore` into another one."""
+
+from pathlib import Path
+
+import asyncpg
+import pytest
+
+from indexer.errors import SettingsError
+from indexer.store import Store
+from indexer.store.distribute import distribute
+from indexer.store.embedded.cluster import find_binaries
+from tests.cli.command_line import error_line, run_indexer
+from tests.store.filled_tables import contents, fill
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+CHANGED = ("alembic_version", "distribution", "shard_owner", "stored_setting")
+"""Tables that `indexer distribute` itself writes."""
+
+
+@pytest.fixture
+async def programs(sql: asyncpg.Connection) -> str:
+    """Return the folder of the programs of the server."""
+    version = int(await sql.fetchval("show server_version_num")) // 10_000
+    folder = Path(f"/usr/lib/postgresql/{version}/bin")
+    if not (folder / "pg_restore").exists():
+        pytest.skip(f"there is no {folder}/pg_restore")
+    return str(folder)
+
+
+async def test_a_backup_of_a_cluster_is_restored_and_distributed_again(
+    database: str, empty_database: str, programs: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "indexer.dump"
+    await fill(database)
+    before = await contents(database, without=CHANGED)
+    for command, dsn in (("backup", database), ("restore", empty_database)):
+        done = run_indexer(command, str(file), INDEXER_DATABASE_URL=dsn, INDEXER_PG_BINDIR=programs)
+        assert done.returncode == 0, done.stderr
+    with pytest.raises(SettingsError, match="run `indexer distribute` again"):
+        await Store.open(empty_database)
+    result = await distribute(empty_database, None, lambda *_: None)
+    assert not result.was_complete
+    assert result.tables["record"] > 0
+    assert await contents(empty_database, without=CHANGED) == before
+    await (await Store.open(empty_database)).close()
+
+
+async def test_newer_programs_than_the_server_are_refused_before_the_restore(
+    database: str, empty_database: str, programs: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "indexer.dump"
+    assert run_indexer("backup", str(file), INDEXER_DATABASE_URL=database).returncode == 0
+    refused = run_indexer("restore", str(file), INDEXER_DATABASE_URL=empty_database)
+    assert refused.returncode == 2, f"the programs of {find_binaries()} are not newer"
+    version = Path(programs).parent.name
+    assert f"the server is Postgres {version}, and pg_restore" in error_line(refused)
+    assert f"cannot restore into it; set INDEXER_PG_BINDIR to the programs of Postgres {version}" in error_line(refused)
