@@ -5,11 +5,14 @@ import sys
 from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
+from itertools import count
 from pathlib import Path
 
 import asyncpg
 import pytest
 
+from indexer.localnet.local_network import LocalNetwork
+from indexer.localnet.scenario import Scenario
 from indexer.store import DatabaseError, Store
 from indexer.store.distribute import distribute
 from indexer.store.distributed_tables import DISTRIBUTED
@@ -17,6 +20,8 @@ from indexer.store.migrate import migrate
 from indexer.sync.plans import Batch, RepoWrite
 from tests.citus_cluster import COORDINATOR, WORKERS, Cluster, running_cluster
 from tests.cli.command_line import environment_without_settings, run_indexer
+from tests.daemon_process import daemon_process, log_tail
+from tests.database_checks import assert_change_log_consistent, wait_until_equal
 from tests.database_server import dsn_of, memory_directory
 from tests.store.filled_tables import contents, fill
 from tests.store.repo_rows import put, synchronized
@@ -36,6 +41,13 @@ _PLACED = """
     join pg_dist_placement using (shardid) join pg_dist_node using (groupid)
     where nodeport = $1 and logicalrelid::regclass::text = any($2::text[]) group by 1
 """
+_REBALANCE_STATE = "select state::text from citus_rebalance_status() order by job_id desc limit 1"
+_WRITTEN_LATER = """
+    select sum(result::bigint) from run_command_on_placements(
+        'indexer.record', format('select count(*) from %%s where indexed_at > %L', $2::timestamptz)
+    ) where nodeport = $1
+"""
+STEPS_BEFORE, STEPS_AFTER, MAX_STEPS = 40, 60, 100_000
 WRITERS = 4
 REPOS = 40
 """Repos that each writer changes again and again while shards move."""
@@ -132,6 +144,40 @@ async def test_a_node_that_is_added_later_is_used(cluster: Cluster) -> None:
         moved.set()
         await asyncio.gather(*writers, return_exceptions=True)
         await store.close()
+
+
+async def test_a_daemon_indexes_while_shards_move_to_a_new_node(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.waiting.TIMEOUT", 300.0)
+    dsn = await create_database(cluster, "grows_with_daemon", WORKERS[:1])
+    await migrate(dsn)
+    await distribute(dsn, 4, lambda *_: None)
+    new = cluster.ports[WORKERS[1]]
+    async with LocalNetwork() as network, daemon_process(network, dsn, tmp_path) as daemon, _connected(dsn) as sql:
+        scenario = Scenario(network, seed=19, accounts=16)
+        for step in range(STEPS_BEFORE):
+            scenario.perform(step, MAX_STEPS)
+        await wait_until_equal(network, dsn, min_records=10)
+        await sql.execute(f"select citus_add_node('127.0.0.1', {new})")
+        await sql.execute("select indexer.grant_shards_to_readers()")
+        await sql.execute("select citus_rebalance_start()")
+        before = await sql.fetchval("select max(seq) from indexer.cursor")
+        steps = count(STEPS_BEFORE)
+        while await sql.fetchval(_REBALANCE_STATE) != "finished":
+            scenario.perform(next(steps), MAX_STEPS)
+            await asyncio.sleep(0.05)
+        assert await sql.fetchval("select max(seq) from indexer.cursor") > before, "the daemon wrote meanwhile"
+        tables = [f"indexer.{table}" for table in DISTRIBUTED]
+        placed = {row["name"]: row["count"] for row in await sql.fetch(_PLACED, new, tables)}
+        assert placed == dict.fromkeys(tables, 2)
+        moved_at = await sql.fetchval("select clock_timestamp()")
+        for _ in range(STEPS_AFTER):
+            scenario.perform(next(steps), MAX_STEPS)
+        await wait_until_equal(network, dsn)
+        assert await sql.fetchval(_WRITTEN_LATER, new, moved_at) > 0, "the new node is written"
+        assert daemon.returncode is None, log_tail(tmp_path)
+    await assert_change_log_consistent(dsn)
 
 
 async def _write_until(store: Store, number: int, stop: asyncio.Event) -> list[int]:
