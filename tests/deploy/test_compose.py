@@ -178,6 +178,7 @@ def node_of(name: str, service: dict[str, Any]) -> ClusterNode:
         connections=int(settings["max_connections"]),
         prepared=int(settings["max_prepared_transactions"]),
         wal_level=settings["wal_level"],
+        is_owner=True,
     )
 
 
