@@ -36,10 +36,10 @@ def parse_shards(_context: click.Context, _parameter: click.Parameter, value: in
 async def distribute_command(settings: Settings, *, shards: int | None, as_json: bool) -> int:
     """Distribute the tables over the nodes of a Citus cluster.
 
-    INDEXER_DATABASE_URL names the coordinator, whose database was migrated. It may be empty or full. Stop all daemons
-    first. If the command is interrupted, run it again: it continues with the table that it was copying. On a database
-    that is distributed it changes nothing. There is no way back to a plain database other than a new one
-    (docs/scaling.md).
+    INDEXER_DATABASE_URL names the coordinator, whose database was migrated. It may be empty or full. Its role must own
+    the database. Stop all daemons first. If the command is interrupted, run it again: it copies again the table that
+    it was copying, from its first row, and none that was complete. On a database that is distributed it changes
+    nothing. There is no way back to a plain database other than a new one (docs/scaling.md).
     """
     async with open_database(settings) as dsn:
         with show_progress("bytes distributed", None, progress_console()) as progress:

@@ -74,9 +74,7 @@ async def end_sessions_before_migration(connection: Connection, min_seconds: flo
     return await _end_consumers(connection, [oid for (oid,) in await connection.fetch(_OF_SCHEMAS)], min_seconds)
 
 
-async def _end_consumers(
-    connection: Connection, relations: Sequence[int], min_seconds: float
-) -> list[BlockingSession]:
+async def _end_consumers(connection: Connection, relations: Sequence[int], min_seconds: float) -> list[BlockingSession]:
     return [
         BlockingSession(
             pid,

@@ -25,7 +25,8 @@ _FACTS = """
             'citus', (select extversion from pg_extension where extname = 'citus'),
             'connections', current_setting('max_connections')::int,
             'prepared', current_setting('max_prepared_transactions')::int,
-            'wal_level', current_setting('wal_level')
+            'wal_level', current_setting('wal_level'),
+            'is_owner', (select pg_has_role(datdba, 'usage') from pg_database where datname = current_database())
         )
     $command$)
 """
@@ -42,6 +43,7 @@ class ClusterNode:
         citus: The version of the extension, such as 13.2-1.
         connections: `max_connections`.
         prepared: `max_prepared_transactions`.
+        is_owner: The role of this session owns the database there, or is a superuser.
     """
 
     id: int
@@ -53,6 +55,7 @@ class ClusterNode:
     connections: int
     prepared: int
     wal_level: str
+    is_owner: bool
 
 
 class UnsuitableClusterError(Exception):
@@ -82,7 +85,8 @@ async def load_nodes(connection: Connection) -> list[ClusterNode]:
             "select citus_set_coordinator_host('the address by which the workers reach it', its port)"
         )
     answers = {row["nodeid"]: row for row in await connection.fetch(_FACTS)}
-    if silent := [node["name"] for node in nodes if not answers[node["nodeid"]]["success"]]:
+    silent = [f"{node['name']} ({row['result']})" for node in nodes if not (row := answers[node["nodeid"]])["success"]]
+    if silent:
         raise UnsuitableClusterError(f"these nodes do not answer the coordinator: {', '.join(silent)}")
     return [
         ClusterNode(
@@ -125,6 +129,11 @@ def _problems(nodes: Sequence[ClusterNode]) -> Iterator[str]:
     coordinator = nodes[0]
     if not any(node.holds_shards for node in nodes):
         yield "no node may hold shards; add a worker with citus_add_node"
+    if strangers := [node.name for node in nodes if not node.is_owner]:
+        yield (
+            f"the role must own the database on {', '.join(strangers)}; let an administrator run on the coordinator: "
+            "alter database … owner to …"
+        )
     for node in nodes:
         if (problem := unsupported_version(node.postgres)) is not None:
             yield f"{node.name}: {problem}"

@@ -7,6 +7,7 @@
     each table    the table in the same shards, with its rows                       one transaction; then it is the next
     two phases    triggers of the plain tables; COMMIT does not number changes      one transaction
     public        views that read one shard, and what their readers need on nodes   again at each call
+    commands      only the roles of the daemons may send commands to the nodes      again at each call
     finish        `finished_at` in the row
 
 Each step looks at what is stored, and does the rest. So the command can be killed and run again at any point, and on a
@@ -43,7 +44,7 @@ from indexer.store.distributed_tables import (
     waiting_tables,
 )
 from indexer.store.gap_rows import load_cursors, open_gap
-from indexer.store.migrate import require_current_schema
+from indexer.store.migrate import require_current_schema, require_ownership
 from indexer.store.placement import load_placement
 from indexer.store.shard_lock import FEED, open_lock, session_name
 from indexer.sync.gap import Gap
@@ -141,6 +142,22 @@ _RECOVERY_INTERVAL = f"select setting::int from pg_settings where name = '{RECOV
 # An earlier call may have left prepared transactions. Without the privilege, Citus completes them a little later.
 _MAY_COMPLETE_PREPARED = "select has_function_privilege('recover_prepared_transactions()', 'execute')"
 _ADAPT_PUBLIC_SCHEMA = "select indexer.adapt_public_schema()"
+# The daemons have the privilege USAGE of the schema. At the coordinator, readers do not have it.
+_COMMANDS = """
+    with command as (
+        select oid, proowner from pg_proc where pronamespace = 'pg_catalog'::regnamespace and (
+            proname ~ '^run_command_on_' or proname = 'master_run_on_worker'
+        )
+    ), daemon as (
+        select distinct grantee from pg_namespace, aclexplode(coalesce(nspacl, acldefault('n', nspowner)))
+        where nspname = 'indexer' and privilege_type = 'USAGE' and grantee <> 0
+    )
+    select (select string_agg(oid::regprocedure::text, ', ') from command) as functions,
+        (select bool_and(pg_has_role(proowner, 'usage')) from command) as may_revoke,
+        (select string_agg(grantee::regrole::text, ', ') from daemon) as roles
+    where exists (select from command where has_function_privilege('public', oid, 'execute'))
+        or exists (select from command, daemon where not has_function_privilege(grantee, oid, 'execute'))
+"""
 _COMPLETE_PREPARED = "select recover_prepared_transactions()"
 
 
@@ -183,6 +200,7 @@ async def distribute(dsn: str, shards: int | None, on_progress: OnProgress) -> D
                 nodes = await load_nodes(connection)
                 check_nodes(nodes)
                 await require_current_schema(dsn)
+                await require_ownership(dsn)
                 async with _owning_everything(connection):
                     return await _Command(dsn, connection, nodes, on_progress).run(shards)
             except UnsuitableClusterError as error:
@@ -237,6 +255,22 @@ async def _join_shards(connection: Connection) -> None:
     await connection.execute(_DELETE_CRAWLS, every)
 
 
+async def _require_every_bucket(connection: Connection) -> None:
+    """Check that this database has all accounts, unless it is empty.
+
+    Raises:
+        UnsuitableClusterError: It is one of several databases by bucket, or a shard has never run.
+    """
+    shards = {cursor.shard for cursor in await load_cursors(connection)}
+    covered = {position for shard in shards for position in shard.positions}
+    if shards and len(covered) < BUCKETS:
+        raise UnsuitableClusterError(
+            f"its cursors are about {len(covered)} of {BUCKETS} buckets, those of the shards "
+            f"{', '.join(sorted(map(str, shards)))}: it is one of several databases by bucket, and has a part of the "
+            "accounts; distribute a new database, or run a daemon for each of the other shards first"
+        )
+
+
 async def _merge_cursors(connection: Connection, every: str) -> None:
     """Replace the cursors of each relay by one for all buckets: the lowest one that is valid."""
     cursors = await load_cursors(connection)
@@ -281,6 +315,7 @@ class _Command:
         async with self._connection.transaction():
             await use_two_phases(self._connection)
         await self._connection.execute(_ADAPT_PUBLIC_SCHEMA)
+        await self._reserve_commands()
         await self._connection.execute(_FINISH)
         result.notices = self._notices
         return result
@@ -289,11 +324,12 @@ class _Command:
         """Store that the database is being distributed; return the new row.
 
         Raises:
-            UnsuitableClusterError: A table is distributed already, in other shards.
+            UnsuitableClusterError: A table is distributed already, in other shards, or accounts are missing.
         """
         waiting = await waiting_tables(self._connection)
         if by_hand := [table for table in DISTRIBUTED if table not in waiting]:
             raise UnsuitableClusterError(f"the tables {', '.join(by_hand)} were distributed by hand; undistribute them")
+        await _require_every_bucket(self._connection)
         async with self._connection.transaction():
             [row] = await self._connection.fetch(_ADD_ROW, shards)
             await self._connection.execute(_REQUIRE_RELEASE)
@@ -322,6 +358,20 @@ class _Command:
                 return {}
             milliseconds = RECOVERY_SECONDS * 1000
         return {RECOVERY: f"{milliseconds} ms"}
+
+    async def _reserve_commands(self) -> None:
+        """Let no reader send a command to the nodes, where it may read shards, with the records of hidden repos."""
+        row = await self._connection.fetchrow(_COMMANDS)
+        if row is None:
+            return
+        revoke = (
+            f"revoke execute on function {row['functions']} from public; "
+            f"grant execute on function {row['functions']} to {row['roles']}"
+        )
+        if row["may_revoke"]:
+            await self._connection.execute(revoke)
+        else:
+            self._notices.append(f"let an administrator prevent that readers send commands to the nodes: {revoke}")
 
     async def _cut_shards(self, shards: int) -> None:
         """Distribute the first table in shards that have equally many buckets each."""

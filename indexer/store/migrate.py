@@ -260,6 +260,19 @@ async def require_privileges(dsn: str) -> None:
                 raise unusable(dsn, missing)
 
 
+async def require_ownership(dsn: str) -> None:
+    """Raise an error if the role may not change the schema.
+
+    Raises:
+        SettingsError: It does not own something.
+        DatabaseError: The database is unavailable.
+    """
+    with opening(dsn):
+        async with _transaction(dsn) as connection:
+            if missing := await missing_to_migrate(connection):
+                raise unusable(dsn, missing)
+
+
 @asynccontextmanager
 async def _only_migration_of_this_process() -> AsyncIterator[None]:
     """Run the block alone: Alembic keeps the connection of the running migration in global variables."""

@@ -28,7 +28,7 @@ _MISSING_TO_MIGRATE = """
         select 'function', oid::regprocedure::text, proowner from pg_proc
         where pronamespace in (to_regnamespace('indexer'), to_regnamespace('atproto'), to_regnamespace('lexicon'))
     )
-    select format('to upgrade the schema, the role %I must own the %s %s, which belongs to %I',
+    select format('to change the schema, the role %I must own the %s %s, which belongs to %I',
         current_user, kind, name, pg_get_userbyid(owner))
     from thing where not pg_has_role(owner, 'usage')
     union all

@@ -1,5 +1,6 @@
 """`indexer distribute` on a Citus cluster: where rows are afterwards, interruptions, and errors for the operator."""
 
+import asyncio
 import json
 import signal
 import subprocess
@@ -63,6 +64,23 @@ FOUR_SHARDS = """
         ('sweep', 'https://relay.test', '', 'x', 9, 1, now(), null, '1/2', 5)
 """
 """The rows of processes of several shards. Each bucket of the first relay was processed up to 40 at least."""
+TWO_OF_FOUR_SHARDS = """
+    delete from indexer.cursor;
+    insert into indexer.cursor (relay, shard, epoch, seq) values
+        ('wss://a.test', '1/4', 1, 1), ('wss://a.test', '2/4', 1, 1)
+"""
+MANY = 200_000
+ADD_MANY_RECORDS = f"""
+    insert into indexer.record (did, collection, rkey, bucket, cid, rev, value)
+    select did, collection, 'n' || number, bucket, cid, rev, value
+    from (select * from indexer.record limit 1) one, generate_series(1, {MANY}) number
+"""  # noqa: S608
+COPIED_ROWS = """
+    select coalesce(max(result::bigint), 0) from run_command_on_workers($$
+        select coalesce(max(tuples_processed), 0) from pg_stat_progress_copy where datname = current_database()
+    $$) where success
+"""
+"""The rows that have arrived in a shard of the table that is copied."""
 WRITE_ONE_REPO = "update indexer.repo set version = version + 1 where bucket = 7"
 WITHOUT_TRIGGER = """
     select c.oid::regclass::text as name from pg_class c
@@ -94,6 +112,7 @@ DEATHS = (
     "after citus_add_local_table",
     "after create trigger use_two_phases",
     "after create constraint trigger",
+    "before revoke execute",
     "before set finished_at",
 )
 """The moments at which the command is killed, in the order of its statements."""
@@ -212,6 +231,53 @@ def _run_dying(dsn: str, moment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+async def test_killed_in_the_middle_of_a_large_table_it_copies_no_other_table_again(plain: str) -> None:
+    sql = await asyncpg.connect(plain)
+    try:
+        await sql.execute(ADD_MANY_RECORDS)
+        await sql.execute("analyze indexer.record")
+        before = await contents(plain, without=CHANGED)
+        command = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "indexer", "distribute", "--shards", "4",
+            env=environment_without_settings() | {"INDEXER_DATABASE_URL": plain},
+            cwd=Path(__file__).parents[2],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        while not MANY // 20 < await sql.fetchval(COPIED_ROWS) < MANY:  # no other table has so many in a shard
+            assert command.returncode is None, "it has copied all records before they were seen"
+        command.kill()
+        await command.wait()
+        complete = {row["name"]: tuple(row) for row in await sql.fetch(PLACES)}
+    finally:
+        await sql.close()
+    assert "indexer.repo" in complete
+    assert "indexer.record" not in complete
+    again = await distributed(plain)
+    assert {f"indexer.{table}" for table in again.tables} == {f"indexer.{table}" for table in DISTRIBUTED} - set(
+        complete
+    )
+    assert again.tables["record"] > MANY
+    assert await contents(plain, without=CHANGED) == before
+
+
+async def test_one_of_several_databases_by_bucket_is_refused(plain: str) -> None:
+    sql = await asyncpg.connect(plain)
+    try:
+        await sql.execute(TWO_OF_FOUR_SHARDS)
+        result = run_indexer("distribute", INDEXER_DATABASE_URL=plain)
+        assert result.returncode == 2
+        assert "its cursors are about 128 of 256 buckets, those of the shards 1/4, 2/4: it is one of" in error_line(
+            result
+        )
+        assert await sql.fetch("select from indexer.distribution") == []
+        await sql.execute("insert into indexer.cursor (relay, shard, epoch, seq) values ('wss://a.test', '0/4', 1, 1)")
+        await sql.execute("insert into indexer.cursor (relay, shard, epoch, seq) values ('wss://b.test', '3/4', 1, 1)")
+    finally:
+        await sql.close()
+    await distributed(plain)
+
+
 async def test_every_plain_table_forces_two_phases(plain: str) -> None:
     """Whichever write comes first."""
     await distributed(plain)
@@ -294,7 +360,7 @@ async def test_the_store_writes_to_a_distributed_database(plain: str) -> None:
         await store.close()
 
 
-NODE = ClusterNode(1, "node:5432", True, True, 150_020, "13.2-1", 100, 100, "logical")
+NODE = ClusterNode(1, "node:5432", True, True, 150_020, "13.2-1", 100, 100, "logical", True)
 
 
 @pytest.mark.parametrize(
@@ -304,6 +370,7 @@ NODE = ClusterNode(1, "node:5432", True, True, 150_020, "13.2-1", 100, 100, "log
         (replace(NODE, prepared=0), "node:5432 needs max_prepared_transactions = 100 or more; it has 0"),
         (replace(NODE, citus="12.1-1"), "node:5432 has Citus 12.1-1, and the coordinator Citus 13.2-1"),
         (replace(NODE, postgres=140_011), "node:5432: the server is Postgres 14"),
+        (replace(NODE, is_owner=False), "the role must own the database on node:5432"),
     ],
 )
 def test_what_a_node_lacks(other: ClusterNode, problem: str) -> None:
