@@ -262,6 +262,7 @@ unnumbered_batch = Table(
     Column("size", Integer, nullable=False),
     Column("buckets", ARRAY(SmallInteger), nullable=False),
     Column("queued_at", TIME, nullable=False, server_default=text("clock_timestamp()")),
+    Column("transaction", Text, server_default=text("pg_current_xact_id()::xid::text")),
 )
 
 consumer = Table(
