@@ -371,7 +371,7 @@ class _Command:
         if row["may_revoke"]:
             await self._connection.execute(revoke)
         else:
-            self._notices.append(f"let an administrator prevent that readers send commands to the nodes: {revoke}")
+            self._notices.append(f"let an administrator keep readers from sending commands to the nodes: {revoke}")
 
     async def _cut_shards(self, shards: int) -> None:
         """Distribute the first table in shards that have equally many buckets each."""

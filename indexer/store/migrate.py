@@ -69,9 +69,19 @@ _OLDEST_COMPATIBLE = f"select value from {metadata.schema}.stored_setting where 
 _HAS_LEXICONS = "select to_regprocedure('indexer.recreate_lexicon_views()') is not null"
 _HAS_PLACEMENT = f"select to_regclass('{metadata.schema}.distribution') is not null"
 # `indexer distribute` creates on the other nodes what they need. Citus would copy everything there, which needs the
-# rights of a superuser: for a function that reads pg_roles, Citus replaces this view of Postgres on the nodes.
-_ONLY_ON_THIS_SERVER = """
-    select set_config('citus.enable_ddl_propagation', 'off', true) from pg_extension where extname = 'citus'
+# rights of a superuser: for a function that reads pg_roles, Citus replaces this view of Postgres on the nodes. If the
+# nodes know the schema, the tables are distributed, or an earlier release has copied functions, which must stay equal.
+_ONLY_ON_THIS_SERVER = f"""
+    do $$ begin
+        if exists (select from pg_extension where extname = 'citus') then
+            if not exists (
+                select from pg_catalog.pg_dist_object
+                where classid = 'pg_namespace'::regclass and objid = to_regnamespace('{metadata.schema}')
+            ) then
+                set local citus.enable_ddl_propagation = off;
+            end if;
+        end if;
+    end $$
 """
 _RECREATE_VIEWS = "select indexer.recreate_lexicon_views()"
 _CONFLICT = "tuple concurrently updated"  # asyncpg has no class for this error, only one for all internal errors
@@ -97,8 +107,8 @@ _CREATE_LOCK = f"""
         end;
     end $$
 """
-# Not an advisory lock, because any role could take it.
 _LIMIT_WAITS = f"set local lock_timeout = '{LOCK_SECONDS}s'"
+# Not an advisory lock, because any role could take it.
 _LOCK = f"lock table {metadata.schema}.migration_lock in exclusive mode"
 
 
@@ -325,6 +335,7 @@ async def _upgrade(dsn: str, revision: str, on_version: OnVersion) -> _Obstacle 
                 return None
             if missing := await missing_to_migrate(connection):
                 raise unusable(dsn, missing)
+            await connection.execute(text(_ONLY_ON_THIS_SERVER))
             await connection.execute(text(_CREATE_LOCK))
             await connection.execute(text(_LOCK))
             database, release = await connection.run_sync(_versions)  # another process may have migrated it
@@ -353,7 +364,6 @@ async def _on_all_nodes(connection: AsyncConnection) -> AsyncIterator[None]:
     driver = cast("asyncpg.Connection", (await connection.get_raw_connection()).driver_connection)
     has_placement = await connection.scalar(text(_HAS_PLACEMENT))
     if not has_placement or await load_placement(driver) is Placement.PLAIN:
-        await connection.execute(text(_ONLY_ON_THIS_SERVER))
         yield
         return
     await use_sequential_changes(driver)
