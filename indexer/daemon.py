@@ -17,6 +17,7 @@ import structlog
 from indexer.clients import http_origin, make_did_resolver, make_pds_client, open_outbound_client
 from indexer.concurrency.event_loop_delay import measure_delays
 from indexer.concurrency.stage_progress import StageProgress
+from indexer.crash_points import crash_point
 from indexer.daemon_core import DaemonCore, core_of
 from indexer.daemon_counts import DaemonCounts
 from indexer.daemon_feeds import DaemonFeeds, open_webhook
@@ -431,6 +432,7 @@ class Daemon:
         for task in receiving:
             task.cancel()
         stop.step = "end the stream and the resyncs"
+        crash_point("daemon.draining")
         await asyncio.gather(*receiving, return_exceptions=True)
         stop.step = "write the received messages"
         if writer := tasks.get("batch writer"):

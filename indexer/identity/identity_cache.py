@@ -21,6 +21,7 @@ import structlog
 from indexer.atproto.crypto import PublicKey, parse_did_key
 from indexer.concurrency.background_tasks import BackgroundTasks
 from indexer.concurrency.shared_calls import SharedCalls
+from indexer.crash_points import crash_point
 from indexer.errors import UnavailableError
 from indexer.identity.did_resolver import METHODS, Method, method_of, web_host
 from indexer.identity.refresh_budget import RefreshBudget
@@ -396,6 +397,7 @@ class IdentityCache:
         self._remember(did, identity, self._clock() + self._interval(self._memory.get(did)))
         if before is None and not _has_content(found):
             return identity  # nothing is stored about a DID that may be made up
+        crash_point("identity.resolved")
         await self._save(stored)
         return identity
 

@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from time import monotonic
 
+from indexer.crash_points import crash_point
 from indexer.sync.export import ExportReader
 
 _MIN_SECONDS = 0.001
@@ -54,6 +55,7 @@ class ExportDownload:
         async for chunk in self._chunks:
             self.received += len(chunk)
             self.reader.write(chunk)
+            crash_point("export.spooled")
             if max_bytes is not None and self.received > max_bytes:
                 return False
         self._completed_at = monotonic()

@@ -12,6 +12,7 @@ from typing import Literal
 
 import asyncpg
 
+from indexer.crash_points import COMMITTED, crash_point
 from indexer.store.columns import Connection
 
 SEGMENTS = 8
@@ -263,6 +264,7 @@ async def trim(connection: Connection, plan: TrimPlan) -> TrimPlan:
     await connection.execute(_FORGET_REMOVED)
     if plan.next_segment is not None:
         await connection.execute(_SET_CURRENT, plan.next_segment)
+        crash_point("change-log.segment")
     results = {segment: await _truncate(connection, segment) for segment in plan.truncate}
     truncated = tuple(segment for segment, result in results.items() if result == "truncated")
     locked = tuple(segment for segment, result in results.items() if result == "locked")
@@ -290,6 +292,8 @@ async def _truncate(connection: Connection, segment: int) -> Literal["truncated"
                 "select setval('indexer.trimmed_seq', greatest(last_value, $1)) from indexer.trimmed_seq", last
             )
             await connection.execute(f"truncate {tables}")
+            crash_point("change-log.truncated")
+        crash_point(COMMITTED)
     except asyncpg.LockNotAvailableError:
         return "locked"
     return "truncated"

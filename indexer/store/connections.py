@@ -8,6 +8,7 @@ from typing import Self
 
 import asyncpg
 
+from indexer.crash_points import COMMITTED, crash_point
 from indexer.store.columns import Connection
 from indexer.store.database_check import DatabaseCheck
 from indexer.store.database_errors import CONNECT_TIMEOUT, DatabaseError, database_errors, opening, without_password
@@ -127,6 +128,7 @@ class Connections:
         async with self._connection() as connection:
             async with connection.transaction():
                 yield connection
+            crash_point(COMMITTED)
             self.committed.set()
 
     @asynccontextmanager

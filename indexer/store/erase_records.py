@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from indexer.crash_points import crash_point
 from indexer.errors import BrokenInvariantError
 from indexer.store.apply_batch import apply
 from indexer.store.change_log import log_changes
@@ -96,4 +97,5 @@ async def erase_batch(
         connection,
         [ChangeLogEntry(did, "delete", None, live=True, collection=name, rkey=rkey) for name, rkey in erased],
     )
+    crash_point("erasure.written")
     return ErasedBatch(did, len(erased), finished)

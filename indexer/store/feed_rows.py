@@ -9,6 +9,7 @@ from typing import Literal
 
 import orjson
 
+from indexer.crash_points import COMMITTED, crash_point
 from indexer.store.columns import Connection, buckets_of, columns_of, of_buckets, unnest
 from indexer.store.database_errors import database_errors
 from indexer.store.feed_page import LogTrimmedError, load_changes, load_latest_seq
@@ -181,6 +182,8 @@ class FeedSession:
                 if await is_cut_off(self._connection) is None:
                     await self._register()
                 row = await self._connection.fetchrow(_LOAD_PROGRESS, FEED_CONSUMER)
+                crash_point("feed.begun")
+            crash_point(COMMITTED)
         if row is None or row["cut_off"]:
             return None
         if row["delivered_to"] is None:
@@ -221,7 +224,9 @@ class FeedSession:
                 id_ = await self._connection.fetchval(_SAVE_POSITION, FEED_CONSUMER, progress.position)
                 if id_ is not None:
                     await self._save(id_, progress, refused)
-                return id_ is not None
+                crash_point("feed.saved")
+            crash_point(COMMITTED)
+        return id_ is not None
 
     async def _save(self, id_: int, progress: DeliveryProgress, refused: Sequence[RefusedEvent] = ()) -> None:
         await self._connection.execute(

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from time import time
 
+from indexer.crash_points import crash_point
 from indexer.store.change_log import log_changes
 from indexer.store.columns import Connection, buckets_of, columns_of, of_buckets, storable, unnest
 from indexer.sync.changes import ChangeLogEntry
@@ -187,6 +188,7 @@ async def save_identities(connection: Connection, identities: Sequence[StoredIde
         changes += [ChangeLogEntry(did, "moved", None, live=True)] if moved else []
         changes += [ChangeLogEntry(did, "identity", None, live=True)] if renamed else []
     await log_changes(connection, changes)
+    crash_point("identity.saved")
 
 
 async def claim_handles(
@@ -224,6 +226,7 @@ async def save_handle_check(connection: Connection, check: HandleCheck) -> None:
             await connection.execute(_RECHECK, did, bucket_of(did), check.handle)
     if renamed:
         await log_changes(connection, [ChangeLogEntry(claim.did, "identity", None, live=True)])
+    crash_point("handle.saved")
 
 
 async def due_identities(

@@ -8,6 +8,7 @@ is the DID up to which every repo is done, so a restart repeats little, and adds
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from indexer.crash_points import crash_point
 from indexer.reasons import Desync
 from indexer.store.columns import Connection, unnest
 from indexer.store.link_rows import RecordValue, add_missing_links
@@ -183,7 +184,9 @@ async def backfill_step(connection: Connection, repos: Mapping[str, RecordPath])
             break
         steps[did], found = await _read_slice(connection, did, after)
         values += found
-    return steps, await add_missing_links(connection, values)
+    added = await add_missing_links(connection, values)
+    crash_point("links.visited")
+    return steps, added
 
 
 async def _read_slice(connection: Connection, did: str, after: RecordPath) -> tuple[RepoStep, list[RecordValue]]:

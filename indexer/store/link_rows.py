@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from asyncpg import UniqueViolationError
 
 from indexer.atproto.links import RecordLink, links_of
+from indexer.crash_points import crash_point
 from indexer.store.columns import Columns, Connection, buckets_of, columns_of, of_buckets, unnest
 from indexer.sync.changes import RecordKey
 from indexer.sync.plans import RecordChange
@@ -186,6 +187,8 @@ async def fold_deltas(connection: Connection, buckets: Sequence[int], limit: int
     if empty := sorted((target, collection, path) for _, target, collection, path in rows if target is not None):
         await connection.execute(_DELETE_EMPTY_COUNTS, list(buckets), *columns_of(empty, _COUNT_KEY))
     deltas: int = rows[0]["deltas"]
+    if deltas:
+        crash_point("links.folded")
     return deltas
 
 
@@ -224,6 +227,7 @@ async def recount(connection: Connection, did: str, after: RecountPosition, limi
         return max(RecountPosition(row["collection"], row["rkey"], row["number"]) for row in rows)
     if not await connection.fetchval(_OTHERS_LEFT, *key, visible):
         await connection.execute(_RECOUNTED, *key, ids)
+    crash_point("links.recounted")
     return None
 
 

@@ -22,6 +22,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
 from sqlalchemy.pool import NullPool
 
+from indexer.crash_points import COMMITTED, crash_point
 from indexer.errors import SchemaVersionError
 from indexer.reasons import FetchFailure
 from indexer.store.blocking_sessions import end_sessions_before_migration
@@ -321,6 +322,7 @@ async def _upgrade(dsn: str, revision: str, on_version: OnVersion) -> _Obstacle 
 
         def on_version_apply(**_: Any) -> None:
             on_version(next(applied), waiting)
+            crash_point("migration.version")
 
         config.attributes["on_version_apply"] = [on_version_apply]
         command.upgrade(config, revision)
@@ -348,6 +350,8 @@ async def _upgrade(dsn: str, revision: str, on_version: OnVersion) -> _Obstacle 
                     await connection.execute(text(_RECREATE_VIEWS))
             if roles := await missing_roles(connection):
                 log.warning("database.roles-missing", roles=roles)
+            crash_point("migration.done")
+        crash_point(COMMITTED)
     except (DBAPIError, exceptions.LockNotAvailableError) as error:
         cause = driver_error(error)
         if isinstance(cause, exceptions.DependentObjectsStillExistError):

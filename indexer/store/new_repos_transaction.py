@@ -6,6 +6,7 @@ A repo that needs more than its records and its row is not written here, but by 
 
 from collections.abc import Sequence
 
+from indexer.crash_points import crash_point
 from indexer.store import scope_row
 from indexer.store.apply_batch import apply
 from indexer.store.columns import Connection, buckets_of, of_buckets, repo_columns, repo_of
@@ -67,6 +68,7 @@ class NewReposTransaction:
         """
         with refused_writes(), database_errors():
             await copy_chunks(self._connection, parts)
+        crash_point("new-repos.copied")
 
     async def finish(self, batch: Batch) -> bool:
         """Write the new rows; return False if the scope or the row of a repo has changed. Then nothing is committed."""
@@ -75,4 +77,5 @@ class NewReposTransaction:
                 # `eligible` returned no repo with buffered events, and each row is written only at that version.
                 applied = await apply(self._connection, batch, links=False, buffers_empty=True)
                 self.finished = not applied.skipped
+                crash_point("new-repos.finished")
         return self.finished

@@ -26,6 +26,7 @@ from typing import NamedTuple
 import asyncpg
 import orjson
 
+from indexer.crash_points import crash_point
 from indexer.store.columns import Connection
 from indexer.store.database_errors import database_errors
 from indexer.sync.shard import BUCKETS
@@ -190,6 +191,8 @@ class NumberingSession:
         """
         names = [(node, name) for node, ages in prepared.items() for name in ages]
         arguments = list(batches), list(prepared), [node for node, _ in names], [name for _, name in names]
+        crash_point("numbering.begun")
         with database_errors():
             rows = await self._connection.fetch(_NUMBER, *arguments)
+        crash_point("numbering.done")
         return {row["commit_order"]: row["age"] for row in rows}

@@ -6,6 +6,7 @@ from time import time
 from typing import NamedTuple
 
 from indexer.atproto.syntax import is_nsid
+from indexer.crash_points import crash_point
 from indexer.store import crawl_rows, scope_row
 from indexer.store.columns import Connection, buckets_of, of_buckets
 from indexer.sync.crawl_progress import CrawlProgress
@@ -103,6 +104,8 @@ async def untrack_page(
     if after.finished_at is not None and after.found:
         after = replace(after, finished_at=None, found=0)
     await crawl_rows.save_progress(connection, after)
+    if untracked:
+        crash_point("scope.untracked")
     return UntrackedPage(untracked, after)
 
 

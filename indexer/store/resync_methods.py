@@ -6,6 +6,7 @@ from functools import partial
 from time import time
 from typing import TypeVar
 
+from indexer.crash_points import COMMITTED, crash_point
 from indexer.store import resync_queue
 from indexer.store.columns import Connection
 from indexer.store.connections import Connections
@@ -109,3 +110,5 @@ class ResyncMethods(Connections):
                     with refused_writes(), database_errors():
                         await (transaction.commit() if commit else transaction.rollback())
                         self.committed.set()
+                if commit:
+                    crash_point(COMMITTED)

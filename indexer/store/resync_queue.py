@@ -7,6 +7,7 @@ from random import choice
 from asyncpg import Record as Row
 
 from indexer.atproto.record import Problem
+from indexer.crash_points import crash_point
 from indexer.reasons import Desync
 from indexer.store.apply_batch import apply
 from indexer.store.change_log import log_changes
@@ -172,6 +173,7 @@ async def claim(
     for bucket, rows in groupby(due, lambda row: row["bucket"]):
         dids = [row["did"] for row in rows]
         claimed += [repo_of(row) for row in await connection.fetch(CLAIM, bucket, dids, now, until)]
+        crash_point("claim.written")
     return claimed
 
 
@@ -250,6 +252,7 @@ async def _forget_identities(connection: Connection, bucket: int, repos: Sequenc
     """Delete the identities of repos that were deleted; return the DIDs."""
     dids = [row["did"] for row in repos]
     await connection.execute(_FORGET_IDENTITIES, bucket, dids)
+    crash_point("repo.forgotten")
     return dids
 
 
@@ -260,4 +263,7 @@ def _desynchronization(trigger: Trigger, reason: Desync, now: float) -> Callable
 async def _write_repos(connection: Connection, repos: Sequence[Repo], change: Callable[[Repo], Repo]) -> int:
     """Write the changed rows; return how many were still at the version that was read."""
     writes = tuple([RepoWrite(repo.version, change(repo)) for repo in repos])
-    return len(writes) - len((await apply(connection, Batch(writes))).skipped)
+    written = len(writes) - len((await apply(connection, Batch(writes))).skipped)
+    if written:
+        crash_point("queue.written")
+    return written

@@ -7,6 +7,7 @@ from collections.abc import Set as AbstractSet
 from asyncpg import Record as Row
 
 from indexer.atproto.record import Problem
+from indexer.crash_points import crash_point
 from indexer.errors import BrokenInvariantError
 from indexer.store import scope_row
 from indexer.store.apply_batch import apply, write_records
@@ -95,6 +96,7 @@ class ResyncTransaction:
             await copy_chunks(self.connection, [NewRepoRecords(self._claimed.did, chunk)])
             if await self._keeps_links():
                 await self._write_links(chunk.changes(), frozenset())
+        crash_point("resync.copied")
 
     async def stored(self) -> AsyncIterator[list[tuple[bytes, bytes]]]:
         """Yield the stored records as (path, CID) in path order, in chunks; one chunk is in memory at a time.
@@ -127,6 +129,7 @@ class ResyncTransaction:
         with refused_writes(), database_errors():
             effective = await self._write(changes)
             await log_changes(self.connection, list(record_entries(self._claimed.did, effective, live=False)))
+        crash_point("resync.written")
         if effective != tuple(changes) and await self.lock() is not None:
             unexpected = next(change for change in changes if change not in effective)
             raise BrokenInvariantError(
@@ -159,6 +162,7 @@ class ResyncTransaction:
         """Lock and return the row until the end of the transaction; None if the claim is lost."""
         with database_errors():
             row = await self.connection.fetchrow(_LOCK, *self._key, self._claimed.lease)
+        crash_point("resync.locked")
         return None if row is None else repo_of(row)
 
     async def holds_scope(self) -> bool:
@@ -189,6 +193,7 @@ class ResyncTransaction:
         with refused_writes(), database_errors():
             effective = await self._write(changes)
             await log_changes(self.connection, list(record_entries(did, effective, live=True)))
+        crash_point("resync.drained")
         return Counter([change.action for change in effective])
 
     async def finish(self, batch: Batch) -> None:
@@ -205,3 +210,4 @@ class ResyncTransaction:
         if applied.skipped:
             raise BrokenInvariantError(f"{self._claimed.did}: the row changed while it was locked")
         self.finished = True
+        crash_point("resync.finished")

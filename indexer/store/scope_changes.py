@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import NamedTuple
 
+from indexer.crash_points import crash_point
 from indexer.store import scope_row
 from indexer.store.apply_batch import apply
 from indexer.store.columns import Connection, buckets_of, of_buckets, repo_columns, repo_of
@@ -113,6 +114,8 @@ async def delete_page(
     found = [repo_of(row) for row in await connection.fetch(_REPOS, dids, list(buckets))]
     applied = await apply(connection, Batch(plan_narrowing({repo.did: repo for repo in found}, keys)))
     deleted = applied.changes["delete"]
+    if deleted:
+        crash_point("scope.narrowed")
     last = RecordPosition(rows[-1]["indexed_at"], rows[-1]["did"], rows[-1]["rkey"]) if len(rows) == limit else None
     return NarrowedPage(deleted, len(rows) - deleted, last)
 
@@ -128,7 +131,9 @@ async def incomplete_repos(
 async def mark_complete(connection: Connection, repos: Sequence[Repo], scope: Scope) -> int:
     """Note that these repos lack no records; return how many did not change meanwhile. Run it in a transaction."""
     writes = [RepoWrite(repo.version, amend(repo, scope_version=scope.version)) for repo in repos]
-    return len(writes) - len((await apply(connection, Batch(tuple(writes)))).skipped)
+    skipped = (await apply(connection, Batch(tuple(writes)))).skipped
+    crash_point("scope.marked")
+    return len(writes) - len(skipped)
 
 
 async def mark_incomplete(
@@ -156,4 +161,7 @@ async def request_incomplete(
         return 0
     rows = await connection.fetch(INCOMPLETE, list(buckets), scope.complete_from, max_waiting - waiting)
     writes = [RepoWrite(repo.version, widen(repo)) for repo in map(repo_of, rows)]
-    return len(writes) - len((await apply(connection, Batch(tuple(writes)))).skipped)
+    skipped = (await apply(connection, Batch(tuple(writes)))).skipped
+    if writes:
+        crash_point("scope.requested")
+    return len(writes) - len(skipped)

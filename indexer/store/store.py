@@ -5,6 +5,7 @@ from contextlib import aclosing, asynccontextmanager
 
 import asyncpg
 
+from indexer.crash_points import crash_point
 from indexer.outbound import HostState
 from indexer.reasons import Rejection
 from indexer.store import (
@@ -78,7 +79,9 @@ class Store(ResyncMethods, ScopeMethods, AccountMethods, LinkMethods, FeedMethod
         """
         with refused_writes():
             async with self._transaction() as connection:
-                return await apply(connection, batch, links=self.keeps_links, shards=self.shards)
+                applied = await apply(connection, batch, links=self.keeps_links, shards=self.shards)
+                crash_point("batch.written")
+        return applied
 
     async def answers_after(self, error: DatabaseError) -> bool:
         """Return True if the database answers and can be written, so that the write that failed may be the cause.
@@ -133,7 +136,9 @@ class Store(ResyncMethods, ScopeMethods, AccountMethods, LinkMethods, FeedMethod
     async def open_gap(self, gap: Gap) -> OpenGap:
         """Store a gap in the stream."""
         async with self._transaction() as connection:
-            return await gap_rows.open_gap(connection, gap)
+            opened = await gap_rows.open_gap(connection, gap)
+            crash_point("gap.opened")
+        return opened
 
     async def set_last_seq_of_gap(self, gap_id: int, last_seq: int) -> None:
         """Store where a gap ends."""
@@ -198,6 +203,7 @@ class Store(ResyncMethods, ScopeMethods, AccountMethods, LinkMethods, FeedMethod
         """Store the progress of a crawl."""
         async with self._connection() as connection:
             await crawl_rows.save_progress(connection, progress)
+        crash_point("crawl.saved")
 
     async def add_listed(
         self,
@@ -235,6 +241,8 @@ class Store(ResyncMethods, ScopeMethods, AccountMethods, LinkMethods, FeedMethod
             if close_gaps and after_page.finished_at is not None:
                 positions = Shard.parse(after_page.shard).positions
                 await gap_rows.close_gaps(connection, positions, after_page.last_gap, after_page.source)
+                crash_point("gap.closed")
+            crash_point("crawl.page")
         return after_page
 
     async def find_differences(self, revs: Mapping[str, str]) -> ListDifferences:
@@ -274,6 +282,7 @@ class Store(ResyncMethods, ScopeMethods, AccountMethods, LinkMethods, FeedMethod
         """Add the request statistics of hosts to the stored ones, and store their pauses."""
         async with self._transaction() as connection:
             await host_states.save_states(connection, states)
+            crash_point("hosts.saved")
 
     # The change log.
 
@@ -338,4 +347,5 @@ class Store(ResyncMethods, ScopeMethods, AccountMethods, LinkMethods, FeedMethod
                     return False
                 # After the row of the repo, because the live path locks them in this order, too.
                 await dead_letters.delete(connection, id_)
+                crash_point("dead-letter.resolved")
         return True

@@ -7,6 +7,7 @@ from time import monotonic
 import structlog
 
 from indexer.concurrency.stage_progress import StageProgress
+from indexer.crash_points import crash_point
 from indexer.service.periodic import DatabaseAttempt
 from indexer.store import Store
 from indexer.store.shard_lock import ShardLock, ShardSession
@@ -77,6 +78,7 @@ class ShardOwnership:
         """Try to own the buckets. To wait for the other process afterwards is no work of this stage."""
         self.stage.begin()
         claimed = await lock.claim()
+        crash_point("shard.claimed")
         self.stage.idle()
         self.stage.failed(None)
         return claimed

@@ -21,6 +21,7 @@ import structlog
 
 from indexer.atproto.syntax import tid_micros
 from indexer.concurrency.stage_progress import StageProgress
+from indexer.crash_points import crash_point
 from indexer.errors import UnavailableError
 from indexer.monitoring.metrics import Metrics
 from indexer.outbound import OutboundClient
@@ -316,6 +317,7 @@ class Reconciliation:
     ) -> CrawlProgress:
         """Desynchronize repos that are still behind, track unknown ones, show accounts, and save the progress."""
         behind = await self._store.desynchronize_behind(page.revs, time()) if page.revs else 0
+        crash_point("reconciliation.compared")
         self._metrics.desynchronized(Desync.BEHIND, behind)
         shown = sum([await self._show_if_active(progress.source, did) for did in page.hidden])
         self._metrics.desynchronized(Desync.REACTIVATED, shown)

@@ -10,6 +10,7 @@ from time import time
 import structlog
 
 from indexer.concurrency.stage_progress import StageProgress
+from indexer.crash_points import crash_point
 from indexer.errors import RefusedWriteError
 from indexer.monitoring.conditions import MESSAGES_REFUSED, Conditions
 from indexer.monitoring.metrics import Metrics
@@ -123,6 +124,7 @@ class BatchWriter:
         while True:
             taken = await self._take()
             messages = self._keys.hold_back(taken)
+            crash_point("batch.taken")
             if not self._owned.is_set():
                 self._rows.clear()
                 self._ahead.clear()
@@ -174,6 +176,7 @@ class BatchWriter:
             with self._metrics.stage("plan"):
                 context = self._account_limits.apply(dids, repos, self._keys.key_state, self._context(policy))
                 plan = await self._plan(messages, repos, context)
+            crash_point("batch.planned")
             async with self._ahead.running(plan, context, self._batch_size.current):
                 await self._apply(messages, plan, plan.unchanged & cached.keys())
 
@@ -304,6 +307,7 @@ class BatchWriter:
         for did, need in written.needed_keys.items():
             self._keys.start(need, waiting[did])
         self._inbox.settle(done)
+        crash_point("batch.settled")
 
     def _count(self, settled: Sequence[SettledMessage]) -> None:
         results = Counter([(received.event.kind, outcome, why) for received, outcome, why in settled])

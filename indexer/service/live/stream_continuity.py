@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import structlog
 
+from indexer.crash_points import crash_point
 from indexer.reasons import GapReason
 from indexer.relay.subscription import Subscription
 from indexer.service.live.stream_entry import Continuity, StreamEntries, StreamEntry, continuity
@@ -63,6 +64,7 @@ class StreamContinuity:
         self.entry = entry = await _retry(lambda: self._entries.entry(relay))
         if entry.gap is not None:
             await self._open(entry.gap)
+        crash_point("stream.entered")
         self.proven = entry.resumed_at is None
         self._announced = None
         self._restarting = False

@@ -20,6 +20,7 @@ from typing import Protocol
 import structlog
 
 from indexer.atproto.record import Problem
+from indexer.crash_points import crash_point
 from indexer.errors import BrokenInvariantError, UnavailableError, UpstreamError
 from indexer.identity import CachedIdentity, IdentityCache
 from indexer.monitoring.conditions import EQUIVOCATIONS, VALUES_MISSING, Conditions
@@ -154,6 +155,7 @@ class ResyncAttempts:
                 return fetched
             slots.enter(Phase.VERIFY)
             export, identity = await self._verify(claimed, fetched, identity)
+            crash_point("export.verified")
             self._check_rev(claimed, export.head, last=source is self._sources[-1])
             slots.enter(Phase.WRITE)
             policy = self._policy()

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from indexer.crash_points import crash_point
 from indexer.service.periodic import DatabaseAttempt
 from indexer.store import Store
 from indexer.sync.repo_state import Repo
@@ -44,3 +45,4 @@ async def _renew(store: Store, claimed: Repo, seconds: float) -> None:
         await asyncio.sleep(seconds / RENEWALS_PER_LEASE)
         with DatabaseAttempt():
             held = await store.renew(claimed.did, claimed.lease, seconds)
+            crash_point("lease.renewed")

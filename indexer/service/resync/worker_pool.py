@@ -8,6 +8,7 @@ from time import monotonic, time
 import structlog
 
 from indexer.concurrency.stage_progress import StageProgress
+from indexer.crash_points import crash_point
 from indexer.errors import RefusedWriteError, UnavailableError, UpstreamError
 from indexer.identity import IdentityCache, web_host
 from indexer.monitoring.conditions import NEW_ACCOUNTS_LIMITED, RESYNCS_FAILING, RESYNCS_SLOW, Conditions
@@ -164,6 +165,7 @@ class WorkerPool:
         with DatabaseAttempt():
             for repo in claimed:
                 await self._update_claimed(repo, release)
+                crash_point("claim.returned")
             for repo in await self._claiming if self._claiming else ():
                 await self._update_claimed(repo, release)
 
@@ -348,6 +350,7 @@ class WorkerPool:
         return await self._attempts.attempt(claimed, identity, _ExportSlots(self._admission, slot, self._slot_freed))
 
     async def _record_failure(self, claimed: Repo, failure: UnavailableError) -> str:
+        crash_point("resync.failed")
         if failure.host is not None and failure.retry_after is not None:
             self._admission.pause_host(failure.host, time() + failure.retry_after)
         await self._update_claimed(claimed, lambda repo: self._failed(repo, claimed, failure))
