@@ -9,8 +9,8 @@ PYTEST := $(BIN)/pytest -n 2 --dist worksteal
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-citus test-python-core check lint format docs screenshots coverage venv native native-check \
-	fuzz dist release realnet second bench-live bench-resync bench-feed bench-links bench-peers bench-citus bench-guard
+.PHONY: help demo test test-citus test-python-core crashes check lint format docs screenshots coverage venv \
+	native native-check fuzz dist release realnet second bench-live bench-resync bench-feed bench-links bench-peers bench-citus bench-guard
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -37,6 +37,9 @@ CITUS_TESTS := tests/test_crash.py tests/service/background/test_shard_ownership
 
 test-citus: venv ## Run the tests of daemon, crashes and demo on a Citus cluster (tests/citus/setup.sh installs Citus)
 	$(PYTEST) --hypothesis-profile quick --database citus $(CITUS_TESTS)
+
+crashes: venv ## Kill daemons at every crash point, and at random: make crashes DEATHS=5000
+	$(PYTEST) tests/crashes/test_crash_points.py --deaths $(or $(DEATHS),200)
 
 check: lint ## Run lint, types, import contracts and the quick tests (under a minute)
 	$(PYTEST) -m "not slow" --hypothesis-profile quick

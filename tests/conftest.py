@@ -32,6 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="postgres",
         help="where the databases of the tests are: on one Postgres server, or distributed over a Citus cluster",
     )
+    parser.addoption("--deaths", type=int, default=0, help="random deaths of daemons in tests/crashes, at least 120")
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """Compare the database with the network, and the change log with the records."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import asyncpg
 
@@ -67,7 +68,7 @@ async def assert_log_gives_records(connection: asyncpg.Connection) -> None:
     assert apply_strictly(changes) == {(did, collection, rkey): cid for did, collection, rkey, cid in stored}
 
 
-def apply_strictly(changes: Iterable[asyncpg.Record]) -> dict[tuple[str, str, str], str]:
+def apply_strictly(changes: Iterable[Iterable[Any]]) -> dict[tuple[str, str, str], str]:
     """Return the records after these entries; fail on a create of a present record, or a change of an absent one."""
     records: dict[tuple[str, str, str], str] = {}
     for did, collection, rkey, action, cid in changes:

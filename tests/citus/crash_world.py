@@ -18,9 +18,9 @@ from indexer.localnet.scenario import NOTE, Scenario
 from indexer.store.distribute import distribute
 from indexer.store.migrate import migrate
 from tests.citus.background import running
-from tests.citus.daemon_forks import DaemonFork
 from tests.citus.log_consumer import LogConsumer
 from tests.citus_cluster import COORDINATOR, WORKERS, Cluster
+from tests.daemon_forks import DaemonFork
 from tests.daemon_process import daemon_environment
 from tests.database_checks import assert_change_log_consistent, wait_until_equal
 from tests.waiting import until

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.citus.crash_world import DAEMON, crash_world
-from tests.citus.daemon_forks import start_fork_server
 from tests.citus_cluster import COORDINATOR, WORKERS, Cluster, running_cluster
+from tests.daemon_forks import start_fork_server
 from tests.database_server import memory_directory
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -19,8 +19,8 @@ from indexer.store import Store
 from indexer.sync.shard import BUCKETS, Shard
 from tests.citus.background import running
 from tests.citus.crash_world import EXPIRE_LEASES, EXPIRE_WAITS, lose_commit
-from tests.citus.daemon_forks import DaemonFork, start_fork_server
 from tests.citus.log_consumer import LogConsumer
+from tests.daemon_forks import DaemonFork, start_fork_server
 from tests.daemon_process import daemon_environment
 from tests.database_checks import assert_change_log_consistent
 from tests.waiting import until

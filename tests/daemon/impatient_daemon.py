@@ -4,6 +4,7 @@ import sys
 from functools import partial
 
 from indexer import daemon as composition
+from indexer import daemon_scope
 from indexer.cli.main import main
 from indexer.service.background import scope_narrowing, scope_untracking
 from indexer.service.background.account_erasure import AccountErasure
@@ -19,6 +20,8 @@ def wait_less() -> None:
     vars(composition).update(
         CurrentScope=partial(CurrentScope, poll=0.1),
         AccountErasure=partial(AccountErasure, interval=0.1),
+    )
+    vars(daemon_scope).update(
         ScopeNarrowing=partial(ScopeNarrowing, interval=0.1),
         ScopeUntracking=partial(ScopeUntracking, interval=0.1),
         ScopeBackfill=partial(ScopeBackfill, interval=0.1, settle=0.5),

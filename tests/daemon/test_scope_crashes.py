@@ -20,9 +20,10 @@ from indexer.service.background.account_erasure import AccountErasure
 from indexer.service.crawl.scope_backfill import ScopeBackfill
 from indexer.store import Store, erase_records
 from indexer.sync.scope import Scope, Track
-from tests.daemon.dying_daemon import RESYNC, STEPS
+from tests.daemon.impatient_daemon import wait_less
 from tests.daemon.running_daemon import LIKE, POST, FilteredNetwork, running_daemon
-from tests.daemon_process import daemon_process, log_tail
+from tests.daemon_forks import DaemonFork, Death, start_fork_server
+from tests.daemon_process import daemon_environment, daemon_process, log_tail
 from tests.database_checks import assert_log_gives_records, stored_seq
 from tests.waiting import until
 
@@ -105,10 +106,31 @@ async def is_complete(store: Store) -> bool:
     return all(row.complete == row.repos for row in await store.scope_progress())
 
 
-@pytest.mark.timeout(300)  # three starts of the daemon take most of the time
-@pytest.mark.parametrize("step", [*STEPS, RESYNC])
+DEATHS = {
+    point: (Death(point), Death(point, committed=True))
+    for point in (
+        "scope.narrowed",
+        "scope.marked",
+        "scope.requested",
+        "scope.untracked",
+        "claim.written",
+        "crawl.page",
+        "erasure.written",
+        "resync.finished",
+    )
+} | {"scope.recheck-planned": (Death("scope.recheck-planned"),)}
+"""The deaths of each test, by crash point."""
+
+
+@pytest.fixture(scope="module")
+def fork_server() -> None:
+    start_fork_server()
+
+
+@pytest.mark.usefixtures("fork_server")
+@pytest.mark.parametrize("point", DEATHS)
 async def test_daemon_killed_at_each_step_of_a_change_goes_on_after_it(
-    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+    database: str, tmp_path: Path, record_property: Callable[[str, object], None], point: str
 ) -> None:
     """One change narrows and widens the collections, and untracks repos by name and by their lack of a signal."""
     store, connection = await Store.open(database, connections=2), await asyncpg.connect(database)
@@ -121,22 +143,22 @@ async def test_daemon_killed_at_each_step_of_a_change_goes_on_after_it(
                     for rkey in "abcd":
                         account.create(collection, {"$type": collection}, rkey=rkey)
             fans, removed, chosen = accounts[:4], accounts[4], accounts[5]
-            async with daemon_process(network, database, tmp_path, IMPATIENT):
+            daemon = DaemonFork(daemon_environment(network, database, tmp_path), tmp_path, wait_less)
+            async with daemon.supervised():
                 await wait_for_truth(store, connection, network, tmp_path)
             await store.track([chosen.did])
             await store.change_scope(Track.SIGNAL, [POST, LIKE], [LIKE])
             await store.untrack([removed.did])
             network.collections, network.dids = {POST, LIKE}, {account.did for account in (*fans, chosen)}
-            for moment in ("within", "after"):
-                monkeypatch.setenv("DIE_AT", f"{moment} {step}")
-                async with daemon_process(network, database, tmp_path, "tests.daemon.dying_daemon") as process:
-                    async with asyncio.timeout(60):
-                        assert await process.wait() == -signal.SIGKILL, log_tail(tmp_path)
+            for death in DEATHS[point]:
+                daemon.start(death)
+                await daemon.wait_for_death(death)
                 await connection.execute("update indexer.repo set lease_until = now() where lease_until is not null")
                 await assert_log_gives_records(connection)
-            async with daemon_process(network, database, tmp_path, IMPATIENT):
+            async with daemon.supervised():
                 await wait_for_truth(store, connection, network, tmp_path)
             await assert_log_gives_records(connection)
+            record_property("deaths", len(DEATHS[point]))
             scope = await store.scope()
             assert scope is not None
             assert await store.count_not_chosen(scope) == len(fans)

@@ -16,6 +16,7 @@ import structlog
 
 from indexer.atproto.syntax import is_nsid
 from indexer.concurrency.stage_progress import StageProgress
+from indexer.crash_points import crash_point
 from indexer.errors import UnavailableError
 from indexer.monitoring.metrics import Metrics
 from indexer.outbound import OutboundClient
@@ -134,6 +135,7 @@ class ScopeBackfill:
         for pattern in [pattern for pattern in listable if lists[pattern] is not None]:
             recheck = CrawlProgress("recheck", "", pattern, began_at=began_at, shard=str(self._shard))
             await self._store.save_crawl_progress(recheck)
+            crash_point("scope.recheck-planned")
         complete = await self._mark_complete(scope, lists)
         log.info("scope.compared", version=scope.version, complete=complete)
         return True

@@ -1,0 +1,232 @@
+"""A local network, a database, a daemon that kills itself at crash points, and a consumer of the change log."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from random import Random
+
+import asyncpg
+
+from indexer.localnet.local_account import LocalAccount
+from indexer.localnet.local_network import LocalNetwork, did_of
+from indexer.localnet.local_repo import Write
+from indexer.localnet.scenario import NOTE, Scenario
+from tests.crashes.short_waits import wait_little
+from tests.daemon_forks import DaemonFork, Death
+from tests.daemon_process import daemon_environment
+from tests.database_checks import apply_strictly, wait_until_equal
+from tests.waiting import until
+
+CONSUMER = "crashes"
+EVENTS_OF_A_NEW_ACCOUNT = 4
+STEPS = 400
+"""Steps of the scenario. Account events are at each fifth of them."""
+
+# As if time passed: leases of killed daemons expire, and postponed attempts are due.
+EXPIRE_LEASES = "update indexer.repo set lease_until = 'epoch' where sync_status = 'in-progress'"
+EXPIRE_WAITS = """
+    update indexer.repo set next_attempt_at = null
+    where sync_status = 'desynchronized' and next_attempt_at < 'infinity' and next_attempt_at > now()
+"""
+_NEXT = "select did, collection, rkey, action, cid, rev from atproto.next_changes($1, 100000) order by seq"
+_STORED = "select did, collection, rkey, atproto.cid_text(cid) from indexer.record"
+_UNSETTLED = """
+    select (select count(*) from indexer.buffered_event) + (select count(*) from indexer.gap where closed_at is null)
+        + (select count(*) from indexer.repo where sync_status = 'in-progress')
+        + (select count(*) from indexer.unnumbered_batch)
+"""
+
+Act = Callable[["DeathWorld"], Awaitable[None]]
+
+
+class DeathWorld:
+    """The network, the database and the daemon.
+
+    Attributes:
+        deaths: How often the daemon has died, by the moment.
+        changes: All entries of the change log that a consumer has read.
+    """
+
+    def __init__(
+        self, network: LocalNetwork, dsn: str, directory: Path, seed: int, prepare: Callable[[], None]
+    ) -> None:
+        self.network = network
+        self.dsn = dsn
+        self.random = Random(seed)
+        self.deaths = Counter[Death | None]()
+        self.changes: list[asyncpg.Record] = []
+        self._environment = daemon_environment(network, dsn, directory) | {"INDEXER_RESYNC_WORKERS": "2"}
+        self.daemon = DaemonFork(self._environment, directory, prepare)
+        self._scenario = Scenario(network, seed=seed)
+        self._steps = 0
+        self._names = 0
+
+    def change_settings(self, settings: Mapping[str, str]) -> None:
+        """Change settings of the next processes; the names are those of docs/settings.md in lower case."""
+        self._environment.update({f"INDEXER_{name.upper()}": value for name, value in settings.items()})
+
+    def act(self, steps: int) -> None:
+        """Let accounts write."""
+        for _ in range(steps):
+            self._scenario.perform(self._steps, STEPS)
+            self._steps += 1
+
+    def account(self) -> LocalAccount:
+        """Return an account that is active."""
+        return self.random.choice([account for account in self.network.accounts.values() if account.status is None])
+
+    def lose_commit(self) -> LocalAccount:
+        """Let the relay lose a commit of an account, which then writes another one: so its repo needs a resync."""
+        account = self.account()
+        account.apply_writes([Write.create(f"{NOTE}/{self._name()}", {"text": "lost"})], lost=True)
+        account.create(NOTE, {"text": "after the lost one"})
+        return account
+
+    def create_unseen_account(self) -> LocalAccount:
+        """Create an account with records of which the relay sends only the last commit: so its repo is fetched."""
+        handle = f"{self._name()}.test"
+        self.network.relay.drop(did_of(handle), EVENTS_OF_A_NEW_ACCOUNT)
+        account = self.network.create_account(handle)
+        account.create(NOTE, {"text": "seen"})
+        return account
+
+    def create_account(self) -> LocalAccount:
+        return self.network.create_account(f"{self._name()}.test")
+
+    async def die(self, death: Death, before: Act, meanwhile: Act | None = None) -> None:
+        """Let the daemon run until it dies at this moment, after `before` and during `meanwhile`."""
+        await before(self)
+        self.daemon.start(death)
+        async with self._while_running(meanwhile):
+            await self.daemon.wait_for_death(death)
+        await self.count_death(death)
+
+    async def kill_after(self, seconds: float, meanwhile: Act) -> None:
+        """Let the daemon run for some time, and kill it."""
+        self.daemon.start()
+        async with self._while_running(meanwhile):
+            await asyncio.sleep(seconds)
+        self.daemon.kill()
+        await self.count_death(None)
+
+    @asynccontextmanager
+    async def _while_running(self, act: Act | None) -> AsyncIterator[None]:
+        """Act until the end of the block."""
+        if act is None:
+            yield
+            return
+        task = asyncio.ensure_future(act(self))
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+        if not task.cancelled():
+            task.result()
+
+    async def count_death(self, death: Death | None) -> None:
+        self.deaths[death] += 1
+        await self.execute(EXPIRE_LEASES)
+
+    async def settle(self) -> None:
+        """Run a daemon until the database is equal to the network; compare the change log with it."""
+        self.daemon.start()
+        await self.check()
+        self.daemon.kill()
+
+    async def check(self) -> None:
+        """Wait until the database is equal to the network, and compare the change log with it. Nothing acts now."""
+        try:
+            await wait_until_equal(self.network, self.dsn, min_records=8)
+            await until(self._is_settled)
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {self.daemon.log_tail()}") from error
+        await self._check_change_log()
+
+    async def read_changes(self) -> None:
+        """Let the consumer read all new changes."""
+        while page := await self.execute(_NEXT, CONSUMER):
+            self.changes += page
+
+    async def feed_is_saved(self) -> bool:
+        """Return True if the feed has stored that everything was delivered."""
+        rows = await self.execute("select behind from atproto.readers where name = 'tap-feed'")
+        return [row["behind"] for row in rows] == [0]
+
+    async def dead_letters(self, count: int) -> bool:
+        """Return True if there are this many dead letters."""
+        return len(await self.execute("select from indexer.dead_letter")) == count
+
+    async def execute(self, statement: str, *values: object) -> list[asyncpg.Record]:
+        connection = await asyncpg.connect(self.dsn)
+        try:
+            rows: list[asyncpg.Record] = await connection.fetch(statement, *values)
+            return rows
+        finally:
+            await connection.close()
+
+    async def _is_settled(self) -> bool:
+        [(unsettled,)] = await self.execute(_UNSETTLED)
+        return bool(unsettled == 0)
+
+    async def _check_change_log(self) -> None:
+        """Assert that the log gives the stored records, and that no change was logged twice."""
+        await self.read_changes()
+        changes = [row for row in self.changes if row["rkey"] is not None]
+        stored = await self.execute(_STORED)
+        assert apply_strictly([row[:5] for row in changes]) == {row[:3]: row[3] for row in stored}
+        proven = Counter([tuple(row) for row in changes if row["rev"] is not None])
+        assert [row for row, times in proven.items() if times > 1] == []
+
+    def _name(self) -> str:
+        self._names += 1
+        return f"crash{self._names}"
+
+
+@asynccontextmanager
+async def death_world(
+    dsn: str,
+    directory: Path,
+    settings: Mapping[str, str] | None = None,
+    *,
+    seed: int = 1,
+    prepare: Callable[[], None] = wait_little,
+    network: LocalNetwork | None = None,
+) -> AsyncIterator[DeathWorld]:
+    """Run accounts on a network, a new one or the given one. All are indexed when the block begins, without a daemon.
+
+    `settings` are those of the processes in the block.
+    """
+    if network is None:
+        async with (
+            LocalNetwork() as new,
+            death_world(dsn, directory, settings, seed=seed, prepare=prepare, network=new) as world,
+        ):
+            yield world
+        return
+    world = DeathWorld(network, dsn, directory, seed, prepare)
+    await world.execute("select atproto.register_reader($1, 0)", CONSUMER)
+    world.act(12)
+    expiring = asyncio.create_task(_expire_waits(dsn))
+    try:
+        await world.settle()
+        world.change_settings(settings or {})
+        yield world
+    finally:
+        world.daemon.close()
+        expiring.cancel()
+        await asyncio.wait([expiring])
+    if not expiring.cancelled():
+        expiring.result()
+
+
+async def _expire_waits(dsn: str) -> None:
+    connection = await asyncpg.connect(dsn)
+    try:
+        while True:
+            await connection.execute(EXPIRE_WAITS)
+            await asyncio.sleep(0.1)
+    finally:
+        connection.terminate()

@@ -1,0 +1,36 @@
+"""Shorten the waits of a daemon process, so that work is done within the life of a process that is killed soon."""
+
+from functools import partial
+
+from indexer import daemon as composition
+from indexer.outbound import host_limits
+from indexer.service.background.link_maintenance import LinkMaintenance
+from indexer.service.crawl.reconcile import ReconciliationSettings
+from indexer.service.live.batch_writer import WriterSettings
+from indexer.service.resync.queue_maintenance import MaintenanceSettings
+from indexer.service.resync.worker_pool import WorkerPoolSettings
+from indexer.store import erase_records
+from tests.daemon.impatient_daemon import wait_less
+
+LEASE_SECONDS = 3.0
+
+
+def wait_little() -> None:
+    """Shorten the intervals of all stages."""
+    wait_less()
+    vars(composition).update(
+        WorkerPoolSettings=partial(WorkerPoolSettings, idle_interval=0.1, lease=LEASE_SECONDS),
+        ReconciliationSettings=partial(ReconciliationSettings, settle=0.1, poll=0.1, first_retry=0.1),
+        MaintenanceSettings=partial(MaintenanceSettings, lease_interval=0.1, search_interval=0.2, batch_pause=0.0),
+        WriterSettings=partial(WriterSettings, retry_interval=0.1),
+        LinkMaintenance=partial(LinkMaintenance, interval=0.1),
+        HOST_SAVE_SECONDS=0.2,
+    )
+    vars(erase_records).update(BATCH_SIZE=2)
+    vars(host_limits).update(FIRST_PAUSE=0.05, MAX_PAUSE=0.2, MAX_PAUSE_CONFIGURED=0.2)
+
+
+def forget_soon() -> None:
+    """Also forget repos soon of which nothing is stored."""
+    wait_little()
+    vars(composition).update(FORGET_SECONDS=0.1)
