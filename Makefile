@@ -71,9 +71,9 @@ native: venv ## Build the native core and install it into the virtual environmen
 native-check: ## Check format and lints of the native core, and run its own tests (needs cargo; skipped without it)
 	native/check
 
-fuzz: venv ## Compare the native core with the Python code on mutated frames until Ctrl-C; make fuzz TARGET=exports SECONDS=60
+fuzz: venv ## Fuzz all targets (tests/fuzz/targets.py) in turn until Ctrl-C; make fuzz TARGET=cars, or SECONDS=60 for all
 	@if $(BIN)/pip install --quiet --disable-pip-version-check --only-binary :all: --constraint constraints.txt atheris; \
-	then $(BIN)/python -m tests.fuzz --target $(or $(TARGET),frames) --seconds $(or $(SECONDS),0) $(if $(CORPUS),--corpus $(CORPUS)); \
+	then $(BIN)/python -m tests.fuzz --target $(or $(TARGET),all) --seconds $(or $(SECONDS),0) $(if $(CORPUS),--corpus $(CORPUS)); \
 	else echo "NOT FUZZED: there is no wheel of atheris for this machine and this Python"; fi
 
 second: ## Run the quick tests with another interpreter: make second PYTHON=/usr/bin/python3.11

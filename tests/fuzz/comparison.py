@@ -90,6 +90,14 @@ class Counts:
         """The names of the counts of the native core that are 0: it left all of these to the Python code."""
         return [name for name, count in (("decoded", self.decoded), ("accepted", self.accepted)) if count == 0]
 
+    def report(self) -> str:
+        """Return the counts except that of all inputs."""
+        return (
+            f"{self.decoded:,} decoded by the native core; {self.commits:,} commits to both sides; "
+            f"{self.accepted:,} verified by the native core and equal; "
+            f"{self.declined:,} applied ones left to the Python code"
+        )
+
 
 class _Verified(NativeCore):
     """Returns the result of a core for one commit, so that it is not verified a second time."""
@@ -144,15 +152,6 @@ class Comparison:
         found = self._plan(frame, event, context, verify_ahead(_Verified(verified), [(event, key.key)], context))
         if found != expected:
             raise DifferenceError(f"Python: {expected}\nnative: {found}")
-
-    def report(self) -> str:
-        """Return the counts except that of all inputs."""
-        counts = self.counts
-        return (
-            f"{counts.decoded:,} decoded by the native core; {counts.commits:,} commits to both sides; "
-            f"{counts.accepted:,} verified by the native core and equal; "
-            f"{counts.declined:,} applied ones left to the Python code"
-        )
 
     def _is_decoded(self, frame: bytes, decode: DecodeCommit, limits: Limits, shard: Shard) -> bool:
         """Return True if the native core decodes the frame, after comparing the event with that of the Python code."""

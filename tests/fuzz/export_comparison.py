@@ -83,6 +83,13 @@ class ExportCounts:
         """The names of the counts of the native core that are 0: it left all of these to the Python code."""
         return [name for name, count in (("proven", self.proven), ("ready", self.ready)) if count == 0]
 
+    def report(self) -> str:
+        """Return the counts except that of all inputs."""
+        return (
+            f"{self.valid:,} valid exports, {self.proven:,} of them verified by the native core and equal, with "
+            f"{self.ready:,} records that it converted"
+        )
+
 
 class ExportComparison:
     """Compares the two readers on exports, one at a time.
@@ -114,14 +121,6 @@ class ExportComparison:
         self.counts.ready += found.ready
         if found[:2] != expected[:2]:
             raise DifferenceError(f"Python: {expected}\nnative: {found}")
-
-    def report(self) -> str:
-        """Return the counts except that of all inputs."""
-        counts = self.counts
-        return (
-            f"{counts.valid:,} valid exports, {counts.proven:,} of them verified by the native core and equal, with "
-            f"{counts.ready:,} records that it converted"
-        )
 
 
 def _read(reader: ExportReader, data: bytes, owner: SigningAccount, variant: Variant) -> Reading:

@@ -1,13 +1,20 @@
-"""The kinds of inputs that can be fuzzed: frames of the stream, and exports."""
+"""The table of targets: the kinds of inputs that can be fuzzed."""
 
 from collections.abc import Callable
 from random import Random
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from indexer.sync.native_core import NativeCore
+from indexer.sync.native_core import NativeCore, load_core
+from tests.fuzz.block_targets import Cars, Commits, Nodes
+from tests.fuzz.buffer_target import Buffers
 from tests.fuzz.comparison import Comparison, Counts
+from tests.fuzz.database_targets import Lexicons, Records
 from tests.fuzz.export_comparison import ExportComparison, ExportCounts
+from tests.fuzz.identity_targets import DidDocuments, Handles
+from tests.fuzz.input_cost import CostLimit
+from tests.fuzz.inversion_target import Inversions
 from tests.fuzz.mutation import MutateBytes, mutate_export, mutate_frame
+from tests.fuzz.outcome_counts import FuzzTarget, OutcomeCounts
 from tests.fuzz.seeds import accounts, random_export, seeds
 
 
@@ -15,31 +22,30 @@ class Target(Protocol):
     """Inputs of one kind."""
 
     @property
-    def counts(self) -> Counts | ExportCounts:
+    def counts(self) -> Counts | ExportCounts | OutcomeCounts:
         """The inputs so far."""
 
-    def seeds(self, random: Random, count: int) -> list[bytes]:
-        """Return new valid inputs."""
+    def seeds(self, random: Random, count: int, /) -> list[bytes]:
+        """Return new inputs to start from, most of them valid."""
 
     def compare(self, data: bytes) -> None:
-        """Compare the results of both sides for an input. Raises `DifferenceError`."""
+        """Run an input. Raises `DifferenceError` if the result is not the expected one; any other error is one, too."""
 
-    def mutate(self, data: bytes, random: Random, mutate_bytes: MutateBytes) -> bytes:
+    def mutate(self, data: bytes, random: Random, mutate_bytes: MutateBytes, /) -> bytes:
         """Return a mutated input."""
 
-    def report(self) -> str:
-        """Return the counts except that of all inputs."""
+    def close(self) -> None:
+        """Release what the target holds besides memory."""
 
 
-class Frames:
-    """Frames of the stream: events and plans."""
+class Frames(FuzzTarget):
+    """Frames of the stream: events and plans of the Python code and of the native core."""
 
-    def __init__(self, core: NativeCore) -> None:
+    def __init__(self) -> None:
         self._owners = accounts()
-        self._comparison = Comparison(core, self._owners)
+        self._comparison = Comparison(_native_core(), self._owners)
         self.counts = self._comparison.counts
         self.compare = self._comparison.compare
-        self.report = self._comparison.report
 
     def seeds(self, random: Random, count: int) -> list[bytes]:
         """Return the frames of new signed commits."""
@@ -50,15 +56,14 @@ class Frames:
         return mutate_frame(data, random, mutate_bytes, self._owners)
 
 
-class Exports:
-    """Exports of signed repos: errors, trees and records."""
+class Exports(FuzzTarget):
+    """Exports of signed repos: errors, trees and records of the Python code and of the native core."""
 
-    def __init__(self, core: NativeCore) -> None:
+    def __init__(self) -> None:
         self._owners = accounts()
-        self._comparison = ExportComparison(core, self._owners)
+        self._comparison = ExportComparison(_native_core(), self._owners)
         self.counts = self._comparison.counts
         self.compare = self._comparison.compare
-        self.report = self._comparison.report
 
     def seeds(self, random: Random, count: int) -> list[bytes]:
         """Return the exports of new signed repos."""
@@ -69,4 +74,36 @@ class Exports:
         return mutate_export(data, random, mutate_bytes, self._owners)
 
 
-TARGETS: dict[str, Callable[[NativeCore], Target]] = {"frames": Frames, "exports": Exports}
+class TargetRow(NamedTuple):
+    """A row of the table of targets.
+
+    Attributes:
+        make: Makes the target.
+        native: It compares with the native core, and cannot run without it.
+        limit: The most that an input may cost.
+    """
+
+    make: Callable[[], Target]
+    native: bool = False
+    limit: CostLimit = CostLimit()
+
+
+TARGETS = {
+    "frames": TargetRow(Frames, native=True),
+    "exports": TargetRow(Exports, native=True, limit=CostLimit(steps=10_000_000)),
+    "cars": TargetRow(Cars),
+    "nodes": TargetRow(Nodes),
+    "commits": TargetRow(Commits),
+    "inversions": TargetRow(Inversions),
+    "did-documents": TargetRow(DidDocuments),
+    "handles": TargetRow(Handles),
+    "records": TargetRow(Records),
+    "buffers": TargetRow(Buffers),
+    "lexicons": TargetRow(Lexicons),
+}
+
+
+def _native_core() -> NativeCore:
+    core = load_core("native", 1)
+    assert core is not None
+    return core

@@ -1,0 +1,282 @@
+"""DID documents, and the answers that verify handles: TXT records and `/.well-known/atproto-did`."""
+
+import asyncio
+import json
+from random import Random
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+import dns.flags
+import dns.message
+import dns.rrset
+from dns.rdataclass import IN
+from dns.rdatatype import RdataType
+from dns.rdtypes.ANY.TXT import TXT
+from yarl import URL
+
+from indexer.atproto.crypto import parse_did_key
+from indexer.atproto.did_document import MAX_URL_CHARACTERS
+from indexer.atproto.syntax import is_did, is_handle
+from indexer.errors import UnavailableError
+from indexer.identity.did_resolver import DidResolver, HttpResponse
+from indexer.identity.handle_verifier import HandleVerifier
+from indexer.reasons import FetchFailure
+from indexer.sync.stored_identity import INVALID_HANDLE, StoredIdentity
+from tests.atproto.plc_operations import current_form, document_of
+from tests.fuzz.comparison import DifferenceError
+from tests.fuzz.json_mutation import mutate_json
+from tests.fuzz.mutation import MutateBytes
+from tests.fuzz.outcome_counts import FuzzTarget, OutcomeCounts
+from tests.fuzz.seed_files import seed_files
+from tests.sync.signing_account import SigningAccount
+
+DID, HANDLE = "did:plc:ewvi7nxzyoun6zhxrhs64oiz", "alice.example.com"
+RATE = 1e9
+"""Requests per second to the directory: no input waits for another one."""
+DNS_TIMEOUT = 0.05
+"""Seconds to wait for a valid message. Malformed ones are ignored, as they may be forged."""
+HTTP_KINDS, RAW_KINDS, NEXT_RECORD = 100, 250, 255
+STATUSES = (200, 200, 200, 404, 410, 500)
+
+
+class Response(NamedTuple):
+    status: int
+    body: bytes
+
+
+class FixedResponse:
+    """Returns the same response to each request.
+
+    Attributes:
+        response: The response.
+    """
+
+    def __init__(self) -> None:
+        self.response = Response(404, b"")
+
+    async def get(
+        self,
+        url: str,  # noqa: ARG002
+        *,
+        max_bytes: int,
+        timeout: float,  # noqa: ARG002, ASYNC109
+        accept: str,  # noqa: ARG002
+    ) -> HttpResponse:
+        """Return the response within `max_bytes`; a longer one is an error of the client."""
+        if len(self.response.body) > max_bytes:
+            raise UnavailableError(FetchFailure.BAD_ANSWER, f"over {max_bytes} bytes")
+        return self.response
+
+
+class DidDocuments(FuzzTarget):
+    """Responses of a directory: a usable identity, or a documented failure."""
+
+    def __init__(self) -> None:
+        self._http = FixedResponse()
+        self._loop = asyncio.new_event_loop()
+        self._resolvers = [
+            DidResolver(self._http, ["https://plc.test"], plc_rate=RATE, allow_private_hosts=local, clock=lambda: 1.0)
+            for local in (False, True)
+        ]
+        self.counts = OutcomeCounts("documents", "with a key and a PDS", "with a handle", "refused", "denied")
+
+    def close(self) -> None:
+        """Close the event loop."""
+        self._loop.close()
+
+    def seeds(self, _: Random, count: int) -> list[bytes]:
+        """Return documents, each after one byte that selects the status, and published ones."""
+        keys = [SigningAccount("documents", curve).key.public for curve in ("k256", "p256")]
+        operation = {
+            "type": "plc_operation",
+            "alsoKnownAs": [f"at://{HANDLE}"],
+            "services": {"atproto_pds": {"type": "AtprotoPersonalDataServer", "endpoint": "https://pds.example.com"}},
+        }
+        made = [document_of(DID, operation | {"verificationMethods": {"atproto": key.did_key()}}) for key in keys]
+        for text in seed_files("did-plc/**/*.json", "indigo/identity/*.json"):
+            made += _documents(json.loads(text))
+        return [
+            bytes([n % len(STATUSES)]) + json.dumps(made[n % len(made)] | {"id": DID}).encode() for n in range(count)
+        ]
+
+    def mutate(self, data: bytes, random: Random, mutate_bytes: MutateBytes) -> bytes:
+        """Return another status, or a mutated document."""
+        if random.random() < 0.05 or not data:
+            return bytes([random.randrange(256)]) + data[1:]
+        return data[:1] + mutate_json(data[1:], random, mutate_bytes)
+
+    def compare(self, data: bytes) -> None:
+        """Resolve a DID with this response. Raises `DifferenceError`."""
+        self.counts.executions += 1
+        status, body = STATUSES[data[0] % len(STATUSES)] if data else 200, data[1:]
+        self._http.response = Response(status, body)
+        for local, resolver in enumerate(self._resolvers):
+            try:
+                identity = self._loop.run_until_complete(resolver.resolve(DID))
+            except UnavailableError as error:
+                if error.reason is not FetchFailure.IDENTITY_UNAVAILABLE:
+                    raise DifferenceError(f"undocumented reason {error.reason}") from error
+                self.counts.add("refused")
+                continue
+            if status != 200:
+                self.counts.add("denied")
+                continue
+            _check_identity(identity, http=bool(local))
+            self.counts.add("documents")
+            self.counts.add("with a key and a PDS", identity.problem is None)
+            self.counts.add("with a handle", identity.handle is not None)
+
+
+def _documents(value: object) -> list[dict[str, object]]:
+    """Return the documents in a published file: one document, one operation, or an audit log of operations."""
+    if isinstance(value, list):
+        return [document for item in value for document in _documents(item)]
+    if not isinstance(value, dict):
+        return []
+    if isinstance(value.get("operation"), dict):
+        return _documents(value["operation"])
+    if value.get("type") in {"create", "plc_operation"}:
+        return [document_of(DID, current_form(value))]
+    return [value] if "verificationMethod" in value else []
+
+
+def _check_identity(identity: StoredIdentity, *, http: bool) -> None:
+    """Raise `DifferenceError` unless each part is one that the rest of the program can use."""
+    if identity.signing_key is not None and parse_did_key(identity.signing_key).did_key() != identity.signing_key:
+        raise DifferenceError(f"key {identity.signing_key} is not in its only form")
+    if identity.handle is not None and not (is_handle(identity.handle) and identity.handle.islower()):
+        raise DifferenceError(f"handle {identity.handle!r}")
+    if identity.pds is None:
+        return
+    parts, url = urlsplit(identity.pds), URL(identity.pds)
+    same = (parts.scheme, parts.hostname, parts.path, parts.query) == (url.scheme, url.host, "", "")
+    if not same or parts.scheme not in ({"http", "https"} if http else {"https"}) or parts.username or url.user:
+        raise DifferenceError(f"two parsers find different parts in {identity.pds!r}")
+    if len(identity.pds) > MAX_URL_CHARACTERS:
+        raise DifferenceError("a PDS that is too long")
+
+
+class Handles(FuzzTarget):
+    """Answers for one handle. The first byte of an input selects what the rest of it is.
+
+    0 to 99: the body of `/.well-known/atproto-did`, without TXT records. 100 to 249: the strings of TXT records, each
+    after a byte with its size; size 255 begins the next record. 250 to 255: the bytes of a DNS message after its ID.
+    """
+
+    def __init__(self) -> None:
+        self._http = FixedResponse()
+        self._loop = asyncio.new_event_loop()
+        self._server = AnsweringServer()
+        bound = self._loop.run_until_complete(
+            self._loop.create_datagram_endpoint(lambda: self._server, local_addr=("127.0.0.1", 0))
+        )
+        address = bound[0].get_extra_info("sockname")[:2]
+        self._verifier = HandleVerifier(self._http, [address], allow_private_hosts=False, dns_timeout=DNS_TIMEOUT)
+        self.counts = OutcomeCounts("verified by DNS", "verified by HTTP", "invalid", "unavailable")
+
+    def close(self) -> None:
+        """Stop the DNS server."""
+        self._server.close()
+        self._loop.run_until_complete(asyncio.sleep(0))
+        self._loop.close()
+
+    def seeds(self, _: Random, count: int) -> list[bytes]:
+        """Return answers of each kind, with the right DID, several DIDs, and other texts."""
+        right = f"did={DID}".encode()
+        texts = [
+            [right],
+            [right[:9], right[9:]],
+            [right, b"\xff", b"v=spf1"],
+            [right, b"\xff", b"did=did:web:a.b"],
+            [b""],
+        ]
+        made = [b"d" + b"".join(bytes([len(t)]) + t if t != b"\xff" else t for t in text) for text in texts]
+        made += [
+            bytes([n]) + body
+            for n in range(len(STATUSES))
+            for body in (DID.encode(), b" " + DID.encode() + b"\n", b"<html>", b"")
+        ]
+        query = dns.message.make_query(f"_atproto.{HANDLE}", "TXT")
+        made += [b"\xfa", b"\xfa" + _reply(query, [[right]]).to_wire()[2:]]
+        return [made[n % len(made)] for n in range(count)]
+
+    def mutate(self, data: bytes, _: Random, mutate_bytes: MutateBytes) -> bytes:
+        """Return mutated bytes."""
+        return mutate_bytes(data)
+
+    def compare(self, data: bytes) -> None:
+        """Verify the handle with this answer. Raises `DifferenceError`."""
+        self.counts.executions += 1
+        kind, rest = (data[0] if data else 0), data[1:]
+        self._http.response = Response(STATUSES[kind % len(STATUSES)], rest if kind < HTTP_KINDS else b"")
+        self._server.answer(b"" if kind < HTTP_KINDS else rest, raw=kind >= RAW_KINDS)
+        try:
+            found = self._loop.run_until_complete(self._verifier.verify_handle(DID, HANDLE))
+        except UnavailableError:
+            self.counts.add("unavailable")
+            return
+        by_http = STATUSES[kind % len(STATUSES)] == 200 and _text(rest).strip() == DID
+        right = by_http if kind < HTTP_KINDS else _txt_dids(rest) == {DID}
+        if kind < RAW_KINDS and found != (HANDLE if right else INVALID_HANDLE):
+            raise DifferenceError(f"handle {found!r}")
+        method = "HTTP" if kind < HTTP_KINDS else "DNS"
+        self.counts.add("invalid" if found == INVALID_HANDLE else f"verified by {method}")
+
+
+class AnsweringServer(asyncio.DatagramProtocol):
+    """A DNS server that gives the same answer to each query."""
+
+    def __init__(self) -> None:
+        self._answer, self._raw = b"", False
+
+    def connection_made(self, transport: asyncio.DatagramTransport) -> None:  # type: ignore[override]
+        self._transport = transport
+
+    def close(self) -> None:
+        """Stop the server."""
+        self._transport.close()
+
+    def answer(self, data: bytes, *, raw: bool) -> None:
+        """Answer with the TXT records in the data, or with the data itself after the ID of the query."""
+        self._answer, self._raw = data, raw
+
+    def datagram_received(self, data: bytes, address: tuple[str, int]) -> None:
+        """Answer a query."""
+        if self._raw:
+            self._transport.sendto(data[:2] + self._answer, address)
+        else:
+            reply = _reply(dns.message.from_wire(data), _txt_records(self._answer))
+            self._transport.sendto(reply.to_wire(max_size=65_535), address)
+
+
+def _txt_records(data: bytes) -> list[list[bytes]]:
+    """Return the strings of each TXT record in an input; a record has at least one string."""
+    records: list[list[bytes]] = [[]]
+    while data:
+        size, data = data[0], data[1:]
+        if size == NEXT_RECORD:
+            records.append([])
+        else:
+            records[-1].append(data[:size])
+            data = data[size:]
+    return [strings for strings in records if strings]
+
+
+def _txt_dids(data: bytes) -> set[str]:
+    """Return the DIDs that the TXT records of an input name."""
+    texts = [_text(b"".join(strings)) for strings in _txt_records(data)]
+    return {text[4:] for text in texts if text[:4] == "did=" and is_did(text[4:])}
+
+
+def _text(data: bytes) -> str:
+    return "".join(chr(byte) if byte < 128 else "\ufffd" for byte in data)
+
+
+def _reply(query: dns.message.Message, records: list[list[bytes]]) -> dns.message.Message:
+    """Return the response to a query for TXT records. Equal records occur once."""
+    reply = dns.message.make_response(query)
+    reply.flags |= dns.flags.RA
+    found = [TXT(IN, RdataType.TXT, strings) for strings in records]
+    if found:
+        reply.answer.append(dns.rrset.from_rdata_list(query.question[0].name, 60, found))
+    return reply

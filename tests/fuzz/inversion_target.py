@@ -1,0 +1,96 @@
+"""Inversion of the operations of a commit, against building both whole trees.
+
+An input is not a commit but the choices from which one is made: the records before, the edits, the operations that are
+wrong, and the nodes that are missing. So each input is a commit that a hostile host could sign.
+"""
+
+from collections.abc import Iterator, Sequence
+from random import Random
+from typing import TypeVar
+
+from indexer.atproto.limits import DEFAULT_LIMITS
+from indexer.atproto.mst import NetOp, Verdict, invert
+from indexer.atproto.mst.tree_builder import key_of
+from indexer.localnet.reference_tree import ReferenceTree
+from tests.atproto.mst import oracle
+from tests.atproto.mst.oracle import Records
+from tests.atproto.mst.random_trees import KEYS, A, B, C, edited
+from tests.fuzz.comparison import DifferenceError
+from tests.fuzz.mutation import MutateBytes
+from tests.fuzz.outcome_counts import FuzzTarget, OutcomeCounts
+
+T = TypeVar("T")
+VALUES = (A, B, C)
+MAX_RECORDS, MAX_EDITS, MAX_WRONG, MAX_MISSING = 48, 8, 3, 6
+
+
+class Inversions(FuzzTarget):
+    """Inversions: the verdict of a whole slice follows from the two trees, that of a part from the slow reference."""
+
+    def __init__(self) -> None:
+        self.counts = OutcomeCounts(*(verdict.name.lower().replace("_", " ") for verdict in Verdict))
+
+    def seeds(self, random: Random, count: int) -> list[bytes]:
+        """Return random choices."""
+        return [random.randbytes(random.choice((8, 40, 120))) for _ in range(count)]
+
+    def mutate(self, data: bytes, _: Random, mutate_bytes: MutateBytes) -> bytes:
+        """Return mutated choices."""
+        return mutate_bytes(data)
+
+    def compare(self, data: bytes) -> None:
+        """Invert one commit. Raises `DifferenceError`."""
+        self.counts.executions += 1
+        choices = Choices(data)
+        before = {choices.of(KEYS): choices.of(VALUES) for _ in range(choices.number(MAX_RECORDS))}
+        after = edited(
+            before, {choices.of(KEYS): choices.of((*VALUES, None)) for _ in range(choices.number(MAX_EDITS))}
+        )
+        prev_data, (root, blocks) = _root(before), oracle.build(after)
+        right = oracle.difference(before, after)
+        ops = list(_with_mistakes(right, choices))
+        for _ in range(choices.number(MAX_MISSING)):
+            blocks.pop(choices.of(sorted(blocks) or [b""]), None)
+        found = invert(blocks, root, ops, prev_data, DEFAULT_LIMITS)
+        expected = oracle.invert(blocks, root, ops, prev_data)
+        if (found.verdict, found.root) != expected:
+            raise DifferenceError(f"reference: {expected}\nfound: {found}")
+        if (found.verdict is Verdict.OK) > (sorted(ops, key=key_of) == right):
+            raise DifferenceError(f"accepted {ops} instead of {right}")
+        self.counts.add(found.verdict.name.lower().replace("_", " "))
+
+
+class Choices:
+    """Takes choices from bytes; 0 after the last one."""
+
+    def __init__(self, data: bytes) -> None:
+        self._bytes = iter(data)
+
+    def number(self, limit: int) -> int:
+        """Return a number below the limit."""
+        return next(self._bytes, 0) % limit
+
+    def of(self, values: Sequence[T]) -> T:
+        """Return one of the values."""
+        return values[self.number(len(values))]
+
+
+def _with_mistakes(right: list[NetOp], choices: Choices) -> Iterator[NetOp]:
+    """Yield the operations with up to `MAX_WRONG` mistakes: one is missing, has another value, or is made up."""
+    ops = {op.key: op for op in right}
+    for _ in range(choices.number(MAX_WRONG)):
+        key = choices.of(sorted(ops)) if ops and choices.number(2) else choices.of(KEYS)
+        old, new = choices.of((*VALUES, None)), choices.of((*VALUES, None))
+        if choices.number(3) == 0:
+            ops.pop(key, None)
+        elif old != new:
+            ops[key] = NetOp(key, old, new)
+    yield from ops.values()
+
+
+def _root(records: Records) -> bytes:
+    """Return the root of a tree, which two references must agree on."""
+    root = oracle.build(records)[0]
+    if root != ReferenceTree({key.decode(): value for key, value in records.items()}).data:
+        raise DifferenceError(f"the two references build different trees over {records}")
+    return root

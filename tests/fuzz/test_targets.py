@@ -1,0 +1,155 @@
+"""The targets of the fuzzer: their first inputs reach every outcome, and wrong code and costly inputs are found."""
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+
+from indexer.atproto.mst import Node, Verdict
+from indexer.identity import did_resolver, dns_records
+from indexer.sync.plan_resync import Completion
+from indexer.sync.plans import RecordChange
+from indexer.sync.record_change import RecordConverter
+from indexer.sync.verify import VerifiedChange
+from tests.fuzz import block_targets, buffer_target, database_targets, inversion_target
+from tests.fuzz.comparison import DifferenceError
+from tests.fuzz.input_cost import MEMORY_INTERVAL, CostError, CostLimit, CostMeter
+from tests.fuzz.json_mutation import mutate_json
+from tests.fuzz.targets import TARGETS, Target
+from tests.native_module import native_module
+
+SEEDS = 100
+SLOW_TARGETS = ("records", "lexicons", "buffers", "handles")
+
+
+def marked(names: Iterable[str]) -> list[Any]:
+    """Return the parameters of a test, those of slow targets with the mark."""
+    return [pytest.param(name, marks=pytest.mark.slow) if name in SLOW_TARGETS else name for name in names]
+
+
+@contextmanager
+def target_of(name: str) -> Iterator[Target]:
+    if TARGETS[name].native:
+        native_module()
+    target = TARGETS[name].make()
+    try:
+        yield target
+    finally:
+        target.close()
+
+
+def run_seeds(target: Target) -> None:
+    for data in target.seeds(Random(1), SEEDS):
+        target.compare(data)
+
+
+def flip_a_bit(data: bytes) -> bytes:
+    middle = len(data) // 2
+    return data[:middle] + bytes(byte ^ 1 for byte in data[middle : middle + 1]) + data[middle + 1 :]
+
+
+@pytest.mark.parametrize("name", marked(TARGETS))
+def test_first_and_mutated_inputs_reach_every_outcome_without_a_finding(name: str) -> None:
+    random = Random(2)
+    with target_of(name) as target:
+        seeds = target.seeds(random, SEEDS)
+        mutated = [target.mutate(data, random, flip_a_bit) for data in seeds]
+        assert sum(one != other for one, other in zip(seeds, mutated, strict=True)) > SEEDS / 3
+        for data in seeds + mutated:
+            target.compare(data)
+        assert target.counts.executions == 2 * SEEDS
+        assert target.counts.unused == []
+
+
+Wrong = Callable[[Any], Any]
+"""Returns the wrong result instead of a right one; the argument of a class is the class."""
+
+
+class ForgetfulCompletion(Completion):
+    """Drops the last of the buffered events."""
+
+    def add(self, buffered: Any) -> None:
+        super().add(list(buffered)[:-1])
+
+
+class WrongConverter(RecordConverter):
+    """Converts each record to the same value."""
+
+    def convert(self, change: VerifiedChange) -> RecordChange | None:
+        converted = super().convert(change)
+        return converted and converted._replace(value='{"wrong":true}')
+
+
+def without_keys(node: Node) -> Node:
+    node.keys.clear()
+    return node
+
+
+RESULTS: dict[str, tuple[Any, str, Wrong]] = {
+    "cars": (block_targets, "split_car", lambda found: (found[0], {})),
+    "nodes": (block_targets, "decode_node", without_keys),
+    "commits": (block_targets, "decode_commit", lambda commit: commit._replace(unsigned=b"")),
+    "inversions": (inversion_target, "invert", lambda found: found._replace(verdict=Verdict.OK)),
+    "did-documents": (did_resolver, "parse_did_document", lambda found: replace(found, pds="https://user@pds.test")),
+    "handles": (dns_records, "is_did", lambda _: False),
+    "lexicons": (database_targets, "parse_lexicon", lambda lexicon: replace(lexicon, record={"type": "object"})),
+}
+"""A function of the product that a target uses, and what its result becomes."""
+CLASSES = {
+    "buffers": (buffer_target, "Completion", ForgetfulCompletion),
+    "records": (database_targets, "RecordConverter", WrongConverter),
+}
+
+
+@pytest.mark.parametrize("name", marked(RESULTS))
+def test_wrong_function_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, function, distort = RESULTS[name]
+    right = getattr(module, function)
+    monkeypatch.setattr(module, function, lambda *given, **options: distort(right(*given, **options)))
+    with target_of(name) as target, pytest.raises(DifferenceError):
+        run_seeds(target)
+
+
+@pytest.mark.parametrize("name", marked(CLASSES))
+def test_wrong_class_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*CLASSES[name])
+    with target_of(name) as target, pytest.raises(DifferenceError):
+        run_seeds(target)
+
+
+LIMIT = CostLimit(steps=200_000, steps_per_byte=100, memory=100_000, memory_per_byte=10)
+
+
+def test_input_with_disproportionate_time_is_found() -> None:
+    meter = CostMeter(lambda data: (sum(range(3_000 * len(data))), None)[1], LIMIT)
+    meter.run(b"x" * 10)
+    with pytest.raises(CostError, match=r"time: .* for an input of 1,000 bytes; the limit is 300,000"):
+        meter.run(b"x" * 1_000)
+
+
+def test_input_with_disproportionate_memory_is_found() -> None:
+    meter = CostMeter(lambda data: (bytes(1_000 * len(data)), None)[1], LIMIT)
+    meter.check_memory(b"x" * 10)
+    with pytest.raises(CostError, match=r"memory: .* for an input of 1,000 bytes; the limit is 110,000"):
+        meter.check_memory(b"x" * 1_000)
+
+
+def test_memory_of_some_inputs_is_measured() -> None:
+    runs: list[list[int]] = []
+    meter = CostMeter(lambda data: runs.append([len(data)] * 100), CostLimit())
+    for _ in range(2 * MEMORY_INTERVAL):
+        meter.run(b"")
+    assert len(runs) == 2 * MEMORY_INTERVAL + 2
+    assert meter.largest["memory"] > 0
+
+
+def test_mutated_json_is_json_most_of_the_time() -> None:
+    random, document = Random(3), json.dumps({"a": [1, {"b": "text"}], "c": None}).encode()
+    mutated = [mutate_json(document, random, lambda data: data + b"\xff") for _ in range(200)]
+    valid = [data for data in mutated if not data.endswith(b"\xff")]
+    assert len(set(valid)) > 100
+    assert [json.loads(data) for data in valid]
