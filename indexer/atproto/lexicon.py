@@ -166,7 +166,8 @@ def references(lexicon: Lexicon, known: Mapping[str, Lexicon]) -> set[str]:
         for owner, step in _steps(schema, nsid, known):
             found.add(owner)
             nsid, schema = owner, step or {}  # noqa: PLW2901 - the definition of the type
-        found.update(owner for owner, _ in _steps(schema.get("items") or {}, nsid, known))
+        if isinstance(items := schema.get("items"), dict):
+            found.update(owner for owner, _ in _steps(items, nsid, known))
     return found - {lexicon.nsid, STRONG_REFERENCE}
 
 

@@ -166,3 +166,8 @@ def test_every_type_in_published_lexicons_is_known() -> None:
     kinds = [field.kind for lexicon in known.values() for field in record_fields(lexicon, known)]
     assert len(kinds) > 50
     assert FieldKind.ANY not in kinds
+
+
+def test_items_that_are_no_schema_refer_to_nothing() -> None:
+    """The fuzzer found this: only the items of an array are checked."""
+    assert references(parse_lexicon(with_field({"type": "string", "items": 20})), {}) == set()
