@@ -9,8 +9,9 @@ PYTEST := $(BIN)/pytest -n 2 --dist worksteal
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-citus test-python-core crashes check lint format docs screenshots coverage venv \
-	native native-check fuzz dist release realnet second bench-live bench-resync bench-feed bench-links bench-peers bench-citus bench-guard
+.PHONY: help demo test test-citus test-python-core crashes simulate check lint format docs screenshots coverage venv native \
+	native-check fuzz dist release realnet second \
+	bench-live bench-resync bench-feed bench-links bench-peers bench-citus bench-guard
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -75,6 +76,10 @@ fuzz: venv ## Fuzz all targets (tests/fuzz/targets.py) in turn until Ctrl-C; mak
 	@if $(BIN)/pip install --quiet --disable-pip-version-check --only-binary :all: --constraint constraints.txt atheris; \
 	then $(BIN)/python -m tests.fuzz --target $(or $(TARGET),all) --seconds $(or $(SECONDS),0) $(if $(CORPUS),--corpus $(CORPUS)); \
 	else echo "NOT FUZZED: there is no wheel of atheris for this machine and this Python"; fi
+
+simulate: venv ## Index random worlds with faults: make simulate SEED=17, or SEEDS=1000 FIRST=5000 (default: 20 from 1)
+	SIMULATION_FIRST_SEED=$(or $(SEED),$(FIRST),1) SIMULATION_SEEDS=$(or $(if $(SEED),1),$(SEEDS),20) \
+		$(PYTEST) tests/simulation $(if $(SEED),-k random_worlds)
 
 second: ## Run the quick tests with another interpreter: make second PYTHON=/usr/bin/python3.11
 	$(MAKE) VENV=.venv-second PYTHON=$(PYTHON) venv

@@ -1,0 +1,48 @@
+"""Shorten the waits of the daemon in a forked process, as if time passed faster."""
+
+from functools import partial
+
+from indexer import clients
+from indexer import daemon as composition
+from indexer.identity import IdentityCache, IdentityLifetimes
+from indexer.outbound import Timeouts, host_limits
+from indexer.relay.stream_seek import StreamSeek
+from indexer.relay.subscription import ConnectionSettings, Subscription
+from indexer.service.background import shard_ownership
+from indexer.service.background.identity_refresh import IdentityRefresh
+from indexer.service.background.scope_narrowing import ScopeNarrowing
+from indexer.service.crawl.reconcile import ReconciliationSettings
+from indexer.service.crawl.scope_backfill import ScopeBackfill
+from indexer.service.current_scope import CurrentScope
+from indexer.service.live import stream_continuity
+from indexer.service.live.batch_writer import WriterSettings
+from indexer.service.live.stream_continuity import StreamContinuity
+from indexer.service.resync.queue_maintenance import MaintenanceSettings
+from indexer.service.resync.worker_pool import WorkerPoolSettings
+from indexer.sync.backoff import backoff_seconds
+
+RETRY = 0.05
+LIFETIMES = IdentityLifetimes(missing_max_age=1.0, refresh_interval=0.3, changed_interval=0.1, timeout=1.0)
+
+
+def hurry() -> None:
+    """Shorten the waits of this process."""
+    vars(composition).update(
+        CurrentScope=partial(CurrentScope, poll=0.1),
+        IdentityCache=partial(IdentityCache, lifetimes=LIFETIMES),
+        IdentityRefresh=partial(IdentityRefresh, interval=0.1),
+        MaintenanceSettings=partial(MaintenanceSettings, lease_interval=0.1),
+        ReconciliationSettings=partial(ReconciliationSettings, settle=0.3, poll=RETRY, first_retry=0.1),
+        ScopeBackfill=partial(ScopeBackfill, interval=0.1, settle=0.3),
+        ScopeNarrowing=partial(ScopeNarrowing, interval=0.1),
+        StreamContinuity=partial(StreamContinuity, proof_timeout=3.0),
+        StreamSeek=partial(StreamSeek, pause_timeout=0.2),
+        Subscription=partial(Subscription, settings=ConnectionSettings(first_delay=RETRY, max_delay=0.2)),
+        WorkerPoolSettings=partial(WorkerPoolSettings, idle_interval=RETRY, lease=4.0),
+        WriterSettings=partial(WriterSettings, retry_interval=RETRY, idle_after=0.3),
+    )
+    vars(clients).update(TIMEOUTS=Timeouts(connect=2.0, read=1.0, rate_grace=0.5))
+    vars(host_limits).update(FIRST_PAUSE=0.2, MAX_PAUSE=0.5, MAX_PAUSE_CONFIGURED=0.5)
+    vars(shard_ownership).update(RETRY_SECONDS=RETRY)
+    vars(stream_continuity).update(RETRY_SECONDS=RETRY)
+    backoff_seconds.__kwdefaults__ = {"first": 0.1, "maximum": 0.5}

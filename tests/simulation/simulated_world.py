@@ -1,0 +1,234 @@
+"""A network on loopback that acts as a schedule says, and the daemon that indexes it."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import asyncpg
+
+from indexer.localnet import local_repo
+from indexer.localnet.http_server import HttpServer
+from indexer.localnet.local_account import LocalAccount
+from indexer.localnet.local_plc import LocalPlc
+from indexer.localnet.tid_clock import TidClock
+from tests.daemon_forks import DaemonFork
+from tests.database_proxy import DatabaseProxy
+from tests.simulation.fault_schedule import (
+    Action,
+    Commit,
+    Fault,
+    Join,
+    Migrate,
+    RotateKey,
+    Schedule,
+    SetStatus,
+    UnreachableDatabase,
+    Write,
+)
+from tests.simulation.quick_daemon import hurry
+from tests.simulation.recording_servers import CountingPds, RecordingRelay
+from tests.waiting import until
+
+Condition = Callable[[], Awaitable[bool] | bool]
+
+FIRST_SEQ = 10_000
+"""The sequence of relay n begins after n + 1 times this number."""
+
+OBSERVER = "simulation"
+"""The application name of connections that only look at the database."""
+
+# As if time passed: the leases of a killed daemon expire.
+_EXPIRE_LEASES = "update indexer.repo set lease_until = 'epoch' where sync_status = 'in-progress'"
+_RECORD_STATES = """
+    create schema simulation;
+    create table simulation.state (
+        number bigint generated always as identity, did text, status text, reason text, error text
+    );
+    create function simulation.record_state() returns trigger language plpgsql as $$
+    begin
+        insert into simulation.state (did, status, reason, error)
+        values (new.did, new.sync_status, new.sync_reason, new.last_error);
+        return null;
+    end $$;
+    create trigger record_state after insert or update on indexer.repo
+    for each row execute function simulation.record_state();
+"""
+_BACKENDS = """
+    select count(*) from pg_stat_activity
+    where datname = current_database() and backend_type = 'client backend' and application_name <> $1
+"""
+
+
+class World:
+    """The network, the daemon and its database.
+
+    Attributes:
+        plc: The directory.
+        hosts: The PDSes.
+        relays: The relays; each one receives the events of all hosts.
+        accounts: The accounts by DID.
+        proxy: Between the daemon and its database, if the schedule needs it.
+        daemon: The daemon.
+        fired: How often each fault of the schedule happened.
+        key_revs: The rev of the first commit with the present key, by DID, of accounts whose key has changed.
+        unfinished: Faults that have ended, whose effect is still to be seen, with the condition that shows it.
+    """
+
+    def __init__(self, schedule: Schedule, dsn: str, directory: Path) -> None:
+        self.schedule = schedule
+        self.dsn = dsn
+        self.directory = directory
+        self.plc = LocalPlc()
+        self.hosts = [CountingPds() for _ in range(schedule.hosts)]
+        self.relays = [RecordingRelay(self.plc, first_seq=(n + 1) * FIRST_SEQ) for n in range(schedule.relays)]
+        for host in self.hosts:
+            host.listeners += [relay.receive for relay in self.relays]
+        self.accounts: dict[str, LocalAccount] = {}
+        self.proxy = DatabaseProxy(dsn)
+        self.fired: Counter[Fault] = Counter()
+        self.key_revs: dict[str, str] = {}
+        self.unfinished: list[tuple[Fault, Condition]] = []
+        self._now = 0
+        self._clock = TidClock(lambda: self._now)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Run the network and the daemon during the block."""
+        async with AsyncExitStack() as stack:
+            self.sql = await self.connect()
+            stack.push_async_callback(self.sql.close)
+            await self.sql.execute(_RECORD_STATES)
+            for server in self._servers():
+                await server.start()
+                stack.push_async_callback(server.stop)
+            dsn = self.dsn
+            if any(isinstance(fault, UnreachableDatabase) for fault in self.schedule.faults):
+                await stack.enter_async_context(self.proxy.serve())
+                dsn = self.proxy.dsn
+            self.daemon = DaemonFork(self._environment(dsn), self.directory, prepare=hurry)
+            await stack.enter_async_context(self.daemon.supervised())
+            yield
+
+    async def connect(self) -> asyncpg.Connection:
+        """Open a connection to the database that is not one of the daemon."""
+        return await asyncpg.connect(self.dsn, server_settings={"application_name": OBSERVER})
+
+    async def perform_all(self, actions: Iterable[Action]) -> None:
+        """Let the accounts act."""
+        for action in actions:
+            self.perform(action)
+            await asyncio.sleep(0)
+
+    async def finish_faults(self) -> None:
+        """Wait until the effect of each fault has been seen."""
+        for fault, has_fired in self.unfinished:
+            await until(has_fired, lambda fault=fault: f"{fault} has no effect: {self.daemon.log_tail()}")  # type: ignore[misc]
+            self.fired[fault] += 1
+        self.unfinished.clear()
+
+    def fetched(self) -> Counter[str]:
+        """Return how often the repo of each account was requested from the hosts."""
+        return sum((host.fetched for host in self.hosts), Counter[str]())
+
+    @property
+    def relay(self) -> RecordingRelay | None:
+        """The relay that the daemon is connected to."""
+        return next((relay for relay in self.relays if relay.subscribers), None)
+
+    async def caught_up(self) -> None:
+        """Wait until the daemon has written everything that its relay has sent."""
+        await until(self._is_caught_up, self.daemon.log_tail)
+
+    async def kill(self) -> None:
+        """Kill the daemon, and wait until the database knows."""
+        self.daemon.kill()
+        await until(self.has_no_backend)
+        await self.sql.execute(_EXPIRE_LEASES)
+
+    async def has_no_backend(self) -> bool:
+        """Return True if the daemon has no connection to the database."""
+        return bool(await self.sql.fetchval(_BACKENDS, OBSERVER) == 0)
+
+    async def has_backends(self) -> bool:
+        """Return True if the daemon has a connection to the database."""
+        return not await self.has_no_backend()
+
+    async def gaps(self) -> list[str]:
+        """Return the reasons of all gaps in their order."""
+        return [reason for (reason,) in await self.sql.fetch("select reason from atproto.gaps order by opened_at")]
+
+    async def gaps_are_closed(self) -> bool:
+        """Return True if no gap is open."""
+        return not await self.sql.fetch("select from atproto.gaps where closed_at is null")
+
+    async def _is_caught_up(self) -> bool:
+        relay = self.relay
+        if relay is None:
+            return False
+        seq = await self.sql.fetchval("select seq from indexer.cursor where relay = $1", relay.websocket_url)
+        return seq is not None and relay.sequence_of(seq) == len(relay.ended) and seq >= relay.newest
+
+    def perform(self, action: Action) -> None:
+        """Let an account act."""
+        self._now = action.time
+        if isinstance(action, Join):
+            host, handle = self.hosts[action.host], f"{action.did[-8:]}.test"
+            self.accounts[action.did] = LocalAccount(
+                action.did, handle, curve=action.curve, pds=host, plc=self.plc, clock=self._clock
+            )
+            return
+        account = self.accounts[action.did]
+        match action:
+            case Commit():
+                account.apply_writes([_write(write) for write in action.writes])
+            case RotateKey():
+                account.rotate_key()
+                self.key_revs[action.did] = account.rev
+            case Migrate():
+                account.migrate(self.hosts[action.host])
+                self.key_revs[action.did] = account.rev
+            case SetStatus():
+                _set_status(account, action)
+
+    def _servers(self) -> list[HttpServer]:
+        return [self.plc, *self.hosts, *self.relays]
+
+    def _environment(self, dsn: str) -> dict[str, str]:
+        return {
+            "INDEXER_DATABASE_URL": dsn,
+            "INDEXER_DATA_DIR": str(self.directory),
+            "INDEXER_RELAYS": ",".join(relay.websocket_url for relay in self.relays),
+            "INDEXER_PLC_URL": self.plc.url,
+            "INDEXER_START": "oldest",
+            "INDEXER_COLLECTIONS": ",".join(self.schedule.collections),
+            "INDEXER_ALLOW_PRIVATE_HOSTS": "true",
+            "INDEXER_PLC_RATE": "1000",
+            "INDEXER_HANDLE_RATE": "0",
+            "INDEXER_HOST_RATE": "1000",
+            "INDEXER_OUTBOUND_RATE": "1000",
+            "INDEXER_HTTP_BIND": "127.0.0.1:0",
+            "INDEXER_LOG_FORMAT": "json",
+        }
+
+
+def _write(write: Write) -> local_repo.Write:
+    if write.value is None:
+        return local_repo.Write.delete(write.path)
+    make = local_repo.Write.create if write.action == "create" else local_repo.Write.update
+    return make(write.path, write.value)
+
+
+def _set_status(account: LocalAccount, action: SetStatus) -> None:
+    match action.status:
+        case None:
+            account.activate()
+        case "deactivated":
+            account.deactivate()
+        case "takendown":
+            account.takedown()
+        case "suspended":
+            account.suspend()
+        case "deleted":
+            account.delete_account()
