@@ -32,7 +32,7 @@ from indexer.store.database_errors import database_errors
 from indexer.sync.shard import BUCKETS
 
 CITUS_PREFIX = "citus_"
-"""How the names of the transactions begin that Citus prepares on nodes."""
+"""The beginning of the names of transactions that Citus prepares on nodes."""
 ASK_SECONDS = 5.0
 """Time limit for the answers of the nodes."""
 

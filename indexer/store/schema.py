@@ -26,7 +26,7 @@ from sqlalchemy import (
     UniqueConstraint,
     text,
 )
-from sqlalchemy.dialects.postgresql import JSON, JSONB, OID
+from sqlalchemy.dialects.postgresql import INT4MULTIRANGE, INT4RANGE, JSON, JSONB, OID
 
 metadata = MetaData(schema="indexer")
 
@@ -39,6 +39,12 @@ _DUE_AT = text("coalesce(next_attempt_at, '-infinity'::timestamptz)")
 _PARKED_AT = text(
     "case when sync_status = 'desynchronized' and active and next_attempt_at = 'infinity' then updated_at end"
 )
+_POSITIONS = """
+    int4range(
+        split_part(shard, '/', 1)::int * 256 / split_part(shard, '/', 2)::int,
+        (split_part(shard, '/', 1)::int + 1) * 256 / split_part(shard, '/', 2)::int
+    )
+"""
 
 repo = Table(
     "repo",
@@ -382,6 +388,8 @@ gap = Table(
     Column("opened_at", TIME, nullable=False, server_default=NOW),
     Column("closed_at", TIME),
     Column("closed_by", Text),
+    Column("positions", INT4RANGE, Computed(_POSITIONS, persisted=True), nullable=False),
+    Column("reconciled", INT4MULTIRANGE, nullable=False, server_default=text("'{}'")),
 )
 Index("gap_open", gap.c.id, postgresql_where=text("closed_at is null"))
 

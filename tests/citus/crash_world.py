@@ -27,7 +27,7 @@ from tests.waiting import until
 
 DAEMON = "daemon"
 IN_DOUBT = "are prepared and not complete on nodes of the cluster"
-"""What `/readyz` says while a prepared transaction is unresolved."""
+"""The message of `/readyz` while a prepared transaction is unresolved."""
 SHARDS = 4
 LOST_COMMITS = 0.5
 """Probability that the relay loses a commit before a death, so that its repo needs a resync."""

@@ -200,6 +200,8 @@ EXCEPTIONS = {
     one_command: {
         "migrate._upgrade": "creates a schema and a table that stays on the coordinator",
         "dump._create_roles": "roles belong to the server, and nothing is distributed in a new database",
+        "dump._NOT_DISTRIBUTED": "a new database, in which nothing is distributed",
+        "distribute._reserve_commands": "grants rights on functions of the coordinator, in several commands",
         "dump.restore": "ANALYZE of a new database, in which nothing is distributed",
         "lexicon_indexes.build_index": "DDL, which Citus runs on all shards",
         "lexicon_indexes._comment": "DDL, which Citus runs on all shards",
