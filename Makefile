@@ -10,7 +10,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-citus test-python-core crashes simulate check lint format docs screenshots coverage venv native \
-	native-check fuzz dist release realnet second \
+	native-check fuzz mutants mutate dist release realnet second \
 	bench-live bench-resync bench-feed bench-links bench-peers bench-citus bench-guard
 
 help: ## List the targets
@@ -80,6 +80,13 @@ fuzz: venv ## Fuzz all targets (tests/fuzz/targets.py) in turn until Ctrl-C; mak
 simulate: venv ## Index random worlds with faults: make simulate SEED=17, or SEEDS=1000 FIRST=5000 (default: 20 from 1)
 	SIMULATION_FIRST_SEED=$(or $(SEED),$(FIRST),1) SIMULATION_SEEDS=$(or $(if $(SEED),1),$(SEEDS),20) \
 		$(PYTEST) tests/simulation $(if $(SEED),-k random_worlds)
+
+mutants: venv ## Show that the tests find every bug in tests/mutants (half an hour); make mutants ONLY="sync high-s-*" JOBS=2
+	$(BIN)/python -m tests.mutants --jobs $(or $(JOBS),1) $(ONLY)
+
+mutate: venv ## Change each expression of the pure packages with mutmut, and check the survivors; make mutate ONLY=indexer/sync/verify.py
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt mutmut
+	$(BIN)/python -m tests.mutants.general_mutants --jobs $(or $(JOBS),1) $(ONLY)
 
 second: ## Run the quick tests with another interpreter: make second PYTHON=/usr/bin/python3.11
 	$(MAKE) VENV=.venv-second PYTHON=$(PYTHON) venv

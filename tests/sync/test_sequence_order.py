@@ -24,6 +24,11 @@ def test_leap_counts_only_if_the_next_number_is_above_it(seqs: list[int], steps:
     assert [order.place(seq) for seq in seqs] == steps
 
 
+@pytest.mark.parametrize(("seq", "taken"), [(4, False), (5, False), (6, True), (5 + MAX_LEAP, True), (LEAP, False)])
+def test_advance_takes_numbers_above_the_last_one_up_to_the_largest_leap(seq: int, taken: bool) -> None:
+    assert SequenceOrder(5).advance(seq) is taken
+
+
 @given(st.lists(st.integers(1, 1_000), unique=True).map(sorted), st.data())
 def test_single_numbers_out_of_place_refuse_no_later_message(seqs: list[int], data: st.DataObject) -> None:
     order = SequenceOrder(0)

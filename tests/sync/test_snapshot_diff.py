@@ -64,6 +64,11 @@ def test_applying_the_differences_gives_the_snapshot(
     assert stored == snapshot
 
 
+@pytest.mark.parametrize("path", [b"A.b/1", b"a.b/1"])
+def test_first_stored_path_may_begin_with_any_letter(path: bytes) -> None:
+    assert merged([[(path, b"1")]], {}) == [Difference(path, b"1", None)]
+
+
 def test_a_record_without_its_value_differs_from_the_same_record() -> None:
     """So an export that has the value writes it."""
     cid = cid_of(b"a record")

@@ -1,0 +1,143 @@
+"""Run the tests on copies of the project that have one mutant each."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from signal import SIGKILL
+from time import monotonic
+from typing import NamedTuple
+
+from tests.mutants.seeded_mutant import TIERS, Mutant, Tier
+
+_FAILED_TEST = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
+_PASSED, _FAILED = 0, 1  # exit codes of pytest
+_PYTEST = ("-m", "pytest", "-q", "-x", "--hypothesis-profile", "quick", "--hypothesis-seed", "0", "--tb", "line")
+
+
+class UnusableTestsError(Exception):
+    """A test fails without a mutant, or the tests cannot be run."""
+
+
+class Outcome(NamedTuple):
+    """What the tests say about a mutant.
+
+    Attributes:
+        killed_by: The tier that killed it; None if it survived, or if the tests cannot be run.
+        test: The test that failed, or why the tests cannot be run.
+        seconds: The time that this took.
+    """
+
+    mutant: Mutant
+    killed_by: str | None
+    test: str
+    seconds: float
+
+    @property
+    def as_expected(self) -> bool:
+        """True if the tier that the mutant names killed it."""
+        return self.killed_by == self.mutant.tier
+
+
+class ProjectCopy:
+    """A copy of the files of the project that are not ignored by git. The tests run on it, and import it.
+
+    The folder `shared` beside the project, which tests read, is beside the copy, too.
+    """
+
+    def __init__(self, project: Path, directory: Path, tiers: Mapping[str, Tier] = TIERS) -> None:
+        self.root = directory / "project"
+        self._tiers = tiers
+        listed = subprocess.run(
+            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+            cwd=project,
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        for name in filter(None, listed.stdout.split("\0")):
+            if (project / name).is_file():
+                (self.root / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(project / name, self.root / name)
+        shared = project.parent / "shared"
+        if shared.exists():
+            (directory / "shared").symlink_to(shared.resolve())
+
+    @contextmanager
+    def mutated(self, mutant: Mutant) -> Iterator[None]:
+        """Have the mutant in the copy while the block runs."""
+        path = self.root / mutant.file
+        original, times = path.read_bytes(), path.stat()
+        path.write_text(mutant.applied_to(original.decode()))
+        try:
+            yield
+        finally:
+            path.write_bytes(original)
+            os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # bytecode is valid for one time of the source
+
+    def failed_test(self, tier: str, tests: Sequence[str], seconds: float) -> str | None:
+        """Run tests of a tier until one fails; return its name, or None if all pass.
+
+        Raises:
+            UnusableTestsError: pytest cannot run them, or they are not done after `seconds`.
+        """
+        code, output = self._run([*_PYTEST, *tests], self._tiers[tier].hides_native_core, seconds)
+        if code == _PASSED:
+            return None
+        failed = _FAILED_TEST.search(output)
+        if code != _FAILED or failed is None:
+            raise UnusableTestsError(f"pytest ended with {code} for {' '.join(tests)}:\n{output[-2_000:]}")
+        return failed[1]
+
+    def _run(self, arguments: Sequence[str], hides_native_core: bool, seconds: float) -> tuple[int | str, str]:
+        paths = [self.root, *([self.root / "tests/without_native_core"] if hides_native_core else [])]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "PYTHONDONTWRITEBYTECODE": ""}
+        with subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=self.root,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            process_group=0,
+        ) as process:
+            try:
+                output, _ = process.communicate(timeout=seconds)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, SIGKILL)
+                return f"no result within {seconds:.0f} s", process.communicate()[0]
+            except BaseException:
+                os.killpg(process.pid, SIGKILL)
+                raise
+        return process.returncode, output
+
+
+def kill(copy: ProjectCopy, mutant: Mutant, seconds: float, tiers: Mapping[str, Tier] = TIERS) -> Outcome:
+    """Run the tests that the mutant names, then its tier, then the later tiers, until one test fails.
+
+    This test is run once more without the mutant. Otherwise a broken test would kill every mutant.
+
+    Args:
+        copy: The copy to run them on.
+        mutant: The mutant.
+        seconds: The time limit of each run of pytest.
+        tiers: The tiers.
+
+    Raises:
+        UnusableTestsError: The tests cannot be run, or the test fails without the mutant, too.
+    """
+    began, names = monotonic(), list(tiers)
+    whole = [(tier, tiers[tier].arguments) for tier in names[names.index(mutant.tier) :]]
+    for tier, tests in [(mutant.tier, mutant.tests), *whole]:
+        with copy.mutated(mutant):
+            failed = copy.failed_test(tier, tests, seconds)
+        if failed is None:
+            continue
+        if copy.failed_test(tier, [failed.partition("[")[0]], seconds):
+            raise UnusableTestsError(f"{failed} fails without the mutant {mutant.name}")
+        return Outcome(mutant, tier, failed, monotonic() - began)
+    return Outcome(mutant, None, "", monotonic() - began)

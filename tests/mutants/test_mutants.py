@@ -1,0 +1,106 @@
+"""Each mutant fits the product and names tests that exist, and the runner tells killed mutants from survivors."""
+
+import ast
+import subprocess
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.mutants.mutant_runner import ProjectCopy, UnusableTestsError, kill
+from tests.mutants.seeded_mutant import PROJECT, TIERS, Mutant, MutantError, Tier, load_mutants
+
+MUTANTS = load_mutants()
+
+# A product with a test in each of two tiers, and a test that fails.
+PRODUCT = "def double(number):\n    return 2 * number\n"
+PROJECT_TESTS = {
+    "conftest.py": "from hypothesis import settings\n\nsettings.register_profile('quick')\n",
+    "first/test_zero.py": "from product import double\n\ndef test_zero():\n    assert double(0) == 0\n",
+    "first/test_broken.py": "def test_broken():\n    assert False\n",
+    "second/test_one.py": "from product import double\n\ndef test_one():\n    assert double(1) == 2\n",
+}
+PROJECT_TIERS = {"unit": Tier(("first/test_zero.py",)), "store": Tier(("second",))}
+
+
+def mutant_of(**fields: object) -> Mutant:
+    known: dict[str, object] = {
+        "name": "a", "part": "b", "bug": "c", "file": "product.py", "old": "2 * number", "new": "3 * number",
+        "tier": "unit", "tests": ("first/test_zero.py",),
+    }  # fmt: skip
+    return Mutant(**known | fields)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> ProjectCopy:
+    project = tmp_path / "original"
+    for name, text in {"product.py": PRODUCT, **PROJECT_TESTS}.items():
+        (project / name).parent.mkdir(parents=True, exist_ok=True)
+        (project / name).write_text(text)
+    subprocess.run(["git", "init", "--quiet"], cwd=project, check=True)
+    return ProjectCopy(project, tmp_path / "copy", PROJECT_TIERS)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_mutant_fits_the_product_and_names_tests(mutant: Mutant) -> None:
+    changed = mutant.applied_to((PROJECT / mutant.file).read_text())
+    if mutant.file.endswith(".py"):
+        ast.parse(changed)
+    assert mutant.bug.endswith(".")
+    for test in mutant.tests:
+        assert (PROJECT / test).exists(), test
+
+
+def test_mutants_are_many_and_have_different_names() -> None:
+    assert len(MUTANTS) >= 60
+    assert [name for name, count in Counter(mutant.name for mutant in MUTANTS).items() if count > 1] == []
+
+
+def test_tests_of_a_tier_exist() -> None:
+    for tier in TIERS.values():
+        assert all((PROJECT / argument).exists() for argument in tier.arguments)
+
+
+@pytest.mark.parametrize("old", ["4 * number", "number"])
+def test_mutant_that_does_not_fit_is_an_error(old: str) -> None:
+    with pytest.raises(MutantError, match="occurs"):
+        mutant_of(old=old).applied_to(PRODUCT)
+
+
+def test_mutant_is_killed_by_the_tests_that_it_names(copy: ProjectCopy) -> None:
+    mutant = mutant_of(new="number + 2")
+    outcome = kill(copy, mutant, 60, PROJECT_TIERS)
+    assert (outcome.killed_by, outcome.test) == ("unit", "first/test_zero.py::test_zero")
+    assert outcome.as_expected
+
+
+def test_mutant_that_only_a_later_tier_kills_is_not_as_expected(copy: ProjectCopy) -> None:
+    outcome = kill(copy, mutant_of(), 60, PROJECT_TIERS)
+    assert (outcome.killed_by, outcome.test) == ("store", "second/test_one.py::test_one")
+    assert not outcome.as_expected
+
+
+def test_mutant_survives_if_all_tests_pass(copy: ProjectCopy) -> None:
+    outcome = kill(copy, mutant_of(new="number * 2"), 60, PROJECT_TIERS)
+    assert outcome.killed_by is None
+    assert not outcome.as_expected
+
+
+def test_copy_is_the_product_again_after_a_mutant(copy: ProjectCopy) -> None:
+    kill(copy, mutant_of(new="number + 2"), 60, PROJECT_TIERS)
+    assert (copy.root / "product.py").read_text() == PRODUCT
+
+
+def test_test_that_fails_without_the_mutant_kills_nothing(copy: ProjectCopy) -> None:
+    with pytest.raises(UnusableTestsError, match="test_broken fails without the mutant"):
+        kill(copy, mutant_of(tests=("first/test_broken.py",)), 60, PROJECT_TIERS)
+
+
+def test_mutant_that_cannot_be_imported_is_an_error_and_not_killed(copy: ProjectCopy) -> None:
+    with pytest.raises(UnusableTestsError, match="pytest ended with 2"):
+        kill(copy, mutant_of(old="def double", new="def triple"), 60, PROJECT_TIERS)
+
+
+def test_tests_over_the_time_limit_are_an_error(copy: ProjectCopy) -> None:
+    with pytest.raises(UnusableTestsError, match="no result within"):
+        kill(copy, mutant_of(new="[0 for _ in iter(int, 1)]"), 5, PROJECT_TIERS)
