@@ -10,7 +10,7 @@ from queue import SimpleQueue
 
 import click
 
-from tests.mutants.mutant_runner import Outcome, ProjectCopy, UnusableTestsError, kill
+from tests.mutants.mutant_runner import Outcome, ProjectCopy, UnusableTestsError, kill, without_broken_tests
 from tests.mutants.seeded_mutant import PROJECT, Mutant, load_mutants
 
 
@@ -42,7 +42,10 @@ def main(jobs: int, seconds: float, only: Sequence[str]) -> None:
 
         with ThreadPoolExecutor(jobs) as pool:
             outcomes = [_shown(outcome) for outcome in pool.map(run, mutants)]
-    sys.exit(_summarize(outcomes))
+        try:
+            sys.exit(_summarize(without_broken_tests(copies.get(), outcomes, seconds)))
+        except UnusableTestsError as error:
+            raise click.ClickException(str(error)) from None
 
 
 def _is_named(mutant: Mutant, only: Sequence[str]) -> bool:
@@ -58,10 +61,10 @@ def _shown(outcome: Outcome) -> Outcome:
 
 def _summarize(outcomes: Sequence[Outcome]) -> int:
     """Print the totals; return the exit code."""
-    wrong = [outcome.mutant for outcome in outcomes if not outcome.as_expected]
+    wrong = [outcome for outcome in outcomes if not outcome.as_expected]
     click.echo(f"{len(outcomes) - len(wrong)} of {len(outcomes)} mutants were killed by the tier that they name")
-    for mutant in wrong:
-        click.echo(f"A test is missing: {mutant.name} ({mutant.file}): {mutant.bug}")
+    for mutant, _, test, _ in wrong:
+        click.echo(f"A test is missing: {mutant.name} ({mutant.file}): {mutant.bug} {test}")
     return 1 if wrong else 0
 
 

@@ -16,7 +16,7 @@ from tests.mutants.seeded_mutant import TIERS, Mutant, Tier
 
 _FAILED_TEST = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 _PASSED, _FAILED = 0, 1  # exit codes of pytest
-_PYTEST = ("-m", "pytest", "-q", "-x", "--hypothesis-profile", "quick", "--hypothesis-seed", "0", "--tb", "line")
+_PYTEST = ("-m", "pytest", "-q", "--hypothesis-profile", "quick", "--hypothesis-seed", "0", "--tb", "line")
 
 
 class UnusableTestsError(Exception):
@@ -79,19 +79,17 @@ class ProjectCopy:
             path.write_bytes(original)
             os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # bytecode is valid for one time of the source
 
-    def failed_test(self, tier: str, tests: Sequence[str], seconds: float) -> str | None:
-        """Run tests of a tier until one fails; return its name, or None if all pass.
+    def failed_tests(self, tier: str, tests: Sequence[str], seconds: float, *options: str) -> list[str]:
+        """Run tests of a tier, with more options of pytest; return the names of those that fail.
 
         Raises:
             UnusableTestsError: pytest cannot run them, or they are not done after `seconds`.
         """
-        code, output = self._run([*_PYTEST, *tests], self._tiers[tier].hides_native_core, seconds)
-        if code == _PASSED:
-            return None
-        failed = _FAILED_TEST.search(output)
-        if code != _FAILED or failed is None:
+        code, output = self._run([*_PYTEST, *options, *tests], self._tiers[tier].hides_native_core, seconds)
+        failed = _FAILED_TEST.findall(output)
+        if code not in (_PASSED, _FAILED) or (code == _FAILED) != bool(failed):
             raise UnusableTestsError(f"pytest ended with {code} for {' '.join(tests)}:\n{output[-2_000:]}")
-        return failed[1]
+        return failed
 
     def _run(self, arguments: Sequence[str], hides_native_core: bool, seconds: float) -> tuple[int | str, str]:
         paths = [self.root, *([self.root / "tests/without_native_core"] if hides_native_core else [])]
@@ -119,8 +117,6 @@ class ProjectCopy:
 def kill(copy: ProjectCopy, mutant: Mutant, seconds: float, tiers: Mapping[str, Tier] = TIERS) -> Outcome:
     """Run the tests that the mutant names, then its tier, then the later tiers, until one test fails.
 
-    This test is run once more without the mutant. Otherwise a broken test would kill every mutant.
-
     Args:
         copy: The copy to run them on.
         mutant: The mutant.
@@ -128,16 +124,40 @@ def kill(copy: ProjectCopy, mutant: Mutant, seconds: float, tiers: Mapping[str, 
         tiers: The tiers.
 
     Raises:
-        UnusableTestsError: The tests cannot be run, or the test fails without the mutant, too.
+        UnusableTestsError: The tests cannot be run.
     """
     began, names = monotonic(), list(tiers)
     whole = [(tier, tiers[tier].arguments) for tier in names[names.index(mutant.tier) :]]
-    for tier, tests in [(mutant.tier, mutant.tests), *whole]:
-        with copy.mutated(mutant):
-            failed = copy.failed_test(tier, tests, seconds)
-        if failed is None:
-            continue
-        if copy.failed_test(tier, [failed.partition("[")[0]], seconds):
-            raise UnusableTestsError(f"{failed} fails without the mutant {mutant.name}")
-        return Outcome(mutant, tier, failed, monotonic() - began)
+    with copy.mutated(mutant):
+        for tier, tests in [(mutant.tier, mutant.tests), *whole]:
+            if failed := copy.failed_tests(tier, tests, seconds, "-x"):
+                return Outcome(mutant, tier, failed[0], monotonic() - began)
     return Outcome(mutant, None, "", monotonic() - began)
+
+
+def without_broken_tests(copy: ProjectCopy, outcomes: Sequence[Outcome], seconds: float) -> list[Outcome]:
+    """Return the outcomes, but a mutant is not killed by a test that fails without it, too.
+
+    Raises:
+        UnusableTestsError: The tests cannot be run.
+    """
+    killers: dict[str, set[str]] = {}
+    for outcome in outcomes:
+        if outcome.killed_by is not None:
+            killers.setdefault(outcome.killed_by, set()).add(_function_of(outcome.test))
+    broken = {
+        _function_of(test)
+        for tier, tests in killers.items()
+        for test in copy.failed_tests(tier, sorted(tests), seconds)
+    }
+    return [
+        outcome._replace(killed_by=None, test=f"{outcome.test} fails without the mutant, too")
+        if _function_of(outcome.test) in broken
+        else outcome
+        for outcome in outcomes
+    ]
+
+
+def _function_of(test: str) -> str:
+    """Return the name of a test without its parameters."""
+    return test.partition("[")[0]

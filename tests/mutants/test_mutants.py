@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants.mutant_runner import ProjectCopy, UnusableTestsError, kill
+from tests.mutants.general_mutants import MODULES, Judgement, Survivor, load_judgements, parse_diff, unjudged
+from tests.mutants.mutant_runner import ProjectCopy, UnusableTestsError, kill, without_broken_tests
 from tests.mutants.seeded_mutant import PROJECT, TIERS, Mutant, MutantError, Tier, load_mutants
 
 MUTANTS = load_mutants()
@@ -92,8 +93,11 @@ def test_copy_is_the_product_again_after_a_mutant(copy: ProjectCopy) -> None:
 
 
 def test_test_that_fails_without_the_mutant_kills_nothing(copy: ProjectCopy) -> None:
-    with pytest.raises(UnusableTestsError, match="test_broken fails without the mutant"):
-        kill(copy, mutant_of(tests=("first/test_broken.py",)), 60, PROJECT_TIERS)
+    killed, broken = [
+        kill(copy, mutant_of(new="number + 2", tests=(f"first/test_{name}.py",)), 60, PROJECT_TIERS)
+        for name in ("zero", "broken")
+    ]
+    assert [outcome.killed_by for outcome in without_broken_tests(copy, [killed, broken], 60)] == ["unit", None]
 
 
 def test_mutant_that_cannot_be_imported_is_an_error_and_not_killed(copy: ProjectCopy) -> None:
@@ -104,3 +108,36 @@ def test_mutant_that_cannot_be_imported_is_an_error_and_not_killed(copy: Project
 def test_tests_over_the_time_limit_are_an_error(copy: ProjectCopy) -> None:
     with pytest.raises(UnusableTestsError, match="no result within"):
         kill(copy, mutant_of(new="[0 for _ in iter(int, 1)]"), 5, PROJECT_TIERS)
+
+
+DIFF = """
+# indexer.product.x_double__mutmut_1: survived
+--- indexer/product.py
++++ indexer/product.py
+@@ -1,3 +1,3 @@
+ def double(number):
+-    return 2 * number
++    return 3 * number
+"""
+
+
+def test_survivor_of_mutmut_is_known_by_its_changed_lines() -> None:
+    survivor = parse_diff(DIFF)
+    assert survivor == Survivor("indexer/product.py", "return 2 * number", "return 3 * number")
+    judged = [Judgement(survivor, "equivalent", "A reason.")]
+    other = survivor._replace(new="return 4 * number")
+    assert unjudged([survivor, other, other], judged) == [other]
+
+
+def test_judgements_are_about_the_present_source_and_have_reasons() -> None:
+    judgements = load_judgements()
+    assert len({judgement.survivor for judgement in judgements}) == len(judgements)
+    for judgement in judgements:
+        lines = {line.strip() for line in (PROJECT / judgement.survivor.file).read_text().splitlines()}
+        assert set(judgement.survivor.old.splitlines()) <= lines, judgement
+        assert judgement.verdict in {"equivalent", "not worth a test"}
+        assert judgement.reason.endswith(".")
+
+
+def test_mutated_modules_exist() -> None:
+    assert [module for module in MODULES if not (PROJECT / module).exists()] == []
