@@ -17,8 +17,9 @@ from tests.mutants.seeded_mutant import PROJECT, Mutant, load_mutants
 @click.command()
 @click.option("--jobs", default=1, show_default=True, help="Mutants that are tested at the same time.")
 @click.option("--seconds", default=900.0, show_default=True, help="Time limit of one run of tests.")
+@click.option("--named-only", is_flag=True, help="Run only the tests that the mutants name, not their tiers.")
 @click.argument("only", nargs=-1)
-def main(jobs: int, seconds: float, only: Sequence[str]) -> None:
+def main(jobs: int, seconds: float, named_only: bool, only: Sequence[str]) -> None:
     """Run the tests on each mutant, or on those whose name or part is ONLY, which may contain `*`.
 
     The exit code is 1 if one survives, or if the tests of its tier do not kill it.
@@ -34,7 +35,7 @@ def main(jobs: int, seconds: float, only: Sequence[str]) -> None:
         def run(mutant: Mutant) -> Outcome:
             copy = copies.get()
             try:
-                return kill(copy, mutant, seconds)
+                return kill(copy, mutant, seconds, named_only=named_only)
             except UnusableTestsError as error:
                 return Outcome(mutant, None, str(error), 0.0)
             finally:

@@ -114,7 +114,9 @@ class ProjectCopy:
         return process.returncode, output
 
 
-def kill(copy: ProjectCopy, mutant: Mutant, seconds: float, tiers: Mapping[str, Tier] = TIERS) -> Outcome:
+def kill(
+    copy: ProjectCopy, mutant: Mutant, seconds: float, tiers: Mapping[str, Tier] = TIERS, *, named_only: bool = False
+) -> Outcome:
     """Run the tests that the mutant names, then its tier, then the later tiers, until one test fails.
 
     Args:
@@ -122,6 +124,7 @@ def kill(copy: ProjectCopy, mutant: Mutant, seconds: float, tiers: Mapping[str, 
         mutant: The mutant.
         seconds: The time limit of each run of pytest.
         tiers: The tiers.
+        named_only: Run only the tests that the mutant names.
 
     Raises:
         UnusableTestsError: The tests cannot be run.
@@ -129,7 +132,7 @@ def kill(copy: ProjectCopy, mutant: Mutant, seconds: float, tiers: Mapping[str, 
     began, names = monotonic(), list(tiers)
     whole = [(tier, tiers[tier].arguments) for tier in names[names.index(mutant.tier) :]]
     with copy.mutated(mutant):
-        for tier, tests in [(mutant.tier, mutant.tests), *whole]:
+        for tier, tests in [(mutant.tier, mutant.tests), *([] if named_only else whole)]:
             if failed := copy.failed_tests(tier, tests, seconds, "-x"):
                 return Outcome(mutant, tier, failed[0], monotonic() - began)
     return Outcome(mutant, None, "", monotonic() - began)

@@ -83,6 +83,24 @@ async def test_attempts_to_reach_a_relay_that_is_down_are_counted_instead_of_log
     assert [line["event"] for line in shown if line["event"] != "relay.unreachable"] == ["relay.connected"]
 
 
+async def test_pause_before_a_reconnection_grows_up_to_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    sleep = asyncio.sleep
+
+    async def sleep_shorter(seconds: float) -> None:
+        pauses.append(seconds)
+        await sleep(0)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep_shorter)
+    source = subscription("ws://127.0.0.1:1", settings=replace(QUICK, first_delay=1, max_delay=12))
+    reading = asyncio.create_task(next_seqs(source, Cursors(0), 1))
+    await until(lambda: len([pause for pause in pauses if pause > 0.5]) >= 7)
+    reading.cancel()
+    await asyncio.gather(reading, return_exceptions=True)
+    for pause, expected in zip([pause for pause in pauses if pause > 0.5], (1, 2, 4, 8, 12, 12, 12), strict=False):
+        assert 0.75 * expected <= pause <= 1.25 * expected
+
+
 async def test_a_reconnection_asks_for_the_cursor_again(net: LocalNetwork) -> None:
     net.relay.inclusive = False
     account = net.create_account()

@@ -75,6 +75,14 @@ class TestAccounts:
         added = plan(unknown, "account", alice.account_event(active=True), None)
         assert (added.outcome, added.repo.active, added.repo.version) == (Outcome.APPLIED, True, 1)
 
+    def test_repeated_deletion_does_not_extend_the_grace_period(self) -> None:
+        alice = SigningAccount()
+        first, second = (alice.account_event(active=False, status="deleted") for _ in range(2))
+        deleted = plan(alice.row(), "account", first, None).repo
+        assert deleted.erase_at == NOW + CONTEXT.policy.deletion_grace
+        again = plan(deleted, "account", second, None, replace(CONTEXT, now=NOW + 3_600))
+        assert (again.outcome, again.repo.erase_at) == (Outcome.APPLIED, deleted.erase_at)
+
     def test_a_reactivated_account_is_resynchronized(self) -> None:
         alice = SigningAccount()
         hidden = alice.row(active=False)

@@ -11,7 +11,7 @@ from indexer.sync.plan_event import plan_active, plan_event
 from indexer.sync.plans import NeedsKey, Plan
 from indexer.sync.policy import UNAVAILABLE, KeyState
 from indexer.sync.repo_state import OUT_OF_SCOPE, PARKED, TOMBSTONED, Head, Repo, SyncStatus
-from indexer.sync.repo_transitions import Outcome, Trigger, desynchronize
+from indexer.sync.repo_transitions import STABLE_SECONDS, Outcome, Trigger, desynchronize
 from indexer.sync.scope import Scope, Track
 from tests.sync.planning import DESYNCHRONIZED, IN_PROGRESS, LISTED, SYNCHRONIZED, plan
 from tests.sync.signing_account import CONTEXT, NOW, POST, STORE_ALL, SigningAccount, decoded_event
@@ -297,6 +297,15 @@ def test_since_is_not_compared_with_the_stored_rev() -> None:
     assert plan(before, "commit", payload, alice.key_state).outcome is Outcome.APPLIED
 
 
+def test_commit_on_another_tree_breaks_the_chain_although_since_is_the_stored_rev() -> None:
+    alice = SigningAccount()
+    before = alice.row()
+    alice.commit_post("missed")
+    payload = alice.commit_post("a") | {"since": before.head and before.head.rev}
+    planned = plan(before, "commit", payload, alice.key_state)
+    assert (planned.outcome, planned.why, planned.changes) == (Outcome.DESYNCHRONIZED, Desync.CHAIN_BREAK, ())
+
+
 def test_commits_of_an_inactive_account_are_ignored() -> None:
     alice = SigningAccount()
     before = alice.row(active=False)
@@ -315,6 +324,14 @@ def test_an_event_unparks_a_parked_repo(kind: str) -> None:
         "identity": alice.identity_event(),
     }
     assert plan(repo, kind, payloads[kind], alice.key_state).repo.next_attempt_at == NOW
+
+
+@pytest.mark.parametrize(("seconds", "waits"), [(60, True), (STABLE_SECONDS - 1, True), (STABLE_SECONDS + 1, False)])
+def test_repo_that_breaks_soon_after_its_last_break_waits(seconds: float, waits: bool) -> None:
+    alice = SigningAccount()
+    before = alice.row(attempts=1, synchronized_at=NOW - seconds)
+    after = desynchronize(before, Trigger.BREAKS, Desync.CHAIN_BREAK, NOW)
+    assert (after.next_attempt_at is not None and after.next_attempt_at > NOW) is waits
 
 
 def test_the_back_off_grows_when_resyncs_overflow_repeatedly() -> None:
