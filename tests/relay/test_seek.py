@@ -38,6 +38,19 @@ class StreamInMemory:
         return Sighting(sent[0].seq, tuple(event.written_time for event in sent)) if sent else None
 
 
+@pytest.mark.parametrize(
+    ("times", "before"),
+    [
+        ((0.0,) * TIMES_PER_SIGHTING, True),
+        ((0.0,) * (TIMES_PER_SIGHTING - 1), False),
+        ((0.0,) * 7 + (100.0,) * 8, False),
+        ((100.0,) * 7 + (0.0,) * 8, True),
+    ],
+)
+def test_position_is_before_a_time_only_if_most_of_enough_messages_are(times: tuple[float, ...], before: bool) -> None:
+    assert Sighting(1, times).is_before(50.0) is before
+
+
 def regular(count: int, *, seconds: float = 1.0, seqs: int = 1) -> list[StreamedEvent]:
     """Return events with equal distances and correct times."""
     return [StreamedEvent(1 + n * seqs, n * seconds, n * seconds) for n in range(count)]

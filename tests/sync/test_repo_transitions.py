@@ -14,6 +14,7 @@ from indexer.sync.policy import UNAVAILABLE, KeyState, PlanContext
 from indexer.sync.repo_state import Head, Repo, SyncStatus
 from indexer.sync.repo_transitions import (
     TRANSITIONS,
+    UNPROVEN_REASONS,
     Outcome,
     Trigger,
     desynchronize,
@@ -114,6 +115,12 @@ def test_the_row_functions_follow_the_table(status: SyncStatus, trigger: Trigger
     assert (after.version, after.sync_status) == (4, TRANSITIONS[status][trigger][1])
     assert (after.sync_reason is None) is (after.sync_status is SyncStatus.SYNCHRONIZED)
     assert (after.buffered_events, after.buffered_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("reason", sorted(UNPROVEN_REASONS))
+def test_doubt_about_stored_records_stays_when_the_repo_breaks_again(reason: Desync) -> None:
+    doubtful = Repo("did:plc:x", version=1, sync_status=SyncStatus.IN_PROGRESS, sync_reason=reason)
+    assert desynchronize(doubtful, Trigger.OVERFLOWS, Desync.BUFFER_OVERFLOW, NOW).sync_reason is reason
 
 
 def test_the_mark_of_lenient_commits_stays_until_the_records_are_compared_or_erased() -> None:

@@ -152,8 +152,9 @@ def test_undecidable_result_says_if_the_operations_hold() -> None:
     only_root = {root: blocks[root]}
     inversion = undo(only_root, root, [NetOp(key, None, A)], prev_data)
     assert (inversion.verdict, inversion.ops_hold) == (Verdict.UNDECIDABLE, True)
-    inversion = undo(only_root, root, [NetOp(low, None, A)], prev_data)
-    assert (inversion.verdict, inversion.ops_hold) == (Verdict.UNDECIDABLE, False)
+    for in_missing_leaf in (NetOp(low, None, A), NetOp(low, A, None)):
+        inversion = undo(only_root, root, [in_missing_leaf], prev_data)
+        assert (inversion.verdict, inversion.ops_hold) == (Verdict.UNDECIDABLE, False)
 
 
 def test_operation_that_contradicts_the_tree_is_found_even_if_other_nodes_are_missing() -> None:
