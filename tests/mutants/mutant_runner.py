@@ -24,7 +24,7 @@ class UnusableTestsError(Exception):
 
 
 class Outcome(NamedTuple):
-    """What the tests say about a mutant.
+    """The result of the tests for one mutant.
 
     Attributes:
         killed_by: The tier that killed it; None if it survived, or if the tests cannot be run.
