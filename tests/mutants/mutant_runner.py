@@ -52,6 +52,7 @@ class ProjectCopy:
     def __init__(self, project: Path, directory: Path, tiers: Mapping[str, Tier] = TIERS) -> None:
         self.root = directory / "project"
         self._tiers = tiers
+        self._mutants = 0
         listed = subprocess.run(
             ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
             cwd=project,
@@ -71,13 +72,16 @@ class ProjectCopy:
     def mutated(self, mutant: Mutant) -> Iterator[None]:
         """Have the mutant in the copy while the block runs."""
         path = self.root / mutant.file
-        original, times = path.read_bytes(), path.stat()
+        original, written_at = path.read_bytes(), path.stat().st_mtime
+        self._mutants += 1
         path.write_text(mutant.applied_to(original.decode()))
+        # Cached bytecode belongs to a size and a time in seconds, so each mutant has a time of its own.
+        os.utime(path, (written_at, written_at + 2 * self._mutants))
         try:
             yield
         finally:
             path.write_bytes(original)
-            os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # bytecode is valid for one time of the source
+            os.utime(path, (written_at, written_at))
 
     def failed_tests(self, tier: str, tests: Sequence[str], seconds: float, *options: str) -> list[str]:
         """Run tests of a tier, with more options of pytest; return the names of those that fail.
