@@ -28,7 +28,8 @@ TIERS = {
     "store": Tier(("tests/store",)),
     "service": Tier(("tests/service",), hides_native_core=True),
     "daemon": Tier(("tests/daemon", "tests/cli", "tests/test_recovery.py"), hides_native_core=True),
-    "crash": Tier(("tests/test_crash.py",), hides_native_core=True),
+    "crash": Tier(("tests/test_crash.py", "tests/crashes"), hides_native_core=True),
+    "simulation": Tier(("tests/simulation",), hides_native_core=True),
     "cluster": Tier(("tests/citus",), hides_native_core=True),
 }
 """The tiers by name, in the order in which a mutant has to pass them."""
