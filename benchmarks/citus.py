@@ -201,12 +201,12 @@ def _print_tables(report: Mapping[str, Mapping[str, Report]]) -> None:
     console = Console()
     for part, sides in report.items():
         (first, before), (second, after) = sides.items()
-        for section, figures in before.items():
+        for section, figures in after.items():
             table = Table("", first, second, "ratio", title=f"{part}: {section}", title_justify="left", width=100)
             for name, figure in figures.items():
-                other = after[section][name]
-                ratio = _ratio(figure, other)
-                table.add_row(name, number(figure), number(other), "" if ratio is None else f"{ratio:.2f}")
+                other = before[section].get(name, "")
+                ratio = _ratio(other, figure)
+                table.add_row(name, number(other), number(figure), "" if ratio is None else f"{ratio:.2f}")
             console.print(table)
 
 

@@ -6,7 +6,7 @@ import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +48,12 @@ class Database:
     dsn: str
     pids: tuple[int, ...]
     nodes: tuple[str, ...]
+
+    @property
+    def servers(self) -> Mapping[str, Sequence[int]]:
+        """The main processes by part: of all servers and, in a cluster, of all but the first one."""
+        workers = self.pids[1:]
+        return {"Postgres": self.pids} | ({"Postgres on workers": workers} if workers else {})
 
 
 @asynccontextmanager

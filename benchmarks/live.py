@@ -163,8 +163,7 @@ async def measure_daemons(
             await daemon.wait_until_counted()
         await _load_identities(load, daemons, options.known)
         watch = await stack.enter_async_context(watch_arrivals(database.dsn, workload, daemons))
-        pids = {"daemon": [daemon.process.pid for daemon in daemons], "Postgres": database.pids}
-        pids["load"] = [load.process.pid]
+        pids = {"daemon": [daemon.process.pid for daemon in daemons], "load": [load.process.pid], **database.servers}
 
         metrics_before = await harness.sum_metrics(daemons)
         cpu_before = {part: cpu_usage.cpu_seconds(pids[part]) for part in pids}
