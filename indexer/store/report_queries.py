@@ -9,7 +9,7 @@ from typing import Any
 
 import asyncpg
 
-from indexer.atproto.cid import parse_cid
+from indexer.atproto.cid import cid_text, parse_cid
 from indexer.outbound import HostState
 from indexer.reasons import FetchFailure
 from indexer.store import scope_row
@@ -123,9 +123,10 @@ _CURSORS = """
     from atproto.cursors order by relay, shard
 """
 
+# Without `atproto.cid_text`: on a cluster, its two calls take 3.5 ms to plan, and each execution is planned.
 REPO = f"""
     select r.did, i.handle, i.pds, r.sync_status, r.sync_reason,
-        r.rev, atproto.cid_text(r.data) as data, atproto.cid_text(r.commit) as commit, r.latest_verified_rev,
+        r.rev, r.data, r.commit, r.latest_verified_rev,
         coalesce(r.hosting_status, case when r.active then 'active' else 'inactive' end) as hosting_status,
         r.takedown, r.tracked, {visible("r")} as visible, r.attempts as resync_attempts,
         nullif(r.next_attempt_at, 'infinity') as next_attempt_at,
@@ -300,7 +301,10 @@ async def _limit_time(connection: Connection, statements: int = 1) -> None:
 async def repo_report(connection: Connection, did: str) -> dict[str, Any] | None:
     """Return everything that is stored about a repo, by column; None if the repo is unknown."""
     row = await connection.fetchrow(REPO, did, bucket_of(did))
-    return None if row is None else dict(row)
+    if row is None:
+        return None
+    cids = {name: None if row[name] is None else cid_text(row[name]) for name in ("data", "commit")}
+    return {**row, **cids}
 
 
 async def record(connection: Connection, did: str, collection: str, rkey: str) -> dict[str, Any] | None:
