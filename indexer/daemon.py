@@ -47,7 +47,7 @@ from indexer.service.background.shard_ownership import ShardOwnership
 from indexer.service.crawl.reconcile import Reconciliation, ReconciliationSettings
 from indexer.service.current_scope import CurrentScope
 from indexer.service.live.account_limits import AccountLimits
-from indexer.service.live.batch_writer import BatchWriter, WriterSettings
+from indexer.service.live.batch_writer import BATCH_SIZE, CLUSTER_BATCH_SIZE, BatchWriter, WriterSettings
 from indexer.service.live.firehose_consumer import ConsumerSettings, FirehoseConsumer
 from indexer.service.live.inbox import Inbox
 from indexer.service.live.key_lookups import KeyLookups
@@ -201,7 +201,7 @@ class Daemon:
             self.key_lookups,
             self.stream_position,
             self.shard_ownership.owned,
-            WriterSettings(shard),
+            WriterSettings(shard, BATCH_SIZE if self.store.shards == 1 else CLUSTER_BATCH_SIZE),
             self.metrics,
             self.conditions,
             AccountLimits(self.new_accounts, NewAccounts(new_accounts), self.metrics, self.conditions),

@@ -38,6 +38,11 @@ from indexer.sync.repo_transitions import Outcome
 from indexer.sync.shard import Shard
 from indexer.sync.watermark import Position
 
+BATCH_SIZE = 500
+"""The maximum number of messages in a batch on one Postgres."""
+CLUSTER_BATCH_SIZE = 1_000
+"""The same on a distributed database, where statements and commits wait for several nodes."""
+
 # With these outcomes, a `Desync` reason says why the repo is desynchronized now. With others, it says why the event
 # changed nothing.
 _DESYNCHRONIZING = frozenset({Outcome.DESYNCHRONIZED, Outcome.APPLIED})
@@ -58,7 +63,7 @@ class WriterSettings:
     """
 
     shard: Shard
-    batch_size: int = 500
+    batch_size: int = BATCH_SIZE
     retry_interval: float = 1.0
     idle_after: float = 5.0
 
