@@ -9,7 +9,7 @@ from typing import Any
 
 import asyncpg
 
-from indexer.atproto.cid import cid_text, parse_cid
+from indexer.atproto.cid import cid_text
 from indexer.outbound import HostState
 from indexer.reasons import FetchFailure
 from indexer.store import scope_row
@@ -143,7 +143,13 @@ _RECORD = """
     where did = $1 and bucket = $2 and collection = $3 and rkey = $4
 """
 
-_RECORDS = "select collection || '/' || rkey, cid from atproto.records where did = $1 and bucket = $2"
+# From the tables, because the view returns CIDs as text.
+_RECORDS = f"""
+    select c.collection || '/' || c.rkey, c.cid from indexer.record c
+    where c.did = $1 and c.bucket = $2 and exists (
+        select from indexer.repo r where r.did = c.did and r.bucket = c.bucket and {visible("r")}
+    )
+"""
 
 
 def count_sample(percentage: float) -> str:
@@ -341,4 +347,4 @@ async def visible_repos(connection: Connection) -> dict[str, tuple[str, str | No
 async def visible_records(connection: Connection, did: str) -> dict[str, bytes]:
     """Return the CID of each record of a visible repo, by path; empty if the repo is not visible."""
     rows = await connection.fetch(_RECORDS, did, bucket_of(did))
-    return {path: parse_cid(cid) for path, cid in rows}
+    return {path: cid for path, cid in rows}  # noqa: C416 - a row is no tuple for the type checker
