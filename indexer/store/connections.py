@@ -1,7 +1,6 @@
 """The connections of a store: a pool, and sessions on connections of their own."""
 
-import asyncio
-from asyncio import Semaphore, timeout
+from asyncio import CancelledError, Event, Semaphore, timeout
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Self
@@ -44,7 +43,7 @@ class Connections:
         self._pool = pool
         self._dsn = dsn
         self._resync_connections = Semaphore(max(1, connections - RESERVED_CONNECTIONS))
-        self.committed = asyncio.Event()
+        self.committed = Event()
         self.failed_operations = 0
         self.last_error: str | None = None
 
@@ -140,11 +139,18 @@ class Connections:
 
     @asynccontextmanager
     async def _acquired(self) -> AsyncIterator[asyncpg.pool.PoolConnectionProxy]:
-        """Acquire a connection for a block that may raise other transient errors as well."""
+        """Acquire a connection for a block that may raise other transient errors as well.
+
+        It is closed if the block is cancelled or a time limit ends it. Postgres may receive the cancellation of a
+        statement so late that it affects the next one.
+        """
         with database_errors():
             connection = await self._acquire()
         try:
             yield connection
+        except (CancelledError, TimeoutError):
+            connection.terminate()
+            raise
         finally:
             with database_errors():
                 await self._pool.release(connection)
