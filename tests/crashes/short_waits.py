@@ -10,6 +10,7 @@ from indexer.service.live.batch_writer import WriterSettings
 from indexer.service.resync.queue_maintenance import MaintenanceSettings
 from indexer.service.resync.worker_pool import WorkerPoolSettings
 from indexer.store import erase_records
+from tests.changed_names import change_names
 from tests.daemon.impatient_daemon import wait_less
 
 LEASE_SECONDS = 3.0
@@ -18,7 +19,8 @@ LEASE_SECONDS = 3.0
 def wait_little() -> None:
     """Shorten the intervals of all stages."""
     wait_less()
-    vars(composition).update(
+    change_names(
+        composition,
         WorkerPoolSettings=partial(WorkerPoolSettings, idle_interval=0.1, lease=LEASE_SECONDS),
         ReconciliationSettings=partial(ReconciliationSettings, settle=0.1, poll=0.1, first_retry=0.1),
         MaintenanceSettings=partial(MaintenanceSettings, lease_interval=0.1, search_interval=0.2, batch_pause=0.0),
@@ -26,11 +28,11 @@ def wait_little() -> None:
         LinkMaintenance=partial(LinkMaintenance, interval=0.1),
         HOST_SAVE_SECONDS=0.2,
     )
-    vars(erase_records).update(BATCH_SIZE=2)
-    vars(host_limits).update(FIRST_PAUSE=0.05, MAX_PAUSE=0.2, MAX_PAUSE_CONFIGURED=0.2)
+    change_names(erase_records, BATCH_SIZE=2)
+    change_names(host_limits, FIRST_PAUSE=0.05, MAX_PAUSE=0.2, MAX_PAUSE_CONFIGURED=0.2)
 
 
 def forget_soon() -> None:
     """Also forget repos soon of which nothing is stored."""
     wait_little()
-    vars(composition).update(FORGET_SECONDS=0.1)
+    change_names(composition, FORGET_SECONDS=0.1)

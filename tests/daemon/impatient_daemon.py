@@ -13,22 +13,25 @@ from indexer.service.background.scope_untracking import ScopeUntracking
 from indexer.service.crawl.scope_backfill import ScopeBackfill
 from indexer.service.crawl.signal_discovery import SignalDiscovery
 from indexer.service.current_scope import CurrentScope
+from tests.changed_names import change_names
 
 
 def wait_less() -> None:
     """Shorten the waits of the daemon in this process."""
-    vars(composition).update(
+    change_names(
+        composition,
         CurrentScope=partial(CurrentScope, poll=0.1),
         AccountErasure=partial(AccountErasure, interval=0.1),
     )
-    vars(daemon_scope).update(
+    change_names(
+        daemon_scope,
         ScopeNarrowing=partial(ScopeNarrowing, interval=0.1),
         ScopeUntracking=partial(ScopeUntracking, interval=0.1),
         ScopeBackfill=partial(ScopeBackfill, interval=0.1, settle=0.5),
         SignalDiscovery=partial(SignalDiscovery, interval=0.1, settle=0.5),
     )
-    vars(scope_narrowing).update(BATCH_SIZE=3)
-    vars(scope_untracking).update(BATCH_SIZE=3, SEARCH_SECONDS=0.5)
+    change_names(scope_narrowing, BATCH_SIZE=3)
+    change_names(scope_untracking, BATCH_SIZE=3, SEARCH_SECONDS=0.5)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from indexer import clients
+from indexer import clients, daemon_scope
 from indexer import daemon as composition
 from indexer.identity import IdentityCache, IdentityLifetimes
 from indexer.outbound import Timeouts, host_limits
@@ -20,6 +20,7 @@ from indexer.service.live.stream_continuity import StreamContinuity
 from indexer.service.resync.queue_maintenance import MaintenanceSettings
 from indexer.service.resync.worker_pool import WorkerPoolSettings
 from indexer.sync.backoff import backoff_seconds
+from tests.changed_names import change_names
 
 RETRY = 0.05
 LIFETIMES = IdentityLifetimes(missing_max_age=1.0, refresh_interval=0.3, changed_interval=0.1, timeout=1.0)
@@ -27,22 +28,26 @@ LIFETIMES = IdentityLifetimes(missing_max_age=1.0, refresh_interval=0.3, changed
 
 def hurry() -> None:
     """Shorten the waits of this process."""
-    vars(composition).update(
+    change_names(
+        composition,
         CurrentScope=partial(CurrentScope, poll=0.1),
         IdentityCache=partial(IdentityCache, lifetimes=LIFETIMES),
         IdentityRefresh=partial(IdentityRefresh, interval=0.1),
         MaintenanceSettings=partial(MaintenanceSettings, lease_interval=0.1),
         ReconciliationSettings=partial(ReconciliationSettings, settle=0.3, poll=RETRY, first_retry=0.1),
-        ScopeBackfill=partial(ScopeBackfill, interval=0.1, settle=0.3),
-        ScopeNarrowing=partial(ScopeNarrowing, interval=0.1),
         StreamContinuity=partial(StreamContinuity, proof_timeout=3.0),
         StreamSeek=partial(StreamSeek, pause_timeout=0.2),
         Subscription=partial(Subscription, settings=ConnectionSettings(first_delay=RETRY, max_delay=0.2)),
         WorkerPoolSettings=partial(WorkerPoolSettings, idle_interval=RETRY, lease=4.0),
         WriterSettings=partial(WriterSettings, retry_interval=RETRY, idle_after=0.3),
     )
-    vars(clients).update(TIMEOUTS=Timeouts(connect=2.0, read=1.0, rate_grace=0.5))
-    vars(host_limits).update(FIRST_PAUSE=0.2, MAX_PAUSE=0.5, MAX_PAUSE_CONFIGURED=0.5)
-    vars(shard_ownership).update(RETRY_SECONDS=RETRY)
-    vars(stream_continuity).update(RETRY_SECONDS=RETRY)
+    change_names(
+        daemon_scope,
+        ScopeBackfill=partial(ScopeBackfill, interval=0.1, settle=0.3),
+        ScopeNarrowing=partial(ScopeNarrowing, interval=0.1),
+    )
+    change_names(clients, TIMEOUTS=Timeouts(connect=2.0, read=1.0, rate_grace=0.5))
+    change_names(host_limits, FIRST_PAUSE=0.2, MAX_PAUSE=0.5, MAX_PAUSE_CONFIGURED=0.5)
+    change_names(shard_ownership, RETRY_SECONDS=RETRY)
+    change_names(stream_continuity, RETRY_SECONDS=RETRY)
     backoff_seconds.__kwdefaults__ = {"first": 0.1, "maximum": 0.5}
