@@ -18,12 +18,14 @@ class DatabaseProxy:
         dsn: The database, through the proxy.
         mode: `open`: forward; `hang`: keep connections and accept new ones, but transmit nothing; `refuse`: break
             connections and close new ones at once.
+        disturbed: How many connections were broken or closed, and how often data or a connection had to wait.
     """
 
     def __init__(self, dsn: str) -> None:
         self._url = make_url(dsn)
         self.dsn = ""
         self.mode: Literal["open", "hang", "refuse"] = "open"
+        self.disturbed = 0
         self._opened = asyncio.Event()
         self._opened.set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -35,6 +37,7 @@ class DatabaseProxy:
     def refuse(self) -> None:
         self.mode = "refuse"
         self._opened.set()
+        self.disturbed += len(self._tasks)
         for task in self._tasks:
             task.cancel()
 
@@ -61,7 +64,10 @@ class DatabaseProxy:
         assert task is not None
         self._tasks.add(task)
         try:
-            if self.mode != "refuse":
+            if self.mode == "refuse":
+                self.disturbed += 1
+            else:
+                self.disturbed += self.mode == "hang"
                 await self._opened.wait()
                 await self._exchange(reader, writer)
         except (asyncio.CancelledError, OSError):
@@ -83,6 +89,7 @@ class DatabaseProxy:
 
     async def _copy(self, reader: StreamReader, writer: StreamWriter) -> None:
         while data := await reader.read(BYTES):
+            self.disturbed += self.mode == "hang"
             await self._opened.wait()
             writer.write(data)
             await writer.drain()

@@ -238,11 +238,13 @@ async def _stop_relay(world: World, fault: StoppedRelay) -> AsyncIterator[None]:
 @_carries_out(UnreachableDatabase)
 async def _hide_database(world: World, fault: UnreachableDatabase) -> AsyncIterator[None]:
     await until(world.has_backends, world.daemon.log_tail)
+    before = world.proxy.disturbed
     if fault.kind == "hanging":
         world.proxy.hang()
     else:
         world.proxy.refuse()
     yield
+    await until(lambda: world.proxy.disturbed > before, world.daemon.log_tail)
     await asyncio.sleep(0.1)
     world.proxy.open()
     world.fired[fault] += 1
