@@ -76,6 +76,7 @@ async def test_only_sessions_of_consumers_are_ended_for_a_migration(
         with capture_logs() as lines:
             migration = asyncio.create_task(migrate(empty_database))
             await until(lambda: migration.done() or waits(lines, backup))
+            assert not migration.done()
             assert await backup.fetchval("select 1") == 1
             await backup.execute("commit")
             await migration
