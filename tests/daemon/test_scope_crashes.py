@@ -152,7 +152,10 @@ async def test_daemon_killed_at_each_step_of_a_change_goes_on_after_it(
             network.collections, network.dids = {POST, LIKE}, {account.did for account in (*fans, chosen)}
             for death in DEATHS[point]:
                 daemon.start(death)
-                await daemon.wait_for_death(death)
+                try:
+                    await daemon.wait_for_death(death)
+                finally:
+                    daemon.close()
                 await connection.execute("update indexer.repo set lease_until = now() where lease_until is not null")
                 await assert_log_gives_records(connection)
             async with daemon.supervised():
