@@ -40,7 +40,7 @@ test-citus: venv ## Run the tests of daemon, crashes and demo on a Citus cluster
 	$(PYTEST) --hypothesis-profile quick --database citus $(CITUS_TESTS)
 
 crashes: venv ## Kill daemons at every crash point, and at random: make crashes DEATHS=5000
-	$(PYTEST) tests/crashes/test_crash_points.py --deaths $(or $(DEATHS),200)
+	$(PYTEST) tests/crashes tests/daemon/test_scope_crashes.py --deaths $(or $(DEATHS),200)
 
 check: lint ## Run lint, types, import contracts and the quick tests (under a minute)
 	$(PYTEST) -m "not slow" --hypothesis-profile quick
