@@ -4,6 +4,7 @@ Such a process can be told to kill itself at a crash point (`indexer/crash_point
 """
 
 import asyncio
+import json
 import multiprocessing
 import os
 import signal
@@ -19,6 +20,7 @@ from typing import NamedTuple
 from indexer import crash_points
 from indexer.cli.command import ExitCode
 from indexer.cli.main import main
+from tests.background import running
 from tests.waiting import until
 
 SUPERVISION_SECONDS = 0.1
@@ -76,15 +78,11 @@ class DaemonFork:
     async def supervised(self) -> AsyncIterator[None]:
         """Start the daemon, and start it again if it ends because of the database. Kill it at the end of the block."""
         self.start()
-        supervisor = asyncio.create_task(self._supervise())
         try:
-            yield
+            async with running(self._supervise()):
+                yield
         finally:
-            supervisor.cancel()
-            await asyncio.wait([supervisor])
             self.close()
-        if not supervisor.cancelled():
-            supervisor.result()
 
     def start(self, death: Death | None = None, command: Sequence[str] = RUN) -> None:
         """Start a process; with `death`, it kills itself at that moment."""
@@ -134,6 +132,11 @@ class DaemonFork:
     def log_tail(self) -> str:
         """Return the end of the log, which the first process creates."""
         return self.log.read_text()[-3_000:] if self.log.exists() else ""
+
+    def health_url(self) -> str:
+        """Return the URL of the health checks of the process that was started last."""
+        started = [line for line in self.log.read_text().splitlines() if '"daemon.started"' in line]
+        return str(json.loads(started[-1])["health"])
 
     def _join_killed(self) -> None:
         assert self._process is not None

@@ -1,7 +1,6 @@
 """A local network, a daemon on a Citus cluster, and what happens when some of them are killed."""
 
 import asyncio
-import json
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -17,12 +16,13 @@ from indexer.localnet.local_repo import Write
 from indexer.localnet.scenario import NOTE, Scenario
 from indexer.store.distribute import distribute
 from indexer.store.migrate import migrate
-from tests.citus.background import running
+from tests.background import running
 from tests.citus.log_consumer import LogConsumer
 from tests.citus_cluster import COORDINATOR, WORKERS, Cluster
 from tests.daemon_forks import DaemonFork
 from tests.daemon_process import daemon_environment
 from tests.database_checks import assert_change_log_consistent, wait_until_equal
+from tests.passed_time import EXPIRE_LEASES, EXPIRE_WAITS
 from tests.waiting import until
 
 DAEMON = "daemon"
@@ -35,12 +35,6 @@ ACT_SECONDS = 0.1
 HELD = "nobody"
 """The name of a standby that does not exist: COMMIT and PREPARE TRANSACTION of the node wait for it."""
 
-# As if time passed: leases of killed daemons expire, and postponed attempts are due.
-EXPIRE_LEASES = "update indexer.repo set lease_until = 'epoch' where sync_status = 'in-progress'"
-EXPIRE_WAITS = """
-    update indexer.repo set next_attempt_at = null
-    where sync_status = 'desynchronized' and next_attempt_at < 'infinity'
-"""
 _PREPARED = "select gid from pg_prepared_xacts where gid like 'citus%'"
 _WAITING = "select pid, query from pg_stat_activity where wait_event = 'SyncRep'"
 
@@ -166,10 +160,9 @@ class CrashWorld:
 
     async def _readyz(self) -> tuple[int, str]:
         """Return the status and the text of `/readyz` of the daemon that was started last; 0 if it does not answer."""
-        started = [line for line in self.daemon.log.read_text().splitlines() if '"daemon.started"' in line]
         try:
             async with httpx.AsyncClient() as client:
-                response = await client.get(f"{json.loads(started[-1])['health']}/readyz")
+                response = await client.get(f"{self.daemon.health_url()}/readyz")
         except httpx.TransportError as error:
             return 0, repr(error)
         return response.status_code, response.text

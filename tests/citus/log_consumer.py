@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import asyncpg
 
 from indexer.store.database_errors import DatabaseError, database_errors, opening
-from tests.citus.background import running
+from tests.background import running
 
 PAGE = 500
 PAUSE = 0.05

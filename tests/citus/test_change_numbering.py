@@ -21,7 +21,7 @@ from indexer.store.change_log_segments import TrimPlan, trim
 from indexer.store.distribute import distribute
 from indexer.store.migrate import migrate
 from indexer.sync.shard import bucket_of
-from tests.citus.background import running
+from tests.background import running
 from tests.citus_cluster import COORDINATOR, WORKERS, Cluster, running_cluster
 from tests.database_server import memory_directory
 from tests.store.change_log_helpers import after, change, connected, log, rkeys

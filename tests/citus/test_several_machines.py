@@ -17,12 +17,13 @@ from indexer.localnet.local_network import LocalNetwork
 from indexer.localnet.scenario import Scenario
 from indexer.store import Store
 from indexer.sync.shard import BUCKETS, Shard
-from tests.citus.background import running
-from tests.citus.crash_world import EXPIRE_LEASES, EXPIRE_WAITS, lose_commit
+from tests.background import running
+from tests.citus.crash_world import lose_commit
 from tests.citus.log_consumer import LogConsumer
 from tests.daemon_forks import DaemonFork, start_fork_server
 from tests.daemon_process import daemon_environment
 from tests.database_checks import assert_change_log_consistent
+from tests.passed_time import EXPIRE_LEASES, EXPIRE_WAITS
 from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from random import Random
@@ -13,10 +13,12 @@ from indexer.localnet.local_account import LocalAccount
 from indexer.localnet.local_network import LocalNetwork, did_of
 from indexer.localnet.local_repo import Write
 from indexer.localnet.scenario import NOTE, Scenario
+from tests.background import running
 from tests.crashes.short_waits import wait_little
 from tests.daemon_forks import DaemonFork, Death
 from tests.daemon_process import daemon_environment
 from tests.database_checks import apply_strictly, wait_until_equal
+from tests.passed_time import EXPIRE_LEASES, EXPIRE_WAITS
 from tests.waiting import until
 
 CONSUMER = "crashes"
@@ -24,12 +26,6 @@ EVENTS_OF_A_NEW_ACCOUNT = 4
 STEPS = 400
 """Steps of the scenario. Account events are at each fifth of them."""
 
-# As if time passed: leases of killed daemons expire, and postponed attempts are due.
-EXPIRE_LEASES = "update indexer.repo set lease_until = 'epoch' where sync_status = 'in-progress'"
-EXPIRE_WAITS = """
-    update indexer.repo set next_attempt_at = null
-    where sync_status = 'desynchronized' and next_attempt_at < 'infinity' and next_attempt_at > now()
-"""
 _NEXT = "select did, collection, rkey, action, cid, rev from atproto.next_changes($1, 100000) order by seq"
 _STORED = "select did, collection, rkey, atproto.cid_text(cid) from indexer.record"
 _UNSETTLED = """
@@ -38,7 +34,7 @@ _UNSETTLED = """
         + (select count(*) from indexer.unnumbered_batch)
 """
 
-Act = Callable[["DeathWorld"], Awaitable[None]]
+Act = Callable[["DeathWorld"], Coroutine[None, None, None]]
 
 
 class DeathWorld:
@@ -99,32 +95,17 @@ class DeathWorld:
         """Let the daemon run until it dies at this moment, after `before` and during `meanwhile`."""
         await before(self)
         self.daemon.start(death)
-        async with self._while_running(meanwhile):
+        async with running(*([meanwhile(self)] if meanwhile else [])):
             await self.daemon.wait_for_death(death)
         await self.count_death(death)
 
     async def kill_after(self, seconds: float, meanwhile: Act) -> None:
         """Let the daemon run for some time, and kill it."""
         self.daemon.start()
-        async with self._while_running(meanwhile):
+        async with running(meanwhile(self)):
             await asyncio.sleep(seconds)
         self.daemon.kill()
         await self.count_death(None)
-
-    @asynccontextmanager
-    async def _while_running(self, act: Act | None) -> AsyncIterator[None]:
-        """Act until the end of the block."""
-        if act is None:
-            yield
-            return
-        task = asyncio.ensure_future(act(self))
-        try:
-            yield
-        finally:
-            task.cancel()
-            await asyncio.wait([task])
-        if not task.cancelled():
-            task.result()
 
     async def count_death(self, death: Death | None) -> None:
         self.deaths[death] += 1
@@ -209,17 +190,13 @@ async def death_world(
     world = DeathWorld(network, dsn, directory, seed, prepare)
     await world.execute("select atproto.register_reader($1, 0)", CONSUMER)
     world.act(12)
-    expiring = asyncio.create_task(_expire_waits(dsn))
-    try:
-        await world.settle()
-        world.change_settings(settings or {})
-        yield world
-    finally:
-        world.daemon.close()
-        expiring.cancel()
-        await asyncio.wait([expiring])
-    if not expiring.cancelled():
-        expiring.result()
+    async with running(_expire_waits(dsn)):
+        try:
+            await world.settle()
+            world.change_settings(settings or {})
+            yield world
+        finally:
+            world.daemon.close()
 
 
 async def _expire_waits(dsn: str) -> None:

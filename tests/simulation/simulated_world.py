@@ -15,6 +15,7 @@ from indexer.localnet.local_plc import LocalPlc
 from indexer.localnet.tid_clock import TidClock
 from tests.daemon_forks import DaemonFork
 from tests.database_proxy import DatabaseProxy
+from tests.passed_time import EXPIRE_LEASES
 from tests.simulation.fault_schedule import (
     Action,
     Commit,
@@ -39,8 +40,6 @@ FIRST_SEQ = 10_000
 OBSERVER = "simulation"
 """The application name of connections that only look at the database."""
 
-# As if time passed: the leases of a killed daemon expire.
-_EXPIRE_LEASES = "update indexer.repo set lease_until = 'epoch' where sync_status = 'in-progress'"
 _RECORD_STATES = """
     create schema simulation;
     create table simulation.state (
@@ -145,7 +144,7 @@ class World:
         """Kill the daemon, and wait until the database knows."""
         self.daemon.kill()
         await until(self.has_no_backend)
-        await self.sql.execute(_EXPIRE_LEASES)
+        await self.sql.execute(EXPIRE_LEASES)
 
     async def has_no_backend(self) -> bool:
         """Return True if the daemon has no connection to the database."""

@@ -1,7 +1,6 @@
 """Run the world of a schedule with a daemon, and check it."""
 
 import asyncio
-import json
 import re
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import httpx
 
+from tests.background import running
 from tests.simulation.fault_injection import inject
 from tests.simulation.fault_schedule import Episode, Schedule
 from tests.simulation.simulated_world import World
@@ -67,14 +67,8 @@ async def _sampling(checks: Checks) -> AsyncIterator[None]:
         finally:
             await connection.close()
 
-    task = asyncio.create_task(sample())
-    try:
+    async with running(sample()):
         yield
-    finally:
-        task.cancel()
-        await asyncio.wait([task])
-    if not task.cancelled():
-        task.result()
 
 
 async def _wait_until_equal(checks: Checks) -> None:
@@ -90,8 +84,7 @@ async def _wait_until_equal(checks: Checks) -> None:
 
 async def _wait_until_settled(world: World) -> None:
     """Wait until the present daemon process has counted one outcome for each received message."""
-    started = [line for line in world.daemon.log.read_text().splitlines() if "daemon.started" in line]
-    url = f"{json.loads(started[-1])['health']}/metrics"
+    url = f"{world.daemon.health_url()}/metrics"
     counts = {"events_received": 0.0, "events": 0.0}
 
     async def settled() -> bool:
