@@ -81,10 +81,10 @@ simulate: venv ## Index random worlds with faults: make simulate SEED=17, or SEE
 	SIMULATION_FIRST_SEED=$(or $(SEED),$(FIRST),1) SIMULATION_SEEDS=$(or $(if $(SEED),1),$(SEEDS),20) \
 		$(PYTEST) tests/simulation $(if $(SEED),-k random_worlds)
 
-mutants: venv ## Show that the tests find every bug in tests/mutants (half an hour); make mutants ONLY="sync high-s-*" JOBS=2
+mutants: venv ## Show that the tests find every bug in tests/mutants (half an hour); ONLY="sync high-s-*" JOBS=2
 	$(BIN)/python -m tests.mutants --jobs $(or $(JOBS),1) $(ONLY)
 
-mutate: venv ## Change each expression of the pure packages with mutmut, and check the survivors; make mutate ONLY=indexer/sync/verify.py
+mutate: venv ## Change each expression of some modules with mutmut, and check the survivors; ONLY=indexer/sync/verify.py
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt mutmut
 	$(BIN)/python -m tests.mutants.general_mutants --jobs $(or $(JOBS),1) $(ONLY)
 
