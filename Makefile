@@ -72,7 +72,7 @@ native: venv ## Build the native core and install it into the virtual environmen
 native-check: ## Check format and lints of the native core, and run its own tests (needs cargo; skipped without it)
 	native/check
 
-fuzz: venv ## Fuzz all targets (tests/fuzz/targets.py) in turn until Ctrl-C; make fuzz TARGET=cars, or SECONDS=60 for all
+fuzz: venv ## Fuzz all targets (tests/fuzz/targets.py), two at a time, until Ctrl-C; TARGET=cars, or SECONDS=60 for all
 	@if $(BIN)/pip install --quiet --disable-pip-version-check --only-binary :all: --constraint constraints.txt atheris; \
 	then $(BIN)/python -m tests.fuzz --target $(or $(TARGET),all) --seconds $(or $(SECONDS),0) $(if $(CORPUS),--corpus $(CORPUS)); \
 	else echo "NOT FUZZED: there is no wheel of atheris for this machine and this Python"; fi

@@ -120,8 +120,9 @@ async def no_task_left() -> AsyncIterator[None]:
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Store how the run ended: `.ci/repeat-failures` repeats the failures of complete runs only."""
-    if not hasattr(session.config, "workerinput") and session.config.cache is not None:
-        session.config.cache.set("indexer/exit-status", int(exitstatus))
+    cache = getattr(session.config, "cache", None)
+    if not hasattr(session.config, "workerinput") and cache is not None:
+        cache.set("indexer/exit-status", int(exitstatus))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

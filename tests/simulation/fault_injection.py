@@ -176,7 +176,7 @@ async def _break_connection(world: World, fault: BrokenConnection) -> AsyncItera
     yield
     await until(lambda: world.relay is not None, world.daemon.log_tail)
     assert world.relay is not None
-    world.fired[fault] += world.relay.abort_connections()
+    world.fired[fault] += world.relay.abort_connections() > 0
 
 
 @_carries_out(KilledDaemon)
