@@ -2,8 +2,11 @@
 
 import json
 from base64 import b32encode, b64encode
+from contextlib import ExitStack
 from decimal import Decimal
+from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import asyncpg
@@ -42,9 +45,10 @@ class FuzzDatabase:
     """A database on a server of its own, which ends with the process."""
 
     def __init__(self) -> None:
-        self._context = memory_directory()
-        directory = self._context.__enter__()
-        assert directory is not None, "no memory for a database"
+        self._directories = ExitStack()
+        directory = self._directories.enter_context(memory_directory())
+        if directory is None:
+            directory = Path(self._directories.enter_context(TemporaryDirectory(prefix="indexer-fuzz-")))
         self._server = DatabaseServer(directory)
         dsn = self._server.create(migrated=True)
         self.run = self._server.run
@@ -56,7 +60,7 @@ class FuzzDatabase:
         self.run(self.connection.close())
         self.run(self.store.close())
         self._server.close()
-        self._context.__exit__(None, None, None)
+        self._directories.close()
 
 
 class Records(FuzzTarget):
