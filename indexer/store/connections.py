@@ -2,7 +2,7 @@
 
 from asyncio import CancelledError, Event, Semaphore, timeout
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Self
 
 import asyncpg
@@ -16,6 +16,8 @@ from indexer.sync.shard import Placement
 
 STATEMENT_TIMEOUT = 60.0
 """Seconds after which a statement is cancelled."""
+CANCEL_TIMEOUT = 5.0
+"""Seconds to wait for the end of a cancelled statement."""
 RESERVED_CONNECTIONS = 3
 """Connections that resyncs leave to the live path, to lease heartbeats, and to reports."""
 SERVER_SETTINGS = {
@@ -148,8 +150,9 @@ class Connections:
             connection = await self._acquire()
         try:
             yield connection
-        except (CancelledError, TimeoutError):
-            connection.terminate()
+        except (CancelledError, TimeoutError, DatabaseError) as error:
+            if not isinstance(error, DatabaseError) or isinstance(error.__cause__, TimeoutError):
+                await _close_after_cancellation(connection)
             raise
         finally:
             with database_errors():
@@ -168,6 +171,15 @@ class Connections:
             self.failed_operations += 1
             self.last_error = str(error)
             raise
+
+
+async def _close_after_cancellation(connection: asyncpg.pool.PoolConnectionProxy) -> None:
+    """Close the connection when Postgres has ended the cancelled statement, at the latest after `CANCEL_TIMEOUT`.
+
+    `terminate` would drop the request to cancel it: the statement would go on, with its locks, outside of the pool.
+    """
+    with suppress(Exception):  # the connection is closed in any case
+        await connection.close(timeout=CANCEL_TIMEOUT)
 
 
 async def _keep_session(_connection: asyncpg.Connection) -> None:
