@@ -11,11 +11,12 @@ import asyncpg
 
 from indexer.store.columns import Connection
 
-# Consumers are neither superusers nor the role of the daemon: a backup may take hours. The age is hidden (null) from a
-# role without the privileges of pg_read_all_stats.
+# Consumers are neither superusers nor the role of the daemon: a backup may take hours. Nor may they create roles: from
+# Postgres 16 on, an administrator who is no superuser is a member of each role that they have created, without its
+# privileges. The age is hidden (null) from a role without the privileges of pg_read_all_stats.
 _SESSIONS = """
     select a.pid, a.usename::text as role, date_part('epoch', clock_timestamp() - a.xact_start) as seconds,
-        not r.rolsuper and r.rolname <> current_user and exists (
+        not r.rolsuper and not r.rolcreaterole and r.rolname <> current_user and exists (
             select from pg_roles g
             where g.rolname in ('atproto_reader', 'atproto_operator') and pg_has_role(r.oid, g.oid, 'member')
         ) as is_consumer
@@ -45,7 +46,8 @@ class BlockingSession:
     Attributes:
         role: The role that logged in.
         seconds: Age of the transaction; None if it is hidden from the daemon's role.
-        is_consumer: Only the privileges of a consumer brought it here: it is no backup, daemon or administrator.
+        is_consumer: Its role is a member of a role of the public schema, and is neither that of the daemon nor an
+            administrator's.
         ended: True if the session was ended; False if it is not old enough, or the daemon's role may not end it.
     """
 
