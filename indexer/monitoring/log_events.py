@@ -150,8 +150,8 @@ LOG_EVENTS: dict[str, LogEvent] = {
     "database.migration-waiting": LogEvent(
         ("warning",),
         ("role", "pid", "seconds"),
-        "The upgrade of the schema got no lock within two seconds. This session has used a table or a view since so "
-        "many seconds. They are null if the role of the daemon may not see them.",
+        "The upgrade of the schema got no lock within two seconds. This session has locks on tables or views, and its "
+        "transaction is `seconds` old. The age is null if the role of the daemon may not see it.",
         "The upgrade is tried again. After a minute, the session is ended if it is a consumer's; otherwise end it "
         "yourself, or wait for it.",
     ),
