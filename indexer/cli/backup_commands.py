@@ -21,8 +21,8 @@ async def backup_command(settings: Settings, *, file: Path, as_json: bool) -> in
 
     The file has everything as of one point in time, in the custom format of pg_dump. A daemon may run meanwhile, except
     on a cluster, whose nodes do not read at the same moment. The file appears only when it is complete. pg_dump must
-    not be older than the server; the one of the embedded Postgres is used, or the one in INDEXER_PG_BINDIR. Use that
-    of the server if it is older than Postgres 17: a newer pg_restore cannot restore into it.
+    not be older than the server; the one of the embedded Postgres is used, or the one in INDEXER_PG_BINDIR. If the
+    server is older than Postgres 17, use the programs of its version: a newer pg_restore cannot restore into it.
     """
     async with open_database(settings) as dsn:
         await require_current_schema(dsn)

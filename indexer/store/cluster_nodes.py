@@ -129,9 +129,9 @@ def _problems(nodes: Sequence[ClusterNode]) -> Iterator[str]:
     coordinator = nodes[0]
     if not any(node.holds_shards for node in nodes):
         yield "no node may hold shards; add a worker with citus_add_node"
-    if strangers := [node.name for node in nodes if not node.is_owner]:
+    if not_owned := [node.name for node in nodes if not node.is_owner]:
         yield (
-            f"the role must own the database on {', '.join(strangers)}; let an administrator run on the coordinator: "
+            f"the role must own the database on {', '.join(not_owned)}; let an administrator run on the coordinator: "
             "alter database … owner to …"
         )
     for node in nodes:
