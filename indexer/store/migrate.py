@@ -48,6 +48,8 @@ MAX_LOCK_PAUSE = 10.0
 """Longest time in seconds until a migration that got no lock is repeated."""
 CONSUMER_SECONDS = 60.0
 """Age of the transaction of a consumer at which its session is ended for a migration: the limit of its role."""
+LATEST_VIEWS = "0030"
+"""The last migration that replaces public views."""
 POLL_SECONDS = 0.02
 FIRST_COMPATIBLE = "0019"
 """A release that needs this version or a later one can use newer schemas, unless a migration says otherwise.
@@ -106,6 +108,22 @@ _CREATE_LOCK = f"""
         exception when unique_violation or duplicate_table then
             null;
         end;
+    end $$
+"""
+# A query has locked its view when it waits for a table. If a migration changes the table first, and replaces the view
+# afterwards, both wait for each other, and Postgres ends the migration. So it locks the views before all tables, and
+# without them: LOCK TABLE would lock the tables, too. No view has the option.
+_LOCK_VIEWS = """
+    do $$ declare
+        view regclass;
+    begin
+        for view in
+            select oid from pg_class where relkind = 'v'
+                and relnamespace in (to_regnamespace('atproto'), to_regnamespace('lexicon'))
+            order by oid
+        loop
+            execute format('alter view %s reset (check_option)', view);
+        end loop;
     end $$
 """
 _LIMIT_WAITS = f"set local lock_timeout = '{LOCK_SECONDS}s'"
@@ -343,7 +361,7 @@ async def _upgrade(dsn: str, revision: str, on_version: OnVersion) -> _Obstacle 
             database, release = await connection.run_sync(_versions)  # another process may have migrated it
             if database == release:
                 return None
-            await connection.execute(text(_LIMIT_WAITS))
+            await _prepare_locks(connection, database)
             async with _on_all_nodes(connection):
                 await connection.run_sync(upgrade)
                 if await connection.scalar(text(_HAS_LEXICONS)):
@@ -360,6 +378,13 @@ async def _upgrade(dsn: str, revision: str, on_version: OnVersion) -> _Obstacle 
             raise
         return obstacle
     return None
+
+
+async def _prepare_locks(connection: AsyncConnection, database: str | None) -> None:
+    """Limit the time for which the transaction waits for a lock. Lock the public views if they will be replaced."""
+    await connection.execute(text(_LIMIT_WAITS))
+    if database is not None and database < LATEST_VIEWS:
+        await connection.execute(text(_LOCK_VIEWS))
 
 
 @asynccontextmanager
