@@ -66,7 +66,7 @@ SETTINGS = {
 """Settings of the database, which Citus passes on to the workers. docs/performance.md has what was measured.
 
 `max_adaptive_executor_pool_size`: the parts of a statement that are on one node use one connection, one after another.
-For small batches that is faster than more connections; for batches of 500 messages it is a little slower.
+For small batches that is faster than more connections; for batches of 500 messages it was a little slower.
 `max_cached_conns_per_worker`: to open a connection takes longer than most statements.
 `override_table_visibility`: otherwise, Citus adds a slow condition to each query of `pg_class`, and every session of
 the database driver begins with such a query.

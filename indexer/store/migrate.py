@@ -170,7 +170,8 @@ async def migrate(dsn: str, revision: str = "head", on_version: OnVersion = _ign
                 continue
         conflicts += 1
         await asyncio.sleep(backoff_seconds(conflicts, dsn, first=0.1, maximum=2.0))
-    text = f"{MAX_ATTEMPTS} attempts to migrate the database {without_password(dsn)} met concurrent changes of roles"
+    obstacles = "concurrent changes of roles or deadlocks"
+    text = f"{MAX_ATTEMPTS} attempts to migrate the database {without_password(dsn)} met {obstacles}"
     raise DatabaseError(FetchFailure.UNREACHABLE, text)
 
 
@@ -370,7 +371,7 @@ async def _upgrade(dsn: str, revision: str, on_version: OnVersion) -> _Obstacle 
                 log.warning("database.roles-missing", roles=roles)
             crash_point("migration.done")
         crash_point(COMMITTED)
-    except (DBAPIError, exceptions.LockNotAvailableError) as error:
+    except (DBAPIError, exceptions.PostgresError) as error:
         cause = driver_error(error)
         if isinstance(cause, exceptions.DependentObjectsStillExistError):
             raise unusable(dsn, _in_use(cause)) from error
