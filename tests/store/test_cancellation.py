@@ -71,6 +71,8 @@ async def test_a_cancelled_statement_leaves_the_connection_as_it_was(database: s
             waiting.cancel()
             await asyncio.wait([waiting])
             assert waiting.cancelled()
+            # The statement has ended in Postgres, too, although the lock is still held.
+            await until(lambda: other.fetchval("select not exists (select from pg_locks where not granted)"))
         assert await store.repos([DID]) == {}
         assert await open_transactions(other) == 0
     finally:
