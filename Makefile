@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
-PYTEST := $(BIN)/pytest -n 2 --dist worksteal
+PYTEST := $(BIN)/pytest -n 3 --dist worksteal
 
 # Write cached bytecode even if the environment disables it: collecting the tests takes half the time with it.
 export PYTHONDONTWRITEBYTECODE :=

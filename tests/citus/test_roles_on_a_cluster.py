@@ -99,7 +99,7 @@ async def test_a_reader_cannot_run_a_command_on_the_nodes(
     port = citus.cluster.ports[WORKERS[0]]
     for command in COMMANDS:
         query = f"select * from {command.format(table=table, port=port)}"
-        assert await sql.fetch(query, "select 1") != []
+        await sql.fetch(query, "select 1")  # the owner of the server may run it
         with pytest.raises(asyncpg.InsufficientPrivilegeError, match="permission denied for function"):
             await reader.fetch(query, "select 1")
     assert await sql.fetch(OTHER_FUNCTIONS, [command.partition("(")[0] for command in COMMANDS]) == []

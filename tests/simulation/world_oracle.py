@@ -178,7 +178,9 @@ def _add_key_changes(repos: Mapping[str, TrueRepo], schedule: Schedule) -> None:
     """Add reasons for accounts whose key changes: messages with the former key may be read after the change."""
     for action in schedule.actions:
         if isinstance(action, RotateKey | Migrate):
-            repos[action.did].reasons |= {"sync-event", *BROKEN_CHAIN}
+            repo = repos[action.did]
+            repo.reasons |= {"sync-event", *BROKEN_CHAIN}
+            repo.certain = repo.certain and repo.certain | {"sync-event"}
     later = schedule.actions[len(schedule.first) :]
     announced = {action.did for action in later if isinstance(action, Join | RotateKey | Migrate | SetStatus)}
     if any(isinstance(fault, UnreachableDirectory) for fault in schedule.faults):

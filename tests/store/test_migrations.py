@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 CONTRACTION = re.compile(
     r"\bdrop (table|column|sequence|type|view)\b|\brename\b|\bset not null\b|\balter column \S+ (set data )?type\b"
-    r"|\badd column (?!.*default).* not null",
+    r"|\badd column (?!.*(default|generated)).* not null",
     re.IGNORECASE,
 )
 
