@@ -23,7 +23,7 @@ from indexer.sync.backoff import backoff_seconds
 from tests.changed_names import change_names
 
 RETRY = 0.05
-LIFETIMES = IdentityLifetimes(missing_max_age=1.0, refresh_interval=0.3, changed_interval=0.1, timeout=1.0)
+LIFETIMES = IdentityLifetimes(missing_max_age=1.0, refresh_interval=0.3, changed_interval=0.1, timeout=3.0)
 
 
 def hurry() -> None:

@@ -10,7 +10,7 @@ import httpx
 
 from tests.background import running
 from tests.simulation.fault_injection import inject
-from tests.simulation.fault_schedule import Episode, Schedule
+from tests.simulation.fault_schedule import Episode, RestartedSequence, Schedule
 from tests.simulation.simulated_world import World
 from tests.simulation.world_checks import Checks, Snapshot
 from tests.simulation.world_oracle import truth_of
@@ -42,7 +42,8 @@ async def simulate(schedule: Schedule, dsn: str, directory: Path) -> None:
 
 async def _perform(world: World, episode: Episode) -> None:
     async with AsyncExitStack() as stack:
-        for fault in episode.faults:
+        # The context that is entered first ends last: other faults wait until the daemon has read all of the sequence.
+        for fault in sorted(episode.faults, key=lambda fault: not isinstance(fault, RestartedSequence)):
             await stack.enter_async_context(inject(world, fault))
         await world.perform_all(episode.actions)
     await world.perform_all(episode.after)

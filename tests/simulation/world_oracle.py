@@ -130,6 +130,8 @@ def truth_of(schedule: Schedule) -> Truth:
     _add_key_changes(repos, schedule)
     undisturbed = frozenset(action.did for action in schedule.first if repos[action.did].reasons == {"new"})
     for repo in repos.values():
+        if "identity" in repo.reasons:  # without a key, a break of the chain is not seen
+            repo.certain = repo.certain and repo.certain | {"identity"}
         repo.reasons.add("lease-expired")  # a killed or slow worker has not finished
     changes = [fault.collections for fault in schedule.faults if isinstance(fault, ChangedScope)]
     scopes = tuple(Scope(collections) for collections in (schedule.collections, *changes))
