@@ -77,8 +77,8 @@ fuzz: venv ## Fuzz all targets (tests/fuzz/targets.py), two at a time, until Ctr
 	then $(BIN)/python -m tests.fuzz --target $(or $(TARGET),all) --seconds $(or $(SECONDS),0) $(if $(CORPUS),--corpus $(CORPUS)); \
 	else echo "NOT FUZZED: there is no wheel of atheris for this machine and this Python"; fi
 
-simulate: venv ## Index random worlds with faults: make simulate SEED=17, or SEEDS=1000 FIRST=5000 (default: 20 from 1)
-	SIMULATION_FIRST_SEED=$(or $(SEED),$(FIRST),1) SIMULATION_SEEDS=$(or $(if $(SEED),1),$(SEEDS),20) \
+simulate: venv ## Index random worlds with faults: make simulate SEED=17, or SEEDS=1000 FIRST=5000 (default: 100 from 1)
+	SIMULATION_FIRST_SEED=$(or $(SEED),$(FIRST),1) SIMULATION_SEEDS=$(or $(if $(SEED),1),$(SEEDS),100) \
 		$(PYTEST) tests/simulation $(if $(SEED),-k random_worlds)
 
 mutants: venv ## Show that the tests find every bug in tests/mutants (half an hour); ONLY="sync high-s-*" JOBS=2

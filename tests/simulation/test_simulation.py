@@ -16,7 +16,7 @@ from tests.simulation.draw_schedule import draw_schedule
 from tests.simulation.simulation_run import simulate
 
 FIRST = int(os.environ.get("SIMULATION_FIRST_SEED", "1"))
-COUNT = int(os.environ.get("SIMULATION_SEEDS", "20"))
+COUNT = int(os.environ.get("SIMULATION_SEEDS", "100"))
 WORLDS_AT_ONCE = 4
 """Worlds that one test runs at the same time: most of the time, a world waits for hosts that do not answer."""
 SEEDS = range(FIRST, FIRST + COUNT)
