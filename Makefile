@@ -43,7 +43,7 @@ crashes: venv ## Kill daemons at every crash point, and at random: make crashes 
 	$(PYTEST) tests/crashes tests/daemon/test_scope_crashes.py --deaths $(or $(DEATHS),200)
 
 check: lint ## Run lint, types, import contracts and the quick tests (under a minute)
-	$(PYTEST) -m "not slow" --hypothesis-profile quick
+	$(PYTEST) -n 2 -m "not slow" --hypothesis-profile quick
 
 lint: venv ## Check format, lint rules, spelling, types and import contracts
 	$(BIN)/ruff check

@@ -14,6 +14,8 @@ ROWS = "select result from run_command_on_shards('numbers', 'select count(*) fro
 PLAN = "explain (costs off) select * from numbers where bucket = any($1::smallint[])"
 WORKERS = "select nodeid from pg_dist_node where isactive and noderole = 'primary' and shouldhaveshards order by 1"
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 async def sql(postgres: CitusServer) -> AsyncIterator[asyncpg.Connection]:

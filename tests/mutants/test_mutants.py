@@ -105,6 +105,7 @@ def test_mutant_that_cannot_be_imported_is_an_error_and_not_killed(copy: Project
         kill(copy, mutant_of(old="def double", new="def triple"), 60, PROJECT_TIERS)
 
 
+@pytest.mark.slow
 def test_tests_over_the_time_limit_are_an_error(copy: ProjectCopy) -> None:
     with pytest.raises(UnusableTestsError, match="no result within"):
         kill(copy, mutant_of(new="[0 for _ in iter(int, 1)]"), 5, PROJECT_TIERS)
