@@ -16,6 +16,16 @@ async def stored_seq(store: Store, relay: str) -> int | None:
     return max((cursor.seq for cursor in await store.cursors() if cursor.relay == relay), default=None)
 
 
+async def fetch(dsn: str, statement: str, *values: object) -> list[asyncpg.Record]:
+    """Execute a statement on a connection of its own, and return its rows."""
+    connection = await asyncpg.connect(dsn)
+    try:
+        rows: list[asyncpg.Record] = await connection.fetch(statement, *values)
+        return rows
+    finally:
+        await connection.close()
+
+
 async def wait_until_equal(network: LocalNetwork, dsn: str, min_records: int = 100) -> None:
     """Wait until the cursor is at the last message and the database equals the network."""
     store = await Store.open(dsn)

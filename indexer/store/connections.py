@@ -18,6 +18,8 @@ STATEMENT_TIMEOUT = 60.0
 """Seconds after which a statement is cancelled."""
 CANCEL_TIMEOUT = 5.0
 """Seconds to wait for the end of a cancelled statement."""
+ENDS_STATEMENT = (CancelledError, TimeoutError)
+"""With these errors, the driver cancels the running statement."""
 RESERVED_CONNECTIONS = 3
 """Connections that resyncs leave to the live path, to lease heartbeats, and to reports."""
 SERVER_SETTINGS = {
@@ -150,8 +152,9 @@ class Connections:
             connection = await self._acquire()
         try:
             yield connection
-        except (CancelledError, TimeoutError, DatabaseError) as error:
-            if not isinstance(error, DatabaseError) or isinstance(error.__cause__, TimeoutError):
+        except BaseException as error:
+            # An inner block may have turned the error of a time limit into a `DatabaseError`.
+            if isinstance(error, ENDS_STATEMENT) or isinstance(error.__cause__, ENDS_STATEMENT):
                 await _close_after_cancellation(connection)
             raise
         finally:
@@ -178,7 +181,8 @@ async def _close_after_cancellation(connection: asyncpg.pool.PoolConnectionProxy
 
     `terminate` would drop the request to cancel it: the statement would go on, with its locks, outside of the pool.
     """
-    with suppress(Exception):  # the connection is closed in any case
+    # The driver closes the socket before it raises one of these, and the block already has the error that counts.
+    with suppress(OSError, asyncpg.PostgresError, asyncpg.InterfaceError):
         await connection.close(timeout=CANCEL_TIMEOUT)
 
 

@@ -19,6 +19,7 @@ from indexer.settings import Settings
 from indexer.store import Store
 from tests.cli.command_line import run_indexer
 from tests.daemon_harness import run_daemon, settings_for
+from tests.database_checks import fetch
 from tests.waiting import until
 
 POST = "app.bsky.feed.post"
@@ -55,12 +56,7 @@ class AuditWorld:
             await until(all_synchronized)
 
     async def sql(self, statement: str, *values: Any) -> list[asyncpg.Record]:
-        connection = await asyncpg.connect(self.dsn)
-        try:
-            rows: list[asyncpg.Record] = await connection.fetch(statement, *values)
-            return rows
-        finally:
-            await connection.close()
+        return await fetch(self.dsn, statement, *values)
 
     async def delete_post(self, account: LocalAccount, rkey: str) -> None:
         """Delete the row of a post from the database."""

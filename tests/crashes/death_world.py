@@ -17,7 +17,7 @@ from tests.background import running
 from tests.crashes.short_waits import wait_little
 from tests.daemon_forks import DaemonFork, Death
 from tests.daemon_process import daemon_environment
-from tests.database_checks import apply_strictly, wait_until_equal
+from tests.database_checks import apply_strictly, fetch, wait_until_equal
 from tests.passed_time import EXPIRE_LEASES, EXPIRE_WAITS
 from tests.waiting import until
 
@@ -141,12 +141,7 @@ class DeathWorld:
         return len(await self.execute("select from indexer.dead_letter")) == count
 
     async def execute(self, statement: str, *values: object) -> list[asyncpg.Record]:
-        connection = await asyncpg.connect(self.dsn)
-        try:
-            rows: list[asyncpg.Record] = await connection.fetch(statement, *values)
-            return rows
-        finally:
-            await connection.close()
+        return await fetch(self.dsn, statement, *values)
 
     async def _is_settled(self) -> bool:
         [(unsettled,)] = await self.execute(_UNSETTLED)

@@ -22,6 +22,7 @@ from indexer.store import Store
 from indexer.sync.events import MalformedEvent
 from indexer.sync.frames import decode_frame
 from tests.daemon_harness import run_daemon, settings_for, wait_for_cursor
+from tests.database_checks import fetch
 from tests.waiting import until
 
 POST = "app.bsky.feed.post"
@@ -125,12 +126,7 @@ class RunningDaemon:
         await self.resync_until_equal(account)
 
     async def execute(self, statement: str, *values: Any) -> list[asyncpg.Record]:
-        connection = await asyncpg.connect(self.dsn)
-        try:
-            rows: list[asyncpg.Record] = await connection.fetch(statement, *values)
-            return rows
-        finally:
-            await connection.close()
+        return await fetch(self.dsn, statement, *values)
 
     async def repo_row(self, account: LocalAccount) -> asyncpg.Record:
         """Return the row of the repo. `wait` is the seconds until its next attempt, infinite if it is parked."""
