@@ -1,11 +1,13 @@
 """Build the clients for outbound requests from the settings."""
 
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from time import time
 
-from indexer.identity import DidResolver
+from indexer.identity import DidResolver, IdentityCache, IdentityLifetimes
+from indexer.monitoring.metrics import Metrics
 from indexer.outbound import OutboundClient, OutboundSettings, RateLimits, Timeouts, host_of
 from indexer.pds import PdsClient, reader_factory
 from indexer.service.feed.webhook import CONCURRENCY
@@ -59,6 +61,22 @@ def make_did_resolver(settings: Settings, outbound: OutboundClient) -> DidResolv
         allow_private_hosts=settings.allow_private_hosts,
         clock=time,
     )
+
+
+@asynccontextmanager
+async def open_identities(
+    settings: Settings, store: Store, outbound: OutboundClient, metrics: Metrics
+) -> AsyncIterator[IdentityCache]:
+    """Open the identities for a command.
+
+    Only the operator causes lookups, so identities are refreshed without a limit, and missing keys are looked up again.
+    """
+    resolver, lifetimes = make_did_resolver(settings, outbound), IdentityLifetimes(missing_max_age=0.0)
+    identities = IdentityCache(resolver, store, metrics, clock=time, refresh_rate=math.inf, lifetimes=lifetimes)
+    try:
+        yield identities
+    finally:
+        await identities.close()
 
 
 def make_pds_client(settings: Settings, outbound: OutboundClient, core: NativeCore | None = None) -> PdsClient:

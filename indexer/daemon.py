@@ -191,6 +191,7 @@ class Daemon:
             self.open_gaps,
             self._repo_list_sources,
             lambda: self.scope.scope,
+            self.identities,
         )
         self.key_lookups = KeyLookups(
             self.identities, self.inbox, timeout=KEY_LOOKUP_TIMEOUT_SECONDS, concurrency=KEY_LOOKUP_CONCURRENCY
@@ -477,6 +478,7 @@ def make_reconciliation(
     gaps: OpenGaps,
     sources: Callable[[], Sequence[str]],
     scope: Callable[[], Scope],
+    identities: IdentityCache,
 ) -> Reconciliation:
     """Return the reconciliation with the repo lists of `sources`; the scope says if it adds unknown accounts."""
     reconciliation_settings = ReconciliationSettings(
@@ -486,7 +488,8 @@ def make_reconciliation(
         scope=scope,
         deletion_grace=settings.deletion_grace,
     )
-    return Reconciliation(store, outbound, metrics, gaps, sources, reconciliation_settings)
+    hosting = identities if settings.upstream == "pds" else None
+    return Reconciliation(store, outbound, metrics, gaps, sources, reconciliation_settings, hosting)
 
 
 def connection_count(workers: int) -> int:

@@ -9,7 +9,7 @@ from indexer.cli.command import ExitCode, command, json_lines_option, json_optio
 from indexer.cli.database import open_store
 from indexer.cli.output import echo_result, progress_console
 from indexer.cli.progress_bars import show_progress
-from indexer.clients import http_origin, open_outbound_client, stored_policy
+from indexer.clients import http_origin, open_identities, open_outbound_client, stored_policy
 from indexer.errors import UnavailableError
 from indexer.monitoring.metrics import Metrics
 from indexer.outbound import OutboundClient
@@ -99,11 +99,14 @@ async def _reconcile_with_first_available(
     metrics, shard = Metrics(), Shard()
     gaps = OpenGaps(store, shard, metrics)
     policy = await stored_policy(settings, store)
-    reconciliation = make_reconciliation(settings, shard, store, outbound, metrics, gaps, tuple, lambda: policy.scope)
-    *others, last = map(http_origin, settings.relays)
-    for relay in others:
-        try:
-            return await reconciliation.reconcile(relay, on_progress)
-        except UnavailableError as error:
-            click.echo(f"{relay}: {error}; asking the next relay", err=True)
-    return await reconciliation.reconcile(last, on_progress)
+    async with open_identities(settings, store, outbound, metrics) as identities:
+        reconciliation = make_reconciliation(
+            settings, shard, store, outbound, metrics, gaps, tuple, lambda: policy.scope, identities
+        )
+        *others, last = map(http_origin, settings.relays)
+        for relay in others:
+            try:
+                return await reconciliation.reconcile(relay, on_progress)
+            except UnavailableError as error:
+                click.echo(f"{relay}: {error}; asking the next relay", err=True)
+        return await reconciliation.reconcile(last, on_progress)

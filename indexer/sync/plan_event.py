@@ -47,7 +47,7 @@ def plan_event(repo: Repo, event: RepoEvent, size: int, key: KeyState | None, co
         return Plan(repo, Outcome.IGNORED)
     if not repo.known and (repo.did in context.refused or not _may_add(event, context.policy.scope)):
         return Plan(repo, Outcome.IGNORED)
-    if context.host is not None and (elsewhere := _hosted_elsewhere(repo, key, context)):
+    if context.host is not None and (elsewhere := _hosted_elsewhere(repo, event, key, context)):
         return elsewhere
     if not repo.tracked:
         return _plan_out_of_scope(repo, event, key, context)
@@ -104,14 +104,20 @@ def _plan_out_of_scope(repo: Repo, event: RepoEvent, key: KeyState | None, conte
     return Plan(track_again(repo, scope), Outcome.DESYNCHRONIZED, why=Desync.NEW)
 
 
-def _hosted_elsewhere(repo: Repo, key: KeyState | None, context: PlanContext) -> Plan | NeedsKey | None:
-    """Reject events from a PDS about an account that it does not host, or no longer hosts."""
+def _hosted_elsewhere(
+    repo: Repo, event: RepoEvent, key: KeyState | None, context: PlanContext
+) -> Plan | NeedsKey | None:
+    """Reject events from a PDS about an account that it does not host, or no longer hosts.
+
+    A PDS sends no `#identity` when an account moves to another one, only that the account is not active.
+    """
     if key is None:
         return NeedsKey(repo.did, refresh=False)
+    leaves = isinstance(event, AccountEvent) and not event.active
+    if not key.final and (leaves or (key.available and key.host != context.host)):
+        return NeedsKey(repo.did, refresh=True)
     if not key.available or key.host == context.host:
         return None
-    if not key.final:
-        return NeedsKey(repo.did, refresh=True)
     return Plan(repo, Outcome.REJECTED, why=Rejection.WRONG_HOST, detail=f"hosted by {key.host}")
 
 

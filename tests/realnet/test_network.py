@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import asyncpg
 import pytest
 
 from indexer.daemon import Daemon
@@ -18,13 +17,11 @@ from indexer.service.crawl.reconcile import ReconciliationSettings
 from indexer.store import Store
 from indexer.sync.gap import Gap
 from tests.daemon_harness import run_daemon, settings_for, wait_for_cursor
+from tests.realnet.compare_with_pdses import visible_repos, wait_until_equal
 from tests.realnet.real_network import RealAccount, RealPds, real_network
 from tests.waiting import until
 
 THING, NOTE = "com.example.thing", "com.example.note"
-
-Records = dict[str, str]
-"""CID by path."""
 
 
 @pytest.fixture
@@ -34,37 +31,6 @@ async def outbound() -> AsyncIterator[OutboundClient]:
     )
     yield client
     await client.close()
-
-
-def listed_records(pds: RealPds, account: RealAccount) -> Records:
-    """Return the records that the PDS lists."""
-    records: Records = {}
-    for collection in pds.query("com.atproto.repo.describeRepo", repo=account.did)["collections"]:
-        cursor: dict[str, str] = {}
-        while True:
-            page = pds.query(
-                "com.atproto.repo.listRecords", repo=account.did, collection=collection, limit=100, **cursor
-            )
-            for record in page["records"]:
-                records[record["uri"].removeprefix(f"at://{account.did}/")] = record["cid"]
-            if not page["records"] or "cursor" not in page:
-                break
-            cursor = {"cursor": page["cursor"]}
-    return records
-
-
-async def visible_repos(dsn: str) -> dict[str, tuple[str, Records]]:
-    """Return sync status and records by DID, from the public views."""
-    connection = await asyncpg.connect(dsn)
-    try:
-        repos = await connection.fetch("select did, sync_status from atproto.repos where visible")
-        rows = await connection.fetch("select did, collection || '/' || rkey as path, cid from atproto.records")
-    finally:
-        await connection.close()
-    found: dict[str, tuple[str, Records]] = {row["did"]: (row["sync_status"], {}) for row in repos}
-    for row in rows:
-        found[row["did"]][1][row["path"]] = row["cid"]
-    return found
 
 
 def play_scenario(pds: RealPds) -> tuple[list[RealAccount], list[RealAccount]]:
@@ -126,7 +92,7 @@ async def test_scenario_on_a_real_pds_is_indexed_from_its_stream(database: str, 
         settings = settings_for(pds.stream_url, network.plc_url, tmp_path, resync_source="pds")
         async with run_daemon(settings, database) as running:
             active, inactive = await asyncio.to_thread(play_scenario, pds)
-            expected = {account.did: await asyncio.to_thread(listed_records, pds, account) for account in active}
+            expected = {account.did: await asyncio.to_thread(account.records) for account in active}
             await wait_for_cursor(running, pds.stream_url, last_seq(pds))
             await wait_until_equal(database, expected)
             metric: Callable[..., float | None] = running.metrics.registry.get_sample_value
@@ -150,12 +116,12 @@ async def test_repo_list_reveals_older_accounts_and_a_lost_commit(
             discovery = Discovery(store, outbound)
             crawl_progress = await discovery.run(await discovery.begin(pds.url, ""), lambda _: None)
             assert (crawl_progress.found, discovery.invalid_entries) == (len(active), 0)
-            expected = {account.did: await asyncio.to_thread(listed_records, pds, account) for account in active}
+            expected = {account.did: await asyncio.to_thread(account.records) for account in active}
             await wait_until_equal(database, expected)
             writer = active[0]
             silent = {"action": "create", "collection": NOTE, "rkey": "silent", "record": {"$type": NOTE}}
             await asyncio.to_thread(writer.write_silently, [silent])
-            expected[writer.did] = await asyncio.to_thread(listed_records, pds, writer)
+            expected[writer.did] = await asyncio.to_thread(writer.records)
             assert f"{NOTE}/silent" in expected[writer.did]
             await running.open_gaps.open(Gap(pds.stream_url, "0/1", GapReason.CURSOR_OUTDATED))
             await wait_until_equal(database, expected)
@@ -164,29 +130,15 @@ async def test_repo_list_reveals_older_accounts_and_a_lost_commit(
             assert not {account.did for account in inactive} & (await visible_repos(database)).keys()
 
 
-async def wait_until_equal(dsn: str, expected: dict[str, Records]) -> None:
-    """Wait until these repos are synchronized and have these records."""
-    state: dict[str, tuple[str, Records]] = {}
-
-    async def equal() -> bool:
-        state.clear()
-        state.update(await visible_repos(dsn))
-        return all(state.get(did) == ("synchronized", records) for did, records in expected.items())
-
-    def report() -> list[str]:
-        return [
-            f"{did}: {state.get(did, ('unknown',))[0]}, {len(state.get(did, ('', {}))[1])} of {len(records)}"
-            for did, records in expected.items()
-            if state.get(did) != ("synchronized", records)
-        ]
-
-    await until(equal, report)
-
-
 def last_seq(pds: RealPds) -> int:
-    seq = pds.control("events", limit=100_000)["events"][-1]["seq"]
+    seq = last_event(pds)["seq"]
     assert isinstance(seq, int)
     return seq
+
+
+def last_event(pds: RealPds) -> dict[str, Any]:
+    event: dict[str, Any] = pds.control("events", limit=100_000)["events"][-1]
+    return event
 
 
 @pytest.mark.slow
@@ -214,18 +166,39 @@ async def test_account_that_migrates_to_another_pds_needs_no_resync(database: st
             assert (await running.store.repos([account.did]))[account.did].head == head
             await asyncio.to_thread(account.create, THING, {"at": "new"}, "two")
             await wait_for_cursor(running, stream_url(new), last_seq(new))
-            await wait_until_equal(database, {account.did: await asyncio.to_thread(listed_records, new, account)})
+            await wait_until_equal(database, {account.did: await asyncio.to_thread(account.records)})
             assert counted("indexer_events_total", {"kind": "commit", "outcome": "applied"}) == 1
             assert counted("indexer_resync_seconds_count") == 0
-            # The old PDS lists the account as deactivated, so no gap may be left for a reconciliation with it.
-            await until(lambda: not running.open_gaps.gaps)
         async with indexing(old, tmp_path, database) as running:
             await wait_for_cursor(running, stream_url(old), last_seq(old))
             counted = running.metrics.registry.get_sample_value
             assert counted("indexer_rejected_total", {"reason": "wrong-host"}) == 1, (
                 "the #account message of the old PDS"
             )
-            await wait_until_equal(database, {account.did: await asyncio.to_thread(listed_records, new, account)})
+            await until(lambda: not running.open_gaps.gaps)
+            await wait_until_equal(database, {account.did: await asyncio.to_thread(account.records)})
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_account_that_leaves_the_only_pds_is_not_hidden(database: str, tmp_path: Path) -> None:
+    """The old PDS says that it is deactivated, on its stream and in its list. It does not host the account any more."""
+    with real_network(2, tmp_path) as network:
+        old, new = network.pds
+        async with indexing(old, tmp_path, database) as running:
+            account = await asyncio.to_thread(old.create_account, "leaving")
+            await asyncio.to_thread(account.create, THING, {"at": "old"}, "one")
+            await wait_for_cursor(running, stream_url(old), last_seq(old))
+        # The first daemon would not refresh the identity again for a minute.
+        async with indexing(old, tmp_path, database) as running:
+            await asyncio.to_thread(account.migrate, new)
+            assert last_event(old)["eventType"] == "account"
+            await wait_for_cursor(running, stream_url(old), last_seq(old))
+            await running.open_gaps.open(Gap(stream_url(old), "0/1", GapReason.CURSOR_OUTDATED))
+            await until(lambda: not running.open_gaps.gaps)
+            counted: Callable[..., float | None] = running.metrics.registry.get_sample_value
+            assert counted("indexer_rejected_total", {"reason": "wrong-host"}) == 1
+            await wait_until_equal(database, {account.did: await asyncio.to_thread(account.records)})
 
 
 def indexing(pds: RealPds, directory: Path, dsn: str) -> AbstractAsyncContextManager[Daemon]:
@@ -257,7 +230,7 @@ async def test_key_rotations_without_identity_messages(database: str, tmp_path: 
             await asyncio.to_thread(prompt.publish_key)
             await asyncio.to_thread(prompt.create, THING, {"key": "new"}, "two")
             await wait_for_cursor(running, stream_url(pds), last_seq(pds))
-            await wait_until_equal(database, {prompt.did: await asyncio.to_thread(listed_records, pds, prompt)})
+            await wait_until_equal(database, {prompt.did: await asyncio.to_thread(prompt.records)})
             assert counted("indexer_identity_refreshes_total", {"cause": "signature", "result": "asked"}) == 1
             assert counted("indexer_resync_seconds_count") == 0
             await asyncio.to_thread(late.swap_key)
@@ -271,6 +244,6 @@ async def test_key_rotations_without_identity_messages(database: str, tmp_path: 
         async with indexing(pds, tmp_path, database) as running:
             await asyncio.to_thread(late.create, THING, {"key": "known"}, "three")
             await wait_for_cursor(running, stream_url(pds), last_seq(pds))
-            await wait_until_equal(database, {late.did: await asyncio.to_thread(listed_records, pds, late)})
+            await wait_until_equal(database, {late.did: await asyncio.to_thread(late.records)})
             counted = running.metrics.registry.get_sample_value
             assert counted("indexer_desynchronized_total", {"reason": "chain-break"}) == 1

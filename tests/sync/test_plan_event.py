@@ -368,8 +368,22 @@ def test_a_pds_is_accepted_only_for_accounts_that_it_hosts(kind: str) -> None:
     assert plan_event(repo, message, 100, elsewhere, context) == NeedsKey(alice.did, refresh=True)
     rejected = plan(repo, kind, payload, elsewhere._replace(final=True), context)
     assert (rejected.outcome, rejected.why, rejected.repo) == (Outcome.REJECTED, Rejection.WRONG_HOST, repo)
-    assert plan(repo, kind, payload, here, context).outcome is not Outcome.REJECTED
+    assert plan(repo, kind, payload, here._replace(final=True), context).outcome is not Outcome.REJECTED
     assert plan(repo, kind, payload, elsewhere._replace(final=True), CONTEXT).outcome is not Outcome.REJECTED
+
+
+def test_an_account_that_becomes_inactive_on_a_pds_may_have_moved() -> None:
+    """Its former PDS sends no `#identity`, so the known identity may still name this PDS."""
+    alice = SigningAccount()
+    context = replace(CONTEXT, host="pds.test")
+    here = alice.key_state._replace(host="pds.test")
+    inactive = decoded_event("account", alice.account_event(active=False, status="deactivated"))
+    active = decoded_event("account", alice.account_event(active=True))
+    assert plan_event(alice.row(), inactive, 100, here, context) == NeedsKey(alice.did, refresh=True)
+    assert isinstance(plan_event(alice.row(), active, 100, here, context), Plan)
+    assert not plan(
+        alice.row(), "account", alice.account_event(active=False), here._replace(final=True), context
+    ).repo.active
 
 
 def test_a_taken_down_repo_is_still_synchronized() -> None:

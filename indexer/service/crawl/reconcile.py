@@ -3,7 +3,8 @@
 The list can be ahead of the stream by the events that are on their way. So a repo that seems to be behind or unknown is
 compared again after a while. The list is not signed, so it never changes a record; it only causes a resync. An account
 that is listed but hidden in the database is shown again if the relay confirms that it is active. One that is not listed
-but shown is hidden if the relay confirms that it is not active.
+but shown is hidden if the relay confirms that it is not active. A PDS confirms only what it hosts: it still knows
+accounts that have moved to another one.
 
 A reconciliation closes the gaps of its shard that were open when it began, if it ran to the end of the list of the
 relay whose stream is open: what the list does not contain yet, that stream delivers.
@@ -23,8 +24,9 @@ from indexer.atproto.syntax import tid_micros
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.crash_points import crash_point
 from indexer.errors import UnavailableError
+from indexer.identity import IdentityCache
 from indexer.monitoring.metrics import Metrics
-from indexer.outbound import OutboundClient
+from indexer.outbound import OutboundClient, host_of
 from indexer.pds.repo_list import RepoListPage, RepoStatus, fetch_repo_status
 from indexer.reasons import Desync
 from indexer.service.crawl.listed_accounts import ListedAccounts
@@ -129,6 +131,7 @@ class Reconciliation:
         gaps: OpenGaps,
         sources: Callable[[], Sequence[str]],
         settings: ReconciliationSettings,
+        identities: IdentityCache | None = None,
     ) -> None:
         """Create a reconciliation.
 
@@ -140,6 +143,7 @@ class Reconciliation:
             sources: Returns the base URLs of the relays to ask: the one whose stream is open, then the others in the
                 order of preference; none if no stream is open.
             settings: The settings.
+            identities: The identities of accounts if the sources are PDSes; None if they are relays.
         """
         self._store = store
         self._outbound = outbound
@@ -147,6 +151,7 @@ class Reconciliation:
         self._gaps = gaps
         self._sources = sources
         self._settings = settings
+        self._identities = identities
         self._buckets = settings.shard.buckets
         self.stage = StageProgress("reconciliation")
         self._requests = self.stage.add()
@@ -366,14 +371,25 @@ class Reconciliation:
         return after is not repo and not await self._store.apply(Batch((RepoWrite(repo.version, after),)))
 
     async def _fetch_status(self, source: str, did: str) -> RepoStatus | None:
-        """Return the hosting status of an account; None if the relay does not know the account."""
+        """Return the hosting status of an account; None if the source does not know or not host it."""
         self.stage.moved()
         try:
-            return await fetch_repo_status(self._outbound, source, did)
+            status = await fetch_repo_status(self._outbound, source, did)
         except UnavailableError as error:
             if not error.reason.is_permanent:
                 raise
             return None
+        return status if await self._may_report(source, did) else None
+
+    async def _may_report(self, source: str, did: str) -> bool:
+        """Return False if the source is a PDS that does not host the account, or if the account's PDS is unknown."""
+        if self._identities is None:
+            return True
+        try:
+            identity = await self._identities.lookup(did, refresh=True)  # a former PDS sends no `#identity`
+        except UnavailableError:
+            return False
+        return identity.host == host_of(source)
 
     def _save_progress(self, progress: CrawlProgress) -> None:
         self.crawl_progress = progress

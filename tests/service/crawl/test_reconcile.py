@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
+from math import inf
 from time import monotonic, time
 from typing import Any, Self
 
@@ -13,11 +14,13 @@ import orjson
 import pytest
 import stamina
 
+from indexer.atproto.crypto import PrivateKey
 from indexer.atproto.syntax import tid_of
 from indexer.errors import UnavailableError
+from indexer.identity import IdentityCache
 from indexer.monitoring.metrics import Metrics
 from indexer.outbound import OutboundClient
-from indexer.reasons import Desync, GapReason
+from indexer.reasons import Desync, FetchFailure, GapReason
 from indexer.service.crawl import reconcile
 from indexer.service.crawl.reconcile import Reconciliation, ReconciliationSettings
 from indexer.service.open_gaps import OpenGaps
@@ -29,6 +32,7 @@ from indexer.sync.plans import Batch, RepoWrite
 from indexer.sync.repo_state import TOMBSTONED, Repo, SyncStatus
 from indexer.sync.scope import Scope, Track
 from indexer.sync.shard import Shard
+from indexer.sync.stored_identity import StoredIdentity
 from tests.outbound.scripted_host import ScriptedHost, http_response
 from tests.service.crawl.repo_list_responses import FAILURE, page, path, requested_cursors
 from tests.store.repo_rows import did, head, in_progress, insert, synchronized
@@ -36,6 +40,7 @@ from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 
+KEY = PrivateKey.from_seed("k256", b"reconciliation").public.did_key()
 OLDER, STORED, NEWER = "3laaaaaaaaa22", "3laaaaaaaab22", "3laaaaaaaac22"
 DAY = 86_400.0
 NO_WAIT = ReconciliationSettings(
@@ -61,11 +66,12 @@ def make_reconciliation(
     host: ScriptedHost,
     settings: ReconciliationSettings = NO_WAIT,
     *sources: str,
+    identities: IdentityCache | None = None,
 ) -> Reconciliation:
     """Return the reconciliation of a daemon whose stream from the first source, or else from `host`, is open."""
     metrics = Metrics()
     gaps = OpenGaps(store, settings.shard, metrics)
-    return Reconciliation(store, outbound, metrics, gaps, lambda: sources or (host.url,), settings)
+    return Reconciliation(store, outbound, metrics, gaps, lambda: sources or (host.url,), settings, identities)
 
 
 def ignore_progress(_progress: CrawlProgress) -> None:
@@ -139,6 +145,51 @@ async def test_account_that_became_active_unnoticed_is_shown_and_resynced(
     assert (back.active, back.hosting_status, back.hosting_seq) == (True, None, 7)
     assert (back.sync_status, back.sync_reason) == (SyncStatus.DESYNCHRONIZED, Desync.REACTIVATED)
     assert await sql.fetchval("select count(*) from atproto.changes where action = 'visible'") == 1
+
+
+class Directory:
+    """A directory in which all accounts have the same PDS.
+
+    Attributes:
+        down: It gives no answer.
+    """
+
+    def __init__(self, pds: str) -> None:
+        self._pds = pds
+        self.down = False
+
+    async def resolve(self, did: str, *, known: bool) -> StoredIdentity:  # noqa: ARG002 - as the cache calls it
+        if self.down:
+            raise UnavailableError(FetchFailure.IDENTITY_UNAVAILABLE, "the directory is down")
+        return StoredIdentity(did, None, self._pds, KEY, fetched_at=time())
+
+
+@pytest.mark.parametrize("case", ["hosted here", "moved", "known nowhere"])
+async def test_pds_reports_only_the_accounts_that_it_hosts(
+    case: str, store: Store, sql: asyncpg.Connection, host: ScriptedHost, outbound: OutboundClient
+) -> None:
+    """It still knows accounts that have moved to another PDS. Their stored identity is from before the move."""
+    moves = case != "hosted here"
+    hidden = {"active": False, "hosting_status": "deactivated"}
+    await insert(store, stored("shown"), stored("hidden", **hidden))
+    host.pages[path()] = page((did("hidden"), STORED))
+    serve_status(host, "shown", active=False)
+    serve_status(host, "hidden", active=True)
+    directory = Directory("https://new.test" if moves else host.url)
+    directory.down = case == "known nowhere"
+    if not directory.down:
+        await store.save_identities(
+            [StoredIdentity(did(name), None, host.url, KEY, 0.0) for name in ("shown", "hidden")]
+        )
+    identities = IdentityCache(directory, store, Metrics(), clock=time, refresh_rate=inf)
+    progress = await make_reconciliation(store, outbound, host, identities=identities).reconcile(
+        host.url, ignore_progress
+    )
+    await identities.close()
+    active = await sql.fetch("select did from indexer.repo where active")
+    assert [row["did"] for row in active] == [did("shown" if moves else "hidden")]
+    assert progress.found == (0 if moves else 2)
+    assert len(host.requests) == 3, "the PDS was asked about both accounts"
 
 
 async def test_account_hidden_by_the_stream_meanwhile_stays_hidden(

@@ -1,0 +1,47 @@
+"""Compare the database with the records that PDSes list."""
+
+import json
+from collections.abc import Mapping
+
+import asyncpg
+
+from tests.realnet.real_network import Records
+from tests.waiting import until
+
+
+async def visible_repos(dsn: str) -> dict[str, tuple[str, Records]]:
+    """Return sync status and records by DID, from the public views."""
+    connection = await asyncpg.connect(dsn)
+    try:
+        async with connection.transaction(isolation="repeatable_read", readonly=True):
+            repos = await connection.fetch("select did, sync_status from atproto.repos where visible")
+            rows = await connection.fetch("select did, collection || '/' || rkey, cid, value from atproto.records")
+    finally:
+        await connection.close()
+    found: dict[str, tuple[str, Records]] = {row["did"]: (row["sync_status"], {}) for row in repos}
+    for did, path, cid, value in rows:
+        found[did][1][path] = cid, json.loads(value)
+    return found
+
+
+async def wait_until_equal(dsn: str, expected: Mapping[str, Records]) -> None:
+    """Wait until these repos are visible and synchronized, and have these records."""
+    state: dict[str, tuple[str, Records]] = {}
+
+    async def equal() -> bool:
+        state.clear()
+        state.update(await visible_repos(dsn))
+        return all(state.get(did) == ("synchronized", records) for did, records in expected.items())
+
+    await until(equal, lambda: differences(state, expected))
+
+
+def differences(found: Mapping[str, tuple[str, Records]], expected: Mapping[str, Records]) -> list[str]:
+    """Describe the repos that are not visible, not synchronized, or have other records."""
+    different = []
+    for did, records in expected.items():
+        status, stored = found.get(did, ("not visible", {}))
+        paths = [path for path in stored.keys() | records.keys() if stored.get(path) != records.get(path)]
+        if status != "synchronized" or paths:
+            different.append(f"{did} is {status}; {len(paths)} of {len(records)} records differ: {sorted(paths)[:5]}")
+    return different
