@@ -10,7 +10,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-citus test-python-core crashes simulate check lint format docs screenshots coverage venv native \
-	native-check fuzz mutants mutate dist release realnet second \
+	native-check fuzz mutants mutate dist release npm-packages realnet second \
 	bench-live bench-resync bench-feed bench-links bench-peers bench-citus bench-guard
 
 help: ## List the targets
@@ -19,7 +19,7 @@ help: ## List the targets
 demo: venv ## Run the daemon against a small signed network on this machine and compare the two (a minute)
 	$(BIN)/indexer demo
 
-test: venv realnet ## Run all tests, on a Postgres that they start themselves
+test: venv npm-packages ## Run all tests, on a Postgres that they start themselves
 	$(PYTEST)
 
 # Tests that depend on the core: planning, the live path, daemons, and the demo. They run with the native core hidden.
@@ -92,11 +92,14 @@ second: ## Run the quick tests with another interpreter: make second PYTHON=/usr
 	$(MAKE) VENV=.venv-second PYTHON=$(PYTHON) venv
 	.venv-second/bin/pytest -n 2 --dist worksteal -m "not slow" --hypothesis-profile quick
 
-realnet: ## Install Bluesky's own PDS, PLC directory, clients and lexicons for the tests that use them (two minutes, once)
+npm-packages: ## Install Bluesky's own PDS, PLC directory, relay, clients and lexicons for the tests (three minutes, once)
 	@if ! command -v npm > /dev/null; then echo "npm is absent: tests that need the real PDS will be skipped"; \
 	else tests/realnet/setup.sh || echo "setup.sh failed: tests that need the real PDS will be skipped"; \
 	tests/feed_clients/setup.sh || echo "setup.sh failed: tests that need clients from npm will be skipped"; \
 	tests/lexicons/setup.sh || echo "setup.sh failed: tests that need published lexicons will be skipped"; fi
+
+realnet: venv npm-packages ## Index a random scenario on Bluesky's PDSes and relay: make realnet STEPS=2000 SEED=7 (needs npm, Go)
+	REALNET_STEPS=$(STEPS) REALNET_SEED=$(SEED) $(BIN)/pytest -q tests/realnet/test_random_scenario.py
 
 bench-live: venv ## Measure the live path (docs/performance.md)
 	$(BIN)/python -m benchmarks.live

@@ -7,11 +7,20 @@ from asyncio.subprocess import Process
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Protocol
 
-from indexer.localnet.local_network import LocalNetwork
+
+class Network(Protocol):
+    """What a daemon reads from."""
+
+    @property
+    def relay_url(self) -> str: ...
+
+    @property
+    def plc_url(self) -> str: ...
 
 
-def daemon_environment(network: LocalNetwork, dsn: str, directory: Path) -> dict[str, str]:
+def daemon_environment(network: Network, dsn: str, directory: Path) -> dict[str, str]:
     """Return the environment of a daemon on this network, without the settings of the user who runs the tests."""
     return {name: value for name, value in os.environ.items() if not name.startswith("INDEXER_")} | {
         "INDEXER_DATABASE_URL": dsn,
@@ -29,7 +38,7 @@ def daemon_environment(network: LocalNetwork, dsn: str, directory: Path) -> dict
 
 @asynccontextmanager
 async def daemon_process(
-    network: LocalNetwork, dsn: str, directory: Path, module: str = "indexer", **settings: str
+    network: Network, dsn: str, directory: Path, module: str = "indexer", **settings: str
 ) -> AsyncIterator[Process]:
     """Run a daemon for the duration of the block. It is killed at the end, without a chance to drain.
 

@@ -1,0 +1,97 @@
+"""Run Bluesky's own relay on loopback. Its database is one of the test's Postgres."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.free_ports import free_ports
+from tests.realnet.real_network import RealNetwork, RealPds
+from tests.waiting import until
+
+RELAY = Path(__file__).parent / "bin" / "relay"
+PASSWORD = "relay-pass"
+MAX_ACCOUNTS = 10_000
+"""Accounts of one host. The relay derives its rate limits from this."""
+
+
+class RealRelay:
+    """A relay process.
+
+    Attributes:
+        relay_url: The websocket URL of its stream.
+        plc_url: The directory that it asks.
+    """
+
+    def __init__(self, plc_url: str, dsn: str, directory: Path) -> None:
+        port = free_ports(2)
+        self.relay_url = f"ws://localhost:{port}"
+        self.plc_url = plc_url
+        self._http = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", auth=("admin", PASSWORD), trust_env=False)
+        self._log = directory / "relay.log"
+        self._command = [
+            *(str(RELAY), "--admin-password", PASSWORD, "--plc-host", plc_url, "--log-level", "warn", "serve"),
+            *("--bind", f"127.0.0.1:{port}", "--metrics-listen", f"127.0.0.1:{port + 1}", "--db-url", dsn),
+            *("--persist-dir", str(directory / "relay"), "--default-account-limit", str(MAX_ACCOUNTS)),
+            "--lenient-sync-validation",  # as the relay of Bluesky runs: it forwards commits that break the chain
+        ]
+
+    async def start(self) -> None:
+        """Start the relay and wait until it answers. It continues its subscriptions."""
+        with self._log.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(*self._command, stdout=log, stderr=log)
+        await until(self._is_up, self.log_tail)
+
+    async def stop(self) -> None:
+        """Let the relay save its state and end."""
+        if self._process.returncode is None:
+            self._process.terminate()
+        await self._process.wait()
+
+    async def restart(self) -> None:
+        """Stop the relay, and start it again."""
+        await self.stop()
+        await self.start()
+
+    async def close(self) -> None:
+        """Stop the relay for good."""
+        await self.stop()
+        await self._http.aclose()
+
+    async def subscribe(self, pds: RealPds) -> None:
+        """Subscribe to the stream of a PDS."""
+        response = await self._http.post("/admin/pds/requestCrawl", json={"hostname": pds.public_url})
+        response.raise_for_status()
+
+    def log_tail(self) -> str:
+        """Return the end of the relay's log."""
+        return self._log.read_text()[-2_000:]
+
+    async def _is_up(self) -> bool:
+        assert self._process.returncode is None, self.log_tail()
+        try:
+            return (await self._http.get("/xrpc/_health")).is_success
+        except httpx.TransportError:
+            return False
+
+
+@asynccontextmanager
+async def real_relay(network: RealNetwork, dsn: str, directory: Path) -> AsyncIterator[RealRelay]:
+    """Run a relay that subscribes to the PDSes of the network."""
+    relay = RealRelay(network.plc_url, dsn, directory)
+    try:
+        await relay.start()
+        for pds in network.pds:
+            await relay.subscribe(pds)
+        yield relay
+    finally:
+        await relay.close()
+
+
+def require_relay() -> None:
+    """Skip the test if the relay is not built."""
+    if not RELAY.exists():
+        pytest.skip("BLUESKY'S RELAY IS NOT BUILT (it needs Go); run tests/realnet/build_relay.sh")

@@ -1,0 +1,111 @@
+"""A long random scenario on two of Bluesky's PDSes behind Bluesky's relay: the database equals what the PDSes say.
+
+`make realnet STEPS=1000` runs a longer one, and with SEED=… one again.
+"""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from random import Random
+
+import asyncpg
+import pytest
+
+from tests.daemon_process import daemon_process, log_tail
+from tests.database_checks import assert_change_log_consistent
+from tests.realnet.compare_with_pdses import visible_repos, wait_until_equal
+from tests.realnet.random_steps import RandomSteps
+from tests.realnet.real_network import RealAccount, real_network
+from tests.realnet.real_relay import real_relay, require_relay
+from tests.waiting import until
+
+STEPS = int(os.environ.get("REALNET_STEPS") or 250)
+SEED = int(os.environ.get("REALNET_SEED") or Random().randrange(2**32))
+SAMPLE = 50
+DAEMON = "tests.realnet.hurried_daemon"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900 + STEPS)
+async def test_database_equals_the_pdses_after_a_random_scenario(
+    database: str,
+    empty_database: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The daemon is killed and the relay restarted while the accounts act."""
+    require_relay()
+    monkeypatch.setattr("tests.waiting.TIMEOUT", 240.0 + STEPS / 2)
+    show(capsys, f"\nmake realnet STEPS={STEPS} SEED={SEED}")
+    with real_network(2, tmp_path) as network:
+        async with real_relay(network, empty_database, tmp_path) as relay:
+            steps = RandomSteps(network.pds, SEED)
+            scenario = asyncio.create_task(asyncio.to_thread(steps.run, STEPS))
+            async with daemon_process(relay, database, tmp_path, DAEMON) as daemon:
+                await until(lambda: scenario.done() or steps.count > STEPS // 3)
+                await until(lambda: stores_records(database), lambda: log_tail(tmp_path))
+                daemon.kill()
+                assert await daemon.wait() == -signal.SIGKILL
+            assert not scenario.done()
+            async with daemon_process(relay, database, tmp_path, DAEMON) as daemon:
+                await until(lambda: scenario.done() or steps.count > STEPS * 2 // 3)
+                await relay.restart()
+                assert not scenario.done()
+                await scenario
+                expected = {account.did: await asyncio.to_thread(account.records) for account in steps.active}
+                await wait_until_equal(database, expected)
+                await wait_until_hidden(database, steps.statuses())
+                assert daemon.returncode is None, log_tail(tmp_path)
+        await assert_sample_is_equal(database, steps.active)
+    await assert_change_log_consistent(database)
+    show(capsys, ", ".join(f"{count} {name}" for name, count in sorted(steps.taken.items())))
+    assert all(steps.taken.values())
+
+
+async def stores_records(dsn: str) -> bool:
+    return any(records for _, records in (await visible_repos(dsn)).values())
+
+
+async def hidden_accounts(dsn: str) -> dict[str, str]:
+    """Return the hosting status of each hidden account, by DID."""
+    connection = await asyncpg.connect(dsn)
+    try:
+        rows = await connection.fetch("select did, hosting_status from atproto.repos where not visible")
+    finally:
+        await connection.close()
+    return {row["did"]: row["hosting_status"] for row in rows}
+
+
+async def wait_until_hidden(dsn: str, statuses: dict[str, str]) -> None:
+    """Wait until exactly these accounts are hidden, each for its reason.
+
+    A deleted account may be unknown: nothing is stored of one that is deleted before the daemon hears of it.
+    """
+    hidden: dict[str, str] = {}
+
+    async def equal() -> bool:
+        hidden.clear()
+        hidden.update(await hidden_accounts(dsn))
+        missing = statuses.keys() - hidden.keys()
+        return statuses == hidden | dict.fromkeys(missing, "deleted")
+
+    await until(equal, lambda: f"hidden are {hidden}, not {statuses}")
+
+
+async def assert_sample_is_equal(dsn: str, accounts: list[RealAccount]) -> None:
+    """Compare CID and value of some records with `com.atproto.repo.getRecord`."""
+    stored = await visible_repos(dsn)
+    records = [(account, path) for account in accounts for path in sorted(stored[account.did][1])]
+    for account, path in Random(SEED).sample(records, min(SAMPLE, len(records))):
+        collection, rkey = path.split("/")
+        found = await asyncio.to_thread(
+            account.pds.query, "com.atproto.repo.getRecord", repo=account.did, collection=collection, rkey=rkey
+        )
+        assert (found["cid"], found["value"]) == stored[account.did][1][path], f"{account.did} {path}"
+
+
+def show(capsys: pytest.CaptureFixture[str], line: str) -> None:
+    with capsys.disabled():
+        print(line)  # noqa: T201
