@@ -11,7 +11,7 @@ from typing import Protocol
 
 
 class Network(Protocol):
-    """What a daemon reads from."""
+    """A relay and a directory."""
 
     @property
     def relay_url(self) -> str: ...
