@@ -37,7 +37,7 @@ def main(jobs: int, seconds: float, named_only: bool, only: Sequence[str]) -> No
             try:
                 return kill(copy, mutant, seconds, named_only=named_only)
             except UnusableTestsError as error:
-                return Outcome(mutant, None, str(error), 0.0)
+                return Outcome(mutant, None, False, str(error), 0.0)
             finally:
                 copies.put(copy)
 
@@ -54,18 +54,34 @@ def _is_named(mutant: Mutant, only: Sequence[str]) -> bool:
 
 
 def _shown(outcome: Outcome) -> Outcome:
-    result = "NOT KILLED" if outcome.killed_by is None else f"killed by {outcome.killed_by}"
-    late = "" if outcome.as_expected or outcome.killed_by is None else f" and not by {outcome.mutant.tier}"
-    click.echo(f"{outcome.mutant.name:34} {result}{late:22} {outcome.seconds:6.0f} s  {outcome.test}")
+    click.echo(f"{outcome.mutant.name:38} {_result(outcome):34} {outcome.seconds:6.0f} s  {outcome.test}")
     return outcome
+
+
+def _result(outcome: Outcome) -> str:
+    match outcome:
+        case Outcome(killed_by=None):
+            return "NOT KILLED"
+        case Outcome(named=True):
+            return f"killed by its tests ({outcome.killed_by})"
+        case Outcome(as_expected=True):
+            return f"killed by OTHER TESTS of {outcome.killed_by}"
+        case _:
+            return f"killed by {outcome.killed_by}, NOT BY {outcome.mutant.tier}"
 
 
 def _summarize(outcomes: Sequence[Outcome]) -> int:
     """Print the totals; return the exit code."""
+    named = [outcome for outcome in outcomes if outcome.named]
+    others = [outcome for outcome in outcomes if outcome.as_expected and not outcome.named]
     wrong = [outcome for outcome in outcomes if not outcome.as_expected]
-    click.echo(f"{len(outcomes) - len(wrong)} of {len(outcomes)} mutants were killed by the tier that they name")
-    for mutant, _, test, _ in wrong:
-        click.echo(f"A test is missing: {mutant.name} ({mutant.file}): {mutant.bug} {test}")
+    click.echo(f"{len(outcomes)} mutants: {len(named)} were killed by the tests that they name, {len(others)} only by")
+    click.echo(f"other tests of their tier, {len(wrong)} not by their tier")
+    for outcome in others:
+        click.echo(f"Name this test: {outcome.mutant.name} ({outcome.mutant.part}.toml): {outcome.test}")
+    for outcome in wrong:
+        mutant = outcome.mutant
+        click.echo(f"A test is missing: {mutant.name} ({mutant.file}): {mutant.bug} {outcome.test}")
     return 1 if wrong else 0
 
 

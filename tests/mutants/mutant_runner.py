@@ -28,12 +28,14 @@ class Outcome(NamedTuple):
 
     Attributes:
         killed_by: The tier that killed it; None if it survived, or if the tests cannot be run.
+        named: True if the tests that it names killed it, False if only others of a tier did.
         test: The test that failed, or why the tests cannot be run.
         seconds: The time that this took.
     """
 
     mutant: Mutant
     killed_by: str | None
+    named: bool
     test: str
     seconds: float
 
@@ -136,10 +138,12 @@ def kill(
     began, names = monotonic(), list(tiers)
     whole = [(tier, tiers[tier].arguments) for tier in names[names.index(mutant.tier) :]]
     with copy.mutated(mutant):
-        for tier, tests in [(mutant.tier, mutant.tests), *([] if named_only else whole)]:
+        if failed := copy.failed_tests(mutant.tier, mutant.tests, seconds, "-x"):
+            return Outcome(mutant, mutant.tier, True, failed[0], monotonic() - began)
+        for tier, tests in [] if named_only else whole:
             if failed := copy.failed_tests(tier, tests, seconds, "-x"):
-                return Outcome(mutant, tier, failed[0], monotonic() - began)
-    return Outcome(mutant, None, "", monotonic() - began)
+                return Outcome(mutant, tier, False, failed[0], monotonic() - began)
+    return Outcome(mutant, None, False, "", monotonic() - began)
 
 
 def without_broken_tests(copy: ProjectCopy, outcomes: Sequence[Outcome], seconds: float) -> list[Outcome]:
@@ -158,7 +162,7 @@ def without_broken_tests(copy: ProjectCopy, outcomes: Sequence[Outcome], seconds
         for test in copy.failed_tests(tier, sorted(tests), seconds)
     }
     return [
-        outcome._replace(killed_by=None, test=f"{outcome.test} fails without the mutant, too")
+        outcome._replace(killed_by=None, named=False, test=f"{outcome.test} fails without the mutant, too")
         if _function_of(outcome.test) in broken
         else outcome
         for outcome in outcomes

@@ -19,6 +19,7 @@ PROJECT_TESTS = {
     "conftest.py": "from hypothesis import settings\n\nsettings.register_profile('quick')\n",
     "first/test_zero.py": "from product import double\n\ndef test_zero():\n    assert double(0) == 0\n",
     "first/test_broken.py": "def test_broken():\n    assert False\n",
+    "first/test_nothing.py": "def test_nothing():\n    pass\n",
     "second/test_one.py": "from product import double\n\ndef test_one():\n    assert double(1) == 2\n",
 }
 PROJECT_TIERS = {"unit": Tier(("first/test_zero.py",)), "store": Tier(("second",))}
@@ -71,7 +72,15 @@ def test_mutant_that_does_not_fit_is_an_error(old: str) -> None:
 def test_mutant_is_killed_by_the_tests_that_it_names(copy: ProjectCopy) -> None:
     mutant = mutant_of(new="number + 2")
     outcome = kill(copy, mutant, 60, PROJECT_TIERS)
-    assert (outcome.killed_by, outcome.test) == ("unit", "first/test_zero.py::test_zero")
+    assert (outcome.killed_by, outcome.named, outcome.test) == ("unit", True, "first/test_zero.py::test_zero")
+    assert outcome.as_expected
+
+
+def test_mutant_that_only_other_tests_of_its_tier_kill_is_told_from_one_that_its_own_tests_kill(
+    copy: ProjectCopy,
+) -> None:
+    outcome = kill(copy, mutant_of(new="number + 2", tests=("first/test_nothing.py",)), 60, PROJECT_TIERS)
+    assert (outcome.killed_by, outcome.named, outcome.test) == ("unit", False, "first/test_zero.py::test_zero")
     assert outcome.as_expected
 
 
