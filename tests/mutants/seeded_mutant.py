@@ -22,9 +22,10 @@ class Tier:
     hides_native_core: bool = False
 
 
-UNIT = ("atproto", "sync", "pds", "relay", "identity", "outbound", "concurrency", "monitoring", "test_settings.py")
+UNIT = ("atproto", "sync", "pds", "relay", "identity", "outbound", "concurrency", "monitoring")
+UNIT_FILES = ("test_settings.py", "test_redaction.py")
 TIERS = {
-    "unit": Tier(tuple(f"tests/{name}" for name in UNIT)),
+    "unit": Tier(tuple(f"tests/{name}" for name in (*UNIT, *UNIT_FILES))),
     "store": Tier(("tests/store",)),
     "service": Tier(("tests/service",), hides_native_core=True),
     "daemon": Tier(("tests/daemon", "tests/cli", "tests/test_recovery.py"), hides_native_core=True),

@@ -9,7 +9,7 @@ from indexer.store.feed_page import LogTrimmedError
 from indexer.sync.feed_delivery import LoggedChange
 from indexer.sync.plans import Batch, RepoWrite
 from tests.store.change_log_helpers import change, log
-from tests.store.repo_rows import delete, insert, put, synchronized
+from tests.store.repo_rows import delete, did, insert, put, synchronized
 
 pytestmark = pytest.mark.slow
 
@@ -51,6 +51,14 @@ async def test_a_page_has_the_records_of_its_changes(store: Store) -> None:
     assert set(by_rkey) == {"b"}, "the other one was deleted"
     assert isinstance(page.changes[0], LoggedChange)
     assert cid_text(by_rkey["b"].cid) == page.changes[-1].cid
+
+
+async def test_page_lacks_the_records_of_hidden_accounts(store: Store) -> None:
+    hidden = [synchronized("inactive", active=False), synchronized("taken down", takedown=True)]
+    await insert(store, synchronized("shown"), *hidden, changes=(put("app.test/a"),))
+    page = await store.feed_page(0, 100, 1 << 20)
+    assert {entry.did for entry in page.changes if entry.collection} == {did("shown"), *(repo.did for repo in hidden)}
+    assert [page.changes[index].did for index in page.values] == [did("shown")]
 
 
 @pytest.mark.parametrize("max_bytes", [1, 30, 100, 1_000])

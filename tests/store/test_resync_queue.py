@@ -162,6 +162,7 @@ async def test_an_expired_lease_ends_the_claim(store: Store, sql: asyncpg.Connec
         assert await transaction.lock() is None
     again = await store.claim(1, ALL, 10.0, 200.0)
     assert [repo.lease for repo in again] == [claimed.lease + 1]
+    assert not await store.renew(did(1), claimed.lease, 60.0)
     async with store.resync(claimed) as transaction:
         assert await transaction.lock() is None
 

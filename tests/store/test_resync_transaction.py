@@ -6,11 +6,13 @@ import random
 import asyncpg
 import pytest
 
+from indexer.atproto.cid import cid_of
+from indexer.atproto.record import Problem
 from indexer.errors import BrokenInvariantError
 from indexer.store import Store, resync_transaction
 from indexer.sync.plans import Batch, BufferedEvent, RecordChange, RepoWrite
 from indexer.sync.repo_state import Repo, SyncStatus
-from indexer.sync.snapshot_diff import Difference, SnapshotDiff
+from indexer.sync.snapshot_diff import Difference, SnapshotDiff, without_value
 from tests.store.repo_rows import delete, did, head, in_progress, insert, put, synchronized
 
 RELAY = "wss://relay.test"
@@ -33,7 +35,7 @@ async def stored(store: Store, claimed: Repo) -> list[tuple[bytes, bytes]]:
 async def test_stored_records_come_in_path_order(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resync_transaction, "CHUNK_SIZE", 2)
     collections = ["com.example.foo", "com.example.foo-x", "com.example.foo.bar", "com.example.fo", "a.b", "z.z"]
-    paths = [f"{collection}/{rkey}" for collection in collections for rkey in ("A", "a", "-", "~", "3l:x")]
+    paths = [f"{collection}/{rkey}" for collection in collections for rkey in ("A", "B", "a", "-", "~", "3l:x")]
     await insert(store, synchronized("other"), changes=(put("com.example.foo/other"),))
     await insert(store, synchronized(1)._replace(sync_status=SyncStatus.DESYNCHRONIZED), changes=tuple(map(put, paths)))
     (claimed,) = await store.claim(1, ALL, 10.0, 100.0)
@@ -42,6 +44,15 @@ async def test_stored_records_come_in_path_order(store: Store, monkeypatch: pyte
     assert max(map(len, chunks)) == 2
     assert min(map(len, chunks)) > 0
     assert [path for chunk in chunks for path, _ in chunk] == sorted(path.encode() for path in paths)
+
+
+async def test_stored_record_without_its_value_differs_from_the_same_record_of_an_export(store: Store) -> None:
+    lacking = put("app.test/a")._replace(value=None, problem=Problem.MISSING)
+    too_large = put("app.test/b")._replace(value=None, problem=Problem.TOO_LARGE)
+    await insert(store, synchronized(1, sync_status=SyncStatus.DESYNCHRONIZED), changes=(lacking, too_large))
+    (claimed,) = await store.claim(1, ALL, 10.0, 100.0)
+    cid = cid_of(b"{}")
+    assert await stored(store, claimed) == [(b"app.test/a", without_value(cid)), (b"app.test/b", cid)]
 
 
 async def test_reading_many_collections_leaves_no_cursor_open(store: Store) -> None:
