@@ -47,7 +47,7 @@ async def test_event_is_sent_again_until_it_is_accepted_and_delays_only_its_own_
         async with tap_daemon(database, tmp_path, **settings) as daemon:
             failing = daemon.create_account("failing.test", records=0)
             other = daemon.create_account("other.test", records=0)
-            server.status_of = lambda event: 500 if event["record"]["did"] == failing.did else 200
+            server.status_of = lambda event: 404 if event["record"]["did"] == failing.did else 200
             with structlog.testing.capture_logs() as lines:
                 for number in range(3):
                     failing.create(POST, post(number), rkey=f"{number:03}")
@@ -57,7 +57,7 @@ async def test_event_is_sent_again_until_it_is_accepted_and_delays_only_its_own_
                 await until(lambda: server.attempts >= before + 3)
             [line] = [line for line in lines if line.get("condition") == WEBHOOK_FAILING.name]
             assert line["event"] == "condition.began"
-            assert line["message"].endswith("status 500; it is sent again, and later events of this repo wait")
+            assert line["message"].endswith("status 404; it is sent again, and later events of this repo wait")
             assert failing.did in line["message"]
             assert "/webhook" not in line["message"]
             server.status_of = lambda _event: 200

@@ -1,17 +1,19 @@
 """Attempts of resyncs: which exports complete them, and which do not."""
 
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from time import time
 
 import asyncpg
 import pytest
 
-from indexer.reasons import Desync
+from indexer.reasons import Desync, FetchFailure, Rejection
+from indexer.service.resync.admission import Postponed
 from indexer.store import Store
 from indexer.sync.repo_transitions import Outcome
 from tests.service.resync.stepped_resync import KilledError, SteppedWorld
-from tests.sync.signing_account import received_message
+from tests.sync.signing_account import STORE_ALL, received_message
 
 pytestmark = pytest.mark.slow
 
@@ -53,6 +55,17 @@ class LaggingMirror(SteppedWorld):
     async def deliver_commit(self) -> None:
         """Deliver a commit on the live path."""
         await self.live.deliver([received_message("commit", self.owner.commit(*self.owner.some_writes(self.random)))])
+
+
+class NarrowedMeanwhile(WrongRecords):
+    """The scope loses the collections of the repo just before its resync locks the row."""
+
+    narrows = False
+
+    async def happen(self, where: str) -> None:
+        if where == "lock" and self.narrows:
+            await self._store.set_collections(["com.example.other"])
+        await super().happen(where)
 
 
 class RequestedAgain(LaggingMirror):
@@ -143,6 +156,49 @@ async def test_equal_heads_complete_a_resync_and_drain_its_buffer(
     assert world.results == {"synchronized": 1, "unchanged": 1}
     assert await has_all_records(world, sql)
     await world.check_changes()
+
+
+async def test_event_that_arrives_just_before_the_row_is_locked_is_drained(
+    database: str, store: Store, sql: asyncpg.Connection, tmp_path: Path
+) -> None:
+    world = LaggingMirror(database, store, sql, tmp_path, "ada")
+    world.lag = 0
+    await world.begin()
+    await resync(world)
+    await store.request_resyncs([world.owner.did])
+    world.deliver_at = "lock"
+    await resync(world)
+    assert world.live.outcomes[Outcome.BUFFERED] == 1
+    assert world.results == {"synchronized": 2}
+    assert await has_all_records(world, sql)
+
+
+async def test_resync_that_began_before_the_scope_changed_writes_nothing(
+    database: str, store: Store, sql: asyncpg.Connection, tmp_path: Path
+) -> None:
+    policy = replace(STORE_ALL, scope=await store.begin_scope(STORE_ALL.scope))
+    world = NarrowedMeanwhile(database, store, sql, tmp_path, "ada", policy)
+    await world.begin()
+    before = await world.query("select collection, rkey from indexer.record order by 1, 2")
+    world.narrows = True
+    await resync(world)
+    assert await world.query("select collection, rkey from indexer.record order by 1, 2") == before
+    assert not await has_all_records(world, sql)
+    assert world.results[str(Postponed())] == 1
+
+
+async def test_export_with_a_rev_of_the_future_is_rejected(
+    database: str, store: Store, sql: asyncpg.Connection, tmp_path: Path
+) -> None:
+    """The clock of this test is a day behind that of the account."""
+    policy = replace(STORE_ALL, limits=replace(STORE_ALL.limits, clock_drift_seconds=-86_400))
+    world = LaggingMirror(database, store, sql, tmp_path, "ada", policy)
+    await world.begin()
+    await resync(world)
+    assert world.results == {FetchFailure.EXPORT_REJECTED: 1}
+    repo = (await store.repos([world.owner.did]))[world.owner.did]
+    assert repo.head is None
+    assert repo.last_error == f"export-rejected: {Rejection.FUTURE_REV}: {world.owner.rev}"
 
 
 async def test_mirror_behind_the_stored_state_is_not_used(
