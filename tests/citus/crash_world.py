@@ -12,8 +12,7 @@ import asyncpg
 import httpx
 
 from indexer.localnet.local_network import LocalNetwork
-from indexer.localnet.local_repo import Write
-from indexer.localnet.scenario import NOTE, Scenario
+from indexer.localnet.scenario import Scenario
 from indexer.store.distribute import distribute
 from indexer.store.migrate import migrate
 from tests.background import running
@@ -22,6 +21,7 @@ from tests.citus_cluster import COORDINATOR, WORKERS, Cluster
 from tests.daemon_forks import DaemonFork
 from tests.daemon_process import daemon_environment
 from tests.database_checks import assert_change_log_consistent, wait_until_equal
+from tests.lost_commits import active_account, lose_commit
 from tests.passed_time import EXPIRE_LEASES, EXPIRE_WAITS
 from tests.waiting import until
 
@@ -66,7 +66,7 @@ class CrashWorld:
         """Let accounts write; sometimes the relay loses a commit."""
         for _ in range(steps):
             if self._step and self.random.random() < LOST_COMMITS / steps:
-                lose_commit(self.network, self.random, self._step)
+                lose_commit(active_account(self.network, self.random))
             self._scenario.perform(self._step, self._steps)
             self._step += 1
 
@@ -186,13 +186,6 @@ class CrashWorld:
     async def _cursor(self) -> int:
         [(seq,)] = await self.execute("select coalesce(max(seq), 0) from indexer.cursor")
         return int(seq)
-
-
-def lose_commit(network: LocalNetwork, random: Random, number: int) -> None:
-    """Let the relay lose a commit of an account, which then writes another one: so its repo needs a resync."""
-    account = random.choice([account for account in network.accounts.values() if account.status is None])
-    account.apply_writes([Write.create(f"{NOTE}/lost{number}", {"text": "lost"})], lost=True)
-    account.create(NOTE, {"text": "after the lost one"})
 
 
 @asynccontextmanager

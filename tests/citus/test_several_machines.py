@@ -18,11 +18,11 @@ from indexer.localnet.scenario import Scenario
 from indexer.store import Store
 from indexer.sync.shard import BUCKETS, Shard
 from tests.background import running
-from tests.citus.crash_world import lose_commit
 from tests.citus.log_consumer import LogConsumer
 from tests.daemon_forks import DaemonFork, start_fork_server
 from tests.daemon_process import daemon_environment
 from tests.database_checks import assert_change_log_consistent
+from tests.lost_commits import active_account, lose_commit
 from tests.passed_time import EXPIRE_LEASES, EXPIRE_WAITS
 from tests.waiting import until
 
@@ -144,7 +144,7 @@ async def act(network: LocalNetwork, scenario: Scenario, enough: asyncio.Event) 
         if step >= STEPS and enough.is_set():
             return
         if step and step % LOST_COMMITS == 0:
-            lose_commit(network, random, step)
+            lose_commit(active_account(network, random))
         if step < STEPS:
             scenario.perform(step, STEPS)
         await asyncio.sleep(STEP_SECONDS)

@@ -11,13 +11,13 @@ import asyncpg
 
 from indexer.localnet.local_account import LocalAccount
 from indexer.localnet.local_network import LocalNetwork, did_of
-from indexer.localnet.local_repo import Write
 from indexer.localnet.scenario import NOTE, Scenario
 from tests.background import running
 from tests.crashes.short_waits import wait_little
 from tests.daemon_forks import DaemonFork, Death
 from tests.daemon_process import daemon_environment
 from tests.database_checks import apply_strictly, fetch, wait_until_equal
+from tests.lost_commits import active_account, lose_commit
 from tests.passed_time import EXPIRE_LEASES, EXPIRE_WAITS
 from tests.waiting import until
 
@@ -71,13 +71,12 @@ class DeathWorld:
 
     def account(self) -> LocalAccount:
         """Return an account that is active."""
-        return self.random.choice([account for account in self.network.accounts.values() if account.status is None])
+        return active_account(self.network, self.random)
 
     def lose_commit(self) -> LocalAccount:
         """Let the relay lose a commit of an account, which then writes another one: so its repo needs a resync."""
         account = self.account()
-        account.apply_writes([Write.create(f"{NOTE}/{self._name()}", {"text": "lost"})], lost=True)
-        account.create(NOTE, {"text": "after the lost one"})
+        lose_commit(account)
         return account
 
     def create_unseen_account(self) -> LocalAccount:

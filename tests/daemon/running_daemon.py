@@ -23,6 +23,7 @@ from indexer.sync.events import MalformedEvent
 from indexer.sync.frames import decode_frame
 from tests.daemon_harness import run_daemon, settings_for, wait_for_cursor
 from tests.database_checks import fetch
+from tests.lost_commits import lose_commit
 from tests.waiting import until
 
 POST = "app.bsky.feed.post"
@@ -176,11 +177,7 @@ class RunningDaemon:
 
     def lose_commit(self, account: LocalAccount) -> None:
         """Create two posts. The relay does not send the commit of the first one."""
-        dropped = self.network.relay.dropped[account.did]
-        self.network.relay.drop(account.did)
-        account.create(POST, post("lost"))
-        assert self.network.relay.dropped[account.did] == dropped + 1
-        account.create(POST, post("after the lost one"))
+        lose_commit(account, POST)
 
     def inject(self, kind: str, payload: dict[str, Any]) -> None:
         """Let the relay send this message, with the next sequence number."""
