@@ -142,8 +142,7 @@ _DELETE_BUFFERED_EVENTS = """
 
 # `refresh_at` is not before the latest announcement, so that a lookup that asked earlier does not remove the mark
 # (`identities._CHANGED_SINCE`). So an announcement ends a postponement, but not the back-off after failed refreshes,
-# which is the same however often the identity is announced. If a lookup that asked before is saved during the back-off,
-# it removes the mark in the database; the identity cache keeps the mark in memory, until a restart.
+# which is the same however often the identity is announced.
 _MARK_STALE = f"""
     update indexer.identity i
     set stale = true, refresh_at = case

@@ -49,10 +49,14 @@ _LOAD = """
 # now: the document may have been read because something changed.
 _SAME_CLAIM = "i.claimed_handle is not distinct from excluded.claimed_handle"
 _RENAMED = "(saved.handle is not null and saved.handle is distinct from before.handle)"
-# A change was announced after the lookup asked, so the answer may be from before it (see `apply_batch._MARK_STALE`).
-# The time of a postponed refresh is not that of an announcement. Without a time there was no announcement.
 _NOW = f"${len(_COLUMNS) + 1}"
-_CHANGED_SINCE = f"coalesce(i.stale and i.refresh_at > excluded.fetched_at and not {is_postponed(_NOW)}, false)"
+# A change was announced after the lookup asked, so the answer may be from before it (see `apply_batch._MARK_STALE`).
+# The time of a postponed refresh is not that of an announcement, and without a time there was no announcement. During a
+# back-off the time of the latest announcement is unknown: the mark stays, and the identity is soon due once more.
+_CHANGED_SINCE = f"""
+    coalesce(i.stale and i.refresh_at > excluded.fetched_at and (i.refresh_failures > 0 or not {is_postponed(_NOW)}),
+        false)
+"""
 _SAVE = f"""
     with before as materialized (
         select did, bucket, pds, handle from indexer.identity
@@ -71,7 +75,9 @@ _SAVE = f"""
         set claimed_handle = excluded.claimed_handle, pds = excluded.pds, signing_key = excluded.signing_key,
             fetched_at = excluded.fetched_at, stale = excluded.stale or {_CHANGED_SINCE}, problem = excluded.problem,
             denials = excluded.denials, denied_at = excluded.denied_at,
-            refresh_at = case when {_CHANGED_SINCE} then i.refresh_at else excluded.refresh_at end,
+            refresh_at = case
+                when {_CHANGED_SINCE} then least(i.refresh_at, to_timestamp({_NOW}::float8 + {MAX_LOCK_WAIT}))
+                else excluded.refresh_at end,
             refresh_failures = 0,
             handle = case when {_SAME_CLAIM} then i.handle else excluded.handle end,
             handle_attempts = case when {_SAME_CLAIM} then i.handle_attempts else 0 end,

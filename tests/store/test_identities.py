@@ -91,6 +91,23 @@ async def test_postponed_refresh_keeps_a_mark_only_for_a_later_announcement(
     assert [one.did for one in due] == [did(1)] * announced_again
 
 
+async def test_change_that_is_announced_during_a_back_off_keeps_its_mark(store: Store) -> None:
+    """The time of the announcement is not stored then. So the identity is looked up once more, soon."""
+    announced = Batch(stale_identities=frozenset({did(1)}))
+    await store.save_identities([identity(1, "alice.test")])
+    await store.apply(announced)
+    await store.postpone_refresh(did(1), time() + 1_000, 1)
+    asked_at = time()
+    await store.apply(announced)
+    await store.save_identities([identity(1, "later.test", asked_at)])
+    saved = (await store.load_identities([did(1)]))[did(1)]
+    assert (saved.handle, saved.stale) == ("later.test", True)
+    assert [due.did for due in await store.due_identities(ALL, 10, time() + 60, web=False)] == [did(1)]
+    await store.save_identities([identity(1, "later.test", time() + 60)])
+    assert not (await store.load_identities([did(1)]))[did(1)].stale
+    assert await store.due_identities(ALL, 10, NOON, web=False) == []
+
+
 async def test_announcements_do_not_shorten_the_back_off_of_a_refresh(store: Store) -> None:
     await store.save_identities([identity(1, "alice.test")])
     for _ in range(2):
