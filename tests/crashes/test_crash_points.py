@@ -94,12 +94,9 @@ async def change_visibility(world: DeathWorld) -> None:
 
 
 async def stop_when_fetching(world: DeathWorld) -> None:
-    """Send the signal to drain while a repo is being fetched."""
-
-    async def fetching() -> bool:
-        return bool(await world.execute("select from indexer.repo where lease_until > now()"))
-
-    await until(fetching, world.daemon.log_tail)
+    """Send the signal to drain while the export hangs. The fetch of another repo could end before the signal comes."""
+    faults = [fault for pds in world.network.pdses for fault in pds.faults if not fault.fired]
+    await until(lambda: any(fault.fired for fault in faults), world.daemon.log_tail)
     world.daemon.terminate()
 
 
