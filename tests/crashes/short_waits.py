@@ -4,8 +4,11 @@ from functools import partial
 
 from indexer import daemon as composition
 from indexer.outbound import host_limits
+from indexer.relay.subscription import ConnectionSettings, Subscription
+from indexer.service.background import shard_ownership
 from indexer.service.background.link_maintenance import LinkMaintenance
 from indexer.service.crawl.reconcile import ReconciliationSettings
+from indexer.service.live import stream_continuity
 from indexer.service.live.batch_writer import WriterSettings
 from indexer.service.resync.queue_maintenance import MaintenanceSettings
 from indexer.service.resync.worker_pool import WorkerPoolSettings
@@ -24,11 +27,14 @@ def wait_little() -> None:
         WorkerPoolSettings=partial(WorkerPoolSettings, idle_interval=0.1, lease=LEASE_SECONDS),
         ReconciliationSettings=partial(ReconciliationSettings, settle=0.1, poll=0.1, first_retry=0.1),
         MaintenanceSettings=partial(MaintenanceSettings, lease_interval=0.1, search_interval=0.2, batch_pause=0.0),
+        Subscription=partial(Subscription, settings=ConnectionSettings(first_delay=0.05, max_delay=0.2)),
         WriterSettings=partial(WriterSettings, retry_interval=0.1),
         LinkMaintenance=partial(LinkMaintenance, interval=0.1),
         HOST_SAVE_SECONDS=0.2,
     )
     change_names(erase_records, BATCH_SIZE=2)
+    change_names(shard_ownership, RETRY_SECONDS=0.05)
+    change_names(stream_continuity, RETRY_SECONDS=0.05)
     change_names(host_limits, FIRST_PAUSE=0.05, MAX_PAUSE=0.2, MAX_PAUSE_CONFIGURED=0.2)
 
 

@@ -1,0 +1,146 @@
+"""A proxy before a TCP server, which can break connections between two protocol messages, be slow, or hang."""
+
+import asyncio
+from abc import ABC, abstractmethod
+from asyncio import StreamReader, StreamWriter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
+from typing import Literal
+
+LOOPBACK = "127.0.0.1"
+BYTES = 1 << 16
+
+
+class Messages(ABC):
+    """Divides what one side of a connection sends into messages."""
+
+    def __init__(self) -> None:
+        self.buffer = bytearray()
+
+    def split(self, data: bytes) -> Iterator[bytes]:
+        """Take received bytes; yield the messages that are complete."""
+        self.buffer += data
+        while size := self.first_size():
+            message = bytes(self.buffer[:size])
+            del self.buffer[:size]
+            yield message
+
+    @abstractmethod
+    def first_size(self) -> int:
+        """Return the size of the first message in the buffer; 0 if it is not complete."""
+
+
+class TcpProxy(ABC):
+    """Forwards connections to a server until it is told not to.
+
+    Attributes:
+        port: The port of the proxy, on loopback.
+        mode: `open`: forward; `hang`: keep connections and accept new ones, but transmit nothing; `refuse`: break
+            connections and close new ones at once.
+        disturbed: How many connections `refuse` broke or closed, and how often data or a connection had to wait.
+        cut_in: The connection is broken that would transmit this message from now on, counted from 1. None: none is.
+        cuts: How many connections were broken in this way.
+        rate: Bytes per second that each client may send; None: no limit.
+    """
+
+    def __init__(self) -> None:
+        self.port = 0
+        self.mode: Literal["open", "hang", "refuse"] = "open"
+        self.disturbed = 0
+        self.cut_in: int | None = None
+        self.cuts = 0
+        self.rate: float | None = None
+        self._opened = asyncio.Event()
+        self._opened.set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @abstractmethod
+    async def connect(self) -> tuple[StreamReader, StreamWriter]:
+        """Connect to the server."""
+
+    @abstractmethod
+    def messages(self) -> tuple[Messages, Messages]:
+        """Return what divides a new connection into messages: those of the client, and those of the server."""
+
+    def hang(self) -> None:
+        self.mode = "hang"
+        self._opened.clear()
+
+    def refuse(self) -> None:
+        self.mode = "refuse"
+        self._opened.set()
+        self.disturbed += len(self._tasks)
+        for task in self._tasks:
+            task.cancel()
+
+    def open(self) -> None:
+        self.mode = "open"
+        self._opened.set()
+
+    @asynccontextmanager
+    async def serve(self) -> AsyncIterator[None]:
+        server = await asyncio.start_server(self._forward, LOOPBACK, 0)
+        self.port = server.sockets[0].getsockname()[1]
+        try:
+            yield
+        finally:
+            server.close()
+            self.refuse()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await server.wait_closed()
+
+    async def _forward(self, reader: StreamReader, writer: StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            if self.mode == "refuse":
+                self.disturbed += 1
+            else:
+                self.disturbed += self.mode == "hang"
+                await self._opened.wait()
+                await self._exchange(reader, writer)
+        except (asyncio.CancelledError, OSError):
+            writer.transport.abort()
+        finally:
+            self._tasks.discard(task)
+            await _close(writer)
+
+    async def _exchange(self, reader: StreamReader, writer: StreamWriter) -> None:
+        of_client, of_server = self.messages()
+        upstream_reader, upstream_writer = await self.connect()
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._copy(reader, upstream_writer, of_client, limited=True))
+                group.create_task(self._copy(upstream_reader, writer, of_server, limited=False))
+        except* OSError:
+            writer.transport.abort()
+        finally:
+            await _close(upstream_writer)
+
+    async def _copy(self, reader: StreamReader, writer: StreamWriter, messages: Messages, *, limited: bool) -> None:
+        while data := await reader.read(BYTES):
+            self.disturbed += self.mode == "hang"
+            for message in messages.split(data):
+                await self._opened.wait()
+                self._cut_if_due()
+                if limited and self.rate is not None:
+                    await asyncio.sleep(len(message) / self.rate)
+                writer.write(message)
+            await writer.drain()
+        writer.close()
+
+    def _cut_if_due(self) -> None:
+        """Count a message; raise an error instead if its connection is to be broken before it."""
+        if self.cut_in is not None:
+            self.cut_in -= 1
+            if self.cut_in == 0:
+                self.cut_in = None
+                self.cuts += 1
+                raise ConnectionAbortedError("broken by the proxy")
+
+
+async def _close(writer: StreamWriter) -> None:
+    writer.close()
+    with suppress(OSError):
+        await writer.wait_closed()
