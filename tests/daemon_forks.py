@@ -84,6 +84,13 @@ class DaemonFork:
         finally:
             self.close()
 
+    @property
+    def pid(self) -> int:
+        """The ID of the process that was started last."""
+        assert self._process is not None
+        assert self._process.pid is not None
+        return self._process.pid
+
     def start(self, death: Death | None = None, command: Sequence[str] = RUN) -> None:
         """Start a process; with `death`, it kills itself at that moment."""
         self._process = _context.Process(

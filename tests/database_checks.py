@@ -78,9 +78,14 @@ async def assert_log_gives_records(connection: asyncpg.Connection) -> None:
     assert apply_strictly(changes) == {(did, collection, rkey): cid for did, collection, rkey, cid in stored}
 
 
-def apply_strictly(changes: Iterable[Iterable[Any]]) -> dict[tuple[str, str, str], str]:
-    """Return the records after these entries; fail on a create of a present record, or a change of an absent one."""
-    records: dict[tuple[str, str, str], str] = {}
+def apply_strictly(
+    changes: Iterable[Iterable[Any]], records: dict[tuple[str, str, str], str] | None = None
+) -> dict[tuple[str, str, str], str]:
+    """Return the records after these entries; fail on a create of a present record, or a change of an absent one.
+
+    `records` are those before these entries, and are changed. Default: none.
+    """
+    records = {} if records is None else records
     for did, collection, rkey, action, cid in changes:
         key = did, collection, rkey
         assert (key in records) == (action != "create"), f"{action} of {'/'.join(key)}"

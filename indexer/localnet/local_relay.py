@@ -118,7 +118,7 @@ class LocalRelay(HttpServer):
 
     Attributes:
         seq: The latest sequence number; at the beginning the parameter `first_seq`, the number before the first event.
-        log: Every message that was sent.
+        log: Every message that was sent and not forgotten.
         window: How many of the newest messages are replayed; None: all.
         inclusive: True if a replay begins with the event at the cursor, as the protocol says; False if it begins after
             it, as with most relays.
@@ -152,6 +152,7 @@ class LocalRelay(HttpServer):
         self.lagging: set[str] = set()
         self._plc = plc
         self._first_seq = first_seq
+        self._forgotten = 0
         self._to_drop: Counter[str] = Counter()
         self._listed: dict[str, ListedAccount] = {}
         self._streams: set[asyncio.Transport] = set()
@@ -194,6 +195,18 @@ class LocalRelay(HttpServer):
         """Send the newest `events` again, with their old sequence numbers."""
         for sent in self.log[-events:]:
             self._append(replace(sent, seq=self.seq))
+
+    def forget_messages(self, keep: int) -> None:
+        """Forget all messages but the newest `keep`. A subscriber that has not received the others is too slow."""
+        forgotten = max(len(self.log) - keep, 0)
+        if forgotten:
+            self._first_seq = self.log[forgotten - 1].seq
+            self._forgotten += forgotten
+            del self.log[:forgotten]
+
+    def forget_account(self, did: str) -> None:
+        """Remove an account from the repo list."""
+        self._listed.pop(did, None)
 
     def restart_sequence(self, first_seq: int = 0, keep: int | None = None) -> None:
         """Lose the sequence, as a relay does that lost its state, and break all connections.
@@ -267,7 +280,7 @@ class LocalRelay(HttpServer):
             if outdated:
                 info = {"name": "OutdatedCursor", "message": "Requested cursor exceeded limit"}
                 await socket.send_bytes(message_frame("#info", info))
-            await self._send_from(socket, position, live=cursor is None)
+            await self._send_from(socket, self._forgotten + position, live=cursor is None)
         except StreamError as error:
             await socket.send_bytes(error_frame(error.error, str(error)))
             await socket.close(code=WSCloseCode.POLICY_VIOLATION, message=error.error.encode())
@@ -290,11 +303,12 @@ class LocalRelay(HttpServer):
         return max(first, wanted), self.announces and 0 < seq < last_lost
 
     async def _send_from(self, socket: web.WebSocketResponse, position: int, *, live: bool) -> None:
+        """Send all messages from a position on, which counts the forgotten ones, too."""
         while True:
-            while position < len(self.log):
-                if live and len(self.log) - position > self.max_lag:
-                    raise StreamError("ConsumerTooSlow", f"more than {self.max_lag} events behind")
-                frame = self.log[position].frame
+            while (behind := self._forgotten + len(self.log) - position) > 0:
+                if (live and behind > self.max_lag) or behind > len(self.log):
+                    raise StreamError("ConsumerTooSlow", f"{behind} events behind")
+                frame = self.log[-behind].frame
                 await (socket.send_str(frame) if isinstance(frame, str) else socket.send_bytes(frame))
                 position += 1
             live = True

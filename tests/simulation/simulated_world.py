@@ -99,14 +99,14 @@ class World:
             self.sql = await self.connect()
             stack.push_async_callback(self.sql.close)
             await self.sql.execute(_RECORD_STATES)
-            for server in self._servers():
+            for server in self.servers():
                 await server.start()
                 stack.push_async_callback(server.stop)
             dsn = self.dsn
             if any(isinstance(fault, UnreachableDatabase) for fault in self.schedule.faults):
                 await stack.enter_async_context(self.proxy.serve())
                 dsn = self.proxy.dsn
-            self.daemon = DaemonFork(self._environment(dsn), self.directory, prepare=hurry)
+            self.daemon = DaemonFork(self.environment(dsn), self.directory, prepare=hurry)
             await stack.enter_async_context(self.daemon.supervised())
             yield
 
@@ -191,10 +191,12 @@ class World:
             case SetStatus():
                 _set_status(account, action)
 
-    def _servers(self) -> list[HttpServer]:
+    def servers(self) -> list[HttpServer]:
+        """Return all servers of the network."""
         return [self.plc, *self.hosts, *self.relays]
 
-    def _environment(self, dsn: str) -> dict[str, str]:
+    def environment(self, dsn: str) -> dict[str, str]:
+        """Return the environment of a daemon with this database."""
         return {
             "INDEXER_DATABASE_URL": dsn,
             "INDEXER_DATA_DIR": str(self.directory),

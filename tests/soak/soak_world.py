@@ -1,0 +1,264 @@
+"""A world of constant size that acts at a constant rate, and its two daemons."""
+
+import asyncio
+import os
+from base64 import b32encode
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from pathlib import Path
+from random import Random
+from time import monotonic, time_ns
+
+import asyncpg
+
+from indexer import daemon as composition
+from indexer.localnet.local_account import LocalAccount
+from indexer.outbound import host_limits
+from indexer.service.resync.queue_maintenance import MaintenanceSettings
+from indexer.store import dead_letters
+from indexer.sync.backoff import backoff_seconds
+from tests.changed_names import change_names
+from tests.daemon_forks import DaemonFork
+from tests.simulation.draw_schedule import ALL, DRAFT, LIKE, NOTE
+from tests.simulation.fault_schedule import (
+    Commit,
+    HostingStatus,
+    Join,
+    Migrate,
+    RotateKey,
+    Schedule,
+    SetStatus,
+    Value,
+    Write,
+)
+from tests.simulation.simulated_world import World
+from tests.soak.resource_use import report_interpreter
+from tests.waiting import until
+
+HOSTS = 3
+RELAYS = 2
+DAEMONS = 2
+RELAY_MESSAGES = 20_000
+"""Messages that a relay still has."""
+REPLACE, ROTATE, MIGRATE, CHANGE_STATUS = 0.01, 0.002, 0.002, 0.004
+"""Probabilities of account events. All other steps are commits."""
+HIDDEN: tuple[HostingStatus, ...] = ("deactivated", "takendown", "suspended")
+MAX_HIDDEN = 4
+FORGET_SECONDS = 30.0
+FORGOTTEN_BY_NETWORK_SECONDS = 300.0
+"""Time after which a deleted account may vanish from the network, as soon as it has vanished from the database."""
+SETTINGS = {
+    "INDEXER_CHANGE_BYTES": "4000000",
+    "INDEXER_DELETION_GRACE": "10s",
+    "INDEXER_LINKS": "true",
+}
+
+
+def reach_limits_soon() -> None:
+    """Let a daemon forget after minutes what it stores for a day or longer, so that sizes reach their limits."""
+    os.setpgrp()  # Ctrl-C in a terminal is for the soak only
+    change_names(
+        composition,
+        FORGET_SECONDS=FORGET_SECONDS,
+        MaintenanceSettings=partial(MaintenanceSettings, search_interval=FORGET_SECONDS),
+    )
+    change_names(dead_letters, MAX_ROWS=20)
+    change_names(host_limits, MAX_PAUSE=30.0, MAX_PAUSE_CONFIGURED=30.0)
+    backoff_seconds.__kwdefaults__ = {"first": 5.0, "maximum": 60.0}
+    report_interpreter()
+
+
+@dataclass(frozen=True, slots=True)
+class WorldSize:
+    """The size of a world.
+
+    Attributes:
+        accounts: The number of accounts that are not deleted.
+        records: The records of each account.
+        large: The records of one more account, whose export needs a file.
+    """
+
+    accounts: int = 40
+    records: int = 40
+    large: int = 3_000
+
+
+class SoakWorld(World):
+    """The world. It has two daemons, each with half of the accounts. `daemon` is the one that faults may kill.
+
+    Attributes:
+        steady: The daemon that is never killed.
+        steady_directory: The data directory of `steady`.
+        large: An account whose export needs a file. Nothing but commits happens to it.
+        reserved: Accounts to which a fault happens, and therefore nothing else but commits.
+        commits: How many commits the accounts have made.
+        replaced: How many accounts were deleted and created.
+    """
+
+    def __init__(self, dsn: str, directory: Path, size: WorldSize, seed: int) -> None:
+        super().__init__(Schedule(seed, HOSTS, RELAYS, ALL, (), ()), dsn, directory)
+        self.steady_directory = directory / "steady"
+        self.reserved: set[str] = set()
+        self.commits = self.replaced = 0
+        self.random = Random(seed)
+        self._size = size
+        self._numbers = count()
+        self._deleted: dict[str, float] = {}
+        self._killed_directory = directory / "killed"
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Run the network and the daemons during the block."""
+        async with AsyncExitStack() as stack:
+            self.sql = await self.connect()
+            stack.push_async_callback(self.sql.close)
+            for server in self.servers():
+                await server.start()
+                stack.push_async_callback(server.stop)
+            await stack.enter_async_context(self.proxy.serve())
+            self._create_accounts()
+            self.steady = self._make_daemon(0, self.steady_directory)
+            self.daemon = self._make_daemon(1, self._killed_directory)
+            for daemon in (self.steady, self.daemon):
+                await stack.enter_async_context(daemon.supervised())
+            yield
+
+    async def act(self, rate: float) -> None:
+        """Let the accounts act for ever, `rate` times per second. Time in which this process cannot run is lost."""
+        due = monotonic()
+        while True:
+            self._step()
+            due = max(due + 1 / rate, monotonic())
+            await asyncio.sleep(due - monotonic())
+
+    async def forget(self) -> None:
+        """Let the network forget old messages, and deleted accounts that the database has forgotten, for ever."""
+        connection = await self.connect()
+        try:
+            while True:
+                await asyncio.sleep(10.0)
+                for relay in self.relays:
+                    relay.forget_messages(RELAY_MESSAGES)
+                await self._forget_accounts(connection)
+        finally:
+            connection.terminate()
+
+    def commit(self, account: LocalAccount) -> None:
+        """Let an account make a commit that does not change its number of records."""
+        self._write(account.did, self._writes(account))
+
+    def rotate_key(self, account: LocalAccount) -> None:
+        """Let an account get a new signing key."""
+        self.perform(RotateKey(_now(), account.did))
+
+    def active(self) -> list[LocalAccount]:
+        """Return the accounts that are active, without the large one."""
+        return [account for account in self.accounts.values() if account.status is None and account is not self.large]
+
+    def free(self) -> list[LocalAccount]:
+        """Return the accounts that are active and to which no fault happens, without the large one."""
+        return [account for account in self.active() if account.did not in self.reserved]
+
+    async def kill(self) -> None:
+        """Kill the daemon. Its leases expire, and its connections end, when they do so by themselves."""
+        self.daemon.kill()
+
+    async def caught_up(self) -> None:
+        """Wait until both daemons have written what the relay has sent before this call."""
+        sent = {relay.websocket_url: relay.newest for relay in self.relays}
+
+        async def written() -> bool:
+            cursors = await self.sql.fetch("select relay, shard, seq from indexer.cursor")
+            return len({shard for relay, shard, seq in cursors if seq >= sent[relay]}) == DAEMONS
+
+        await until(written, self.log_tails)
+
+    def log_tails(self) -> str:
+        """Return the ends of the logs of both daemons."""
+        return f"{self.steady.log_tail()}\n{self.daemon.log_tail()}"
+
+    def _make_daemon(self, number: int, directory: Path) -> DaemonFork:
+        directory.mkdir()
+        environment = self.environment(self.proxy.dsn) | SETTINGS
+        environment |= {"INDEXER_DATA_DIR": str(directory), "INDEXER_SHARD": f"{number}/{DAEMONS}"}
+        return DaemonFork(environment, directory, prepare=reach_limits_soon)
+
+    def _create_accounts(self) -> None:
+        self.large = self._join(self._size.large)
+        for _ in range(self._size.accounts):
+            self._join(self._size.records)
+
+    def _step(self) -> None:
+        """Let one account act."""
+        chance, free = self.random.random(), self.free()
+        if chance < REPLACE and free:
+            account = self.random.choice(free)
+            self.perform(SetStatus(_now(), account.did, "deleted"))
+            self._deleted[account.did] = monotonic()
+            self._join(self._size.records)
+            self.replaced += 1
+        elif chance < REPLACE + ROTATE and free:
+            self.rotate_key(self.random.choice(free))
+        elif chance < REPLACE + ROTATE + MIGRATE and free:
+            account = self.random.choice(free)
+            host = (self.hosts.index(account.pds) + 1) % HOSTS
+            self.perform(Migrate(_now(), account.did, host))
+        elif chance < REPLACE + ROTATE + MIGRATE + CHANGE_STATUS and free:
+            self._change_status(free)
+        else:
+            self.commit(self.random.choice([*self.active(), self.large]))
+
+    def _change_status(self, free: Sequence[LocalAccount]) -> None:
+        """Hide an account, or show one if several are hidden."""
+        hidden = [account for account in self.accounts.values() if account.status not in (None, "deleted")]
+        if len(hidden) < MAX_HIDDEN:
+            status = self.random.choice(HIDDEN)
+            self.perform(SetStatus(_now(), self.random.choice(free).did, status))
+        else:
+            self.perform(SetStatus(_now(), self.random.choice(hidden).did, None))
+
+    def _join(self, records: int) -> LocalAccount:
+        """Create an account with this number of records."""
+        did = "did:plc:" + b32encode(self.random.randbytes(15)).decode().lower()
+        self.perform(Join(_now(), did, self.random.randrange(HOSTS), self.random.choice(("k256", "p256"))))
+        for start in range(0, records, 100):
+            self._write(did, [self._create() for _ in range(min(records - start, 100))])
+        return self.accounts[did]
+
+    def _write(self, did: str, writes: Sequence[Write]) -> None:
+        self.perform(Commit(_now(), did, tuple(writes)))
+        self.commits += 1
+
+    def _writes(self, account: LocalAccount) -> list[Write]:
+        """Return a create, a delete, and perhaps an update."""
+        changed = self.random.sample(list(account.records), self.random.choice((1, 2)))
+        updates = [Write("update", path, self._value(path.partition("/")[0])) for path in changed[1:]]
+        return [self._create(), Write("delete", changed[0]), *updates]
+
+    def _create(self) -> Write:
+        collection = self.random.choice((NOTE, LIKE, DRAFT))
+        return Write("create", f"{collection}/r{next(self._numbers)}", self._value(collection))
+
+    def _value(self, collection: str) -> Value:
+        subject = self.random.choice(list(self.accounts))
+        text = self.random.randbytes(self.random.randrange(200)).hex()
+        return {"$type": collection, "text": text, "subject": f"at://{subject}/{NOTE}/r0"}
+
+    async def _forget_accounts(self, connection: asyncpg.Connection) -> None:
+        before = monotonic() - FORGOTTEN_BY_NETWORK_SECONDS
+        old = [did for did, since in self._deleted.items() if since < before]
+        stored = await connection.fetch("select did from indexer.repo where did = any($1)", old)
+        for did in set(old) - {did for (did,) in stored}:
+            del self._deleted[did], self.accounts[did], self.plc.identities[did]
+            for host in self.hosts:
+                host.hosted.pop(did, None)
+            for relay in self.relays:
+                relay.forget_account(did)
+
+
+def _now() -> int:
+    """Return the time in microseconds since 1970."""
+    return time_ns() // 1_000
