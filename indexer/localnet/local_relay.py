@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from aiohttp import ClientConnectionResetError, WSCloseCode, hdrs, web
+from aiohttp import WSCloseCode, hdrs, web
 
 from indexer.atproto import cid
 from indexer.atproto.car import split_car
@@ -270,7 +270,7 @@ class LocalRelay(HttpServer):
         finally:
             self._streams.discard(transport)
             sending.cancel()
-            with suppress(asyncio.CancelledError, ClientConnectionResetError):
+            with suppress(asyncio.CancelledError, ConnectionError):
                 await sending
         return socket
 

@@ -194,9 +194,9 @@ async def _lose_window(world: World, fault: LostWindow) -> AsyncIterator[None]:
     yield
     for relay in world.relays:
         relay.window, relay.announces = fault.remaining, fault.announced
-    gaps = len(await world.gaps())
+    latest = await world.latest_gap()
     world.daemon.start()
-    await _wait_for_gap(world, gaps)
+    await _wait_for_gap(world, latest)
     for relay in world.relays:
         relay.window, relay.announces = None, True
     world.fired[fault] += 1
@@ -205,14 +205,14 @@ async def _lose_window(world: World, fault: LostWindow) -> AsyncIterator[None]:
 @_carries_out(RestartedSequence)
 async def _restart_sequence(world: World, fault: RestartedSequence) -> AsyncIterator[None]:
     await world.caught_up()
-    gaps = len(await world.gaps())
+    latest = await world.latest_gap()
     yield
     for relay in world.relays:  # the daemon may return to any of them
         relay.announces = fault.announced
         relay.restart_sequence(RESTARTED_SEQ - len(relay.ended) * MAX_MESSAGES)
 
     async def has_gap() -> bool:
-        if len(await world.gaps()) == gaps or not await world.gaps_are_closed():
+        if await world.latest_gap() == latest or not await world.gaps_are_closed():
             return False
         for relay in world.relays:
             relay.announces = True
@@ -258,10 +258,10 @@ async def _change_scope(world: World, fault: ChangedScope) -> AsyncIterator[None
 
 
 async def _wait_for_gap(world: World, before: int) -> None:
-    """Wait until there are more gaps than before, and all of them are closed."""
+    """Wait until there is a gap after number `before`, and all of them are closed."""
 
     async def closed() -> bool:
-        return len(await world.gaps()) > before and await world.gaps_are_closed()
+        return await world.latest_gap() > before and await world.gaps_are_closed()
 
     await until(closed, world.daemon.log_tail)
 

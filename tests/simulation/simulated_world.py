@@ -158,6 +158,10 @@ class World:
         """Return the reasons of all gaps in their order."""
         return [reason for (reason,) in await self.sql.fetch("select reason from atproto.gaps order by opened_at")]
 
+    async def latest_gap(self) -> int:
+        """Return the number of the latest gap; 0 if there was none."""
+        return int(await self.sql.fetchval("select coalesce(max(id), 0) from indexer.gap"))
+
     async def gaps_are_closed(self) -> bool:
         """Return True if no gap is open."""
         return not await self.sql.fetch("select from atproto.gaps where closed_at is null")

@@ -48,6 +48,7 @@ PROCESS_LIMITS = {
 DATABASE_LIMITS = {
     "connections": Limit(6, 0.1),
     "bytes of the change log": Limit(MIB, 0.2),
+    "bytes of the database": Limit(8 * MIB, 0.1),
 }
 TABLE_BYTES = Limit(MIB, 0.2)
 TABLE_ROWS = Limit(200, 0.2)
@@ -86,7 +87,11 @@ def process_sample(pid: int, directory: Path) -> Sample:
 
 async def database_sample(connection: asyncpg.Connection, observer: str) -> Sample:
     """Return the use of the database. `observer` is the application name of connections that do not count."""
-    sample: Sample = {"connections": await connection.fetchval(_CONNECTIONS, observer), "bytes of the change log": 0.0}
+    sample: Sample = {
+        "connections": await connection.fetchval(_CONNECTIONS, observer),
+        "bytes of the database": await connection.fetchval("select pg_database_size(current_database())::float8"),
+        "bytes of the change log": 0.0,
+    }
     for name, size, index_size in await connection.fetch(_RELATIONS):
         if name in CHANGE_LOG_TABLES:
             sample["bytes of the change log"] += size + index_size

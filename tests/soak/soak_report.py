@@ -3,9 +3,11 @@
 from collections.abc import Iterator
 
 from tests.soak.growth_check import Trend
+from tests.soak.resource_use import DATABASE_LIMITS, PROCESS_LIMITS
 from tests.soak.soak_run import SoakResult
 
 HOUR = 3_600
+ALWAYS_SHOWN = PROCESS_LIMITS | DATABASE_LIMITS
 
 
 def result_lines(result: SoakResult) -> Iterator[str]:
@@ -17,7 +19,9 @@ def result_lines(result: SoakResult) -> Iterator[str]:
         yield "no trend: the soak ended before its warm-up did"
     else:
         yield f"{'quantity':40} {'median':>14} {'slope per hour':>16} {'growth':>14} {'limit':>14}"
-    yield from map(trend_line, result.trends)
+    shown = [trend for trend in result.trends if trend.slope or trend.name in ALWAYS_SHOWN]
+    yield from map(trend_line, shown)
+    yield f"{len(result.trends) - len(shown)} other sizes and numbers of rows have the slope 0."
     for difference in result.differences:
         yield f"DIFFERENT: {difference}"
     for trend in result.growing:

@@ -18,7 +18,7 @@ from indexer import daemon as composition
 from indexer.localnet.local_account import LocalAccount
 from indexer.outbound import host_limits
 from indexer.service.resync.queue_maintenance import MaintenanceSettings
-from indexer.store import dead_letters
+from indexer.store import dead_letters, gap_rows
 from indexer.sync.backoff import backoff_seconds
 from tests.changed_names import change_names
 from tests.daemon_forks import DaemonFork
@@ -66,6 +66,7 @@ def reach_limits_soon() -> None:
         MaintenanceSettings=partial(MaintenanceSettings, search_interval=FORGET_SECONDS),
     )
     change_names(dead_letters, MAX_ROWS=20)
+    change_names(gap_rows, MAX_CLOSED_GAPS=20)
     change_names(host_limits, MAX_PAUSE=30.0, MAX_PAUSE_CONFIGURED=30.0)
     backoff_seconds.__kwdefaults__ = {"first": 5.0, "maximum": 60.0}
     report_interpreter()
@@ -92,7 +93,6 @@ class SoakWorld(World):
     Attributes:
         steady: The daemon that is never killed.
         steady_directory: The data directory of `steady`.
-        large: An account whose export needs a file. Nothing but commits happens to it.
         reserved: Accounts to which a fault happens, and therefore nothing else but commits.
         commits: How many commits the accounts have made.
         replaced: How many accounts were deleted and created.
@@ -126,6 +126,11 @@ class SoakWorld(World):
                 await stack.enter_async_context(daemon.supervised())
             yield
 
+    @property
+    def large(self) -> LocalAccount:
+        """An account whose export needs a file. Nothing but commits happens to it."""
+        return next(iter(self.accounts.values()))
+
     async def act(self, rate: float) -> None:
         """Let the accounts act for ever, `rate` times per second. Time in which this process cannot run is lost."""
         due = monotonic()
@@ -156,7 +161,7 @@ class SoakWorld(World):
 
     def active(self) -> list[LocalAccount]:
         """Return the accounts that are active, without the large one."""
-        return [account for account in self.accounts.values() if account.status is None and account is not self.large]
+        return [account for account in self.accounts.values() if account.status is None][1:]
 
     def free(self) -> list[LocalAccount]:
         """Return the accounts that are active and to which no fault happens, without the large one."""
@@ -187,7 +192,7 @@ class SoakWorld(World):
         return DaemonFork(environment, directory, prepare=reach_limits_soon)
 
     def _create_accounts(self) -> None:
-        self.large = self._join(self._size.large)
+        self._join(self._size.large)
         for _ in range(self._size.accounts):
             self._join(self._size.records)
 
@@ -204,8 +209,8 @@ class SoakWorld(World):
             self.rotate_key(self.random.choice(free))
         elif chance < REPLACE + ROTATE + MIGRATE and free:
             account = self.random.choice(free)
-            host = (self.hosts.index(account.pds) + 1) % HOSTS
-            self.perform(Migrate(_now(), account.did, host))
+            others = [number for number, host in enumerate(self.hosts) if host is not account.pds]
+            self.perform(Migrate(_now(), account.did, self.random.choice(others)))
         elif chance < REPLACE + ROTATE + MIGRATE + CHANGE_STATUS and free:
             self._change_status(free)
         else:
@@ -224,9 +229,10 @@ class SoakWorld(World):
         """Create an account with this number of records."""
         did = "did:plc:" + b32encode(self.random.randbytes(15)).decode().lower()
         self.perform(Join(_now(), did, self.random.randrange(HOSTS), self.random.choice(("k256", "p256"))))
+        account = self.accounts[did]
         for start in range(0, records, 100):
-            self._write(did, [self._create() for _ in range(min(records - start, 100))])
-        return self.accounts[did]
+            self._write(did, [self._create(account) for _ in range(min(records - start, 100))])
+        return account
 
     def _write(self, did: str, writes: Sequence[Write]) -> None:
         self.perform(Commit(_now(), did, tuple(writes)))
@@ -235,15 +241,16 @@ class SoakWorld(World):
     def _writes(self, account: LocalAccount) -> list[Write]:
         """Return a create, a delete, and perhaps an update."""
         changed = self.random.sample(list(account.records), self.random.choice((1, 2)))
-        updates = [Write("update", path, self._value(path.partition("/")[0])) for path in changed[1:]]
-        return [self._create(), Write("delete", changed[0]), *updates]
+        updates = [Write("update", path, self._value(account, path.partition("/")[0])) for path in changed[1:]]
+        return [self._create(account), Write("delete", changed[0]), *updates]
 
-    def _create(self) -> Write:
+    def _create(self, account: LocalAccount) -> Write:
         collection = self.random.choice((NOTE, LIKE, DRAFT))
-        return Write("create", f"{collection}/r{next(self._numbers)}", self._value(collection))
+        return Write("create", f"{collection}/r{next(self._numbers)}", self._value(account, collection))
 
-    def _value(self, collection: str) -> Value:
-        subject = self.random.choice(list(self.accounts))
+    def _value(self, account: LocalAccount, collection: str) -> Value:
+        """Return a record with a link. Records of the large account stay long, so they do not link to others."""
+        subject = account.did if account is self.large else self.random.choice(list(self.accounts))
         text = self.random.randbytes(self.random.randrange(200)).hex()
         return {"$type": collection, "text": text, "subject": f"at://{subject}/{NOTE}/r0"}
 
