@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from random import Random
 from time import time_ns
 from typing import get_args
@@ -55,6 +55,7 @@ COMMON_FAULTS: dict[type[Fault], Callable[[Random, str], Fault]] = {
     ChangedScope: lambda *_: ChangedScope(NARROW),
 }
 """Faults that concern everybody. They happen one at a time."""
+ALL_FAULTS = (*ACCOUNT_FAULTS, *COMMON_FAULTS)
 
 
 class SoakFaults:
@@ -65,11 +66,12 @@ class SoakFaults:
         failed: Faults that had no effect, each with the reason.
     """
 
-    def __init__(self, world: SoakWorld, interval: float, duration: float) -> None:
-        """Create it. A fault begins every `interval` seconds at most, and lasts for `duration` seconds at least."""
+    def __init__(self, world: SoakWorld, kinds: Sequence[type[Fault]], interval: float, duration: float) -> None:
+        """Create it. There are `interval` seconds or more between faults. Each lasts for `duration` seconds or more."""
         self.fired: Counter[str] = Counter()
         self.failed: list[str] = []
         self._world = world
+        self._kinds = kinds
         self._interval = interval
         self._duration = duration
 
@@ -77,18 +79,13 @@ class SoakFaults:
         """Let faults happen until `stop` is set, and wait until all of them have ended."""
         async with asyncio.TaskGroup() as group:
             while not stop.is_set():
-                for kind in self._round():
+                for kind in self._world.random.sample(self._kinds, len(self._kinds)):
                     if kind in COMMON_FAULTS:
                         await self._disturb_all(COMMON_FAULTS[kind](self._world.random, self._victim().did))
                     else:
                         group.create_task(self._disturb_account(kind))
                     if await _is_set_within(stop, self._interval):
                         break
-
-    def _round(self) -> list[type[Fault]]:
-        """Return all kinds of faults in a random order."""
-        kinds = [*ACCOUNT_FAULTS, *COMMON_FAULTS]
-        return self._world.random.sample(kinds, len(kinds))
 
     def _victim(self) -> LocalAccount:
         return self._world.random.choice(self._world.free())

@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,12 +15,13 @@ from indexer.atproto.cid import cid_of, cid_text
 from tests.background import running
 from tests.database_checks import apply_strictly
 from tests.simulation.draw_schedule import ALL
+from tests.simulation.fault_schedule import Fault
 from tests.simulation.simulated_world import OBSERVER
 from tests.simulation.world_checks import Snapshot
 from tests.soak.growth_check import Trend, fit_trends
 from tests.soak.resource_use import Sample, database_sample, limits_of, process_sample
-from tests.soak.soak_faults import SoakFaults
-from tests.soak.soak_world import SoakWorld, WorldSize
+from tests.soak.soak_faults import ALL_FAULTS, SoakFaults
+from tests.soak.soak_world import LOW_LIMITS, SoakWorld, WorldSize, reach_limits_soon
 from tests.waiting import until
 
 TIME = "seconds"
@@ -47,8 +48,11 @@ class SoakPlan:
         rate: Commits per second.
         fault_interval: The shortest time from the end of one fault to the next.
         fault_duration: How long a fault lasts at least.
+        faults: The kinds of faults.
         size: The size of the world.
         seed: Of everything that is drawn.
+        settings: Settings of the daemons.
+        prepare: Called in each process of a daemon at first.
     """
 
     duration: float
@@ -57,8 +61,11 @@ class SoakPlan:
     rate: float = 20.0
     fault_interval: float = 15.0
     fault_duration: float = 3.0
+    faults: Sequence[type[Fault]] = ALL_FAULTS
     size: WorldSize = field(default_factory=WorldSize)
     seed: int = 1
+    settings: Mapping[str, str] = field(default_factory=lambda: LOW_LIMITS)
+    prepare: Callable[[], None] = reach_limits_soon
 
 
 @dataclass(slots=True)
@@ -171,11 +178,11 @@ async def soak(
     Raises:
         AssertionError: A fault had no effect, or the daemon ended.
     """
-    world = SoakWorld(dsn, directory, plan.size, plan.seed)
+    world = SoakWorld(dsn, directory, plan.size, plan.seed, plan.settings, plan.prepare)
     async with world.running(), _observer(world) as to_sample, _observer(world) as to_read:
         sampler, reader = Sampler(world, to_sample, samples), LogReader(to_read)
         await reader.register()
-        faults = SoakFaults(world, plan.fault_interval, plan.fault_duration)
+        faults = SoakFaults(world, plan.faults, plan.fault_interval, plan.fault_duration)
         reported = _report(plan, world, sampler, faults.fired, report)
         async with running(world.forget(), reported):
             async with running(world.act(plan.rate)), asyncio.TaskGroup() as group:
