@@ -9,7 +9,7 @@ PYTEST := $(BIN)/pytest -n 3 --dist worksteal
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-citus test-python-core crashes simulate check lint format docs screenshots coverage venv native \
+.PHONY: help demo test test-citus test-python-core crashes simulate soak check lint format docs screenshots coverage venv native \
 	native-check fuzz mutants mutate dist release npm-packages realnet second \
 	bench-live bench-resync bench-feed bench-links bench-peers bench-citus bench-guard
 
@@ -80,6 +80,9 @@ fuzz: venv ## Fuzz all targets (tests/fuzz/targets.py), two at a time, until Ctr
 simulate: venv ## Index random worlds with faults: make simulate SEED=17, or SEEDS=1000 FIRST=5000 (default: 100 from 1)
 	SIMULATION_FIRST_SEED=$(or $(SEED),$(FIRST),1) SIMULATION_SEEDS=$(or $(if $(SEED),1),$(SEEDS),100) \
 		$(PYTEST) tests/simulation $(if $(SEED),-k random_worlds)
+
+soak: venv ## Run a world of constant size with faults, and show that nothing grows: make soak MINUTES=120
+	$(BIN)/python -m tests.soak --minutes $(or $(MINUTES),120) $(if $(SAMPLES),--samples $(SAMPLES))
 
 mutants: venv ## Show that the tests find every bug in tests/mutants (half an hour); ONLY="sync high-s-*" JOBS=2
 	$(BIN)/python -m tests.mutants --jobs $(or $(JOBS),1) $(ONLY)

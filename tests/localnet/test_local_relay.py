@@ -154,6 +154,30 @@ async def test_lagging_live_subscriber_is_disconnected(net: LocalNetwork) -> Non
         assert (header, payload["error"]) == ({"op": -1}, "ConsumerTooSlow")
 
 
+async def test_forgotten_messages_are_not_replayed_and_open_streams_continue(net: LocalNetwork) -> None:
+    account = net.create_account()
+    for number in range(6):
+        account.create("com.example.note", {"n": number})
+    async with stream(net, 0) as live:
+        assert await seqs(live, 10) == list(range(1, 11))
+        net.relay.forget_messages(keep=4)
+        account.create("com.example.note", {"n": 6})
+        assert await seqs(live, 1) == [11]
+    async with stream(net, 5) as socket:
+        header, payload = await receive(socket)
+        assert (header["t"], payload["name"]) == ("#info", "OutdatedCursor")
+        assert await seqs(socket, 5) == [7, 8, 9, 10, 11]
+    assert len(net.relay.log) == 5
+
+
+async def test_forgotten_account_is_not_listed(net: LocalNetwork) -> None:
+    account, other = net.create_account(), net.create_account()
+    net.relay.forget_account(account.did)
+    async with http_client() as client:
+        response = await client.get(f"{net.relay.url}{LIST_REPOS}")
+    assert [repo["did"] for repo in response.json()["repos"]] == [other.did]
+
+
 async def test_dropped_commit_leaves_its_seq_unused_and_breaks_chain(net: LocalNetwork) -> None:
     account, other = net.create_account(), net.create_account()
     net.relay.drop(account.did)

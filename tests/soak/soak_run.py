@@ -21,7 +21,7 @@ from tests.simulation.world_checks import Snapshot
 from tests.soak.growth_check import Trend, fit_trends
 from tests.soak.resource_use import Sample, database_sample, limits_of, process_sample
 from tests.soak.soak_faults import ALL_FAULTS, SoakFaults
-from tests.soak.soak_world import LOW_LIMITS, SoakWorld, WorldSize, reach_limits_soon
+from tests.soak.soak_world import SoakWorld, WorldSize, reach_limits_soon
 from tests.waiting import until
 
 TIME = "seconds"
@@ -51,7 +51,6 @@ class SoakPlan:
         faults: The kinds of faults.
         size: The size of the world.
         seed: Of everything that is drawn.
-        settings: Settings of the daemons.
         prepare: Called in each process of a daemon at first.
     """
 
@@ -64,7 +63,6 @@ class SoakPlan:
     faults: Sequence[type[Fault]] = ALL_FAULTS
     size: WorldSize = field(default_factory=WorldSize)
     seed: int = 1
-    settings: Mapping[str, str] = field(default_factory=lambda: LOW_LIMITS)
     prepare: Callable[[], None] = reach_limits_soon
 
 
@@ -178,7 +176,7 @@ async def soak(
     Raises:
         AssertionError: A fault had no effect, or the daemon ended.
     """
-    world = SoakWorld(dsn, directory, plan.size, plan.seed, plan.settings, plan.prepare)
+    world = SoakWorld(dsn, directory, plan.size, plan.seed, plan.prepare)
     async with world.running(), _observer(world) as to_sample, _observer(world) as to_read:
         sampler, reader = Sampler(world, to_sample, samples), LogReader(to_read)
         await reader.register()

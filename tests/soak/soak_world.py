@@ -3,7 +3,7 @@
 import asyncio
 import os
 from base64 import b32encode
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -50,7 +50,7 @@ MAX_HIDDEN = 4
 FORGET_SECONDS = 30.0
 FORGOTTEN_BY_NETWORK_SECONDS = 300.0
 """Time after which a deleted account may vanish from the network, as soon as it has vanished from the database."""
-LOW_LIMITS = {
+SETTINGS = {
     "INDEXER_CHANGE_BYTES": "4000000",
     "INDEXER_DELETION_GRACE": "10s",
     "INDEXER_LINKS": "true",
@@ -98,23 +98,14 @@ class SoakWorld(World):
         replaced: How many accounts were deleted and created.
     """
 
-    def __init__(
-        self,
-        dsn: str,
-        directory: Path,
-        size: WorldSize,
-        seed: int,
-        settings: Mapping[str, str],
-        prepare: Callable[[], None],
-    ) -> None:
-        """Create it. `settings` are those of the daemons. `prepare` is called in each of their processes at first."""
+    def __init__(self, dsn: str, directory: Path, size: WorldSize, seed: int, prepare: Callable[[], None]) -> None:
+        """Create it. `prepare`, a function of a module, is called in each process of a daemon at first."""
         super().__init__(Schedule(seed, HOSTS, RELAYS, ALL, (), ()), dsn, directory)
         self.steady_directory = directory / "steady"
         self.reserved: set[str] = set()
         self.commits = self.replaced = 0
         self.random = Random(seed)
         self._size = size
-        self._settings = settings
         self._prepare = prepare
         self._numbers = count()
         self._deleted: dict[str, float] = {}
@@ -198,8 +189,8 @@ class SoakWorld(World):
 
     def _make_daemon(self, number: int, directory: Path) -> DaemonFork:
         directory.mkdir()
-        own = {"INDEXER_DATA_DIR": str(directory), "INDEXER_SHARD": f"{number}/{DAEMONS}"}
-        environment = {**self.environment(self.proxy.dsn), **self._settings, **own}
+        environment = self.environment(self.proxy.dsn) | SETTINGS
+        environment |= {"INDEXER_DATA_DIR": str(directory), "INDEXER_SHARD": f"{number}/{DAEMONS}"}
         return DaemonFork(environment, directory, self._prepare)
 
     def _create_accounts(self) -> None:

@@ -1,0 +1,111 @@
+"""A short soak is flat, and one with leaks is not."""
+
+import asyncio
+import os
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from indexer import crash_points
+from tests import waiting
+from tests.daemon_forks import start_fork_server
+from tests.simulation.fault_schedule import (
+    BrokenConnection,
+    DamagedCommit,
+    Fault,
+    KilledDaemon,
+    LostCommit,
+    RepeatedMessages,
+    UnreachableDatabase,
+)
+from tests.soak.resource_use import MIB
+from tests.soak.soak_report import result_lines
+from tests.soak.soak_run import SoakPlan, soak
+from tests.soak.soak_world import WorldSize, reach_limits_soon
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.one_server("it reads the sizes of the tables of one server"),
+    pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory and files are read from /proc"),
+]
+
+QUICK_FAULTS: tuple[type[Fault], ...] = (
+    BrokenConnection, DamagedCommit, KilledDaemon, LostCommit, RepeatedMessages, UnreachableDatabase,
+)  # fmt: skip
+PLAN = SoakPlan(
+    duration=25.0,
+    warm_up=8.0,
+    sample_interval=0.5,
+    fault_interval=1.0,
+    fault_duration=0.5,
+    faults=QUICK_FAULTS,
+    size=WorldSize(accounts=10, records=10, large=100),
+)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fork_server() -> None:
+    start_fork_server()
+
+
+@pytest.fixture(autouse=True)
+def be_patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "TIMEOUT", 400.0)
+
+
+async def test_world_of_constant_size_with_faults_is_flat(database: str, tmp_path: Path) -> None:
+    result = await soak(PLAN, database, tmp_path, tmp_path / "samples", asyncio.Event(), lambda _: None)
+    assert result.differences == []
+    assert result.growing == []
+    assert {"memory (RSS)", "tasks", "file descriptors", "connections", "rows of record"} <= {
+        trend.name for trend in result.trends
+    }
+    assert set(result.fired) == {kind.__name__ for kind in QUICK_FAULTS}
+    assert result.commits > PLAN.size.accounts
+    assert result.changes > result.commits
+
+
+def leak() -> None:
+    """Let a daemon keep a file, a task and a megabyte for each batch."""
+    reach_limits_soon()
+    kept: list[object] = []
+
+    def keep(point: str) -> None:
+        if point == "batch.settled":
+            os.dup(0)
+            kept.append(asyncio.create_task(asyncio.sleep(1e6)))
+            kept.append(b"x" * int(MIB))
+
+    crash_points.hooks.append(keep)
+
+
+async def test_leaks_are_found_with_their_names(database: str, tmp_path: Path) -> None:
+    plan = replace(PLAN, duration=20.0, faults=(RepeatedMessages,), prepare=leak)
+    result = await soak(plan, database, tmp_path, tmp_path / "samples", asyncio.Event(), lambda _: None)
+    assert result.differences == []
+    assert {"file descriptors", "memory (RSS)", "tasks"} <= {trend.name for trend in result.growing}
+    assert any(line.startswith("GROWS: tasks, by ") for line in result_lines(result))
+
+
+async def test_sigint_ends_a_soak_with_its_figures(tmp_path: Path) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "tests.soak", "--minutes", "1", "--samples", str(tmp_path / "samples"),
+        stdout=asyncio.subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    try:
+        assert b"min left" in await process.stdout.readline()
+        os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does
+        output = (await process.stdout.read()).decode()
+        assert await process.wait() == 0, output
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert "no trend: the soak ended before its warm-up did" in output
+    assert "the database equals the world" in output
+    assert len((tmp_path / "samples").read_text().splitlines()) > 0
