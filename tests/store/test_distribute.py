@@ -1,5 +1,6 @@
 """`indexer distribute` on a Citus cluster: where rows are afterwards, interruptions, and errors for the operator."""
 
+import asyncio
 import json
 import signal
 import subprocess
@@ -68,6 +69,23 @@ TWO_OF_FOUR_SHARDS = """
     insert into indexer.cursor (relay, shard, epoch, seq) values
         ('wss://a.test', '1/4', 1, 1), ('wss://a.test', '2/4', 1, 1)
 """
+MANY = 200_000
+ADD_MANY_RECORDS = f"""
+    insert into indexer.record (did, collection, rkey, bucket, cid, rev, value)
+    select did, collection, 'n' || number, bucket, cid, rev, value
+    from (select * from indexer.record limit 1) one, generate_series(1, {MANY}) number
+"""  # noqa: S608
+COPIED_ROWS = """
+    select coalesce(max(result::bigint), 0) from run_command_on_workers($$
+        select coalesce(max(tuples_processed), 0) from pg_stat_progress_copy where datname = current_database()
+    $$) where success
+"""
+"""The rows that have arrived in a shard of the table that is copied."""
+END_SESSIONS = """
+    select pg_terminate_backend(pid, 60000) from pg_stat_activity
+    where datname = current_database() and application_name ~ '^indexer'
+"""
+"""Postgres ends the session of a killed command within two seconds. Until then, its statement goes on."""
 WRITE_ONE_REPO = "update indexer.repo set version = version + 1 where bucket = 7"
 WITHOUT_TRIGGER = """
     select c.oid::regclass::text as name from pg_class c
@@ -99,6 +117,7 @@ DEATHS = (
     "after citus_add_local_table",
     "after create trigger use_two_phases",
     "after create constraint trigger",
+    "before revoke execute",
     "before set finished_at",
 )
 """The moments at which the command is killed, in the order of its statements."""
@@ -215,6 +234,35 @@ def _run_dying(dsn: str, moment: str) -> subprocess.CompletedProcess[str]:
         check=False,
         timeout=120,
     )
+
+
+async def test_killed_in_the_middle_of_a_large_table_it_copies_no_other_table_again(plain: str) -> None:
+    sql = await asyncpg.connect(plain)
+    try:
+        await sql.execute(ADD_MANY_RECORDS)
+        await sql.execute("analyze indexer.record")
+        before = await contents(plain, without=CHANGED)
+        command = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "indexer", "distribute", "--shards", "4",
+            env=environment_without_settings() | {"INDEXER_DATABASE_URL": plain},
+            cwd=Path(__file__).parents[2],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        while not MANY // 20 < await sql.fetchval(COPIED_ROWS) < MANY // 2:  # no other table has so many in a shard
+            assert command.returncode is None, "it has copied the records before they were seen"
+        command.kill()
+        await command.wait()
+        await sql.execute(END_SESSIONS)
+        complete = {row["name"].removeprefix("indexer.") for row in await sql.fetch(PLACES)}
+    finally:
+        await sql.close()
+    assert "repo" in complete
+    assert "record" not in complete
+    again = await distributed(plain)
+    assert again.tables.keys() == set(DISTRIBUTED) - complete
+    assert again.tables["record"] > MANY
+    assert await contents(plain, without=CHANGED) == before
 
 
 async def test_one_of_several_databases_by_bucket_is_refused(plain: str) -> None:
