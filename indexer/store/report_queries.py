@@ -5,6 +5,7 @@ import random
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from time import monotonic
 from typing import Any
 
 import asyncpg
@@ -257,7 +258,7 @@ async def _count_repos(connection: Connection, since: float) -> _RepoNumbers:
     scope = await scope_row.load(connection)
     complete_from = 0 if scope is None else scope.complete_from
     async with connection.transaction():
-        await _limit_time(connection)
+        await _limit_time(connection, _deadline())
         parts = await load_parts(connection, "indexer.repo")
     total = sum(part.pages for part in parts)
     pages = min(total, MAX_COUNTED_PAGES)
@@ -270,7 +271,7 @@ async def _count_repos(connection: Connection, since: float) -> _RepoNumbers:
     if numbers.share < 1.0:
         with suppress(asyncpg.QueryCanceledError):  # then the estimates remain
             async with connection.transaction():
-                await _limit_time(connection)
+                await _limit_time(connection, _deadline())
                 await numbers.correct(connection, complete_from)
     return numbers
 
@@ -280,18 +281,16 @@ async def _count_pages(
 ) -> _RepoNumbers | None:
     """Count the repos in a share of the table; return None if that takes too long."""
     numbers = _RepoNumbers(share)
+    deadline = _deadline()
     with suppress(asyncpg.QueryCanceledError):
         async with connection.transaction():
             if share < 1.0:
-                await _limit_time(connection, len(parts))
-                percentage = 100.0 * share
-                rows = [
-                    row
-                    for part in parts
-                    for row in await connection.fetch(count_sample(percentage), since, complete_from, part.buckets)
-                ]
+                percentage, rows = 100.0 * share, []
+                for part in parts:
+                    await _limit_time(connection, deadline)
+                    rows += await connection.fetch(count_sample(percentage), since, complete_from, part.buckets)
             else:
-                await _limit_time(connection)
+                await _limit_time(connection, deadline)
                 rows = await connection.fetch(_COUNT_REPOS, since, complete_from)
         for row in rows:
             numbers.add(row)
@@ -299,9 +298,15 @@ async def _count_pages(
     return None
 
 
-async def _limit_time(connection: Connection, statements: int = 1) -> None:
-    """Limit the time of each of so many equal statements until the end of the transaction."""
-    await connection.execute(f"set local statement_timeout = {max(1, COUNT_MILLISECONDS // statements)}")
+def _deadline() -> float:
+    """Return the end of the time limit of an attempt that begins now (monotonic seconds)."""
+    return monotonic() + COUNT_MILLISECONDS / 1000
+
+
+async def _limit_time(connection: Connection, deadline: float) -> None:
+    """Let Postgres cancel each statement of the transaction that takes as long as it is until the deadline now."""
+    milliseconds = max(1, round(1000 * (deadline - monotonic())))
+    await connection.execute(f"set local statement_timeout = {milliseconds}")
 
 
 async def repo_report(connection: Connection, did: str) -> dict[str, Any] | None:

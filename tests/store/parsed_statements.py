@@ -51,11 +51,11 @@ LOCALS = {
     "database": "indexer",
     "setting": "jit",
     "value": "off",
-    "statements": 4,
+    "milliseconds": 2_000,
     "row": {"functions": "pg_catalog.now()", "roles": "atproto_reader"},
 }
 """Values of local variables that are put into a statement: a segment, a public role, the parts of an index, the size of
-a sample, names, a setting, a number of statements, and functions with the roles that may call them."""
+a sample, names, a setting, a time limit, and functions with the roles that may call them."""
 DYNAMIC = {
     "indexer.adapt_public_schema": "creates the public views, of which those of a plain database are read as views",
     "indexer.grant_shards_to_readers": "grants rights on tables and on a schema",
