@@ -106,6 +106,16 @@ async def test_restore_changes_nothing_in_a_database_that_is_in_use(database: st
     assert [path.name for path in tmp_path.iterdir()] == ["indexer.dump"]
 
 
+async def test_backup_and_restore_use_the_options_in_the_url(
+    database: str, empty_database: str, tmp_path: Path
+) -> None:
+    backup = tmp_path / "indexer.dump"
+    for command, dsn in (("backup", database), ("restore", empty_database)):
+        url = f"{dsn}{'&' if '?' in dsn else '?'}options=-c%20work_mem%3D5MB%20-c%20jit%3Doff"
+        await indexer(command, str(backup), INDEXER_DATABASE_URL=url)
+    assert await rows(empty_database, "select count(*) from indexer.repo") == [(0,)]
+
+
 async def test_incomplete_backup_is_restored_not_at_all(database: str, empty_database: str, tmp_path: Path) -> None:
     backup = tmp_path / "indexer.dump"
     await indexer("backup", str(backup), INDEXER_DATABASE_URL=database)

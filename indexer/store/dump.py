@@ -6,7 +6,7 @@ import re
 from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Callable
 from pathlib import Path
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
 import asyncpg
 
@@ -28,13 +28,6 @@ CLUSTER_OPTIONS = "-c citus.override_table_visibility=on -c citus.enable_ddl_pro
 everything on the coordinator; `indexer distribute` creates what the other nodes need."""
 
 _HAS_CITUS = "select exists (select from pg_extension where extname = 'citus')"
-_NOT_DISTRIBUTED = """
-    do $$ begin
-        if to_regclass('indexer.distribution') is not null then
-            update indexer.distribution set finished_at = null;
-        end if;
-    end $$
-"""
 _EXISTING = "select nspname from pg_namespace where nspname = any($1::text[]) order by nspname"
 _ROLES = "select rolname from pg_roles"
 
@@ -55,13 +48,13 @@ async def dump(dsn: str, file: Path, on_bytes: Callable[[int], None]) -> int:
         connection = await connect(dsn)
     try:
         with database_errors():
-            session = await _session_options(connection)
+            address = await _address(connection, dsn)
     finally:
         await connection.close()
     try:
         part.touch(mode=0o600, exist_ok=False)
         options = ["--format=custom", f"--file={part}", *schemas]
-        await _run("pg_dump", dsn, options, session, lambda: on_bytes(_size(part)))
+        await _run("pg_dump", address, options, _password(dsn), lambda: on_bytes(_size(part)))
         part.replace(file)
     finally:
         part.unlink(missing_ok=True)
@@ -71,7 +64,7 @@ async def dump(dsn: str, file: Path, on_bytes: Callable[[int], None]) -> int:
 async def restore(dsn: str, file: Path, on_poll: Callable[[], None]) -> None:
     """Restore a dump into a database without the two schemas, in one transaction. Objects belong to the present role.
 
-    The dump of a cluster has to be distributed again before a daemon can use it.
+    The dump of a cluster has to be distributed again before a daemon can use it (`placement.require_complete`).
 
     Raises:
         SettingsError: The database has one of the schemas, a role is missing, or there are no binaries of Postgres.
@@ -87,8 +80,7 @@ async def restore(dsn: str, file: Path, on_poll: Callable[[], None]) -> None:
             await _require_older_program(connection.get_server_version().major, dsn)
             await _create_roles(connection, dsn)
             options = ["--single-transaction", "--no-owner", str(file)]
-            await _run("pg_restore", dsn, options, await _session_options(connection), on_poll)
-            await connection.execute(_NOT_DISTRIBUTED)
+            await _run("pg_restore", await _address(connection, dsn), options, _password(dsn), on_poll)
             await connection.execute("analyze")
     finally:
         await connection.close()
@@ -120,25 +112,32 @@ async def _create_roles(connection: asyncpg.Connection, dsn: str) -> None:
             raise unusable(dsn, f"let an administrator run: create role {role} nologin") from None
 
 
-async def _session_options(connection: asyncpg.Connection) -> dict[str, str]:
-    """Return the environment variable that sets what the sessions of the programs need; empty without Citus."""
-    if not await connection.fetchval(_HAS_CITUS):
-        return {}
-    return {"PGOPTIONS": f"{os.environ.get('PGOPTIONS', '')} {CLUSTER_OPTIONS}".strip()}
+async def _address(connection: asyncpg.Connection, dsn: str) -> str:
+    """Return the URL without the password, and with the settings that the sessions of the programs need with Citus.
+
+    They come after those of the URL or of PGOPTIONS, which counts only if the URL has none. In the values of
+    parameters, the programs of Postgres accept neither + for a space nor an equals sign.
+    """
+    base, _, query = without_password(dsn).partition("?")
+    parameters = dict(parse_qsl(query))
+    if await connection.fetchval(_HAS_CITUS):
+        options = parameters.get("options", os.environ.get("PGOPTIONS", ""))
+        parameters["options"] = f"{options} {CLUSTER_OPTIONS}"
+    return f"{base}?{urlencode(parameters, quote_via=quote)}"
 
 
 async def _run(
-    program: str, dsn: str, options: list[str], environment: dict[str, str], on_poll: Callable[[], None]
+    program: str, address: str, options: list[str], password: dict[str, str], on_poll: Callable[[], None]
 ) -> None:
     """Run a program of Postgres on the database. The password is not among its arguments, which others could see."""
     child = await asyncio.create_subprocess_exec(
         _program(program),
-        f"--dbname={without_password(dsn)}",
+        f"--dbname={address}",
         *options,
         stdin=DEVNULL,
         stdout=DEVNULL,
         stderr=PIPE,
-        env=os.environ | _password(dsn) | environment,
+        env=os.environ | password,
     )
     output = asyncio.create_task(child.communicate())
     try:
@@ -163,8 +162,8 @@ def _program(name: str) -> Path:
 
 def _password(dsn: str) -> dict[str, str]:
     parts = urlsplit(dsn)
-    password = parts.password or next(iter(parse_qs(parts.query).get("password", [])), None)
-    return {} if password is None else {"PGPASSWORD": unquote(password)}
+    password = unquote(parts.password or "") or dict(parse_qsl(parts.query)).get("password")
+    return {} if password is None else {"PGPASSWORD": password}
 
 
 def _size(file: Path) -> int:

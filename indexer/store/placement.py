@@ -8,7 +8,8 @@ from indexer.sync.shard import BUCKETS, Placement
 
 _IS_DISTRIBUTED = "select exists (select from indexer.distribution)"
 _SHARDS = "select shards from indexer.distribution"
-_IS_INCOMPLETE = "select exists (select from indexer.distribution where finished_at is null)"
+_IS_FINISHED = "select finished_at is not null from indexer.distribution"
+_HAS_SHARDS = "select indexer.is_distributed('indexer.repo')"
 
 
 async def load_placement(connection: Connection | asyncpg.Pool) -> Placement:
@@ -29,8 +30,11 @@ def shard_of(bucket: int, shards: int) -> int:
 async def require_complete(connection: Connection | asyncpg.Pool, dsn: str) -> None:
     """Check that no distribution has begun that is not complete.
 
+    A restored backup of a cluster has the row of a complete distribution, and tables without shards.
+
     Raises:
         SettingsError: The operator has to run `indexer distribute` again.
     """
-    if await connection.fetchval(_IS_INCOMPLETE):
-        raise unusable(dsn, "its distribution was interrupted; run `indexer distribute` again, which continues it")
+    finished = await connection.fetchval(_IS_FINISHED)
+    if finished is not None and not (finished and await connection.fetchval(_HAS_SHARDS)):
+        raise unusable(dsn, "its distribution is not complete; run `indexer distribute` again, which continues it")

@@ -35,7 +35,8 @@ async def test_a_backup_of_a_cluster_is_restored_and_distributed_again(
     await fill(database)
     before = await contents(database, without=CHANGED)
     for command, dsn in (("backup", database), ("restore", empty_database)):
-        done = run_indexer(command, str(file), INDEXER_DATABASE_URL=dsn, INDEXER_PG_BINDIR=programs)
+        url = f"{dsn}?options=-c%20work_mem%3D5MB"  # beside the options that the command itself needs
+        done = run_indexer(command, str(file), INDEXER_DATABASE_URL=url, INDEXER_PG_BINDIR=programs)
         assert done.returncode == 0, done.stderr
     with pytest.raises(SettingsError, match="run `indexer distribute` again"):
         await Store.open(empty_database)

@@ -214,7 +214,7 @@ async def test_killed_at_any_step_and_called_again_it_continues(plain: str) -> N
         killed = _run_dying(plain, moment)
         assert killed.returncode == -signal.SIGKILL, (moment, killed.stderr)
         if number >= DEATHS.index("before alter database"):
-            with pytest.raises(SettingsError, match="distribution was interrupted"):
+            with pytest.raises(SettingsError, match="distribution is not complete"):
                 await Store.open(plain)
     done = run_indexer("distribute", "--json", INDEXER_DATABASE_URL=plain)
     assert done.returncode == 0, done.stderr

@@ -12,6 +12,7 @@ from tests.store.change_log_helpers import connected
 from tests.store.link_checks import assert_links_exact
 from tests.store.link_steps import ALL, LIKE, claim_again, count, finish_resync, like, maintenance, turn_on
 from tests.store.repo_rows import delete, did, insert, synchronized
+from tests.store.test_placement_check import COMPLETE_ROW, PRETEND_SHARDS
 
 pytestmark = pytest.mark.slow
 
@@ -147,7 +148,7 @@ async def test_links_of_an_owner_that_never_kept_them_are_not_counted(
 ) -> None:
     """The function finds the buckets of each owner as the processes do."""
     if placement is Placement.DISTRIBUTED:
-        await sql.execute("insert into indexer.distribution (shards, finished_at) values (4, now())")
+        await sql.execute(f"{COMPLETE_ROW}; {PRETEND_SHARDS}")
     store = await Store.open(database)
     keeping = [Shard(index, 8, store.placement) for index in (0, 2, 3, 5)]
     for shard in keeping:

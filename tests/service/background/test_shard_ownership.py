@@ -16,13 +16,14 @@ from indexer.store import Store, shard_lock
 from indexer.sync.shard import Placement, Shard
 from tests.daemon.running_daemon import POST, post, running_daemon
 from tests.daemon_process import daemon_process, log_tail
+from tests.store.test_placement_check import COMPLETE_ROW, PRETEND_SHARDS
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 
 OWNERS = "select pid from indexer.shard_owner"
 END_SESSION = "select pg_terminate_backend($1::integer)"
-DISTRIBUTE = "insert into indexer.distribution (shards, finished_at) values (4, now()) on conflict do nothing"
+DISTRIBUTE = f"{COMPLETE_ROW} on conflict do nothing; {PRETEND_SHARDS}"
 
 
 async def test_overlapping_shards_wait_for_each_other(database: str) -> None:
