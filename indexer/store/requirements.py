@@ -38,6 +38,7 @@ _MISSING_TO_MIGRATE = """
     limit 1
 """
 
+# The function of Citus: `indexer distribute` lets only the roles of the daemons use it.
 _MISSING_TO_RUN = """
     with missing (privilege, kind, name) as (
         select 'USAGE', 'schema', nspname::text from pg_namespace
@@ -56,8 +57,10 @@ _MISSING_TO_RUN = """
         where relnamespace = to_regnamespace('indexer') and relkind = 'S' and not has_sequence_privilege(oid, privilege)
         union all
         select 'EXECUTE', 'function', oid::regprocedure::text from pg_proc
-        where pronamespace in (to_regnamespace('indexer'), to_regnamespace('atproto'))
-            and not has_function_privilege(oid, 'execute')
+        where (
+            pronamespace in (to_regnamespace('indexer'), to_regnamespace('atproto'))
+            or pronamespace = 'pg_catalog'::regnamespace and proname = 'run_command_on_all_nodes'
+        ) and not has_function_privilege(oid, 'execute')
     )
     select format('the role %I needs the privilege %s on the %s %s', current_user, privilege, kind, name)
     from missing limit 1

@@ -8,10 +8,11 @@ from urllib.parse import urlsplit
 import asyncpg
 import pytest
 
+from indexer.errors import SettingsError
 from indexer.localnet.local_network import LocalNetwork
 from indexer.localnet.scenario import Scenario
 from indexer.store.distribute import distribute
-from indexer.store.migrate import migrate
+from indexer.store.migrate import migrate, require_privileges
 from tests.citus_cluster import WORKERS
 from tests.citus_server import SHARDS, CitusServer
 from tests.cli.command_line import error_line, run_indexer
@@ -114,5 +115,8 @@ async def test_a_role_that_may_use_the_private_schema_reads_the_sizes_of_tables(
         await sql.execute(GRANTS.format(role=name))
         with pytest.raises(asyncpg.InsufficientPrivilegeError):
             await daemon.fetchval(parts)
+        with pytest.raises(SettingsError, match="needs the privilege EXECUTE on the function run_command_on_all_nodes"):
+            await require_privileges(with_user(database, name))
         assert (await distribute(database, None, lambda *_: None)).was_complete
+        await require_privileges(with_user(database, name))
         assert await daemon.fetchval(parts) == SHARDS

@@ -7,6 +7,9 @@ import pytest
 
 from indexer.localnet.local_network import LocalNetwork
 from indexer.localnet.scenario import Scenario
+from indexer.store.distribute import distribute
+from indexer.store.placement import load_placement
+from indexer.sync.shard import Placement
 from tests.daemon_process import daemon_process
 from tests.database_checks import wait_until_equal
 from tests.store.test_migrate import GRANTS, role, with_user
@@ -18,6 +21,8 @@ STEPS = 40
 async def test_daemon_runs_with_the_documented_grants(database: str, sql: asyncpg.Connection, tmp_path: Path) -> None:
     async with LocalNetwork() as network, role(database) as name:
         await sql.execute(GRANTS.format(role=name))
+        if await load_placement(sql) is Placement.DISTRIBUTED:
+            await distribute(database, None, lambda *_: None)
         scenario = Scenario(network, seed=5)
         async with daemon_process(network, with_user(database, name), tmp_path):
             for step in range(STEPS):
