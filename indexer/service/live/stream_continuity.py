@@ -58,9 +58,12 @@ class StreamContinuity:
     async def begin(self, relay: str) -> StreamEntry:
         """Return the entry for a new connection.
 
+        A former owner of the shard may have opened a gap since this process has loaded the gaps.
+
         Raises:
             OSError: The relay is unavailable.
         """
+        await _retry(self._gaps.refresh)
         self.entry = entry = await _retry(lambda: self._entries.entry(relay))
         if entry.gap is not None:
             await self._open(entry.gap)

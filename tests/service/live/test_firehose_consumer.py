@@ -77,6 +77,9 @@ class FakeStore:
         self.gaps.append(OpenGap(len(self.gaps) + 1, gap, 0.0))
         return self.gaps[-1]
 
+    async def open_gaps(self) -> Sequence[OpenGap]:
+        return list(self.gaps)
+
     async def set_last_seq_of_gap(self, gap_id: int, last_seq: int) -> None:
         self.last_seqs[gap_id] = last_seq
 
@@ -104,9 +107,10 @@ class RunningConsumer:
         self.subscription = FakeSubscription(frames)
         settings = ConsumerSettings(shard, DEFAULT_LIMITS, max_pending=max_pending, core=core)
         subscription = cast("Subscription", self.subscription)
+        self.gaps = OpenGaps(store, shard, self.metrics)
         continuity = StreamContinuity(
             StreamEntries(store, seek_nothing, shard, "live"),
-            OpenGaps(store, shard, self.metrics),
+            self.gaps,
             subscription,
             str(shard),
         )
@@ -223,6 +227,15 @@ async def test_a_gap_is_stored_before_the_first_message_after_it() -> None:
         assert [opened.gap for opened in running.store.gaps] == [
             Gap(RELAY, "0/1", GapReason.CURSOR_OUTDATED, first_seq=6, last_seq=8)
         ]
+
+
+async def test_a_gap_of_the_former_owner_of_the_shard_is_known_before_the_first_message() -> None:
+    consumer = RunningConsumer(identity(5, OWN_DID), shard=Shard(), cursors=[AT_FIVE])
+    await consumer.gaps.refresh()
+    opened = await consumer.store.open_gap(Gap(RELAY, "0/1", GapReason.CURSOR_OUTDATED))
+    async with consumer:
+        await until(lambda: consumer.count("replayed") == 1)
+        assert consumer.gaps.gaps == [opened]
 
 
 async def test_an_announced_gap_is_stored_once() -> None:
