@@ -4,8 +4,10 @@ import asyncio
 from enum import Enum, auto
 
 import asyncpg
+import pytest
 
 from indexer.store import Store
+from tests.store.repo_rows import in_progress, put
 from tests.waiting import until
 
 TRIALS = 200
@@ -94,6 +96,37 @@ async def test_a_cancelled_transaction_leaves_the_connection_as_it_was(database:
     finally:
         await other.close()
         await store.close()
+
+
+async def test_a_time_limit_in_a_resync_leaves_no_statement_behind(database: str) -> None:
+    """The connection is closed, because Postgres may receive the cancellation when the next statement runs."""
+    store, other = await Store.open(database, connections=1), await asyncpg.connect(database)
+    try:
+        claimed = await in_progress(store, 1)
+        [before] = await sessions(other)
+        async with other.transaction():
+            await other.execute("lock table indexer.record")
+            with pytest.raises(TimeoutError):
+                async with store.resync(claimed) as transaction, asyncio.timeout(0.2):
+                    await transaction.write([put("app.test/a")])
+            await until(lambda: other.fetchval("select not exists (select from pg_locks where not granted)"))
+
+        async def is_closed() -> bool:
+            return before not in await sessions(other)
+
+        await until(is_closed)
+        assert (await store.repos([claimed.did]))[claimed.did].lease == claimed.lease
+    finally:
+        await other.close()
+        await store.close()
+
+
+async def sessions(connection: asyncpg.Connection) -> list[int]:
+    """Return the process IDs of the sessions of the store."""
+    rows = await connection.fetch(
+        "select pid from pg_stat_activity where datname = current_database() and application_name = 'indexer'"
+    )
+    return [pid for (pid,) in rows]
 
 
 async def open_transactions(connection: asyncpg.Connection) -> int:
