@@ -29,8 +29,8 @@ PYTHON_CORE_TESTS := tests/sync tests/service/live tests/daemon/test_stream.py t
 test-python-core: venv ## Run the tests of planning, daemon and demo without the native core
 	PYTHONPATH=$(CURDIR)/tests/without_native_core $(PYTEST) --hypothesis-profile quick $(PYTHON_CORE_TESTS)
 
-# Tests of what a cluster may change. Those in tests/citus always use one; these do with the option. The other tests of
-# the daemon, about hostile input and the event loop, pass there, too.
+# Tests of what a cluster may change. Those in tests/citus always use one; these do with the option. Of the other tests
+# of the daemon, test_scope_crashes, test_stalls and test_status_in_browser do not run there.
 CITUS_TESTS := tests/test_crash.py tests/service/background/test_shard_ownership.py \
 	tests/cli/test_demo.py::test_demo_writes_into_the_database_that_it_is_given \
 	$(addprefix tests/daemon/test_,stream.py lifecycle.py accounts.py gaps.py rejected.py keys.py scope.py links.py \
