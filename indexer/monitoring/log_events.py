@@ -150,10 +150,12 @@ LOG_EVENTS: dict[str, LogEvent] = {
     "database.migration-waiting": LogEvent(
         ("warning",),
         ("role", "pid", "seconds"),
-        "The upgrade of the schema got no lock within two seconds. This session has locks on tables or views, and its "
-        "transaction is `seconds` old. The age is null if the role of the daemon may not see it.",
-        "The upgrade is tried again. After a minute, the session is ended if it is a consumer's; otherwise end it "
-        "yourself, or wait for it.",
+        "The upgrade of the schema waited for a lock that this session has, at first for two seconds. Its transaction "
+        "is `seconds` old: null if the role of the daemon may not see it. All fields are null if no session of this "
+        "server has the lock: a prepared transaction has it, or a session on another node of a cluster.",
+        "The upgrade is tried again. If all these sessions are younger than a minute, it waits twice as long, at most "
+        "64 s, and queries of the same tables and views wait behind it. If a session is older, it is ended if it is a "
+        "consumer's; otherwise end it yourself, or wait for it.",
     ),
     "database.operation-failed": LogEvent(
         ("debug",),
@@ -207,7 +209,8 @@ LOG_EVENTS: dict[str, LogEvent] = {
     "gap.closed": LogEvent(
         ("info",),
         ("relay", "reason", "id"),
-        "A reconciliation has found every repo that the gap may have affected.",
+        "A reconciliation has found every repo that the gap may have affected. Each process for whose shard the gap "
+        "was open has this line.",
         "The resyncs that it requested run.",
     ),
     "gap.opened": LogEvent(

@@ -5,7 +5,7 @@ does, until the end of its transaction. A query of any view keeps the view and i
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import asyncpg
 
@@ -21,7 +21,7 @@ _SESSIONS = """
             where g.rolname in ('atproto_reader', 'atproto_operator') and pg_has_role(r.oid, g.oid, 'member')
         ) as is_consumer
     from pg_stat_activity a join pg_roles r on r.oid = a.usesysid
-    where a.pid <> pg_backend_pid() and a.pid in (
+    where a.pid <> pg_backend_pid() and a.pid = any(coalesce($2::int[], array[a.pid])) and a.pid in (
         select l.pid from pg_locks l
         where l.granted and l.locktype = 'relation' and l.relation = any($1::oid[])
             and l.database = (select oid from pg_database where datname = current_database())
@@ -55,7 +55,11 @@ class BlockingSession:
     role: str
     seconds: float | None
     is_consumer: bool
-    ended: bool
+    ended: bool = False
+
+    def is_old(self, min_seconds: float) -> bool:
+        """Return True unless its transaction is known to be younger."""
+        return self.seconds is None or self.seconds >= min_seconds
 
 
 async def end_blocking_sessions(
@@ -63,33 +67,42 @@ async def end_blocking_sessions(
 ) -> list[BlockingSession]:
     """End the sessions of consumers whose transactions lock one of the segments and are this old; return them."""
     relations = await connection.fetch(_OF_SEGMENTS, segments)
-    sessions = await _end_consumers(connection, [oid for (oid,) in relations], min_seconds)
+    sessions = await _load(connection, [oid for (oid,) in relations])
+    old = [session for session in sessions if session.is_consumer and session.is_old(min_seconds)]
+    return await _end(connection, old)
+
+
+async def end_sessions_before_migration(
+    connection: Connection, blocking: Sequence[int], min_seconds: float
+) -> list[BlockingSession]:
+    """Return the sessions among these process IDs that use a table or view; end those of consumers that are this old.
+
+    None is ended while an old session of another role blocks the migration, too: that would help nobody.
+    """
+    relations = await connection.fetch(_OF_SCHEMAS)
+    sessions = await _load(connection, [oid for (oid,) in relations], blocking)
+    old = [session for session in sessions if session.is_old(min_seconds)]
+    if not all(session.is_consumer for session in old):
+        return sessions
+    return [session for session in sessions if session not in old] + await _end(connection, old)
+
+
+async def _load(
+    connection: Connection, relations: Sequence[int], pids: Sequence[int] | None = None
+) -> list[BlockingSession]:
+    """Return the sessions that have a lock on one of the relations, the oldest transaction first."""
+    return [BlockingSession(*row) for row in await connection.fetch(_SESSIONS, relations, pids)]
+
+
+async def _end(connection: Connection, sessions: Sequence[BlockingSession]) -> list[BlockingSession]:
+    """End the sessions whose age is known; return all of them."""
     return [
-        session
+        replace(session, ended=session.seconds is not None and await _terminate(connection, session.pid))
         for session in sessions
-        if session.is_consumer and (session.seconds is None or session.seconds >= min_seconds)
     ]
 
 
-async def end_sessions_before_migration(connection: Connection, min_seconds: float) -> list[BlockingSession]:
-    """Return all sessions that use a table or view; end those of consumers whose transactions are this old."""
-    return await _end_consumers(connection, [oid for (oid,) in await connection.fetch(_OF_SCHEMAS)], min_seconds)
-
-
-async def _end_consumers(connection: Connection, relations: Sequence[int], min_seconds: float) -> list[BlockingSession]:
-    return [
-        BlockingSession(
-            pid,
-            role,
-            seconds,
-            is_consumer,
-            is_consumer and seconds is not None and seconds >= min_seconds and await _end(connection, pid),
-        )
-        for pid, role, seconds, is_consumer in await connection.fetch(_SESSIONS, relations)
-    ]
-
-
-async def _end(connection: Connection, pid: int) -> bool:
+async def _terminate(connection: Connection, pid: int) -> bool:
     try:
         return await connection.fetchval("select pg_terminate_backend($1)", pid) is True
     except asyncpg.InsufficientPrivilegeError:

@@ -55,6 +55,7 @@ _ADD_TRIGGER = """
     for each statement execute function indexer.use_two_phases()
 """
 _SEQUENTIAL = "set local citus.multi_shard_modify_mode = 'sequential'"
+_SETTINGS_OF_NODES = "set local citus.propagate_set_commands = 'local'"
 _HAS_LOCAL_ROWS = "select pg_relation_size($1::text::regclass) > 0"
 _DELETE_LOCAL_ROWS = "select truncate_local_data_after_distributing_table($1::text::regclass)"
 
@@ -62,9 +63,11 @@ _DELETE_LOCAL_ROWS = "select truncate_local_data_after_distributing_table($1::te
 async def use_sequential_changes(connection: Connection) -> None:
     """Let the open transaction of a distributed database change the schema: one shard after the other.
 
-    Otherwise, Citus refuses to create a view or a function after a statement on all shards.
+    Otherwise, Citus refuses to create a view or a function after a statement on all shards. From now on, `set local`
+    applies to all nodes: so does the limit of the waits for locks.
     """
     await connection.execute(_SEQUENTIAL)
+    await connection.execute(_SETTINGS_OF_NODES)
 
 
 async def waiting_tables(connection: Connection) -> list[str]:

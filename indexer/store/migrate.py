@@ -25,9 +25,9 @@ from sqlalchemy.pool import NullPool
 from indexer.crash_points import COMMITTED, crash_point
 from indexer.errors import SchemaVersionError
 from indexer.reasons import FetchFailure
-from indexer.store.blocking_sessions import end_sessions_before_migration
 from indexer.store.database_errors import DatabaseError, connect, driver_error, opening, unusable, without_password
 from indexer.store.distributed_tables import adapt, use_sequential_changes
+from indexer.store.migration_locks import MigrationLocks
 from indexer.store.placement import load_placement
 from indexer.store.requirements import (
     missing_roles,
@@ -42,14 +42,6 @@ from indexer.sync.shard import Placement
 
 MAX_ATTEMPTS = 50
 """Attempts to migrate a database while other databases of the same server are migrated."""
-LOCK_SECONDS = 2
-"""Time for which a migration waits for a lock. Queries of the same table or view wait behind it."""
-MAX_LOCK_PAUSE = 10.0
-"""Longest time in seconds until a migration that got no lock is repeated."""
-CONSUMER_SECONDS = 60.0
-"""Age of the transaction of a consumer at which its session is ended for a migration: the limit of its role."""
-LATEST_VIEWS = "0030"
-"""The last migration that replaces public views."""
 POLL_SECONDS = 0.02
 FIRST_COMPATIBLE = "0019"
 """A release that needs this version or a later one can use newer schemas, unless a migration says otherwise.
@@ -110,23 +102,6 @@ _CREATE_LOCK = f"""
         end;
     end $$
 """
-# A query has locked its view when it waits for a table. If a migration changes the table first, and replaces the view
-# afterwards, both wait for each other, and Postgres ends the migration. So it locks the views before all tables, and
-# without them: LOCK TABLE would lock the tables, too. No view has the option.
-_LOCK_VIEWS = """
-    do $$ declare
-        view regclass;
-    begin
-        for view in
-            select oid from pg_class where relkind = 'v'
-                and relnamespace in (to_regnamespace('atproto'), to_regnamespace('lexicon'))
-            order by oid
-        loop
-            execute format('alter view %s reset (check_option)', view);
-        end loop;
-    end $$
-"""
-_LIMIT_WAITS = f"set local lock_timeout = '{LOCK_SECONDS}s'"
 # Not an advisory lock, because any role could take it.
 _LOCK = f"lock table {metadata.schema}.migration_lock in exclusive mode"
 
@@ -156,17 +131,15 @@ async def migrate(dsn: str, revision: str = "head", on_version: OnVersion = _ign
         SettingsError: The operator has to correct the URL, the password, a privilege, or the contents of the database.
         DatabaseError: The database is unavailable.
     """
-    conflicts = waits = 0
+    conflicts, locks = 0, MigrationLocks(dsn)
     while conflicts < MAX_ATTEMPTS:
         with opening(dsn):
             async with _only_migration_of_this_process():
-                obstacle = await _upgrade(dsn, revision, on_version)
+                obstacle = await _upgrade(dsn, revision, on_version, locks)
             if obstacle is None:
                 return
             if obstacle is _Obstacle.LOCK:
-                waits += 1
-                await _free_locks(dsn)
-                await asyncio.sleep(backoff_seconds(waits, dsn, first=0.5, maximum=MAX_LOCK_PAUSE))
+                await locks.make_way()
                 continue
         conflicts += 1
         await asyncio.sleep(backoff_seconds(conflicts, dsn, first=0.1, maximum=2.0))
@@ -180,21 +153,6 @@ class _Obstacle(Enum):
 
     LOCK = auto()
     OTHER_MIGRATION = auto()
-
-
-async def _free_locks(dsn: str) -> None:
-    """Log which sessions the migration waits for, and end those of consumers whose transactions are too old."""
-    connection = await connect(dsn)
-    try:
-        sessions = await end_sessions_before_migration(connection, CONSUMER_SECONDS)
-    finally:
-        await connection.close()
-    for session in sessions:
-        seconds = None if session.seconds is None else round(session.seconds)
-        if session.ended:
-            log.error("consumer.session-ended", role=session.role, pid=session.pid, seconds=seconds)
-        elif seconds is None or seconds >= LOCK_SECONDS:
-            log.warning("database.migration-waiting", role=session.role, pid=session.pid, seconds=seconds)
 
 
 async def schema_is_current(dsn: str) -> bool:
@@ -329,7 +287,7 @@ async def _is_compatible(connection: AsyncConnection, database: str | None, rele
     return (oldest or FIRST_COMPATIBLE) <= release
 
 
-async def _upgrade(dsn: str, revision: str, on_version: OnVersion) -> _Obstacle | None:
+async def _upgrade(dsn: str, revision: str, on_version: OnVersion, locks: MigrationLocks) -> _Obstacle | None:
     """Upgrade the schema; return why the transaction has to be repeated, or None."""
 
     def upgrade(connection: Connection) -> None:
@@ -362,8 +320,7 @@ async def _upgrade(dsn: str, revision: str, on_version: OnVersion) -> _Obstacle 
             database, release = await connection.run_sync(_versions)  # another process may have migrated it
             if database == release:
                 return None
-            await _prepare_locks(connection, database)
-            async with _on_all_nodes(connection):
+            async with _on_all_nodes(connection), locks.limited(connection, database):
                 await connection.run_sync(upgrade)
                 if await connection.scalar(text(_HAS_LEXICONS)):
                     await connection.execute(text(_RECREATE_VIEWS))
@@ -379,13 +336,6 @@ async def _upgrade(dsn: str, revision: str, on_version: OnVersion) -> _Obstacle 
             raise
         return obstacle
     return None
-
-
-async def _prepare_locks(connection: AsyncConnection, database: str | None) -> None:
-    """Limit the time for which the transaction waits for a lock. Lock the public views if they will be replaced."""
-    await connection.execute(text(_LIMIT_WAITS))
-    if database is not None and database < LATEST_VIEWS:
-        await connection.execute(text(_LOCK_VIEWS))
 
 
 @asynccontextmanager

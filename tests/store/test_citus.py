@@ -200,7 +200,7 @@ EXCEPTIONS = {
     one_command: {
         "migrate._upgrade": "creates a schema and a table that stays on the coordinator",
         "dump._create_roles": "roles belong to the server, and nothing is distributed in a new database",
-        "migrate._prepare_locks": "locks the views, which Citus does on the coordinator",
+        "migration_locks.limited": "locks the views, which Citus does on the coordinator",
         "distribute._reserve_commands": "grants rights on functions of the coordinator, in several commands",
         "dump.restore": "ANALYZE of a new database, in which nothing is distributed",
         "lexicon_indexes.build_index": "DDL, which Citus runs on all shards",

@@ -40,9 +40,9 @@ def with_database(dsn: str, name: str) -> str:
 
 
 @asynccontextmanager
-async def role(dsn: str, attributes: str = "") -> AsyncIterator[str]:
-    """Create a role for the database; yield its name, which is unique on the server."""
-    name = f"role_{urlsplit(dsn).path[1:]}"
+async def role(dsn: str, attributes: str = "", kind: str = "role") -> AsyncIterator[str]:
+    """Create a role of this kind for the database; yield its name, which is unique on the server."""
+    name = f"{kind}_{urlsplit(dsn).path[1:]}"
     async with connected(dsn) as sql:
         await sql.execute(f"create role {name} login {attributes}")
         try:

@@ -1,18 +1,25 @@
 """`migrate` on a distributed database: what a later migration may do (docs/decisions/0011-expand-then-contract.md)."""
 
+import asyncio
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import asyncpg
 import pytest
+from structlog.testing import capture_logs
 
 from indexer.store import Store, distributed_tables
 from indexer.store.distribute import distribute
 from indexer.store.migrate import migrate, migrations_folder, schema_is_current
+from tests.citus_cluster import WORKERS
 from tests.citus_server import CitusServer
+from tests.database_server import dsn_of
+from tests.store.change_log_helpers import connected
 from tests.store.filled_tables import REPOS, fill
 from tests.store.repo_rows import did, insert, put, synchronized
+from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -61,6 +68,11 @@ INDEXES = """
         'indexer.record', $$select count(*) from pg_index where indrelid = '%s'::regclass$$
     )
 """
+SHARD_OF_NODE = """
+    select format('indexer.repo_%s', min(shardid))
+    from pg_dist_shard join pg_dist_placement using (shardid) join pg_dist_node using (groupid)
+    where logicalrelid = 'indexer.repo'::regclass and nodeport = $1
+"""
 COLUMNS_ON_SHARDS = """
     select sum(result::int) from run_command_on_shards(
         'indexer.repo', $$select count(*) from pg_attribute where attrelid = '%s'::regclass and attname = 'later'$$
@@ -68,13 +80,21 @@ COLUMNS_ON_SHARDS = """
 """
 
 
-@pytest.fixture
-def full(citus: CitusServer) -> Iterator[str]:
+@pytest.fixture(scope="module")
+def filled(citus: CitusServer) -> Iterator[str]:
     """Return the DSN of a distributed database with rows in all tables."""
     dsn = citus.create(migrated=False)
     citus.run(migrate(dsn))
     citus.run(fill(dsn))
     citus.run(distribute(dsn, 4, lambda *_: None))
+    yield dsn
+    citus.drop(dsn)
+
+
+@pytest.fixture
+def full(citus: CitusServer, filled: str) -> Iterator[str]:
+    """Return the DSN of a copy of it."""
+    dsn = citus.copy(filled)
     yield dsn
     citus.drop(dsn)
 
@@ -127,6 +147,29 @@ async def test_a_migration_that_fails_changes_no_node(full: str, later: Path) ->
     finally:
         await sql.close()
     await assert_writable(full)
+
+
+@pytest.mark.usefixtures("later")
+async def test_a_migration_does_not_hold_its_locks_while_it_waits_for_one_on_a_node(
+    citus: CitusServer, full: str
+) -> None:
+    name = urlsplit(full).path[1:]
+    async with (
+        connected(full) as sql,
+        connected(dsn_of(citus.cluster.url_of(WORKERS[0]), name)) as node,
+        connected(full) as reader,
+    ):
+        shard = await sql.fetchval(SHARD_OF_NODE, citus.cluster.ports[WORKERS[0]])
+        await node.execute(f"begin; select from {shard} limit 0")
+        with capture_logs() as lines:
+            migration = asyncio.create_task(migrate(full))
+            await until(lambda: migration.done() or bool(lines), lambda: lines)
+            assert not migration.done()
+            assert await reader.fetchval("select count(*) from indexer.repo") == REPOS
+            await node.execute("commit")
+            await migration
+    assert [(line["event"], line["pid"]) for line in lines] == [("database.migration-waiting", None)]
+    assert await schema_is_current(full)
 
 
 async def assert_writable(dsn: str) -> None:

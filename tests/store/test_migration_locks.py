@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import AsyncIterator, MutableMapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import asyncpg
@@ -9,6 +11,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from indexer.store.migrate import migrate, schema_is_current
+from tests.background import running
 from tests.store.change_log_helpers import connected
 from tests.store.test_migrate import role, with_user
 from tests.waiting import until
@@ -17,7 +20,20 @@ pytestmark = pytest.mark.slow
 
 BEFORE_NEW_VIEWS = "0029"
 """The migration after this one replaces public views."""
+BEFORE_NEW_COLUMNS = "0031"
+"""The migration after this one changes the table of gaps, and replaces no view."""
+BEFORE_BOTH = "0026"
+"""The migration after this one changes the table of repos, and a later one replaces the view of it."""
 READ = "select count(*) from atproto.records"
+READ_SLOWLY = f"{READ}, pg_sleep(0.05)"
+READ_GAPS = "select count(*) from atproto.gaps"
+READ_REPOS = "select count(*) from atproto.repos"
+WAITS_FOR_VIEW = """
+    select exists (select from pg_locks where not granted and mode = 'AccessExclusiveLock' and locktype = 'relation')
+"""
+WAITS = "select exists (select from pg_stat_activity where application_name = $1 and wait_event_type = 'Lock')"
+STEADY = "steady reader"
+HELD_SECONDS = 1.5
 
 
 @pytest.fixture
@@ -59,7 +75,7 @@ async def test_a_migration_that_waits_for_a_consumer_names_it_and_lets_others_re
 async def test_a_consumer_whose_transaction_stays_open_does_not_prevent_a_migration(
     empty_database: str, consumer: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("indexer.store.migrate.CONSUMER_SECONDS", 1.0)
+    monkeypatch.setattr("indexer.store.migration_locks.CONSUMER_SECONDS", 1.0)
     with capture_logs() as lines:
         await migrate(empty_database)
     assert await schema_is_current(empty_database)
@@ -67,17 +83,110 @@ async def test_a_consumer_whose_transaction_stays_open_does_not_prevent_a_migrat
     await until(consumer.is_closed)
 
 
-async def test_only_sessions_of_consumers_are_ended_for_a_migration(
-    empty_database: str, consumer: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+async def test_consumers_whose_transactions_overlap_do_not_prevent_a_migration(
+    empty_database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("indexer.store.migrate.CONSUMER_SECONDS", 0.0)
-    async with connected(empty_database) as backup:
+    """None waits for another one for longer than `HELD_SECONDS`, and without a migration one is open at any time."""
+    monkeypatch.setattr("indexer.store.migration_locks.LOCK_SECONDS", HELD_SECONDS / 2)
+    await migrate(empty_database, BEFORE_NEW_VIEWS)
+    has_read = [asyncio.Event(), asyncio.Event()]
+
+    async def consume(dsn: str, own: asyncio.Event, other: asyncio.Event) -> None:
+        async with connected(dsn) as session:
+            while True:
+                async with session.transaction():
+                    await session.execute(READ_SLOWLY)
+                    own.set()
+                    other.clear()
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(other.wait(), HELD_SECONDS)
+
+    async with role(empty_database, "in role atproto_reader") as name, connected(empty_database) as sql:
+        dsn = with_user(empty_database, name)
+        with capture_logs() as lines:
+            async with running(consume(dsn, *has_read), consume(dsn, *has_read[::-1])):
+                await until(lambda: any(event.is_set() for event in has_read))
+                async with running(migrate(empty_database)) as [migration]:
+                    await until(lambda: sql.fetchval(WAITS_FOR_VIEW))
+                    await until(migration.done, lambda: lines)
+        assert "consumer.session-ended" not in {line["event"] for line in lines}
+    assert await schema_is_current(empty_database)
+
+
+@pytest.mark.parametrize("attributes", ["superuser", "createrole in role atproto_reader"])
+async def test_only_sessions_of_consumers_are_ended_for_a_migration(
+    empty_database: str, consumer: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch, attributes: str
+) -> None:
+    """An administrator who is no superuser may be a member of the roles that they have created."""
+    monkeypatch.setattr("indexer.store.migration_locks.CONSUMER_SECONDS", 0.0)
+    async with (
+        role(empty_database, attributes, "administrator") as name,
+        connected(with_user(empty_database, name)) as backup,
+    ):
         await backup.execute(f"begin; {READ}")
         with capture_logs() as lines:
             migration = asyncio.create_task(migrate(empty_database))
             await until(lambda: migration.done() or waits(lines, backup))
             assert not migration.done()
+            assert waits(lines, consumer), "to end its session would be in vain"
             assert await backup.fetchval("select 1") == 1
             await backup.execute("commit")
             await migration
     assert await schema_is_current(empty_database)
+    assert [line["event"] for line in lines if line["pid"] == consumer.get_server_pid()][-1] == "consumer.session-ended"
+
+
+async def test_a_consumer_that_blocks_nothing_is_not_ended_for_a_migration(
+    empty_database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("indexer.store.migration_locks.CONSUMER_SECONDS", 0.0)
+    await migrate(empty_database, BEFORE_NEW_COLUMNS)
+    async with (
+        role(empty_database, "in role atproto_reader") as name,
+        connected(with_user(empty_database, name)) as consumer,
+        connected(empty_database) as backup,
+    ):
+        await consumer.execute(f"begin; {READ}")
+        await backup.execute(f"begin; {READ_GAPS}")
+        with capture_logs() as lines:
+            migration = asyncio.create_task(migrate(empty_database))
+            await until(lambda: migration.done() or waits(lines, backup))
+            assert not migration.done()
+            await backup.execute("commit")
+            await migration
+        assert {line["pid"] for line in lines} == {backup.get_server_pid()}
+        assert await consumer.fetchval("select 1") == 1
+    assert await schema_is_current(empty_database)
+
+
+async def test_a_reader_of_a_view_and_a_migration_do_not_wait_for_each_other(empty_database: str) -> None:
+    """The reader begins when the table is changed, and before the view is replaced."""
+    await migrate(empty_database, BEFORE_BOTH)
+    applied: list[int] = []
+    readers: list[Future[int]] = []
+    with ThreadPoolExecutor() as threads:
+
+        def on_version(number: int, _total: int) -> None:
+            """Begin to read when the first migration has run; return when the reader waits."""
+            applied.append(number)
+            if number == 1:
+                readers.append(threads.submit(asyncio.run, read_repos(empty_database)))
+                threads.submit(asyncio.run, wait_for_reader(empty_database)).result()
+
+        await migrate(empty_database, on_version=on_version)
+    assert [reader.result() for reader in readers] == [0]
+    assert applied.count(0) == 1, "the migration was not repeated"
+
+
+async def read_repos(dsn: str) -> int:
+    sql = await asyncpg.connect(dsn, server_settings={"application_name": STEADY})
+    try:
+        number: int = await sql.fetchval(READ_REPOS)
+        return number
+    finally:
+        await sql.close()
+
+
+async def wait_for_reader(dsn: str) -> None:
+    async with connected(dsn) as sql:
+        await until(lambda: sql.fetchval(WAITS, STEADY))

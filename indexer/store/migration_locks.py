@@ -1,0 +1,116 @@
+"""The locks for which a migration waits, and the sessions that hold them."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+import asyncpg
+import structlog
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from indexer.store.blocking_sessions import end_sessions_before_migration
+from indexer.store.database_errors import CONNECT_TIMEOUT, DatabaseError, connect, database_errors
+from indexer.sync.backoff import backoff_seconds
+
+LOCK_SECONDS = 2.0
+"""Time for which a migration first waits for a lock. Queries of the same table or view wait behind it."""
+MAX_LOCK_SECONDS = 64.0
+"""Longest time for which it waits for a lock, if the sessions that hold it will end soon: more than `CONSUMER_SECONDS`,
+so that no number of consumers whose queries overlap can keep it waiting."""
+CONSUMER_SECONDS = 60.0
+"""Age of the transaction of a consumer at which its session is ended for a migration: the limit of its role."""
+MAX_PAUSE_SECONDS = 10.0
+"""Longest time until a migration that got no lock is repeated."""
+WATCH_SECONDS = 0.5
+LATEST_VIEWS = "0030"
+"""The last migration that replaces public views."""
+
+# A query has locked its view when it waits for a table. If a migration changes the table first, and replaces the view
+# afterwards, both wait for each other, and Postgres ends the migration. So it locks the views before all tables, and
+# without them: LOCK TABLE would lock the tables, too. No view has the option.
+_LOCK_VIEWS = """
+    do $$ declare
+        view regclass;
+    begin
+        for view in
+            select oid from pg_class where relkind = 'v'
+                and relnamespace in (to_regnamespace('atproto'), to_regnamespace('lexicon'))
+            order by oid
+        loop
+            execute format('alter view %s reset (check_option)', view);
+        end loop;
+    end $$
+"""
+_BLOCKING = "select array_remove(pg_blocking_pids($1), 0)"  # 0 is a prepared transaction
+
+log = structlog.get_logger(__name__)
+
+
+class MigrationLocks:
+    """Limits the time for which a migration waits for a lock, and makes way for it between its attempts.
+
+    A wait grows from attempt to attempt as long as all sessions that block the migration are young: then they end soon.
+    Otherwise it is short, because every query of the same table or view waits behind the migration.
+    """
+
+    def __init__(self, dsn: str) -> None:
+        self._dsn = dsn
+        self._seconds = LOCK_SECONDS
+        self._attempts = 0
+        self._blocking: list[int] = []
+
+    @asynccontextmanager
+    async def limited(self, connection: AsyncConnection, version: str | None) -> AsyncIterator[None]:
+        """Limit the waits of the transaction, and note during the block for which sessions it waits.
+
+        Public views are locked if the upgrade from this version replaces them.
+        """
+        milliseconds = round(1000 * self._seconds)
+        await connection.execute(text(f"set local lock_timeout = {milliseconds}"))
+        pid = await connection.scalar(text("select pg_backend_pid()"))
+        self._blocking = []
+        observer = await connect(self._dsn)  # before the wait, which may be shorter than the time to connect
+        watch = asyncio.create_task(self._watch(observer, pid), name="watch for whom the migration waits")
+        try:
+            if version is not None and version < LATEST_VIEWS:
+                await connection.execute(text(_LOCK_VIEWS))
+            yield
+        finally:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+            await observer.close(timeout=CONNECT_TIMEOUT)
+        if not watch.cancelled():
+            watch.result()
+
+    async def make_way(self) -> None:
+        """Log for which sessions the migration waited, end those of consumers that are too old, and pause."""
+        connection = await connect(self._dsn)
+        try:
+            sessions = await end_sessions_before_migration(connection, self._blocking, CONSUMER_SECONDS)
+        finally:
+            await connection.close()
+        for session in sessions:
+            seconds = None if session.seconds is None else round(session.seconds)
+            if session.ended:
+                log.error("consumer.session-ended", role=session.role, pid=session.pid, seconds=seconds)
+            else:
+                log.warning("database.migration-waiting", role=session.role, pid=session.pid, seconds=seconds)
+        if not self._blocking:
+            log.warning("database.migration-waiting", role=None, pid=None, seconds=None)
+        elif any(session.is_old(CONSUMER_SECONDS) for session in sessions if not session.ended):
+            self._seconds = LOCK_SECONDS
+        else:
+            self._seconds = min(2 * self._seconds, MAX_LOCK_SECONDS)
+        self._attempts += 1
+        await asyncio.sleep(backoff_seconds(self._attempts, self._dsn, first=0.5, maximum=MAX_PAUSE_SECONDS))
+
+    async def _watch(self, observer: asyncpg.Connection, pid: int) -> None:
+        """Note again and again which sessions block this one; keep the last ones.
+
+        If the observer loses its connection, the migration goes on, and does not know which sessions block it later.
+        """
+        with suppress(DatabaseError), database_errors():
+            while True:
+                self._blocking = await observer.fetchval(_BLOCKING, pid) or self._blocking
+                await asyncio.sleep(WATCH_SECONDS)
