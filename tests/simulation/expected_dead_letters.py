@@ -44,7 +44,7 @@ UNREADABLE: Cause = (None, "frame-malformed")
 
 @dataclass(frozen=True)
 class ExpectedDeadLetters:
-    """What the dead letters of a world have to be.
+    """The limits of the dead letters of a world.
 
     Attributes:
         most: How many messages of one relay may be rejected, by their cause. Messages without a readable number are

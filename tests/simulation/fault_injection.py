@@ -50,7 +50,7 @@ Injection = Callable[[World, Any], AbstractAsyncContextManager[None]]
 GARBAGE = (b"\xff\x00 not CBOR", b"\xa0", b"\xa0\xa0\xa0")
 """Beginnings of messages that are no frames, whatever follows."""
 OUTAGE_SECONDS = 0.3
-"""How long an outage lasts after its first effect."""
+"""Duration of an outage after its first effect."""
 RESTARTED_SEQ = 9_000
 MAX_MESSAGES = 1_000
 """No sequence has as many messages, so a number tells to which sequence it belongs."""
