@@ -2,9 +2,18 @@ from itertools import pairwise, product
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from indexer.sync.changes import RepoVisibility, change_log_entries, visibility_of
-from indexer.sync.plans import RecordChange, RepoWrite
+from indexer.sync.changes import (
+    ChangeLogEntry,
+    RepoAction,
+    RepoVisibility,
+    change_log_entries,
+    effective_changes,
+    visibility_of,
+)
+from indexer.sync.plans import Action, RecordChange, RepoWrite
 from indexer.sync.repo_state import Head, Repo, SyncStatus
 
 NEW = Repo("did:plc:a")
@@ -82,6 +91,57 @@ def test_every_change_of_the_hosting_status_is_logged() -> None:
     for before, after in product(states, repeat=2):
         changed = visibility_of(before) != visibility_of(after)
         assert bool(actions(before, after)) == changed, (before, after)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "action"),
+    [
+        (TAKEN_DOWN, SYNCHRONIZED, "visible"),
+        (SYNCHRONIZED, TAKEN_DOWN, "hidden"),
+        (SYNCHRONIZED._replace(**DEACTIVATED), SYNCHRONIZED._replace(**DELETED), "deleted"),
+        (SYNCHRONIZED._replace(**DEACTIVATED), SYNCHRONIZED._replace(**SUSPENDED), "identity"),
+        (SYNCHRONIZED._replace(sync_status=SyncStatus.IN_PROGRESS), SYNCHRONIZED, "completed"),
+    ],
+)
+def test_entry_of_a_repo_has_its_did_and_its_rev(before: Repo, after: Repo, action: RepoAction) -> None:
+    [entry] = change_log_entries(visibility_of(before), RepoWrite(1, after))
+    assert entry == ChangeLogEntry(NEW.did, action, HEAD.rev, live=action != "completed")
+
+
+@pytest.mark.parametrize("live", [True, False])
+@pytest.mark.parametrize("before", [None, visibility_of(SYNCHRONIZED)])
+def test_write_of_records_only_has_their_entries(before: RepoVisibility | None, *, live: bool) -> None:
+    entries = change_log_entries(before, RepoWrite(1, SYNCHRONIZED, (CHANGE,), live=live))
+    assert list(entries) == [ChangeLogEntry(NEW.did, "create", CHANGE.rev, live, "app.test", "a", CHANGE.cid)]
+
+
+def test_account_without_a_status_is_active_or_inactive() -> None:
+    """The store compares this with what it reads from the row before the write."""
+    assert visibility_of(SYNCHRONIZED).hosting_status == "active"
+    assert visibility_of(SYNCHRONIZED._replace(active=False)).hosting_status == "inactive"
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["create", "update", "delete"]), st.sampled_from("ab"), st.integers(0, 9))),
+    st.frozensets(st.sampled_from("ab")),
+)
+def test_effective_changes_are_those_of_a_dictionary(
+    steps: list[tuple[Action, str, int]], names: frozenset[str]
+) -> None:
+    changes = [
+        RecordChange(action, "app.test", rkey, "3laaaaaaaaa22", None if action == "delete" else bytes([number]))
+        for action, rkey, number in steps
+    ]
+    expected, stored = [], set(names)
+    for change in changes:
+        if change.action != "delete":
+            expected.append(change._replace(action="update" if change.rkey in stored else "create"))
+            stored.add(change.rkey)
+        elif change.rkey in stored:
+            expected.append(change)
+            stored.discard(change.rkey)
+    keys = {(NEW.did, "app.test", rkey) for rkey in names} | {("did:plc:other", "app.test", "a")}
+    assert effective_changes(NEW.did, changes, keys) == tuple(expected)
 
 
 def test_live_is_false_only_for_entries_of_a_resync() -> None:

@@ -49,6 +49,14 @@ def test_values_far_larger_than_their_source_are_omitted() -> None:
     assert {change.cid for change in changes} == {cid_of(block)}
 
 
+def test_records_that_were_converted_elsewhere_count() -> None:
+    converter = RecordConverter(STORE_ALL, REV, 1_000)
+    items, left = converter.items_left, converter.bytes_left
+    for size in (300, 20):
+        converter.count_converted(2, size)
+    assert (converter.items_left, converter.bytes_left, converter.bytes_converted) == (items - 4, left - 320, 320)
+
+
 def test_values_of_distinct_blocks_are_never_omitted() -> None:
     """An empty byte string takes most JSON per byte."""
     blocks = [b"\x99\x03\xe8" + b"\x40" * 999 + dag_cbor.encode(str(number)) for number in range(200)]

@@ -8,11 +8,13 @@ import pytest
 
 from indexer.errors import BrokenInvariantError
 from indexer.reasons import Desync
+from indexer.sync.backoff import backoff_seconds
 from indexer.sync.plan_event import plan_event
 from indexer.sync.plans import Plan
 from indexer.sync.policy import UNAVAILABLE, KeyState, PlanContext
-from indexer.sync.repo_state import Head, Repo, SyncStatus
+from indexer.sync.repo_state import OUT_OF_SCOPE, PARKED, Head, Repo, SyncStatus
 from indexer.sync.repo_transitions import (
+    MAX_UNPARK_SECONDS,
     TRANSITIONS,
     UNPROVEN_REASONS,
     Outcome,
@@ -25,7 +27,9 @@ from indexer.sync.repo_transitions import (
     reactivate,
     release,
     synchronize,
+    track_again,
     transition,
+    unparked,
     widen,
 )
 from indexer.sync.scope import Scope
@@ -136,6 +140,55 @@ def test_the_mark_of_lenient_commits_stays_until_the_records_are_compared_or_era
     )
     finished = [synchronize(claimed, Trigger.COMPLETED, HEAD, NOW, 0), erase(marked)]
     assert [(repo.unproven_since, needs_export(repo, Scope())) for repo in finished] == [(None, False)] * len(finished)
+
+
+def worn_row(status: SyncStatus, **fields: Any) -> Repo:
+    """Return a row in which a function that forgets a column leaves a value behind."""
+    return Repo(
+        "did:plc:x", 7, status, Desync.CHAIN_BREAK, HEAD, buffered_events=2, buffered_bytes=30, attempts=3,
+        next_attempt_at=NOW + 5, last_error="timeout", synchronized_at=NOW, erase_at=NOW + 9, unproven_since=NOW,
+    )._replace(**fields)  # fmt: skip
+
+
+def test_erased_repo_has_no_head_and_is_parked() -> None:
+    assert erase(worn_row(SyncStatus.SYNCHRONIZED)) == worn_row(
+        SyncStatus.DESYNCHRONIZED, version=8, sync_reason=Desync.ERASED, head=None, buffered_events=0, buffered_bytes=0,
+        attempts=0, next_attempt_at=PARKED, synchronized_at=None, unproven_since=None,
+    )  # fmt: skip
+
+
+def test_released_repo_waits_until_a_time_and_keeps_its_last_error_unless_there_is_another() -> None:
+    claimed = worn_row(SyncStatus.IN_PROGRESS)
+    released = worn_row(SyncStatus.DESYNCHRONIZED, version=8, buffered_events=0, buffered_bytes=0)
+    assert release(claimed) == released._replace(next_attempt_at=None)
+    assert release(claimed, NOW + 1, "busy") == released._replace(next_attempt_at=NOW + 1, last_error="busy")
+    assert release(claimed._replace(sync_reason=None)).sync_reason is Desync.REQUESTED
+
+
+def test_last_error_of_a_failure_is_cut() -> None:
+    failed = fail(worn_row(SyncStatus.IN_PROGRESS), attempts=4, next_attempt_at=NOW, last_error="x" * 501)
+    assert failed.last_error == "x" * 500
+
+
+def test_repo_that_the_scope_wants_again_is_fetched_at_once() -> None:
+    untracked = worn_row(SyncStatus.DESYNCHRONIZED, tracked=False, active=False, hosting_status=OUT_OF_SCOPE)
+    assert track_again(untracked, Scope(4)) == worn_row(
+        SyncStatus.DESYNCHRONIZED, version=8, next_attempt_at=None, last_error=None, erase_at=None, from_stream=True,
+        wanted_in=4,
+    )  # fmt: skip
+
+
+def test_repo_that_lacks_added_collections_is_fetched_at_once() -> None:
+    assert widen(worn_row(SyncStatus.SYNCHRONIZED)).next_attempt_at is None
+
+
+@pytest.mark.parametrize(("attempts", "excess"), [(0, 0), (2, 0), (3, 1), (4, 2), (20, 18)])
+def test_parked_repo_waits_longer_after_each_further_failure(attempts: int, excess: int) -> None:
+    parked = worn_row(SyncStatus.DESYNCHRONIZED, attempts=attempts, next_attempt_at=PARKED)
+    wait = backoff_seconds(excess, parked.did, maximum=MAX_UNPARK_SECONDS) if excess else 0.0
+    assert unparked(parked, NOW) == parked._replace(version=8, next_attempt_at=NOW + wait)
+    waiting = worn_row(SyncStatus.DESYNCHRONIZED)
+    assert unparked(waiting, NOW) is waiting
 
 
 @pytest.mark.parametrize(("status", "trigger"), IMPOSSIBLE)

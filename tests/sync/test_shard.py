@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexer.sync.shard import BUCKETS, HASH_ORDER, Placement, Shard, bucket_of
+from indexer.sync.shard import BUCKETS, HASH_ORDER, Placement, Shard, bucket_of, bucket_of_target
 
 PLACEMENTS = st.sampled_from(Placement)
 COUNTS = st.integers(1, BUCKETS)
@@ -58,6 +58,10 @@ def test_shards_of_a_plain_database_are_ranges_of_buckets() -> None:
 
 def test_the_bucket_of_a_did_never_changes() -> None:
     assert bucket_of("did:plc:ewvi7nxzyoun6zhxrhs64oiz") == 0x09
+
+
+def test_target_of_a_link_has_the_bucket_of_its_text() -> None:
+    assert bucket_of_target("did:plc:ewvi7nxzyoun6zhxrhs64oiz") == bucket_of("did:plc:ewvi7nxzyoun6zhxrhs64oiz")
 
 
 def test_buckets_are_used_evenly() -> None:

@@ -32,6 +32,11 @@ def test_denied_identity_keeps_its_document_and_is_looked_up_again() -> None:
     assert replace(identity, stale=True).refresh_at == 50.0
 
 
+def test_denial_from_before_a_change_leaves_the_identity_stale() -> None:
+    for stale in (True, False):
+        assert add_denial(replace(KNOWN, stale=not stale), replace(denial(50.0), stale=stale)).stale is stale
+
+
 def test_tombstone_is_certain_at_once() -> None:
     identity = add_denial(add_denial(KNOWN, denial(50.0)), denial(51.0, CERTAIN_DENIALS))
     assert (identity.gone, identity.refresh_at) == (True, None)
