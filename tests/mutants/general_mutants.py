@@ -23,9 +23,21 @@ from tests.vectors import ROOT as VECTORS
 
 JUDGED = Path(__file__).with_name("judged.toml")
 MODULES = (
+    "indexer/sync/backoff.py",
+    "indexer/sync/changes.py",
     "indexer/sync/fold_operations.py",
+    "indexer/sync/gap.py",
+    "indexer/sync/narrowing.py",
+    "indexer/sync/policy.py",
+    "indexer/sync/record_change.py",
+    "indexer/sync/repo_state.py",
+    "indexer/sync/repo_transitions.py",
+    "indexer/sync/scope.py",
     "indexer/sync/sequence_order.py",
+    "indexer/sync/shard.py",
     "indexer/sync/snapshot_diff.py",
+    "indexer/sync/stored_cursor.py",
+    "indexer/sync/stored_identity.py",
     "indexer/sync/watermark.py",
 )
 """The modules whose survivors are judged. Others can be named on the command line."""
@@ -40,6 +52,9 @@ _UNCHANGED = (r"^\s*raise ", "raise_malformed")
 """Lines that are not mutated: most of their mutants change only the text of an error message."""
 _RESULT = re.compile(r"^ +(\S+): (.+)$", re.MULTILINE)
 _KILLED = ("killed", "timeout")
+TIMEOUT_CONSTANT = 10.0
+"""Added to the usual seconds of the tests of a mutant: 15 times the sum is the limit. A test that another program holds
+up must not count as one that a mutant holds up."""
 
 
 class Survivor(NamedTuple):
@@ -79,6 +94,7 @@ def find_survivors(copy: ProjectCopy, modules: Sequence[str], jobs: int) -> Iter
         "also_copy": ["config", "docs", "migrations"],
         "pytest_add_cli_args": [*_PYTEST, *(f"--deselect={test}" for test in _READ_THE_SOURCE)],
         "pytest_add_cli_args_test_selection": list(_TESTS),
+        "timeout_constant": TIMEOUT_CONSTANT,
         "use_git_change_detection": False,
     }
     with (copy.root / "pyproject.toml").open("a") as file:

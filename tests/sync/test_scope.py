@@ -146,6 +146,10 @@ def test_scopes_choose_the_same_whatever_the_order_of_their_patterns() -> None:
     assert str(Scope(collections=CollectionFilter(["a.b.c"]))) == "repos all, collections a.b.c"
 
 
+def test_no_pattern_is_no_filter() -> None:
+    assert filter_of([]) is None
+
+
 def test_records_are_deleted_unless_a_resync_or_an_erasure_does_it() -> None:
     in_progress = SYNCHRONIZED._replace(did="did:plc:b", sync_status=SyncStatus.IN_PROGRESS)
     without_head = Repo("did:plc:c", 4)

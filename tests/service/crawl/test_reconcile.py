@@ -418,6 +418,22 @@ async def test_gap_is_not_closed_by_a_reconciliation_that_began_before_it(
     assert requested_cursors(host) == [None]
 
 
+async def test_interrupted_reconciliation_starts_again_after_a_gap_was_opened(
+    store: Store, host: ScriptedHost, outbound: OutboundClient
+) -> None:
+    host.pages[path()] = page((did(1), STORED), cursor="x")
+    host.pages[path("x")] = FAILURE
+    gaps = OpenGaps(store, NO_WAIT.shard, Metrics())
+    reconciliation = Reconciliation(store, outbound, Metrics(), gaps, lambda: (host.url,), NO_WAIT)
+    with stamina.set_testing(True, attempts=1), pytest.raises(UnavailableError):
+        await reconciliation.reconcile(host.url, ignore_progress)
+    opened = await gaps.open(gap())
+    host.pages[path("x")] = page((did(2), STORED))
+    progress = await reconciliation.reconcile(host.url, ignore_progress)
+    assert requested_cursors(host) == [None, "x", None, "x"]
+    assert progress.last_gap == opened.id
+
+
 async def test_gap_stays_open_while_no_stream_is_open(
     store: Store, host: ScriptedHost, outbound: OutboundClient
 ) -> None:
