@@ -1,6 +1,7 @@
 #!/bin/bash
 # Build Bluesky's relay into bin/, from the Go module proxy. Needs Go, but no C compiler: it is built without SQLite.
-# One line is changed: the relay would ask no PDS on loopback for the status of an account. A second run returns at once.
+# One HTTP client is changed: it would refuse to ask a PDS on loopback for the status of an account.
+# A second run returns at once.
 set -euo pipefail
 cd "$(dirname "$0")"
 MODULE=github.com/bluesky-social/indigo@v0.0.0-20260605210604-af2fec94f34c

@@ -23,6 +23,8 @@ from tests.waiting import until
 STEPS = int(os.environ.get("REALNET_STEPS") or 250)
 SEED = int(os.environ.get("REALNET_SEED") or Random().randrange(2**32))
 SAMPLE = 50
+STARTS = 2
+"""Starts of the daemon."""
 DAEMON = "tests.realnet.hurried_daemon"
 
 
@@ -58,6 +60,8 @@ async def test_database_equals_the_pdses_after_a_random_scenario(
                 await wait_until_equal(database, expected)
                 await wait_until_hidden(database, steps.statuses())
                 assert daemon.returncode is None, log_tail(tmp_path)
+            connections = (tmp_path / "daemon.log").read_text().count("relay.connected")
+            assert connections > STARTS, "the daemon did not notice the restart of the relay"
         await assert_sample_is_equal(database, steps.active)
     await assert_change_log_consistent(database)
     show(capsys, ", ".join(f"{count} {name}" for name, count in sorted(steps.taken.items())))
