@@ -26,14 +26,14 @@ async def visible_repos(dsn: str) -> dict[str, tuple[str, Records]]:
 
 async def wait_until_equal(dsn: str, expected: Mapping[str, Records]) -> None:
     """Wait until these repos are visible and synchronized, and have these records."""
-    state: dict[str, tuple[str, Records]] = {}
+    different = ["the database was not read"]
 
     async def equal() -> bool:
-        state.clear()
-        state.update(await visible_repos(dsn))
-        return all(state.get(did) == ("synchronized", records) for did, records in expected.items())
+        nonlocal different
+        different = differences(await visible_repos(dsn), expected)
+        return not different
 
-    await until(equal, lambda: differences(state, expected))
+    await until(equal, lambda: different)
 
 
 def differences(found: Mapping[str, tuple[str, Records]], expected: Mapping[str, Records]) -> list[str]:

@@ -90,8 +90,8 @@ async def wait_until_hidden(dsn: str, statuses: dict[str, str]) -> None:
     hidden: dict[str, str] = {}
 
     async def equal() -> bool:
-        hidden.clear()
-        hidden.update(await hidden_accounts(dsn))
+        nonlocal hidden
+        hidden = await hidden_accounts(dsn)
         missing = statuses.keys() - hidden.keys()
         return statuses == hidden | dict.fromkeys(missing, "deleted")
 
