@@ -4,6 +4,7 @@ import asyncio
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+import asyncpg
 import pytest
 
 from indexer.daemon import connection_count, open_daemon
@@ -11,9 +12,11 @@ from indexer.daemon_core import DaemonCore
 from indexer.errors import BrokenInvariantError
 from indexer.localnet.local_network import LocalNetwork
 from indexer.process_setup import StopRequest
+from indexer.service.live.batch_writer import BATCH_SIZE, CLUSTER_BATCH_SIZE
 from indexer.service.resync.large_repo_slots import large_repo_slot_count
 from indexer.store import RESERVED_CONNECTIONS
 from indexer.sync.native_core import NativeCore
+from indexer.sync.plan_batch import ReceivedMessage
 from indexer.sync.repo_state import Repo
 from tests.daemon_harness import settings_for
 from tests.native_module import CountingCore, native_module
@@ -92,6 +95,34 @@ async def test_broken_invariant_while_draining_is_raised(
         network.create_account("ada.test")
         with pytest.raises(BrokenInvariantError, match="a broken rule"):
             await asyncio.wait_for(running.run(stop), 30)
+
+
+@pytest.mark.one_server("the test writes the row that says whether the database is distributed")
+@pytest.mark.parametrize(
+    ("shards", "expected"), [(None, BATCH_SIZE), (4, CLUSTER_BATCH_SIZE)], ids=["plain", "distributed"]
+)
+async def test_batches_are_larger_on_a_distributed_database(
+    database: str,
+    sql: asyncpg.Connection,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    shards: int | None,
+    expected: int,
+) -> None:
+    if shards:
+        await sql.execute("insert into indexer.distribution (shards, finished_at) values ($1, now())", shards)
+    taken = asyncio.Queue[int]()
+
+    async def take(max_count: int, **_: object) -> list[ReceivedMessage]:
+        await taken.put(max_count)
+        return []
+
+    async with open_daemon(settings_for("ws://127.0.0.1:1", "http://127.0.0.1:1", tmp_path), database) as running:
+        monkeypatch.setattr(running.inbox, "take", take)
+        writing = asyncio.create_task(running.batch_writer.run())
+        assert await asyncio.wait_for(taken.get(), 30) == expected
+        writing.cancel()
+        await asyncio.wait([writing])
 
 
 async def test_there_are_connections_for_all_resyncs_and_for_the_other_stages(database: str, tmp_path: Path) -> None:
