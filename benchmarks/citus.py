@@ -64,10 +64,11 @@ Measurement = Callable[[Server, Path], Coroutine[Any, Any, tuple[Report, list[st
 @click.command()
 @click.option("--repos", default=1_000, show_default=True, help="Number of repos with commits.")
 @click.option("--records", default=200, show_default=True, help="Mean number of records of a repo.")
-@click.option("--fast", default=30_000, show_default=True, help="Number of commits sent at the maximum rate.")
+@click.option("--fast", default=60_000, show_default=True, help="Number of commits sent at the maximum rate.")
 @click.option("--paced", default=3_000, show_default=True, help="Number of commits sent at --rate.")
 @click.option("--rate", default=1_000, show_default=True, help="Commits per second for the latency.")
-@click.option("--exports", default=400, show_default=True, help="Number of repos to resynchronize.")
+@click.option("--exports", default=1_000, show_default=True, help="Number of repos to resynchronize.")
+@click.option("--warm-up", default=100, show_default=True, help="Number of these that are not measured.")
 @click.option("--export-records", default=600, show_default=True, help="Mean number of records of those.")
 @click.option("--stored", is_flag=True, help="Store the records of those before, with one in a hundred different.")
 @click.option("--workers", default=2, show_default=True, help="Number of workers of Citus.")
@@ -88,6 +89,7 @@ def main(
     paced: int,
     rate: int,
     exports: int,
+    warm_up: int,
     export_records: int,
     stored: bool,
     workers: int,
@@ -103,7 +105,7 @@ def main(
     stream = WorkloadSpec(repos, records, sigma=0.4, commits=fast + paced)
     backfill = WorkloadSpec(exports, export_records, resync.SIGMA, exports=True)
     live_options = LiveOptions(fast, paced, 0, 0, rate, 1, 0, 0, 0, links=False)
-    resync_options = ResyncOptions(stored, 0, workers=8, processes=1, idle_repos=0, idle_records=0)
+    resync_options = ResyncOptions(stored, 0, workers=8, processes=1, idle_repos=0, idle_records=0, warm_up=warm_up)
     parts: dict[str, Measurement] = {}
     if only != "resync":
         parts["live"] = partial(measure_live, load_workload(stream, generation_progress), live_options)
