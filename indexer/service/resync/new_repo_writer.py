@@ -2,6 +2,9 @@
 
 There is no fixed wait. While one transaction runs, repos that become ready wait until it ends, and the next one writes
 all of them. So the transactions become larger with the load.
+
+On a distributed database, only repos of the same shard share a transaction, so that it writes one node besides the
+change log. Those of several shards run side by side.
 """
 
 from collections.abc import Sequence
@@ -14,11 +17,13 @@ from indexer.concurrency.shared_calls import SharedCalls
 from indexer.errors import RefusedWriteError
 from indexer.monitoring.metrics import Metrics
 from indexer.store import DatabaseError, NewRepoRecords, NewReposTransaction, RecordsExistError, Store
+from indexer.store.placement import shard_of
 from indexer.sync.export import RecordChunk
 from indexer.sync.plan_resync import Completion
 from indexer.sync.plans import Batch
 from indexer.sync.policy import KeyState, PlanContext, Policy
 from indexer.sync.repo_state import Head, Repo
+from indexer.sync.shard import bucket_of
 
 MAX_RECORDS = 5_000
 """Records of one transaction, unless its first repo has more."""
@@ -54,11 +59,13 @@ class NewRepoWriter:
     def __init__(self, store: Store, metrics: Metrics) -> None:
         self._store = store
         self._metrics = metrics
-        self._calls = SharedCalls(self._write_group, _may_share)
+        self._shards = store.shards
+        self._calls = [SharedCalls(self._write_group, _may_share) for _ in range(store.shards)]
 
     async def write(self, repo: NewRepo) -> Batch | None:
         """Write the repo; return its batch, or None if it has to be written in a transaction of its own."""
-        return (await self._calls.add([repo])).get(repo)
+        calls = self._calls[shard_of(bucket_of(repo.claimed.did), self._shards)]
+        return (await calls.add([repo])).get(repo)
 
     async def _write_group(self, group: list[NewRepo]) -> dict[NewRepo, Batch]:
         """Write the repos in one transaction; return the batches of those that are written."""

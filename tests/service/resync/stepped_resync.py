@@ -84,6 +84,7 @@ class SteppedStore:
     def __init__(self, store: Store, step: Step) -> None:
         self._store = store
         self._step = step
+        self.shards = store.shards
 
     @asynccontextmanager
     async def resync(self, claimed: Repo, scope_version: int) -> AsyncIterator["SteppedTransaction"]:
@@ -192,7 +193,7 @@ class Worker:
             await self._attempt(claimed)
         return bool(claims)
 
-    async def lookup(self, _did: str, *, refresh: bool = False) -> CachedIdentity:
+    async def lookup(self, _did: str, *, refresh: bool = False, **_: object) -> CachedIdentity:
         await self._step("look up the key")
         directory = self._world.directory
         key = directory.cached if directory.cached and not refresh else directory.fetch_key()

@@ -19,14 +19,17 @@ from indexer.service.resync.attempt import ResyncAttempts
 from indexer.service.resync.lease import ClaimLostError
 from indexer.service.resync.new_repo_writer import NewRepo, NewRepoWriter
 from indexer.store import NewRepoRecords, NewReposTransaction, Store
+from indexer.store.placement import shard_of
 from indexer.sync.new_records import ConvertedChunk
 from indexer.sync.plans import Batch, RecordChange
 from indexer.sync.policy import KeyState
 from indexer.sync.repo_state import Repo, SyncStatus
+from indexer.sync.shard import bucket_of
 from tests.service.resync.simulated_network import COLLECTIONS, NO_COLLECTION, AccountOwner, SimulatedHost
 from tests.service.resync.stepped_resync import PDS, FreeSlots
 from tests.store.repo_rows import did, head, put
 from tests.sync.signing_account import STORE_ALL
+from tests.waiting import until
 
 ROWS = """
     select collection, rkey, cid, rev, value::text, value_problem, original from indexer.record where did = $1
@@ -63,6 +66,7 @@ class ComparingStore:
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self.shards = store.shards
 
     @asynccontextmanager
     async def resync(self, claimed: Repo, scope_version: int) -> AsyncIterator[ComparingTransaction]:
@@ -180,15 +184,18 @@ def new_repo(claimed: Repo, *changes: RecordChange) -> NewRepo:
 class StoppedStore:
     """A store whose shared transactions wait before they begin, until `go` is set."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, shards: int = 1) -> None:
         self._store = store
+        self.shards = shards
         self.go = asyncio.Event()
         self.begun = asyncio.Event()
+        self.waiting = 0
         self.groups: list[list[str]] = []
 
     @asynccontextmanager
     async def write_new_repos(self, scope_version: int) -> AsyncIterator["StoppedTransaction"]:
         self.begun.set()
+        self.waiting += 1
         await self.go.wait()
         async with self._store.write_new_repos(scope_version) as transaction:
             yield StoppedTransaction(transaction, self.groups)
@@ -241,6 +248,20 @@ async def test_repos_that_wait_share_a_transaction(store: Store, sql: asyncpg.Co
     assert stage == len(stopped.groups), "the time of a transaction was counted for each of its repos"
     assert set(await statuses(store, *names)) == {SyncStatus.SYNCHRONIZED}
     assert await sql.fetchval("select count(*) from indexer.record") == 10
+
+
+async def test_on_a_cluster_only_repos_of_one_shard_share_a_transaction(store: Store) -> None:
+    """The transactions of several shards run side by side."""
+    claimed = {repo.did: repo for repo in await claim(store, *map(did, range(12)))}
+    shards = {owner: shard_of(bucket_of(owner), 4) for owner in claimed}
+    assert len(set(shards.values())) > 1
+    stopped = StoppedStore(store, shards=4)
+    writes = await waiting_writes(stopped, [new_repo(repo, put("app.test/a")) for repo in claimed.values()])
+    await until(lambda: stopped.waiting == len(set(shards.values())))
+    stopped.go.set()
+    assert all(await asyncio.gather(*writes))
+    assert all(len({shards[owner] for owner in group}) == 1 for group in stopped.groups)
+    assert len(stopped.groups) <= 2 * len(set(shards.values()))
 
 
 @pytest.mark.parametrize("late_first", [True, False])
