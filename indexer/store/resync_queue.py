@@ -11,7 +11,7 @@ from indexer.crash_points import crash_point
 from indexer.reasons import Desync
 from indexer.store.apply_batch import apply
 from indexer.store.change_log import log_changes
-from indexer.store.columns import Connection, of_buckets, repo_columns, repo_of
+from indexer.store.columns import Connection, buckets_of, of_buckets, repo_columns, repo_of
 from indexer.store.placement import shard_of
 from indexer.sync.changes import ChangeLogEntry
 from indexer.sync.plans import Batch, RepoWrite
@@ -44,19 +44,19 @@ DUE = f"""
     order by q.priority, q.bucket_order, due.at limit $1
 """
 
-# One bucket per statement, because a distributed database locks rows of only one shard at a time. SKIP LOCKED, because
+# The buckets of one shard, because a distributed database locks rows of only one shard at a time. SKIP LOCKED, because
 # a row may stay locked for long. IS NOT DISTINCT keeps the planner from scanning the index of due repos for each DID.
 CLAIM = f"""
     with locked as materialized (
-        select did from indexer.repo
-        where bucket = $1 and did = any($2::text[]) and sync_status is not distinct from '{_WAITING}' and active
+        select did from indexer.repo r
+        where {of_buckets("r")} and did = any($2::text[]) and sync_status is not distinct from '{_WAITING}' and active
             and {_DUE_AT} <= to_timestamp($3)
         for update skip locked
     ), claimed as (
-        update indexer.repo
+        update indexer.repo r
         set sync_status = '{_CLAIMED}', lease = lease + 1, version = version + 1, lease_until = to_timestamp($4),
             updated_at = now()
-        where bucket = $1 and did = any(array(select did from locked))
+        where {of_buckets("r")} and did = any(array(select did from locked))
         returning *
     )
     select {repo_columns("claimed")} from claimed order by priority, next_attempt_at nulls first
@@ -170,11 +170,18 @@ async def claim(
     if len(due) < count and len(one_shard) < len(buckets):
         due = await connection.fetch(DUE, count, list(buckets), now, first)
     claimed: list[Repo] = []
-    for bucket, rows in groupby(due, lambda row: row["bucket"]):
-        dids = [row["did"] for row in rows]
-        claimed += [repo_of(row) for row in await connection.fetch(CLAIM, bucket, dids, now, until)]
+    for dids in _by_shard(due, shards):
+        claimed += [repo_of(row) for row in await connection.fetch(CLAIM, buckets_of(dids), dids, now, until)]
         crash_point("claim.written")
     return claimed
+
+
+def _by_shard(due: Sequence[Row], shards: int) -> list[list[str]]:
+    """Return the DIDs of each shard that has some."""
+    dids: list[list[str]] = [[] for _ in range(shards)]
+    for did, bucket in due:
+        dids[shard_of(bucket, shards)].append(did)
+    return [of_shard for of_shard in dids if of_shard]
 
 
 async def renew(connection: Connection, did: str, lease: int, until: float) -> bool:

@@ -254,6 +254,9 @@ EXCEPTIONS = {
     tables_are_all_distributed_or_all_local: {
         "view atproto.scope_progress": "Citus runs the grouped sub-query first, and joins its few rows with the scope",
     },
+    locks_are_in_one_bucket: {
+        "resync_queue.CLAIM": ONE_SHARD,
+    },
     samples_are_in_one_bucket: {
         "report_queries._count_pages": ONE_SHARD,
         "report_queries.sample_synchronized": ONE_SHARD,

@@ -204,7 +204,7 @@ async def test_a_claim_reads_few_rows_although_the_planner_expects_none(store: S
         await sql.execute(f"set plan_cache_mode = {mode}")
         due = await sql.fetch(DUE, 8, list(range(256)), 5.0, 77)
         explain = "explain (analyze, costs off, timing off) " + CLAIM
-        rows = await sql.fetch(explain, due[0]["bucket"], [row["did"] for row in due], 5.0, 60.0)
+        rows = await sql.fetch(explain, [row["bucket"] for row in due], [row["did"] for row in due], 5.0, 60.0)
         plan = "\n".join(row[0] for row in rows)
         removed = [int(rows) for rows in re.findall(r"Rows Removed by Filter: (\d+)", plan)]
         assert "Seq Scan" not in plan and sum(removed) < 20, plan  # noqa: PT018
