@@ -266,16 +266,17 @@ class IdentityCache:
                 if entry.unsaved or entry.identity.fetched_at <= oldest:
                     self._refresh_in_background(did, entry)
 
-    async def lookup(self, did: str, *, refresh: bool = False) -> CachedIdentity:
+    async def lookup(self, did: str, *, refresh: bool = False, preloaded: bool = False) -> CachedIdentity:
         """Return the identity, from the network if none is known, or if `refresh` and the limits allow it.
 
-        If the network gives no result, a known identity with a key is returned with `stale`.
+        If the network gives no result, a known identity with a key is returned with `stale`. The database is not asked
+        if the caller has just `preloaded` the identity.
 
         Raises:
             UnavailableError: The network gives no result, and no identity with a key is known.
         """
         try:
-            await self.preload([did])
+            await self.preload([] if preloaded else [did])
         except UnavailableError as error:  # the network can replace the database
             log.debug("identity.load-failed", did=did, error=str(error))
         entry = self._memory.get(did)

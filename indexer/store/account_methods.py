@@ -32,7 +32,7 @@ class AccountMethods(Connections):
     async def save_identities(self, stored: Sequence[StoredIdentity]) -> None:
         """Store identities, unless a later reading is stored."""
         async with self._transaction() as connection:
-            await identities.save_identities(connection, stored)
+            await identities.save_identities(connection, stored, distributed=self.shards > 1)
 
     async def due_identities(self, buckets: Sequence[int], limit: int, now: float, *, web: bool) -> list[DueIdentity]:
         """Return identities to refresh: at most `limit` that became due first, and `limit` that became due last."""

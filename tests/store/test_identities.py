@@ -53,6 +53,23 @@ async def test_identities_are_read_as_saved_and_the_latest_reading_stays(store: 
     assert await store.load_identities([did(1), did(3)]) == {did(1): later}
 
 
+async def test_new_identities_are_saved_in_the_same_way_on_a_distributed_database(
+    store: Store, sql: asyncpg.Connection
+) -> None:
+    before, after = identity("known", "before.test", 4.0), identity("known", "after.test", 5.0)
+    others = [identity("new", "alice.test"), StoredIdentity(did("empty"), None, None, None, 5.5, True, "none", 1, 3.0)]
+    saved = []
+    for shards in (1, 4):
+        store.shards = shards
+        await store.save_identities([before])
+        await store.save_identities([after, *others])
+        rows = await sql.fetch("select i.*, handle_due_at = 'epoch' as due from indexer.identity i order by did")
+        saved.append([{**row, "handle_due_at": row["handle_due_at"] is not None} for row in rows])
+        await sql.execute("delete from indexer.identity")
+    assert len(saved[0]) == 3
+    assert saved[0] == saved[1]
+
+
 @pytest.mark.parametrize("stale_before", [False, True])
 async def test_change_that_is_announced_after_the_lookup_asked_keeps_its_mark(
     store: Store, sql: asyncpg.Connection, stale_before: bool
