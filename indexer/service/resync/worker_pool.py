@@ -32,6 +32,8 @@ from indexer.sync.repo_transitions import release
 from indexer.sync.shard import Shard
 
 MAX_CLAIM = 256
+CLUSTER_GATHERING_TIME = 0.03
+"""The `gathering_time` on a distributed database, in seconds."""
 LARGE_FAIR_TIMES = 6.0
 """A large export ends because it is slow only after this multiple of `fair_time`."""
 _REPORTED_BY_HOST = frozenset({FetchFailure.HOST_PAUSED, FetchFailure.THROTTLED})
@@ -49,6 +51,8 @@ class WorkerPoolSettings:
         share: The share of the workers that one host, registered domain or network address may occupy.
         fair_time: How long a resync may occupy a worker if all workers are occupied.
         idle_interval: Pause between two looks at an empty queue.
+        gathering_time: How long to wait for more free workers if less than half of them are free. A claim of several
+            repos costs little more than one of a single repo.
         lease: How long a claim lasts without a renewal.
         attempt_timeout: The longest duration of one attempt.
     """
@@ -57,6 +61,7 @@ class WorkerPoolSettings:
     share: float = 0.5
     fair_time: float = 10.0
     idle_interval: float = 1.0
+    gathering_time: float = 0.0
     lease: float = 120.0
     attempt_timeout: float = 3_600.0
 
@@ -148,6 +153,8 @@ class WorkerPool:
         async with asyncio.TaskGroup() as group:
             while True:
                 await self._wait_for_a_worker(group)
+                if 2 * self.free_workers < self._settings.workers:
+                    await asyncio.sleep(self._settings.gathering_time)
                 self._slot_freed.clear()
                 count = max(claim_size, self.free_workers)
                 claimed = await self._claim(count)
@@ -335,7 +342,7 @@ class WorkerPool:
 
     async def _attempt_in_time(self, running: RunningResync) -> str | Postponed:
         claimed, slot = running.claimed, running.slot
-        identity = await self._identities.lookup(claimed.did, refresh=claimed.attempts > 0)
+        identity = await self._identities.lookup(claimed.did, refresh=claimed.attempts > 0, preloaded=True)
         if identity.doubtful and claimed.head is not None:
             raise UnavailableError(FetchFailure.IDENTITY_DOUBTFUL, identity.problem or "")
         if identity.denied:

@@ -34,6 +34,7 @@ class MemoryStore:
     def __init__(self, dids: Sequence[str]) -> None:
         self.rows = {did: Repo(did, version=1) for did in dids}
         self.claims: list[str] = []
+        self.claim_sizes: list[int] = []
         self.claim_holds = True
         self.claims_answered = asyncio.Event()
         self.claims_answered.set()
@@ -50,6 +51,7 @@ class MemoryStore:
         ]
         self.rows.update({repo.did: repo for repo in claimed})
         self.claims += [repo.did for repo in claimed]
+        self.claim_sizes.append(len(claimed))
         await self.claims_answered.wait()
         return claimed
 
@@ -88,7 +90,7 @@ class FixedIdentities:
     def peek(self, did: str) -> CachedIdentity | None:
         return self.known(did) if self.cached else None
 
-    async def lookup(self, did: str, *, refresh: bool = False) -> CachedIdentity:  # noqa: ARG002
+    async def lookup(self, did: str, **_: object) -> CachedIdentity:
         if did in self.failures:
             raise self.failures[did]
         if did in self.hanging:
@@ -300,6 +302,20 @@ async def test_slow_export_continues_aside_while_others_wait() -> None:
         running.attempts.results[dids[0]].set_result("synchronized")
         await until(lambda: running.attempts.ended == dids[:1])
         assert running.attempts.started == dids, "no export starts twice"
+
+
+@pytest.mark.slow
+async def test_workers_that_become_free_within_the_gathering_time_share_a_claim() -> None:
+    dids = [f"did:plc:{n:024}" for n in range(7)]
+    async with RunningPool(dids, lambda did: f"h{did[-1]}.example", workers=5, gathering_time=2) as running:
+        await until(lambda: len(running.attempts.results) == 5)
+        for free, did in enumerate(dids[:2], 1):
+            running.attempts.results[did].set_result("synchronized")
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert running.pool.free_workers == free, "the pool has not waited for another worker"
+        await until(lambda: len(running.attempts.started) == 7)
+        assert [size for size in running.store.claim_sizes if size] == [5, 2]
 
 
 async def test_running_resync_names_its_phase_and_ended_ones_are_counted() -> None:
