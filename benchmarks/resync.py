@@ -41,11 +41,17 @@ HUGE_RECORDS = 1_000_000
 POLL_SECONDS = 0.25
 """Interval at which the repos are counted: rarely, because that takes 10 ms of CPU on a cluster."""
 
-_WAITING = """
-    select count(*) from indexer.repo
+_DUE = """
+    select bucket from indexer.repo
     where sync_status = 'desynchronized' and active and coalesce(next_attempt_at, '-infinity'::timestamptz) < 'infinity'
 """
-_UNFINISHED = f"select ({_WAITING}) + (select count(*) from indexer.repo where sync_status = 'in-progress')"
+_WAITING = f"select count(*) from ({_DUE}) due"
+# In one query, because Citus would run two sub-queries one after the other, and a repo may be claimed in between.
+_UNFINISHED = f"""
+    select count(*) from (
+        {_DUE} union all select bucket from indexer.repo where sync_status = 'in-progress'
+    ) unfinished
+"""
 _WRITE_SIZES = "select count(*) from indexer.change where collection is not null and not live group by segment, batch"
 
 
