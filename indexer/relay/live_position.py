@@ -2,8 +2,6 @@
 
 import asyncio
 
-from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI
-
 from indexer.atproto.limits import Limits
 from indexer.relay.subscription import ConnectionSettings, open_stream
 from indexer.sync.events import InfoEvent, MalformedEvent, StreamError, UnknownEvent
@@ -22,13 +20,10 @@ async def live_position(relay: str, limits: Limits, user_agent: str) -> Position
     """
     try:
         async with asyncio.timeout(LIVE_TIMEOUT):
-            socket = await open_stream(relay, None, limits.frame_bytes, user_agent, ConnectionSettings())
-            async with socket:
+            async with open_stream(relay, None, limits.frame_bytes, user_agent, ConnectionSettings()) as socket:
                 while True:
-                    event = decode_frame(await socket.recv(decode=False), limits)
+                    event = decode_frame(await socket.receive(), limits)
                     if not isinstance(event, InfoEvent | StreamError | UnknownEvent | MalformedEvent):
                         return Position(event.seq, event.time)
     except TimeoutError:
         return None
-    except (ConnectionClosed, InvalidHandshake, InvalidURI, EOFError) as error:
-        raise ConnectionError(f"{relay}: {type(error).__name__}: {error}") from error

@@ -3,13 +3,11 @@
 import asyncio
 from dataclasses import dataclass, field
 
-from websockets.asyncio.client import ClientConnection
-from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI
-
 from indexer.atproto.limits import Limits
 from indexer.relay.event_time import event_seconds
 from indexer.relay.seek import TIMES_PER_SIGHTING, Entry, Sighting, seek
-from indexer.relay.subscription import ConnectionSettings, is_too_large, open_stream
+from indexer.relay.stream_socket import Ending, StreamSocket, StreamSocketError
+from indexer.relay.subscription import ConnectionSettings, open_stream
 from indexer.sync.events import StreamError
 from indexer.sync.frames import decode_frame
 
@@ -61,19 +59,11 @@ class StreamSeek:
             OSError: The relay is unavailable (includes TimeoutError).
         """
         settings = ConnectionSettings(connect_timeout=self.connect_timeout)
-        try:
-            socket = await open_stream(relay, cursor, self.limits.frame_bytes, self.user_agent, settings)
-        except (InvalidHandshake, InvalidURI, EOFError) as error:
-            raise ConnectionError(f"{relay}: {type(error).__name__}: {error}") from error
-        async with socket:
-            try:
-                received = await self._receive(socket, cursor)
-            finally:
-                # A relay that sends its window would not answer a close frame before it has sent all of it.
-                socket.transport.abort()
+        async with open_stream(relay, cursor, self.limits.frame_bytes, self.user_agent, settings) as socket:
+            received = await self._receive(socket, cursor)
         return None if received.seq is None or received.seq < cursor else Sighting(received.seq, tuple(received.times))
 
-    async def _receive(self, socket: ClientConnection, cursor: int) -> "_Received":
+    async def _receive(self, socket: StreamSocket, cursor: int) -> "_Received":
         """Receive messages until there are enough, or no more arrive."""
         received = _Received()
         clock = asyncio.get_running_loop().time
@@ -81,16 +71,16 @@ class StreamSeek:
         try:
             async with asyncio.timeout_at(latest) as deadline:
                 while not received.is_complete:
-                    received.add(await socket.recv(decode=False), self.limits)
+                    received.add(await socket.receive(), self.limits)
                     if received.seq is not None:
                         deadline.reschedule(min(latest, clock() + self.pause_timeout))
         except TimeoutError:
             return received  # a quiet relay
-        except ConnectionClosed as error:
-            if received.seq is None and is_too_large(error):
+        except StreamSocketError as error:
+            if received.seq is None and error.ending is Ending.TOO_LARGE:
                 return _Received(cursor)  # a message without a readable time
-            if received.seq is None and error.rcvd is None:
-                raise ConnectionError(f"connection lost before the first message: {error}") from error
+            if received.seq is None and error.ending is not Ending.CLOSED_BY_RELAY:
+                raise
         return received
 
 

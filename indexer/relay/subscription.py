@@ -5,84 +5,19 @@ leads to a new connection after a growing delay. Several relays are tried in ord
 """
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass, field
-from functools import partial
 from random import uniform
 from time import monotonic
-from typing import Any
 
 import structlog
-from websockets.asyncio.client import ClientConnection, connect
-from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI
-from websockets.frames import CloseCode
+
+from indexer.relay.stream_socket import Ending, StreamSocket, StreamSocketError, open_socket
 
 PATH = "/xrpc/com.atproto.sync.subscribeRepos"
-MAX_QUEUED_FRAMES = 4
-"""Frames that are received before the caller asks for them. More of them would only use more memory."""
-PIECE_BYTES = 8_192
-"""Received bytes that are parsed at a time."""
-TURN_SECONDS = 0.005
-"""Time to parse pieces, or to yield frames, before other tasks get a turn. Each turn of the event loop costs a
-wait for the interpreter's lock while a batch is planned."""
-_SILENT = "no message"
 
 log = structlog.get_logger(__name__)
-
-
-class _ConnectWithoutRedirects(connect):
-    """Does not follow redirects: they could lead to an address that only this machine can reach."""
-
-    def process_redirect(self, exc: Exception) -> Exception:
-        return exc
-
-
-class _SlicedConnection(ClientConnection):
-    """Parses received bytes in pieces, and gives other tasks a turn between them.
-
-    One read returns up to 256 KiB. These may be 100,000 messages or pings, which take a second to parse. The next read
-    waits until all pieces are parsed and the queue of messages has room.
-    """
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._waiting: deque[Callable[[], object]] = deque()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
-        self.recv_messages.resume = self._resume_reading
-
-    def data_received(self, data: bytes) -> None:
-        parse = super().data_received
-        self._run_later(partial(parse, data[at : at + PIECE_BYTES]) for at in range(0, len(data), PIECE_BYTES))
-
-    def eof_received(self) -> None:
-        self._run_later([super().eof_received])
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._run_later([partial(super().connection_lost, exc)])
-
-    def _run_later(self, callbacks: Iterable[Callable[[], object]]) -> None:
-        """Run callbacks after those that are waiting; begin at once if none is."""
-        idle = not self._waiting
-        self._waiting.extend(callbacks)
-        if idle:
-            self._run_waiting()
-
-    def _run_waiting(self) -> None:
-        turn_ends = monotonic() + TURN_SECONDS
-        while self._waiting and monotonic() < turn_ends:
-            self._waiting.popleft()()
-        if self._waiting:
-            self.transport.pause_reading()
-            self.loop.call_soon(self._run_waiting)
-        self._resume_reading()
-
-    def _resume_reading(self) -> None:
-        if not (self._waiting or self.recv_messages.paused):
-            self.transport.resume_reading()
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +113,7 @@ class Subscription:
     disconnected_since: float = field(default_factory=monotonic, init=False)
     last_error: str | None = field(default=None, init=False)
     _silences: dict[str, _Silence] = field(default_factory=dict, init=False)
-    _socket: ClientConnection | None = field(default=None, init=False)
+    _socket: StreamSocket | None = field(default=None, init=False)
     _failed_attempts: int = field(default=0, init=False)
     _same_relay_next: bool = field(default=False, init=False)
 
@@ -186,13 +121,13 @@ class Subscription:
         """End the connection; the next one is to the same relay."""
         self._same_relay_next = True
         if self._socket is not None:
-            self._socket.transport.abort()
+            self._socket.abort()
 
     async def frames(self, cursor_of: Callable[[str], Awaitable[int | None]]) -> AsyncGenerator[bytes, None]:
         """Yield frames without end.
 
-        Each connection starts after `cursor_of(relay)`; None requests only new messages. An OSError or a websocket
-        error of `cursor_of` counts as a lost connection. Once `cursor_of` has been called, no frame of an earlier
+        Each connection starts after `cursor_of(relay)`; None requests only new messages. An OSError of
+        `cursor_of` counts as a lost connection. Once `cursor_of` has been called, no frame of an earlier
         connection follows. A text message, which the protocol does not allow, is yielded as bytes, so that the decoder
         rejects it.
         """
@@ -213,7 +148,7 @@ class Subscription:
                             oversized.counted = True
                             self.skipped += 1
                         yield frame
-            except (ConnectionClosed, OSError, TimeoutError, InvalidHandshake, InvalidURI, EOFError) as error:
+            except OSError as error:
                 self._log_lost(relay, error)
                 if oversized is not None and is_too_large(error):
                     oversized.skips += 1
@@ -236,7 +171,7 @@ class Subscription:
     async def _frames_of(self, relay: str, cursor: int | None, skips: int) -> AsyncGenerator[bytes, None]:
         cursor = None if cursor is None else cursor + skips
         log.debug("relay.connecting", relay=relay, cursor=cursor)
-        async with await self._connect(relay, cursor) as socket:
+        async with self._open_stream(relay, cursor) as socket:
             self._socket = socket
             self.connection = Connection(relay, cursor, skips)
             self.last_error = None
@@ -244,17 +179,13 @@ class Subscription:
             log.info("relay.connected", relay=relay, cursor=cursor)
             timeout = self._message_timeout(relay, cursor)
             silence = asyncio.create_task(_close_when_silent(socket, self.connection, timeout))
-            turn_ends = monotonic() + TURN_SECONDS
             try:
                 while True:
-                    frame = await socket.recv(decode=False)
+                    frame = await socket.receive()
                     self.connection.frames += 1
                     self.connection.reading = False
                     yield frame
                     self.connection.reading = True
-                    if monotonic() > turn_ends:
-                        await asyncio.sleep(0)  # frames that arrived together would not let other tasks run
-                        turn_ends = monotonic() + TURN_SECONDS
             finally:
                 silence.cancel()
                 await asyncio.wait([silence])
@@ -270,12 +201,12 @@ class Subscription:
         self._silences[relay] = _Silence(cursor, timeout)
         return timeout
 
-    async def _connect(self, relay: str, cursor: int | None) -> ClientConnection:
-        return await open_stream(relay, cursor, self.max_bytes, self.user_agent, self.settings)
+    def _open_stream(self, relay: str, cursor: int | None) -> AbstractAsyncContextManager[StreamSocket]:
+        return open_stream(relay, cursor, self.max_bytes, self.user_agent, self.settings)
 
-    def _log_lost(self, relay: str, error: BaseException) -> None:
+    def _log_lost(self, relay: str, error: OSError) -> None:
         self.last_error = f"{type(error).__name__}: {error}"[:300]
-        if _is_silent(error):
+        if isinstance(error, StreamSocketError) and error.ending is Ending.CLOSED_HERE:
             log.info("relay.silent", relay=relay, error=self.last_error)
         elif self.connection is not None:
             log.warning("relay.lost", relay=relay, error=self.last_error)
@@ -285,7 +216,7 @@ class Subscription:
                 log.warning("relay.unreachable", relay=relay, error=self.last_error, attempts=self._failed_attempts)
 
 
-async def _close_when_silent(socket: ClientConnection, connection: Connection, seconds: float) -> None:
+async def _close_when_silent(socket: StreamSocket, connection: Connection, seconds: float) -> None:
     """Close the connection when no message has come for `seconds`.
 
     Polling the frame counter is cheaper than one timer per frame.
@@ -294,41 +225,22 @@ async def _close_when_silent(socket: ClientConnection, connection: Connection, s
     while frames != connection.frames or not connection.reading:
         frames = connection.frames
         await asyncio.sleep(seconds)
-    await socket.close(code=CloseCode.NORMAL_CLOSURE, reason=f"{_SILENT} for {seconds:g} s")
+    await socket.close(f"no message for {seconds:g} s")
 
 
-def _is_silent(error: BaseException) -> bool:
-    """Return True if this side closed the connection because no message came."""
-    return isinstance(error, ConnectionClosed) and error.sent is not None and error.sent.reason.startswith(_SILENT)
-
-
-def is_too_large(error: BaseException) -> bool:
+def is_too_large(error: OSError) -> bool:
     """Return True if this side closed the connection because of a message over the size limit."""
-    return (
-        isinstance(error, ConnectionClosed) and error.sent is not None and error.sent.code == CloseCode.MESSAGE_TOO_BIG
-    )
+    return isinstance(error, StreamSocketError) and error.ending is Ending.TOO_LARGE
 
 
-async def open_stream(
+def open_stream(
     relay: str, cursor: int | None, max_bytes: int, user_agent: str, settings: ConnectionSettings
-) -> ClientConnection:
-    """Return a connection to the stream of `relay` after `cursor`; None requests only new messages.
-
-    Raises:
-        OSError: The relay cannot be reached (includes TimeoutError).
-        InvalidHandshake: The relay refused the connection.
-        InvalidURI: The address of the relay is not a websocket URL.
-    """
-    return await _ConnectWithoutRedirects(
+) -> AbstractAsyncContextManager[StreamSocket]:
+    """Open the stream of `relay` after `cursor`; None requests only new messages. See `open_socket` for the errors."""
+    return open_socket(
         f"{relay.rstrip('/')}{PATH}" + ("" if cursor is None else f"?cursor={cursor}"),
-        max_size=max_bytes,
-        max_queue=MAX_QUEUED_FRAMES,
-        compression=None,
-        open_timeout=settings.connect_timeout,
+        max_bytes=max_bytes,
+        user_agent=user_agent,
+        connect_timeout=settings.connect_timeout,
         ping_interval=settings.ping_interval,
-        ping_timeout=settings.ping_interval,
-        close_timeout=1,
-        proxy=None,
-        user_agent_header=user_agent,
-        create_connection=_SlicedConnection,
     )

@@ -1,0 +1,166 @@
+"""The websocket on which a relay sends its stream. The only module of this package that knows the websocket library."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from enum import Enum
+from http import HTTPStatus
+from time import monotonic
+from typing import Any
+
+import aiohttp
+from aiohttp import WSCloseCode, WSMsgType
+
+TURN_SECONDS = 0.005
+"""Time to receive messages before other tasks get a turn. Each turn of the event loop costs a wait for the
+interpreter's lock while a batch is planned."""
+_CLOSE_SECONDS = 1.0
+"""Time to send a close frame, if the relay does not read what was sent before."""
+_LOST = "connection lost without a close frame"
+
+
+class Ending(Enum):
+    """Why a connection ended."""
+
+    LOST = "lost"
+    CLOSED_BY_RELAY = "closed by the relay"
+    CLOSED_HERE = "closed by this side"
+    TOO_LARGE = "message over the size limit"
+
+
+class StreamSocketError(ConnectionError):
+    """The connection ended, or could not be opened."""
+
+    def __init__(self, detail: str, ending: Ending = Ending.LOST) -> None:
+        super().__init__(detail)
+        self.ending = ending
+
+
+class StreamSocket:
+    """An open connection.
+
+    The library parses up to 128 KiB of messages before they are asked for. It reads nothing more meanwhile.
+    """
+
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse[bool], transport: asyncio.Transport) -> None:
+        self._socket = socket
+        self._transport = transport
+        self._turn_ends = 0.0
+        self._closed_here: StreamSocketError | None = None
+
+    async def receive(self) -> bytes:
+        """Return the next message. A text message, which the protocol does not allow, is returned as bytes, too.
+
+        Raises:
+            StreamSocketError: There are no more messages.
+        """
+        while True:
+            if monotonic() > self._turn_ends:
+                await asyncio.sleep(0)  # messages that arrived together would not let other tasks run
+                self._turn_ends = monotonic() + TURN_SECONDS
+            message = await self._socket.receive()
+            kind = message.type
+            if kind is WSMsgType.BINARY or kind is WSMsgType.TEXT:
+                data: bytes = message.data
+                return data
+            if kind is WSMsgType.PING:
+                with suppress(ConnectionError):  # the next message says that the connection is lost
+                    await self._socket.pong(message.data)
+            elif kind is not WSMsgType.PONG:
+                raise self._closed_here or _end(kind, message.data or self._socket.exception(), message.extra)
+
+    async def close(self, reason: str = "") -> None:
+        """Send a close frame and end the connection; a waiting `receive` raises StreamSocketError with `reason`.
+
+        The answer is not awaited: a relay that sends its window would not answer before it has sent all of it.
+        """
+        self._closed_here = self._closed_here or StreamSocketError(reason, Ending.CLOSED_HERE)
+        with suppress(ConnectionError, TimeoutError):  # it has ended already, or the relay does not read
+            async with asyncio.timeout(_CLOSE_SECONDS):
+                await self._socket.send_frame(WSCloseCode.OK.to_bytes(2) + reason.encode(), WSMsgType.CLOSE)
+        self.abort()
+
+    def abort(self) -> None:
+        """End the connection at once."""
+        self._transport.abort()
+
+
+def _end(kind: WSMsgType, data: Any, reason: str | None) -> StreamSocketError:
+    """Return why the connection ended, from the last message: `data` is the code of a close frame, or an exception."""
+    if kind is WSMsgType.CLOSE:
+        detail = f"the relay closed the connection: code {data}, reason {reason!r}"
+        return StreamSocketError(detail, Ending.CLOSED_BY_RELAY)
+    if kind is WSMsgType.ERROR:
+        too_large = getattr(data, "code", None) == WSCloseCode.MESSAGE_TOO_BIG
+        return StreamSocketError(str(data), Ending.TOO_LARGE if too_large else Ending.LOST)
+    return StreamSocketError(str(data) if isinstance(data, TimeoutError) else _LOST)
+
+
+@asynccontextmanager
+async def open_socket(
+    url: str, *, max_bytes: int, user_agent: str, connect_timeout: float, ping_interval: float
+) -> AsyncIterator[StreamSocket]:
+    """Open a connection, and close it at the end. It uses no proxy, redirect, cookie or compression.
+
+    A message that announces more than `max_bytes` ends the connection. `connect_timeout` is in seconds for the name,
+    the TCP connection and the handshakes. A ping follows `ping_interval` seconds without any bytes. If nothing is
+    received for half of that time, the connection ends.
+
+    Raises:
+        OSError: The relay cannot be reached or refuses the connection (includes TimeoutError and StreamSocketError).
+    """
+    handshake = _Handshake()
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(resolver=aiohttp.ThreadedResolver()),
+        headers={"User-Agent": user_agent},
+        timeout=aiohttp.ClientTimeout(total=None),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        trust_env=False,
+        middlewares=[handshake],
+    ) as session:
+        try:
+            async with asyncio.timeout(connect_timeout):
+                socket = await session.ws_connect(
+                    url,
+                    heartbeat=ping_interval,
+                    autoping=False,
+                    autoclose=False,
+                    max_msg_size=max_bytes + 1,
+                    decode_text=False,
+                )
+        except TimeoutError as error:
+            raise TimeoutError(f"not connected within {connect_timeout:g} s") from error
+        except aiohttp.ClientConnectorError as error:
+            raise error.os_error from error
+        except aiohttp.WSServerHandshakeError as error:
+            raise StreamSocketError(f"HTTP {error.status}: {error.message}") from error
+        except (aiohttp.ClientError, UnicodeError) as error:
+            raise StreamSocketError(f"{type(error).__name__}: {error}") from error
+        stream = StreamSocket(socket, handshake.transport)
+        try:
+            yield stream
+        finally:
+            await stream.close()
+            await socket.close()  # stops its timers
+
+
+class _Handshake:
+    """Accepts only the answer of a websocket, and keeps its transport.
+
+    The library would follow redirects, which could lead to an address that only this machine can reach.
+    """
+
+    transport: asyncio.Transport
+
+    async def __call__(
+        self, request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
+    ) -> aiohttp.ClientResponse:
+        response = await handler(request)
+        transport = response.connection and response.connection.transport
+        if response.status != HTTPStatus.SWITCHING_PROTOCOLS or transport is None:
+            response.close()
+            raise aiohttp.WSServerHandshakeError(
+                response.request_info, (), status=response.status, message="not a websocket", headers=response.headers
+            )
+        self.transport = transport
+        return response
