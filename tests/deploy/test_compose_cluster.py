@@ -1,4 +1,4 @@
-"""What docker-compose.citus.yml does, on a cluster without containers: its settings, its steps and its daemons.
+"""The settings, the steps and the daemons of docker-compose.citus.yml, on a cluster without containers.
 
 The image, the network of the containers and the password are not tested here.
 """

@@ -11,7 +11,7 @@ MAX_POINTS = 400
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """How much a quantity may grow in a run, however long it is.
+    """The growth that a quantity may have in a run, however long it is.
 
     Attributes:
         least: The limit of small quantities.

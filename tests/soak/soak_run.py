@@ -39,7 +39,7 @@ _UNSETTLED = """
 
 @dataclass(frozen=True, slots=True)
 class SoakPlan:
-    """What a soak does; times are seconds.
+    """The settings of a soak; times are seconds.
 
     Attributes:
         duration: The whole time, without that of the checks at the end.
@@ -68,7 +68,7 @@ class SoakPlan:
 
 @dataclass(slots=True)
 class SoakResult:
-    """What was seen in a soak.
+    """The result of a soak.
 
     Attributes:
         seconds: How long it took, without the checks at the end.
