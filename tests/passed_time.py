@@ -4,6 +4,6 @@ EXPIRE_LEASES = "update indexer.repo set lease_until = 'epoch' where sync_status
 """The leases of killed daemons expire."""
 EXPIRE_WAITS = """
     update indexer.repo set next_attempt_at = null
-    where sync_status = 'desynchronized' and next_attempt_at < 'infinity' and next_attempt_at > now()
+    where sync_status = 'desynchronized' and next_attempt_at > now() and next_attempt_at < now() + interval '2 hours'
 """
-"""Postponed attempts are due."""
+"""Postponed attempts are due. A longer wait is one that the daemon must end by itself."""

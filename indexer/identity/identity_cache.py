@@ -240,8 +240,8 @@ class IdentityCache:
         entry = self._memory.get(did)
         if entry is None or did in self._in_flight[method_of(did)] or self._cause(entry, refresh=refresh) is None:
             return 0.0
-        left = entry.next_lookup - self._clock()
-        return left if 0 < left <= self._lifetimes.changed_interval else 0.0
+        left = self._wait(entry)
+        return left if left <= self._lifetimes.changed_interval else 0.0
 
     async def preload(self, dids: Iterable[str]) -> None:
         """Load identities from the database into memory, in one query, and refresh old ones in the background.
@@ -327,8 +327,16 @@ class IdentityCache:
         identity = entry.identity
         if identity.stale or identity.problem is None:
             return identity.stale
-        now = self._clock()
-        return now - identity.fetched_at >= self._lifetimes.missing_max_age and entry.next_lookup <= now
+        recent = 0 <= self._clock() - identity.fetched_at < self._lifetimes.missing_max_age
+        return not recent and not self._wait(entry)
+
+    def _wait(self, entry: _Entry) -> float:
+        """Return the seconds until the identity may be looked up again, or 0.
+
+        A wait longer than any interval began before the clock was set back, and is over.
+        """
+        left = entry.next_lookup - self._clock()
+        return left if 0 < left <= max(self._lifetimes.refresh_interval, self._lifetimes.changed_interval) else 0.0
 
     def _cause(self, entry: _Entry, *, refresh: bool) -> RefreshCause | None:
         if entry.identity.stale:
@@ -342,7 +350,7 @@ class IdentityCache:
         if did in self._in_flight[method_of(did)]:
             return True
         now = self._clock()
-        if entry.next_lookup > now:
+        if self._wait(entry):
             result = "too-soon"
         elif not self._refresh_budget.spend(entry.identity.pds or "", now):
             result = "over-budget"
@@ -354,7 +362,7 @@ class IdentityCache:
     def _refresh_in_background(self, did: str, entry: _Entry) -> None:
         """Look up an identity that reached its maximum age or was not saved, if few other lookups are in flight."""
         now, in_flight = self._clock(), self._in_flight[method_of(did)]
-        if entry.next_lookup > now or did in in_flight or len(in_flight) >= MAX_LOOKUPS_IN_BACKGROUND:
+        if self._wait(entry) or did in in_flight or len(in_flight) >= MAX_LOOKUPS_IN_BACKGROUND:
             return
         if self._background_budget.spend(entry.identity.pds or "", now):
             self._observer.identity_refresh("age", "asked")

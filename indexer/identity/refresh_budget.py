@@ -40,5 +40,7 @@ class RefreshBudget:
 
 def _after_spending(full_at: float, rate: float, now: float) -> float | None:
     """Return when the budget is complete again after one more action at `now`; None if it is spent."""
-    after = max(full_at, now) + 1 / rate
-    return after if after <= now + max(BURST_SECONDS, 1 / rate) else None
+    limit = now + max(BURST_SECONDS, 1 / rate)
+    # A later time was computed before the clock was set back.
+    after = (full_at if now < full_at <= limit else now) + 1 / rate
+    return after if after <= limit else None

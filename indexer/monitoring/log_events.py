@@ -53,6 +53,12 @@ LOG_EVENTS: dict[str, LogEvent] = {
         "An exception that no caller receives, such as one of a finalizer, was ignored; the traceback says which.",
         "The process continues. Report the bug.",
     ),
+    "clock.set-back": LogEvent(
+        ("warning",),
+        ("repos",),
+        "Repos waited for hours until their next attempt: the clock of this machine was ahead when they began to wait.",
+        "They are resynced now. Check the time synchronization of the machine.",
+    ),
     "condition.began": LogEvent(
         ("info", "warning"),
         ("condition", "subject", "message"),

@@ -33,6 +33,8 @@ FIRST_PAUSE = 30.0
 MAX_PAUSE = 3_600.0
 MAX_PAUSE_CONFIGURED = 60.0
 """For hosts in the settings, because all work depends on them."""
+LONGEST_PAUSE = 2 * MAX_PAUSE
+"""A longer pause is over: it began before the clock was set back."""
 
 _EVICTION_BATCH = MAX_HOSTS // 16  # many at a time, because each eviction sorts the hosts
 _SERVER_ERROR, _NOT_IMPLEMENTED = 500, 501
@@ -151,6 +153,12 @@ class _Host:
             self.last_success,
         )
 
+    def pause_left(self, now: float) -> float:
+        """Return the seconds until the pause ends; zero or less without a pause."""
+        if self.paused_until > now + LONGEST_PAUSE:
+            self.paused_until = 0.0
+        return self.paused_until - now
+
     def record(self, slot: RequestSlot, now: float) -> None:
         self.requests += 1
         if slot.error is not None and slot.may_fail:
@@ -163,7 +171,7 @@ class _Host:
     def _record_failure(self, error: str, now: float) -> None:
         self.failures += 1
         self.last_error = error[:300]
-        if self.paused_until > now:  # the request was sent before the pause began: it must not make the pause longer
+        if self.pause_left(now) > 0:  # the request was sent before the pause began: it must not make the pause longer
             return
         self.consecutive_failures += 1
         excess = self.consecutive_failures - FAILURE_THRESHOLD
@@ -318,7 +326,7 @@ class HostLimits:
     def paused(self) -> list[HostState]:
         """Return the hosts that are paused now, the longest pause first."""
         now = self._clock()
-        paused = [host for host in self._hosts.values() if host.paused_until > now]
+        paused = [host for host in self._hosts.values() if host.pause_left(now) > 0]
         return [host.state for host in sorted(paused, key=lambda host: -host.paused_until)]
 
     def failing(self) -> list[HostState]:
@@ -344,7 +352,7 @@ class HostLimits:
             self._on_request(slot.result)
 
     def _refuse_if_paused(self, host: _Host) -> None:
-        left = host.paused_until - self._clock()
+        left = host.pause_left(self._clock())
         if left <= 0 and not host.probing:
             return
         if left > 0 and host.pause_reason is FetchFailure.THROTTLED:

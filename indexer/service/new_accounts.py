@@ -22,22 +22,33 @@ class NewAccounts:
         """Allow `per_hour` accounts an hour; 0: no limit."""
         self._interval = PERIOD_SECONDS / per_hour if per_hour else 0.0
         self._filled_until: dict[str, float] = {}
+        self._counted_at = 0.0
 
     def is_limited(self, host: str, now: float) -> bool:
         """Return True if the registered domain of the host has used up its allowance."""
-        filled_until = self._filled_until.get(registered_domain(host)) if self._filled_until else None
+        if not self._filled_until:
+            return False
+        self._forget_if_set_back(now)
+        filled_until = self._filled_until.get(registered_domain(host))
         return filled_until is not None and self._exceeds(filled_until, now)
 
     def add(self, host: str, now: float) -> float | None:
         """Count one account; return the time from which it may be fetched, or None if that is now."""
         if not self._interval:
             return None
+        self._forget_if_set_back(now)
+        self._counted_at = now
         domain = registered_domain(host)
         filled_until = max(self._filled_until.pop(domain, 0.0), now)
         self._filled_until[domain] = filled_until + self._interval
         if len(self._filled_until) > MAX_DOMAINS:
             del self._filled_until[next(iter(self._filled_until))]
         return filled_until + self._interval - PERIOD_SECONDS if self._exceeds(filled_until, now) else None
+
+    def _forget_if_set_back(self, now: float) -> None:
+        """Forget the counts if the clock was set back since the last one: they would limit all domains until then."""
+        if now < self._counted_at - PERIOD_SECONDS:
+            self._filled_until.clear()
 
     def _exceeds(self, filled_until: float, now: float) -> bool:
         return filled_until + self._interval / 2 > now + PERIOD_SECONDS

@@ -60,6 +60,8 @@ _CHANGED_SINCE = f"""
     coalesce(i.stale and i.refresh_at > excluded.fetched_at and (i.refresh_failures > 0 or not {is_postponed(_NOW)}),
         false)
 """
+# The clock was set back since then: clocks of several machines differ by less.
+_FROM_THE_FUTURE = f"i.fetched_at > to_timestamp({_NOW}::float8 + 3600)"
 _SAVE = f"""
     with before as materialized (
         select did, bucket, pds, handle from indexer.identity
@@ -86,7 +88,7 @@ _SAVE = f"""
             handle_attempts = case when {_SAME_CLAIM} then i.handle_attempts else 0 end,
             handle_due_at = case when {_SAME_CLAIM} and i.handle = i.claimed_handle then i.handle_due_at
                 else excluded.handle_due_at end
-        where i.fetched_at <= excluded.fetched_at
+        where i.fetched_at <= excluded.fetched_at or {_FROM_THE_FUTURE}
         returning did, bucket, pds, handle
     )
     select did, coalesce(saved.pds <> before.pds, false) as moved, {_RENAMED} as renamed

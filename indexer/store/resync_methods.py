@@ -36,6 +36,14 @@ class ResyncMethods(Connections):
         async with self._transaction() as connection:
             return await resync_queue.expire_leases(connection, buckets, now)
 
+    async def end_long_waits(self, buckets: Sequence[int], seconds: float, now: float) -> int:
+        """Make repos due now that wait for longer than `seconds`; return how many.
+
+        One call processes a limited number of repos.
+        """
+        async with self._transaction() as connection:
+            return await resync_queue.end_long_waits(connection, buckets, now + seconds, now)
+
     async def request_missing_values(self, buckets: Sequence[int], seconds: float, now: float) -> int:
         """Desynchronize repos that lack record values and were synchronized `seconds` ago or earlier; return how many.
 

@@ -8,7 +8,7 @@ from asyncpg import Record as Row
 
 from indexer.atproto.record import Problem
 from indexer.crash_points import crash_point
-from indexer.reasons import Desync
+from indexer.reasons import Desync, FetchFailure
 from indexer.store.apply_batch import apply
 from indexer.store.change_log import log_changes
 from indexer.store.columns import Connection, buckets_of, of_buckets, repo_columns, repo_of
@@ -19,6 +19,8 @@ from indexer.sync.repo_state import OUT_OF_SCOPE, Repo, SyncStatus
 from indexer.sync.repo_transitions import Trigger, amend, desynchronize, transition
 from indexer.sync.shard import bucket_of
 
+LONGEST_LEASE_SECONDS = 600
+"""A lease that ends later was written before the clock was set back."""
 BATCH_SIZE = 500
 """Repos that one transaction expires, unparks or desynchronizes."""
 
@@ -68,11 +70,25 @@ _RENEW = f"""
     returning true
 """
 
-# This statement and the next three lock nothing: `apply` compares versions, so rows that changed are skipped.
+# This statement and the next four lock nothing: `apply` compares versions, so rows that changed are skipped.
 _EXPIRED = f"""
     select {repo_columns("r")} from indexer.repo r
-    where sync_status = '{_CLAIMED}' and lease_until < to_timestamp($1) and bucket = any($2::smallint[])
+    where sync_status = '{_CLAIMED}' and bucket = any($2::smallint[])
+        and (lease_until < to_timestamp($1) or lease_until > to_timestamp($1) + interval '{LONGEST_LEASE_SECONDS} s')
     order by lease_until limit $3
+"""
+
+# Read from the end of each queue, as `DUE` is from its beginning. Only new accounts of one host may wait for so long.
+LONG_WAITS = f"""
+    select {repo_columns("late")}
+    from indexer.resync_queue q, lateral (
+        select * from indexer.repo r
+        where r.bucket = q.bucket and r.priority = q.priority and sync_status = '{_WAITING}' and active
+            and {_DUE_AT} > to_timestamp($1) and {_DUE_AT} < 'infinity'
+            and coalesce(last_error, '') not like '{FetchFailure.NEW_ACCOUNTS}%'
+        order by {_DUE_AT} limit $3
+    ) late
+    where q.bucket = any($2::smallint[]) limit $3
 """
 
 # Few records lack a value, and an index lists them. It is in a sub-query, so that the planner does not scan all repos.
@@ -198,6 +214,15 @@ async def expire_leases(connection: Connection, buckets: Sequence[int], now: flo
     rows = await connection.fetch(_EXPIRED, now, list(buckets), BATCH_SIZE)
     expire = _desynchronization(Trigger.LEASE_EXPIRED, Desync.LEASE_EXPIRED, now)
     return await _write_repos(connection, [repo_of(row) for row in rows], expire)
+
+
+async def end_long_waits(connection: Connection, buckets: Sequence[int], after: float, now: float) -> int:
+    """Make repos due now whose next attempt is later than `after`; return how many. Run it in a transaction.
+
+    No wait is so long, unless the clock was set back after the wait began.
+    """
+    rows = await connection.fetch(LONG_WAITS, after, list(buckets), BATCH_SIZE)
+    return await _write_repos(connection, [repo_of(row) for row in rows], lambda repo: amend(repo, next_attempt_at=now))
 
 
 async def request_missing_values(connection: Connection, buckets: Sequence[int], before: float, now: float) -> int:

@@ -186,6 +186,20 @@ async def test_found_identities_survive_a_restart(world: World) -> None:
     assert world.requests == 1
 
 
+async def test_identity_is_looked_up_again_when_the_clock_is_set_back(world: World) -> None:
+    """It has no key, so it is looked up again soon. Another one has, and its signature requests a refresh."""
+    identities, (with_key, without) = world.identities(), dids(2)
+    world.now += 86_400
+    await identities.lookup(with_key)
+    await identities.lookup(with_key, refresh=True)
+    world.host, world.problem = "", "no PDS"
+    await identities.lookup(without)
+    world.now -= 86_400
+    world.host, world.problem, world.key = "pds.example", None, 1
+    assert (await identities.lookup(with_key, refresh=True)).key == KEYS[1]
+    assert (await identities.lookup(without)).pds == "https://pds.example"
+
+
 async def test_identity_is_refreshed_after_a_day_and_used_meanwhile(world: World) -> None:
     identities = world.identities()
     await identities.lookup(DID)

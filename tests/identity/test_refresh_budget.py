@@ -30,6 +30,14 @@ def test_users_get_only_their_share() -> None:
     assert sum(budget.spend("modest", 0.0) for _ in range(5)) == 5
 
 
+def test_budget_is_complete_when_the_clock_is_set_back() -> None:
+    budget = RefreshBudget(10.0)
+    while budget.spend("user", 86_400.0):
+        pass
+    assert budget.spend("user", 0.0)
+    assert budget.spend("another", 0.0)
+
+
 def test_users_without_recent_actions_are_forgotten() -> None:
     budget = RefreshBudget(1e6)
     for number in range(50_000):

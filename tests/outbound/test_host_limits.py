@@ -156,6 +156,16 @@ async def test_host_gets_no_requests_during_its_pause(hosts: HostLimits, clock: 
     assert results == ["4xx", "given-up", "throttled", "2xx", "2xx"]
 
 
+async def test_pause_does_not_last_when_the_clock_is_set_back(hosts: HostLimits, clock: Clock) -> None:
+    clock.now += 86_400
+    await request(hosts, status=429, pause=30)
+    await fail_until_paused(hosts, "other.example")
+    clock.now -= 86_400
+    assert hosts.paused() == []
+    await request(hosts)
+    await request(hosts, "other.example")
+
+
 async def test_shorter_pause_does_not_end_a_longer_one(hosts: HostLimits, clock: Clock) -> None:
     async with hosts.slot(PDS) as slot:
         await request(hosts, status=429, pause=30)

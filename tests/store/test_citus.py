@@ -243,6 +243,7 @@ EXCEPTIONS = {
         "scope_changes.NEXT_COLLECTION": f"{SHARDS}; once for each collection, every ten minutes",
         "scope_row._PROGRESS": SHARDS,
         "out_of_scope._COUNT_NOT_CHOSEN": SHARDS,
+        "resync_queue.LONG_WAITS": f"{SHARDS}, every ten minutes; otherwise like DUE",
         "resync_queue.DUE": f"{SHARDS}; with the array in the lateral query, too, the planner sorts all due repos",
     },
     sizes_are_not_queried: {

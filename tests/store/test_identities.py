@@ -125,6 +125,12 @@ async def test_change_that_is_announced_during_a_back_off_keeps_its_mark(store: 
     assert await store.due_identities(ALL, 10, NOON, web=False) == []
 
 
+async def test_identity_that_was_read_before_the_clock_was_set_back_is_replaced(store: Store) -> None:
+    await store.save_identities([identity(1, "before.test", time() + 86_400)])
+    await store.save_identities([identity(1, "after.test", time())])
+    assert (await store.load_identities([did(1)]))[did(1)].handle == "after.test"
+
+
 async def test_announcements_do_not_shorten_the_back_off_of_a_refresh(store: Store) -> None:
     await store.save_identities([identity(1, "alice.test")])
     for _ in range(2):

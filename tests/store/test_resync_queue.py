@@ -9,7 +9,7 @@ import asyncpg
 import pytest
 
 from indexer.atproto.record import Problem
-from indexer.reasons import Desync
+from indexer.reasons import Desync, FetchFailure
 from indexer.store import Store
 from indexer.store.placement import shard_of
 from indexer.store.resync_queue import DUE
@@ -167,6 +167,25 @@ async def test_an_expired_lease_ends_the_claim(store: Store, sql: asyncpg.Connec
         assert await transaction.lock() is None
 
 
+async def test_waits_and_leases_do_not_last_when_the_clock_is_set_back(store: Store) -> None:
+    """They were written a day ahead. Parked repos and new accounts beyond the limit of their host keep waiting."""
+    now, limited = time(), f"{FetchFailure.NEW_ACCOUNTS}: too many"
+    await in_progress(store, "claimed", now=now + 86_400)
+    await insert(
+        store,
+        waiting("ahead", next_attempt_at=now + 86_400),
+        waiting("ahead, with records", next_attempt_at=now + 86_400, head=head(), last_error="http-status: 500"),
+        waiting("soon", next_attempt_at=now + 60),
+        waiting("parked", next_attempt_at=PARKED),
+        waiting("limited", next_attempt_at=now + 86_400, last_error=limited),
+    )
+    assert await store.end_long_waits(ALL, 7_200.0, now) == 2
+    assert await store.end_long_waits(ALL, 7_200.0, now) == 0
+    assert await store.expire_leases(ALL, now) == 1
+    claimed = await store.claim(10, ALL, 10.0, now)
+    assert {repo.did for repo in claimed} == {did("ahead"), did("ahead, with records"), did("claimed")}
+
+
 async def test_the_back_off_grows_with_each_expired_lease(store: Store) -> None:
     now, waits = 100.0, []
     await in_progress(store, 1, now=now)
@@ -208,10 +227,10 @@ async def test_maintenance_skips_rows_that_changed_meanwhile(
 
 
 async def test_a_renewed_lease_lasts_and_does_not_change_the_version(store: Store) -> None:
-    claimed = await in_progress(store, 1, now=100.0)
+    claimed = await in_progress(store, 1, now=time() - 60)
     assert await store.renew(did(1), claimed.lease, 60.0)
     assert not await store.renew(did(1), claimed.lease + 1, 60.0)
-    assert await store.expire_leases(ALL, 200.0) == 0
+    assert await store.expire_leases(ALL, time()) == 0
     assert await store.repos([did(1)]) == {did(1): claimed}
 
 

@@ -230,6 +230,7 @@ class Reconciliation:
         if rows[0] is not None and rows[0].finished_at is None:
             return 0.0
         finished = [row.finished_at for row in rows if row is not None and row.finished_at is not None]
+        finished = [at for at in finished if at <= now]  # later ones are from before the clock was set back
         if not finished:
             await self._store.save_crawl_progress(
                 CrawlProgress("sweep", sources[0], began_at=now, finished_at=now, shard=shard)

@@ -6,6 +6,8 @@ MAX_HOSTS = 10_000
 """Hosts whose durations, retry times and pauses are remembered."""
 MAX_WAIT_SECONDS = 3_600.0
 """No repo is postponed for longer."""
+LONGEST_PAUSE_SECONDS = 2 * MAX_WAIT_SECONDS
+"""A longer pause is over: it began before the clock was set back."""
 
 _FIRST_ESTIMATE_SECONDS = 0.05  # duration of a resync, before any resync of the host has ended
 _NEWEST_WEIGHT = 0.2  # of the newest duration, in the moving average of a host
@@ -35,7 +37,8 @@ class HostSlots:
 
     def is_free(self, host: str, now: float) -> bool:
         """Return True if the host has a free slot and no pause."""
-        return len(self._started.get(host, ())) < self._limit(host) and self._paused_until.get(host, 0.0) <= now
+        paused = 0 < self._paused_until.get(host, 0.0) - now <= LONGEST_PAUSE_SECONDS
+        return len(self._started.get(host, ())) < self._limit(host) and not paused
 
     def acquire(self, host: str, now: float) -> None:
         """Occupy a slot of the host from `now` on."""

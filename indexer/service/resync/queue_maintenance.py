@@ -15,6 +15,9 @@ from indexer.store import Store
 from indexer.sync.repo_transitions import STABLE_SECONDS
 from indexer.sync.shard import Shard
 
+LONGEST_WAIT_SECONDS = 7_200.0
+"""No repo waits for longer until its next attempt, unless the clock was set back. Back-offs are up to 75 minutes."""
+
 log = structlog.get_logger(__name__)
 
 
@@ -105,12 +108,15 @@ class QueueMaintenance:
         self._metrics.desynchronized(Desync.LENIENT_COMMIT, found)
 
     async def _request_resyncs(self) -> None:
-        """Work in batches, each a short transaction, until no repo is left that was due at the start.
+        """End waits that are too long, then work in batches until no repo is left that was due at the start.
 
         Repos that become due meanwhile wait for the next search. Otherwise the first could fail and be parked again
         before the others had their turn.
         """
         started, settings = time(), self._settings
+        while found := await self._store.end_long_waits(self._buckets, LONGEST_WAIT_SECONDS, started):
+            log.warning("clock.set-back", repos=found)
+            await self._pause()
         while found := await self._store.request_missing_values(self._buckets, settings.missing_values_after, started):
             self._metrics.desynchronized(Desync.RECORD_MISSING, found)
             await self._pause()

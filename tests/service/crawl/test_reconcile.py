@@ -330,6 +330,20 @@ async def test_first_reconciliation_is_due_one_interval_after_the_first_start(
         await until(lambda: len(host.requests) == 1)
 
 
+async def test_reconciliation_does_not_wait_for_a_time_from_before_the_clock_was_set_back(
+    store: Store, host: ScriptedHost, outbound: OutboundClient
+) -> None:
+    ahead = CrawlProgress("sweep", host.url, began_at=time() + DAY, finished_at=time() + DAY)
+    await store.save_crawl_progress(ahead)
+
+    async def counted_from_now() -> bool:
+        progress = await store.crawl_progress("sweep", host.url)
+        return progress is not None and progress.finished_at is not None and progress.finished_at <= time()
+
+    async with running(make_reconciliation(store, outbound, host)):
+        await until(counted_from_now)
+
+
 async def begun(store: Store, host: ScriptedHost) -> bool:
     return await store.crawl_progress("sweep", host.url) is not None
 

@@ -35,6 +35,13 @@ def test_longest_wait_is_bounded() -> None:
     assert max(slots.schedule_retry("huge", 0.0) for _ in range(100)) == MAX_WAIT_SECONDS
 
 
+def test_pause_does_not_last_when_the_clock_is_set_back() -> None:
+    slots = HostSlots(3)
+    slots.pause("host", 86_400.0 + 60.0)
+    assert not slots.is_free("host", 86_400.0)
+    assert slots.is_free("host", 0.0)
+
+
 def test_running_resyncs_count_before_any_has_ended() -> None:
     slots = HostSlots(3)
     for _ in range(3):
@@ -96,6 +103,6 @@ def test_slots_equal_a_plain_list_of_running_resyncs(steps: list[tuple[str, bool
 def test_oldest_hosts_are_forgotten() -> None:
     slots = HostSlots(3)
     for number in range(MAX_HOSTS + 10):
-        slots.pause(f"host{number}", 1e9)
+        slots.pause(f"host{number}", 60.0)
     assert slots.is_free("host0", 0)
     assert not slots.is_free(f"host{MAX_HOSTS}", 0)

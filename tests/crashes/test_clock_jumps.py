@@ -1,0 +1,114 @@
+"""The clock of the daemon jumps by an hour or a day, forwards and backwards, while it works, and then back.
+
+The clocks of the network and of the database stay right. No repo waits for a time that the wrong clock has shown.
+"""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+import httpx
+import pytest
+
+from indexer.localnet.http_server import Fault
+from indexer.localnet.local_pds import GET_REPO
+from indexer.localnet.scenario import NOTE
+from indexer.outbound.host_limits import FAILURE_THRESHOLD
+from indexer.reasons import Rejection
+from tests.crashes.death_world import DeathWorld, death_world
+from tests.crashes.shifted_clock import Offset, wait_little_with_wrong_clock
+from tests.lost_commits import lose_commit
+from tests.waiting import until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+HOUR, DAY = 3_600, 86_400
+_WAITS = """
+    select from indexer.repo
+    where greatest(lease_until, nullif(next_attempt_at, 'infinity')) > now() + make_interval(secs => $1)
+"""
+
+_PAUSED = "select from indexer.host where paused_until > now() + make_interval(secs => $1)"
+
+
+@asynccontextmanager
+async def clock_world(dsn: str, directory: Path) -> AsyncIterator[tuple[DeathWorld, Offset]]:
+    """Run a daemon with a clock that can be changed."""
+    offset = Offset(directory / "offset")
+    prepare = partial(wait_little_with_wrong_clock, offset.file)
+    async with death_world(dsn, directory, prepare=prepare) as world:
+        world.daemon.start()
+        await world.check()
+        yield world, offset
+        assert world.daemon.ended == 0
+
+
+async def is_ready(world: DeathWorld) -> bool:
+    async with httpx.AsyncClient(base_url=world.daemon.health_url()) as client:
+        return [(await client.get(path)).status_code for path in ("/healthz", "/readyz")] == [200, 200]
+
+
+@pytest.mark.parametrize("seconds", [HOUR, DAY])
+async def test_daemon_continues_after_its_clock_was_ahead(database: str, tmp_path: Path, seconds: int) -> None:
+    """While it is ahead, all requests to a PDS fail: the repos and the host have a back-off."""
+    async with clock_world(database, tmp_path) as (world, offset):
+        offset.set(seconds)
+        [pds, _] = world.network.pdses
+        pds.faults.append(Fault("", status=500, times=None))
+        for _ in range(FAILURE_THRESHOLD + 1):
+            lose_commit(world.network.create_account(pds=0))
+        await until(partial(is_paused, world, seconds), world.daemon.log_tail)
+        pds.faults.clear()
+        if seconds == DAY:  # an attempt in an hour would be nothing unusual, and the test lets it be due
+            await until(partial(waits, world, seconds), world.daemon.log_tail)
+        offset.set(0)
+        world.act(10)
+        await world.check()
+        await until(partial(is_ready, world), world.daemon.log_tail)
+
+
+@pytest.mark.parametrize("seconds", [HOUR, DAY])
+async def test_lease_of_a_daemon_whose_clock_was_ahead_does_not_last(
+    database: str, tmp_path: Path, seconds: int
+) -> None:
+    async with clock_world(database, tmp_path) as (world, offset):
+        offset.set(seconds)
+        account = world.lose_commit()
+        account.pds.faults.append(fault := Fault(GET_REPO, account.did, hang=True))
+        await until(lambda: fault.fired == 1, world.daemon.log_tail)
+        assert await waits(world, seconds)
+        world.daemon.kill()
+        offset.set(0)
+        world.daemon.start()
+        await world.check()
+
+
+@pytest.mark.parametrize("seconds", [HOUR, DAY])
+async def test_daemon_continues_after_its_clock_was_behind(database: str, tmp_path: Path, seconds: int) -> None:
+    """While it is behind, commits are from the future and rejected. The next commit of each repo repairs it."""
+    async with clock_world(database, tmp_path) as (world, offset):
+        offset.set(-seconds)
+        world.act(5)
+        world.lose_commit()
+        await until(partial(has_rejected, world, Rejection.FUTURE_REV), world.daemon.log_tail)
+        offset.set(0)
+        for account in world.network.accounts.values():
+            if account.status is None:
+                account.create(NOTE, {"text": "after the jump back"})
+        await world.check()
+        await until(partial(is_ready, world), world.daemon.log_tail)
+
+
+async def waits(world: DeathWorld, seconds: int) -> bool:
+    """Return True if a repo waits for a time that only the wrong clock shows soon."""
+    return bool(await world.execute(_WAITS, seconds / 2))
+
+
+async def is_paused(world: DeathWorld, seconds: int) -> bool:
+    """Return True if a host is paused until a time that only the wrong clock shows soon."""
+    return bool(await world.execute(_PAUSED, seconds / 2))
+
+
+async def has_rejected(world: DeathWorld, reason: str) -> bool:
+    return bool(await world.execute("select from atproto.rejected where reason = $1", reason))
