@@ -150,6 +150,15 @@ def worn_row(status: SyncStatus, **fields: Any) -> Repo:
     )._replace(**fields)  # fmt: skip
 
 
+def test_synchronized_repo_keeps_its_attempts_and_nothing_of_its_failures() -> None:
+    head = HEAD._replace(rev="3lbbbbbbbbb22")
+    claimed = worn_row(SyncStatus.IN_PROGRESS, latest_unverified_rev=head.rev)
+    assert synchronize(claimed, Trigger.COMPLETED, head, NOW + 1, 4) == worn_row(
+        SyncStatus.SYNCHRONIZED, version=8, sync_reason=None, head=head, buffered_events=0, buffered_bytes=0,
+        next_attempt_at=None, last_error=None, synchronized_at=NOW + 1, unproven_since=None, scope_version=4,
+    )  # fmt: skip
+
+
 def test_erased_repo_has_no_head_and_is_parked() -> None:
     assert erase(worn_row(SyncStatus.SYNCHRONIZED)) == worn_row(
         SyncStatus.DESYNCHRONIZED, version=8, sync_reason=Desync.ERASED, head=None, buffered_events=0, buffered_bytes=0,
