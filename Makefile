@@ -9,8 +9,8 @@ PYTEST := $(BIN)/pytest -n 3 --dist worksteal
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-citus test-python-core crashes simulate soak check lint format docs screenshots coverage venv native \
-	native-check fuzz mutants mutate dist release npm-packages realnet second \
+.PHONY: help demo test test-citus test-python-core crashes overload simulate soak check lint format docs screenshots coverage \
+	venv native native-check fuzz mutants mutate dist release npm-packages realnet second \
 	bench-live bench-resync bench-feed bench-links bench-peers bench-citus bench-guard
 
 help: ## List the targets
@@ -39,8 +39,11 @@ CITUS_TESTS := tests/test_crash.py tests/service/background/test_shard_ownership
 test-citus: venv ## Run the tests of daemon, crashes and demo on a Citus cluster (tests/citus/setup.sh installs Citus)
 	$(PYTEST) --hypothesis-profile quick --database citus $(CITUS_TESTS)
 
+overload: venv ## Send more than the database can write, for ten minutes: make overload MINUTES=10
+	$(BIN)/pytest tests/crashes/test_overload.py --minutes $(or $(MINUTES),10)
+
 crashes: venv ## Kill daemons at every crash point, and at random: make crashes DEATHS=5000
-	$(PYTEST) tests/crashes tests/daemon/test_scope_crashes.py --deaths $(or $(DEATHS),200)
+	$(PYTEST) tests/crashes/test_crash_points.py tests/daemon/test_scope_crashes.py --deaths $(or $(DEATHS),200)
 
 check: lint ## Run lint, types, import contracts and the quick tests (under a minute)
 	$(PYTEST) -n 2 -m "not slow" --hypothesis-profile quick

@@ -32,6 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="postgres",
         help="where the databases of the tests are: on one Postgres server, or distributed over a Citus cluster",
     )
+    parser.addoption("--minutes", type=float, default=0.1, help="how long the tests of overload send too much, each")
     parser.addoption("--deaths", type=int, default=0, help="random deaths of daemons in tests/crashes, at least 120")
 
 
@@ -126,11 +127,13 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print how many deaths the passed crash tests have counted, and how long transactions were in doubt."""
+    """Print what the passed crash tests have counted and measured."""
     counted = [pair for report in terminalreporter.stats.get("passed", ()) for pair in report.user_properties]
     deaths = sum(int(str(value)) for name, value in counted if name == "deaths")
     if deaths:
         terminalreporter.write_line(f"crash tests: processes were killed {deaths} times, and nothing was lost")
+    for figures in [value for name, value in counted if name == "overload"]:
+        terminalreporter.write_line(f"overload: {figures}")
     for seconds in [value for name, value in counted if name == "seconds in doubt"]:
         terminalreporter.write_line(f"seconds until a daemon was ready again after transactions in doubt: {seconds}")
 
