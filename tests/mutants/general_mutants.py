@@ -29,7 +29,6 @@ MODULES = (
     "indexer/sync/gap.py",
     "indexer/sync/narrowing.py",
     "indexer/sync/policy.py",
-    "indexer/sync/record_change.py",
     "indexer/sync/repo_state.py",
     "indexer/sync/repo_transitions.py",
     "indexer/sync/scope.py",

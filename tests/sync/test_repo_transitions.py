@@ -150,6 +150,12 @@ def worn_row(status: SyncStatus, **fields: Any) -> Repo:
     )._replace(**fields)  # fmt: skip
 
 
+def test_repo_that_breaks_again_waits_for_a_time_of_its_own() -> None:
+    claimed = worn_row(SyncStatus.IN_PROGRESS)
+    broken = desynchronize(claimed, Trigger.LEASE_EXPIRED, Desync.LEASE_EXPIRED, NOW)
+    assert (broken.attempts, broken.next_attempt_at) == (4, NOW + backoff_seconds(3, claimed.did))
+
+
 def test_synchronized_repo_keeps_its_attempts_and_nothing_of_its_failures() -> None:
     head = HEAD._replace(rev="3lbbbbbbbbb22")
     claimed = worn_row(SyncStatus.IN_PROGRESS, latest_unverified_rev=head.rev)
