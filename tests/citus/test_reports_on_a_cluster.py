@@ -51,9 +51,8 @@ async def test_the_parts_of_an_estimate_share_its_time_limit(
     samples = [place for place, statement in enumerate(statements) if "tablesample" in statement]
     assert len(samples) == SHARDS
     limits = [int(statements[place - 1].removeprefix("set local statement_timeout = ")) for place in samples]
-    assert limits[0] == report_queries.COUNT_MILLISECONDS
+    assert report_queries.COUNT_MILLISECONDS >= limits[0] > limits[-1] > report_queries.COUNT_MILLISECONDS // SHARDS
     assert limits == sorted(limits, reverse=True), "each part has what the parts before it have left"
-    assert limits[-1] < limits[0]
 
 
 async def test_repos_are_counted_and_estimated(
