@@ -90,10 +90,10 @@ def _end(kind: WSMsgType, data: Any, reason: str | None) -> StreamSocketError:
     if kind is WSMsgType.CLOSE:
         detail = f"the relay closed the connection: code {data}, reason {reason!r}"
         return StreamSocketError(detail, Ending.CLOSED_BY_RELAY)
-    if kind is WSMsgType.ERROR:
+    if kind is WSMsgType.ERROR and not isinstance(data, TimeoutError):
         too_large = getattr(data, "code", None) == WSCloseCode.MESSAGE_TOO_BIG
         return StreamSocketError(str(data), Ending.TOO_LARGE if too_large else Ending.LOST)
-    return StreamSocketError(str(data) if isinstance(data, TimeoutError) else _LOST)
+    return StreamSocketError("no answer to a ping" if isinstance(data, TimeoutError) else _LOST)
 
 
 @asynccontextmanager

@@ -98,7 +98,7 @@ def test_program_without_a_command_prints_the_help(capsys: pytest.CaptureFixture
 
 SLOW_LIBRARIES = {
     *("aiohttp", "alembic", "asyncpg", "coincurve", "cryptography", "dns", "multiformats", "prometheus_client"),
-    *("pydantic", "pydantic_settings", "rich", "sqlalchemy", "structlog", "websockets"),
+    *("pydantic", "pydantic_settings", "rich", "sqlalchemy", "structlog"),
 }
 
 

@@ -41,7 +41,7 @@ structlog.get_logger("indexer.relay").info("relay.lost", relay="wss://one.exampl
 logging.getLogger("some.library").warning("connected to %s", "port", extra={"host": "one.example"})
 warnings.warn("old", stacklevel=1)
 structlog.get_logger("indexer.relay").debug("relay.info")
-logging.getLogger("websockets").info("GET /")
+logging.getLogger("alembic").info("Running upgrade")
 logging.getLogger("asyncpg.pool").warning("Failed to restore the pool connection floor; retrying")
 """
     )

@@ -1,6 +1,6 @@
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 
 import pytest
@@ -282,14 +282,25 @@ async def test_an_error_frame_is_yielded_before_the_connection_ends(net: LocalNe
     assert event.error == "FutureCursor"
 
 
+MANY = 150_000
+"""Frames without content. 128,000 of them may arrive at once, in 256 KiB."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("message", [b"\x82\x00", b"\x8a\x00"], ids=["empty messages", "pongs"])
-async def test_many_tiny_messages_do_not_block_the_event_loop(message: bytes) -> None:
-    """256 KiB of them may arrive at once."""
-    count, last = 150_000, b"the last one"
+@pytest.mark.parametrize(
+    ("frames", "messages"),
+    [
+        pytest.param(b"\x82\x00" * MANY, MANY, id="empty messages"),
+        pytest.param(b"\x02\x00" + b"\x00\x00" * MANY + b"\x80\x00", 1, id="fragments"),
+        pytest.param(b"\x89\x00" * MANY, 0, id="pings"),
+        pytest.param(b"\x8a\x00" * MANY, 0, id="pongs"),
+    ],
+)
+async def test_many_tiny_messages_do_not_block_the_event_loop(frames: bytes, messages: int) -> None:
+    last = b"the last one"
 
     async def send(connection: ServerConnection) -> None:
-        connection.transport.write(message * count)
+        connection.transport.write(frames)
         await connection.send(last)
         await connection.wait_closed()
 
@@ -302,14 +313,106 @@ async def test_many_tiny_messages_do_not_block_the_event_loop(message: bytes) ->
                 received += 1
         return received
 
-    async with serve(send, "127.0.0.1", 0) as server:
-        [socket] = server.sockets
+    async with relay_that(send) as relay:
         with EventLoopWatch() as watch:
-            task = asyncio.create_task(receive(f"ws://127.0.0.1:{socket.getsockname()[1]}"), context=watch.context)
+            task = asyncio.create_task(receive(relay), context=watch.context)
             async with asyncio.timeout(60):
                 received = await task
-    assert received == (count if message == b"\x82\x00" else 0)
+    assert received == messages
     watch.check()
+
+
+@asynccontextmanager
+async def relay_that(handle: Callable[[ServerConnection], Awaitable[None]]) -> AsyncIterator[str]:
+    """Serve each connection with `handle`; yield the address."""
+    async with serve(handle, "127.0.0.1", 0, close_timeout=0.1) as server:
+        [socket] = server.sockets
+        yield f"ws://127.0.0.1:{socket.getsockname()[1]}"
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        pytest.param(b"\x82\x7e" + (20_001).to_bytes(2), id="announced"),
+        pytest.param(b"\x82\x7f" + (2**63 - 1).to_bytes(8), id="announced, largest number with a sign"),
+        pytest.param(b"\x82\x7f" + (2**63).to_bytes(8), id="announced, over the largest number with a sign"),
+        pytest.param(b"\x02\x7d" + bytes(125) + (b"\x00\x7d" + bytes(125)) * 159 + b"\x00\x01", id="fragments"),
+    ],
+)
+async def test_the_size_limit_applies_before_the_content_arrives(first: bytes) -> None:
+    """The frame that exceeds the limit is only announced. The next connection skips the message."""
+    paths: list[str] = []
+
+    async def send(connection: ServerConnection) -> None:
+        assert connection.request is not None
+        paths.append(connection.request.path)
+        connection.transport.write(first if len(paths) == 1 else b"\x82\x04next")
+        await connection.wait_closed()
+
+    async with relay_that(send) as relay, asyncio.timeout(20):
+        source = subscription(relay, max_bytes=20_000)
+        async with aclosing(source.frames(Cursors(5))) as frames:
+            assert await anext(frames) == b"next"
+    assert paths == [f"{PATH}?cursor=5", f"{PATH}?cursor=6"]
+    assert source.skipped == 1
+
+
+async def test_a_message_as_large_as_the_limit_is_received() -> None:
+    async def send(connection: ServerConnection) -> None:
+        await connection.send(bytes(20_000))
+        await connection.send([bytes(12_000), bytes(8_000)])
+        await connection.wait_closed()
+
+    async with relay_that(send) as relay:
+        frames = subscription(relay, max_bytes=20_000).frames(Cursors(0))
+        async with asyncio.timeout(20), aclosing(frames):
+            assert [await anext(frames), await anext(frames)] == [bytes(20_000)] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [(replace(QUICK, ping_interval=0.2), "no answer to a ping"), (IMPATIENT, "no message for 1 s")],
+)
+async def test_a_connection_ends_although_the_relay_does_not_answer(settings: ConnectionSettings, error: str) -> None:
+    """It answers neither pings nor the close frame."""
+
+    async def read_nothing(connection: ServerConnection) -> None:
+        connection.transport.pause_reading()
+        await connection.wait_closed()
+
+    async with relay_that(read_nothing) as relay:
+        assert error in await error_of_second_connection(subscription(relay, settings=settings))
+
+
+async def test_a_ping_is_answered() -> None:
+    answers: list[bool] = []
+
+    async def send(connection: ServerConnection) -> None:
+        await (await connection.ping())
+        answers.append(True)
+        await connection.send(b"next")
+        await connection.wait_closed()
+
+    async with relay_that(send) as relay:
+        frames = subscription(relay).frames(Cursors(0))
+        async with asyncio.timeout(20), aclosing(frames):
+            assert await anext(frames) == b"next"
+    assert answers == [True]
+
+
+async def test_the_handshake_uses_no_proxy_or_extension(net: LocalNetwork, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("HTTP_PROXY", "WS_PROXY", "ALL_PROXY"):
+        for name in (variable, variable.lower()):
+            monkeypatch.setenv(name, net.relay_url.replace("ws", "http"))
+    async with ScriptedHost() as host:
+        host.pages[PATH] = http_response(status=503, headers={"Set-Cookie": "name=value"})
+        assert "HTTP 503" in await error_of_second_connection(subscription(f"ws://127.0.0.1:{host.port}"))
+    assert net.relay.requests.total() == 0
+    for head in host.requests:
+        assert "\r\nuser-agent: tests\r\n" in head
+        assert "cookie" not in head
+        assert "sec-websocket-extensions" not in head
 
 
 @pytest.mark.slow
@@ -323,11 +426,9 @@ async def test_bytes_are_not_received_faster_than_they_are_parsed() -> None:
         connections.append(connection)
         await connection.wait_closed()
 
-    async with serve(send, "127.0.0.1", 0) as server:
-        [socket] = server.sockets
-        relay = f"ws://127.0.0.1:{socket.getsockname()[1]}"
-        async with aclosing(
-            subscription(relay, settings=replace(QUICK, message_timeout=60)).frames(Cursors(0))
-        ) as all_:
-            assert await anext(all_) == bytes(size)
-            assert connections[0].transport.get_write_buffer_size() > size * count / 2, "the rest is still to be sent"
+    async with (
+        relay_that(send) as relay,
+        aclosing(subscription(relay, settings=replace(QUICK, message_timeout=60)).frames(Cursors(0))) as all_,
+    ):
+        assert await anext(all_) == bytes(size)
+        assert connections[0].transport.get_write_buffer_size() > size * count / 2, "the rest is still to be sent"
