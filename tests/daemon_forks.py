@@ -73,7 +73,6 @@ class DaemonFork:
         self._environment = environment
         self._prepare = prepare
         self._process: BaseProcess | None = None
-        self._death: Death | None = None
 
     @asynccontextmanager
     async def supervised(self) -> AsyncIterator[None]:
@@ -93,8 +92,7 @@ class DaemonFork:
         return self._process.pid
 
     def start(self, death: Death | None = None, command: Sequence[str] = RUN) -> None:
-        """Start a process; with `death`, it kills itself at that moment, and is not started again."""
-        self._death = death
+        """Start a process; with `death`, it kills itself at that moment."""
         self._process = _context.Process(
             target=_run, args=(self._environment, str(self.log), self._prepare, death, tuple(command))
         )
@@ -153,17 +151,13 @@ class DaemonFork:
         assert self._process.exitcode == -signal.SIGKILL, self.log_tail()
         self._process = None
 
-    def _has_died(self) -> bool:
-        """Return True if the process has killed itself at the moment for which it was told to."""
-        return self._process is not None and self._death is not None and self._process.exitcode == -signal.SIGKILL
-
     async def _supervise(self) -> None:
         while True:
             self._restart_ended()
             await asyncio.sleep(SUPERVISION_SECONDS)
 
     def _restart_ended(self) -> None:
-        if self._process is not None and not self._process.is_alive() and not self._has_died():
+        if self._process is not None and not self._process.is_alive():
             log = self.log.read_text()
             assert self._process.exitcode == ExitCode.FAILED, self.log_tail()
             assert "Traceback (most" not in log, log[log.index("Traceback (most") :]

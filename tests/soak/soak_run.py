@@ -14,7 +14,7 @@ import asyncpg
 from indexer.atproto.cid import cid_of, cid_text
 from tests.background import running
 from tests.database_checks import apply_strictly
-from tests.simulation.drawn_world import EVERYTHING
+from tests.simulation.draw_schedule import ALL
 from tests.simulation.fault_schedule import Fault
 from tests.simulation.simulated_world import OBSERVER
 from tests.simulation.world_checks import Snapshot
@@ -229,7 +229,7 @@ async def _report(
 
 async def _check_end(world: SoakWorld, reader: LogReader) -> list[str]:
     """Wait until the database equals the world, and the log that was read equals the records; return differences."""
-    await world.sql.execute("select atproto.set_collections($1)", list(EVERYTHING))
+    await world.sql.execute("select atproto.set_collections($1)", list(ALL))
     for account in [*world.active(), world.large]:
         world.commit(account)
     found = ["not compared"]
