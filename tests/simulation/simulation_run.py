@@ -9,6 +9,7 @@ from pathlib import Path
 import httpx
 
 from tests.background import running
+from tests.daemon_forks import DaemonFork
 from tests.simulation.fault_injection import inject
 from tests.simulation.fault_schedule import Episode, RestartedSequence, Schedule
 from tests.simulation.simulated_world import World
@@ -36,7 +37,7 @@ async def simulate(schedule: Schedule, dsn: str, directory: Path) -> None:
             await world.perform_all(schedule.last)
             await world.caught_up()
             await _wait_until_equal(checks)
-        await _wait_until_settled(world)
+        await wait_until_settled(world.daemon)
         await checks.check_end()
 
 
@@ -83,9 +84,9 @@ async def _wait_until_equal(checks: Checks) -> None:
     await until(equal, lambda: "\n".join([*found, checks.world.daemon.log_tail()]))
 
 
-async def _wait_until_settled(world: World) -> None:
-    """Wait until the present daemon process has counted one outcome for each received message."""
-    url = f"{world.daemon.health_url()}/metrics"
+async def wait_until_settled(daemon: DaemonFork) -> None:
+    """Wait until the present process of the daemon has counted one outcome for each received message."""
+    url = f"{daemon.health_url()}/metrics"
     counts = {"events_received": 0.0, "events": 0.0}
 
     async def settled() -> bool:

@@ -1,6 +1,8 @@
 """`python -m tests.soak`: run a world of constant size with faults, and show that nothing grows."""
 
 import asyncio
+import json
+import logging
 import signal
 import sys
 import tempfile
@@ -13,11 +15,12 @@ from indexer.store.migrate import migrate
 from tests import waiting
 from tests.daemon_forks import start_fork_server
 from tests.database_server import SERVER_SETTINGS
-from tests.soak.soak_report import result_lines
-from tests.soak.soak_run import SoakPlan, SoakResult, soak
+from tests.soak.soak_report import result_lines, trend_lines
+from tests.soak.soak_run import SoakPlan, SoakResult, soak, trends_of
 
-MAX_WARM_UP = 1_200.0
-WARM_UP_SHARE = 0.25
+WARM_UP_SHARE = 0.5
+MAX_WARM_UP = 3_600.0
+"""Memory grows until each connection to the database has prepared each statement, and until the largest burst."""
 PATIENCE = 900.0
 """Seconds until a fault must have had its effect, and until the database must equal the world at the end."""
 
@@ -33,14 +36,22 @@ PATIENCE = 900.0
     show_default=True,
     help="File to which each sample is added at once.",
 )
-def main(minutes: float, rate: float, seed: int, samples: Path) -> None:
+@click.option("--warm-up", type=float, help="Minutes whose samples do not count. Default: half of all, at most 60.")
+@click.option("--fit", is_flag=True, help="Only fit the samples of an earlier run, which the file has.")
+def main(minutes: float, rate: float, seed: int, samples: Path, warm_up: float | None, fit: bool) -> None:
     """Run a soak. SIGINT ends it early, with the checks and the figures so far.
 
     The exit code is 1 if a quantity grows beyond its limit, or if the database differs from the world.
     """
+    beginning = min(minutes * 60 * WARM_UP_SHARE, MAX_WARM_UP) if warm_up is None else warm_up * 60
+    if fit:
+        trends = trends_of([json.loads(line) for line in samples.read_text().splitlines()], beginning)
+        click.echo("\n".join(trend_lines(trends)))
+        sys.exit(0 if all(trend.is_flat for trend in trends) else 1)
+    samples.unlink(missing_ok=True)
     waiting.TIMEOUT = PATIENCE
-    duration = minutes * 60
-    plan = SoakPlan(duration, min(duration * WARM_UP_SHARE, MAX_WARM_UP), rate=rate, seed=seed)
+    logging.getLogger("aiohttp.server").disabled = True  # faults break its connections
+    plan = SoakPlan(minutes * 60, beginning, rate=rate, seed=seed)
     start_fork_server()
     with tempfile.TemporaryDirectory(prefix="indexer-soak-") as directory:
         result = asyncio.run(_run(plan, Path(directory), samples))

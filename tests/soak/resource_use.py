@@ -11,6 +11,7 @@ from pathlib import Path
 from time import monotonic
 
 import asyncpg
+import httpx
 
 from indexer import crash_points
 from tests.soak.growth_check import Limit
@@ -43,6 +44,8 @@ PROCESS_LIMITS = {
     "threads": Limit(4, 0.1),
     "tasks": Limit(8, 0.1),
     "spool bytes": Limit(4 * MIB, 0.1),
+    "queued bytes": Limit(MIB, 0.1),
+    "metric series": Limit(50, 0.1),
 }
 """Of the daemon that is never killed."""
 DATABASE_LIMITS = {
@@ -83,6 +86,13 @@ def process_sample(pid: int, directory: Path) -> Sample:
     with suppress(FileNotFoundError):  # no batch has been written yet
         sample |= json.loads((directory / INTERPRETER_FILE).read_text())
     return sample
+
+
+async def metrics_sample(client: httpx.AsyncClient, health_url: str) -> Sample:
+    """Return what a daemon shows of itself."""
+    page = (await client.get(f"{health_url}/metrics")).text
+    series = dict(line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
+    return {"queued bytes": float(series["indexer_queue_bytes"]), "metric series": float(len(series))}
 
 
 async def database_sample(connection: asyncpg.Connection, observer: str) -> Sample:

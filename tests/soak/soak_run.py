@@ -4,22 +4,25 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
 
 import asyncpg
+import httpx
 
 from indexer.atproto.cid import cid_of, cid_text
+from tests import waiting
 from tests.background import running
 from tests.database_checks import apply_strictly
 from tests.simulation.draw_schedule import ALL
 from tests.simulation.fault_schedule import Fault
 from tests.simulation.simulated_world import OBSERVER
+from tests.simulation.simulation_run import wait_until_settled
 from tests.simulation.world_checks import Snapshot
 from tests.soak.growth_check import Trend, fit_trends
-from tests.soak.resource_use import Sample, database_sample, limits_of, process_sample
+from tests.soak.resource_use import Sample, database_sample, limits_of, metrics_sample, process_sample
 from tests.soak.soak_faults import ALL_FAULTS, SoakFaults
 from tests.soak.soak_world import SoakWorld, WorldSize, reach_limits_soon
 from tests.waiting import until
@@ -28,6 +31,7 @@ TIME = "seconds"
 CONSUMER = "soak"
 REPORT_SECONDS = 60.0
 COMPARE_SECONDS = 1.0
+READ_SECONDS = 1.0
 
 _NEXT = "select did, collection, rkey, action, cid from atproto.next_changes($1, 10000) order by seq"
 _STORED = "select did, collection, rkey, atproto.cid_text(cid) from indexer.record"
@@ -131,10 +135,12 @@ class Sampler:
         samples: The samples.
     """
 
-    def __init__(self, world: SoakWorld, connection: asyncpg.Connection, file: Path) -> None:
+    def __init__(self, world: SoakWorld, connection: asyncpg.Connection, client: httpx.AsyncClient, file: Path) -> None:
         self.samples: list[Sample] = []
         self._world = world
         self._connection = connection
+        self._client = client
+        self._health_url = world.steady.health_url()
         self._file = file
         self._began = monotonic()
         self._pid = world.steady.pid
@@ -155,44 +161,55 @@ class Sampler:
         assert self._world.steady.pid == self._pid, f"the daemon has ended: {self._world.steady.log_tail()}"
         sample = {TIME: self.seconds, "commits": float(self._world.commits)}
         sample |= process_sample(self._pid, self._world.steady_directory)
+        sample |= await metrics_sample(self._client, self._health_url)
         sample |= await database_sample(self._connection, OBSERVER)
         self.samples.append(sample)
         with self._file.open("a") as file:
             file.write(json.dumps(sample) + "\n")
 
-    def trends(self, warm_up: float) -> list[Trend]:
-        """Return the trends after the warm-up; none if there are fewer than three samples."""
-        samples = [sample for sample in self.samples if sample[TIME] >= warm_up]
-        if len(samples) < 3:
-            return []
-        return fit_trends(samples, limits_of(samples[-1]), TIME)
+
+def trends_of(samples: Sequence[Sample], warm_up: float) -> list[Trend]:
+    """Return the trends after the warm-up; none if there are fewer than three samples."""
+    counted = [sample for sample in samples if sample[TIME] >= warm_up]
+    return fit_trends(counted, limits_of(counted[-1]), TIME) if len(counted) > 2 else []
 
 
 async def soak(
     plan: SoakPlan, dsn: str, directory: Path, samples: Path, stop: asyncio.Event, report: Callable[[str], None]
 ) -> SoakResult:
-    """Run a soak on an empty database with the latest schema; end early if `stop` is set.
-
-    Raises:
-        AssertionError: A fault had no effect, or the daemon ended.
-    """
+    """Run a soak on an empty database with the latest schema; end early if `stop` is set."""
     world = SoakWorld(dsn, directory, plan.size, plan.seed, plan.prepare)
-    async with world.running(), _observer(world) as to_sample, _observer(world) as to_read:
-        sampler, reader = Sampler(world, to_sample, samples), LogReader(to_read)
-        await reader.register()
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(world.running())
+        await world.caught_up()
+        client = await stack.enter_async_context(httpx.AsyncClient(timeout=waiting.TIMEOUT))
+        sampler = Sampler(world, await stack.enter_async_context(_observer(world)), client, samples)
+        reader = LogReader(await stack.enter_async_context(_observer(world)))
         faults = SoakFaults(world, plan.faults, plan.fault_interval, plan.fault_duration)
-        reported = _report(plan, world, sampler, faults.fired, report)
-        async with running(world.forget(), reported):
-            async with running(world.act(plan.rate)), asyncio.TaskGroup() as group:
-                group.create_task(_stop_after(plan.duration, stop))
-                group.create_task(sampler.follow(stop, plan.sample_interval))
-                group.create_task(reader.follow(stop, 1.0))
-                group.create_task(faults.run(stop))
-            seconds = sampler.seconds
-            report(f"{seconds:.0f} s: the accounts have stopped; waiting until the database equals the world")
-            differences = faults.failed + await _check_end(world, reader)
-        trends = sampler.trends(plan.warm_up)
-        return SoakResult(seconds, world.commits, world.replaced, reader.changes, faults.fired, trends, differences)
+        await reader.register()
+        await stack.enter_async_context(running(world.forget(), _report(plan, world, sampler, faults.fired, report)))
+        failures = await _act(plan, world, sampler, reader, faults, stop)
+        seconds = sampler.seconds
+        report(f"{seconds:.0f} s: the accounts have stopped; waiting until the database equals the world")
+        differences = faults.failed + (failures or await _check_end(world, reader))
+    trends = trends_of(sampler.samples, plan.warm_up)
+    return SoakResult(seconds, world.commits, world.replaced, reader.changes, faults.fired, trends, differences)
+
+
+async def _act(
+    plan: SoakPlan, world: SoakWorld, sampler: Sampler, reader: LogReader, faults: SoakFaults, stop: asyncio.Event
+) -> list[str]:
+    """Let accounts act, with faults, until `stop` is set; return what failed meanwhile."""
+    failures: list[str] = []
+    try:
+        async with running(world.act(plan.rate)), asyncio.TaskGroup() as group:
+            group.create_task(_stop_after(plan.duration, stop))
+            group.create_task(sampler.follow(stop, plan.sample_interval))
+            group.create_task(reader.follow(stop, READ_SECONDS))
+            group.create_task(faults.run(stop))
+    except* AssertionError as failed:
+        failures += [str(error) for error in failed.exceptions]
+    return failures
 
 
 @asynccontextmanager
@@ -219,7 +236,7 @@ async def _report(
     while True:
         await asyncio.sleep(min(REPORT_SECONDS, plan.duration / 10))
         left = max(plan.duration - sampler.seconds, 0.0)
-        growing = ", ".join(trend.name for trend in sampler.trends(plan.warm_up) if not trend.is_flat)
+        growing = ", ".join(trend.name for trend in trends_of(sampler.samples, plan.warm_up) if not trend.is_flat)
         memory = sampler.samples[-1]["memory (RSS)"] / (1 << 20)
         report(
             f"{sampler.seconds:.0f} s, {left / 60:.1f} min left: {world.commits:,} commits, {fired.total()} faults, "
@@ -228,7 +245,10 @@ async def _report(
 
 
 async def _check_end(world: SoakWorld, reader: LogReader) -> list[str]:
-    """Wait until the database equals the world, and the log that was read equals the records; return differences."""
+    """Wait until the database equals the world, and the log that was read equals the records; return what does not.
+
+    The daemon that was never killed must also have counted one outcome for each message.
+    """
     await world.sql.execute("select atproto.set_collections($1)", list(ALL))
     for account in [*world.active(), world.large]:
         world.commit(account)
@@ -240,9 +260,10 @@ async def _check_end(world: SoakWorld, reader: LogReader) -> list[str]:
         return not found
 
     try:
-        await until(equal)
-    except AssertionError:
-        return [*found, world.log_tails()]
+        await until(equal, lambda: found)
+        await wait_until_settled(world.steady)
+    except AssertionError as error:
+        return [str(error), world.log_tails()]
     return []
 
 

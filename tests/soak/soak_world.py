@@ -15,6 +15,7 @@ from time import monotonic, time_ns
 import asyncpg
 
 from indexer import daemon as composition
+from indexer.identity import IdentityCache
 from indexer.localnet.local_account import LocalAccount
 from indexer.outbound import host_limits
 from indexer.service.resync.queue_maintenance import MaintenanceSettings
@@ -48,6 +49,7 @@ REPLACE, ROTATE, MIGRATE, CHANGE_STATUS = 0.01, 0.002, 0.002, 0.004
 HIDDEN: tuple[HostingStatus, ...] = ("deactivated", "takendown", "suspended")
 MAX_HIDDEN = 4
 FORGET_SECONDS = 30.0
+MAX_IDENTITIES = 50
 FORGOTTEN_BY_NETWORK_SECONDS = 300.0
 """Time after which a deleted account may vanish from the network, as soon as it has vanished from the database."""
 SETTINGS = {
@@ -63,10 +65,11 @@ def reach_limits_soon() -> None:
     change_names(
         composition,
         FORGET_SECONDS=FORGET_SECONDS,
+        IdentityCache=partial(IdentityCache, max_entries=MAX_IDENTITIES),
         MaintenanceSettings=partial(MaintenanceSettings, search_interval=FORGET_SECONDS),
     )
-    change_names(dead_letters, MAX_ROWS=20)
-    change_names(gap_rows, MAX_CLOSED_GAPS=20)
+    change_names(dead_letters, MAX_ROWS=3)
+    change_names(gap_rows, MAX_CLOSED_GAPS=3)
     change_names(host_limits, MAX_PAUSE=30.0, MAX_PAUSE_CONFIGURED=30.0)
     backoff_seconds.__kwdefaults__ = {"first": 5.0, "maximum": 60.0}
     report_interpreter()

@@ -37,8 +37,8 @@ QUICK_FAULTS: tuple[type[Fault], ...] = (
     BrokenConnection, DamagedCommit, KilledDaemon, LostCommit, RepeatedMessages, UnreachableDatabase,
 )  # fmt: skip
 PLAN = SoakPlan(
-    duration=25.0,
-    warm_up=8.0,
+    duration=20.0,
+    warm_up=6.0,
     sample_interval=0.5,
     fault_interval=1.0,
     fault_duration=0.5,
@@ -76,7 +76,7 @@ def leak() -> None:
 
     def keep(point: str) -> None:
         if point == "batch.settled":
-            os.dup(0)
+            os.dup(2)
             kept.append(asyncio.create_task(asyncio.sleep(1e6)))
             kept.append(b"x" * int(MIB))
 
@@ -84,7 +84,7 @@ def leak() -> None:
 
 
 async def test_leaks_are_found_with_their_names(database: str, tmp_path: Path) -> None:
-    plan = replace(PLAN, duration=20.0, faults=(RepeatedMessages,), prepare=leak)
+    plan = replace(PLAN, duration=15.0, faults=(RepeatedMessages,), prepare=leak)
     result = await soak(plan, database, tmp_path, tmp_path / "samples", asyncio.Event(), lambda _: None)
     assert result.differences == []
     assert {"file descriptors", "memory (RSS)", "tasks"} <= {trend.name for trend in result.growing}
