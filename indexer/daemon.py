@@ -34,7 +34,7 @@ from indexer.monitoring.metrics import Metrics
 from indexer.monitoring.status_page import status_routes
 from indexer.outbound import OutboundClient
 from indexer.pds import PdsClient
-from indexer.process_setup import NOTHING_LOST, StopRequest
+from indexer.process_setup import NOTHING_LOST, StopRequest, collect_garbage
 from indexer.relay.stream_seek import StreamSeek
 from indexer.relay.subscription import Subscription
 from indexer.service.background.account_erasure import AccountErasure
@@ -78,6 +78,8 @@ INBOX_BYTES = 64 * 1024 * 1024
 SILENCE_CHECK_SECONDS = 1.0
 FORGET_SECONDS = 86_400.0
 """Time after which a repo without stored records is forgotten that cannot be fetched, or whose account is inactive."""
+GARBAGE_SECONDS = 1_800.0
+"""Interval at which all garbage is collected. With a full cache of identities, it takes some tenths of a second."""
 FEED_STOP_SECONDS = 5.0
 """Maximum time to store what clients of the feed have acknowledged before the process ends."""
 KEY_LOOKUP_TIMEOUT_SECONDS = 15.0
@@ -380,6 +382,7 @@ class Daemon:
         stages: dict[str, Coroutine[Any, Any, None]] = {
             "database monitor": self.database_monitor.run(),
             "daemon monitor": self.daemon_monitor.run(),
+            "garbage collection": collect_garbage(GARBAGE_SECONDS),
             "event loop delay": measure_delays(self.metrics.event_loop_delay),
             "repo counts": self.repo_counts.run(),
             "status samples": self.status.run(),

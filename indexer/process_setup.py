@@ -12,6 +12,7 @@ from math import ceil
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from time import monotonic
+from typing import NoReturn
 
 import structlog
 
@@ -135,3 +136,14 @@ def tune_garbage_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
+
+
+async def collect_garbage(interval: float) -> NoReturn:
+    """Collect all garbage every `interval` seconds.
+
+    The thresholds count objects. With little load, they are not reached for hours, and the few objects of a lost
+    connection to the database hold megabytes.
+    """
+    while True:
+        await asyncio.sleep(interval)
+        gc.collect()

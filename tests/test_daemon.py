@@ -1,6 +1,8 @@
 """The composition root: errors of stages end the daemon, and the limits of connections."""
 
 import asyncio
+import gc
+import weakref
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from indexer.store import RESERVED_CONNECTIONS
 from indexer.sync.native_core import NativeCore
 from indexer.sync.plan_batch import ReceivedMessage
 from indexer.sync.repo_state import Repo
-from tests.daemon_harness import settings_for
+from tests.daemon_harness import run_daemon, settings_for
 from tests.native_module import CountingCore, native_module
 from tests.waiting import until
 
@@ -139,3 +141,32 @@ def test_connections_are_limited_and_large_repos_never_use_all() -> None:
     assert all(
         large_repo_slot_count(workers) < connection_count(workers) - RESERVED_CONNECTIONS for workers in range(1, 1_001)
     )
+
+
+class Cycle:
+    """An object that only the garbage collector frees."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@pytest.mark.slow
+async def test_garbage_is_collected_without_load(
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lost connection with its prepared statements is such garbage, and usually in the oldest generation."""
+    monkeypatch.setattr("indexer.daemon.GARBAGE_SECONDS", 0.1)
+    old = Cycle()
+    freed = weakref.ref(old)
+    gc.collect()
+    gc.collect()
+    gc.disable()
+    try:
+        del old
+        async with (
+            LocalNetwork() as network,
+            run_daemon(settings_for(network.relay_url, network.plc_url, tmp_path), database),
+        ):
+            await until(lambda: freed() is None)
+    finally:
+        gc.enable()
