@@ -49,6 +49,7 @@ REPLACE, ROTATE, MIGRATE, CHANGE_STATUS = 0.01, 0.002, 0.002, 0.004
 HIDDEN: tuple[HostingStatus, ...] = ("deactivated", "takendown", "suspended")
 MAX_HIDDEN = 4
 FORGET_SECONDS = 30.0
+GARBAGE_SECONDS = 60.0
 MAX_IDENTITIES = 50
 FORGOTTEN_BY_NETWORK_SECONDS = 300.0
 """Time after which a deleted account may vanish from the network, as soon as it has vanished from the database."""
@@ -65,6 +66,7 @@ def reach_limits_soon() -> None:
     change_names(
         composition,
         FORGET_SECONDS=FORGET_SECONDS,
+        GARBAGE_SECONDS=GARBAGE_SECONDS,
         IdentityCache=partial(IdentityCache, max_entries=MAX_IDENTITIES),
         MaintenanceSettings=partial(MaintenanceSettings, search_interval=FORGET_SECONDS),
     )
