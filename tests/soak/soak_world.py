@@ -46,6 +46,8 @@ RELAY_MESSAGES = 20_000
 """Messages that a relay still has."""
 REPLACE, ROTATE, MIGRATE, CHANGE_STATUS = 0.01, 0.002, 0.002, 0.004
 """Probabilities of account events. All other steps are commits."""
+UPDATE = 0.5
+"""Probability of an update in a commit."""
 HIDDEN: tuple[HostingStatus, ...] = ("deactivated", "takendown", "suspended")
 MAX_HIDDEN = 4
 FORGET_SECONDS = 30.0
@@ -246,10 +248,16 @@ class SoakWorld(World):
         self.commits += 1
 
     def _writes(self, account: LocalAccount) -> list[Write]:
-        """Return a create, a delete, and perhaps an update."""
-        changed = self.random.sample(list(account.records), self.random.choice((1, 2)))
-        updates = [Write("update", path, self._value(account, path.partition("/")[0])) for path in changed[1:]]
-        return [self._create(account), Write("delete", changed[0]), *updates]
+        """Return a create, the deletion of the oldest record, and perhaps an update.
+
+        If any record were deleted, a few old ones would keep the pages of an index in use for hours.
+        """
+        oldest, *others = account.records
+        writes = [self._create(account), Write("delete", oldest)]
+        if self.random.random() < UPDATE:
+            path = self.random.choice(others)
+            writes.append(Write("update", path, self._value(account, path.partition("/")[0])))
+        return writes
 
     def _create(self, account: LocalAccount) -> Write:
         collection = self.random.choice((NOTE, LIKE, DRAFT))
