@@ -63,10 +63,11 @@ _NODES = f"""
 """
 _QUEUE = """
     select u.commit_order, u.age, pg_snapshot_xmin(s)::text::bigint as min_xid,
-        pg_snapshot_xmax(s)::text::bigint as max_xid, q.last_value - (not q.is_called)::integer as drawn
+        q.last_value - (not q.is_called)::integer as drawn
     from pg_current_snapshot() s cross join indexer.unnumbered_batch_commit_order_seq q
     left join indexer.unnumbered_batches($1) u on true
 """
+_NEW_TRANSACTION = "select pg_current_xact_id()::text::bigint"
 # The table has one row for each bucket and priority.
 _PREPARED = """
     select indexer.prepared_transactions(bucket) from indexer.resync_queue
@@ -94,13 +95,11 @@ class Queue(NamedTuple):
     Attributes:
         batches: The age of each committed batch in seconds, by its place in the queue; in the order of the queue.
         min_xid: All transactions with a lower ID have ended.
-        max_xid: All transactions that began later have this ID or a higher one.
-        drawn: A place in the queue. Places up to this one belong to transactions that have begun.
+        drawn: A place in the queue. Places up to this one belong to transactions that have begun to write.
     """
 
     batches: Mapping[int, float]
     min_xid: int
-    max_xid: int
     drawn: int
 
 
@@ -120,8 +119,13 @@ class QueueStart:
 
     def __init__(self) -> None:
         self.place = 0
-        self._drawn: int | None = None
+        self._drawn = 0
         self._mark: tuple[int, int] | None = None
+
+    @property
+    def needs_mark(self) -> bool:
+        """True if the start can move only after `mark`."""
+        return self._mark is None and self._drawn > self.place
 
     def advance(self, queue: Queue) -> None:
         """Note the state of the queue, which was read from this start on."""
@@ -129,9 +133,15 @@ class QueueStart:
             # Whoever had a place up to the mark has ended, so the queue shows all that will ever be there.
             self.place = min([self._mark[0], *(first - 1 for first in list(queue.batches)[:1])])
             self._mark = None
-        if self._mark is None and self._drawn is not None:
-            self._mark = self._drawn, queue.max_xid  # the places were drawn before this snapshot
         self._drawn = queue.drawn
+
+    def mark(self, xid: int) -> None:
+        """Note the ID of a transaction that began after the last noted state of the queue was read.
+
+        All transactions that had drawn a place by then have lower IDs. The end of a snapshot (`pg_snapshot_xmax`) says
+        less: it is after the last transaction that has ended, so transactions that run may have higher IDs.
+        """
+        self._mark = self._drawn, xid
 
 
 async def number_after_commit(connection: Connection) -> None:
@@ -163,7 +173,12 @@ class NumberingSession:
         with database_errors():
             rows = await self._connection.fetch(_QUEUE, start)
         batches = {row["commit_order"]: row["age"] for row in rows if row["commit_order"] is not None}
-        return Queue(batches, rows[0]["min_xid"], rows[0]["max_xid"], rows[0]["drawn"])
+        return Queue(batches, rows[0]["min_xid"], rows[0]["drawn"])
+
+    async def new_transaction(self) -> int:
+        """Return the ID of a new transaction, which writes nothing. All that began to write before have lower IDs."""
+        with database_errors():
+            return int(await self._connection.fetchval(_NEW_TRANSACTION))
 
     async def prepared(self, nodes: Iterable[ClusterNode]) -> Prepared:
         """Ask these nodes for the transactions that Citus has prepared there, within `ASK_SECONDS`.

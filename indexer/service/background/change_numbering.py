@@ -17,7 +17,8 @@ POLL_SECONDS = 0.2
 SPACING_SECONDS = 0.01
 """Minimum time from one look at the queue to the next. Several commits then share one."""
 CHECK_SECONDS = 1.0
-"""Interval at which the nodes are asked even if the queue is empty, and at which a silent node is asked again."""
+"""Interval at which the nodes are asked even if the queue is empty, at which a silent node is asked again, and at which
+the start of the queue may move."""
 IN_DOUBT_SECONDS = 2.0
 """A transaction that has been prepared for longer counts as in doubt. Otherwise, its COMMIT is running."""
 RETRY_SECONDS = 0.5
@@ -65,6 +66,8 @@ class ChangeNumbering:
         self._start.advance(queue)
         is_check = monotonic() >= self._next_check
         if is_check:
+            if self._start.needs_mark:
+                self._start.mark(await session.new_transaction())
             self._nodes = await session.nodes()
             self._next_check = monotonic() + CHECK_SECONDS
         self._waiting = queue.batches
