@@ -103,6 +103,8 @@ def main(
     Exit code 1: a database differs from the expected result at the end.
     """
     stream = WorkloadSpec(repos, records, sigma=0.4, commits=fast + paced)
+    if warm_up >= exports:
+        raise click.UsageError("--warm-up must be less than --exports")
     backfill = WorkloadSpec(exports, export_records, resync.SIGMA, exports=True)
     live_options = LiveOptions(fast, paced, 0, 0, rate, 1, 0, 0, 0, links=False)
     resync_options = ResyncOptions(stored, 0, workers=8, processes=1, idle_repos=0, idle_records=0, warm_up=warm_up)

@@ -52,6 +52,7 @@ _UNFINISHED = f"""
         {_DUE} union all select bucket from indexer.repo where sync_status = 'in-progress'
     ) unfinished
 """
+_UNNUMBERED = "select exists (select from indexer.unnumbered_batch)"
 _WRITE_SIZES = "select count(*) from indexer.change where collection is not null and not live group by segment, batch"
 
 
@@ -206,8 +207,12 @@ async def _resync_all(dsn: str, dids: Sequence[str], daemons: Sequence[DaemonPro
         if monotonic() - last_progress > TIMEOUT_SECONDS:
             raise BenchmarkError(f"{left} repos are not synchronized")
         await asyncio.sleep(POLL_SECONDS)
+    elapsed = monotonic() - began
+    async with asyncio.timeout(TIMEOUT_SECONDS):  # else the log would lack what the stopped daemons have not numbered
+        while await connection.fetchval(_UNNUMBERED):  # noqa: ASYNC110 - another process changes it
+            await asyncio.sleep(POLL_SECONDS)
     await connection.close()
-    return monotonic() - began
+    return elapsed
 
 
 async def _measure_stages(accounts: Sequence[WorkloadAccount], dsn: str, load: LoadProcess, directory: Path) -> Figures:

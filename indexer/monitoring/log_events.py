@@ -157,8 +157,9 @@ LOG_EVENTS: dict[str, LogEvent] = {
         ("warning",),
         ("role", "pid", "seconds"),
         "The upgrade of the schema waited for a lock that this session has, at first for two seconds. Its transaction "
-        "is `seconds` old: null if the role of the daemon may not see it. All fields are null if no session of this "
-        "server has the lock: a prepared transaction has it, or a session on another node of a cluster.",
+        "is `seconds` old: null if the role of the daemon may not see it. `role` is null for a process of Postgres, "
+        "such as a VACUUM. All fields are null if no session of this server has the lock: a prepared transaction has "
+        "it, or a session on another node of a cluster.",
         "The upgrade is tried again. If all these sessions are younger than a minute, it waits twice as long, at most "
         "64 s, and queries of the same tables and views wait behind it. If a session is older, it is ended if it is a "
         "consumer's; otherwise end it yourself, or wait for it.",

@@ -16,11 +16,11 @@ from indexer.store.columns import Connection
 # privileges. The age is hidden (null) from a role without the privileges of pg_read_all_stats.
 _SESSIONS = """
     select a.pid, a.usename::text as role, date_part('epoch', clock_timestamp() - a.xact_start) as seconds,
-        not r.rolsuper and not r.rolcreaterole and r.rolname <> current_user and exists (
+        coalesce(not r.rolsuper and not r.rolcreaterole and r.rolname <> current_user, false) and exists (
             select from pg_roles g
             where g.rolname in ('atproto_reader', 'atproto_operator') and pg_has_role(r.oid, g.oid, 'member')
         ) as is_consumer
-    from pg_stat_activity a join pg_roles r on r.oid = a.usesysid
+    from pg_stat_activity a left join pg_roles r on r.oid = a.usesysid
     where a.pid <> pg_backend_pid() and a.pid = any(coalesce($2::int[], array[a.pid])) and a.pid in (
         select l.pid from pg_locks l
         where l.granted and l.locktype = 'relation' and l.relation = any($1::oid[])
@@ -44,7 +44,7 @@ class BlockingSession:
     """A session whose open transaction holds a lock on one of the relations.
 
     Attributes:
-        role: The role that logged in.
+        role: The role that logged in; None for a process of Postgres, such as a VACUUM that prevents wraparound.
         seconds: Age of the transaction; None if it is hidden from the daemon's role.
         is_consumer: Its role is a member of a role of the public schema, and is neither that of the daemon nor an
             administrator's.
@@ -52,7 +52,7 @@ class BlockingSession:
     """
 
     pid: int
-    role: str
+    role: str | None
     seconds: float | None
     is_consumer: bool
     ended: bool = False
