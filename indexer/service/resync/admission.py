@@ -192,9 +192,9 @@ class Admission:
             self._large.release(slot.started_at, now)
         self.occupied.remove(slot)
 
-    def pause_host(self, host: str, until: float) -> None:
+    def pause_host(self, host: str, until: float, now: float) -> None:
         """Start no resync at the host before `until` (Unix seconds)."""
-        self._hosts.pause(host, until)
+        self._hosts.pause(host, until, now)
 
     def _acquire_large(self, slot: Slot, limit_keys: Iterable[str], now: float) -> Postponed | None:
         self._large.remember(slot.did)

@@ -37,8 +37,7 @@ class HostSlots:
 
     def is_free(self, host: str, now: float) -> bool:
         """Return True if the host has a free slot and no pause."""
-        paused = 0 < self._paused_until.get(host, 0.0) - now <= LONGEST_PAUSE_SECONDS
-        return len(self._started.get(host, ())) < self._limit(host) and not paused
+        return len(self._started.get(host, ())) < self._limit(host) and self._pause_end(host, now) <= now
 
     def acquire(self, host: str, now: float) -> None:
         """Occupy a slot of the host from `now` on."""
@@ -54,17 +53,24 @@ class HostSlots:
         self._mean_seconds[host] = max(_MIN_SECONDS, mean + _NEWEST_WEIGHT * (seconds - mean))
         _forget_oldest(self._mean_seconds)
 
-    def pause(self, host: str, until: float) -> None:
+    def pause(self, host: str, until: float, now: float) -> None:
         """Start no resync of the host before `until`, because the host asked for it."""
-        self._paused_until[host] = max(self._paused_until.pop(host, 0.0), until)
+        until = max(self._pause_end(host, now), until)
+        self._paused_until.pop(host, None)  # the newest pauses are last
+        self._paused_until[host] = until
         _forget_oldest(self._paused_until)
 
     def schedule_retry(self, host: str, now: float) -> float:
         """Return when to claim the next repo that found no free slot; each call schedules one repo."""
-        earliest = max(now, self._paused_until.get(host, 0.0), self._next_retry.pop(host, 0.0))
+        last_retry = _drop_if_later(self._next_retry, host, now + MAX_WAIT_SECONDS)
+        earliest = max(now, self._pause_end(host, now), last_retry)
+        self._next_retry.pop(host, None)  # the newest times are last
         self._next_retry[host] = min(earliest + 1 / self._rate(host, now), now + MAX_WAIT_SECONDS)
         _forget_oldest(self._next_retry)
         return self._next_retry[host]
+
+    def _pause_end(self, host: str, now: float) -> float:
+        return _drop_if_later(self._paused_until, host, now + LONGEST_PAUSE_SECONDS)
 
     def _rate(self, host: str, now: float) -> float:
         """Return how many resyncs of the host end per second while all its slots are occupied.
@@ -77,6 +83,16 @@ class HostSlots:
 
     def _limit(self, host: str) -> int:
         return self._exceptions.get(host, self._slots_per_host)
+
+
+def _drop_if_later(by_host: dict[str, float], host: str, latest: float) -> float:
+    """Return the time of the host; 0 if it has none.
+
+    A time after `latest` is from before the clock was set back. It is dropped.
+    """
+    if by_host.get(host, 0.0) > latest:
+        del by_host[host]
+    return by_host.get(host, 0.0)
 
 
 def _forget_oldest(by_host: dict[str, float]) -> None:

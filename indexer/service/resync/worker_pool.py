@@ -359,7 +359,8 @@ class WorkerPool:
     async def _record_failure(self, claimed: Repo, failure: UnavailableError) -> str:
         crash_point("resync.failed")
         if failure.host is not None and failure.retry_after is not None:
-            self._admission.pause_host(failure.host, time() + failure.retry_after)
+            now = time()
+            self._admission.pause_host(failure.host, now + failure.retry_after, now)
         await self._update_claimed(claimed, lambda repo: self._failed(repo, claimed, failure))
         self._report(claimed, failure)
         return failure.reason

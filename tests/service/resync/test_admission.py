@@ -205,7 +205,7 @@ def test_slot_moves_to_the_host_that_the_lookup_finds() -> None:
 
 def test_paused_host_admits_nothing_until_its_end() -> None:
     admission = Admission(workers=4)
-    admission.pause_host("one.example", 60.0)
+    admission.pause_host("one.example", 60.0, 0.0)
     postponed = admission.admit("did", "one.example", 10.0)
     assert isinstance(postponed, Postponed)
     assert postponed.until is not None

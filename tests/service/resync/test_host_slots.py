@@ -37,9 +37,25 @@ def test_longest_wait_is_bounded() -> None:
 
 def test_pause_does_not_last_when_the_clock_is_set_back() -> None:
     slots = HostSlots(3)
-    slots.pause("host", 86_400.0 + 60.0)
+    slots.pause("host", 86_400.0 + 60.0, 86_400.0)
     assert not slots.is_free("host", 86_400.0)
     assert slots.is_free("host", 0.0)
+
+
+def test_new_pause_replaces_one_from_before_the_clock_was_set_back() -> None:
+    slots = HostSlots(3)
+    slots.pause("host", 86_400.0 + 60.0, 86_400.0)
+    slots.pause("host", 50.0, 0.0)
+    assert not slots.is_free("host", 49.0)
+    assert slots.is_free("host", 50.0)
+    assert slots.is_free("host", 86_400.0), "the old pause does not return"
+
+
+def test_retries_do_not_wait_for_times_from_before_the_clock_was_set_back() -> None:
+    slots = HostSlots(3)
+    slots.pause("host", 86_400.0 + 60.0, 86_400.0)
+    slots.schedule_retry("host", 86_400.0)
+    assert slots.schedule_retry("host", 0.0) < 1.0
 
 
 def test_running_resyncs_count_before_any_has_ended() -> None:
@@ -79,7 +95,7 @@ def test_slow_resync_that_ended_delays_the_others_little() -> None:
 
 def test_paused_host_has_no_free_slot() -> None:
     slots = HostSlots(3)
-    slots.pause("host", 50.0)
+    slots.pause("host", 50.0, 0.0)
     assert not slots.is_free("host", 49.0)
     assert slots.schedule_retry("host", 10.0) >= 50.0
     assert slots.is_free("host", 50.0)
@@ -103,6 +119,6 @@ def test_slots_equal_a_plain_list_of_running_resyncs(steps: list[tuple[str, bool
 def test_oldest_hosts_are_forgotten() -> None:
     slots = HostSlots(3)
     for number in range(MAX_HOSTS + 10):
-        slots.pause(f"host{number}", 60.0)
+        slots.pause(f"host{number}", 60.0, 0.0)
     assert slots.is_free("host0", 0)
     assert not slots.is_free(f"host{MAX_HOSTS}", 0)
