@@ -44,6 +44,8 @@ MAX_PENDING_PAGES = 100
 """Pages that wait for their second comparison, each with at most a thousand repos."""
 MAX_UNLISTED = 10_000
 """Accounts that are missing in the list, and whose hosting status is asked for, in one reconciliation."""
+MAX_IDENTITY_AGE = 120.0
+"""Seconds. The report of a PDS counts only if the identity that names this PDS was fetched so recently."""
 _PAGE_SIZE = 5_000
 MAX_RESUME_SECONDS = 86_400.0
 """An interrupted reconciliation that began longer ago starts again."""
@@ -383,14 +385,19 @@ class Reconciliation:
         return status if await self._may_report(source, did) else None
 
     async def _may_report(self, source: str, did: str) -> bool:
-        """Return False if the source is a PDS that does not host the account, or if the account's PDS is unknown."""
+        """Return False if the source is a PDS that does not host the account, or if that is not certain now.
+
+        The cache returns an older identity if its limits do not allow a lookup, or if the lookup fails. Then the next
+        reconciliation asks again.
+        """
         if self._identities is None:
             return True
         try:
             identity = await self._identities.lookup(did, refresh=True)  # a former PDS sends no `#identity`
         except UnavailableError:
             return False
-        return identity.host == host_of(source)
+        recent = 0 <= time() - identity.fetched_at <= MAX_IDENTITY_AGE
+        return recent and not identity.stale and identity.host == host_of(source)
 
     def _save_progress(self, progress: CrawlProgress) -> None:
         self.crawl_progress = progress

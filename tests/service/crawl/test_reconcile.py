@@ -164,7 +164,7 @@ class Directory:
         return StoredIdentity(did, None, self._pds, KEY, fetched_at=time())
 
 
-@pytest.mark.parametrize("case", ["hosted here", "moved", "known nowhere"])
+@pytest.mark.parametrize("case", ["hosted here", "moved", "known nowhere", "directory down", "over budget"])
 async def test_pds_reports_only_the_accounts_that_it_hosts(
     case: str, store: Store, sql: asyncpg.Connection, host: ScriptedHost, outbound: OutboundClient
 ) -> None:
@@ -176,12 +176,15 @@ async def test_pds_reports_only_the_accounts_that_it_hosts(
     serve_status(host, "shown", active=False)
     serve_status(host, "hidden", active=True)
     directory = Directory("https://new.test" if moves else host.url)
-    directory.down = case == "known nowhere"
-    if not directory.down:
+    directory.down = case in ("known nowhere", "directory down")
+    if case != "known nowhere":
         await store.save_identities(
-            [StoredIdentity(did(name), None, host.url, KEY, 0.0) for name in ("shown", "hidden")]
+            [StoredIdentity(did(name), None, host.url, KEY, time() - 200) for name in ("shown", "hidden", "other")]
         )
-    identities = IdentityCache(directory, store, Metrics(), clock=time, refresh_rate=inf)
+    rate = 1e-9 if case == "over budget" else inf
+    identities = IdentityCache(directory, store, Metrics(), clock=time, refresh_rate=rate)
+    if case == "over budget":
+        await identities.lookup(did("other"), refresh=True)
     progress = await make_reconciliation(store, outbound, host, identities=identities).reconcile(
         host.url, ignore_progress
     )
