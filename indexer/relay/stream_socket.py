@@ -14,8 +14,8 @@ from aiohttp import WSCloseCode, WSMsgType
 TURN_SECONDS = 0.005
 """Time to receive messages before other tasks get a turn. Each turn of the event loop costs a wait for the
 interpreter's lock while a batch is planned."""
-_CLOSE_SECONDS = 1.0
-"""Time to send a close frame, if the relay does not read what was sent before."""
+_SEND_SECONDS = 1.0
+"""Time to send a pong or a close frame, if the relay does not read what was sent before."""
 _LOST = "connection lost without a close frame"
 
 
@@ -64,10 +64,19 @@ class StreamSocket:
                 data: bytes = message.data
                 return data
             if kind is WSMsgType.PING:
-                with suppress(ConnectionError):  # the next message says that the connection is lost
-                    await self._socket.pong(message.data)
+                await self._pong(message.data)
             elif kind is not WSMsgType.PONG:
                 raise self._closed_here or _end(kind, message.data or self._socket.exception(), message.extra)
+
+    async def _pong(self, data: bytes) -> None:
+        """Answer a ping. If the connection is lost or the relay does not read, the next message says so."""
+        try:
+            async with asyncio.timeout(_SEND_SECONDS):
+                await self._socket.pong(data)
+        except TimeoutError:
+            self.abort()
+        except ConnectionError:
+            pass
 
     async def close(self, reason: str = "") -> None:
         """Send a close frame and end the connection; a waiting `receive` raises StreamSocketError with `reason`.
@@ -76,7 +85,7 @@ class StreamSocket:
         """
         self._closed_here = self._closed_here or StreamSocketError(reason, Ending.CLOSED_HERE)
         with suppress(ConnectionError, TimeoutError):  # it has ended already, or the relay does not read
-            async with asyncio.timeout(_CLOSE_SECONDS):
+            async with asyncio.timeout(_SEND_SECONDS):
                 await self._socket.send_frame(WSCloseCode.OK.to_bytes(2) + reason.encode(), WSMsgType.CLOSE)
         self.abort()
 

@@ -385,6 +385,17 @@ async def test_a_connection_ends_although_the_relay_does_not_answer(settings: Co
         assert error in await error_of_second_connection(subscription(relay, settings=settings))
 
 
+@pytest.mark.slow
+async def test_a_connection_ends_if_the_relay_does_not_read_the_answers_to_its_pings() -> None:
+    async def send_pings(connection: ServerConnection) -> None:
+        connection.transport.pause_reading()
+        connection.transport.write((b"\x89\x7d" + bytes(125)) * MANY)
+        await connection.wait_closed()
+
+    async with relay_that(send_pings) as relay, asyncio.timeout(15):
+        assert "connection lost" in await error_of_second_connection(subscription(relay))
+
+
 async def test_a_ping_is_answered() -> None:
     answers: list[bool] = []
 
