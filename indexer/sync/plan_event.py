@@ -113,7 +113,7 @@ def _hosted_elsewhere(
     """
     if key is None:
         return NeedsKey(repo.did, refresh=False)
-    leaves = isinstance(event, AccountEvent) and not event.active
+    leaves = isinstance(event, AccountEvent) and not event.active and repo.known
     if not key.final and (leaves or (key.available and key.host != context.host)):
         return NeedsKey(repo.did, refresh=True)
     if not key.available or key.host == context.host:

@@ -384,6 +384,8 @@ def test_an_account_that_becomes_inactive_on_a_pds_may_have_moved() -> None:
     assert not plan(
         alice.row(), "account", alice.account_event(active=False), here._replace(final=True), context
     ).repo.active
+    ignored = plan(Repo(alice.did), "account", alice.account_event(active=False), here, context)
+    assert ignored.outcome is Outcome.IGNORED, "no lookup for a DID that may be made up"
 
 
 def test_a_taken_down_repo_is_still_synchronized() -> None:
