@@ -71,12 +71,14 @@ class RunningResync:
     """A claimed repo and the slots that it occupies.
 
     Attributes:
+        preloaded: True if its identity was loaded into memory, unless none is stored.
         deadline: When the attempt ends at the latest; None if it does not run.
         postponed: Set if it is ended because it is slow.
     """
 
     claimed: Repo
     slot: Slot
+    preloaded: bool
     deadline: asyncio.Timeout | None = None
     postponed: Postponed | None = None
 
@@ -241,15 +243,14 @@ class WorkerPool:
         """Claim repos. A claim completes even if this task is cancelled; `give_back` returns its repos."""
         claim = self._store.claim(count, self._buckets, self._settings.lease, time())
         self._claiming = asyncio.create_task(claim, name="claim of repos")
-        claimed: list[Repo] = []
         with DatabaseAttempt(self.claims):
-            claimed = await asyncio.shield(self._claiming)
-        with DatabaseAttempt():  # without the identities, each attempt looks up its own
-            await self._identities.preload([repo.did for repo in claimed])
-        return claimed
+            return await asyncio.shield(self._claiming)
+        return []
 
     async def _start(self, group: asyncio.TaskGroup, claimed: Sequence[Repo]) -> int:
         """Start the repos that find free slots and postpone the others; return how many were started."""
+        with DatabaseAttempt() as preload:  # without the identities, each attempt looks up its own
+            await self._identities.preload([repo.did for repo in claimed])
         now, postponed = time(), []
         for repo in claimed:
             slot = self._admit(repo, now)
@@ -257,7 +258,7 @@ class WorkerPool:
                 self._metrics.postponed(slot.result)
                 postponed.append((repo, slot))
             else:
-                running = RunningResync(repo, slot)
+                running = RunningResync(repo, slot, preloaded=preload.error is None)
                 self.running.append(running)
                 group.create_task(self._resync(running), name=f"resync of {repo.did}")
         if any(slot.large for _, slot in postponed):
@@ -342,7 +343,8 @@ class WorkerPool:
 
     async def _attempt_in_time(self, running: RunningResync) -> str | Postponed:
         claimed, slot = running.claimed, running.slot
-        identity = await self._identities.lookup(claimed.did, refresh=claimed.attempts > 0, preloaded=True)
+        refresh, preloaded = claimed.attempts > 0, running.preloaded
+        identity = await self._identities.lookup(claimed.did, refresh=refresh, preloaded=preloaded)
         if identity.doubtful and claimed.head is not None:
             raise UnavailableError(FetchFailure.IDENTITY_DOUBTFUL, identity.problem or "")
         if identity.denied:

@@ -79,6 +79,7 @@ class FixedIdentities:
         self.database_up = True
         self.failures: dict[str, UnavailableError] = {}
         self.hanging: set[str] = set()
+        self.preloaded: list[bool] = []
 
     def known(self, did: str) -> CachedIdentity:
         return CachedIdentity(KEY, f"https://{self.host_of(did)}", problem=None, fetched_at=0, stale=False)
@@ -90,7 +91,8 @@ class FixedIdentities:
     def peek(self, did: str) -> CachedIdentity | None:
         return self.known(did) if self.cached else None
 
-    async def lookup(self, did: str, **_: object) -> CachedIdentity:
+    async def lookup(self, did: str, *, preloaded: bool, **_: object) -> CachedIdentity:
+        self.preloaded.append(preloaded)
         if did in self.failures:
             raise self.failures[did]
         if did in self.hanging:
@@ -411,11 +413,13 @@ async def test_known_large_repo_is_not_fetched_before_it_has_a_slot() -> None:
         assert all(repo.attempts == 0 for repo in running.store.rows.values())
 
 
-async def test_claims_continue_when_identities_cannot_be_loaded() -> None:
+@pytest.mark.parametrize("database_up", [True, False])
+async def test_claims_continue_when_identities_cannot_be_loaded(*, database_up: bool) -> None:
     running = RunningPool([DID], lambda _did: "one.example", workers=2)
-    running.identities.database_up = False
+    running.identities.database_up = database_up
     async with running:
         await until(lambda: DID in running.attempts.results)
+    assert running.identities.preloaded == [database_up], "otherwise the lookup asks the database"
 
 
 async def test_lost_claim_ends_its_resync() -> None:
