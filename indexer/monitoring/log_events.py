@@ -56,7 +56,8 @@ LOG_EVENTS: dict[str, LogEvent] = {
     "clock.set-back": LogEvent(
         ("warning",),
         ("repos",),
-        "Repos waited for hours until their next attempt: the clock of this machine was ahead when they began to wait.",
+        "The next attempt of repos was hours ahead: the clock of this machine was ahead when they began to wait, "
+        "or it is behind now.",
         "They are resynced now. Check the time synchronization of the machine.",
     ),
     "condition.began": LogEvent(

@@ -39,7 +39,8 @@ class StreamSocketError(ConnectionError):
 class StreamSocket:
     """An open connection.
 
-    The library parses up to 128 KiB of messages before they are asked for. It reads nothing more meanwhile.
+    The library parses up to 512 KiB of messages before they are asked for. Each one counts as its size and 128 bytes,
+    so at most about 4,096 empty messages wait. It parses more when at most 256 KiB wait.
     """
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse[bool], transport: asyncio.Transport) -> None:
@@ -113,7 +114,8 @@ async def open_socket(
 
     A message that announces more than `max_bytes` ends the connection. `connect_timeout` is in seconds for the name,
     the TCP connection and the handshakes. A ping follows `ping_interval` seconds without any bytes. If nothing is
-    received for half of that time, the connection ends.
+    received for half of that time, the connection ends. Bytes that are not read because of back-pressure do not
+    count as received.
 
     Raises:
         OSError: The relay cannot be reached or refuses the connection (includes TimeoutError and StreamSocketError).

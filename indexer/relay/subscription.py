@@ -26,7 +26,8 @@ class ConnectionSettings:
 
     Attributes:
         connect_timeout: For the TCP connection and the handshakes.
-        ping_interval: Between pings, and for the answer to each ping.
+        ping_interval: Without any bytes, before a ping is sent. If nothing arrives in half of that time after the ping,
+            the connection is closed.
         message_timeout: Without any message, before the connection is closed. It doubles, up to `max_message_timeout`,
             while reconnections bring nothing new.
         first_delay: Before the first reconnection. The delay doubles each time that all relays have failed.
