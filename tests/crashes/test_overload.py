@@ -28,7 +28,7 @@ ACCOUNTS = 400
 """More than the commits of a batch: of several changes of a record in a batch, only the last one is written."""
 RECORD_CHARACTERS = 60_000
 DATABASE_BYTES_PER_SECOND = 500_000
-"""What the proxy passes on to the database: 8 commits per second."""
+"""The rate at which the proxy forwards to the database: 8 commits per second."""
 FIRST_RATE, RATE = 100, 20
 """Commits per second until the daemon falls behind, and then."""
 MAX_LAG = 500
@@ -69,7 +69,7 @@ class Load:
 
 
 class Samples:
-    """What a daemon occupies, once per second.
+    """The memory and the inbox of a daemon, measured once per second.
 
     Attributes:
         memory: Its resident memory in MiB.
