@@ -11,8 +11,10 @@ from tests.tcp_proxy import LOOPBACK, Messages, TcpProxy
 
 NEGOTIATIONS = {(1234 << 16) + code for code in (5679, 5680)}
 """Codes of first messages that another first message follows: the requests for SSL and for GSSAPI."""
-REFUSED = b"N"
-"""The answer of a server to such a request: a single byte."""
+REFUSED, ACCEPTED = b"N", b"S"
+"""The answers of a server to such a request: a single byte."""
+HANDSHAKE = b"\x16"
+"""The first byte of a client's TLS handshake. The length of a first message begins with 0."""
 
 
 class DatabaseProxy(TcpProxy):
@@ -46,13 +48,20 @@ class DatabaseProxy(TcpProxy):
 
 
 class ClientMessages(Messages):
-    """The messages of a client of Postgres: the first ones have a length only, the others a type and a length."""
+    """The messages of a client of Postgres: the first ones have a length only, the others a type and a length.
+
+    Encrypted bytes cannot be divided. They are messages as they arrive.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._first = True
+        self._encrypted = False
 
     def first_size(self) -> int:
+        self._encrypted = self._encrypted or (self._first and self.buffer.startswith(HANDSHAKE))
+        if self._encrypted:
+            return len(self.buffer)
         size = _size_after(self.buffer, 0 if self._first else 1)
         if size and self._first:
             self._first = int.from_bytes(self.buffer[4:8]) in NEGOTIATIONS
@@ -60,14 +69,22 @@ class ClientMessages(Messages):
 
 
 class ServerMessages(Messages):
-    """The messages of a Postgres server: a type and a length, except for the refusal of encryption."""
+    """The messages of a Postgres server: a type and a length, except for the answer to a request for encryption.
+
+    Encrypted bytes cannot be divided. They are messages as they arrive.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._first = True
+        self._encrypted = False
 
     def first_size(self) -> int:
-        size = 1 if self._first and self.buffer == REFUSED else _size_after(self.buffer, 1)
+        if self._encrypted:
+            return len(self.buffer)
+        answers = self._first and self.buffer in (REFUSED, ACCEPTED)
+        self._encrypted = answers and self.buffer == ACCEPTED
+        size = 1 if answers else _size_after(self.buffer, 1)
         self._first = self._first and not size
         return size
 

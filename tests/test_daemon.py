@@ -6,7 +6,6 @@ import weakref
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-import asyncpg
 import pytest
 
 from indexer.daemon import connection_count, open_daemon
@@ -14,12 +13,12 @@ from indexer.daemon_core import DaemonCore
 from indexer.errors import BrokenInvariantError
 from indexer.localnet.local_network import LocalNetwork
 from indexer.process_setup import StopRequest
-from indexer.service.live.batch_writer import BATCH_SIZE, CLUSTER_BATCH_SIZE
+from indexer.service.live.batch_writer import BATCH_SIZE
 from indexer.service.resync.large_repo_slots import large_repo_slot_count
 from indexer.store import RESERVED_CONNECTIONS
 from indexer.sync.native_core import NativeCore
-from indexer.sync.plan_batch import ReceivedMessage
 from indexer.sync.repo_state import Repo
+from tests.batch_sizes import first_batch_size
 from tests.daemon_harness import run_daemon, settings_for
 from tests.native_module import CountingCore, native_module
 from tests.waiting import until
@@ -99,32 +98,11 @@ async def test_broken_invariant_while_draining_is_raised(
             await asyncio.wait_for(running.run(stop), 30)
 
 
-@pytest.mark.one_server("the test writes the row that says whether the database is distributed")
-@pytest.mark.parametrize(
-    ("shards", "expected"), [(None, BATCH_SIZE), (4, CLUSTER_BATCH_SIZE)], ids=["plain", "distributed"]
-)
-async def test_batches_are_larger_on_a_distributed_database(
-    database: str,
-    sql: asyncpg.Connection,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    shards: int | None,
-    expected: int,
+@pytest.mark.one_server("tests/citus/test_batches_on_a_cluster.py has the size on a cluster")
+async def test_batches_have_the_size_for_one_server(
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if shards:
-        await sql.execute("insert into indexer.distribution (shards, finished_at) values ($1, now())", shards)
-    taken = asyncio.Queue[int]()
-
-    async def take(max_count: int, **_: object) -> list[ReceivedMessage]:
-        await taken.put(max_count)
-        return []
-
-    async with open_daemon(settings_for("ws://127.0.0.1:1", "http://127.0.0.1:1", tmp_path), database) as running:
-        monkeypatch.setattr(running.inbox, "take", take)
-        writing = asyncio.create_task(running.batch_writer.run())
-        assert await asyncio.wait_for(taken.get(), 30) == expected
-        writing.cancel()
-        await asyncio.wait([writing])
+    assert await first_batch_size(database, tmp_path, monkeypatch) == BATCH_SIZE
 
 
 async def test_there_are_connections_for_all_resyncs_and_for_the_other_stages(database: str, tmp_path: Path) -> None:

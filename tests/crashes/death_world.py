@@ -3,7 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from random import Random
 
@@ -197,7 +197,8 @@ async def _expire_waits(dsn: str) -> None:
     connection = await asyncpg.connect(dsn)
     try:
         while True:
-            await connection.execute(EXPIRE_WAITS)
+            with suppress(asyncpg.DeadlockDetectedError):  # on a cluster, it locks rows of several nodes
+                await connection.execute(EXPIRE_WAITS)
             await asyncio.sleep(0.1)
     finally:
         connection.terminate()
