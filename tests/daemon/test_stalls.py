@@ -238,8 +238,15 @@ STAGES_OF_TASKS = {
 }
 """The stages of the tasks of the daemon that have other names."""
 
-MONITORS = {"daemon monitor", "database monitor", "event loop delay", "identity cache", "status samples"}
-"""Tasks of the daemon that are no stages: they watch the others, and no work waits for them."""
+MONITORS = {
+    "daemon monitor",
+    "database monitor",
+    "event loop delay",
+    "garbage collection",
+    "identity cache",
+    "status samples",
+}
+"""Tasks of the daemon that are no stages: they watch the others or the process, and no work waits for them."""
 
 
 @pytest.fixture
