@@ -1,6 +1,6 @@
 """Plan a batch of received messages, in the order of the stream, for one transaction."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from indexer.reasons import Desync, Rejection
 from indexer.sync.events import CommitEvent, MalformedEvent, RepoEvent, SyncEvent, UnknownEvent
 from indexer.sync.plan_event import plan_event
 from indexer.sync.plans import BufferedEvent, DeadLetter, NeedsKey, Plan, RecordChange, RepoWrite
-from indexer.sync.policy import KeyState, PlanContext, Policy
+from indexer.sync.policy import KeyStateOf, PlanContext, Policy
 from indexer.sync.prepared_commits import PreparedCommits
 from indexer.sync.repo_state import Repo, SyncStatus
 from indexer.sync.repo_transitions import Outcome, Trigger, desynchronize, unparked
@@ -117,7 +117,7 @@ class BatchPlan:
 def plan_batch(
     batch: Sequence[ReceivedMessage],
     repos: Mapping[str, Repo],
-    key_state_of: Callable[[str], KeyState | None],
+    key_state_of: KeyStateOf,
     context: PlanContext,
     prepared: PreparedCommits | None = None,
 ) -> BatchPlan:
@@ -157,7 +157,7 @@ def plan_batch(
 
 def is_quick(
     batch: Iterable[ReceivedMessage],
-    key_state_of: Callable[[str], KeyState | None],
+    key_state_of: KeyStateOf,
     policy: Policy,
     prepared: PreparedCommits,
 ) -> bool:
@@ -213,7 +213,7 @@ def _plan_one(
     received: ReceivedMessage,
     event: RepoEvent,
     repos: Mapping[str, Repo],
-    key_state_of: Callable[[str], KeyState | None],
+    key_state_of: KeyStateOf,
     context: PlanContext,
 ) -> tuple[RecordChange, ...]:
     """Plan one message; return its record changes."""

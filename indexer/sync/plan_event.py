@@ -19,7 +19,6 @@ from indexer.sync.repo_transitions import (
     Trigger,
     amend,
     desynchronize,
-    move,
     reactivate,
     synchronize,
     track_again,
@@ -412,7 +411,7 @@ def _apply(repo: Repo, trigger: Trigger, commit: VerifiedCommit, context: PlanCo
 def _advance(repo: Repo, trigger: Trigger, head: Head, changes: tuple[RecordChange, ...], context: PlanContext) -> Plan:
     outcome, _ = transition(repo.sync_status, trigger)
     if repo.sync_status is SyncStatus.SYNCHRONIZED:
-        return Plan(move(repo, trigger, head=head), outcome, changes)
+        return Plan(repo.advanced_to(head), outcome, changes)
     complete = synchronize(repo, trigger, head, context.now, context.policy.scope.version)
     return Plan(complete, outcome, changes)
 

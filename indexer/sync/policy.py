@@ -76,6 +76,9 @@ class KeyState(NamedTuple):
     doubtful: bool = False
 
 
+KeyStateOf = Callable[[str], KeyState | None]
+"""Returns what is known about the key of a DID; None if it has not been looked up."""
+
 UNAVAILABLE = KeyState(None, available=False, final=True)
 
 

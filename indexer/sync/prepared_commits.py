@@ -8,7 +8,7 @@ from indexer.atproto.limits import Limits
 from indexer.sync.events import CommitEvent
 from indexer.sync.native_core import NativeCore
 from indexer.sync.plan_event import key_to_verify
-from indexer.sync.policy import KeyState, PlanContext, Policy
+from indexer.sync.policy import KeyState, KeyStateOf, PlanContext, Policy
 from indexer.sync.record_change import selected_path
 from indexer.sync.repo_state import Repo
 from indexer.sync.verify import VerifiedCommit, verify_commit
@@ -47,10 +47,10 @@ class PreparedCommits:
         prepared = self._prepared.get(id(event))
         if prepared is None or prepared.commit is None or key is None or key.key != prepared.key:
             return False
-        if not policy.store_values:
-            return True
-        unconverted = [change for change in prepared.commit.changes if change.converted is None and change.block]
-        return not any(selected_path(change.path, policy) for change in unconverted)
+        for change in prepared.commit.changes if policy.store_values else ():
+            if change.converted is None and change.block and selected_path(change.path, policy):
+                return False
+        return True
 
     def verify(self, event: CommitEvent, key: PublicKey, limits: Limits) -> VerifiedCommit:
         """Return the verified commit if the native core accepted it with this key, else the result of `verify_commit`.
@@ -67,7 +67,7 @@ class PreparedCommits:
 def commits_to_verify(
     commits: Iterable[CommitEvent],
     repo_of: Callable[[str], Repo],
-    key_state_of: Callable[[str], KeyState | None],
+    key_state_of: KeyStateOf,
     context: PlanContext,
 ) -> list[tuple[CommitEvent, PublicKey]]:
     """Return the commits that `plan_event` will verify if these are the rows of their repos, with their keys."""

@@ -7,7 +7,7 @@ reason for a desynchronization, the number of attempts, and times are fields, no
 
 from enum import StrEnum
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from indexer.reasons import Desync, FetchFailure
 
@@ -116,6 +116,12 @@ class Repo(NamedTuple):
         """True if its first fetch is about to begin, and counts towards the limit of its host."""
         never_fetched = self.head is None and self.last_error is None
         return never_fetched and self.from_stream and self.sync_reason in (Desync.NEW, Desync.IDENTITY)
+
+    def advanced_to(self, head: Head) -> "Repo":
+        """Return the next version of the row, with this head."""
+        # Slices take a third of the time of `_replace`.
+        row: tuple[Any, ...] = self
+        return Repo._make((self.did, self.version + 1, *row[_STATUS], head, *row[_AFTER_HEAD]))
 
     def advances(self, before: "Repo") -> bool:
         """Return True if this row of a synchronized repo differs from the row before in nothing but the head."""

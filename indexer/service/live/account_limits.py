@@ -1,6 +1,6 @@
 """Apply the limit on new accounts to a batch of messages (docs/protocol.md#new-accounts-of-one-host)."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from time import time
 
@@ -10,10 +10,8 @@ from indexer.monitoring.metrics import Metrics
 from indexer.outbound import registered_domain
 from indexer.service.new_accounts import NewAccounts
 from indexer.sync.plan_batch import BatchPlan
-from indexer.sync.policy import KeyState, PlanContext
+from indexer.sync.policy import KeyStateOf, PlanContext
 from indexer.sync.repo_state import Repo
-
-KeyStateOf = Callable[[str], KeyState | None]
 
 
 class AccountLimits:

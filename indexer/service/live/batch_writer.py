@@ -32,7 +32,7 @@ from indexer.sync.events import MalformedEvent, UnknownEvent
 from indexer.sync.native_core import NativeCore
 from indexer.sync.plan_batch import BatchPlan, ReceivedMessage, SettledMessage, is_quick, plan_batch, plan_refusal
 from indexer.sync.plans import Batch, Cursor
-from indexer.sync.policy import PlanContext, Policy
+from indexer.sync.policy import KeyStateOf, PlanContext, Policy
 from indexer.sync.repo_state import Repo
 from indexer.sync.repo_transitions import Outcome
 from indexer.sync.shard import Shard
@@ -179,21 +179,25 @@ class BatchWriter:
             await self._keys.load(dids)
         with self._scope.in_use() as policy:
             with self._metrics.stage("plan"):
-                context = self._account_limits.apply(dids, repos, self._keys.key_state, self._context(policy))
-                plan = await self._plan(messages, repos, context)
+                key_state_of = self._keys.key_states(dids).get
+                context = self._account_limits.apply(dids, repos, key_state_of, self._context(policy))
+                plan = await self._plan(messages, repos, key_state_of, context)
             crash_point("batch.planned")
             async with self._ahead.running(plan, context, self._batch_size.current):
                 await self._apply(messages, plan, plan.unchanged & cached.keys())
 
     async def _plan(
-        self, messages: Sequence[ReceivedMessage], repos: Mapping[str, Repo], context: PlanContext
+        self,
+        messages: Sequence[ReceivedMessage],
+        repos: Mapping[str, Repo],
+        key_state_of: KeyStateOf,
+        context: PlanContext,
     ) -> BatchPlan:
         """Plan a batch: on the event loop if it is quick, else in a thread.
 
         A thread that plans and the event loop wait for each other's interpreter lock, for up to 5 ms each time.
         """
-        key_state_of = self._keys.key_state
-        prepared = await self._ahead.prepare(messages, repos, context)
+        prepared = await self._ahead.prepare(messages, repos, key_state_of, context)
         if is_quick(messages, key_state_of, context.policy, prepared):
             return plan_batch(messages, repos, key_state_of, context, prepared)
         return await asyncio.to_thread(plan_batch, messages, repos, key_state_of, context, prepared)

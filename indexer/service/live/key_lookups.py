@@ -112,6 +112,11 @@ class KeyLookups:
         """Return the result of the lookup for this DID's messages, else the cached key state, else None."""
         return self._results.get(did) or self._key_states.cached(did)
 
+    def key_states(self, dids: Iterable[str]) -> dict[str, KeyState]:
+        """Return what `key_state` returns now for each of these DIDs, without those for which it returns None."""
+        found = [(did, self.key_state(did)) for did in dids]
+        return {did: state for did, state in found if state is not None}
+
     def discard_results(self, dids: Iterable[str]) -> None:
         """Discard the results of lookups whose messages are settled."""
         if self._results:

@@ -1,7 +1,7 @@
 """Verify the commits of the next batch with the native core while the present batch is being written."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 from indexer.atproto.crypto import PublicKey
@@ -11,7 +11,7 @@ from indexer.service.live.repo_row_cache import RepoRowCache
 from indexer.sync.events import CommitEvent
 from indexer.sync.native_core import NativeCore
 from indexer.sync.plan_batch import MAX_BATCH_BYTES, BatchPlan, ReceivedMessage, commits_within
-from indexer.sync.policy import KeyState, PlanContext
+from indexer.sync.policy import KeyStateOf, PlanContext
 from indexer.sync.prepared_commits import PreparedCommits, commits_to_verify, verify_ahead
 from indexer.sync.repo_state import Repo
 
@@ -44,7 +44,7 @@ class VerificationAhead:
         core: NativeCore | None,
         inbox: Inbox,
         rows: RepoRowCache,
-        key_state_of: Callable[[str], KeyState | None],
+        key_state_of: KeyStateOf,
         metrics: Metrics,
     ) -> None:
         """Do nothing if `core` is None."""
@@ -56,13 +56,17 @@ class VerificationAhead:
         self.prepared = PreparedCommits()
 
     async def prepare(
-        self, batch: Sequence[ReceivedMessage], repos: Mapping[str, Repo], context: PlanContext
+        self,
+        batch: Sequence[ReceivedMessage],
+        repos: Mapping[str, Repo],
+        key_state_of: KeyStateOf,
+        context: PlanContext,
     ) -> PreparedCommits:
-        """Return the results for a batch with these rows. Its commits that were not verified ahead are verified now."""
+        """Return the results for a batch with these rows and keys. Commits not verified ahead are verified now."""
         if self._core is None:
             return self.prepared
         rest = [event for event in commits_within(batch, MAX_BATCH_BYTES) if event not in self.prepared]
-        chosen = commits_to_verify(rest, lambda did: repos.get(did) or Repo(did), self._key_state_of, context)
+        chosen = commits_to_verify(rest, lambda did: repos.get(did) or Repo(did), key_state_of, context)
         if sum([_cost(event) for event, _ in chosen]) > MAX_LOOP_COST:
             self.prepared |= await asyncio.to_thread(verify_ahead, self._core, chosen, context)
         elif chosen:
