@@ -1,6 +1,7 @@
 """Setup of a daemon process: signals, the limit of open files, processor cores, and the garbage collector."""
 
 import asyncio
+import ctypes
 import gc
 import os
 import resource
@@ -139,11 +140,21 @@ def tune_garbage_collector() -> None:
 
 
 async def collect_garbage(interval: float) -> NoReturn:
-    """Collect all garbage every `interval` seconds.
+    """Collect all garbage every `interval` seconds, and return the free memory to the operating system.
 
-    The thresholds count objects. With little load, they are not reached for hours, and the few objects of a lost
-    connection to the database hold megabytes.
+    The thresholds of the collector count objects. With little load, they are not reached for hours, and the few objects
+    of a lost connection to the database hold megabytes.
     """
     while True:
         await asyncio.sleep(interval)
         gc.collect()
+        return_free_memory()
+
+
+def return_free_memory() -> None:
+    """Return the free pages of the C library's heap to the operating system.
+
+    The C library itself returns only those at the end of its heap. So after a burst, it kept 50 of 190 MB in a soak.
+    """
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc has it
+        trim(0)

@@ -128,3 +128,26 @@ def test_process_that_stops_in_time_ends_normally() -> None:
         process.send_signal(signal.SIGTERM)
         read_until(process, "ended")
         assert process.wait(10) == 0
+
+
+def test_memory_between_objects_in_use_is_returned_to_the_system() -> None:
+    script = """
+        import resource
+        from indexer.process_setup import return_free_memory
+
+        def resident() -> int:
+            with open("/proc/self/statm") as statm:
+                return int(statm.read().split()[1]) * resource.getpagesize()
+
+        used, large = [], []
+        for _ in range(1_000):
+            large.append(bytearray(100_000))
+            used.append(bytearray(1_000))  # ends up behind the large one
+        large.clear()
+        before = resident()
+        return_free_memory()
+        print(before - resident())
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    returned = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert returned > 50_000_000
