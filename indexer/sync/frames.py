@@ -33,7 +33,8 @@ _MAX_DID_CHARACTERS = 2_048
 _MAX_TYPE_CHARACTERS = 64
 _MAX_TIME_CHARACTERS = 64
 _NAMESPACE = "com.atproto.sync.subscribeRepos"
-_REPO_EVENT_KINDS: dict[str, Literal["commit", "sync", "identity", "account"]] = {
+_RepoEventKind = Literal["commit", "sync", "identity", "account"]
+_REPO_EVENT_KINDS: dict[str, _RepoEventKind] = {
     "#commit": "commit",
     "#sync": "sync",
     "#identity": "identity",
@@ -97,13 +98,22 @@ def _split_frame(frame: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
 def _other_shard_event(
     header: dict[str, Any], payload: dict[str, Any], owns: Callable[[str], bool]
 ) -> OtherShardEvent | None:
-    name, did, seq = header.get("t"), payload.get("repo", payload.get("did")), _seq_or_none(payload)
-    if not (isinstance(name, str) and isinstance(did, str)) or seq is None:
+    kind, seq = _repo_event_kind(header), _seq_or_none(payload)
+    if kind is None or seq is None:
         return None
-    if len(did) > _MAX_DID_CHARACTERS or owns(did):
+    did = payload.get(_did_field(kind))
+    if not isinstance(did, str) or len(did) > _MAX_DID_CHARACTERS or owns(did):
         return None
-    kind = _REPO_EVENT_KINDS.get(name)
-    return None if kind is None else OtherShardEvent(seq, kind, did, _time(payload))
+    return OtherShardEvent(seq, kind, did, _time(payload))
+
+
+def _repo_event_kind(header: dict[str, Any]) -> _RepoEventKind | None:
+    name = header.get("t")
+    return _REPO_EVENT_KINDS.get(name.removeprefix(_NAMESPACE)) if isinstance(name, str) else None
+
+
+def _did_field(kind: _RepoEventKind | None) -> str:
+    return "repo" if kind == "commit" else "did"
 
 
 def _decode_payload(header: dict[str, Any], payload: dict[str, Any], limits: Limits) -> Event:
@@ -272,7 +282,7 @@ def _time(payload: dict[str, Any]) -> str:
 def _malformed(header: dict[str, Any], payload: dict[str, Any], error: UpstreamError) -> MalformedEvent:
     """Return the event with the fields that can be read: its dead letter names them, and the cursor passes its seq."""
     name = header.get("t")
-    did = payload.get("repo", payload.get("did"))
+    did = payload.get(_did_field(_repo_event_kind(header)))
     return MalformedEvent(
         reason=error.reason,
         detail=error.detail,

@@ -182,6 +182,27 @@ def test_a_message_of_another_shard_is_recognized_by_its_did(
     assert decode_frame(encoded_frame(kind, payload), DEFAULT_LIMITS, lambda _did: True) == decoded_event(kind, payload)
 
 
+@pytest.mark.parametrize("kind", ["commit", "sync", "identity", "account"])
+def test_the_shard_of_a_message_is_that_of_the_did_that_decides_in_either_form_of_its_type(
+    kind: Literal["commit", "sync", "identity", "account"],
+) -> None:
+    """Other fields and the long form of the type do not let two shards process a message, or none."""
+    alice, other = SigningAccount(), SigningAccount()
+    event = {
+        "commit": alice.commit_post("a") | {"did": other.did},
+        "sync": alice.sync_event() | {"repo": other.did},
+        "identity": alice.identity_event() | {"repo": 5},
+        "account": alice.account_event(active=False) | {"repo": other.did},
+    }[kind]
+    for name in (f"#{kind}", f"com.atproto.sync.subscribeRepos#{kind}"):
+        frame = dag_cbor.encode({"op": 1, "t": name}) + dag_cbor.encode(event)
+        decoded = decode_frame(frame, DEFAULT_LIMITS)
+        assert decode_frame(frame, DEFAULT_LIMITS, lambda did: did == alice.did) == decoded
+        assert decode_frame(frame, DEFAULT_LIMITS, lambda did: did != alice.did) == OtherShardEvent(
+            event["seq"], kind, alice.did, event["time"]
+        )
+
+
 def test_a_message_without_an_account_belongs_to_every_shard() -> None:
     for message in (
         encoded_frame("info", {"name": "x"}),

@@ -356,9 +356,9 @@ class Reconciliation:
 
     async def _hide_if_inactive(self, source: str, did: str) -> bool:
         """Hide the account if the relay says that it is not active; return True if it was shown before."""
-        repo = (await self._store.repos([did]))[did]
-        status = await self._fetch_status(source, did)
-        if status is None or status.active:
+        repo = (await self._store.repos([did])).get(did)
+        status = None if repo is None else await self._fetch_status(source, did)
+        if repo is None or status is None or status.active:
             return False
         after = plan_hidden(repo, status.status, time(), self._settings.deletion_grace)
         return after is not repo and not await self._store.apply(Batch((RepoWrite(repo.version, after),)))
@@ -368,9 +368,11 @@ class Reconciliation:
 
         The row is read before the relay is asked. So if an event changes the row meanwhile, the write is not applied.
         """
-        repo = (await self._store.repos([did]))[did]
-        status = await self._fetch_status(source, did)
-        after = plan_active(repo, time()) if status is not None and status.active else repo
+        repo = (await self._store.repos([did])).get(did)
+        status = None if repo is None else await self._fetch_status(source, did)
+        if repo is None or status is None or not status.active:
+            return False
+        after = plan_active(repo, time())
         return after is not repo and not await self._store.apply(Batch((RepoWrite(repo.version, after),)))
 
     async def _fetch_status(self, source: str, did: str) -> RepoStatus | None:

@@ -216,6 +216,35 @@ async def test_account_hidden_by_the_stream_meanwhile_stays_hidden(
     assert (repo.active, repo.hosting_status) == (False, "deleted")
 
 
+class ForgettingStore:
+    """A store in which hidden repos are forgotten right after they were found."""
+
+    def __init__(self, store: Store, sql: asyncpg.Connection) -> None:
+        self._store = store
+        self._sql = sql
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    async def find_differences(self, revs: Mapping[str, str]) -> ListDifferences:
+        found: ListDifferences = await self._store.find_differences(revs)
+        await self._sql.execute("delete from indexer.repo where did = any($1::text[])", list(found.hidden))
+        return found
+
+
+async def test_hidden_repo_that_is_forgotten_meanwhile_is_left_out(
+    store: Store, sql: asyncpg.Connection, host: ScriptedHost, outbound: OutboundClient
+) -> None:
+    await insert(store, stored("back", active=False, hosting_status="deactivated"))
+    host.pages[path()] = page((did("back"), STORED))
+    serve_status(host, "back", active=True)
+    progress = await make_reconciliation(ForgettingStore(store, sql), outbound, host).reconcile(
+        host.url, ignore_progress
+    )
+    assert (progress.listed, progress.found) == (1, 0)
+    assert await sql.fetchval("select count(*) from indexer.repo") == 0
+
+
 class CatchingUpStore:
     """A store in which the stream updates repos right after they were found to be behind."""
 
