@@ -118,11 +118,11 @@ class ScopeBackfill:
         listable = [pattern for pattern in scope.added_after(0) if is_nsid(pattern)]
         if not first or not listable:
             return True
-        if not self._sources() or monotonic() < self._scope.changed_at + self._settle:
+        if not (sources := self._sources()) or monotonic() < self._scope.changed_at + self._settle:
             return False
         began_at = time()
         try:
-            lists = {pattern: await self._read_list(pattern) for pattern in listable}
+            lists = {pattern: await self._read_list(sources, pattern) for pattern in listable}
         except DatabaseError:
             raise
         except UnavailableError as error:
@@ -143,12 +143,14 @@ class ScopeBackfill:
     async def _compare_again(self, scope: Scope) -> None:
         """Compare the lists again that are due, and mark repos that lack records after all."""
         added_in = dict(zip(scope.collections.patterns, scope.added_in, strict=True))
-        for recheck in await self._store.rechecks(self._shard) if self._sources() else ():
+        if not (sources := self._sources()):
+            return
+        for recheck in await self._store.rechecks(self._shard):
             if recheck.collection not in added_in:
                 await self._store.save_crawl_progress(replace(recheck, finished_at=time()))
             elif time() >= recheck.began_at + self._recheck[recheck.found]:
                 try:
-                    found = await self._find_incomplete(recheck, added_in[recheck.collection])
+                    found = await self._find_incomplete(sources, recheck, added_in[recheck.collection])
                 except DatabaseError:
                     raise
                 except UnavailableError as error:
@@ -158,20 +160,20 @@ class ScopeBackfill:
                 await self._store.save_crawl_progress(replace(recheck, found=done, finished_at=ended))
                 log.info("scope.compared-again", collection=recheck.collection, incomplete=found)
 
-    async def _find_incomplete(self, recheck: CrawlProgress, added_in: int) -> int:
+    async def _find_incomplete(self, sources: Sequence[str], recheck: CrawlProgress, added_in: int) -> int:
         """Mark listed repos that lack records of the collection; return how many.
 
         Raises:
             UnavailableError: No relay answers, or the database does not.
         """
         incomplete, collection = 0, recheck.collection
-        async for page in self._pages(collection):
+        async for page in self._pages(sources, collection):
             dids = [account.did for account in page.accounts if self._shard.owns(account.did)]
             incomplete += await self._store.mark_incomplete(dids, collection, added_in, recheck.began_at)
             self.stage.moved()
         return incomplete
 
-    async def _read_list(self, collection: str) -> ListedAccounts | None:
+    async def _read_list(self, sources: Sequence[str], collection: str) -> ListedAccounts | None:
         """Return the repos that the first relay lists which offers it; None if none does.
 
         Raises:
@@ -179,14 +181,14 @@ class ScopeBackfill:
         """
         stored = sum((await self._store.counts()).statuses.values())
         listed, read_to_the_end = ListedAccounts(2 * stored), False
-        async for page in self._pages(collection):
+        async for page in self._pages(sources, collection):
             for account in page.accounts:
                 listed.add(account.did)
             read_to_the_end = page.cursor is None
             self.stage.moved()
         return listed if read_to_the_end else None
 
-    async def _pages(self, collection: str) -> AsyncIterator[RepoListPage]:
+    async def _pages(self, sources: Sequence[str], collection: str) -> AsyncIterator[RepoListPage]:
         """Yield the pages of the first relay that offers the list. The last page has no cursor.
 
         If a relay stops offering it, the pages of the next one follow.
@@ -194,7 +196,7 @@ class ScopeBackfill:
         Raises:
             UnavailableError: A relay that may offer it does not answer.
         """
-        for source in self._sources():
+        for source in sources:
             try:
                 async for page in repo_list_pages(self._outbound, source, collection, None, self._requests):
                     yield page

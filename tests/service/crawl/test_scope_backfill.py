@@ -1,0 +1,45 @@
+"""A change of the scope while the stream of the relay is lost, whose lists would be read."""
+
+import asyncpg
+import orjson
+import pytest
+
+from indexer.monitoring.metrics import Metrics
+from indexer.outbound import OutboundClient
+from indexer.service.crawl.scope_backfill import ScopeBackfill
+from indexer.service.current_scope import CurrentScope
+from indexer.store import Store
+from indexer.sync.shard import Shard
+from tests.outbound.scripted_host import ScriptedHost, http_response
+from tests.store.repo_rows import did, insert, synchronized
+from tests.sync.signing_account import STORE_ALL
+
+POST, LIKE = "app.bsky.feed.post", "app.bsky.feed.like"
+LIST = f"/xrpc/com.atproto.sync.listReposByCollection?limit=2000&collection={LIKE}"
+
+
+@pytest.mark.parametrize("open_for", range(1, 5))
+async def test_relay_that_is_lost_before_its_list_is_read_is_not_one_that_offers_none(
+    store: Store, sql: asyncpg.Connection, host: ScriptedHost, outbound: OutboundClient, open_for: int
+) -> None:
+    scope = CurrentScope(store, STORE_ALL)
+    await scope.begin()
+    await store.set_collections([POST])
+    await insert(store, synchronized("listed", scope_version=2), synchronized("without", scope_version=2))
+    await store.set_collections([POST, LIKE])
+    await scope.refresh()
+    host.pages[LIST] = http_response(orjson.dumps({"repos": [{"did": did("listed")}]}))
+    asked = 0
+
+    def sources() -> list[str]:
+        """Return the relay while its stream is open: until it was asked for so often."""
+        nonlocal asked
+        asked += 1
+        return [host.url] if asked <= open_for else []
+
+    backfill = ScopeBackfill(store, outbound, scope, sources, Shard(), Metrics(), settle=0.0, recheck=(0.0, 3_600.0))
+    await backfill.step()
+    repos = await store.repos([did("listed"), did("without")])
+    assert {name for name in ("listed", "without") if repos[did(name)].sync_reason} == {"listed"}
+    [recheck] = await store.rechecks(Shard())
+    assert len(host.requests) == 1 + recheck.found, "a repetition that read no list does not count"
