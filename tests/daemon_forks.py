@@ -45,11 +45,13 @@ class Death(NamedTuple):
         point: The name of the crash point.
         committed: Die after the COMMIT of the transaction in which the point was reached.
         passes: Die when the point is reached for the time of this number.
+        other: Another point that counts as this one.
     """
 
     point: str
     committed: bool = False
     passes: int = 1
+    other: str | None = None
 
 
 def do_not_prepare() -> None:
@@ -73,6 +75,7 @@ class DaemonFork:
         self._environment = environment
         self._prepare = prepare
         self._process: BaseProcess | None = None
+        self._death: Death | None = None
 
     @asynccontextmanager
     async def supervised(self) -> AsyncIterator[None]:
@@ -92,7 +95,8 @@ class DaemonFork:
         return self._process.pid
 
     def start(self, death: Death | None = None, command: Sequence[str] = RUN) -> None:
-        """Start a process; with `death`, it kills itself at that moment."""
+        """Start a process; with `death`, it kills itself at that moment, and is not started again."""
+        self._death = death
         self._process = _context.Process(
             target=_run, args=(self._environment, str(self.log), self._prepare, death, tuple(command))
         )
@@ -151,13 +155,17 @@ class DaemonFork:
         assert self._process.exitcode == -signal.SIGKILL, self.log_tail()
         self._process = None
 
+    def _has_died(self) -> bool:
+        """Return True if the process has killed itself at the moment for which it was told to."""
+        return self._process is not None and self._death is not None and self._process.exitcode == -signal.SIGKILL
+
     async def _supervise(self) -> None:
         while True:
             self._restart_ended()
             await asyncio.sleep(SUPERVISION_SECONDS)
 
     def _restart_ended(self) -> None:
-        if self._process is not None and not self._process.is_alive():
+        if self._process is not None and not self._process.is_alive() and not self._has_died():
             log = self.log.read_text()
             assert self._process.exitcode == ExitCode.FAILED, self.log_tail()
             assert "Traceback (most" not in log, log[log.index("Traceback (most") :]
@@ -187,7 +195,7 @@ def _arm(death: Death) -> None:
     in_transaction = ContextVar("in_transaction", default=False)
 
     def reached(point: str) -> None:
-        if point == death.point and next(passes) >= death.passes:
+        if point in (death.point, death.other) and next(passes) >= death.passes:
             if not death.committed:
                 _die()
             in_transaction.set(True)

@@ -11,27 +11,27 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from copy import copy
 from typing import Any, TypeVar
 
-from indexer.atproto.crypto import PrivateKey
 from indexer.localnet import http_server
-from indexer.localnet.local_account import LocalAccount
-from indexer.localnet.local_pds import CAR_TYPE, GET_REPO
 from indexer.localnet.local_relay import message_frame
-from indexer.localnet.local_repo import LocalRepo
 from indexer.localnet.local_repo import Write as RepoWrite
 from indexer.localnet.tid_clock import TidClock, tid
 from tests.daemon.running_daemon import commit_payload
+from tests.daemon_forks import Death
 from tests.simulation.fault_schedule import (
     AccountChange,
     BrokenConnection,
+    BrokenHost,
     ChangedScope,
     DamagedCommit,
     DelayedMessages,
     Fault,
     FaultyExport,
     Forgery,
+    KilledAtPoint,
     KilledDaemon,
     LostCommit,
     LostWindow,
+    Moment,
     RepeatedMessages,
     RestartedSequence,
     StoppedRelay,
@@ -39,6 +39,7 @@ from tests.simulation.fault_schedule import (
     UnreachableDatabase,
     UnreachableDirectory,
 )
+from tests.simulation.faulty_hosts import STRANGER, faulty_answer, wrong_answers
 from tests.simulation.recording_servers import DAMAGES
 from tests.simulation.simulated_world import World
 from tests.waiting import until
@@ -46,9 +47,10 @@ from tests.waiting import until
 F = TypeVar("F", bound=Fault)
 Injection = Callable[[World, Any], AbstractAsyncContextManager[None]]
 
-STRANGER = PrivateKey.from_seed("k256", b"a key that no account has")
-GARBAGE = (b"\xff\x00 not CBOR", b"", b"\xa0\xa0\xa0")
-SLOW_BYTES_PER_SECOND = 400
+GARBAGE = (b"\xff\x00 not CBOR", b"\xa0", b"\xa0\xa0\xa0")
+"""Beginnings of messages that are no frames, whatever follows."""
+OUTAGE_SECONDS = 0.3
+"""Duration of an outage after its first effect."""
 RESTARTED_SEQ = 9_000
 MAX_MESSAGES = 1_000
 """No sequence has as many messages, so a number tells to which sequence it belongs."""
@@ -112,7 +114,7 @@ async def _break_export(world: World, fault: FaultyExport) -> AsyncIterator[None
     account = world.accounts[fault.did]
     for relay in world.relays:
         relay.drop(fault.did)
-    broken = _export_fault(account, fault)
+    broken = faulty_answer(account, fault)
     account.pds.faults.append(broken)
     yield
     world.unfinished.append((fault, lambda: broken.fired == fault.times))
@@ -120,12 +122,19 @@ async def _break_export(world: World, fault: FaultyExport) -> AsyncIterator[None
 
 @_carries_out(UnreachableDirectory)
 async def _hide_directory(world: World, fault: UnreachableDirectory) -> AsyncIterator[None]:
-    answer: dict[str, Any] = {"hang": True} if fault.kind == "hanging" else {"status": 503}
-    outage = http_server.Fault("", times=None, **answer)
-    world.plc.faults.append(outage)
+    error = http_server.Fault("", times=None, status=503)
+    waited = world.plc.waited
+    if fault.kind == "hanging":
+        world.plc.hang()
+    else:
+        world.plc.faults.append(error)
     yield
-    await until(lambda: outage.fired > 0, world.daemon.log_tail)
-    world.plc.faults.remove(outage)
+    await until(lambda: error.fired > 0 or world.plc.waited > waited, world.daemon.log_tail)
+    await asyncio.sleep(OUTAGE_SECONDS)
+    if fault.kind == "hanging":
+        world.plc.go_on()
+    else:
+        world.plc.faults.remove(error)
     world.fired[fault] += 1
 
 
@@ -141,22 +150,40 @@ async def _change_account(world: World, fault: AccountChange) -> AsyncIterator[N
 
 @_carries_out(Forgery)
 async def _forge(world: World, fault: Forgery) -> AsyncIterator[None]:
+    """Forge after the actions, when the account is quiet: whatever happens to it then, the forgery has caused."""
     yield
+    await until(lambda: world.is_quiet(fault.did), world.daemon.log_tail)
+    desynchronized, fetched = await world.desynchronized(fault.did), world.fetched()[fault.did]
     kind, payload = _forged_message(world, fault)
+    frames = []
     for relay in world.relays:
-        relay.inject(message_frame(kind, payload | {"seq": relay.seq + 1}))
+        frames.append(message_frame(kind, payload | {"seq": relay.seq + 1}))
+        relay.inject(frames[-1])
         relay.newest = relay.seq
+    await until(lambda: world.has_rejected(frames), world.daemon.log_tail)
     await world.caught_up()  # before the directory may be unreachable: without a key, the repo is fetched
+    assert await world.desynchronized(fault.did) == desynchronized, f"{fault} has desynchronized the repo"
+    assert world.fetched()[fault.did] == fetched, f"{fault} has caused a fetch"
     world.fired[fault] += 1
 
 
 @_carries_out(UndecodableMessages)
 async def _send_garbage(world: World, fault: UndecodableMessages) -> AsyncIterator[None]:
-    for relay in world.relays:
-        for number in range(fault.count):
-            relay.inject(GARBAGE[number % len(GARBAGE)])
-    world.fired[fault] += 1
+    def send() -> None:
+        for relay in world.relays:
+            for frame in frames:
+                relay.inject(frame)
+
+    world.garbage += 1
+    frames = [GARBAGE[number % len(GARBAGE)] + b"%d.%d" % (world.garbage, number) for number in range(fault.count)]
+    if not fault.late:
+        send()
     yield
+    if fault.late:
+        send()
+    for frame in frames:
+        await until(lambda frame=frame: world.has_rejected([frame]), world.daemon.log_tail)  # type: ignore[misc]
+    world.fired[fault] += 1
 
 
 @_carries_out(RepeatedMessages)
@@ -187,6 +214,21 @@ async def _kill_daemon(world: World, fault: KilledDaemon) -> AsyncIterator[None]
     world.daemon.start()
 
 
+@_carries_out(KilledAtPoint)
+async def _kill_daemon_at_point(world: World, fault: KilledAtPoint) -> AsyncIterator[None]:
+    if fault.quiet:
+        await world.caught_up()
+        await until(world.all_quiet, world.daemon.log_tail)
+    await world.kill()
+    if not fault.late:
+        world.daemon.start(_death(fault.moment))
+    yield
+    if fault.late:
+        world.daemon.start(_death(fault.moment))
+    await _wait_for_death(world, fault.moment)
+    world.fired[fault] += 1
+
+
 @_carries_out(LostWindow)
 async def _lose_window(world: World, fault: LostWindow) -> AsyncIterator[None]:
     await world.caught_up()
@@ -195,7 +237,11 @@ async def _lose_window(world: World, fault: LostWindow) -> AsyncIterator[None]:
     for relay in world.relays:
         relay.window, relay.announces = fault.remaining, fault.announced
     latest = await world.latest_gap()
-    world.daemon.start()
+    if fault.moment is None:
+        world.daemon.start()
+    else:
+        world.daemon.start(_death(fault.moment))
+        await _wait_for_death(world, fault.moment)
     await _wait_for_gap(world, latest)
     for relay in world.relays:
         relay.window, relay.announces = None, True
@@ -245,16 +291,46 @@ async def _hide_database(world: World, fault: UnreachableDatabase) -> AsyncItera
         world.proxy.refuse()
     yield
     await until(lambda: world.proxy.disturbed > before, world.daemon.log_tail)
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(OUTAGE_SECONDS)
     world.proxy.open()
     world.fired[fault] += 1
 
 
+@_carries_out(BrokenHost)
+async def _break_host(world: World, fault: BrokenHost) -> AsyncIterator[None]:
+    """Break the host for good."""
+    host = world.hosts[fault.host]
+    accounts = [account for account in world.accounts.values() if account.pds is host]
+    answers = wrong_answers(fault.kind, accounts)
+    if fault.kind == "dead":
+        await host.stop()
+    host.faults[:0] = answers
+    yield
+
+    async def has_failed() -> bool:
+        dids = [account.did for account in accounts]
+        return any(answer.fired for answer in answers) or await world.has_failed("unreachable", dids)
+
+    world.unfinished.append((fault, has_failed))
+
+
 @_carries_out(ChangedScope)
 async def _change_scope(world: World, fault: ChangedScope) -> AsyncIterator[None]:
+    before = await world.scope_version()
     await world.sql.execute("select atproto.set_collections($1)", list(fault.collections))
-    world.fired[fault] += 1
+    world.fired[fault] += await world.scope_version() > before
     yield
+
+
+def _death(moment: Moment) -> Death:
+    return Death(moment.point, moment.committed, other=moment.other)
+
+
+async def _wait_for_death(world: World, moment: Moment) -> None:
+    """Wait until the daemon has killed itself, and start another one."""
+    await world.daemon.wait_for_death(_death(moment))
+    await world.forget_daemon()
+    world.daemon.start()
 
 
 async def _wait_for_gap(world: World, before: int) -> None:
@@ -264,28 +340,6 @@ async def _wait_for_gap(world: World, before: int) -> None:
         return await world.latest_gap() > before and await world.gaps_are_closed()
 
     await until(closed, world.daemon.log_tail)
-
-
-def _export_fault(account: LocalAccount, fault: FaultyExport) -> http_server.Fault:
-    """Return the fault of the next exports of the account."""
-    answers: dict[str, dict[str, Any]] = {
-        "cut": {"cut": 200},
-        "truncated": {"sections": 3},
-        "hanging": {"hang": True},
-        "slow": {"rate": SLOW_BYTES_PER_SECOND},
-        "error": {"status": 500},
-        "foreign signature": {
-            "status": 200, "headers": {"Content-Type": CAR_TYPE}, "body": _foreign_export(account.repo)
-        },
-    }  # fmt: skip
-    return http_server.Fault(GET_REPO, fault.did, fault.times, **answers[fault.kind])
-
-
-def _foreign_export(repo: LocalRepo) -> bytes:
-    """Return an export of the repo that a stranger has signed."""
-    foreign = copy(repo)
-    foreign.write([], STRANGER, repo.head.rev)
-    return b"".join(foreign.export())
 
 
 def _forged_message(world: World, fault: Forgery) -> tuple[str, dict[str, Any]]:

@@ -5,7 +5,7 @@ to know is here: each action has the time that its commit carries, and each faul
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 Value = Mapping[str, str | int | bool | None]
@@ -14,6 +14,7 @@ ExportProblem = Literal["cut", "truncated", "hanging", "slow", "error", "foreign
 DirectoryProblem = Literal["error", "hanging"]
 ForgedMessage = Literal["commit by another key", "sync by another key", "commit of another repo", "future commit"]
 DatabaseProblem = Literal["refused", "hanging"]
+HostProblem = Literal["dead", "forging", "old exports", "cut exports", "denying", "failing"]
 HostingStatus = Literal["deactivated", "takendown", "suspended", "deleted"]
 
 MINUTE = 60_000_000
@@ -152,9 +153,15 @@ class RepeatedMessages(Fault):
 
 @dataclass(frozen=True)
 class UndecodableMessages(Fault):
-    """Relays send messages that are no frames."""
+    """Relays send messages that are no frames.
+
+    Attributes:
+        count: How many.
+        late: True: after the actions of the episode; False: before them.
+    """
 
     count: int
+    late: bool
 
 
 @dataclass(frozen=True)
@@ -163,8 +170,38 @@ class BrokenConnection(Fault):
 
 
 @dataclass(frozen=True)
+class Moment:
+    """A moment of the work of the daemon.
+
+    Attributes:
+        point: The name of a crash point of the daemon.
+        committed: True: after the COMMIT of the transaction in which the point is reached; False: at the point.
+        other: The point that the daemon reaches instead in another state of the database.
+    """
+
+    point: str
+    committed: bool = False
+    other: str | None = None
+
+
+@dataclass(frozen=True)
 class KilledDaemon(Fault):
     """The daemon is killed with SIGKILL before the actions of the episode, and starts again after them."""
+
+
+@dataclass(frozen=True)
+class KilledAtPoint(Fault):
+    """The daemon is killed before the actions of the episode. The next process kills itself at a moment of its work.
+
+    Attributes:
+        moment: The moment. The actions and the other faults of the episode cause the work.
+        late: True: this process starts after the actions; False: before them.
+        quiet: True: before, the daemon has fetched everything that it had to fetch.
+    """
+
+    moment: Moment
+    late: bool
+    quiet: bool = False
 
 
 @dataclass(frozen=True)
@@ -174,10 +211,12 @@ class LostWindow(Fault):
     Attributes:
         remaining: How many messages the relay still has.
         announced: True if the relay says that the cursor is outdated.
+        moment: The daemon that returns kills itself at this moment, and another one follows; None: it does not.
     """
 
     remaining: int
     announced: bool
+    moment: Moment | None = None
 
 
 @dataclass(frozen=True)
@@ -211,6 +250,19 @@ class ChangedScope(Fault):
 
 
 @dataclass(frozen=True)
+class BrokenHost(Fault):
+    """A host does not serve correct exports any more, to the end of the world.
+
+    `dead`: it does not answer. `forging`: it serves exports that its accounts have not signed. `old exports`: it serves
+    the exports of before. `cut exports`: each export ends too early. `denying`: it denies that it has the repos.
+    `failing`: it answers with an error.
+    """
+
+    host: int
+    kind: HostProblem
+
+
+@dataclass(frozen=True)
 class Episode:
     """Actions while faults are in effect.
 
@@ -220,9 +272,12 @@ class Episode:
         after: The actions after the end of the faults.
     """
 
-    faults: tuple[Fault, ...]
-    actions: tuple[Action, ...]
-    after: tuple[Action, ...]
+    faults: tuple[Fault, ...] = ()
+    actions: tuple[Action, ...] = ()
+    after: tuple[Action, ...] = ()
+
+
+NO_EPISODE = Episode()
 
 
 @dataclass(frozen=True)
@@ -233,10 +288,13 @@ class Schedule:
         hosts: The number of hosts (PDSes).
         relays: The number of relays.
         collections: The collections that are selected at the beginning.
-        bystanders: Accounts that no fault affects, and that do not act while messages are lost.
+        bystanders: Accounts that no fault affects, and that do not act while messages are lost. The first one does not
+            act either between the first fault that may open a gap and `last`.
         first: The actions before the first episode. The world waits until all of them are stored.
         episodes: The episodes.
-        last: The actions after the last episode: each active account makes a commit.
+        last: The actions after the last episode: each active account makes a commit. The world waits until all of them
+            are stored.
+        ending: An episode whose faults do not end.
     """
 
     seed: int
@@ -247,14 +305,20 @@ class Schedule:
     first: tuple[Action, ...]
     episodes: tuple[Episode, ...] = field(default=())
     last: tuple[Action, ...] = field(default=())
+    ending: Episode = NO_EPISODE
+
+    @property
+    def before_ending(self) -> "Schedule":
+        """The schedule without its ending."""
+        return replace(self, ending=NO_EPISODE)
 
     @property
     def actions(self) -> tuple[Action, ...]:
         """All actions in their order."""
         during = tuple(action for episode in self.episodes for action in episode.actions + episode.after)
-        return self.first + during + self.last
+        return self.first + during + self.last + self.ending.actions
 
     @property
     def faults(self) -> tuple[Fault, ...]:
         """All faults in their order."""
-        return tuple(fault for episode in self.episodes for fault in episode.faults)
+        return tuple(fault for episode in (*self.episodes, self.ending) for fault in episode.faults)

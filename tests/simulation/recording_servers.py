@@ -1,5 +1,6 @@
-"""Relays that lose, damage and delay messages and remember what they sent, and hosts that count what is fetched."""
+"""Relays that remember what they sent, and lose, damage and delay it; hosts that count; a directory that can hang."""
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +9,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from indexer.localnet.local_pds import GET_REPO, LocalPds
+from indexer.localnet.local_plc import LocalPlc
 from indexer.localnet.local_relay import LocalRelay, SentMessage, message_frame
 
 Damage = Callable[[dict[str, Any]], bytes]
@@ -95,6 +97,37 @@ class CountingPds(LocalPds):
     async def _count(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.path == GET_REPO:
             self.fetched[request.query.get("did", "")] += 1
+        return await handler(request)
+
+
+class HangingPlc(LocalPlc):
+    """A directory that can stop to answer. It answers the requests that have waited when it goes on.
+
+    Attributes:
+        waited: The number of requests that had to wait.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waited = 0
+        self._answers = asyncio.Event()
+        self._answers.set()
+
+    def application(self) -> web.Application:
+        application = super().application()
+        application.middlewares.append(self._wait)
+        return application
+
+    def hang(self) -> None:
+        self._answers.clear()
+
+    def go_on(self) -> None:
+        self._answers.set()
+
+    @web.middleware
+    async def _wait(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        self.waited += not self._answers.is_set()
+        await self._answers.wait()
         return await handler(request)
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -11,7 +11,6 @@ import asyncpg
 from indexer.localnet import local_repo
 from indexer.localnet.http_server import HttpServer
 from indexer.localnet.local_account import LocalAccount
-from indexer.localnet.local_plc import LocalPlc
 from indexer.localnet.tid_clock import TidClock
 from tests.daemon_forks import DaemonFork
 from tests.database_proxy import DatabaseProxy
@@ -22,14 +21,15 @@ from tests.simulation.fault_schedule import (
     Fault,
     Join,
     Migrate,
+    RestartedSequence,
     RotateKey,
     Schedule,
     SetStatus,
     UnreachableDatabase,
     Write,
 )
-from tests.simulation.quick_daemon import hurry
-from tests.simulation.recording_servers import CountingPds, RecordingRelay
+from tests.simulation.quick_daemon import hurry, hurry_with_silent_relays
+from tests.simulation.recording_servers import CountingPds, HangingPlc, RecordingRelay
 from tests.waiting import until
 
 Condition = Callable[[], Awaitable[bool] | bool]
@@ -43,17 +43,46 @@ OBSERVER = "simulation"
 _RECORD_STATES = """
     create schema simulation;
     create table simulation.state (
-        number bigint generated always as identity, did text, status text, reason text, error text
+        number bigint generated always as identity, did text, status text, reason text, error text, scope bigint
     );
     create function simulation.record_state() returns trigger language plpgsql as $$
     begin
-        insert into simulation.state (did, status, reason, error)
-        values (new.did, new.sync_status, new.sync_reason, new.last_error);
+        insert into simulation.state (did, status, reason, error, scope)
+        select new.did, new.sync_status, new.sync_reason, new.last_error, (select version from indexer.scope);
         return null;
     end $$;
     create trigger record_state after insert or update on indexer.repo
     for each row execute function simulation.record_state();
+
+    create table simulation.moment (
+        number bigint generated always as identity, xid xid8 primary key, gaps bigint, cursors jsonb, revs jsonb
+    );
+    create function simulation.record_moment() returns trigger language plpgsql as $$
+    begin
+        if not exists (select from simulation.moment where xid = pg_current_xact_id()) then
+            insert into simulation.moment (xid, gaps, cursors, revs) select
+                pg_current_xact_id(),
+                (select count(*) from indexer.gap where closed_at is null),
+                (select jsonb_object_agg(relay, seq) from indexer.cursor),
+                (select jsonb_object_agg(did, rev) from indexer.repo where sync_status = 'synchronized' and active);
+        end if;
+        return null;
+    end $$;
+    create constraint trigger record_moment after insert or update on indexer.cursor deferrable initially deferred
+    for each row execute function simulation.record_moment();
+    create constraint trigger record_moment after insert or update on indexer.gap deferrable initially deferred
+    for each row execute function simulation.record_moment();
+    create constraint trigger record_moment after insert or update on indexer.repo deferrable initially deferred
+    for each row execute function simulation.record_moment();
 """
+_QUIET = """
+    select did, sync_status = 'synchronized'
+        and scope_version >= (select max(version) from unnest(added_in) version)
+        and not exists (select from indexer.gap where closed_at is null) as quiet
+    from indexer.repo, indexer.scope where active
+"""
+_DESYNCHRONIZED = "select count(*) from simulation.state where did = $1 and status <> 'synchronized'"
+_FAILED = "select from simulation.state where did = any($1::text[]) and error like $2"
 _BACKENDS = """
     select count(*) from pg_stat_activity
     where datname = current_database() and backend_type = 'client backend' and application_name <> $1
@@ -72,6 +101,7 @@ class World:
         daemon: The daemon.
         fired: How often each fault of the schedule happened.
         key_revs: The rev of the first commit with the present key, by DID, of accounts whose key has changed.
+        garbage: How many faults of the schedule have sent messages that are no frames, each with messages of its own.
         unfinished: Faults that have ended, whose effect is still to be seen, with the condition that shows it.
     """
 
@@ -79,7 +109,7 @@ class World:
         self.schedule = schedule
         self.dsn = dsn
         self.directory = directory
-        self.plc = LocalPlc()
+        self.plc = HangingPlc()
         self.hosts = [CountingPds() for _ in range(schedule.hosts)]
         self.relays = [RecordingRelay(self.plc, first_seq=(n + 1) * FIRST_SEQ) for n in range(schedule.relays)]
         for host in self.hosts:
@@ -88,6 +118,7 @@ class World:
         self.proxy = DatabaseProxy(dsn)
         self.fired: Counter[Fault] = Counter()
         self.key_revs: dict[str, str] = {}
+        self.garbage = 0
         self.unfinished: list[tuple[Fault, Condition]] = []
         self._now = 0
         self._clock = TidClock(lambda: self._now)
@@ -106,7 +137,9 @@ class World:
             if any(isinstance(fault, UnreachableDatabase) for fault in self.schedule.faults):
                 await stack.enter_async_context(self.proxy.serve())
                 dsn = self.proxy.dsn
-            self.daemon = DaemonFork(self.environment(dsn), self.directory, prepare=hurry)
+            silent = any(isinstance(fault, RestartedSequence) and not fault.announced for fault in self.schedule.faults)
+            prepare = hurry_with_silent_relays if silent else hurry
+            self.daemon = DaemonFork(self.environment(dsn), self.directory, prepare)
             await stack.enter_async_context(self.daemon.supervised())
             yield
 
@@ -143,6 +176,10 @@ class World:
     async def kill(self) -> None:
         """Kill the daemon, and wait until the database knows."""
         self.daemon.kill()
+        await self.forget_daemon()
+
+    async def forget_daemon(self) -> None:
+        """Wait until the database knows that the daemon is dead; let its leases expire."""
         await until(self.has_no_backend)
         await self.sql.execute(EXPIRE_LEASES)
 
@@ -162,9 +199,36 @@ class World:
         """Return the number of the latest gap; 0 if there was none."""
         return int(await self.sql.fetchval("select coalesce(max(id), 0) from indexer.gap"))
 
+    async def scope_version(self) -> int:
+        """Return the version of the stored scope."""
+        return int(await self.sql.fetchval("select version from indexer.scope"))
+
+    async def is_quiet(self, did: str) -> bool:
+        """Return True if the repo is synchronized, and if nothing that has happened so far will fetch it."""
+        return (await self._quiet())[did]
+
+    async def all_quiet(self) -> bool:
+        """Return True if all active repos are quiet."""
+        return all((await self._quiet()).values())
+
+    async def desynchronized(self, did: str) -> int:
+        """Return how often the repo has been written in another state than `synchronized`."""
+        return int(await self.sql.fetchval(_DESYNCHRONIZED, did))
+
+    async def has_failed(self, reason: str, dids: Sequence[str]) -> bool:
+        """Return True if a fetch of one of these repos has failed for this reason."""
+        return bool(await self.sql.fetch(_FAILED, dids, f"{reason}%"))
+
+    async def has_rejected(self, frames: Sequence[bytes]) -> bool:
+        """Return True if there is a dead letter with one of these frames."""
+        return bool(await self.sql.fetch("select from indexer.dead_letter where frame = any($1::bytea[])", frames))
+
     async def gaps_are_closed(self) -> bool:
         """Return True if no gap is open."""
         return not await self.sql.fetch("select from atproto.gaps where closed_at is null")
+
+    async def _quiet(self) -> dict[str, bool]:
+        return {row["did"]: row["quiet"] for row in await self.sql.fetch(_QUIET)}
 
     async def _is_caught_up(self) -> bool:
         relay = self.relay

@@ -2,7 +2,8 @@
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -10,16 +11,48 @@ import httpx
 
 from tests.background import running
 from tests.daemon_forks import DaemonFork
+from tests.database_server import DatabaseServer
+from tests.simulation.draw_schedule import draw_schedule
 from tests.simulation.fault_injection import inject
 from tests.simulation.fault_schedule import Episode, RestartedSequence, Schedule
 from tests.simulation.simulated_world import World
 from tests.simulation.world_checks import Checks, Snapshot
-from tests.simulation.world_oracle import truth_of
+from tests.simulation.world_oracle import Truth, truth_of
 from tests.waiting import until
 
 SAMPLE_SECONDS = 0.1
+WORLDS_AT_ONCE = 4
+"""Worlds that one test runs at the same time: most of the time, a world waits for hosts that do not answer."""
 
-_COUNTED = re.compile(r"^indexer_(events|events_received)_total(?:\{.*\})? ([0-9.e+]+)$", re.MULTILINE)
+_RECEIVED = re.compile(r'^indexer_events_received_total\{kind="([^"]*)"\} ([0-9.e+]+)$', re.MULTILINE)
+_OUTCOMES = re.compile(r'^indexer_events_total\{kind="([^"]*)",outcome="[a-z]+"\} ([0-9.e+]+)$', re.MULTILINE)
+
+
+async def run_seeds(seeds: Iterable[int], postgres: DatabaseServer, directory: Path) -> None:
+    """Run the worlds of these seeds at the same time, each on a database of its own.
+
+    Raises:
+        ExceptionGroup: The failures, each with the command that runs its world again.
+    """
+    dsns = {seed: postgres.create(migrated=True) for seed in seeds}
+    runs = [_run_seed(seed, dsn, directory / str(seed)) for seed, dsn in dsns.items()]
+    results = await asyncio.gather(*runs, return_exceptions=True)
+    for dsn in dsns.values():
+        postgres.drop(dsn)
+    failures = [result for result in results if isinstance(result, Exception)]
+    if failures:
+        raise ExceptionGroup("worlds that the database contradicts", failures)
+
+
+async def _run_seed(seed: int, dsn: str, directory: Path) -> None:
+    schedule = draw_schedule(seed)
+    directory.mkdir()
+    try:
+        await simulate(schedule, dsn, directory)
+    except Exception as error:
+        faults = [" ".join(map(str, episode.faults)) for episode in (*schedule.episodes, schedule.ending)]
+        error.add_note("\n".join([f"Replay with: make simulate SEED={seed}", "Its episodes:", *faults]))
+        raise
 
 
 async def simulate(schedule: Schedule, dsn: str, directory: Path) -> None:
@@ -34,9 +67,15 @@ async def simulate(schedule: Schedule, dsn: str, directory: Path) -> None:
         async with _sampling(checks):
             for episode in schedule.episodes:
                 await _perform(world, episode)
+            await world.caught_up()
+            await until(world.gaps_are_closed, world.daemon.log_tail)  # now the first bystander acts again
             await world.perform_all(schedule.last)
             await world.caught_up()
-            await _wait_until_equal(checks)
+            await _wait_until_equal(checks, truth_of(schedule.before_ending))
+            await _perform(world, schedule.ending)
+            await world.caught_up()
+            await _wait_until_equal(checks, checks.truth)
+        await checks.check_commits(world.sql)
         await wait_until_settled(world.daemon)
         await checks.check_end()
 
@@ -65,6 +104,7 @@ async def _sampling(checks: Checks) -> AsyncIterator[None]:
         try:
             while True:
                 checks.check_snapshot(await Snapshot.take(connection))
+                await checks.check_commits(connection)
                 await asyncio.sleep(SAMPLE_SECONDS)
         finally:
             await connection.close()
@@ -73,27 +113,30 @@ async def _sampling(checks: Checks) -> AsyncIterator[None]:
         yield
 
 
-async def _wait_until_equal(checks: Checks) -> None:
+async def _wait_until_equal(checks: Checks, truth: Truth) -> None:
     found = ["not compared"]
 
     async def equal() -> bool:
         nonlocal found
-        found = checks.differences(await Snapshot.take(checks.world.sql))
+        found = checks.differences(await Snapshot.take(checks.world.sql), truth)
         return not found
 
     await until(equal, lambda: "\n".join([*found, checks.world.daemon.log_tail()]))
 
 
 async def wait_until_settled(daemon: DaemonFork) -> None:
-    """Wait until the present process of the daemon has counted one outcome for each received message."""
+    """Wait until the present process of the daemon has counted one outcome for each received message, of each kind."""
     url = f"{daemon.health_url()}/metrics"
-    counts = {"events_received": 0.0, "events": 0.0}
+    received, outcomes = Counter[str](), Counter[str]()
 
     async def settled() -> bool:
-        counts.update(events_received=0.0, events=0.0)
-        for name, value in _COUNTED.findall((await client.get(url)).text):
-            counts[name] += float(value)
-        return counts["events_received"] == counts["events"] > 0
+        received.clear()
+        outcomes.clear()
+        text = (await client.get(url)).text
+        for pattern, counts in ((_RECEIVED, received), (_OUTCOMES, outcomes)):
+            for kind, value in pattern.findall(text):
+                counts[kind] += int(float(value))
+        return received.total() > 0 and +received == +outcomes
 
     async with httpx.AsyncClient() as client:
-        await until(settled, lambda: counts)
+        await until(settled, lambda: (received, outcomes))

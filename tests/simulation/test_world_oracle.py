@@ -1,18 +1,33 @@
 """The oracle agrees with the servers of the world, shares no code with them, and the checks notice what is wrong."""
 
 import ast
+import os
+import subprocess
+import sys
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from indexer.atproto.cid import cid_of as served_cid_of
 from indexer.atproto.cid import cid_text
-from tests.simulation import world_oracle
+from tests.simulation import expected_dead_letters, world_oracle
+from tests.simulation.draw_faults import MOMENTS
 from tests.simulation.draw_schedule import draw_schedule
+from tests.simulation.expected_dead_letters import Row, dead_letters_of
 from tests.simulation.fault_injection import injected_kinds
-from tests.simulation.fault_schedule import Schedule
+from tests.simulation.fault_schedule import (
+    BrokenHost,
+    ChangedScope,
+    DamagedCommit,
+    Forgery,
+    LostWindow,
+    RestartedSequence,
+    Schedule,
+)
 from tests.simulation.simulated_world import World
 from tests.simulation.world_checks import Checks, Snapshot
 from tests.simulation.world_oracle import Truth, truth_of
@@ -41,8 +56,9 @@ def test_oracle_agrees_with_the_world(seed: int) -> None:
         assert (true.rev, true.status) == (account.rev, account.status)
 
 
-def test_oracle_imports_only_the_schedule() -> None:
-    source = Path(world_oracle.__file__).read_text()
+@pytest.mark.parametrize("module", [world_oracle, expected_dead_letters])
+def test_oracle_imports_only_the_schedule(module: ModuleType) -> None:
+    source = Path(module.__file__ or "").read_text()
     imported = {
         name
         for node in ast.walk(ast.parse(source))
@@ -53,8 +69,23 @@ def test_oracle_imports_only_the_schedule() -> None:
     assert own == {"tests.simulation.fault_schedule"}
 
 
-def test_seed_gives_the_same_schedule_each_time() -> None:
-    assert draw_schedule(7) == draw_schedule(7) != draw_schedule(8)
+_PRINT = "from tests.simulation.draw_schedule import draw_schedule; print(*map(draw_schedule, range(1, 6)), sep='\\n')"
+
+
+def test_seed_gives_the_same_schedule_in_each_process() -> None:
+    """The processes hash strings differently, so that the order of their sets differs."""
+    printed = {
+        subprocess.run(
+            [sys.executable, "-c", _PRINT],
+            env=os.environ | {"PYTHONHASHSEED": str(number)},
+            capture_output=True,
+            check=True,
+            text=True,
+        ).stdout
+        for number in (1, 2)
+    }
+    assert printed == {"".join(f"{draw_schedule(seed)}\n" for seed in range(1, 6))}
+    assert draw_schedule(7) != draw_schedule(8)
 
 
 def test_all_faults_are_drawn() -> None:
@@ -62,21 +93,49 @@ def test_all_faults_are_drawn() -> None:
     assert drawn == injected_kinds()
 
 
+def test_daemon_is_killed_at_all_moments() -> None:
+    moments = [getattr(fault, "moment", None) for seed in SEEDS for fault in draw_schedule(seed).faults]
+    assert set(moments) == {None, *MOMENTS}
+
+
+def test_each_change_of_the_scope_selects_other_collections() -> None:
+    changes = 0
+    for seed in SEEDS:
+        schedule = draw_schedule(seed)
+        scopes = [fault.collections for fault in schedule.faults if isinstance(fault, ChangedScope)]
+        changes += len(scopes)
+        assert all(before != after for before, after in pairwise([schedule.collections, *scopes]))
+    assert changes > 0
+
+
+def test_somebody_is_undisturbed_although_messages_are_lost() -> None:
+    worlds = 0
+    for seed in SEEDS:
+        schedule = draw_schedule(seed)
+        kinds = {type(fault) for fault in schedule.faults}
+        if kinds & {LostWindow, RestartedSequence} and ChangedScope not in kinds:
+            worlds += 1
+            assert schedule.bystanders[0] in truth_of(schedule).undisturbed
+    assert worlds > 0
+
+
 def truth_as_snapshot(truth: Truth) -> dict[str, Any]:
     """Return the fields of a snapshot in which everything is as the oracle says."""
     repos = {
         did: {
             "did": did,
-            "sync_status": "synchronized",
-            "sync_reason": None,
-            "rev": true.rev,
+            "sync_status": true.final.status,
+            "sync_reason": true.final.reason,
+            "rev": true.stored_rev,
             "active": true.status is None,
             "hosting_status": true.status,
+            "failure": next(iter(true.final.errors)),
+            "parked": true.final.parked,
         }
         for did, true in truth.repos.items()
     }
-    records = {did: truth.cids(true.records) for did, true in truth.repos.items()}
-    return {"repos": repos, "records": records, "cursors": {}, "open_gaps": 0}
+    records = {did: truth.cids(true.stored_records) for did, true in truth.repos.items()}
+    return {"repos": repos, "records": records, "open_gaps": 0}
 
 
 @pytest.fixture
@@ -92,33 +151,60 @@ def fields(checks: Checks) -> dict[str, Any]:
 
 @pytest.fixture
 def did(checks: Checks) -> str:
-    """Return an active account that has records."""
-    return next(did for did, true in checks.truth.repos.items() if true.status is None and true.records)
+    """Return an active account that has records and is synchronized at the end."""
+    repos = checks.truth.repos.items()
+    return next(did for did, true in repos if true.status is None and true.records and true.final.reason is None)
+
+
+@pytest.fixture
+def stuck(checks: Checks) -> str:
+    """Return an account that cannot be fetched at the end."""
+    return next(did for did, true in checks.truth.repos.items() if true.final.reason is not None)
 
 
 def test_true_snapshot_has_no_difference(checks: Checks, fields: Mapping[str, Any]) -> None:
     snapshot = Snapshot(**fields)
-    assert checks.differences(snapshot) == []
+    assert checks.differences(snapshot, checks.truth) == []
     checks.check_snapshot(snapshot)
     assert checks.violations == []
 
 
 def test_missing_record_is_noticed(checks: Checks, fields: Mapping[str, Any], did: str) -> None:
     fields["records"][did].popitem()
-    assert len(checks.differences(Snapshot(**fields))) == 1
+    assert len(checks.differences(Snapshot(**fields), checks.truth)) == 1
     checks.check_snapshot(Snapshot(**fields))
     assert len(checks.violations) == 1
 
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"sync_status": "desynchronized", "sync_reason": "behind"}, {"active": False, "hosting_status": "takendown"}],
+    [
+        {"sync_status": "desynchronized", "sync_reason": "behind"},
+        {"active": False, "hosting_status": "takendown"},
+        {"failure": "unreachable"},
+    ],
 )
 def test_wrong_state_is_noticed(
     checks: Checks, fields: Mapping[str, Any], did: str, wrong: Mapping[str, object]
 ) -> None:
     fields["repos"][did].update(wrong)
-    assert len(checks.differences(Snapshot(**fields))) == 1
+    assert len(checks.differences(Snapshot(**fields), checks.truth)) == 1
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"sync_status": "synchronized", "sync_reason": None},
+        {"sync_reason": "behind"},
+        {"failure": "?"},
+        {"parked": None},
+    ],
+)
+def test_wrong_end_of_a_repo_that_cannot_be_fetched_is_noticed(
+    checks: Checks, fields: Mapping[str, Any], stuck: str, wrong: Mapping[str, object]
+) -> None:
+    fields["repos"][stuck].update(wrong)
+    assert len(checks.differences(Snapshot(**fields), checks.truth)) == 1
 
 
 def test_rev_that_does_not_exist_is_noticed(checks: Checks, fields: Mapping[str, Any], did: str) -> None:
@@ -127,26 +213,75 @@ def test_rev_that_does_not_exist_is_noticed(checks: Checks, fields: Mapping[str,
     assert len(checks.violations) == 1
 
 
-def test_stale_repo_is_noticed_unless_a_gap_is_open(checks: Checks, fields: Mapping[str, Any], did: str) -> None:
-    first = next(iter(checks.truth.repos[did].revs))
-    fields["repos"][did]["rev"] = first
-    fields["records"][did] = {}
-    relay = checks.world.relays[0]
-    fields["cursors"][relay.websocket_url] = relay.seq
-    checks.check_snapshot(Snapshot(**{**fields, "open_gaps": 1}))
+def test_stale_repo_is_noticed_unless_a_gap_is_open(checks: Checks, did: str) -> None:
+    first, relay = next(iter(checks.truth.repos[did].revs)), checks.world.relays[0]
+    checks.check_commit(1, {relay.websocket_url: relay.seq}, {did: first})
     assert checks.violations == []
-    checks.check_snapshot(Snapshot(**fields))
+    checks.check_commit(0, {relay.websocket_url: relay.seq}, {did: first})
     [violation] = checks.violations
     assert "was sent" in violation
+
+
+def test_repo_that_missed_the_end_of_a_former_sequence_is_noticed(checks: Checks, did: str) -> None:
+    first, relay = next(iter(checks.truth.repos[did].revs)), checks.world.relays[0]
+    relay.restart_sequence()
+    checks.check_commit(0, {relay.websocket_url: relay.seq}, {did: first})
+    assert len(checks.violations) == 1
 
 
 def test_account_that_does_not_exist_is_noticed(checks: Checks, fields: Mapping[str, Any]) -> None:
     stranger = "did:plc:zzzzzzzzzzzzzzzzzzzzzzzz"
     fields["repos"][stranger] = {"sync_status": "desynchronized"}
-    assert checks.differences(Snapshot(**fields)) == [f"{stranger} does not exist"]
+    assert checks.differences(Snapshot(**fields), checks.truth) == [f"{stranger} does not exist"]
 
 
 async def test_fault_that_does_not_happen_is_noticed(checks: Checks) -> None:
-    checks.snapshots = 1
+    checks.snapshots = checks.commits = 1
     with pytest.raises(AssertionError, match="these faults did not happen"):
         await checks.check_end()
+
+
+def schedule_with(*kinds: type) -> Schedule:
+    """Return the first schedule with these faults."""
+    return next(
+        schedule
+        for schedule in map(draw_schedule, SEEDS)
+        if all(any(isinstance(fault, kind) for fault in schedule.faults) for kind in kinds)
+    )
+
+
+def rows_of(schedule: Schedule) -> list[Row]:
+    """Return the dead letters that the schedule demands."""
+    demanded = dead_letters_of(schedule).least.items()
+    return [("relay", number, *cause) for cause, count in demanded for number in range(count)]
+
+
+def test_demanded_dead_letters_are_no_contradiction() -> None:
+    schedule = schedule_with(Forgery, DamagedCommit)
+    assert len(rows_of(schedule)) > 1
+    assert dead_letters_of(schedule).contradictions(rows_of(schedule)) == []
+
+
+def test_missing_dead_letter_is_noticed() -> None:
+    schedule = schedule_with(Forgery)
+    assert len(dead_letters_of(schedule).contradictions(rows_of(schedule)[1:])) == 1
+
+
+def test_dead_letter_of_an_honest_message_is_noticed() -> None:
+    schedule = schedule_with(Forgery)
+    rows = [*rows_of(schedule), ("relay", 1, schedule.bystanders[0], "ops-mismatch")]
+    assert len(dead_letters_of(schedule).contradictions(rows)) == 1
+
+
+def test_too_many_dead_letters_of_one_relay_are_noticed() -> None:
+    schedule = schedule_with(Forgery)
+    [(relay, _, did, reason), *_] = rows_of(schedule)
+    rows = [*rows_of(schedule), *((relay, number, did, reason) for number in range(100, 110))]
+    assert len(dead_letters_of(schedule).contradictions(rows)) == 1
+
+
+@pytest.mark.parametrize("kind", world_oracle.UNFETCHABLE)
+def test_each_problem_of_a_host_is_drawn(kind: str) -> None:
+    assert any(
+        isinstance(fault, BrokenHost) and fault.kind == kind for seed in SEEDS for fault in draw_schedule(seed).faults
+    )

@@ -4,23 +4,28 @@ This module shares no code with the product, with the servers of the world or wi
 """
 
 from base64 import b32encode
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
+from itertools import pairwise
 
 import cbor2
 
 from tests.simulation.fault_schedule import (
+    Action,
+    BrokenHost,
     ChangedScope,
     Commit,
     DamagedCommit,
     Episode,
     Fault,
     FaultyExport,
+    HostProblem,
     Join,
     LostCommit,
     LostWindow,
     Migrate,
+    RepeatedMessages,
     RestartedSequence,
     RotateKey,
     Schedule,
@@ -39,9 +44,40 @@ MISSED = BROKEN_CHAIN | {"behind", "reactivated", "sync-event"}
 GAPS: Mapping[type[Fault], frozenset[str]] = {
     LostWindow: frozenset({"cursor-outdated", "no-cursor"}),
     RestartedSequence: frozenset({"sequence-restarted", "cursor-unproven", "no-cursor"}),
+    # A connection may begin with a repeated message: a number below that of the cursor is one of another sequence.
+    RepeatedMessages: frozenset({"sequence-restarted", "no-cursor"}),
 }
 """The reasons of the gaps that faults open. The daemon has no cursor of a relay that it has not used before."""
 _BASE32 = "234567abcdefghijklmnopqrstuvwxyz"
+
+
+@dataclass(frozen=True)
+class FinalState:
+    """The state in which a repo has to end.
+
+    Attributes:
+        status: The sync status.
+        reason: The reason; None if the repo is synchronized.
+        errors: Reasons for which the last fetch may have failed; None: no fetch failed since the state was reached.
+        parked: True if nothing but a message may cause another fetch.
+    """
+
+    status: str
+    reason: str | None
+    errors: frozenset[str | None] = frozenset({None})
+    parked: bool = False
+
+
+SYNCHRONIZED = FinalState("synchronized", None)
+UNFETCHABLE: Mapping[HostProblem, FinalState] = {
+    "dead": FinalState("desynchronized", "chain-break", frozenset({"unreachable", "host-paused"})),
+    "failing": FinalState("desynchronized", "chain-break", frozenset({"http-status", "host-paused"})),
+    "forging": FinalState("desynchronized", "chain-break", frozenset({"export-rejected"})),
+    "cut exports": FinalState("desynchronized", "chain-break", frozenset({"export-incomplete"})),
+    "denying": FinalState("desynchronized", "chain-break", frozenset({"repo-not-found"}), parked=True),
+    "old exports": FinalState("desynchronized", "stale-export"),
+}
+"""The states of repos of which a commit is lost, by the problem of their host."""
 
 
 @dataclass
@@ -49,14 +85,20 @@ class TrueRepo:
     """The truth about one account.
 
     Attributes:
+        host: The number of its host at the end.
         status: The hosting status at the end; None: active.
         revs: The records after each commit, by rev, in order.
+        final: The state at the end, if the account is active.
+        stored: The rev that is stored at the end; None: the latest.
         reasons: Reasons for which the repo may be desynchronized at some time.
         certain: Reasons of which at least one must have been given.
     """
 
+    host: int = 0
     status: str | None = None
     revs: dict[str, Records] = field(default_factory=dict)
+    final: FinalState = SYNCHRONIZED
+    stored: str | None = None
     reasons: set[str] = field(default_factory=lambda: {"new"})
     certain: frozenset[str] = frozenset()
 
@@ -66,9 +108,19 @@ class TrueRepo:
         return next(reversed(self.revs))
 
     @property
+    def stored_rev(self) -> str:
+        """The rev that is stored at the end."""
+        return self.stored or self.rev
+
+    @property
     def records(self) -> Records:
-        """The records at the end."""
+        """The records after the latest commit."""
         return self.revs[self.rev]
+
+    @property
+    def stored_records(self) -> Records:
+        """The records that are stored at the end, without regard to the scope."""
+        return self.revs[self.stored_rev]
 
 
 @dataclass(frozen=True)
@@ -115,28 +167,43 @@ class Truth:
 def truth_of(schedule: Schedule) -> Truth:
     """Return the truth about the world of a schedule."""
     repos = dict[str, TrueRepo]()
-    for action in schedule.actions:
-        match action:
-            case Join():
-                repos[action.did] = TrueRepo(revs={tid_of(action.time): {}})
-            case Commit():
-                repos[action.did].revs[tid_of(action.time)] = _records_after(repos[action.did].records, action)
-            case RotateKey() | Migrate():
-                repos[action.did].revs[tid_of(action.time)] = repos[action.did].records
-            case SetStatus():
-                repos[action.did].status = action.status
-    for episode in schedule.episodes:
-        _add_reasons(repos, episode)
-    _add_key_changes(repos, schedule)
+    _act(repos, schedule.before_ending.actions)
+    _end(repos, schedule.ending)
+    changes = [fault.collections for fault in schedule.faults if isinstance(fault, ChangedScope)]
+    scopes = tuple(Scope(collections) for collections in (schedule.collections, *changes))
+    _add_reasons(repos, schedule, scopes)
     undisturbed = frozenset(action.did for action in schedule.first if repos[action.did].reasons == {"new"})
     for repo in repos.values():
         if "identity" in repo.reasons:  # without a key, a break of the chain is not seen
             repo.certain = repo.certain and repo.certain | {"identity"}
         repo.reasons.add("lease-expired")  # a killed or slow worker has not finished
-    changes = [fault.collections for fault in schedule.faults if isinstance(fault, ChangedScope)]
-    scopes = tuple(Scope(collections) for collections in (schedule.collections, *changes))
     gaps = frozenset[str]().union(*(GAPS.get(type(fault), frozenset()) for fault in schedule.faults))
     return Truth(repos, scopes, gaps, undisturbed)
+
+
+def _act(repos: dict[str, TrueRepo], actions: Iterable[Action]) -> None:
+    for action in actions:
+        match action:
+            case Join():
+                repos[action.did] = TrueRepo(action.host, revs={tid_of(action.time): {}})
+            case Commit():
+                repos[action.did].revs[tid_of(action.time)] = _records_after(repos[action.did].records, action)
+            case RotateKey():
+                repos[action.did].revs[tid_of(action.time)] = repos[action.did].records
+            case Migrate():
+                repos[action.did].revs[tid_of(action.time)] = repos[action.did].records
+                repos[action.did].host = action.host
+            case SetStatus():
+                repos[action.did].status = action.status
+
+
+def _end(repos: dict[str, TrueRepo], ending: Episode) -> None:
+    """Let accounts act whose commits are lost, while their host serves no correct exports."""
+    problems = {fault.host: fault.kind for fault in ending.faults if isinstance(fault, BrokenHost)}
+    for did in [fault.did for fault in ending.faults if isinstance(fault, LostCommit)]:
+        repo = repos[did]
+        repo.stored, repo.final = repo.rev, UNFETCHABLE[problems[repo.host]]
+    _act(repos, ending.actions)
 
 
 def _records_after(records: Records, commit: Commit) -> Records:
@@ -150,9 +217,39 @@ def _records_after(records: Records, commit: Commit) -> Records:
     return after
 
 
-def _add_reasons(repos: Mapping[str, TrueRepo], episode: Episode) -> None:
-    """Add the reasons that the faults of an episode may give, and those that they must give."""
-    uncertain = any(isinstance(fault, LostWindow | RestartedSequence | ChangedScope) for fault in episode.faults)
+def _add_reasons(repos: Mapping[str, TrueRepo], schedule: Schedule, scopes: Sequence[Scope]) -> None:
+    """Add the reasons that the schedule may give, and those that it must give."""
+    changes = iter(pairwise(scopes))
+    gaps = False
+    for episode in schedule.episodes:
+        gaps = gaps or any(type(fault) in GAPS for fault in episode.faults)
+        if any(isinstance(fault, ChangedScope) for fault in episode.faults):
+            _add_reasons_of_scope(repos, *next(changes))
+        _add_reasons_of_faults(repos, episode)
+        # Their messages are lost, or a gap of this or another relay is open, and its list is ahead of the stream.
+        for did in {action.did for action in episode.actions + episode.after} if gaps else ():
+            repos[did].reasons |= MISSED
+    _add_reasons_of_faults(repos, schedule.ending)
+    for repo in repos.values():
+        if repo.final.reason is not None:
+            repo.reasons.add(repo.final.reason)
+    _add_key_changes(repos, schedule)
+
+
+def _add_reasons_of_scope(repos: Mapping[str, TrueRepo], before: Scope, after: Scope) -> None:
+    """Add the reason of repos that may have records of collections that the change has added.
+
+    Others are fetched for this reason only if they change while the lists of repos are compared.
+    """
+    listed = all("*" not in pattern for pattern in after.collections)
+    for repo in repos.values():
+        paths = {path for records in repo.revs.values() for path in records}
+        if not listed or any(after.selects(path) and not before.selects(path) for path in paths):
+            repo.reasons.add("scope-widened")
+
+
+def _add_reasons_of_faults(repos: Mapping[str, TrueRepo], episode: Episode) -> None:
+    uncertain = any(isinstance(fault, ChangedScope) or type(fault) in GAPS for fault in episode.faults)
     for fault in episode.faults:
         match fault:
             case LostCommit() | DamagedCommit() | FaultyExport():
@@ -164,13 +261,6 @@ def _add_reasons(repos: Mapping[str, TrueRepo], episode: Episode) -> None:
                 joined = {action.did for action in episode.actions if isinstance(action, Join)}
                 for did in joined | {fault.did}:
                     repos[did].reasons |= {"identity", *BROKEN_CHAIN}
-            case LostWindow() | RestartedSequence():
-                # Other relays may have lost messages, too: a later change-over opens another gap.
-                for repo in repos.values():
-                    repo.reasons |= MISSED
-            case ChangedScope():
-                for repo in repos.values():
-                    repo.reasons |= {"scope-widened", *BROKEN_CHAIN}
     for action in episode.actions:
         if isinstance(action, SetStatus):
             repos[action.did].reasons |= {"reactivated", *BROKEN_CHAIN}

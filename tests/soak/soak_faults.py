@@ -8,7 +8,7 @@ from time import time_ns
 from typing import get_args
 
 from indexer.localnet.local_account import LocalAccount
-from tests.simulation.draw_schedule import ALL, NARROW
+from tests.simulation.drawn_world import EVERYTHING, LIKE, NOTE
 from tests.simulation.fault_injection import inject
 from tests.simulation.fault_schedule import (
     BrokenConnection,
@@ -46,13 +46,13 @@ ACCOUNT_FAULTS: dict[type[Fault], Callable[[Random, str], Fault]] = {
 COMMON_FAULTS: dict[type[Fault], Callable[[Random, str], Fault]] = {
     Forgery: lambda random, did: Forgery(did, random.choice(get_args(ForgedMessage)), time_ns() // 1_000),
     RepeatedMessages: lambda random, _: RepeatedMessages(random.randrange(1, 50), random.random() < 0.5),
-    UndecodableMessages: lambda random, _: UndecodableMessages(random.randrange(1, 4)),
+    UndecodableMessages: lambda random, _: UndecodableMessages(random.randrange(1, 4), late=False),
     BrokenConnection: lambda *_: BrokenConnection(),
     KilledDaemon: lambda *_: KilledDaemon(),
     StoppedRelay: lambda *_: StoppedRelay(),
     UnreachableDatabase: lambda random, _: UnreachableDatabase(random.choice(get_args(DatabaseProblem))),
     LostWindow: lambda random, _: LostWindow(random.randint(1, 5), random.random() < 0.5),
-    ChangedScope: lambda *_: ChangedScope(NARROW),
+    ChangedScope: lambda *_: ChangedScope((NOTE, LIKE)),
 }
 """Faults that concern everybody. They happen one at a time."""
 ALL_FAULTS = (*ACCOUNT_FAULTS, *COMMON_FAULTS)
@@ -93,7 +93,7 @@ class SoakFaults:
     async def _disturb_all(self, fault: Fault) -> None:
         await self._perform(fault)
         if isinstance(fault, ChangedScope):
-            await self._perform(ChangedScope(ALL))
+            await self._perform(ChangedScope(EVERYTHING))
 
     async def _disturb_account(self, kind: type[Fault]) -> None:
         """Let a fault happen to an account, which then commits: the large one if its export is fetched after it."""

@@ -16,7 +16,7 @@ from indexer.atproto.cid import cid_of, cid_text
 from tests import waiting
 from tests.background import running
 from tests.database_checks import apply_strictly
-from tests.simulation.draw_schedule import ALL
+from tests.simulation.drawn_world import EVERYTHING
 from tests.simulation.fault_schedule import Fault
 from tests.simulation.simulated_world import OBSERVER
 from tests.simulation.simulation_run import wait_until_settled
@@ -249,7 +249,7 @@ async def _check_end(world: SoakWorld, reader: LogReader) -> list[str]:
 
     The daemon that was never killed must also have counted one outcome for each message.
     """
-    await world.sql.execute("select atproto.set_collections($1)", list(ALL))
+    await world.sql.execute("select atproto.set_collections($1)", list(EVERYTHING))
     for account in [*world.active(), world.large]:
         world.commit(account)
     found = ["not compared"]

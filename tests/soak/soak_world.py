@@ -23,7 +23,7 @@ from indexer.store import dead_letters, gap_rows
 from indexer.sync.backoff import backoff_seconds
 from tests.changed_names import change_names
 from tests.daemon_forks import DaemonFork
-from tests.simulation.draw_schedule import ALL, DRAFT, LIKE, NOTE
+from tests.simulation.drawn_world import DRAFT, EVERYTHING, LIKE, NOTE
 from tests.simulation.fault_schedule import (
     Commit,
     HostingStatus,
@@ -107,7 +107,7 @@ class SoakWorld(World):
 
     def __init__(self, dsn: str, directory: Path, size: WorldSize, seed: int, prepare: Callable[[], None]) -> None:
         """Create it. `prepare`, a function of a module, is called in each process of a daemon at first."""
-        super().__init__(Schedule(seed, HOSTS, RELAYS, ALL, (), ()), dsn, directory)
+        super().__init__(Schedule(seed, HOSTS, RELAYS, EVERYTHING, (), ()), dsn, directory)
         self.steady_directory = directory / "steady"
         self.reserved: set[str] = set()
         self.commits = self.replaced = 0

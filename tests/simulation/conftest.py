@@ -1,0 +1,16 @@
+"""The process whose forks are killed, and a time limit of conditions that suits a slow machine."""
+
+import pytest
+
+from tests.daemon_forks import start_fork_server
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fork_server() -> None:
+    start_fork_server()
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several worlds run at the same time."""
+    monkeypatch.setattr("tests.waiting.TIMEOUT", 120.0)

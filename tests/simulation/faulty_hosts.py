@@ -1,0 +1,65 @@
+"""Wrong answers of hosts to requests for exports."""
+
+import json
+from collections.abc import Sequence
+from copy import copy
+from typing import Any
+
+from aiohttp import hdrs
+
+from indexer.atproto.crypto import PrivateKey
+from indexer.localnet.http_server import Fault
+from indexer.localnet.local_account import LocalAccount
+from indexer.localnet.local_pds import CAR_TYPE, GET_REPO
+from indexer.localnet.local_repo import LocalRepo, Write
+from indexer.localnet.tid_clock import tid
+from tests.simulation.fault_schedule import BEGINNING, FaultyExport, HostProblem
+
+STRANGER = PrivateKey.from_seed("k256", b"a key that no account has")
+SLOW_BYTES_PER_SECOND = 400
+FORGED_REV = tid(BEGINNING + 30 * 24 * 3_600_000_000)
+"""A rev after those of all worlds, and before the present."""
+NOT_FOUND = json.dumps({"error": "RepoNotFound", "message": "Could not find repo"}).encode()
+
+
+def faulty_answer(account: LocalAccount, fault: FaultyExport) -> Fault:
+    """Return the fault of the next exports of the account."""
+    answers: dict[str, dict[str, Any]] = {
+        "cut": {"cut": 200},
+        "truncated": {"sections": 3},
+        "hanging": {"hang": True},
+        "slow": {"rate": SLOW_BYTES_PER_SECOND},
+        "error": {"status": 500},
+        "foreign signature": _serving(_signed_by_stranger(account.repo, [], account.rev)),
+    }
+    return Fault(GET_REPO, account.did, fault.times, **answers[fault.kind])
+
+
+def wrong_answers(kind: HostProblem, accounts: Sequence[LocalAccount]) -> list[Fault]:
+    """Return the faults of a host of these accounts that answers wrongly for good; none if it does not answer."""
+    match kind:
+        case "dead":
+            return []
+        case "failing":
+            return [Fault("", times=None, status=500)]
+        case "denying":
+            return [Fault("", None, None, 400, {hdrs.CONTENT_TYPE: "application/json"}, NOT_FOUND)]
+        case "cut exports":
+            return [Fault(GET_REPO, times=None, sections=2)]  # header and commit: no tree is that small
+        case "old exports":
+            exports = {account.did: b"".join(account.repo.export()) for account in accounts}
+        case "forging":
+            forged = [Write.create("com.example.note/forged", {"text": "forged"})]
+            exports = {account.did: _signed_by_stranger(account.repo, forged, FORGED_REV) for account in accounts}
+    return [Fault(GET_REPO, did, None, **_serving(export)) for did, export in exports.items()]
+
+
+def _serving(export: bytes) -> dict[str, Any]:
+    return {"status": 200, "headers": {hdrs.CONTENT_TYPE: CAR_TYPE}, "body": export}
+
+
+def _signed_by_stranger(repo: LocalRepo, writes: Sequence[Write], rev: str) -> bytes:
+    """Return an export of the repo after more writes, as a stranger would sign it."""
+    foreign = copy(repo)
+    foreign.write(writes, STRANGER, rev)
+    return b"".join(foreign.export())
