@@ -383,7 +383,7 @@ class HostLimits:
             return
         now = self._clock()
         idle = [host for host in self._hosts.values() if not host.users]
-        idle.sort(key=lambda host: max(host.paused_until, now))
+        idle.sort(key=lambda host: max(host.pause_left(now), 0.0))
         for host in idle[:_EVICTION_BATCH]:
             del self._hosts[host.name]
 

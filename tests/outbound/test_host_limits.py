@@ -13,6 +13,7 @@ from indexer.outbound.host_limits import (
     MAX_PAUSE_CONFIGURED,
     REQUEST_RESULTS,
     HostLimits,
+    HostState,
     RateLimits,
 )
 from indexer.reasons import FetchFailure
@@ -332,6 +333,20 @@ async def test_too_many_paused_hosts_do_not_prevent_requests_to_others(hosts: Ho
         assert len(hosts) <= MAX_HOSTS
     await request(hosts)
     await expect_refused(hosts, "longest.example")
+
+
+@pytest.mark.slow
+async def test_hosts_with_pauses_from_before_the_clock_was_set_back_are_evicted_like_others(
+    hosts: HostLimits, clock: Clock
+) -> None:
+    paused_until = clock.now + 86_400
+    old = [f"{number}.old.example" for number in range(MAX_HOSTS // 2)]
+    hosts.restore(HostState(host, 1, 0, 0, paused_until, FetchFailure.THROTTLED, None, None) for host in old)
+    for number in range(MAX_HOSTS - len(old) + 1):
+        await request(hosts, f"{number}.example")
+    assert len(hosts) <= MAX_HOSTS
+    assert old[0] not in hosts
+    assert "0.example" in hosts
 
 
 async def test_unsaved_states_contain_what_happened_since_the_last_save(hosts: HostLimits, clock: Clock) -> None:
