@@ -57,6 +57,7 @@ class Connection:
         opened_at: Monotonic seconds.
         frames: The number of received frames.
         reading: True while the subscription waits for a frame, False while the caller processes one.
+        processing_seconds: The time for which the caller has processed frames.
     """
 
     relay: str
@@ -65,6 +66,7 @@ class Connection:
     opened_at: float = field(default_factory=monotonic)
     frames: int = 0
     reading: bool = True
+    processing_seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -155,14 +157,23 @@ class Subscription:
                     oversized.skips += 1
                     oversized_by_relay[relay] = oversized
             finally:
-                if self.connection is not None:
-                    self.connection, self.disconnected_since = None, monotonic()
+                held_back = self._end_connection()
             stable = asyncio.get_running_loop().time() - started > self.settings.stable_after
             # An oversized message is not a failure of the relay: the next connection is to the same relay.
             skipping = relay in oversized_by_relay and oversized_by_relay[relay].skips < self.settings.max_skips
-            if not (skipping or self._same_relay_next):
+            if not (skipping or self._same_relay_next or (held_back and not stable)):
                 attempt = 0 if stable else attempt + 1
             await asyncio.sleep(self._delay(attempt))
+
+    def _end_connection(self) -> bool:
+        """Note that no connection is open; return True if it may have ended because the caller processed frames.
+
+        Then answers to pings were not read in time, or the relay did not wait. This is no failure of the relay.
+        """
+        if (connection := self.connection) is None:
+            return False
+        self.connection, self.disconnected_since = None, monotonic()
+        return connection.processing_seconds > self.settings.ping_interval / 2
 
     def _delay(self, attempt: int) -> float:
         rounds = max(0, attempt - 1) // len(self.relays)
@@ -185,7 +196,9 @@ class Subscription:
                     frame = await socket.receive()
                     self.connection.frames += 1
                     self.connection.reading = False
+                    began = monotonic()
                     yield frame
+                    self.connection.processing_seconds += monotonic() - began
                     self.connection.reading = True
             finally:
                 silence.cancel()

@@ -2,6 +2,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
+from time import monotonic
 
 import pytest
 from structlog.testing import capture_logs
@@ -383,6 +384,26 @@ async def test_a_connection_ends_although_the_relay_does_not_answer(settings: Co
 
     async with relay_that(read_nothing) as relay:
         assert error in await error_of_second_connection(subscription(relay, settings=settings))
+
+
+@pytest.mark.slow
+async def test_a_connection_that_ends_while_its_messages_are_processed_is_no_failure_of_the_relay() -> None:
+    """The relay may not have waited, or its answer to a ping was not read in time."""
+
+    async def send_one(connection: ServerConnection) -> None:
+        await connection.send(bytes(1))
+
+    cursors, settings = Cursors(None), replace(QUICK, ping_interval=1.0)
+    async with relay_that(send_one) as first, relay_that(send_one) as second:
+        source = subscription(first, second, settings=settings)
+        async with asyncio.timeout(20), aclosing(source.frames(cursors)) as frames:
+            await anext(frames)
+            received = monotonic()
+            await until(lambda: monotonic() > received + settings.ping_interval / 2)
+            await anext(frames)
+            assert cursors.asked == [first, first]
+            await anext(frames)
+            assert cursors.asked == [first, first, second]
 
 
 @pytest.mark.slow
