@@ -108,16 +108,19 @@ def _hosted_elsewhere(
 ) -> Plan | NeedsKey | None:
     """Reject events from a PDS about an account that it does not host, or no longer hosts.
 
-    A PDS sends no `#identity` when an account moves to another one, only that the account is not active.
+    A PDS sends no `#identity` when an account moves to another one, only that the account is not active. If the lookup
+    failed, or its limits did not allow it, this message is ignored: the next reconciliation asks whether it is true.
     """
     if key is None:
         return NeedsKey(repo.did, refresh=False)
     leaves = isinstance(event, AccountEvent) and not event.active and repo.known
     if not key.final and (leaves or (key.available and key.host != context.host)):
         return NeedsKey(repo.did, refresh=True)
-    if not key.available or key.host == context.host:
-        return None
-    return Plan(repo, Outcome.REJECTED, why=Rejection.WRONG_HOST, detail=f"hosted by {key.host}")
+    if key.available and key.host != context.host:
+        return Plan(repo, Outcome.REJECTED, why=Rejection.WRONG_HOST, detail=f"hosted by {key.host}")
+    if leaves and not key.is_recent(context.now):
+        return Plan(repo, Outcome.IGNORED, refresh_identity=True)
+    return None
 
 
 def _plan_signed(

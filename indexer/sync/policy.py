@@ -12,6 +12,10 @@ from indexer.sync.events import CommitEvent
 from indexer.sync.scope import Scope
 from indexer.sync.verify import VerifiedCommit, verify_commit
 
+MAX_IDENTITY_AGE = 120.0
+"""Seconds. The report of a PDS that an account is not active counts only if the identity that names this PDS was
+fetched so recently."""
+
 
 @dataclass(frozen=True, slots=True)
 class Policy:
@@ -66,6 +70,7 @@ class KeyState(NamedTuple):
         stale: True if the identity is known to have changed: a signature that this key does not verify proves nothing.
         host: The network location of the account's PDS.
         doubtful: True if the directory denies the DID and may be wrong: nothing can be checked until that is certain.
+        fetched_at: Unix seconds at which the identity was fetched.
     """
 
     key: PublicKey | None
@@ -74,6 +79,11 @@ class KeyState(NamedTuple):
     stale: bool = False
     host: str | None = None
     doubtful: bool = False
+    fetched_at: float = 0.0
+
+    def is_recent(self, now: float) -> bool:
+        """Return True if the identity was fetched so recently that a report of the PDS in it counts."""
+        return self.available and not self.stale and 0 <= now - self.fetched_at <= MAX_IDENTITY_AGE
 
 
 KeyStateOf = Callable[[str], KeyState | None]

@@ -9,7 +9,7 @@ from indexer.localnet.local_repo import Write
 from indexer.reasons import Desync, Rejection
 from indexer.sync.plan_event import plan_active, plan_event
 from indexer.sync.plans import NeedsKey, Plan
-from indexer.sync.policy import UNAVAILABLE, KeyState
+from indexer.sync.policy import MAX_IDENTITY_AGE, UNAVAILABLE, KeyState
 from indexer.sync.repo_state import OUT_OF_SCOPE, PARKED, TOMBSTONED, Head, Repo, SyncStatus
 from indexer.sync.repo_transitions import STABLE_SECONDS, Outcome, Trigger, desynchronize
 from indexer.sync.scope import Scope, Track
@@ -381,11 +381,26 @@ def test_an_account_that_becomes_inactive_on_a_pds_may_have_moved() -> None:
     active = decoded_event("account", alice.account_event(active=True))
     assert plan_event(alice.row(), inactive, 100, here, context) == NeedsKey(alice.did, refresh=True)
     assert isinstance(plan_event(alice.row(), active, 100, here, context), Plan)
-    assert not plan(
-        alice.row(), "account", alice.account_event(active=False), here._replace(final=True), context
-    ).repo.active
+    looked_up = here._replace(final=True, fetched_at=CONTEXT.now)
+    assert not plan(alice.row(), "account", alice.account_event(active=False), looked_up, context).repo.active
     ignored = plan(Repo(alice.did), "account", alice.account_event(active=False), here, context)
     assert ignored.outcome is Outcome.IGNORED, "no lookup for a DID that may be made up"
+
+
+@pytest.mark.parametrize("case", ["not looked up", "lookup failed", "nothing known"])
+def test_a_pds_hides_no_account_while_its_identity_cannot_be_looked_up(case: str) -> None:
+    """It may be the former PDS. The limits did not allow the lookup, or it failed."""
+    alice = SigningAccount()
+    here = alice.key_state._replace(host="pds.test", final=True, fetched_at=CONTEXT.now)
+    key = {
+        "not looked up": here._replace(fetched_at=CONTEXT.now - MAX_IDENTITY_AGE - 1),
+        "lookup failed": here._replace(stale=True),
+        "nothing known": UNAVAILABLE,
+    }[case]
+    context = replace(CONTEXT, host="pds.test")
+    ignored = plan(alice.row(), "account", alice.account_event(active=False, status="deactivated"), key, context)
+    assert ignored == Plan(alice.row(), Outcome.IGNORED, refresh_identity=True)
+    assert plan(alice.row(), "account", alice.account_event(active=True), key, context).outcome is Outcome.APPLIED
 
 
 def test_a_taken_down_repo_is_still_synchronized() -> None:

@@ -37,6 +37,7 @@ from indexer.store import Store
 from indexer.sync.crawl_progress import CrawlProgress
 from indexer.sync.plan_event import plan_active, plan_hidden
 from indexer.sync.plans import Batch, RepoWrite
+from indexer.sync.policy import MAX_IDENTITY_AGE
 from indexer.sync.scope import Scope, Track
 from indexer.sync.shard import Shard
 
@@ -44,8 +45,6 @@ MAX_PENDING_PAGES = 100
 """Pages that wait for their second comparison, each with at most a thousand repos."""
 MAX_UNLISTED = 10_000
 """Accounts that are missing in the list, and whose hosting status is asked for, in one reconciliation."""
-MAX_IDENTITY_AGE = 120.0
-"""Seconds. The report of a PDS counts only if the identity that names this PDS was fetched so recently."""
 _PAGE_SIZE = 5_000
 MAX_RESUME_SECONDS = 86_400.0
 """An interrupted reconciliation that began longer ago starts again."""

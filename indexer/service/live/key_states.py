@@ -61,4 +61,4 @@ class KeyStates:
 
 
 def _key_state(identity: CachedIdentity, *, final: bool) -> KeyState:
-    return KeyState(identity.key, True, final, identity.stale, identity.host, identity.doubtful)
+    return KeyState(identity.key, True, final, identity.stale, identity.host, identity.doubtful, identity.fetched_at)
