@@ -369,13 +369,17 @@ class Daemon:
         try:
             await asyncio.wait([*tasks.values(), stopped], return_when=asyncio.FIRST_COMPLETED)
             _raise_exceptions(tasks.values())
-            return await self._drain(tasks, stop)
+            unwritten = await self._drain(tasks, stop)
         finally:
             for task in (*tasks.values(), stopped):
                 task.cancel()
             await asyncio.gather(*tasks.values(), stopped, return_exceptions=True)
             await self.key_lookups.close()
             await self.resync_pool.close()
+        if self.change_numbering is not None:
+            stop.step = "number the last changes"
+            await self.change_numbering.finish()
+        return unwritten
 
     def _stages(self) -> dict[str, Coroutine[Any, Any, None]]:
         """Return the stages of the roles of this process, by task name."""

@@ -178,6 +178,28 @@ async def test_batches_are_numbered_in_the_order_of_their_commits(
     assert rkeys(await after(sql, seq)) == ["2", "0"]
 
 
+async def test_last_changes_are_numbered_as_far_as_they_can_be_within_a_second(
+    cluster: Cluster, database: str, store: Store, sql: asyncpg.Connection
+) -> None:
+    [name, other], seq = await create_repos(store, sql), await latest(sql)
+    last = ChangeNumbering(store, Metrics(), Conditions())
+    for number in range(1_003):  # more than one call numbers
+        await log(sql, change("backlog", number))
+    await last.finish()
+    assert await latest(sql) == seq + 1_003
+    async with connected(database) as writer, connected(database) as another_writer:
+        commit = await start_commit(cluster, writer, name)
+        await stop_commits(cluster, WORKERS[0])
+        await release_commits(cluster, COORDINATOR)
+        await write(another_writer, other)
+        await last.finish()
+        assert [row["did"] for row in await after(sql, seq + 1_003)] == [did(other)], "worker 1 has not completed it"
+        await release_commits(cluster, WORKERS[0])
+        await commit
+    await last.finish()
+    assert await latest(sql) == seq + 1_005
+
+
 async def test_a_long_backlog_is_numbered_in_parts(store: Store, sql: asyncpg.Connection) -> None:
     seq = await latest(sql)
     for number in range(1_003):

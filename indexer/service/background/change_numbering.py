@@ -22,6 +22,8 @@ the start of the queue may move."""
 IN_DOUBT_SECONDS = 2.0
 """A transaction that has been prepared for longer counts as in doubt. Otherwise, its COMMIT is running."""
 RETRY_SECONDS = 0.5
+FINISH_SECONDS = 1.0
+"""Maximum time to number the last changes before the process ends. A later process numbers the rest."""
 
 
 class ChangeNumbering:
@@ -54,6 +56,16 @@ class ChangeNumbering:
                         self._start = QueueStart()  # a standby that was promoted meanwhile may be a little behind
                         await self._follow(session, group)
                 await asyncio.sleep(RETRY_SECONDS)
+
+    async def finish(self) -> None:
+        """Assign numbers until nothing waits, at most for `FINISH_SECONDS`. Call it when `run` has been cancelled."""
+        with DatabaseAttempt(), suppress(TimeoutError):
+            async with asyncio.timeout(FINISH_SECONDS), self._store.numbering_session() as session:
+                self._start = QueueStart()
+                began = monotonic()
+                while not await self.number(session) and self._waiting:
+                    await self._wait_for_commit(began)
+                    began = monotonic()
 
     async def number(self, session: NumberingSession) -> list[ClusterNode]:
         """Assign numbers to the batches whose transactions are complete; return nodes of which not all have answered.
