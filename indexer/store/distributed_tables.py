@@ -78,9 +78,12 @@ async def waiting_tables(connection: Connection) -> list[str]:
 async def adapt(connection: Connection) -> None:
     """Distribute the tables that a migration has created, and add missing triggers, in its transaction.
 
-    The database is distributed: `FIRST` has its shards.
+    Nothing happens if the database was restored from the dump of a cluster: `indexer distribute` follows.
     """
-    for table in await waiting_tables(connection):
+    waiting = await waiting_tables(connection)
+    if FIRST in waiting:
+        return
+    for table in waiting:
         await distribute_table(connection, table)
         await delete_local_rows(connection, table)
     await use_two_phases(connection)

@@ -9,7 +9,9 @@ from indexer.errors import SettingsError
 from indexer.store import Store
 from indexer.store.distribute import distribute
 from indexer.store.embedded.cluster import find_binaries
+from indexer.store.migrate import migrate
 from tests.cli.command_line import error_line, run_indexer
+from tests.store.change_log_helpers import connected
 from tests.store.filled_tables import contents, fill
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -44,6 +46,17 @@ async def test_a_backup_of_a_cluster_is_restored_and_distributed_again(
     assert not result.was_complete
     assert result.tables["record"] > 0
     assert await contents(empty_database, without=CHANGED) == before
+    await (await Store.open(empty_database)).close()
+
+
+async def test_a_backup_of_an_earlier_release_is_migrated_before_it_is_distributed_again(empty_database: str) -> None:
+    """After the restore, the database says that it is distributed, and none of its tables is."""
+    await migrate(empty_database, "0032")
+    async with connected(empty_database) as connection:
+        await connection.execute("insert into indexer.distribution (shards, finished_at) values (4, now())")
+    await migrate(empty_database)
+    result = await distribute(empty_database, None, lambda *_: None)
+    assert (result.shards, result.was_complete) == (4, False)
     await (await Store.open(empty_database)).close()
 
 
