@@ -122,8 +122,8 @@ CLAIM_HANDLES = f"""
 """Takes buckets, count, the present time, the end of the lease, and the buckets again.
 
 The handles that became due last come first, so that new handles do not wait for a backlog. Rows are locked in the order
-of DIDs, as in all statements. Of two concurrent claims the second one finds that `handle_due_at` changed. IS NOT
-DISTINCT, because no index supports it: thousands of rows may share one time.
+of DIDs, as in all statements (on a distributed database, within each shard). Of two concurrent claims the second one
+finds that `handle_due_at` changed. IS NOT DISTINCT, because no index supports it: thousands of rows may share one time.
 """
 
 _POSTPONED = {"did": "text", "bucket": "smallint", "due_at": "float8"}
@@ -189,8 +189,11 @@ async def save_identities(
 ) -> None:
     """Store identities, unless a later reading is stored. Of several for one DID the last one is stored.
 
-    Logs a change for each account that has another PDS or another handle. Run it in a transaction. On a `distributed`
-    database, a few new identities are inserted one by one.
+    Logs a change for each account that has another PDS or another handle. Run it in a transaction.
+
+    On a `distributed` database, a few new identities are inserted one by one, and rows of several shards are not locked
+    in the order of DIDs. If several processes save the same identities at once, this may be a deadlock. Then one of
+    the transactions fails, and `IdentityCache` saves its identities one by one.
     """
     latest = {identity.did: identity for identity in identities}
     rows = [

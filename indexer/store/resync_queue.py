@@ -140,7 +140,8 @@ HIDDEN = f"""
     order by r.bucket limit $3
 """
 
-# As with claims: one bucket per statement, and SKIP LOCKED.
+# One bucket per statement, because a distributed database locks rows of only one shard at a time. SKIP LOCKED, because
+# a row may stay locked for long.
 _FORGET = """
     with locked as materialized (
         select did from indexer.repo
