@@ -5,6 +5,7 @@ of its own, copied from a template.
 """
 
 import asyncio
+import gc
 import logging
 import os
 from collections.abc import AsyncIterator, Iterator
@@ -23,6 +24,13 @@ FINISH_CYCLES = 20
 
 
 register_profiles()
+# The imported modules and the collected tests live until the end: the garbage collector need not look at them.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -69,6 +69,7 @@ def test_mutant_that_does_not_fit_is_an_error(old: str) -> None:
         mutant_of(old=old).applied_to(PRODUCT)
 
 
+@pytest.mark.slow
 def test_mutant_is_killed_by_the_tests_that_it_names(copy: ProjectCopy) -> None:
     mutant = mutant_of(new="number + 2")
     outcome = kill(copy, mutant, 60, PROJECT_TIERS)
@@ -76,6 +77,7 @@ def test_mutant_is_killed_by_the_tests_that_it_names(copy: ProjectCopy) -> None:
     assert outcome.as_expected
 
 
+@pytest.mark.slow
 def test_mutant_that_only_other_tests_of_its_tier_kill_is_told_from_one_that_its_own_tests_kill(
     copy: ProjectCopy,
 ) -> None:
@@ -84,23 +86,27 @@ def test_mutant_that_only_other_tests_of_its_tier_kill_is_told_from_one_that_its
     assert outcome.as_expected
 
 
+@pytest.mark.slow
 def test_mutant_that_only_a_later_tier_kills_is_not_as_expected(copy: ProjectCopy) -> None:
     outcome = kill(copy, mutant_of(), 60, PROJECT_TIERS)
     assert (outcome.killed_by, outcome.test) == ("store", "second/test_one.py::test_one")
     assert not outcome.as_expected
 
 
+@pytest.mark.slow
 def test_mutant_survives_if_all_tests_pass(copy: ProjectCopy) -> None:
     outcome = kill(copy, mutant_of(new="number * 2"), 60, PROJECT_TIERS)
     assert outcome.killed_by is None
     assert not outcome.as_expected
 
 
+@pytest.mark.slow
 def test_copy_is_the_product_again_after_a_mutant(copy: ProjectCopy) -> None:
     kill(copy, mutant_of(new="number + 2"), 60, PROJECT_TIERS)
     assert (copy.root / "product.py").read_text() == PRODUCT
 
 
+@pytest.mark.slow
 def test_test_that_fails_without_the_mutant_kills_nothing(copy: ProjectCopy) -> None:
     killed, broken = [
         kill(copy, mutant_of(new="number + 2", tests=(f"first/test_{name}.py",)), 60, PROJECT_TIERS)
@@ -109,6 +115,7 @@ def test_test_that_fails_without_the_mutant_kills_nothing(copy: ProjectCopy) -> 
     assert [outcome.killed_by for outcome in without_broken_tests(copy, [killed, broken], 60)] == ["unit", None]
 
 
+@pytest.mark.slow
 def test_mutant_that_cannot_be_imported_is_an_error_and_not_killed(copy: ProjectCopy) -> None:
     with pytest.raises(UnusableTestsError, match="pytest ended with 2"):
         kill(copy, mutant_of(old="def double", new="def triple"), 60, PROJECT_TIERS)

@@ -150,6 +150,7 @@ async def test_links_and_their_count_are_read_with_an_index(large: str) -> None:
     assert not re.search(r"Seq Scan|Sort", found), found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["force_generic_plan", "force_custom_plan"])
 async def test_records_of_claimed_repos_are_looked_up_by_index(large: str, mode: str) -> None:
     async with connected(large) as connection:

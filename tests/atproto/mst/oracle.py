@@ -31,7 +31,7 @@ def cid_from_text(text: str) -> bytes:
 
 
 def height(key: bytes) -> int:
-    bits = "".join(f"{byte:08b}" for byte in sha256(key).digest())
+    bits = f"{int.from_bytes(sha256(key).digest()):0256b}"
     return (len(bits) - len(bits.lstrip("0"))) // 2
 
 

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -111,6 +112,7 @@ def test_snapshot_of_a_repo_precedes_its_later_changes_and_restarts_after_what_w
     assert window.snapshot_events == 0
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.tuples(st.sampled_from("abc"), st.booleans(), st.sampled_from("12")), max_size=20),
     st.data(),
