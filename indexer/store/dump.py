@@ -33,7 +33,7 @@ _ROLES = "select rolname from pg_roles"
 
 
 async def dump(dsn: str, file: Path, on_bytes: Callable[[int], None]) -> int:
-    """Write both schemas, as of one point in time, to a file in the custom format of pg_dump; return its size.
+    """Write the schemas, as of one point in time, to a file in the custom format of pg_dump; return its size.
 
     The file appears when it is complete. `on_bytes` is called twice a second with the size so far.
 
@@ -62,7 +62,7 @@ async def dump(dsn: str, file: Path, on_bytes: Callable[[int], None]) -> int:
 
 
 async def restore(dsn: str, file: Path, on_poll: Callable[[], None]) -> None:
-    """Restore a dump into a database without the two schemas, in one transaction. Objects belong to the present role.
+    """Restore a dump into a database without these schemas, in one transaction. Objects belong to the present role.
 
     The dump of a cluster has to be distributed again before a daemon can use it (`placement.require_complete`).
 
