@@ -26,7 +26,7 @@ LOG_EVENTS: dict[str, LogEvent] = {
         ("debug",),
         ("messages", "error"),
         "The database answers but cannot store this batch.",
-        "It is halved until one message remains.",
+        "It is halved until one message remains, which becomes a dead letter if it is refused alone.",
     ),
     "change-log.blocked": LogEvent(
         ("error",),
@@ -56,8 +56,8 @@ LOG_EVENTS: dict[str, LogEvent] = {
     "clock.set-back": LogEvent(
         ("warning",),
         ("repos",),
-        "The next attempt of repos was hours ahead: the clock of this machine was ahead when they began to wait, "
-        "or it is behind now.",
+        "The next attempt of this number of repos was more than two hours ahead, and no wait is that long: the clock "
+        "of this machine was ahead when they began to wait, or it is behind now.",
         "They are resynced now. Check the time synchronization of the machine.",
     ),
     "condition.began": LogEvent(
