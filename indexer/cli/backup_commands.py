@@ -39,8 +39,8 @@ async def restore_command(settings: Settings, *, file: Path, as_json: bool) -> i
     """Restore a backup into an empty database.
 
     The file comes from `indexer backup` or from pg_dump in the custom format. The database must have none of the
-    schemas `indexer`, `atproto` and `lexicon`. It is restored completely or not at all. The next `indexer run` upgrades the
-    schema if necessary, and continues from the cursor in the backup (docs/operations.md#back-up-and-restore). The
+    schemas `indexer`, `atproto` and `lexicon`. It is restored completely or not at all. The next `indexer run` upgrades
+    the schema if necessary, and continues from the cursor in the backup (docs/operations.md#back-up-and-restore). The
     backup of a cluster needs a cluster, and afterwards `indexer distribute`, before a daemon starts.
     """
     async with open_database(settings) as dsn:
