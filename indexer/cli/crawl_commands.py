@@ -72,8 +72,8 @@ async def sweep_command(settings: Settings, *, as_json: bool) -> int:
 
     Request a resync for repos that are behind. A repo that seems behind is checked again after half a minute, because
     the stream may still deliver its commits. If the scope is `all` repos, start tracking unknown ones. The daemon does
-    the same every INDEXER_SWEEP_INTERVAL, and whenever messages of the relay may have been missed. If the first relay
-    does not answer, the next one is asked.
+    the same every INDEXER_SWEEP_INTERVAL, and whenever messages of the relay may have been missed. Only the daemon
+    closes gaps. If the first relay does not answer, the next one is asked.
     """
     async with open_store(settings) as store, open_outbound_client(settings) as outbound:
         known = sum((await store.counts()).statuses.values())
