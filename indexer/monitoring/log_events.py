@@ -218,7 +218,7 @@ LOG_EVENTS: dict[str, LogEvent] = {
         ("info",),
         ("relay", "reason", "id"),
         "A reconciliation has found every repo that the gap may have affected. Each process for whose shard the gap "
-        "was open has this line.",
+        "was open until then has this line.",
         "The resyncs that it requested run.",
     ),
     "gap.opened": LogEvent(
