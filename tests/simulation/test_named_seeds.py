@@ -11,29 +11,56 @@ import pytest
 
 from tests.database_server import DatabaseServer
 from tests.simulation.draw_schedule import draw_schedule
-from tests.simulation.fault_schedule import BrokenConnection, ChangedScope, Fault, LostWindow
+from tests.simulation.fault_schedule import (
+    BrokenConnection,
+    BrokenHost,
+    ChangedScope,
+    Fault,
+    Forgery,
+    HostProblem,
+    LostWindow,
+    UndecodableMessages,
+)
 from tests.simulation.simulation_run import run_seeds
 
 pytestmark = pytest.mark.one_server("its observer reads all tables in one snapshot")
 
 
 class NamedSeed(NamedTuple):
-    """A seed whose world once showed a bug.
+    """A seed whose world shows bugs.
 
     Attributes:
-        shows: What the bug did.
-        faults: The kinds of faults that it needs.
+        shows: What the bugs do.
+        faults: The kinds of faults that they need.
+        host: What has to be wrong with the host that fails at the end; None: anything.
     """
 
-    shows: str
+    shows: tuple[str, ...]
     faults: tuple[type[Fault], ...]
+    host: HostProblem | None = None
 
 
 NAMED = {
     13: NamedSeed(
-        "all repos were fetched after a change of the scope, as the stream was lost", (BrokenConnection, ChangedScope)
+        ("all repos are fetched after a change of the scope, as the stream is lost",), (BrokenConnection, ChangedScope)
     ),
-    102: NamedSeed("a reconciliation fetched repos that were not behind", (LostWindow,)),
+    102: NamedSeed(
+        (
+            "a reconciliation fetches repos that are not behind",
+            "a gap is closed before the repos behind are desynchronized",
+            "an export older than a verified commit completes a resync",
+        ),
+        (LostWindow,),
+        "old exports",
+    ),
+    110: NamedSeed(
+        (
+            "a repo that its host denies is not parked",
+            "rejected messages leave no dead letter",
+        ),
+        (Forgery, UndecodableMessages),
+        "denying",
+    ),
 }
 
 
@@ -45,5 +72,7 @@ async def test_named_seed(seed: int, postgres: DatabaseServer, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("seed", NAMED)
-def test_named_seed_still_has_the_faults_that_its_bug_needs(seed: int) -> None:
-    assert set(NAMED[seed].faults) <= {type(fault) for fault in draw_schedule(seed).faults}
+def test_named_seed_still_has_the_faults_that_its_bugs_need(seed: int) -> None:
+    named, faults = NAMED[seed], draw_schedule(seed).faults
+    assert set(named.faults) <= {type(fault) for fault in faults}
+    assert named.host in (None, *(fault.kind for fault in faults if isinstance(fault, BrokenHost)))
