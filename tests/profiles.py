@@ -3,7 +3,7 @@
 from hypothesis import settings
 
 FULL_EXAMPLES = 100
-QUICK_EXAMPLES = 20
+QUICK_EXAMPLES = 10
 
 
 def register_profiles() -> None:

@@ -40,6 +40,8 @@ from tests.sync.signing_account import POST, RELAY, STORE_ALL, SigningAccount, r
 from tests.waiting import until
 
 BEFORE, AFTER = "before the write", "after the write"
+# The quick tests try two seeds of a random test.
+SEEDS = [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 8))]
 CHANGES = "select collection, rkey from atproto.changes where did = $1 and rkey <> '' order by seq"
 Disturb = Callable[[Batch], Awaitable[None]]
 
@@ -450,7 +452,7 @@ async def summary(scenario: WriterScenario, account: SigningAccount) -> dict[str
     return stored | {"row": comparable, "head": head, "outcomes": scenario.outcomes()}
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", SEEDS)
 async def test_cached_rows_lead_to_the_same_result_as_loaded_ones(make_scenario: MakeScenario, seed: int) -> None:
     results = []
     for name, restart in (("cached", False), ("loaded", True)):
@@ -502,7 +504,7 @@ class Disturbance:
 
 
 @pytest.mark.parametrize("native", [False, True])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", SEEDS)
 async def test_disturbed_writes_lose_and_reorder_nothing(
     make_scenario: MakeScenario, seed: int, *, native: bool
 ) -> None:
