@@ -40,7 +40,7 @@ FIRST_SEQ = 10_000
 OBSERVER = "simulation"
 """The application name of connections that only look at the database."""
 
-_RECORD_STATES = """
+RECORD_STATES = """
     create schema simulation;
     create table simulation.state (
         number bigint generated always as identity, did text, status text, reason text, error text, scope bigint
@@ -53,7 +53,9 @@ _RECORD_STATES = """
     end $$;
     create trigger record_state after insert or update on indexer.repo
     for each row execute function simulation.record_state();
-
+"""
+"""Lets the database record each state of each repo."""
+_RECORD_MOMENTS = """
     create table simulation.moment (
         number bigint generated always as identity, xid xid8 primary key, gaps bigint, cursors jsonb, revs jsonb
     );
@@ -129,7 +131,7 @@ class World:
         async with AsyncExitStack() as stack:
             self.sql = await self.connect()
             stack.push_async_callback(self.sql.close)
-            await self.sql.execute(_RECORD_STATES)
+            await self.sql.execute(RECORD_STATES + _RECORD_MOMENTS)
             for server in self.servers():
                 await server.start()
                 stack.push_async_callback(server.stop)
