@@ -57,6 +57,8 @@ NAMED = {
         (
             "a repo that its host denies is not parked",
             "rejected messages leave no dead letter",
+            "outcomes are counted for another kind of message",
+            "a forged message causes a fetch",
         ),
         (Forgery, UndecodableMessages),
         "denying",

@@ -20,6 +20,7 @@ from tests.simulation.fault_schedule import (
     Episode,
     Fault,
     FaultyExport,
+    Forgery,
     HostProblem,
     Join,
     LostCommit,
@@ -276,7 +277,10 @@ def _add_key_changes(repos: Mapping[str, TrueRepo], schedule: Schedule) -> None:
     later = schedule.actions[len(schedule.first) :]
     announced = {action.did for action in later if isinstance(action, Join | RotateKey | Migrate | SetStatus)}
     if any(isinstance(fault, UnreachableDirectory) for fault in schedule.faults):
-        for did in announced:  # the identity may be refreshed as late as in the outage
+        # The identity may be refreshed as late as in the outage. A forged message may be read again then, from another
+        # relay: it is checked with the key that the directory has at that time.
+        forged = {fault.did for fault in schedule.faults if isinstance(fault, Forgery)}
+        for did in announced | forged:
             repos[did].reasons |= {"identity", *BROKEN_CHAIN}
 
 
