@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf
+from operator import attrgetter
 from time import monotonic, time
 
 import structlog
@@ -36,8 +37,8 @@ from indexer.service.periodic import DatabaseAttempt
 from indexer.store import Store
 from indexer.sync.crawl_progress import CrawlProgress
 from indexer.sync.plan_event import plan_active, plan_hidden
-from indexer.sync.plans import Batch, RepoWrite
 from indexer.sync.policy import MAX_IDENTITY_AGE
+from indexer.sync.repo_state import Repo
 from indexer.sync.scope import Scope, Track
 from indexer.sync.shard import Shard
 
@@ -45,6 +46,7 @@ MAX_PENDING_PAGES = 100
 """Pages that wait for their second comparison, each with at most a thousand repos."""
 MAX_UNLISTED = 10_000
 """Accounts that are missing in the list, and whose hosting status is asked for, in one reconciliation."""
+_HOSTING = attrgetter("active", "hosting_status", "hosting_relay", "hosting_epoch", "hosting_seq")
 _PAGE_SIZE = 5_000
 MAX_RESUME_SECONDS = 86_400.0
 """An interrupted reconciliation that began longer ago starts again."""
@@ -355,24 +357,38 @@ class Reconciliation:
 
     async def _hide_if_inactive(self, source: str, did: str) -> bool:
         """Hide the account if the relay says that it is not active; return True if it was shown before."""
-        repo = (await self._store.repos([did])).get(did)
-        status = None if repo is None else await self._fetch_status(source, did)
-        if repo is None or status is None or status.active:
-            return False
-        after = plan_hidden(repo, status.status, time(), self._settings.deletion_grace)
-        return after is not repo and not await self._store.apply(Batch((RepoWrite(repo.version, after),)))
+
+        def hide(repo: Repo, status: RepoStatus) -> Repo:
+            return repo if status.active else plan_hidden(repo, status.status, time(), self._settings.deletion_grace)
+
+        return await self._follow_status(source, did, hide)
 
     async def _show_if_active(self, source: str, did: str) -> bool:
-        """Show the account if the relay says that it is active; return True if it was hidden before.
+        """Show the account if the relay says that it is active; return True if it was hidden before."""
+        return await self._follow_status(
+            source, did, lambda repo, status: plan_active(repo, time()) if status.active else repo
+        )
 
-        The row is read before the relay is asked. So if an event changes the row meanwhile, the write is not applied.
+    async def _follow_status(self, source: str, did: str, plan: Callable[[Repo, RepoStatus], Repo]) -> bool:
+        """Replace the row by `plan(row, status)`, with the hosting status that the relay reports; return True if done.
+
+        The row is read before the relay is asked. If an event changes its hosting status meanwhile, the event may be
+        newer than the report, which then does not count. Other changes of the row do not matter.
         """
-        repo = (await self._store.repos([did])).get(did)
-        status = None if repo is None else await self._fetch_status(source, did)
-        if repo is None or status is None or not status.active:
+        before = (await self._store.repos([did])).get(did)
+        status = None if before is None else await self._fetch_status(source, did)
+        if before is None or status is None:
             return False
-        after = plan_active(repo, time())
-        return after is not repo and not await self._store.apply(Batch((RepoWrite(repo.version, after),)))
+        changed = False
+
+        def follow(repo: Repo) -> Repo:
+            nonlocal changed
+            after = plan(repo, status) if _HOSTING(repo) == _HOSTING(before) else repo
+            changed = after is not repo
+            return after
+
+        await self._store.update_repo(did, follow)
+        return changed
 
     async def _fetch_status(self, source: str, did: str) -> RepoStatus | None:
         """Return the hosting status of an account; None if the source does not know or not host it."""

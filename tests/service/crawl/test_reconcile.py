@@ -216,6 +216,28 @@ async def test_account_hidden_by_the_stream_meanwhile_stays_hidden(
     assert (repo.active, repo.hosting_status) == (False, "deleted")
 
 
+@pytest.mark.parametrize("active", [True, False])
+async def test_hosting_status_is_followed_although_a_resync_changes_the_row_meanwhile(
+    active: bool, store: Store, host: ScriptedHost, outbound: OutboundClient
+) -> None:
+    row = stored("a") if not active else stored("a", active=False, hosting_status="suspended")
+    await insert(store, row)
+    host.pages[path()] = page((did("a"), STORED)) if active else page()
+
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        """Change another part of the row just before the response is sent."""
+        await store.update_repo(did("a"), lambda repo: repo._replace(version=repo.version + 1, attempts=3))
+        status = {"did": did("a"), "active": active} | ({} if active else {"status": "suspended"})
+        writer.write(http_response(orjson.dumps(status)))
+        await writer.drain()
+
+    host.pages[f"/xrpc/com.atproto.sync.getRepoStatus?did={did('a')}"] = answer
+    progress = await make_reconciliation(store, outbound, host).reconcile(host.url, ignore_progress)
+    assert progress.found == 1
+    repo = (await store.repos([did("a")]))[did("a")]
+    assert (repo.active, repo.hosting_status) == ((True, None) if active else (False, "suspended"))
+
+
 class ForgettingStore:
     """A store in which hidden repos are forgotten right after they were found."""
 
