@@ -47,16 +47,17 @@ class DatabaseProxy(TcpProxy):
         return ClientMessages(), ServerMessages()
 
 
-class ClientMessages(Messages):
-    """The messages of a client of Postgres: the first ones have a length only, the others a type and a length.
-
-    Encrypted bytes cannot be divided. They are messages as they arrive.
-    """
+class PostgresMessages(Messages):
+    """The messages of one side of a connection to Postgres. Encrypted bytes are messages as they arrive."""
 
     def __init__(self) -> None:
         super().__init__()
         self._first = True
         self._encrypted = False
+
+
+class ClientMessages(PostgresMessages):
+    """The messages of a client: the first ones have a length only, the others a type and a length."""
 
     def first_size(self) -> int:
         self._encrypted = self._encrypted or (self._first and self.buffer.startswith(HANDSHAKE))
@@ -68,16 +69,8 @@ class ClientMessages(Messages):
         return size
 
 
-class ServerMessages(Messages):
-    """The messages of a Postgres server: a type and a length, except for the answer to a request for encryption.
-
-    Encrypted bytes cannot be divided. They are messages as they arrive.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._first = True
-        self._encrypted = False
+class ServerMessages(PostgresMessages):
+    """The messages of a server: a type and a length, except for the answer to a request for encryption."""
 
     def first_size(self) -> int:
         if self._encrypted:

@@ -57,6 +57,15 @@ class LaggingMirror(SteppedWorld):
         await self.live.deliver([received_message("commit", self.owner.commit(*self.owner.some_writes(self.random)))])
 
 
+async def synchronized_mirror(database: str, store: Store, sql: asyncpg.Connection, directory: Path) -> LaggingMirror:
+    """Return a mirror that does not lag, and whose account is synchronized."""
+    world = LaggingMirror(database, store, sql, directory, "ada")
+    world.lag = 0
+    await world.begin()
+    await resync(world)
+    return world
+
+
 class NarrowedMeanwhile(WrongRecords):
     """The scope loses the collections of the repo just before its resync locks the row."""
 
@@ -144,10 +153,7 @@ async def test_equal_heads_do_not_complete_the_resync_of_an_unproven_repo(
 async def test_equal_heads_complete_a_resync_and_drain_its_buffer(
     database: str, store: Store, sql: asyncpg.Connection, tmp_path: Path
 ) -> None:
-    world = LaggingMirror(database, store, sql, tmp_path, "ada")
-    world.lag = 0
-    await world.begin()
-    await resync(world)
+    world = await synchronized_mirror(database, store, sql, tmp_path)
     away, back = world.owner.account_event(active=False), world.owner.account_event(active=True)
     await world.live.deliver([received_message("account", away), received_message("account", back)])
     world.deliver_at = "latest commit answered"
@@ -161,10 +167,7 @@ async def test_equal_heads_complete_a_resync_and_drain_its_buffer(
 async def test_event_that_arrives_just_before_the_row_is_locked_is_drained(
     database: str, store: Store, sql: asyncpg.Connection, tmp_path: Path
 ) -> None:
-    world = LaggingMirror(database, store, sql, tmp_path, "ada")
-    world.lag = 0
-    await world.begin()
-    await resync(world)
+    world = await synchronized_mirror(database, store, sql, tmp_path)
     await store.request_resyncs([world.owner.did])
     world.deliver_at = "lock"
     await resync(world)
@@ -204,10 +207,7 @@ async def test_export_with_a_rev_of_the_future_is_rejected(
 async def test_mirror_behind_the_stored_state_is_not_used(
     database: str, store: Store, sql: asyncpg.Connection, tmp_path: Path
 ) -> None:
-    world = LaggingMirror(database, store, sql, tmp_path, "ada")
-    world.lag = 0
-    await world.begin()
-    await resync(world)
+    world = await synchronized_mirror(database, store, sql, tmp_path)
     await world.deliver_commit()
     world.lag = 1
     await store.request_resyncs([world.owner.did])
