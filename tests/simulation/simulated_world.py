@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from hashlib import md5
 from pathlib import Path
 
 import asyncpg
@@ -40,7 +41,7 @@ FIRST_SEQ = 10_000
 OBSERVER = "simulation"
 """The application name of connections that only look at the database."""
 
-RECORD_STATES = """
+RECORD_EVENTS = """
     create schema simulation;
     create table simulation.state (
         number bigint generated always as identity, did text, status text, reason text, error text, scope bigint
@@ -53,8 +54,17 @@ RECORD_STATES = """
     end $$;
     create trigger record_state after insert or update on indexer.repo
     for each row execute function simulation.record_state();
+
+    create table simulation.rejection (number bigint generated always as identity, frame text);
+    create function simulation.record_rejection() returns trigger language plpgsql as $$
+    begin
+        insert into simulation.rejection (frame) values (md5(new.frame));
+        return null;
+    end $$;
+    create trigger record_rejection after insert on indexer.dead_letter
+    for each row execute function simulation.record_rejection();
 """
-"""Lets the database record each state of each repo."""
+"""Lets the database record each state of each repo, and the hash of each rejected frame: dead letters may be deleted."""
 _RECORD_MOMENTS = """
     create table simulation.moment (
         number bigint generated always as identity, xid xid8 primary key, gaps bigint, cursors jsonb, revs jsonb
@@ -84,6 +94,7 @@ _QUIET = """
     from indexer.repo, indexer.scope where active
 """
 _DESYNCHRONIZED = "select count(*) from simulation.state where did = $1 and status <> 'synchronized'"
+_REJECTED = "select from simulation.rejection where frame = any($1::text[])"
 _FAILED = "select from simulation.state where did = any($1::text[]) and error like $2"
 _BACKENDS = """
     select count(*) from pg_stat_activity
@@ -131,7 +142,7 @@ class World:
         async with AsyncExitStack() as stack:
             self.sql = await self.connect()
             stack.push_async_callback(self.sql.close)
-            await self.sql.execute(RECORD_STATES + _RECORD_MOMENTS)
+            await self.sql.execute(RECORD_EVENTS + _RECORD_MOMENTS)
             for server in self.servers():
                 await server.start()
                 stack.push_async_callback(server.stop)
@@ -222,8 +233,10 @@ class World:
         return bool(await self.sql.fetch(_FAILED, dids, f"{reason}%"))
 
     async def has_rejected(self, frames: Sequence[bytes]) -> bool:
-        """Return True if there is a dead letter with one of these frames."""
-        return bool(await self.sql.fetch("select from indexer.dead_letter where frame = any($1::bytea[])", frames))
+        """Return True if there was a dead letter with one of these frames."""
+        return bool(
+            await self.sql.fetch(_REJECTED, [md5(frame, usedforsecurity=False).hexdigest() for frame in frames])
+        )
 
     async def gaps_are_closed(self) -> bool:
         """Return True if no gap is open."""

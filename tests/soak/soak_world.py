@@ -35,7 +35,7 @@ from tests.simulation.fault_schedule import (
     Value,
     Write,
 )
-from tests.simulation.simulated_world import RECORD_STATES, World
+from tests.simulation.simulated_world import RECORD_EVENTS, World
 from tests.soak.resource_use import report_interpreter
 from tests.waiting import until
 
@@ -55,11 +55,12 @@ GARBAGE_SECONDS = 60.0
 MAX_IDENTITIES = 50
 FORGOTTEN_BY_NETWORK_SECONDS = 300.0
 """Time after which a deleted account may vanish from the network, as soon as it has vanished from the database."""
-_FORGET_STATES = """
+_FORGET_EVENTS = """
     delete from simulation.state
-    where status = 'synchronized' and number < (select max(number) from simulation.state) - 1000
+    where status = 'synchronized' and number < (select max(number) from simulation.state) - 1000;
+    delete from simulation.rejection where number < (select max(number) from simulation.rejection) - 1000;
 """
-"""Forgets states that no fault asks for."""
+"""Forgets events that no fault asks for."""
 SETTINGS = {
     "INDEXER_CHANGE_BYTES": "4000000",
     "INDEXER_DELETION_GRACE": "10s",
@@ -129,7 +130,7 @@ class SoakWorld(World):
         async with AsyncExitStack() as stack:
             self.sql = await self.connect()
             stack.push_async_callback(self.sql.close)
-            await self.sql.execute(RECORD_STATES)
+            await self.sql.execute(RECORD_EVENTS)
             for server in self.servers():
                 await server.start()
                 stack.push_async_callback(server.stop)
@@ -163,7 +164,7 @@ class SoakWorld(World):
                 for relay in self.relays:
                     relay.forget_messages(RELAY_MESSAGES)
                 await self._forget_accounts(connection)
-                await connection.execute(_FORGET_STATES)
+                await connection.execute(_FORGET_EVENTS)
         finally:
             connection.terminate()
 
