@@ -64,7 +64,7 @@ RECORD_EVENTS = """
     create trigger record_rejection after insert on indexer.dead_letter
     for each row execute function simulation.record_rejection();
 """
-"""Lets the database record each state of each repo, and the hash of each rejected frame: dead letters may be deleted."""
+"""Lets the database record each state of each repo, and the hash of each rejected frame."""
 _RECORD_MOMENTS = """
     create table simulation.moment (
         number bigint generated always as identity, xid xid8 primary key, gaps bigint, cursors jsonb, revs jsonb
