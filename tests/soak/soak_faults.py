@@ -35,6 +35,8 @@ from tests.simulation.fault_schedule import (
 from tests.soak.soak_world import SoakWorld
 from tests.waiting import until
 
+AHEAD = 60_000_000
+"""Microseconds by which a forged rev is ahead, so that no commit of the account is newer. The daemon accepts 300 s."""
 ACCOUNT_FAULTS: dict[type[Fault], Callable[[Random, str], Fault]] = {
     LostCommit: lambda _, did: LostCommit(did),
     DamagedCommit: lambda random, did: DamagedCommit(did, random.choice(get_args(Damage))),
@@ -44,7 +46,7 @@ ACCOUNT_FAULTS: dict[type[Fault], Callable[[Random, str], Fault]] = {
 }
 """Faults of one account. Others may happen meanwhile."""
 COMMON_FAULTS: dict[type[Fault], Callable[[Random, str], Fault]] = {
-    Forgery: lambda random, did: Forgery(did, random.choice(get_args(ForgedMessage)), time_ns() // 1_000),
+    Forgery: lambda random, did: Forgery(did, random.choice(get_args(ForgedMessage)), time_ns() // 1_000 + AHEAD),
     RepeatedMessages: lambda random, _: RepeatedMessages(random.randrange(1, 50), random.random() < 0.5),
     UndecodableMessages: lambda random, _: UndecodableMessages(random.randrange(1, 4), late=False),
     BrokenConnection: lambda *_: BrokenConnection(),
@@ -81,7 +83,7 @@ class SoakFaults:
             while not stop.is_set():
                 for kind in self._world.random.sample(self._kinds, len(self._kinds)):
                     if kind in COMMON_FAULTS:
-                        await self._disturb_all(COMMON_FAULTS[kind](self._world.random, self._victim().did))
+                        await self._disturb_all(kind)
                     else:
                         group.create_task(self._disturb_account(kind))
                     if await _is_set_within(stop, self._interval):
@@ -90,9 +92,17 @@ class SoakFaults:
     def _victim(self) -> LocalAccount:
         return self._world.random.choice(self._world.free())
 
-    async def _disturb_all(self, fault: Fault) -> None:
-        await self._perform(fault)
-        if isinstance(fault, ChangedScope):
+    async def _disturb_all(self, kind: type[Fault]) -> None:
+        world = self._world
+        if kind is Forgery:  # whose repo is fetched if the directory cannot be asked for its key
+            await until(lambda: not world.reserved, world.log_tails)
+        victim = self._victim()
+        world.reserved.add(victim.did)
+        try:
+            await self._perform(COMMON_FAULTS[kind](world.random, victim.did))
+        finally:
+            world.reserved.discard(victim.did)
+        if kind is ChangedScope:
             await self._perform(ChangedScope(EVERYTHING))
 
     async def _disturb_account(self, kind: type[Fault]) -> None:
