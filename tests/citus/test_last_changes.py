@@ -18,7 +18,7 @@ UNNUMBERED = "select count(*) from indexer.unnumbered_batch"
 async def test_daemon_that_ends_numbers_its_last_changes(
     database: str, sql: asyncpg.Connection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until then, it numbers nothing."""
+    """While it runs, the daemon of this test numbers no changes."""
 
     async def number_nothing(_self: ChangeNumbering) -> None:
         await asyncio.Event().wait()

@@ -94,7 +94,7 @@ class SoakFaults:
 
     async def _disturb_all(self, kind: type[Fault]) -> None:
         world = self._world
-        if kind is Forgery:  # whose repo is fetched if the directory cannot be asked for its key
+        if kind is Forgery:  # While the directory does not answer, a forged message causes a fetch.
             await until(lambda: not world.reserved, world.log_tails)
         victim = self._victim()
         world.reserved.add(victim.did)
