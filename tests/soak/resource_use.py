@@ -49,7 +49,7 @@ PROCESS_LIMITS = {
 }
 """Of the daemon that is never killed."""
 DATABASE_LIMITS = {
-    "connections": Limit(6, 0.1),
+    "connections": Limit(10, 0.1),  # idle ones are closed: there were 9 to 28 in a run without a leak
     "bytes of the change log": Limit(MIB, 0.2),
     "bytes of the database": Limit(8 * MIB, 0.1),
 }
