@@ -20,7 +20,6 @@ from indexer.localnet.local_account import LocalAccount
 from indexer.outbound import host_limits
 from indexer.service.resync.queue_maintenance import MaintenanceSettings
 from indexer.store import dead_letters, gap_rows
-from indexer.sync import plan_batch, plan_resync
 from indexer.sync.backoff import backoff_seconds
 from tests.changed_names import change_names
 from tests.daemon_forks import DaemonFork
@@ -54,8 +53,6 @@ MAX_HIDDEN = 4
 FORGET_SECONDS = 30.0
 GARBAGE_SECONDS = 60.0
 MAX_IDENTITIES = 50
-DEAD_LETTER_BYTES = 1_000
-"""Stored bytes of a rejected frame. A batch may have many, which need space until the oldest ones are deleted."""
 FORGOTTEN_BY_NETWORK_SECONDS = 300.0
 """Time after which a deleted account may vanish from the network, as soon as it has vanished from the database."""
 _FORGET_EVENTS = """
@@ -82,8 +79,6 @@ def reach_limits_soon() -> None:
         MaintenanceSettings=partial(MaintenanceSettings, search_interval=FORGET_SECONDS),
     )
     change_names(dead_letters, MAX_ROWS=3)
-    for module in (plan_batch, plan_resync):
-        change_names(module, DEAD_LETTER_BYTES=DEAD_LETTER_BYTES)
     change_names(gap_rows, MAX_CLOSED_GAPS=3)
     change_names(host_limits, MAX_PAUSE=30.0, MAX_PAUSE_CONFIGURED=30.0)
     backoff_seconds.__kwdefaults__ = {"first": 5.0, "maximum": 60.0}
