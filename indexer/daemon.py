@@ -170,7 +170,7 @@ class Daemon:
         self.inbox = Inbox(INBOX_BYTES)
         self.subscription = Subscription(settings.relays, FRAME_SIZE_MARGIN * settings.frame_bytes, settings.user_agent)
         self.stream_position = StreamPosition(
-            lambda: self.subscription.connection is not None, upstream_is_pds=settings.upstream == "pds"
+            lambda: self.stream_continuity.is_known, upstream_is_pds=settings.upstream == "pds"
         )
         self.open_gaps = OpenGaps(self.store, shard, self.metrics)
         seek = StreamSeek(settings.limits, settings.user_agent)

@@ -114,7 +114,8 @@ class DaemonProbe:
             yield ReadinessReason("stream-error", consumer.last_error, _seconds_since(consumer.failing_since))
 
     def _lag(self) -> Iterator[ReadinessReason]:
-        lag, settled = self.batch_writer.lag, self.batch_writer.totals.settled
+        settled = self.batch_writer.totals.settled
+        lag = self.batch_writer.lag if settled else self.batch_writer.cursor_age
         if lag is None and settled:
             yield ReadinessReason(
                 "lag-unknown", "the lag is unknown: no event of the relay has a possible time", settled

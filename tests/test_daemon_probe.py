@@ -116,6 +116,11 @@ def failing() -> SimpleNamespace:
         ),
         (lambda: {"batch_writer": {"lag": 75.0}}, "the newest stored event is 75 s old", 75),
         (
+            lambda: {"batch_writer": {"lag": None, "cursor_age": 7_200.0, "totals": SimpleNamespace(settled=0)}},
+            "the newest stored event is 7200 s old",
+            7_200,
+        ),
+        (
             lambda: {"batch_writer": {"lag": None}},
             "the lag is unknown: no event of the relay has a possible time",
             3,

@@ -257,7 +257,7 @@ class BatchWriter:
     async def _save_position(self) -> None:
         """Save the cursor and the current time when no message is waiting."""
         seq = self._position.watermark.position
-        if seq is None or not self._position.is_open() or self._inbox.unsettled:
+        if seq is None or not self._position.is_known() or self._inbox.unsettled:
             return
         now = time()
         cursor = self._cursor(Position(seq, self._position.watermark.event_time), caught_up_at=now)

@@ -55,6 +55,11 @@ class StreamContinuity:
         self.entry = StreamEntry("", 0, None)
         self.proven = True
 
+    @property
+    def is_known(self) -> bool:
+        """True while the stream is connected, and it is known, or a gap says, whether messages before it are missing."""
+        return self._subscription.connection is not None and (self.proven or self._announced is not None)
+
     async def begin(self, relay: str) -> StreamEntry:
         """Return the entry for a new connection.
 

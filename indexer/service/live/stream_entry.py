@@ -76,15 +76,16 @@ class StreamEntries:
         cursors = await self._store.cursors()
         point = resume_point(cursors, relay, self._shard)
         restarted = self._ended_epochs.get(relay) == point.epoch
-        if point.seq == 0 and not restarted:  # the relay had sent nothing yet
-            return StreamEntry(relay, point.epoch, 0)
-        if point.seq is not None and not restarted:
-            return StreamEntry(relay, point.epoch, max(point.seq - 1, 0), point)
-        epoch = point.epoch + restarted
         last_time = known_until(cursors, self._shard)
+        resumed = None if restarted else _resumed(relay, point)
+        if resumed is not None and not _is_far_behind(point, last_time):
+            return resumed
+        epoch = point.epoch + restarted
         if last_time is None:
             return await self._first_entry(relay, epoch)
         found = await self._seek(relay, last_time - OVERLAP_SECONDS)
+        if resumed is not None and (found.cursor or 0) <= (point.seq or 0):
+            return resumed
         complete = found.oldest_time is not None and found.oldest_time <= last_time
         reason = GapReason.SEQUENCE_RESTARTED if restarted else None if complete else GapReason.NO_CURSOR
         return StreamEntry(relay, epoch, found.cursor, gap=self._gap(relay, reason))
@@ -97,6 +98,25 @@ class StreamEntries:
 
     def _gap(self, relay: str, reason: GapReason | None) -> Gap | None:
         return None if reason is None else Gap(relay, str(self._shard), reason)
+
+
+def _resumed(relay: str, point: ResumePoint) -> StreamEntry | None:
+    """Return the entry at the stored cursor of the relay; None if there is none."""
+    if point.seq is None:
+        return None
+    if point.seq == 0:  # the relay had sent nothing yet
+        return StreamEntry(relay, point.epoch, 0)
+    return StreamEntry(relay, point.epoch, point.seq - 1, point)
+
+
+def _is_far_behind(point: ResumePoint, last_time: float | None) -> bool:
+    """Return True if later messages than those after the stored cursor of this relay are stored from another one.
+
+    From the stored cursor, old messages would be processed again for hours, while new ones wait. The account messages
+    among them would also undo later ones of the other relay, as numbers of two relays are not compared.
+    """
+    cursor_time = event_seconds(point.event_time)
+    return cursor_time is not None and last_time is not None and last_time - OVERLAP_SECONDS > cursor_time
 
 
 class Continuity(Enum):

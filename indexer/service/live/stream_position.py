@@ -12,15 +12,15 @@ class StreamPosition:
     The consumer adds sequence numbers to the watermark when messages arrive; the writer marks them as done.
 
     Attributes:
-        is_open: Return True while the stream is connected.
+        is_known: Return True while the stream is connected, and it is known whether messages before it are missing.
         relay: The URL of the relay; "" before the first connection.
         epoch: The epoch of the relay's sequence.
         host: The host of the stream if the upstream is a PDS, else None.
         watermark: The sequence numbers that are not done yet, and the position up to which all are done.
     """
 
-    def __init__(self, is_open: Callable[[], bool], *, upstream_is_pds: bool = False) -> None:
-        self.is_open = is_open
+    def __init__(self, is_known: Callable[[], bool], *, upstream_is_pds: bool = False) -> None:
+        self.is_known = is_known
         self.relay = ""
         self.epoch = 0
         self.host: str | None = None

@@ -10,10 +10,10 @@ from indexer.localnet.local_relay import error_frame, message_frame
 from indexer.monitoring.metrics import Metrics
 from indexer.reasons import GapReason
 from indexer.relay.seek import Entry
-from indexer.relay.subscription import Subscription
+from indexer.relay.subscription import Connection, Subscription
 from indexer.service.live.firehose_consumer import ConsumerSettings, FirehoseConsumer
 from indexer.service.live.inbox import Inbox
-from indexer.service.live.stream_continuity import StreamContinuity
+from indexer.service.live.stream_continuity import PROOF_TIMEOUT, StreamContinuity
 from indexer.service.live.stream_entry import StreamEntries
 from indexer.service.live.stream_position import StreamPosition
 from indexer.service.open_gaps import OpenGaps
@@ -46,7 +46,7 @@ class FakeSubscription:
     def __init__(self, frames: Sequence[bytes]) -> None:
         self._frames = frames
         self.skipped = 0
-        self.connection = None
+        self.connection: Connection | None = None
         self.reconnections = 0
 
     def reconnect(self) -> None:
@@ -98,6 +98,7 @@ class RunningConsumer:
         max_pending: int = 1_000,
         cursors: Sequence[StoredCursor] = (),
         core: NativeCore | None = None,
+        proof_timeout: float = PROOF_TIMEOUT,
     ) -> None:
         self.inbox = Inbox(1_000_000)
         self.position = StreamPosition(lambda: True)
@@ -108,15 +109,16 @@ class RunningConsumer:
         settings = ConsumerSettings(shard, DEFAULT_LIMITS, max_pending=max_pending, core=core)
         subscription = cast("Subscription", self.subscription)
         self.gaps = OpenGaps(store, shard, self.metrics)
-        continuity = StreamContinuity(
+        self.continuity = StreamContinuity(
             StreamEntries(store, seek_nothing, shard, "live"),
             self.gaps,
             subscription,
             str(shard),
+            proof_timeout=proof_timeout,
         )
         self.consumer = FirehoseConsumer(
             subscription,
-            continuity,
+            self.continuity,
             self.inbox,
             self.position,
             settings,
@@ -219,6 +221,28 @@ async def test_messages_up_to_the_stored_cursor_are_replayed() -> None:
         assert [message.seq for message in await running.inbox.take(9)] == [6]
         assert running.count("replayed") == 2
         assert running.store.gaps == []
+
+
+@pytest.mark.parametrize(("frames", "expected"), [([4], False), ([4, 5], True), ([9], True)])
+async def test_the_stream_reaches_the_present_only_when_the_stored_cursor_is_proven_or_a_gap_is_open(
+    frames: list[int], expected: bool
+) -> None:
+    consumer = RunningConsumer(*[identity(seq, OWN_DID) for seq in frames], shard=Shard(), cursors=[AT_FIVE])
+    async with consumer as running:
+        await until(lambda: running.inbox.unsettled + (running.count("replayed") or 0) == len(frames))
+        assert not running.continuity.is_known, "not connected"
+        running.subscription.connection = Connection(RELAY, 4)
+        assert running.continuity.is_known is expected
+
+
+async def test_a_silent_relay_is_known_when_the_gap_is_open() -> None:
+    async with RunningConsumer(shard=Shard(), cursors=[AT_FIVE], proof_timeout=0.0) as running:
+        await until(lambda: running.position.relay != "")
+        running.subscription.connection = Connection(RELAY, 4)
+        assert not running.continuity.is_known
+        await running.continuity.check_silence()
+        assert [opened.gap.reason for opened in running.store.gaps] == [GapReason.CURSOR_UNPROVEN]
+        assert running.continuity.is_known
 
 
 async def test_a_gap_is_stored_before_the_first_message_after_it() -> None:

@@ -1,5 +1,7 @@
 """Where a connection enters a stream, and what its first messages say about the stored cursor."""
 
+from datetime import UTC, datetime
+
 import pytest
 
 from indexer.reasons import GapReason
@@ -20,8 +22,8 @@ RESUMED_AT = ResumePoint(0, 50, TIME)
 class OneEntry:
     """Answers each search with the same entry, and remembers what it was asked for."""
 
-    def __init__(self, oldest_time: float | None = None) -> None:
-        self.entry = Entry(7, oldest_time)
+    def __init__(self, oldest_time: float | None = None, cursor: int | None = 7) -> None:
+        self.entry = Entry(cursor, oldest_time)
         self.asked: list[tuple[str, float]] = []
 
     async def __call__(self, relay: str, event_time: float) -> Entry:
@@ -44,6 +46,39 @@ async def test_other_relay_is_entered_some_minutes_before_the_last_stored_messag
     seek = OneEntry(SECONDS)
     assert await entry_of(store, OTHER, seek) == StreamEntry(OTHER, 0, 7)
     assert seek.asked == [(OTHER, SECONDS - OVERLAP_SECONDS)]
+
+
+async def entry_of_relay_after_other(store: Store, seconds: float, seek: OneEntry) -> StreamEntry:
+    """Return the entry of `RELAY` with its cursor at `TIME`, when `OTHER` has sent messages until `seconds` later."""
+    await store.apply(Batch(cursor=Cursor(RELAY, "0/1", 50, TIME)))
+    later = datetime.fromtimestamp(SECONDS + seconds, UTC).isoformat()
+    await store.apply(Batch(cursor=Cursor(OTHER, "0/1", 9, later)))
+    return await StreamEntries(store, seek, Shard(), "live").entry(RELAY)
+
+
+async def test_relay_to_which_the_stream_returns_is_not_entered_hours_before_the_last_stored_message(
+    store: Store,
+) -> None:
+    seek = OneEntry(SECONDS, cursor=700)
+    assert await entry_of_relay_after_other(store, 36_000, seek) == StreamEntry(RELAY, 0, 700)
+    assert seek.asked == [(RELAY, SECONDS + 36_000 - OVERLAP_SECONDS)]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "found"), [(OVERLAP_SECONDS, 700), (36_000.0, 50), (36_000.0, None)], ids=["soon", "before", "silent"]
+)
+async def test_relay_to_which_the_stream_returns_is_resumed_at_its_cursor(
+    store: Store, seconds: float, found: int | None
+) -> None:
+    assert await entry_of_relay_after_other(store, seconds, OneEntry(SECONDS, cursor=found)) == StreamEntry(
+        RELAY, 0, 49, RESUMED_AT
+    )
+
+
+async def test_relay_to_which_the_stream_returns_without_the_messages_since_then_opens_a_gap(store: Store) -> None:
+    entry = await entry_of_relay_after_other(store, 36_000, OneEntry(SECONDS + 36_001, cursor=700))
+    assert entry.gap is not None
+    assert (entry.cursor, entry.gap.relay, entry.gap.reason) == (700, RELAY, GapReason.NO_CURSOR)
 
 
 @pytest.mark.parametrize("oldest_time", [None, SECONDS + 1])
