@@ -65,7 +65,7 @@ async def add_idle(dsn: str, workload: Workload, repos: int, records: int) -> No
         return
     first = repo_before(workload.accounts[0], SyncStatus.SYNCHRONIZED, time())._replace(did=idle_did(1))
     store = await Store.open(dsn)
-    await store.apply(Batch((RepoWrite(0, first),)))
+    await store.write(Batch((RepoWrite(0, first),)))
     await store.close()
     connection = await asyncpg.connect(dsn)
     await connection.copy_to_table(

@@ -168,7 +168,7 @@ async def measure_batches(store: Store, name: str, numbers: range) -> None:
     for number in numbers:
         batch = like_batch(number, links=bool(store.keeps_links))
         began = perf_counter()
-        await store.apply(batch)
+        await store.write(batch)
         durations.append(1e6 * (perf_counter() - began) / COMMITS_PER_BATCH)
         if store.keeps_links and number % 10 == 0:
             while await store.fold_link_deltas(SHARD.buckets, FOLDED_DELTAS):

@@ -124,7 +124,7 @@ class LivePath:
         """Write the batch."""
         cursor = Cursor(self._context.relay, "0/1", plan.settled[-1].received.seq or 0)
         with self.clock.database():
-            await store.apply(Batch(plan.writes, cursor=cursor))
+            await store.write(Batch(plan.writes, cursor=cursor))
 
     def _verify(self, events: Sequence[CommitEvent]) -> "_VerificationResults":
         clock = self.clock

@@ -202,7 +202,7 @@ async def apply(
     Args:
         connection: The connection.
         batch: The batch.
-        links: Links are kept. None: ask the database.
+        links: Links are kept. None: ask the database, after the rows are locked and only if links may change.
         shards: The number of shards of each table, if it is a distributed database.
         buffers_empty: No event is buffered for a repo at its expected version.
     """

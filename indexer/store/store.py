@@ -97,10 +97,6 @@ class Store(ResyncMethods, ScopeMethods, AccountMethods, LinkMethods, FeedMethod
             return False
         return True
 
-    async def apply(self, batch: Batch) -> frozenset[str]:
-        """Write the batch in one transaction; return the DIDs whose rows changed since their writes were planned."""
-        return (await self.write(batch)).skipped
-
     async def update_repo(self, did: str, plan: Callable[[Repo], Repo]) -> None:
         """Replace the row by `plan(row)`, which is called again if the row changes meanwhile.
 
@@ -110,7 +106,7 @@ class Store(ResyncMethods, ScopeMethods, AccountMethods, LinkMethods, FeedMethod
             repo = (await self.repos([did])).get(did)
             if repo is None or (after := plan(repo)) is repo:
                 return
-            if not await self.apply(Batch((RepoWrite(repo.version, after),))):
+            if not (await self.write(Batch((RepoWrite(repo.version, after),)))).skipped:
                 return
 
     async def shard_sessions(self) -> list[ShardSession]:
@@ -265,7 +261,7 @@ class Store(ResyncMethods, ScopeMethods, AccountMethods, LinkMethods, FeedMethod
             repos = await self.repos(pending)
             after = {did: plan_listed(repo, revs[did], now) for did, repo in repos.items()}
             writes = [RepoWrite(repos[did].version, repo) for did, repo in after.items() if repo is not repos[did]]
-            pending = list(await self.apply(Batch(tuple(writes))))
+            pending = list((await self.write(Batch(tuple(writes)))).skipped)
             desynchronized += sum(
                 write.repo.sync_status is SyncStatus.DESYNCHRONIZED for write in writes if write.repo.did not in pending
             )

@@ -165,13 +165,15 @@ def is_quick(
 
     Then all signatures have been verified, and all records converted. Links are not looked for.
     """
-    for event in [] if policy.links else [received.event for received in batch]:
-        match event:
-            case CommitEvent() if not prepared.has_all_of(event, key_state_of(event.did), policy):
+    if policy.links:
+        return False
+    for received in batch:
+        match received.event:
+            case CommitEvent() as event if not prepared.has_all_of(event, key_state_of(event.did), policy):
                 return False
             case SyncEvent():
                 return False
-    return not policy.links
+    return True
 
 
 def commits_within(messages: Iterable[ReceivedMessage], max_bytes: int) -> list[CommitEvent]:

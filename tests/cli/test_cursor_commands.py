@@ -53,8 +53,8 @@ async def test_reset_applies_to_all_present_shards_and_opens_a_gap_for_each(
     store: Store, database: str, session: Session
 ) -> None:
     for shard in ("0/1", "0/2", "1/2"):
-        await store.apply(Batch(cursor=Cursor(RELAY, shard, MAX_SEQ, None)))
-    await store.apply(Batch(cursor=Cursor("wss://two.example", "0/2", 9, None)))
+        await store.write(Batch(cursor=Cursor(RELAY, shard, MAX_SEQ, None)))
+    await store.write(Batch(cursor=Cursor("wss://two.example", "0/2", 9, None)))
     assert (await asyncio.to_thread(session, "cursor", "reset", RELAY, "--to", "7", "--yes")).returncode == 0
     assert await rows(database, CURSORS) == [
         (RELAY, "0/1", 0, MAX_SEQ, None),

@@ -229,11 +229,11 @@ async def test_doctor_reports_a_directory_and_a_relay_that_fail_or_hang(
 async def test_doctor_compares_the_stored_cursor_with_the_relay(
     network: LocalNetwork, database: str, store: Store, tmp_path: Path
 ) -> None:
-    await store.apply(Batch(cursor=Cursor(network.relay_url, "0/1", network.relay.seq, None)))
+    await store.write(Batch(cursor=Cursor(network.relay_url, "0/1", network.relay.seq, None)))
     found = await findings(network, database, tmp_path)
     assert found["cursor"].level is Level.OK
     assert str(network.relay.seq) in found["cursor"].found
-    await store.apply(Batch(cursor=Cursor(network.relay_url, "0/1", network.relay.seq + 1_000, None)))
+    await store.write(Batch(cursor=Cursor(network.relay_url, "0/1", network.relay.seq + 1_000, None)))
     found = await findings(network, database, tmp_path)
     assert found["cursor"].level is Level.WARN
     assert "FutureCursor" in found["cursor"].found

@@ -29,7 +29,7 @@ async def dead_letters(database: str) -> None:
             hostile,
             DeadLetter("wss://two.example", 8, None, "", Rejection.FRAME_TOO_LARGE, "", b""),
         ):
-            await store.apply(Batch(dead_letters=(dead_letter,)))
+            await store.write(Batch(dead_letters=(dead_letter,)))
     finally:
         await store.close()
 

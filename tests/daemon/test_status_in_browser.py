@@ -110,7 +110,7 @@ async def make_hostile(daemon: RunningDaemon, account: LocalAccount) -> None:
     letter = DeadLetter(
         f"wss://{MARKUP}", 1, f"did:{MARKUP}", MARKUP, Rejection.FIELD_INVALID, f"detail {MARKUP}", b"", 0
     )
-    await daemon.store.apply(Batch(dead_letters=(letter,)))
+    await daemon.store.write(Batch(dead_letters=(letter,)))
     await daemon.execute("select atproto.register_reader($1)", f"reader {MARKUP}")
     await daemon.execute(
         "update indexer.repo set sync_status = 'desynchronized', sync_reason = 'requested', hosting_status = $2,"

@@ -124,7 +124,7 @@ class Records(FuzzTarget):
 
     async def _store(self, change: RecordChange) -> None:
         repo = self._repo._replace(version=self._repo.version + 1)
-        skipped = await self._database.store.apply(Batch((RepoWrite(self._repo.version, repo, (change,)),)))
+        skipped = (await self._database.store.write(Batch((RepoWrite(self._repo.version, repo, (change,)),)))).skipped
         assert not skipped
         self._repo = repo
 
@@ -186,7 +186,7 @@ class Lexicons(FuzzTarget):
             for number, value in enumerate(values)
         ]
         repo = synchronized(lexicon.nsid)
-        assert not await store.apply(Batch((RepoWrite(0, repo, tuple(changes)),)))
+        assert not (await store.write(Batch((RepoWrite(0, repo, tuple(changes)),)))).skipped
         [added] = await store.add_lexicons({lexicon.nsid: (lexicon, "fuzz")})
         stored = (await store.lexicons())[lexicon.nsid].lexicon
         rows = await connection.fetch(f'select * from lexicon."{added.view}"')  # noqa: S608

@@ -42,7 +42,7 @@ def delete(path: str, rev: str = "3laaaaaaaaa22") -> RecordChange:
 
 async def insert(store: Store, *repos: Repo, changes: tuple[RecordChange, ...] = ()) -> None:
     """Insert repos, each with these record changes."""
-    assert not await store.apply(Batch(tuple(RepoWrite(0, repo, changes) for repo in repos)))
+    assert not (await store.write(Batch(tuple(RepoWrite(0, repo, changes) for repo in repos)))).skipped
 
 
 async def waiting_for_locks(sql: asyncpg.Connection, count: int) -> bool:

@@ -94,7 +94,7 @@ async def test_random_batches_give_the_same_records_as_a_dictionary(
             repo = synchronized(0)._replace(did=one, version=repos[one].version + 1)
             writes.append(RepoWrite(repos[one].version, repo, tuple(changes)))
             repos[one] = repo
-        assert await store.apply(Batch(tuple(writes))) == frozenset()
+        assert (await store.write(Batch(tuple(writes)))).skipped == frozenset()
     assert await store.repos(list(repos)) == {one: repo for one, repo in repos.items() if repo.version}
     for one in repos:
         assert await store.visible_records(one) == {path: cid for (owner, path), cid in records.items() if owner == one}
@@ -132,7 +132,7 @@ async def test_batches_of_any_size_give_the_same_rows(store: Store, sql: asyncpg
                 before = writes.get(owner, RepoWrite(repos[owner].version, repos[owner]))
                 repos[owner] = synchronized((size, owner), version=repos[owner].version + 1)
                 writes[owner] = RepoWrite(before.expected_version, repos[owner], (*before.changes, *changes))
-            assert not await store.apply(Batch(tuple(writes.values())))
+            assert not (await store.write(Batch(tuple(writes.values())))).skipped
         log = (
             "select action, collection, rkey, cid, rev, live from atproto.changes where did = $1 "
             "and rkey is not null order by seq"
@@ -155,23 +155,25 @@ async def test_a_write_on_another_version_is_skipped_and_the_cursor_is_not_saved
     store: Store, sql: asyncpg.Connection
 ) -> None:
     await insert(store, synchronized("same"), synchronized("changed"))
-    await store.apply(Batch((RepoWrite(1, synchronized("changed", version=2)),)))
+    await store.write(Batch((RepoWrite(1, synchronized("changed", version=2)),)))
     claimed = await in_progress(store, "claimed")
     buffered = (BufferedEvent(claimed.did, RELAY, 5, b"frame"),)
-    skipped = await store.apply(
-        Batch(
-            (
-                RepoWrite(1, synchronized("same", version=2), (put("app.test/a"),)),
-                RepoWrite(
-                    1, synchronized("changed", version=2, latest_verified_rev="3lzzzzzzzzzzz"), (put("app.test/a"),)
+    skipped = (
+        await store.write(
+            Batch(
+                (
+                    RepoWrite(1, synchronized("same", version=2), (put("app.test/a"),)),
+                    RepoWrite(
+                        1, synchronized("changed", version=2, latest_verified_rev="3lzzzzzzzzzzz"), (put("app.test/a"),)
+                    ),
+                    RepoWrite(0, synchronized("new")),
+                    RepoWrite(claimed.version - 1, claimed, (), buffered),
                 ),
-                RepoWrite(0, synchronized("new")),
-                RepoWrite(claimed.version - 1, claimed, (), buffered),
-            ),
-            tuple(dead_letter(seq, did=did(name)) for seq, name in ((1, "same"), (2, "changed"), (3, "other"))),
-            cursor=Cursor(RELAY, "0/1", 9),
+                tuple(dead_letter(seq, did=did(name)) for seq, name in ((1, "same"), (2, "changed"), (3, "other"))),
+                cursor=Cursor(RELAY, "0/1", 9),
+            )
         )
-    )
+    ).skipped
     assert skipped == {did("changed"), claimed.did}
     assert [row[0] for row in await sql.fetch("select seq from atproto.rejected order by seq")] == [1, 3]
     assert await store.visible_records(did("same")) != {}
@@ -184,7 +186,7 @@ async def test_a_write_on_another_version_is_skipped_and_the_cursor_is_not_saved
 
 async def test_a_repo_inserted_meanwhile_is_not_overwritten(store: Store) -> None:
     await insert(store, synchronized(1))
-    assert await store.apply(Batch((RepoWrite(0, Repo(did(1), version=1)),))) == {did(1)}
+    assert (await store.write(Batch((RepoWrite(0, Repo(did(1), version=1)),)))).skipped == {did(1)}
     assert (await store.repos([did(1)]))[did(1)] == synchronized(1)
 
 
@@ -193,11 +195,15 @@ async def test_of_two_writes_on_one_version_one_is_skipped(store: Store) -> None
     await insert(store, *repos)
 
     async def write(error: str, order: Iterable[Repo]) -> frozenset[str]:
-        return await store.apply(
-            Batch(
-                tuple(RepoWrite(1, repo._replace(version=2, last_error=error), (put("app.test/a"),)) for repo in order)
+        return (
+            await store.write(
+                Batch(
+                    tuple(
+                        RepoWrite(1, repo._replace(version=2, last_error=error), (put("app.test/a"),)) for repo in order
+                    )
+                )
             )
-        )
+        ).skipped
 
     first, second = await asyncio.gather(write("first", repos), write("second", reversed(repos)))
     rows = await store.repos([repo.did for repo in repos])
@@ -213,23 +219,23 @@ async def test_a_batch_that_fails_writes_nothing(store: Store, sql: asyncpg.Conn
         cursor=Cursor(RELAY, "0/1", 9),
     )
     with pytest.raises(RefusedWriteError):  # a retry would fail again, so it is no DatabaseError
-        await store.apply(batch)
+        await store.write(batch)
     for table in ("repo", "record", "change", "dead_letter", "cursor"):
         assert await sql.fetchval(f"select count(*) from indexer.{table}") == 0  # noqa: S608
 
 
 async def test_the_cursor_never_decreases(store: Store, sql: asyncpg.Connection) -> None:
     for seq, event_time in ((5, "five"), (3, "three"), (7, None), (9, "a time\0 of any form")):
-        await store.apply(Batch(cursor=Cursor(RELAY, "0/1", seq, event_time)))
+        await store.write(Batch(cursor=Cursor(RELAY, "0/1", seq, event_time)))
         assert [cursor.seq for cursor in await store.cursors()] == [max(5, seq)]
-    await store.apply(Batch(cursor=Cursor(RELAY, "1/2", 4)))
+    await store.write(Batch(cursor=Cursor(RELAY, "1/2", 4)))
     rows = await sql.fetch("select shard, seq, event_time from atproto.cursors order by shard")
     assert [tuple(row) for row in rows] == [("0/1", 9, "a time\ufffd of any form"), ("1/2", 4, None)]
 
 
 async def test_a_new_epoch_replaces_the_cursor(store: Store) -> None:
     for epoch, seq in ((0, 900), (1, 3), (0, 901), (1, 2)):
-        await store.apply(Batch(cursor=Cursor(RELAY, "0/1", seq, epoch=epoch)))
+        await store.write(Batch(cursor=Cursor(RELAY, "0/1", seq, epoch=epoch)))
     assert [(cursor.epoch, cursor.seq) for cursor in await store.cursors()] == [(1, 3)]
 
 
@@ -237,13 +243,13 @@ async def test_events_are_buffered_until_the_resync_ends(store: Store, sql: asyn
     repo = await in_progress(store, 1)
     for seq in (7, 8, 8):
         repo = repo._replace(version=repo.version + 1, buffered_events=repo.buffered_events + 1)
-        await store.apply(
+        await store.write(
             Batch((RepoWrite(repo.version - 1, repo, (), (BufferedEvent(repo.did, RELAY, seq, b"frame"),)),))
         )
     assert [row[0] for row in await sql.fetch("select seq from indexer.buffered_event order by seq")] == [7, 8, 8]
     assert await sql.fetchval("select lease_until from indexer.repo") is not None
     ended = repo._replace(version=repo.version + 1, sync_status=SyncStatus.DESYNCHRONIZED)
-    assert not await store.apply(Batch((RepoWrite(repo.version, ended),)))
+    assert not (await store.write(Batch((RepoWrite(repo.version, ended),)))).skipped
     assert await sql.fetchval("select count(*) from indexer.buffered_event") == 0
     assert await sql.fetchval("select lease_until from indexer.repo") is None
 
@@ -253,11 +259,11 @@ async def test_dead_letters_are_stored_whole_and_limited_in_number(
 ) -> None:
     monkeypatch.setattr(dead_letters, "MAX_ROWS", 5)
     hostile = dead_letter(0, seq=None, did="did:\0", kind="#\0", detail="half a pair \ud800 and \0")
-    await store.apply(Batch(dead_letters=(hostile,)))
+    await store.write(Batch(dead_letters=(hostile,)))
     row = await sql.fetchrow("select seq, did, kind, detail, frame from indexer.dead_letter")
     assert tuple(row or ()) == (None, "did:\ufffd", "#\ufffd", "half a pair ? and \ufffd", b"frame")
     for start in range(1, 13, 3):
-        await store.apply(Batch(dead_letters=tuple(dead_letter(n) for n in range(start, start + 3))))
+        await store.write(Batch(dead_letters=tuple(dead_letter(n) for n in range(start, start + 3))))
         assert await sql.fetchval("select count(*) from atproto.rejected") <= 5
     assert [row[0] for row in await sql.fetch("select seq from atproto.rejected order by id")] == [8, 9, 10, 11, 12]
 
@@ -267,7 +273,7 @@ async def test_many_dead_letters_of_one_reason_do_not_remove_others(
 ) -> None:
     """The limits, also the one in bytes, apply per relay and reason."""
     monkeypatch.setattr(dead_letters, "MAX_BYTES", 100)
-    await store.apply(
+    await store.write(
         Batch(
             dead_letters=(
                 dead_letter(1, reason=Rejection.FUTURE_REV),
@@ -277,7 +283,7 @@ async def test_many_dead_letters_of_one_reason_do_not_remove_others(
         )
     )
     for seq in range(10, 20):
-        await store.apply(Batch(dead_letters=(dead_letter(seq, frame=bytes(40)),)))
+        await store.write(Batch(dead_letters=(dead_letter(seq, frame=bytes(40)),)))
     rows = await sql.fetch("select seq from atproto.rejected order by seq")
     assert [row[0] for row in rows] == [1, 2, 18, 19]
 
@@ -288,8 +294,8 @@ async def test_each_batch_with_changes_sends_one_notification(
     received: asyncio.Queue[str] = asyncio.Queue()
     await sql.add_listener("atproto_changes", lambda _c, _p, _ch, payload: received.put_nowait(str(payload)))
     other = await asyncpg.connect(database)
-    await store.apply(Batch((RepoWrite(0, Repo(did(1), version=1)),)))
-    await store.apply(Batch((RepoWrite(0, synchronized(2), (put("app.test/a"), put("app.test/b"))),)))
+    await store.write(Batch((RepoWrite(0, Repo(did(1), version=1)),)))
+    await store.write(Batch((RepoWrite(0, synchronized(2), (put("app.test/a"), put("app.test/b"))),)))
     await other.execute("select pg_notify('atproto_changes', 'end')")
     await other.close()
     assert [await received.get(), await received.get()] == ["", "end"]
@@ -319,7 +325,7 @@ async def test_a_parked_repo_has_an_infinite_next_attempt(store: Store, sql: asy
 async def test_a_value_that_cannot_be_stored_is_no_database_error(store: Store) -> None:
     """Even if its text is like that of a lost connection."""
     with pytest.raises(RefusedWriteError, match="closed"):
-        await store.apply(Batch(cursor=Cursor(RELAY, "0/1", "the connection is closed")))  # type: ignore[arg-type]
+        await store.write(Batch(cursor=Cursor(RELAY, "0/1", "the connection is closed")))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("stored", [(), ("r07",)])
@@ -329,7 +335,7 @@ async def test_many_new_records_are_written_whether_or_not_one_exists(
     await insert(store, synchronized(1), changes=tuple(put(f"app.test/{rkey}", '"old"') for rkey in stored))
     rkeys = [f"r{number:02}" for number in range(MIN_COPIED)]
     creates = tuple(put(f"app.test/{rkey}", f'"{rkey}"') for rkey in reversed(rkeys))
-    assert not await store.apply(Batch((RepoWrite(1, synchronized(1, version=2), creates),)))
+    assert not (await store.write(Batch((RepoWrite(1, synchronized(1, version=2), creates),)))).skipped
     rows = await sql.fetch("select rkey, value #>> '{}' as value, cid from indexer.record order by rkey")
     assert [tuple(row) for row in rows] == [(rkey, rkey, cid_of(f'"{rkey}"'.encode())) for rkey in rkeys]
     log = await sql.fetch("select rkey, action from atproto.changes where rkey is not null order by seq")
@@ -347,7 +353,7 @@ async def test_a_repo_with_unproven_records_does_not_keep_others_from_being_copi
         RepoWrite(1, proven, creates),
         RepoWrite(1, unproven, (put("app.test/old", '"new"'), put("app.test/new"))),
     )
-    assert not await store.apply(Batch(writes))
+    assert not (await store.write(Batch(writes))).skipped
     # COPY runs in a savepoint, which has a transaction ID of its own.
     copied = await sql.fetch(
         "select c.did, c.rkey from indexer.record c join indexer.repo r using (did, bucket) "
@@ -375,13 +381,13 @@ async def test_large_records_are_written_in_several_statements_with_the_same_res
         "create trigger note after insert on indexer.record referencing new table as written "
         "for each statement execute function note_statement()"
     )
-    assert not await store.apply(Batch((RepoWrite(0, row, tuple(creates)),)))
+    assert not (await store.write(Batch((RepoWrite(0, row, tuple(creates)),)))).skipped
     assert {row["rkey"]: row["value"] for row in await sql.fetch("select rkey, value from indexer.record")} == values
     sizes = [size for (size,) in await sql.fetch("select size from statement")]
     assert len(sizes) > 10
     assert max(sizes) < 21_000
     deletes = [change._replace(action="delete", cid=None, value=None) for change in creates]
-    assert not await store.apply(Batch((RepoWrite(row.version, row._replace(version=9), tuple(deletes)),)))
+    assert not (await store.write(Batch((RepoWrite(row.version, row._replace(version=9), tuple(deletes)),)))).skipped
     assert not await sql.fetch("select from indexer.record")
 
 
@@ -391,9 +397,9 @@ async def test_row_of_which_only_the_head_advances_is_stored_completely(store: S
     after = before[did(1)]._replace(version=before[did(1)].version + 3, head=head("3lbbbbbbbbb22"))
     assert after.advances(before[did(1)])
     write = RepoWrite(before[did(1)].version, after, advances=True)
-    assert not await store.apply(Batch((write,)))
+    assert not (await store.write(Batch((write,)))).skipped
     assert await store.repos([did(1), did(2)]) == {did(1): after, did(2): before[did(2)]}
-    assert await store.apply(Batch((write,))) == {did(1)}, "the row has another version by now"
+    assert (await store.write(Batch((write,)))).skipped == {did(1)}, "the row has another version by now"
 
 
 @pytest.mark.parametrize("repos", [30, 200])
@@ -411,11 +417,11 @@ async def test_the_heads_of_many_repos_are_written_by_shard_with_the_same_result
 
     await insert(store, *[synchronized(n) for n in range(repos)])
     changed = synchronized(0)._replace(version=2)
-    assert await store.apply(Batch((RepoWrite(1, changed),))) == frozenset()
+    assert (await store.write(Batch((RepoWrite(1, changed),)))).skipped == frozenset()
     monkeypatch.setattr(asyncpg.Connection, "fetch", count)
     after = [synchronized(n)._replace(version=2, head=head("3later")) for n in range(repos)]
     writes = tuple([RepoWrite(1, repo, advances=True) for repo in after])
-    assert await store.apply(Batch(writes)) == {did(0)}
+    assert (await store.write(Batch(writes))).skipped == {did(0)}
     assert await store.repos([did(n) for n in range(repos)]) == {repo.did: repo for repo in [changed, *after[1:]]}
     assert sum(sent) == repos
     assert len(sent) == (8 if repos >= 8 * MIN_SPLIT else 1)

@@ -71,12 +71,12 @@ class Scenario:
     async def live(self, first: list[RecordChange], second: list[RecordChange], hidden: bool) -> None:
         """Write one batch with changes of both repos."""
         writes = [self.next_write(0, first, takedown=hidden), self.next_write(1, second)]
-        assert not await self.store.apply(Batch(tuple(writes)))
+        assert not (await self.store.write(Batch(tuple(writes)))).skipped
 
     async def resync(self, number: int, snapshot: dict[str, str], drained: list[RecordChange]) -> None:
         """Replace the records of a repo by those of a snapshot, then apply the changes of buffered events."""
         waiting = self.next_write(number, [], sync_status=SyncStatus.DESYNCHRONIZED)
-        assert not await self.store.apply(Batch((waiting,)))
+        assert not (await self.store.write(Batch((waiting,)))).skipped
         [self.repos[number]] = [claimed] = await self.store.claim(1, range(256), 10.0, 100.0)
         fetched = {path.encode(): put(path, text) for path, text in snapshot.items()}
         diff = SnapshotDiff(iter(sorted((path, change.cid or b"") for path, change in fetched.items())))
@@ -92,7 +92,7 @@ class Scenario:
     async def erase(self, number: int) -> None:
         """Erase the records of a deleted account, two at a time."""
         gone = self.next_write(number, [], active=False, hosting_status="deleted", erase_at=1.0)
-        assert not await self.store.apply(Batch((gone,)))
+        assert not (await self.store.write(Batch((gone,)))).skipped
         with patch.object(erase_records, "BATCH_SIZE", 2):
             while await self.store.erase_batch(range(256), 10.0):
                 await assert_log_gives_records(self.sql)
@@ -136,7 +136,7 @@ async def test_update_of_a_record_that_is_not_stored_is_logged_as_create(store: 
 async def test_creation_of_a_stored_record_is_logged_as_update(store: Store, sql: asyncpg.Connection) -> None:
     await insert(store, synchronized(1), changes=(put("app.test/a"),))
     again = RepoWrite(1, synchronized(1, version=2), (put("app.test/a", '"again"'),))
-    assert not await store.apply(Batch((again,)))
+    assert not (await store.write(Batch((again,)))).skipped
     assert [tuple(row) for row in await sql.fetch(LOG, did(1))] == [("create", "a"), ("update", "a")]
 
 
@@ -148,7 +148,7 @@ async def test_several_changes_of_a_record_in_one_batch_are_logged_in_order(
     await insert(store, synchronized(1), changes=(put("app.test/a", next(texts)),) if stored else ())
     update, create = put("app.test/a", next(texts), "update"), put("app.test/a", next(texts))
     changes = (delete("app.test/a"), update, create, delete("app.test/a"), delete("app.test/a"), update)
-    assert not await store.apply(Batch((RepoWrite(1, synchronized(1, version=2), changes),)))
+    assert not (await store.write(Batch((RepoWrite(1, synchronized(1, version=2), changes),)))).skipped
     logged = [action for action, _ in await sql.fetch(LOG, did(1))]
     assert logged == [*(["create", "delete"] if stored else []), "create", "update", "delete", "create"]
 

@@ -15,7 +15,7 @@ async def test_message_that_is_received_again_has_one_dead_letter(database: str,
     store = await Store.open(database, connections=1)
     try:
         for _ in range(3):
-            await store.apply(Batch(dead_letters=(LETTER, *others, without_seq)))
+            await store.write(Batch(dead_letters=(LETTER, *others, without_seq)))
     finally:
         await store.close()
     assert await sql.fetchval("select count(*) from indexer.dead_letter where seq is not null") == 4

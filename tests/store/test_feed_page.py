@@ -39,7 +39,7 @@ async def test_a_page_has_the_records_of_its_changes(store: Store) -> None:
     first, second = put("app.test/a"), put("app.test/b")
     await insert(store, synchronized(1), changes=(first, second))
     after = RepoWrite(1, synchronized(1, version=2), (delete("app.test/a"), put("app.test/b")))
-    await store.apply(Batch((after,)))
+    await store.write(Batch((after,)))
     page = await store.feed_page(0, 100, 1 << 20)
     assert [(entry.action, entry.rkey) for entry in page.changes if entry.collection] == [
         ("create", "a"),

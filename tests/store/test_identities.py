@@ -46,7 +46,7 @@ async def test_identities_are_read_as_saved_and_the_latest_reading_stays(store: 
     assert await store.load_identities([did(1), did(2), did(3)]) == {did(1): one, did(2): two}
     await store.save_identities([identity(1, "before.test", 4.0)])
     assert (await store.load_identities([did(1)]))[did(1)] == one
-    await store.apply(Batch(stale_identities=frozenset({did(1), did(3)})))
+    await store.write(Batch(stale_identities=frozenset({did(1), did(3)})))
     assert (await store.load_identities([did(1)]))[did(1)].stale
     later = identity(1, "after.test", round(time()) + 1.0)  # asked after the announcement, so it removes the mark
     await store.save_identities([one, later])
@@ -78,9 +78,9 @@ async def test_change_that_is_announced_after_the_lookup_asked_keeps_its_mark(
     announced = Batch(stale_identities=frozenset({did(1)}))
     await store.save_identities([identity(1, "alice.test")])
     if stale_before:
-        await store.apply(announced)
+        await store.write(announced)
     asked_at = time()
-    await store.apply(announced)
+    await store.write(announced)
     await store.save_identities([identity(1, "later.test", asked_at)])
     saved = (await store.load_identities([did(1)]))[did(1)]
     assert (saved.handle, saved.stale) == ("later.test", True)
@@ -97,11 +97,11 @@ async def test_postponed_refresh_keeps_a_mark_only_for_a_later_announcement(
     """A lookup that asked after the first announcement is saved while the refresh is postponed."""
     announced = Batch(stale_identities=frozenset({did(1)}))
     await store.save_identities([identity(1, "alice.test")])
-    await store.apply(announced)
+    await store.write(announced)
     await store.postpone_refresh(did(1), time() + 30, 0)
     asked_at = time()
     if announced_again:
-        await store.apply(announced)
+        await store.write(announced)
     await store.save_identities([identity(1, "later.test", asked_at)])
     assert (await store.load_identities([did(1)]))[did(1)].stale == announced_again
     due = await store.due_identities(ALL, 10, time() + 60, web=False)
@@ -112,10 +112,10 @@ async def test_change_that_is_announced_during_a_back_off_keeps_its_mark(store: 
     """The time of the announcement is not stored then. So the identity is looked up once more, soon."""
     announced = Batch(stale_identities=frozenset({did(1)}))
     await store.save_identities([identity(1, "alice.test")])
-    await store.apply(announced)
+    await store.write(announced)
     await store.postpone_refresh(did(1), time() + 1_000, 1)
     asked_at = time()
-    await store.apply(announced)
+    await store.write(announced)
     await store.save_identities([identity(1, "later.test", asked_at)])
     saved = (await store.load_identities([did(1)]))[did(1)]
     assert (saved.handle, saved.stale) == ("later.test", True)
@@ -134,9 +134,9 @@ async def test_identity_that_was_read_before_the_clock_was_set_back_is_replaced(
 async def test_announcements_do_not_shorten_the_back_off_of_a_refresh(store: Store) -> None:
     await store.save_identities([identity(1, "alice.test")])
     for _ in range(2):
-        await store.apply(Batch(stale_identities=frozenset({did(1)})))
+        await store.write(Batch(stale_identities=frozenset({did(1)})))
         await store.postpone_refresh(did(1), time() + 100, 1)
-    await store.apply(Batch(stale_identities=frozenset({did(1)})))
+    await store.write(Batch(stale_identities=frozenset({did(1)})))
     assert await store.due_identities(ALL, 10, time() + 99, web=False) == []
     assert len(await store.due_identities(ALL, 10, time() + 101, web=False)) == 1
 

@@ -43,10 +43,10 @@ async def test_stored_records_are_backfilled_while_others_are_written(store: Sto
     assert await count(sql, 0) is None
     assert await sql.fetchval("select state from atproto.link_progress") == "backfill"
     touched = (like("r0000", "new", action="update"), delete(f"{LIKE}/r0001"), like("later"))
-    await store.apply(Batch((RepoWrite(1, synchronized("large", version=2), touched),)))
+    await store.write(Batch((RepoWrite(1, synchronized("large", version=2), touched),)))
     steps, _ = await store.backfill_links({did("large"): FIRST_PATH})
     assert steps[did("large")].after is not None
-    await store.apply(Batch((RepoWrite(2, synchronized("large", version=3), (delete(f"{LIKE}/r0005"),)),)))
+    await store.write(Batch((RepoWrite(2, synchronized("large", version=3), (delete(f"{LIKE}/r0005"),)),)))
     while not (await store.link_state(ALL)).done:
         await task.run_once()
     await assert_links_exact(sql)
@@ -113,7 +113,7 @@ async def test_turning_links_off_removes_them_and_on_again_brings_them_back(
     await maintenance(store, wanted=False).run_once()
     assert await count(sql) is None
     assert await sql.fetchval("select count(*) from indexer.link") == 0
-    await store.apply(Batch((RepoWrite(1, synchronized(1, version=2), (like("b"), delete(f"{LIKE}/a"))),)))
+    await store.write(Batch((RepoWrite(1, synchronized(1, version=2), (like("b"), delete(f"{LIKE}/a"))),)))
     await turn_on(store)
     assert await count(sql) == 1
     await assert_links_exact(sql)

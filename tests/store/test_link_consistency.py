@@ -64,9 +64,9 @@ async def write_some(store: Store, name: int, rkeys: set[str], numbers: random.R
             await finish_resync(store, claimed, tuple(changes))
             return
     repo = (await store.repos([did(name)]))[did(name)]
-    assert not await store.apply(
-        Batch((RepoWrite(repo.version, repo._replace(version=repo.version + 1), tuple(changes)),))
-    )
+    assert not (
+        await store.write(Batch((RepoWrite(repo.version, repo._replace(version=repo.version + 1), tuple(changes)),)))
+    ).skipped
 
 
 class EverythingAtOnce:
@@ -96,7 +96,7 @@ class EverythingAtOnce:
     async def replace(self, repo: Repo, *changes: RecordChange, **fields: Any) -> bool:
         """Write a row as the batch writer does, unless it has changed."""
         after = repo._replace(version=repo.version + 1, **fields)
-        return not await self.store.apply(Batch((RepoWrite(repo.version, after, changes),)))
+        return not (await self.store.write(Batch((RepoWrite(repo.version, after, changes),)))).skipped
 
     def some_changes(self, stored: set[str] | None = None) -> tuple[RecordChange, ...]:
         """Return changes of random records; with `stored`, those that fit the stored records."""

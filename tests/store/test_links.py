@@ -24,7 +24,7 @@ async def test_links_follow_creates_updates_and_deletes(store: Store, sql: async
     row = await sql.fetchrow("select * from atproto.links where rkey = 'c'")
     assert tuple(row or ()) == (post("two"), "strong-ref", did(1), LIKE, "c", PATH, bucket_of(did(1)))
     changes = (like("a", "two", action="update"), delete(f"{LIKE}/b"), delete(f"{LIKE}/absent"))
-    await store.apply(Batch((RepoWrite(1, synchronized(1, version=2), changes),)))
+    await store.write(Batch((RepoWrite(1, synchronized(1, version=2), changes),)))
     assert (await count(sql), await count(sql, "two")) == (0, 2)
     await assert_links_exact(sql)
     await settle(store)
@@ -62,7 +62,9 @@ async def test_links_of_a_hidden_repo_are_neither_shown_nor_counted(
         if hide == "sql":
             await sql.execute("select atproto.request_takedown($1, $2)", did(1), not visible)
         else:
-            assert not await store.apply(Batch((RepoWrite(version, synchronized(1, version=version + 1, **fields)),)))
+            assert not (
+                await store.write(Batch((RepoWrite(version, synchronized(1, version=version + 1, **fields)),)))
+            ).skipped
 
     await settle(store)
     for settled in (True, False):
@@ -88,7 +90,7 @@ async def test_records_written_to_a_hidden_repo_count_when_it_is_shown(store: St
     await insert(store, synchronized(1, takedown=True), changes=(like("a"),))
     await settle(store)
     assert await count(sql) == 0
-    await store.apply(Batch((RepoWrite(1, synchronized(1, version=2), (like("b"), like("a", action="update"))),)))
+    await store.write(Batch((RepoWrite(1, synchronized(1, version=2), (like("b"), like("a", action="update"))),)))
     assert await count(sql) == 2
     await settle(store)
     assert await count(sql) == 2

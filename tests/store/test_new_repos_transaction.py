@@ -173,7 +173,7 @@ async def test_repo_that_needs_a_transaction_of_its_own_is_not_eligible(store: S
     await sql.execute("update indexer.repo set lease = lease + 1 where did = $1", lost.did)
     event = BufferedEvent(buffered.did, "wss://relay.test", 1, b"frame")
     after = buffered._replace(version=buffered.version + 1, buffered_events=1, buffered_bytes=5)
-    assert not await store.apply(Batch((RepoWrite(buffered.version, after, buffered=(event,)),)))
+    assert not (await store.write(Batch((RepoWrite(buffered.version, after, buffered=(event,)),)))).skipped
     async with store.write_new_repos(SCOPE) as transaction:
         assert list(await transaction.eligible(claimed)) == [new.did]
 

@@ -50,7 +50,7 @@ async def test_resyncs_are_requested_of_some_failed_or_all_repos(
     claimed = await in_progress(store, "in progress")
     buffering = claimed._replace(version=claimed.version + 1, buffered_events=1, buffered_bytes=5)
     buffered = (BufferedEvent(claimed.did, "wss://relay.test", 5, b"frame"),)
-    assert not await store.apply(Batch((RepoWrite(claimed.version, buffering, (), buffered),)))
+    assert not (await store.write(Batch((RepoWrite(claimed.version, buffering, (), buffered),)))).skipped
     failed = Repo(
         did("failed"),
         version=1,

@@ -35,7 +35,7 @@ async def test_counts(store: Store, sql: asyncpg.Connection) -> None:
         synchronized(1),
         changes=(put("app.test/a"),),
     )
-    await store.apply(Batch(cursor=Cursor("wss://relay.test", "0/1", 9, "now")))
+    await store.write(Batch(cursor=Cursor("wss://relay.test", "0/1", 9, "now")))
     await sql.execute("analyze indexer.record")
     counts = await store.counts()
     assert counts.statuses == {

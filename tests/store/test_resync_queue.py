@@ -145,7 +145,7 @@ async def test_an_expired_lease_ends_the_claim(store: Store, sql: asyncpg.Connec
     claimed = await in_progress(store, 1, now=100.0, sync_reason=Desync.SYNC_EVENT)
     buffering = claimed._replace(version=claimed.version + 1, buffered_events=1, buffered_bytes=5)
     buffered = (BufferedEvent(claimed.did, "wss://relay.test", 5, b"frame"),)
-    await store.apply(Batch((RepoWrite(claimed.version, buffering, (), buffered),)))
+    await store.write(Batch((RepoWrite(claimed.version, buffering, (), buffered),)))
     assert await store.expire_leases(ALL, 109.0) == 0
     assert await store.expire_leases(ALL, 111.0) == 1
     ended = claimed._replace(

@@ -133,7 +133,7 @@ async def test_changes_become_visible_with_the_commit(store: Store, sql: asyncpg
         row = (await store.repos([did(1)]))[did(1)]  # an event of the stream arrives
         buffering = row._replace(version=row.version + 1, buffered_events=1)
         buffered = tuple(BufferedEvent(did(1), RELAY, seq, b"frame") for seq in (9, 8))
-        assert not await store.apply(Batch((RepoWrite(row.version, buffering, (), buffered),)))
+        assert not (await store.write(Batch((RepoWrite(row.version, buffering, (), buffered),)))).skipped
         assert await store.visible_records(did(1)) == {}
         locked = await transaction.lock()
         assert locked == buffering

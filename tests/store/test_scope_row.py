@@ -169,7 +169,9 @@ async def test_untracked_repo_is_hidden_and_leaves_the_queue_and_the_buffer(
     claimed = await in_progress(store, 1)
     buffering = claimed._replace(version=claimed.version + 1, buffered_events=1, buffered_bytes=5)
     buffered = (BufferedEvent(claimed.did, "wss://relay.test", 5, b"frame"),)
-    assert not await store.apply(Batch((RepoWrite(claimed.version, buffering, (put("app.test/a"),), buffered),)))
+    assert not (
+        await store.write(Batch((RepoWrite(claimed.version, buffering, (put("app.test/a"),), buffered),)))
+    ).skipped
     await insert(store, Repo(did("waits"), version=1))
 
     assert await store.untrack([did(1), did("waits"), did("unknown")]) == 2
@@ -210,7 +212,7 @@ async def test_write_that_was_planned_before_the_repo_was_untracked_is_skipped(s
     await store.untrack([did(1), did("new")])
     known = RepoWrite(1, synchronized(1, version=2), (put("app.test/a"),))
     new = RepoWrite(0, Repo(did("new"), version=1))
-    assert await store.apply(Batch((known, new))) == {did(1), did("new")}
+    assert (await store.write(Batch((known, new)))).skipped == {did(1), did("new")}
 
 
 async def test_progress_counts_the_repos_that_are_complete(store: Store) -> None:

@@ -18,9 +18,9 @@ LETTER = DeadLetter("wss://one.example", 7, None, "commit", Rejection.FIELD_INVA
 
 async def test_dead_letters_are_counted_by_reason_with_the_newest_one(store: Store, sql: asyncpg.Connection) -> None:
     forged = replace(LETTER, did=did(1), reason=Rejection.SIGNATURE_INVALID, detail="<b>forged</b>")
-    await store.apply(Batch(dead_letters=(LETTER, replace(LETTER, seq=8, detail="later"))))
+    await store.write(Batch(dead_letters=(LETTER, replace(LETTER, seq=8, detail="later"))))
     await sql.execute("update indexer.dead_letter set time = now() - interval '2 hours' where seq = 7")
-    await store.apply(Batch(dead_letters=(forged,)))
+    await store.write(Batch(dead_letters=(forged,)))
     found = (await store.delivery_state()).rejections
     assert [(entry.reason, entry.stored, entry.last_hour, entry.detail) for entry in found] == [
         ("signature-invalid", 1, 1, "<b>forged</b>"),

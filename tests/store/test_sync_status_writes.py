@@ -138,7 +138,7 @@ async def repo_in(store: Store, status: SyncStatus) -> Repo:
         claimed = await in_progress(store, 1, sync_reason=Desync.CHAIN_BREAK)
         buffering = amend(claimed, buffered_events=1, buffered_bytes=5)
         event = BufferedEvent(claimed.did, "wss://relay.test", 5, b"frame")
-        assert not await store.apply(Batch((RepoWrite(claimed.version, buffering, (), (event,)),)))
+        assert not (await store.write(Batch((RepoWrite(claimed.version, buffering, (), (event,)),)))).skipped
     [repo] = (await store.repos([did(1)])).values()
     assert repo.sync_status is status
     return repo

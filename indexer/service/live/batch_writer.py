@@ -261,7 +261,7 @@ class BatchWriter:
             return
         now = time()
         cursor = self._cursor(Position(seq, self._position.watermark.event_time), caught_up_at=now)
-        await self._store.apply(Batch(cursor=cursor))
+        await self._store.write(Batch(cursor=cursor))
         self._metrics.cursor(self._position.relay, seq)
         self._clock.advance(now)
 

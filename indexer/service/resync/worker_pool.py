@@ -287,7 +287,7 @@ class WorkerPool:
 
     async def _postpone(self, repos: Sequence[tuple[Repo, Postponed]]) -> None:
         writes = [RepoWrite(repo.version, _released(repo, postponed)) for repo, postponed in repos]
-        changed = await self._store.apply(Batch(tuple(writes)))
+        changed = (await self._store.write(Batch(tuple(writes)))).skipped
         for repo in [repo for repo, _ in repos if repo.did in changed]:
             await self._update_claimed(repo, release)
 

@@ -54,7 +54,7 @@ class Network:
         """Store the identities and mark them as changed, one after the other."""
         for changed in dids:
             await self.store.save_identities([self.identity(changed)])
-        await self.store.apply(Batch(stale_identities=frozenset(dids)))
+        await self.store.write(Batch(stale_identities=frozenset(dids)))
 
     @asynccontextmanager
     async def refreshing(self) -> AsyncIterator[None]:
@@ -88,7 +88,7 @@ async def test_failing_identities_delay_no_honest_one(store: Store, sql: asyncpg
         await until(partial(is_fresh, sql, HONEST_WEB), network.asked.total)
         await until(partial(is_fresh, sql, did("honest")))
         await until(lambda: len(network.asked) == len(FAILING) + 2)
-        await store.apply(Batch(stale_identities=frozenset(FAILING)))
+        await store.write(Batch(stale_identities=frozenset(FAILING)))
         await network.announce(did("later"))
         await until(partial(is_fresh, sql, did("later")))
         assert max(network.asked.values()) == 1, "an identity was asked again within its back-off"

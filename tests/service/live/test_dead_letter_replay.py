@@ -88,7 +88,7 @@ class ReplayScenario:
         head = self.owner.repo.head
         repo = Repo(self.owner.did, 1, SyncStatus.SYNCHRONIZED, None, Head(head.rev, head.data, head.cid))
         repo = repo._replace(**fields)
-        assert not await self.store.apply(Batch((RepoWrite(0, repo),)))
+        assert not (await self.store.write(Batch((RepoWrite(0, repo),)))).skipped
         return repo
 
     async def in_progress(self) -> Repo:
@@ -102,7 +102,7 @@ class ReplayScenario:
 
     async def insert_dead_letter(self, message: bytes, **fields: Any) -> int:
         values = {"seq": 1, "did": self.owner.did, "kind": "", "reason": Rejection.SIGNATURE_INVALID, "detail": ""}
-        await self.store.apply(Batch(dead_letters=(DeadLetter(RELAY, frame=message, **values | fields),)))  # type: ignore[arg-type]
+        await self.store.write(Batch(dead_letters=(DeadLetter(RELAY, frame=message, **values | fields),)))  # type: ignore[arg-type]
         dead_letter_id: int = await self.sql.fetchval("select max(id) from indexer.dead_letter")
         return dead_letter_id
 
@@ -435,7 +435,7 @@ async def test_buffered_event_rejected_by_the_drain_can_be_replayed(scenario: Re
     await scenario.synchronized()
     buffered = BufferedEvent(scenario.owner.did, "wss://other.test", 7, b"")
     message = encoded_frame("account", scenario.owner.account_event(active=False))
-    await scenario.store.apply(
+    await scenario.store.write(
         Batch(
             dead_letters=(DeadLetter(buffered.relay, 7, buffered.did, "account", Rejection.FIELD_INVALID, "", message),)
         )

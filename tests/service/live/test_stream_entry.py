@@ -32,7 +32,7 @@ class OneEntry:
 
 
 async def entry_of(store: Store, relay: str, seek: OneEntry) -> StreamEntry:
-    await store.apply(Batch(cursor=Cursor(RELAY, "0/1", 50, TIME)))
+    await store.write(Batch(cursor=Cursor(RELAY, "0/1", 50, TIME)))
     return await StreamEntries(store, seek, Shard(), "live").entry(relay)
 
 
@@ -50,9 +50,9 @@ async def test_other_relay_is_entered_some_minutes_before_the_last_stored_messag
 
 async def entry_of_relay_after_other(store: Store, seconds: float, seek: OneEntry) -> StreamEntry:
     """Return the entry of `RELAY` with its cursor at `TIME`, when `OTHER` has sent messages until `seconds` later."""
-    await store.apply(Batch(cursor=Cursor(RELAY, "0/1", 50, TIME)))
+    await store.write(Batch(cursor=Cursor(RELAY, "0/1", 50, TIME)))
     later = datetime.fromtimestamp(SECONDS + seconds, UTC).isoformat()
-    await store.apply(Batch(cursor=Cursor(OTHER, "0/1", 9, later)))
+    await store.write(Batch(cursor=Cursor(OTHER, "0/1", 9, later)))
     return await StreamEntries(store, seek, Shard(), "live").entry(RELAY)
 
 

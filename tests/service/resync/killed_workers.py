@@ -27,6 +27,7 @@ from indexer.service.resync.attempt import ResyncAttempts
 from indexer.service.resync.queue_maintenance import MaintenanceSettings, QueueMaintenance
 from indexer.service.resync.worker_pool import WorkerPool, WorkerPoolSettings
 from indexer.store import ResyncTransaction, Store
+from indexer.store.apply_batch import AppliedBatch
 from indexer.sync.plans import Batch, RepoWrite
 from indexer.sync.repo_state import PARKED, Head, Repo
 from indexer.sync.shard import Shard
@@ -132,7 +133,7 @@ class ResyncWorld:
             put(path)._replace(rev=head.rev, cid=parse_cid(cid), value=None, problem=Problem.MISSING)
             for path, cid in self.owners[lacking].history[head.rev].items()
         )
-        await self._store.apply(Batch((RepoWrite(0, parked_repo), RepoWrite(0, done, changes))))
+        await self._store.write(Batch((RepoWrite(0, parked_repo), RepoWrite(0, done, changes))))
         await self.query(_MAKE_A_DAY_OLD, parked)
         await self._store.add_repos(self.owners)
 
@@ -329,20 +330,20 @@ class MortalStore(Store):
             written.extend([None] * await super().unpark(buckets, seconds, now))
         return len(written)
 
-    async def apply(self, batch: Batch) -> frozenset[str]:
+    async def write(self, batch: Batch) -> AppliedBatch:
         if not batch.writes:
-            return await super().apply(batch)
+            return await super().write(batch)
         kind = self._kind_of(batch)
         async with self._write(kind) as written:
             if kind == POSTPONE:
                 await self._world.change_once(batch)
-            changed = await super().apply(batch)
-            done = [write for write in batch.writes if write.repo.did not in changed]
+            applied = await super().write(batch)
+            done = [write for write in batch.writes if write.repo.did not in applied.skipped]
             written.extend(done)
-        self._changed = set(changed) if kind == POSTPONE else self._changed - {write.repo.did for write in done}
+        self._changed = set(applied.skipped) if kind == POSTPONE else self._changed - {write.repo.did for write in done}
         if kind == POSTPONE:
             self._world.note_postponed(done)
-        return changed
+        return applied
 
     def _kind_of(self, batch: Batch) -> str:
         did = batch.writes[0].repo.did

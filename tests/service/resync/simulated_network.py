@@ -168,7 +168,7 @@ class LivePath:
                 plan = plan_batch(messages, repos, lambda _did, key_state=key_state: key_state, context)  # type: ignore[misc]
                 stale = frozenset(plan.stale_identities)
                 try:
-                    moved = await self._store.apply(Batch(plan.writes, tuple(plan.dead_letters), stale))
+                    moved = (await self._store.write(Batch(plan.writes, tuple(plan.dead_letters), stale))).skipped
                 except DatabaseError:  # a deadlock with a worker that has not noticed that its claim is lost
                     continue
                 if moved:

@@ -1,4 +1,5 @@
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -18,6 +19,7 @@ from indexer.service.resync.attempt import ExportSlots
 from indexer.service.resync.phase import Phase
 from indexer.service.resync.worker_pool import WorkerPool, WorkerPoolSettings
 from indexer.store import DatabaseError, Store
+from indexer.store.apply_batch import AppliedBatch
 from indexer.sync.plans import Batch
 from indexer.sync.repo_state import Repo, SyncStatus
 from indexer.sync.shard import Shard
@@ -63,11 +65,11 @@ class MemoryStore:
 
     update_repo = Store.update_repo
 
-    async def apply(self, batch: Batch) -> frozenset[str]:
+    async def write(self, batch: Batch) -> AppliedBatch:
         for write in batch.writes:
             assert self.rows[write.repo.did].version == write.expected_version
             self.rows[write.repo.did] = write.repo
-        return frozenset()
+        return AppliedBatch(frozenset(), Counter())
 
 
 class FixedIdentities:
