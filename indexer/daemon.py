@@ -228,7 +228,7 @@ class Daemon:
                 sources,
                 self.conditions,
             ),
-            settings.policy,
+            settings.deletion_grace,
             shard,
             self.metrics,
             self.conditions,
@@ -249,8 +249,10 @@ class Daemon:
 
     def _build_background_stages(self, outbound: OutboundClient, pds: PdsClient) -> None:
         settings, shard = self._settings, self._shard
-        self.identity_refresh = IdentityRefresh(self.store, self.identities, settings.policy, shard)
-        self.account_erasure = AccountErasure(self.store, self.identities, pds, settings.policy, shard, self.metrics)
+        self.identity_refresh = IdentityRefresh(self.store, self.identities, settings.deletion_grace, shard)
+        self.account_erasure = AccountErasure(
+            self.store, self.identities, pds, settings.deletion_grace, shard, self.metrics
+        )
         self.scope_stages = DaemonScope(
             shard, self.store, outbound, self.metrics, self.scope, self._repo_list_sources, self._reconciled_at
         )

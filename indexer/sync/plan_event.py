@@ -11,7 +11,7 @@ from indexer.errors import UpstreamError
 from indexer.reasons import Desync, Rejection
 from indexer.sync.events import AccountEvent, CommitEvent, IdentityEvent, RepoEvent, SyncEvent
 from indexer.sync.plans import NeedsKey, Plan, RecordChange
-from indexer.sync.policy import KeyState, PlanContext, Policy, is_future
+from indexer.sync.policy import KeyState, PlanContext, is_future
 from indexer.sync.record_change import RecordConverter
 from indexer.sync.repo_state import DELETED, PARKED, TOMBSTONED, Head, Repo, SyncStatus
 from indexer.sync.repo_transitions import (
@@ -277,14 +277,14 @@ def _plan_account(repo: Repo, event: AccountEvent, context: PlanContext) -> Plan
     return Plan(reactivate(after, context.now), Outcome.APPLIED, why=Desync.REACTIVATED)
 
 
-def plan_existence(repo: Repo, now: float, policy: Policy, *, exists: bool) -> Repo:
+def plan_existence(repo: Repo, now: float, deletion_grace: float, *, exists: bool) -> Repo:
     """Return the row after it is certain that the DID is gone, or exists; the same object if nothing changes.
 
     A DID that is gone is treated like a deleted account. Nothing follows for a repo without stored records: its
     DID may be too new for the directory.
     """
     if not exists and repo.active and repo.head is not None:
-        return amend(repo, active=False, hosting_status=TOMBSTONED, erase_at=now + policy.deletion_grace)
+        return amend(repo, active=False, hosting_status=TOMBSTONED, erase_at=now + deletion_grace)
     return _returned(repo, now) if exists and not repo.active and repo.hosting_status == TOMBSTONED else repo
 
 

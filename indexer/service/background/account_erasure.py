@@ -13,7 +13,6 @@ from indexer.pds import PdsClient
 from indexer.service.periodic import DatabaseAttempt, run_periodically
 from indexer.store import DatabaseError, ErasedBatch, Store
 from indexer.sync.plan_event import plan_erasure_later, plan_existence
-from indexer.sync.policy import Policy
 from indexer.sync.shard import Shard
 from indexer.sync.stored_identity import StoredIdentity
 
@@ -46,7 +45,7 @@ class AccountErasure:
         store: Store,
         identities: IdentityCache,
         pds: PdsClient,
-        policy: Policy,
+        deletion_grace: float,
         shard: Shard,
         metrics: Metrics,
         *,
@@ -55,7 +54,7 @@ class AccountErasure:
         self._store = store
         self._identities = identities
         self._pds = pds
-        self._policy = policy
+        self._deletion_grace = deletion_grace
         self._shard = shard
         self._metrics = metrics
         self._interval = interval
@@ -121,7 +120,8 @@ class AccountErasure:
             await self._postpone(did, RETRY_SECONDS, "the directory could not be asked")
             return False
         if not answer.gone:
-            await self._store.update_repo(did, lambda repo: plan_existence(repo, time(), self._policy, exists=True))
+            grace = self._deletion_grace
+            await self._store.update_repo(did, lambda repo: plan_existence(repo, time(), grace, exists=True))
             return False
         stored = (await self._store.load_identities([did])).get(did)
         return stored is None or stored.pds is None or await self._host_denies(stored, stored.pds)
@@ -131,7 +131,7 @@ class AccountErasure:
             await self._pds.fetch_latest_commit(identity.did, pds)
         except UnavailableError as error:
             # A permanent failure is a definite answer: the host does not have the repo, or does not publish it.
-            grace_ended = (identity.denied_at or 0.0) + self._policy.deletion_grace
+            grace_ended = (identity.denied_at or 0.0) + self._deletion_grace
             if error.reason.is_permanent or time() >= grace_ended + UNREACHABLE_SECONDS:
                 return True
             await self._postpone(identity.did, RETRY_SECONDS, f"its host: {error}")

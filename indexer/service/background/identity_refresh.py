@@ -17,7 +17,6 @@ from indexer.service.periodic import DatabaseAttempt, run_periodically
 from indexer.store import DatabaseError, Store
 from indexer.sync.backoff import backoff_seconds
 from indexer.sync.plan_event import plan_existence
-from indexer.sync.policy import Policy
 from indexer.sync.shard import Shard
 from indexer.sync.stored_identity import DueIdentity
 
@@ -45,11 +44,11 @@ class IdentityRefresh:
     """
 
     def __init__(
-        self, store: Store, identities: IdentityCache, policy: Policy, shard: Shard, *, interval: float = 10.0
+        self, store: Store, identities: IdentityCache, deletion_grace: float, shard: Shard, *, interval: float = 10.0
     ) -> None:
         self._store = store
         self._identities = identities
-        self._policy = policy
+        self._deletion_grace = deletion_grace
         self._shard = shard
         self._interval = interval
         self.stage = StageProgress("identity refresh")
@@ -85,8 +84,8 @@ class IdentityRefresh:
         if identity is None:
             await self._store.postpone_refresh(did, time() + LIMITED_SECONDS, failures)
         elif not (identity.stale or identity.doubtful):
-            exists = not identity.gone
-            await self._store.update_repo(did, lambda repo: plan_existence(repo, time(), self._policy, exists=exists))
+            exists, grace = not identity.gone, self._deletion_grace
+            await self._store.update_repo(did, lambda repo: plan_existence(repo, time(), grace, exists=exists))
 
     async def refresh_batch(self, method: Method) -> None:
         """Refresh identities of one DID method that are due, several at a time.

@@ -26,7 +26,6 @@ from indexer.store import DatabaseError, Store
 from indexer.sync.plan_event import plan_existence
 from indexer.sync.plan_resync import plan_failure
 from indexer.sync.plans import Batch, RepoWrite
-from indexer.sync.policy import Policy
 from indexer.sync.repo_state import Repo, SyncStatus
 from indexer.sync.repo_transitions import release
 from indexer.sync.shard import Shard
@@ -120,7 +119,7 @@ class WorkerPool:
         store: Store,
         identities: IdentityCache,
         attempts: ResyncAttempts,
-        policy: Policy,
+        deletion_grace: float,
         shard: Shard,
         metrics: Metrics,
         conditions: Conditions,
@@ -130,7 +129,7 @@ class WorkerPool:
         self._store = store
         self._identities = identities
         self._attempts = attempts
-        self._policy = policy
+        self._deletion_grace = deletion_grace
         self._buckets = shard.buckets
         self._metrics = metrics
         self._conditions = conditions
@@ -379,7 +378,7 @@ class WorkerPool:
     def _failed(self, repo: Repo, claimed: Repo, failure: UnavailableError) -> Repo:
         after = plan_failure(repo, claimed, failure, time())
         gone = failure.reason is FetchFailure.IDENTITY_GONE
-        return plan_existence(after, time(), self._policy, exists=False) if gone else after
+        return plan_existence(after, time(), self._deletion_grace, exists=False) if gone else after
 
     async def _update_claimed(self, claimed: Repo, change: Callable[[Repo], Repo]) -> None:
         """Write the changed row, unless the claim is lost."""

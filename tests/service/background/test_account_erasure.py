@@ -221,10 +221,10 @@ async def test_repo_that_waits_for_a_resync_is_parked_when_its_did_is_gone(datab
 
 def test_missing_did_hides_no_repo_without_records() -> None:
     repo = Repo("did:plc:x", version=1)
-    assert plan_existence(repo, NOW, STORE_ALL, exists=False) is repo
-    assert plan_existence(repo, NOW, STORE_ALL, exists=True) is repo
+    assert plan_existence(repo, NOW, STORE_ALL.deletion_grace, exists=False) is repo
+    assert plan_existence(repo, NOW, STORE_ALL.deletion_grace, exists=True) is repo
     left = repo._replace(active=False, hosting_status="deactivated")
-    assert plan_existence(left, NOW, STORE_ALL, exists=True) is left, (
+    assert plan_existence(left, NOW, STORE_ALL.deletion_grace, exists=True) is left, (
         "only the relay can say that the account is active"
     )
 

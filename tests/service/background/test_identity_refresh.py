@@ -62,7 +62,7 @@ class Network:
         identities = IdentityCache(
             self, self.store, Metrics(), clock=time, refresh_rate=10_000.0, lifetimes=QUICK, max_entries=1_000
         )
-        refresh = IdentityRefresh(self.store, identities, STORE_ALL, Shard(), interval=0.05)
+        refresh = IdentityRefresh(self.store, identities, STORE_ALL.deletion_grace, Shard(), interval=0.05)
         task = asyncio.create_task(refresh.run())
         try:
             yield

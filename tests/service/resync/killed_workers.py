@@ -379,7 +379,9 @@ class WorkerProcess:
             search_interval=0.05,
             batch_pause=0.0,
         )
-        self._pool = WorkerPool(store, simulated, attempts, STORE_ALL, Shard(), Metrics(), Conditions(), pool_settings)
+        self._pool = WorkerPool(
+            store, simulated, attempts, STORE_ALL.deletion_grace, Shard(), Metrics(), Conditions(), pool_settings
+        )
         self._maintenance = QueueMaintenance(store, Shard(), Metrics(), maintenance_settings)
 
     async def live(self, done: Callable[[], Awaitable[bool]]) -> None:

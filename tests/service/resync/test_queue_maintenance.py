@@ -107,7 +107,7 @@ async def maintained(
     collaborators: tuple[Any, Any, Any] = (counting, FixedIdentities(lambda _did: "one.example"), attempts)
     settings = MaintenanceSettings(unpark_after=unpark_after, search_interval=0.02, batch_pause=0.0)
     pool_settings = WorkerPoolSettings(workers=4, idle_interval=0.01)
-    pool = WorkerPool(*collaborators, STORE_ALL, Shard(), Metrics(), Conditions(), pool_settings)
+    pool = WorkerPool(*collaborators, STORE_ALL.deletion_grace, Shard(), Metrics(), Conditions(), pool_settings)
     maintenance = QueueMaintenance(collaborators[0], Shard(), Metrics(), settings)
     tasks = [asyncio.create_task(pool.run()), asyncio.create_task(maintenance.run())]
     try:

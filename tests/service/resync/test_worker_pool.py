@@ -164,7 +164,15 @@ class RunningPool:
         pool_settings = WorkerPoolSettings(workers=workers, **{"idle_interval": 0.01, "lease": 30.0} | settings)
         self.conditions = Conditions()
         self.pool = WorkerPool(
-            store, identities, attempts, STORE_ALL, Shard(), self.metrics, self.conditions, pool_settings, new_accounts
+            store,
+            identities,
+            attempts,
+            STORE_ALL.deletion_grace,
+            Shard(),
+            self.metrics,
+            self.conditions,
+            pool_settings,
+            new_accounts,
         )
 
     async def __aenter__(self) -> Self:
