@@ -64,8 +64,8 @@ from indexer.service.resync.worker_pool import CLUSTER_GATHERING_TIME, WorkerPoo
 from indexer.setting_types import Address
 from indexer.settings import Settings
 from indexer.store import RESERVED_CONNECTIONS, RetentionPolicy, Store
-from indexer.sync.scope import Scope, Track
-from indexer.sync.shard import Placement, Shard
+from indexer.sync.scope import Track
+from indexer.sync.shard import Placement
 
 MAX_DRAIN_SHARE = 0.7
 """Maximum share of `INDEXER_STOP_TIMEOUT` that is spent on writing the received messages after a signal."""
@@ -184,16 +184,15 @@ class Daemon:
             ConsumerSettings(shard, settings.limits, core=self.core.native),
             self.metrics,
         )
-        self.reconciliation = make_reconciliation(
-            settings,
-            shard,
+        self.reconciliation = Reconciliation(
             self.store,
             outbound,
             self.metrics,
             self.open_gaps,
             self._repo_list_sources,
-            lambda: self.scope.scope,
-            self.identities,
+            self.scope,
+            ReconciliationSettings(shard, settings.sweep_interval),
+            self.identities if settings.upstream == "pds" else None,
         )
         self.key_lookups = KeyLookups(
             self.identities, self.inbox, timeout=KEY_LOOKUP_TIMEOUT_SECONDS, concurrency=KEY_LOOKUP_CONCURRENCY
@@ -480,29 +479,6 @@ def _raise_exceptions(tasks: Iterable[asyncio.Task[None]]) -> None:
     for task in tasks:
         if task.done():
             task.result()
-
-
-def make_reconciliation(
-    settings: Settings,
-    shard: Shard,
-    store: Store,
-    outbound: OutboundClient,
-    metrics: Metrics,
-    gaps: OpenGaps,
-    sources: Callable[[], Sequence[str]],
-    scope: Callable[[], Scope],
-    identities: IdentityCache,
-) -> Reconciliation:
-    """Return the reconciliation with the repo lists of `sources`; the scope says if it adds unknown accounts."""
-    reconciliation_settings = ReconciliationSettings(
-        shard=shard,
-        interval=settings.sweep_interval,
-        drift=settings.limits.clock_drift_seconds,
-        scope=scope,
-        deletion_grace=settings.deletion_grace,
-    )
-    hosting = identities if settings.upstream == "pds" else None
-    return Reconciliation(store, outbound, metrics, gaps, sources, reconciliation_settings, hosting)
 
 
 def connection_count(workers: int) -> int:

@@ -14,6 +14,8 @@ from indexer.errors import UnavailableError
 from indexer.monitoring.metrics import Metrics
 from indexer.outbound import OutboundClient
 from indexer.service.crawl.discover import Discovery
+from indexer.service.crawl.reconcile import Reconciliation, ReconciliationSettings
+from indexer.service.current_scope import CurrentScope
 from indexer.service.open_gaps import OpenGaps
 from indexer.settings import Settings
 from indexer.store import Store
@@ -94,15 +96,13 @@ async def _reconcile_with_first_available(
     Raises:
         UnavailableError: No relay answers, or the database is unavailable.
     """
-    from indexer.daemon import make_reconciliation  # noqa: PLC0415 - `discover` does not need it
-
     metrics, shard = Metrics(), Shard()
     gaps = OpenGaps(store, shard, metrics)
-    policy = await stored_policy(settings, store)
+    scope = CurrentScope(store, await stored_policy(settings, store))
+    reconciliation_settings = ReconciliationSettings(shard, settings.sweep_interval)
     async with open_identities(settings, store, outbound, metrics) as identities:
-        reconciliation = make_reconciliation(
-            settings, shard, store, outbound, metrics, gaps, tuple, lambda: policy.scope, identities
-        )
+        hosting = identities if settings.upstream == "pds" else None
+        reconciliation = Reconciliation(store, outbound, metrics, gaps, tuple, scope, reconciliation_settings, hosting)
         *others, last = map(http_origin, settings.relays)
         for relay in others:
             try:

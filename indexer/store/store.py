@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 
 import asyncpg
 
@@ -97,17 +98,17 @@ class Store(ResyncMethods, ScopeMethods, AccountMethods, LinkMethods, FeedMethod
             return False
         return True
 
-    async def update_repo(self, did: str, plan: Callable[[Repo], Repo]) -> None:
-        """Replace the row by `plan(row)`, which is called again if the row changes meanwhile.
+    async def update_repo(self, did: str, plan: Callable[[Repo], Repo]) -> Repo | None:
+        """Replace the row by `plan(row)`, which is called again if the row changes meanwhile; return the written row.
 
-        Nothing is written if there is no row, or if `plan` returns the same object.
+        Nothing is written, and None is returned, if there is no row or if `plan` returns the same object.
         """
         while True:
             repo = (await self.repos([did])).get(did)
             if repo is None or (after := plan(repo)) is repo:
-                return
+                return None
             if not (await self.write(Batch((RepoWrite(repo.version, after),)))).skipped:
-                return
+                return after
 
     async def shard_sessions(self) -> list[ShardSession]:
         """Return the sessions of all processes that own a shard of this database, or wait for one."""
@@ -204,19 +205,19 @@ class Store(ResyncMethods, ScopeMethods, AccountMethods, LinkMethods, FeedMethod
     async def add_listed(
         self,
         dids: Sequence[str],
-        progress: Callable[[int], CrawlProgress],
+        progress: CrawlProgress,
         *,
         scope: Scope | None = None,
         by_signal: bool = False,
         close_gaps: bool = False,
     ) -> CrawlProgress | None:
-        """Add the repos of a page and store the progress, in one transaction; return the progress.
+        """Add the repos of a page and store the progress, in one transaction; return the stored progress.
 
         Return None if the scope has changed: nothing is added or stored.
 
         Args:
             dids: The accounts of the page that may be unknown.
-            progress: Returns the progress after the page, given the number of repos that were not tracked yet.
+            progress: The progress after the page. The repos that were not tracked yet are added to what it found.
             scope: The scope that wants the repos; None if a command does.
             by_signal: The scope also wants those of them that are tracked already: they are in the list of a signal
                 collection.
@@ -232,7 +233,7 @@ class Store(ResyncMethods, ScopeMethods, AccountMethods, LinkMethods, FeedMethod
                 )
             else:
                 return None
-            after_page = progress(added)
+            after_page = replace(progress, found=progress.found + added)
             await crawl_rows.save_progress(connection, after_page)
             if close_gaps and after_page.finished_at is not None:
                 positions = Shard.parse(after_page.shard).positions

@@ -136,7 +136,9 @@ async def test_sweep_requests_a_resync_for_repos_that_are_behind(
         await until(lambda: all_synchronized(store, network))
     ada, *_ = network.accounts.values()
     ada.create(NOTE, {"text": "written while no daemon runs"})
-    monkeypatch.setattr("indexer.daemon.ReconciliationSettings", partial(ReconciliationSettings, settle=0.1))
+    monkeypatch.setattr(
+        "indexer.cli.crawl_commands.ReconciliationSettings", partial(ReconciliationSettings, settle=0.1)
+    )
     monkeypatch.setattr("indexer.monitoring.log.configure_logging", lambda *_: None)
     for name, value in run.environment.items():
         monkeypatch.setenv(name, value)

@@ -28,7 +28,7 @@ async def open_gap(store: Store, shard: Shard) -> OpenGap:
 async def reconcile(store: Store, shard: Shard, last_gap: int) -> None:
     """Store the end of a reconciliation that began when `last_gap` was the newest gap."""
     progress = CrawlProgress("sweep", RELAY, began_at=time(), shard=str(shard), last_gap=last_gap)
-    await store.add_listed([], lambda added: progress.after_page(None, 0, added, time()), close_gaps=True)
+    await store.add_listed([], progress.after_page(None, 0, 0, time()), close_gaps=True)
 
 
 async def affected(store: Store, shard: Shard) -> list[int]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from random import Random
 from time import time
 
@@ -29,12 +28,8 @@ async def read_lists(store: Store, scope: Scope, **listed: Sequence[str]) -> Non
     for collection in scope.signal_patterns:
         progress = CrawlProgress("signal", "https://relay.test", collection, began_at=time(), finished_at=time())
         for dids in listed.values():
-            assert await store.add_listed(dids, partial(_same, progress), scope=scope, by_signal=True)
+            assert await store.add_listed(dids, progress, scope=scope, by_signal=True)
         await store.save_crawl_progress(progress)
-
-
-def _same(progress: CrawlProgress, _added: int) -> CrawlProgress:
-    return progress
 
 
 async def untrack_all(store: Store, scope: Scope, limit: int = 2) -> CrawlProgress:
@@ -61,7 +56,7 @@ async def test_only_repos_that_commands_named_stay_if_the_scope_is_listed(
     await insert(store, synchronized("a", wanted_in=1), synchronized("b", wanted_in=1), changes=(put("app.test/x"),))
     await insert(store, Repo(did("c"), version=1, wanted_in=1))
     await store.track([did("b"), did("d")])
-    await store.add_listed([did("e")], lambda added: CrawlProgress("discover", "https://pds.test", listed=added))
+    await store.add_listed([did("e")], CrawlProgress("discover", "https://pds.test"))
     scope = await store.change_scope(track=Track.LISTED)
     assert scope.repos_narrowed_in == scope.version == 2
     assert await store.count_not_chosen(scope) == 2
@@ -138,7 +133,7 @@ async def test_changed_scope_ends_the_search_and_tracks_what_it_wants_again(stor
     assert page.untracked == 2
     signal = await store.change_scope(track=Track.SIGNAL, signal_collections=[LIKE])
     assert await store.untrack_page(narrow, SHARD, page.progress, 2) is None
-    assert await store.add_listed([did("a")], lambda _: page.progress, scope=narrow, by_signal=True) is None
+    assert await store.add_listed([did("a")], page.progress, scope=narrow, by_signal=True) is None
     assert signal.repos_narrowed_in == narrow.version, "repos that only the first scope wanted are still untracked"
     await read_lists(store, signal, signal=[did("a"), did("c")])
     await untrack_all(store, signal)
@@ -147,7 +142,7 @@ async def test_changed_scope_ends_the_search_and_tracks_what_it_wants_again(stor
     assert wide.repos_narrowed_in == 0
     assert (await store.find_differences({did("b"): "3l"})).unknown == [did("b")]
     await store.untrack([did("d")])
-    await store.add_listed([did("b"), did("d")], lambda _: page.progress, scope=wide)
+    await store.add_listed([did("b"), did("d")], page.progress, scope=wide)
     assert await tracked(store, *"abcd") == {"a", "b", "c"}, "what an operator untracked stays untracked"
 
 

@@ -1,12 +1,10 @@
 """Discover accounts: read a host's repo list, and track the accounts in it."""
 
 from collections.abc import Callable
-from functools import partial
 from time import time
 
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.outbound import OutboundClient
-from indexer.pds.repo_list import RepoListPage
 from indexer.service.crawl.repo_list_pages import repo_list_pages
 from indexer.store import Store
 from indexer.sync.crawl_progress import CrawlProgress, Purpose
@@ -59,14 +57,10 @@ class Discovery:
             self.invalid_entries += page.invalid_entries
             dids = [account.did for account in page.accounts if account.active]
             with self.stage.busy():
-                after_page = partial(_after_page, progress, page)
-                added = await self._store.add_listed(dids, after_page, scope=signals, by_signal=signals is not None)
-            if added is None:
+                after_page = progress.after_page(page.cursor, len(page.accounts), 0, time())
+                stored = await self._store.add_listed(dids, after_page, scope=signals, by_signal=signals is not None)
+            if stored is None:
                 return progress
-            progress = added
+            progress = stored
             on_page(progress)
         return progress
-
-
-def _after_page(progress: CrawlProgress, page: RepoListPage, added: int) -> CrawlProgress:
-    return progress.after_page(page.cursor, len(page.accounts), added, time())

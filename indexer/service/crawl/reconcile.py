@@ -32,6 +32,7 @@ from indexer.pds.repo_list import RepoListPage, RepoStatus, fetch_repo_status
 from indexer.reasons import Desync
 from indexer.service.crawl.listed_accounts import ListedAccounts
 from indexer.service.crawl.repo_list_pages import repo_list_pages
+from indexer.service.current_scope import CurrentScope
 from indexer.service.open_gaps import OpenGaps
 from indexer.service.periodic import DatabaseAttempt
 from indexer.store import Store
@@ -39,7 +40,7 @@ from indexer.sync.crawl_progress import CrawlProgress
 from indexer.sync.plan_event import plan_active, plan_hidden
 from indexer.sync.policy import MAX_IDENTITY_AGE
 from indexer.sync.repo_state import Repo
-from indexer.sync.scope import Scope, Track
+from indexer.sync.scope import Track
 from indexer.sync.shard import Shard
 
 MAX_PENDING_PAGES = 100
@@ -61,9 +62,6 @@ class ReconciliationSettings:
     Attributes:
         shard: Only repos of this shard are compared.
         interval: Between two reconciliations; 0: only while a gap is open.
-        drift: A listed rev further in the future is ignored, because clocks do not differ by more.
-        scope: Returns the present scope: if it wants all repos, listed accounts that are unknown are tracked.
-        deletion_grace: From the deletion of an account to the erasure of its records.
         settle: How long the stream may take to deliver events that the list already includes.
         poll: How often to look for a connected relay, an open gap and the end of the interval.
         first_retry: Pause after the first failure; it doubles with each one, up to `max_retry`.
@@ -71,9 +69,6 @@ class ReconciliationSettings:
 
     shard: Shard
     interval: float
-    drift: float
-    scope: Callable[[], Scope]
-    deletion_grace: float
     settle: float = 30.0
     poll: float = 5.0
     first_retry: float = 5.0
@@ -133,6 +128,7 @@ class Reconciliation:
         metrics: Metrics,
         gaps: OpenGaps,
         sources: Callable[[], Sequence[str]],
+        scope: CurrentScope,
         settings: ReconciliationSettings,
         identities: IdentityCache | None = None,
     ) -> None:
@@ -145,6 +141,7 @@ class Reconciliation:
             gaps: The open gaps of the shard.
             sources: Returns the base URLs of the relays to ask: the one whose stream is open, then the others in the
                 order of preference; none if no stream is open.
+            scope: If the present scope wants all repos, listed accounts that are unknown are tracked.
             settings: The settings.
             identities: The identities of accounts if the sources are PDSes; None if they are relays.
         """
@@ -153,6 +150,7 @@ class Reconciliation:
         self._metrics = metrics
         self._gaps = gaps
         self._sources = sources
+        self._scope = scope
         self._settings = settings
         self._identities = identities
         self._buckets = settings.shard.buckets
@@ -300,8 +298,11 @@ class Reconciliation:
         self.waits_until = None
 
     async def _compare(self, page: RepoListPage, listed: ListedAccounts | None) -> _PendingPage:
-        """Compare a page for the first time. If no repo seems to be behind or unknown, it is due again at once."""
-        max_micros = (time() + self._settings.drift) * 1_000_000
+        """Compare a page for the first time. If no repo seems to be behind or unknown, it is due again at once.
+
+        A listed rev too far in the future is ignored.
+        """
+        max_micros = (time() + self._scope.policy.limits.clock_drift_seconds) * 1_000_000
         revs = {
             account.did: account.rev
             for account in page.accounts
@@ -315,7 +316,7 @@ class Reconciliation:
             # Unknown accounts would fill the set, and accounts without a rev are rare.
             for did in {account.did for account in page.accounts if account.active}.difference(unknown):
                 listed.add(did)
-        unknown = unknown if self._settings.scope().track is Track.ALL else []
+        unknown = unknown if self._scope.scope.track is Track.ALL else []
         due_at = monotonic() + (self._settings.settle if behind or unknown else 0.0)
         return _PendingPage(
             due_at, page.cursor, len(page.accounts), {did: revs[did] for did in behind}, hidden, unknown, unlisted
@@ -328,19 +329,17 @@ class Reconciliation:
         behind = await self._store.desynchronize_behind(page.revs, time()) if page.revs else 0
         crash_point("reconciliation.compared")
         self._metrics.desynchronized(Desync.BEHIND, behind)
-        shown = sum([await self._show_if_active(progress.source, did) for did in page.hidden])
+        shown = sum([await self._follow_status(progress.source, did, active=True) for did in page.hidden])
         self._metrics.desynchronized(Desync.REACTIVATED, shown)
         hidden = await self._hide_unlisted(progress) if page.cursor is None else 0
-
-        def after_page(added: int) -> CrawlProgress:
-            self._metrics.desynchronized(Desync.NEW, added)
-            return progress.after_page(page.cursor, page.listed, behind + shown + hidden + added, time())
-
-        scope, close_gaps = self._settings.scope(), may_close_gaps()
+        after_page = progress.after_page(page.cursor, page.listed, behind + shown + hidden, time())
+        scope, close_gaps = self._scope.scope, may_close_gaps()
         unknown = [*(page.unknown if scope.track is Track.ALL else ()), *page.unlisted]
-        added = await self._store.add_listed(unknown, after_page, scope=scope, close_gaps=close_gaps)
-        # The next reconciliation adds what the changed scope wants.
-        return added or await self._store.add_listed([], after_page, close_gaps=close_gaps) or progress
+        stored = await self._store.add_listed(unknown, after_page, scope=scope, close_gaps=close_gaps)
+        if stored is None:  # The next reconciliation adds what the changed scope wants.
+            return await self._store.add_listed([], after_page, close_gaps=close_gaps) or progress
+        self._metrics.desynchronized(Desync.NEW, stored.found - after_page.found)
+        return stored
 
     async def _hide_unlisted(self, progress: CrawlProgress) -> int:
         """Hide accounts that the whole list did not contain as active, if the relay confirms it; return how many."""
@@ -352,43 +351,28 @@ class Reconciliation:
                     log.warning("reconciliation.many-unlisted", relay=progress.source, asked=asked)
                     return hidden
                 asked += 1
-                hidden += await self._hide_if_inactive(progress.source, did)
+                hidden += await self._follow_status(progress.source, did, active=False)
         return hidden
 
-    async def _hide_if_inactive(self, source: str, did: str) -> bool:
-        """Hide the account if the relay says that it is not active; return True if it was shown before."""
-
-        def hide(repo: Repo, status: RepoStatus) -> Repo:
-            return repo if status.active else plan_hidden(repo, status.status, time(), self._settings.deletion_grace)
-
-        return await self._follow_status(source, did, hide)
-
-    async def _show_if_active(self, source: str, did: str) -> bool:
-        """Show the account if the relay says that it is active; return True if it was hidden before."""
-        return await self._follow_status(
-            source, did, lambda repo, status: plan_active(repo, time()) if status.active else repo
-        )
-
-    async def _follow_status(self, source: str, did: str, plan: Callable[[Repo, RepoStatus], Repo]) -> bool:
-        """Replace the row by `plan(row, status)`, with the hosting status that the relay reports; return True if done.
+    async def _follow_status(self, source: str, did: str, *, active: bool) -> bool:
+        """Show the account if `active`, else hide it, if the relay confirms it; return True if the row changed.
 
         The row is read before the relay is asked. If an event changes its hosting status meanwhile, the event may be
         newer than the report, which then does not count. Other changes of the row do not matter.
         """
         before = (await self._store.repos([did])).get(did)
         status = None if before is None else await self._fetch_status(source, did)
-        if before is None or status is None:
+        if before is None or status is None or status.active != active:
             return False
-        changed = False
 
         def follow(repo: Repo) -> Repo:
-            nonlocal changed
-            after = plan(repo, status) if _HOSTING(repo) == _HOSTING(before) else repo
-            changed = after is not repo
-            return after
+            if _HOSTING(repo) != _HOSTING(before):
+                return repo
+            if active:
+                return plan_active(repo, time())
+            return plan_hidden(repo, status.status, time(), self._scope.policy.deletion_grace)
 
-        await self._store.update_repo(did, follow)
-        return changed
+        return await self._store.update_repo(did, follow) is not None
 
     async def _fetch_status(self, source: str, did: str) -> RepoStatus | None:
         """Return the hosting status of an account; None if the source does not know or not host it."""

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from functools import partial
 from math import inf
 from time import monotonic, time
 from typing import Any, Self
@@ -23,6 +22,7 @@ from indexer.outbound import OutboundClient
 from indexer.reasons import Desync, FetchFailure, GapReason
 from indexer.service.crawl import reconcile
 from indexer.service.crawl.reconcile import Reconciliation, ReconciliationSettings
+from indexer.service.current_scope import CurrentScope
 from indexer.service.open_gaps import OpenGaps
 from indexer.store import Store
 from indexer.store.crawl_rows import ListDifferences
@@ -36,6 +36,7 @@ from indexer.sync.stored_identity import StoredIdentity
 from tests.outbound.scripted_host import ScriptedHost, http_response
 from tests.service.crawl.repo_list_responses import FAILURE, page, path, requested_cursors
 from tests.store.repo_rows import did, head, in_progress, insert, synchronized
+from tests.sync.signing_account import STORE_ALL
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -43,16 +44,7 @@ pytestmark = pytest.mark.slow
 KEY = PrivateKey.from_seed("k256", b"reconciliation").public.did_key()
 OLDER, STORED, NEWER = "3laaaaaaaaa22", "3laaaaaaaab22", "3laaaaaaaac22"
 DAY = 86_400.0
-NO_WAIT = ReconciliationSettings(
-    Shard(),
-    interval=DAY,
-    drift=300.0,
-    scope=lambda: Scope(track=Track.LISTED),
-    deletion_grace=60.0,
-    settle=0.0,
-    poll=0.01,
-    first_retry=0.01,
-)
+NO_WAIT = ReconciliationSettings(Shard(), interval=DAY, settle=0.0, poll=0.01, first_retry=0.01)
 LONG_SETTLE = replace(NO_WAIT, settle=600.0)
 
 
@@ -67,11 +59,16 @@ def make_reconciliation(
     settings: ReconciliationSettings = NO_WAIT,
     *sources: str,
     identities: IdentityCache | None = None,
+    track: Track = Track.LISTED,
 ) -> Reconciliation:
     """Return the reconciliation of a daemon whose stream from the first source, or else from `host`, is open."""
-    metrics = Metrics()
+    metrics, scope = Metrics(), scope_of(store, track)
     gaps = OpenGaps(store, settings.shard, metrics)
-    return Reconciliation(store, outbound, metrics, gaps, lambda: sources or (host.url,), settings, identities)
+    return Reconciliation(store, outbound, metrics, gaps, lambda: sources or (host.url,), scope, settings, identities)
+
+
+def scope_of(store: Store, track: Track) -> CurrentScope:
+    return CurrentScope(store, replace(STORE_ALL, scope=Scope(track=track)))
 
 
 def ignore_progress(_progress: CrawlProgress) -> None:
@@ -415,7 +412,10 @@ class Reconciling:
         self.metrics = Metrics()
         self.gaps = OpenGaps(store, settings.shard, self.metrics)
         self.sources = list(sources)
-        self.reconciliation = Reconciliation(store, outbound, self.metrics, self.gaps, lambda: self.sources, settings)
+        scope = scope_of(store, Track.LISTED)
+        self.reconciliation = Reconciliation(
+            store, outbound, self.metrics, self.gaps, lambda: self.sources, scope, settings
+        )
 
     async def __aenter__(self) -> Self:
         await self.gaps.refresh()
@@ -491,8 +491,8 @@ async def test_interrupted_reconciliation_starts_again_after_a_gap_was_opened(
 ) -> None:
     host.pages[path()] = page((did(1), STORED), cursor="x")
     host.pages[path("x")] = FAILURE
-    gaps = OpenGaps(store, NO_WAIT.shard, Metrics())
-    reconciliation = Reconciliation(store, outbound, Metrics(), gaps, lambda: (host.url,), NO_WAIT)
+    gaps, scope = OpenGaps(store, NO_WAIT.shard, Metrics()), scope_of(store, Track.LISTED)
+    reconciliation = Reconciliation(store, outbound, Metrics(), gaps, lambda: (host.url,), scope, NO_WAIT)
     with stamina.set_testing(True, attempts=1), pytest.raises(UnavailableError):
         await reconciliation.reconcile(host.url, ignore_progress)
     opened = await gaps.open(gap())
@@ -576,8 +576,8 @@ async def test_unknown_accounts_are_tracked_if_all_are(
     inactive: dict[str, object] = {"did": did("inactive"), "rev": NEWER, "active": False}
     host.pages[path()] = page((did("unknown"), NEWER), inactive)
     for track in (Track.LISTED, Track.ALL):
-        settings = replace(NO_WAIT, scope=partial(Scope, track=track))
-        progress = await make_reconciliation(store, outbound, host, settings).reconcile(host.url, ignore_progress)
+        reconciliation = make_reconciliation(store, outbound, host, track=track)
+        progress = await reconciliation.reconcile(host.url, ignore_progress)
         assert progress.found == (track is Track.ALL)
     repos = await store.repos([did("unknown"), did("inactive")])
     assert [(repo.did, repo.sync_reason) for repo in repos.values()] == [(did("unknown"), Desync.NEW)]
