@@ -10,7 +10,6 @@ rest of the directory's rate limit remains for new DIDs.
 """
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -20,6 +19,7 @@ import structlog
 
 from indexer.atproto.crypto import PublicKey, parse_did_key
 from indexer.concurrency.background_tasks import BackgroundTasks
+from indexer.concurrency.bounded_dict import BoundedDict
 from indexer.concurrency.shared_calls import SharedCalls
 from indexer.crash_points import crash_point
 from indexer.errors import UnavailableError
@@ -201,8 +201,7 @@ class IdentityCache:
         self._refresh_budget = RefreshBudget(refresh_rate)
         self._background_budget = RefreshBudget(refresh_rate * BACKGROUND_SHARE)
         self._lifetimes = lifetimes or IdentityLifetimes()
-        self._max_entries = max_entries
-        self._memory: OrderedDict[str, _Entry] = OrderedDict()
+        self._memory = BoundedDict[str, _Entry](max_entries)
         self._in_flight: dict[Method, dict[str, InFlightLookup]] = {method: {} for method in METHODS}
         self._new_in_flight: dict[Method, set[str]] = {method: set() for method in METHODS}
         self._changed_in_flight: set[str] = set()
@@ -451,9 +450,6 @@ class IdentityCache:
 
     def _remember(self, did: str, identity: CachedIdentity, next_lookup: float) -> None:
         self._memory[did] = _Entry(identity, next_lookup)
-        self._memory.move_to_end(did)
-        while len(self._memory) > self._max_entries:
-            self._memory.popitem(last=False)
 
 
 def _usable(identity: CachedIdentity) -> CachedIdentity:

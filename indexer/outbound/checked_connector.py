@@ -21,6 +21,7 @@ import dns.resolver
 from aiohttp import AddrInfoType
 from aiohttp.abc import AbstractResolver, ResolveResult
 
+from indexer.concurrency.bounded_dict import BoundedDict
 from indexer.errors import SettingsError, UnavailableError
 from indexer.outbound.public_addresses import is_public, network_of
 from indexer.reasons import FetchFailure
@@ -109,7 +110,7 @@ class CheckedResolver(AbstractResolver):
         self._resolve = resolve
         self._timeout = timeout
         self._allow_private = allow_private
-        self._cache: dict[tuple[str, int], tuple[float, list[ResolveResult]]] = {}
+        self._cache = BoundedDict[tuple[str, int], tuple[float, list[ResolveResult]]](_MAX_CACHED)
 
     async def servers(self, host: str, port: int) -> list[str]:
         """Return the allowed addresses of `host` as `server_of` names them; see `resolve` for the errors."""
@@ -143,10 +144,7 @@ class CheckedResolver(AbstractResolver):
         if not allowed:
             raise UnavailableError(FetchFailure.REFUSED_ADDRESS, f"{host[:253]}: {', '.join(addresses[:4])}")
         results = [_result(host, address, port) for address in allowed[:_MAX_ADDRESSES]]
-        self._cache.pop((host, port), None)
         self._cache[host, port] = monotonic() + _CACHE_SECONDS, results
-        if len(self._cache) > _MAX_CACHED:
-            del self._cache[next(iter(self._cache))]
         return results
 
     async def close(self) -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from aiolimiter import AsyncLimiter
 
+from indexer.concurrency.bounded_dict import BoundedDict
 from indexer.errors import UnavailableError
 from indexer.outbound.registered_domain import registered_domain
 from indexer.reasons import FetchFailure
@@ -231,7 +232,7 @@ class HostLimits:
         self._total_rate = _limiter(rates.total)
         self._total_slots = Semaphore(rates.total_concurrency)
         self._hosts: OrderedDict[str, _Host] = OrderedDict()
-        self._shared: OrderedDict[str, _SharedLimit] = OrderedDict()
+        self._shared = BoundedDict[str, _SharedLimit](MAX_SHARED_LIMITS)
 
     def __len__(self) -> int:
         """Return the number of tracked hosts."""
@@ -294,12 +295,10 @@ class HostLimits:
 
     @asynccontextmanager
     async def _shared_limit(self, name: str) -> AsyncIterator[None]:
-        limit = self._shared.pop(name, None) or _SharedLimit(
+        limit = self._shared.get(name) or _SharedLimit(
             _limiter(self._rates.host), Semaphore(self._rates.host_concurrency)
         )
-        self._shared[name] = limit  # the most recently used one is the last
-        if len(self._shared) > MAX_SHARED_LIMITS:
-            self._shared.popitem(last=False)
+        self._shared[name] = limit  # so that the least recently used one is dropped
         async with limit.slots:
             await limit.rate.acquire()
             yield

@@ -4,6 +4,7 @@ Anyone with a wildcard name in the DNS can sign as many valid accounts as they l
 added do not count, so a backfill of the network is as fast as before.
 """
 
+from indexer.concurrency.bounded_dict import BoundedDict
 from indexer.outbound import registered_domain
 
 PERIOD_SECONDS = 3_600.0
@@ -21,7 +22,7 @@ class NewAccounts:
     def __init__(self, per_hour: float) -> None:
         """Allow `per_hour` accounts an hour; 0: no limit."""
         self._interval = PERIOD_SECONDS / per_hour if per_hour else 0.0
-        self._filled_until: dict[str, float] = {}
+        self._filled_until = BoundedDict[str, float](MAX_DOMAINS)
         self._counted_at = 0.0
 
     def is_limited(self, host: str, now: float) -> bool:
@@ -39,10 +40,8 @@ class NewAccounts:
         self._forget_if_set_back(now)
         self._counted_at = now
         domain = registered_domain(host)
-        filled_until = max(self._filled_until.pop(domain, 0.0), now)
+        filled_until = max(self._filled_until.get(domain, 0.0), now)
         self._filled_until[domain] = filled_until + self._interval
-        if len(self._filled_until) > MAX_DOMAINS:
-            del self._filled_until[next(iter(self._filled_until))]
         return filled_until + self._interval - PERIOD_SECONDS if self._exceeds(filled_until, now) else None
 
     def _forget_if_set_back(self, now: float) -> None:

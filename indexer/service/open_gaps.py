@@ -9,6 +9,7 @@ from typing import NoReturn
 
 import structlog
 
+from indexer.concurrency.event_wait import wait_for_event
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.monitoring.metrics import Metrics
 from indexer.service.periodic import run_periodically
@@ -92,11 +93,7 @@ class OpenGaps:
 
     async def wait_until_opened(self, seconds: float) -> None:
         """Wait until a gap is open, at most for `seconds`."""
-        try:
-            async with asyncio.timeout(seconds):
-                await self._opened.wait()
-        except TimeoutError:
-            return
+        await wait_for_event(self._opened, seconds)
 
     def _set(self, gaps: Sequence[OpenGap]) -> None:
         self.gaps = gaps

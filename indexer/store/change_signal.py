@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 
 import asyncpg
 
+from indexer.concurrency.event_wait import wait_for_event
 from indexer.reasons import FetchFailure
 from indexer.store.database_errors import CONNECT_TIMEOUT, DatabaseError
 
@@ -28,10 +29,7 @@ class ChangeSignal:
         Raises:
             DatabaseError: The connection is lost.
         """
-        try:
-            async with asyncio.timeout(POLL_SECONDS):
-                await self._changed.wait()
-        except TimeoutError:
+        if not await wait_for_event(self._changed, POLL_SECONDS):
             return
         self._changed.clear()
         if self._connection.is_closed():

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from time import monotonic
 
+from indexer.concurrency.event_wait import wait_for_event
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.monitoring.conditions import CLUSTER_NODE_UNAVAILABLE, TRANSACTIONS_IN_DOUBT, Conditions
 from indexer.monitoring.metrics import Metrics
@@ -112,9 +113,7 @@ class ChangeNumbering:
     async def _wait_for_commit(self, began: float) -> None:
         """Wait until there may be something to number. What waits is tried less and less often."""
         oldest = max(self._waiting.values(), default=POLL_SECONDS)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(min(oldest, POLL_SECONDS)):
-                await self._store.committed.wait()
+        await wait_for_event(self._store.committed, min(oldest, POLL_SECONDS))
         await asyncio.sleep(began + SPACING_SECONDS - monotonic())
 
     async def _wait_for_answer(self, node: ClusterNode) -> None:

@@ -11,6 +11,7 @@ from time import time
 import structlog
 from aiolimiter import AsyncLimiter
 
+from indexer.concurrency.bounded_dict import BoundedDict
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.errors import UnavailableError
 from indexer.identity import HandleVerifier
@@ -81,7 +82,7 @@ class HandleChecks:
         self._intervals = intervals or HandleCheckIntervals()
         self._limiter = AsyncLimiter(1, 1 / rate)
         self._domain_interval = 1 / (rate * DOMAIN_SHARE)
-        self._next_due: dict[str, float] = {}
+        self._next_due = BoundedDict[str, float](MAX_DOMAINS)
         # Enough slots to reach the rate although every check takes its longest duration.
         self._concurrency = min(ceil(rate * self._intervals.check), MAX_CONCURRENCY)
         self.stage = StageProgress("handle checks")
@@ -115,10 +116,8 @@ class HandleChecks:
 
     def _schedule(self, domain: str, now: float) -> float:
         """Return when to check the next postponed handle of a domain; each call schedules one handle."""
-        due_at = max(now, self._next_due.pop(domain, 0.0)) + self._domain_interval
+        due_at = max(now, self._next_due.get(domain, 0.0)) + self._domain_interval
         self._next_due[domain] = min(due_at, now + MAX_POSTPONED_SECONDS)
-        if len(self._next_due) > MAX_DOMAINS:
-            del self._next_due[next(iter(self._next_due))]
         return self._next_due[domain]
 
     async def _check_and_save(self, claim: HandleClaim) -> None:

@@ -6,6 +6,7 @@ from collections import deque
 from time import monotonic
 from typing import NamedTuple
 
+from indexer.concurrency.event_wait import wait_for_event
 from indexer.service.feed.jetstream_events import EventChunk, LogPosition
 
 
@@ -84,13 +85,7 @@ class EventWindow:
 
     async def wait(self, seconds: float) -> bool:
         """Wait until the window changes, at most `seconds`; return False if it did not."""
-        changed = self._changed
-        try:
-            async with asyncio.timeout(seconds):
-                await changed.wait()
-        except TimeoutError:
-            return False
-        return True
+        return await wait_for_event(self._changed, seconds)
 
     def _empty(self) -> None:
         self._added.clear()

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Iterable
 from itertools import islice
 
+from indexer.concurrency.event_wait import wait_for_event
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.sync.plan_batch import ReceivedMessage
 
@@ -83,7 +84,7 @@ class Inbox:
             max_count: The maximum number of messages.
             idle_timeout: Seconds to wait for the first message before an empty list is returned; None waits forever.
         """
-        if not self._queue and not await self._wait_for_messages(idle_timeout):
+        if not self._queue and not await wait_for_event(self._has_messages, idle_timeout):
             return []
         taken = [self._queue.popleft() for _ in range(min(max_count, len(self._queue)))]
         if self._queue:
@@ -110,12 +111,3 @@ class Inbox:
     async def wait_until_settled(self) -> None:
         """Wait until all messages are settled."""
         await self._all_settled.wait()
-
-    async def _wait_for_messages(self, seconds: float | None) -> bool:
-        """Wait until a message is queued, at most for `seconds`; return True if one is."""
-        try:
-            async with asyncio.timeout(seconds):
-                await self._has_messages.wait()
-        except TimeoutError:
-            return False
-        return True

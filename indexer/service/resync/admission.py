@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from indexer.concurrency.bounded_dict import BoundedDict
 from indexer.errors import UnavailableError
 from indexer.outbound import registered_domain
 from indexer.pds import ExportDownload
@@ -98,7 +99,7 @@ class Admission:
         large_slots = large_repo_slot_count(workers)
         self._large = LargeRepoSlots(large_slots)
         self._large_per_key = max(1, int(large_slots * share))
-        self._servers: dict[str, str] = {}
+        self._servers = BoundedDict[str, str](MAX_SERVERS)
         self._usual_rate = UsualRate()
         self.occupied: list[Slot] = []
 
@@ -137,10 +138,7 @@ class Admission:
     def open_export(self, slot: Slot, download: ExportDownload, now: float) -> Postponed | None:
         """Occupy a slot of the network address that sends the export, and observe how much arrives."""
         if download.server is not None:
-            self._servers.pop(slot.host, None)
             self._servers[slot.host] = download.server
-            if len(self._servers) > MAX_SERVERS:
-                del self._servers[next(iter(self._servers))]
             limit_keys = self._limit_keys_of(slot.host)
             if postponed := self._unless_free(limit_keys - slot.limit_keys.keys(), now):
                 return postponed

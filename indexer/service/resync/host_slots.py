@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+from indexer.concurrency.bounded_dict import BoundedDict
+
 MAX_HOSTS = 10_000
 """Hosts whose durations, retry times and pauses are remembered."""
 MAX_WAIT_SECONDS = 3_600.0
@@ -31,9 +33,9 @@ class HostSlots:
         self._slots_per_host = slots_per_host
         self._exceptions = exceptions or {}
         self._started: dict[str, list[float]] = {}
-        self._mean_seconds: dict[str, float] = {}
-        self._next_retry: dict[str, float] = {}
-        self._paused_until: dict[str, float] = {}
+        self._mean_seconds = BoundedDict[str, float](MAX_HOSTS)
+        self._next_retry = BoundedDict[str, float](MAX_HOSTS)
+        self._paused_until = BoundedDict[str, float](MAX_HOSTS)
 
     def is_free(self, host: str, now: float) -> bool:
         """Return True if the host has a free slot and no pause."""
@@ -48,25 +50,19 @@ class HostSlots:
         self._started[host].remove(since)
         if not self._started[host]:
             del self._started[host]
-        mean = self._mean_seconds.pop(host, _FIRST_ESTIMATE_SECONDS)
+        mean = self._mean_seconds.get(host, _FIRST_ESTIMATE_SECONDS)
         seconds = min(now - since, _MAX_GROWTH * mean)
         self._mean_seconds[host] = max(_MIN_SECONDS, mean + _NEWEST_WEIGHT * (seconds - mean))
-        _forget_oldest(self._mean_seconds)
 
     def pause(self, host: str, until: float, now: float) -> None:
         """Start no resync of the host before `until`, because the host asked for it."""
-        until = max(self._pause_end(host, now), until)
-        self._paused_until.pop(host, None)  # the newest pauses are last
-        self._paused_until[host] = until
-        _forget_oldest(self._paused_until)
+        self._paused_until[host] = max(self._pause_end(host, now), until)
 
     def schedule_retry(self, host: str, now: float) -> float:
         """Return when to claim the next repo that found no free slot; each call schedules one repo."""
         last_retry = _drop_if_later(self._next_retry, host, now + MAX_WAIT_SECONDS)
         earliest = max(now, self._pause_end(host, now), last_retry)
-        self._next_retry.pop(host, None)  # the newest times are last
         self._next_retry[host] = min(earliest + 1 / self._rate(host, now), now + MAX_WAIT_SECONDS)
-        _forget_oldest(self._next_retry)
         return self._next_retry[host]
 
     def _pause_end(self, host: str, now: float) -> float:
@@ -93,8 +89,3 @@ def _drop_if_later(by_host: dict[str, float], host: str, latest: float) -> float
     if by_host.get(host, 0.0) > latest:
         del by_host[host]
     return by_host.get(host, 0.0)
-
-
-def _forget_oldest(by_host: dict[str, float]) -> None:
-    if len(by_host) > MAX_HOSTS:
-        del by_host[next(iter(by_host))]

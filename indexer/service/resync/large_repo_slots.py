@@ -1,7 +1,6 @@
 """Slots for large repos, beside those of the workers, so that large exports do not delay small ones."""
 
-from collections import OrderedDict
-
+from indexer.concurrency.bounded_dict import BoundedDict
 from indexer.service.resync.host_slots import HostSlots
 
 MAX_SLOTS = 8
@@ -26,7 +25,7 @@ class LargeRepoSlots:
 
     def __init__(self, slots: int) -> None:
         self._slots = HostSlots(slots)
-        self._known: OrderedDict[str, None] = OrderedDict()
+        self._known = BoundedDict[str, None](MAX_KNOWN)
 
     def knows(self, did: str) -> bool:
         """Return True if the repo was large before."""
@@ -35,9 +34,6 @@ class LargeRepoSlots:
     def remember(self, did: str) -> None:
         """Count the repo as large from now on."""
         self._known[did] = None
-        self._known.move_to_end(did)
-        if len(self._known) > MAX_KNOWN:
-            self._known.popitem(last=False)
 
     def try_acquire(self, since: float, now: float) -> bool:
         """Occupy a slot if one is free, for a resync that began at `since`."""

@@ -2,6 +2,7 @@
 
 import math
 
+from indexer.concurrency.bounded_dict import BoundedDict
 from indexer.outbound import registered_domain
 
 MAX_DOMAINS = 1_000
@@ -14,15 +15,11 @@ class UsualRate:
     """The mean of the latest rates of registered domains, so that an owner of many names or exports counts once."""
 
     def __init__(self) -> None:
-        self._latest: dict[str, float] = {}
+        self._latest = BoundedDict[str, float](MAX_DOMAINS)
 
     def add(self, host: str, rate: float) -> None:
         """Add the rate of a complete export."""
-        domain = registered_domain(host)
-        self._latest.pop(domain, None)
-        self._latest[domain] = rate
-        if len(self._latest) > MAX_DOMAINS:
-            del self._latest[next(iter(self._latest))]
+        self._latest[registered_domain(host)] = rate
 
     @property
     def slow(self) -> float:

@@ -7,6 +7,7 @@ from time import monotonic, time
 
 import structlog
 
+from indexer.concurrency.event_wait import wait_for_event
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.crash_points import crash_point
 from indexer.errors import RefusedWriteError, UnavailableError, UpstreamError
@@ -200,12 +201,8 @@ class WorkerPool:
 
     async def _wait_for_slot(self, seconds: float | None) -> None:
         """Wait until a slot has become free, at most for `seconds`."""
-        try:
-            async with asyncio.timeout(seconds):
-                await self._slot_freed.wait()
-        except TimeoutError:
-            return
-        self._slot_freed.clear()
+        if await wait_for_event(self._slot_freed, seconds):
+            self._slot_freed.clear()
 
     async def _free_a_worker(self, group: asyncio.TaskGroup) -> None:
         """If all workers are occupied, let the slowest resync leave its worker after the fair time.
