@@ -162,9 +162,8 @@ async def schema_is_current(dsn: str) -> bool:
         SettingsError: The operator has to correct the URL, the password or a privilege.
         DatabaseError: The database is unavailable.
     """
-    with opening(dsn):
-        async with _transaction(dsn) as connection:
-            database, release = await connection.run_sync(_versions)
+    async with _opened(dsn) as connection:
+        database, release = await connection.run_sync(_versions)
     return database == release
 
 
@@ -175,11 +174,10 @@ async def has_repos(dsn: str) -> bool:
         SettingsError: The operator has to correct the URL, the password or a privilege.
         DatabaseError: The database is unavailable.
     """
-    with opening(dsn):
-        async with _transaction(dsn) as connection:
-            if not await connection.scalar(text("select to_regclass('indexer.repo') is not null")):
-                return False
-            return bool(await connection.scalar(text("select exists (select 1 from indexer.repo)")))
+    async with _opened(dsn) as connection:
+        if not await connection.scalar(text("select to_regclass('indexer.repo') is not null")):
+            return False
+        return bool(await connection.scalar(text("select exists (select 1 from indexer.repo)")))
 
 
 async def require_current_schema(dsn: str) -> None:
@@ -190,11 +188,10 @@ async def require_current_schema(dsn: str) -> None:
         SettingsError: The operator has to correct the URL, the password or a privilege.
         DatabaseError: The database is unavailable.
     """
-    with opening(dsn):
-        async with _transaction(dsn) as connection:
-            database, release = await connection.run_sync(_versions)
-            if database != release:
-                await _require_compatible(connection, database, release)
+    async with _opened(dsn) as connection:
+        database, release = await connection.run_sync(_versions)
+        if database != release:
+            await _require_compatible(connection, database, release)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,12 +223,11 @@ async def schema_state(dsn: str) -> SchemaState:
         SettingsError: The operator has to correct the URL or the password, or the server is too old.
         DatabaseError: The database is unavailable.
     """
-    with opening(dsn):
-        async with _transaction(dsn) as connection:
-            database, release = await connection.run_sync(_versions)
-            compatible = await _is_compatible(connection, database, release)
-            can_run = compatible or database == release
-            missing = await (missing_to_run if can_run else missing_to_migrate)(connection)
+    async with _opened(dsn) as connection:
+        database, release = await connection.run_sync(_versions)
+        compatible = await _is_compatible(connection, database, release)
+        can_run = compatible or database == release
+        missing = await (missing_to_run if can_run else missing_to_migrate)(connection)
     return SchemaState(database, release, missing, compatible)
 
 
@@ -242,10 +238,9 @@ async def require_privileges(dsn: str) -> None:
         SettingsError: It lacks one.
         DatabaseError: The database is unavailable.
     """
-    with opening(dsn):
-        async with _transaction(dsn) as connection:
-            if missing := await missing_to_run(connection):
-                raise unusable(dsn, missing)
+    async with _opened(dsn) as connection:
+        if missing := await missing_to_run(connection):
+            raise unusable(dsn, missing)
 
 
 async def require_ownership(dsn: str) -> None:
@@ -255,10 +250,9 @@ async def require_ownership(dsn: str) -> None:
         SettingsError: It does not own something.
         DatabaseError: The database is unavailable.
     """
-    with opening(dsn):
-        async with _transaction(dsn) as connection:
-            if missing := await missing_to_migrate(connection):
-                raise unusable(dsn, missing)
+    async with _opened(dsn) as connection:
+        if missing := await missing_to_migrate(connection):
+            raise unusable(dsn, missing)
 
 
 @asynccontextmanager
@@ -289,21 +283,6 @@ async def _is_compatible(connection: AsyncConnection, database: str | None, rele
 
 async def _upgrade(dsn: str, revision: str, on_version: OnVersion, locks: MigrationLocks) -> _Obstacle | None:
     """Upgrade the schema; return why the transaction has to be repeated, or None."""
-
-    def upgrade(connection: Connection) -> None:
-        config = _config(connection)
-        script = ScriptDirectory.from_config(config)
-        waiting = len(list(script.iterate_revisions(revision, database or "base")))
-        applied = count(1)
-        on_version(0, waiting)
-
-        def on_version_apply(**_: Any) -> None:
-            on_version(next(applied), waiting)
-            crash_point("migration.version")
-
-        config.attributes["on_version_apply"] = [on_version_apply]
-        command.upgrade(config, revision)
-
     try:
         async with _transaction(dsn) as connection:
             database, release = await connection.run_sync(_versions)
@@ -321,7 +300,7 @@ async def _upgrade(dsn: str, revision: str, on_version: OnVersion, locks: Migrat
             if database == release:
                 return None
             async with _on_all_nodes(connection), locks.limited(connection, database):
-                await connection.run_sync(upgrade)
+                await connection.run_sync(_apply_versions, database, revision, on_version)
                 if await connection.scalar(text(_HAS_LEXICONS)):
                     await connection.execute(text(_RECREATE_VIEWS))
             if roles := await missing_roles(connection):
@@ -336,6 +315,21 @@ async def _upgrade(dsn: str, revision: str, on_version: OnVersion, locks: Migrat
             raise
         return obstacle
     return None
+
+
+def _apply_versions(connection: Connection, database: str | None, revision: str, on_version: OnVersion) -> None:
+    """Apply the versions after `database` up to `revision`."""
+    config = _config(connection)
+    versions = ScriptDirectory.from_config(config).iterate_revisions(revision, database or "base")
+    waiting, applied = len(list(versions)), count(1)
+    on_version(0, waiting)
+
+    def on_version_apply(**_: Any) -> None:
+        on_version(next(applied), waiting)
+        crash_point("migration.version")
+
+    config.attributes["on_version_apply"] = [on_version_apply]
+    command.upgrade(config, revision)
 
 
 @asynccontextmanager
@@ -369,6 +363,14 @@ def _obstacle(cause: BaseException) -> _Obstacle | None:
         or isinstance(cause, exceptions.DeadlockDetectedError)
     )
     return _Obstacle.OTHER_MIGRATION if is_conflict else None
+
+
+@asynccontextmanager
+async def _opened(dsn: str) -> AsyncIterator[AsyncConnection]:
+    """Open a connection and a transaction. Errors of either are raised as `opening` says."""
+    with opening(dsn):
+        async with _transaction(dsn) as connection:
+            yield connection
 
 
 @asynccontextmanager
