@@ -34,7 +34,7 @@ from indexer.monitoring.metrics import Metrics
 from indexer.monitoring.status_page import status_routes
 from indexer.outbound import OutboundClient
 from indexer.pds import PdsClient
-from indexer.process_setup import NOTHING_LOST, StopRequest, collect_garbage
+from indexer.process_setup import StopRequest, collect_garbage
 from indexer.relay.stream_seek import StreamSeek
 from indexer.relay.subscription import Subscription
 from indexer.service.background.account_erasure import AccountErasure
@@ -458,7 +458,7 @@ class Daemon:
             await self.feeds.tap_feed.stop()
             await asyncio.wait([feed], timeout=FEED_STOP_SECONDS)
         if unwritten := self.inbox.unsettled:
-            log.error("daemon.drain-incomplete", messages=unwritten, lost=NOTHING_LOST)
+            log.error("daemon.drain-incomplete", messages=unwritten)
         stop.step = "give back the claims of resyncs"
         await self.resync_pool.give_back()
         stop.step = "save the states of hosts"

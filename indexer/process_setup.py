@@ -20,7 +20,6 @@ import structlog
 MAX_OPEN_FILES = 65_536
 LOG_SECONDS = 1.0
 """Maximum time to write the last log line: the reader of stderr may hang."""
-NOTHING_LOST = "nothing stored is lost; messages that were not written are received again"
 PARENT_ENDED = signal.SIGUSR1
 """The kernel sends it when the parent ends, once for each thread of the parent. So only the first one counts."""
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
@@ -100,10 +99,10 @@ class _SignalWatch:
                 _end_process(self._log_second_signal)
 
     def _log_timeout(self) -> None:
-        log.error("daemon.stop-timeout", unfinished=self._stop.step, seconds=self._timeout, lost=NOTHING_LOST)
+        log.error("daemon.stop-timeout", unfinished=self._stop.step, seconds=self._timeout)
 
     def _log_second_signal(self) -> None:
-        log.warning("daemon.stopped-at-once", unfinished=self._stop.step, lost=NOTHING_LOST)
+        log.warning("daemon.stopped-at-once", unfinished=self._stop.step)
 
 
 def _end_process(write_log_line: Callable[[], None]) -> None:

@@ -14,7 +14,6 @@ import pytest
 
 from indexer.process_setup import (
     MAX_OPEN_FILES,
-    NOTHING_LOST,
     StopRequest,
     available_cores,
     raise_file_limit,
@@ -118,7 +117,7 @@ def test_process_ends_after_the_timeout_or_at_a_second_signal_whatever_it_waits_
             output = process.stdout.read()
             assert process.wait(10) == 1
             assert event in output
-            assert NOTHING_LOST in output
+            assert "unfinished=start" in output
 
 
 @pytest.mark.slow

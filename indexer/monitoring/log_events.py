@@ -105,9 +105,9 @@ LOG_EVENTS: dict[str, LogEvent] = {
     ),
     "daemon.drain-incomplete": LogEvent(
         ("error",),
-        ("messages", "lost"),
+        ("messages",),
         "The received messages were not written in time.",
-        "They are received again after the next start.",
+        "Nothing stored is lost; messages that were not written are received again.",
     ),
     "daemon.draining": LogEvent(
         ("info",),
@@ -124,16 +124,16 @@ LOG_EVENTS: dict[str, LogEvent] = {
     ),
     "daemon.stop-timeout": LogEvent(
         ("error",),
-        ("unfinished", "seconds", "lost"),
+        ("unfinished", "seconds"),
         "The process did not end within INDEXER_STOP_TIMEOUT.",
-        "It ends now, in this step.",
+        "It ends now, in this step. Nothing stored is lost; messages that were not written are received again.",
     ),
     "daemon.stopped": LogEvent(("info",), (), "The daemon has stopped.", "The process ends."),
     "daemon.stopped-at-once": LogEvent(
         ("warning",),
-        ("unfinished", "lost"),
+        ("unfinished",),
         "A second signal was received.",
-        "The process ends now, in this step.",
+        "The process ends now, in this step. Nothing stored is lost; messages that were not written are received again.",
     ),
     "database.answered": LogEvent(
         ("info",),
