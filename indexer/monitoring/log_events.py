@@ -133,7 +133,7 @@ LOG_EVENTS: dict[str, LogEvent] = {
         ("warning",),
         ("unfinished",),
         "A second signal was received.",
-        "The process ends now, in this step. Nothing stored is lost; messages that were not written are received again.",
+        "It ends now, in this step. Nothing stored is lost; messages that were not written are received again.",
     ),
     "database.answered": LogEvent(
         ("info",),
@@ -552,8 +552,8 @@ LOG_EVENTS: dict[str, LogEvent] = {
     "shard-lock.acquired": LogEvent(
         ("info",),
         ("shard",),
-        "No other process holds a part of this shard any more.",
-        "This process owns the shard and continues from its cursor.",
+        "This process owns its shard again, after it waited for another process or lost its database session.",
+        "It continues from its cursor.",
     ),
     "shard-lock.lost": LogEvent(
         ("warning",),

@@ -39,6 +39,7 @@ class ShardOwnership:
         self.owned_since: float | None = None
         self.waits_since = monotonic()
         self.last_error: str | None = None
+        self._lost = False
 
     async def run(self) -> None:
         """Acquire and hold the locks forever. Only an exception that is a bug ends it.
@@ -63,9 +64,10 @@ class ShardOwnership:
                     waited = True
                 self.last_error = f"another process holds buckets of shard {self._shard}, and this one waits: {holders}"
                 await asyncio.sleep(RETRY_SECONDS)
-            if waited:
+            if waited or self._lost:
                 log.info("shard-lock.acquired", shard=str(self._shard))
             self.last_error = None
+            self._lost = False
             self.owned.set()
             self.owned_since = monotonic()
             await lock.lost.wait()
@@ -73,6 +75,7 @@ class ShardOwnership:
             self.owned_since, self.waits_since = None, monotonic()
             self.last_error = f"the session that held the locks of shard {self._shard} has ended"
             log.warning("shard-lock.lost", shard=str(self._shard))
+            self._lost = True
 
     async def _claim(self, lock: ShardLock) -> bool:
         """Try to own the buckets. To wait for the other process afterwards is no work of this stage."""

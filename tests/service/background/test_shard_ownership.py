@@ -56,20 +56,24 @@ async def test_overlapping_shards_wait_for_each_other(database: str) -> None:
 
 
 async def test_locks_are_acquired_again_after_the_session_ends(database: str) -> None:
+    """The log shows the beginning and the end of the time without the locks, each time."""
     sql = await asyncpg.connect(database)
     store = await Store.open(database)
     ownership = ShardOwnership(store, Shard(3, 4))
-    running = asyncio.create_task(ownership.run())
-    await ownership.owned.wait()
-    [before] = await sql.fetch(OWNERS)
-    await sql.execute(END_SESSION, before["pid"])
+    with capture_logs() as lines:
+        running = asyncio.create_task(ownership.run())
+        await ownership.owned.wait()
+        for times in (1, 2):
+            [before] = await sql.fetch(OWNERS)
+            await sql.execute(END_SESSION, before["pid"])
 
-    async def held_by_another_session() -> bool:
-        return [row["pid"] for row in await sql.fetch(OWNERS)] not in ([], [before["pid"]])
+            async def held_by_another_session(before: int = before["pid"]) -> bool:
+                return [row["pid"] for row in await sql.fetch(OWNERS)] not in ([], [before])
 
-    await until(held_by_another_session)
-    await until(lambda: ownership.last_error is None)
-    assert ownership.owned.is_set()
+            await until(held_by_another_session)
+            await until(lambda: ownership.last_error is None)
+            assert ownership.owned.is_set()
+            assert [line["event"] for line in lines] == ["shard-lock.lost", "shard-lock.acquired"] * times
     running.cancel()
     await asyncio.wait([running])
     await store.close()
