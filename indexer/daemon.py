@@ -85,7 +85,8 @@ FEED_STOP_SECONDS = 5.0
 KEY_LOOKUP_TIMEOUT_SECONDS = 15.0
 KEY_LOOKUP_CONCURRENCY = 64
 MAX_CONNECTIONS = 40
-"""Database connections of one process. Postgres allows 100 by default, for all processes and consumers together."""
+"""Maximum size of the pool. Some stages have connections of their own, such as the shard lock. Postgres allows 100
+connections by default, for all processes and consumers together."""
 
 log = structlog.get_logger(__name__)
 
@@ -482,7 +483,7 @@ def _raise_exceptions(tasks: Iterable[asyncio.Task[None]]) -> None:
 
 
 def connection_count(workers: int) -> int:
-    """Return the number of database connections: one per possible resync, and the ones that resyncs do not use.
+    """Return the size of the pool: a connection per possible resync, and the ones that resyncs do not use.
 
     With more workers than `MAX_CONNECTIONS` allows, some resyncs wait for a connection before they write.
     """

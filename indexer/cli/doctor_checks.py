@@ -28,6 +28,7 @@ from indexer.relay.first_event import first_event
 from indexer.settings import Settings
 from indexer.store.server_facts import ServerFacts, load_server_facts
 from indexer.sync.events import InfoEvent, StreamError
+from indexer.sync.shard import Placement
 
 TIMEOUT = 20.0
 """Seconds that a check may take."""
@@ -40,8 +41,6 @@ MIN_FREE_BYTES, FEW_FREE_BYTES = 10**9, 10 * 10**9
 MIN_SHARED_BUFFERS, MIN_WAL_SIZE = 256 * 2**20, 2 * 2**30
 MAX_CLOCK_DIFFERENCE = 5.0
 """Seconds by which clocks may differ without a warning. A Date header has whole seconds, and requests take time."""
-CONNECTIONS_BESIDE_POOL = 2
-"""Database connections of a daemon for the shard lock, and for the check that the database answers."""
 OTHER_FILES = 300
 """Open files beside outbound requests and database connections: HTTP clients, spool files, libraries."""
 EXAMPLE_DID, EXAMPLE_HANDLE = "did:plc:z72i7hdynmk6r22z27h6tvur", "bsky.app"
@@ -288,11 +287,23 @@ def _size(name: str, sizes: Any, minimum: int, action: str) -> Finding:
     return Finding(name, Level.OK, found) if sizes[name] >= minimum else Finding(name, Level.WARN, found, action)
 
 
+def _daemon_connections(settings: Settings, placement: Placement) -> int:
+    """Return how many database connections a daemon opens at most: its pool, and those of single stages."""
+    single = [
+        True,  # the check that the database answers
+        "live" in settings.roles,  # the shard lock
+        "feed" in settings.roles,  # the ownership of the feed
+        "feed" in settings.roles,  # the signal of new changes, for Jetstream clients
+        placement is Placement.DISTRIBUTED,  # the numbering of changes
+    ]
+    return connection_count(settings.resync_workers) + sum(single)
+
+
 def _connections_finding(facts: ServerFacts, settings: Settings) -> Finding:
     """Compare the connections that all shards need with the ones that the server allows for ordinary roles."""
     values = facts.settings
     allowed = int(values["max_connections"]) - int(values["superuser_reserved_connections"])
-    of_process = connection_count(settings.resync_workers) + CONNECTIONS_BESIDE_POOL
+    of_process = _daemon_connections(settings, facts.placement)
     shards = settings.shard.count
     found = f"{allowed} for ordinary roles; a process needs {of_process}"
     action = "Raise max_connections, or lower INDEXER_RESYNC_WORKERS."

@@ -7,6 +7,8 @@ from time import time
 
 from indexer.store.database_errors import connect, opening, without_password
 from indexer.store.migrate import SchemaState, schema_state
+from indexer.store.placement import load_placement
+from indexer.sync.shard import Placement
 
 SETTINGS = (
     "server_version",
@@ -39,6 +41,7 @@ class ServerFacts:
         clock_ahead: Seconds by which the clock of the server is ahead of the one of this machine.
         schema: The version of the schema, and a privilege that the role lacks.
         cursors: The lowest stored cursor of each relay; empty if the schema is not current.
+        placement: The placement of the database; `PLAIN` if the schema is not current.
     """
 
     address: str
@@ -47,6 +50,7 @@ class ServerFacts:
     clock_ahead: float
     schema: SchemaState
     cursors: Mapping[str, int]
+    placement: Placement
 
 
 async def load_server_facts(dsn: str) -> ServerFacts:
@@ -63,7 +67,9 @@ async def load_server_facts(dsn: str) -> ServerFacts:
             asked_at = time()
             [(settings, sizes, server_time)] = await connection.fetch(_FACTS, SETTINGS, SIZES)
             answered_at = time()
-            cursors = await connection.fetch(_CURSORS) if schema.is_current and schema.missing is None else []
+            readable = schema.is_current and schema.missing is None
+            cursors = await connection.fetch(_CURSORS) if readable else []
+            placement = await load_placement(connection) if readable else Placement.PLAIN
         finally:
             await connection.close()
     return ServerFacts(
@@ -73,4 +79,5 @@ async def load_server_facts(dsn: str) -> ServerFacts:
         server_time - (asked_at + answered_at) / 2,
         schema,
         {cursor["relay"]: cursor["seq"] for cursor in cursors},
+        placement,
     )

@@ -36,6 +36,7 @@ from indexer.store.migrate import SchemaState
 from indexer.store.server_facts import ServerFacts
 from indexer.sync.events import InfoEvent, StreamError
 from indexer.sync.plans import Batch, Cursor
+from indexer.sync.shard import Placement
 from tests.cli.command_line import PROJECT, environment_without_settings
 from tests.daemon_harness import settings_for
 from tests.native_module import native_module
@@ -114,10 +115,12 @@ async def silent_server() -> AsyncIterator[str]:
             connection.close()
 
 
-def facts(settings: Mapping[str, str] | None = None, **sizes: int) -> ServerFacts:
+def facts(
+    settings: Mapping[str, str] | None = None, placement: Placement = Placement.PLAIN, **sizes: int
+) -> ServerFacts:
     all_sizes = {"shared_buffers": 2**30, "max_wal_size": 4 * 2**30} | sizes
     schema = SchemaState("0019", "0019", None)
-    return ServerFacts("postgresql:///any", GOOD | dict(settings or {}), all_sizes, 0.0, schema, {})
+    return ServerFacts("postgresql:///any", GOOD | dict(settings or {}), all_sizes, 0.0, schema, {}, placement)
 
 
 @pytest.mark.slow
@@ -294,6 +297,27 @@ def test_small_buffers_and_connections_for_all_shards_are_warnings() -> None:
     found = database_setting_findings(facts(shared_buffers=2**20, max_wal_size=2**20), settings)
     warnings = {finding.check for finding in found if finding.level is Level.WARN}
     assert warnings == {"shared_buffers", "max_wal_size", "max_connections"}
+
+
+@pytest.mark.parametrize(
+    ("roles", "placement", "connections"),
+    [
+        ("live,resync", Placement.PLAIN, 15),
+        ("resync", Placement.PLAIN, 14),
+        ("live,resync,feed", Placement.PLAIN, 17),
+        ("live,resync", Placement.DISTRIBUTED, 16),
+        ("live,resync,feed", Placement.DISTRIBUTED, 18),
+    ],
+)
+def test_needed_connections_depend_on_roles_and_placement(roles: str, placement: Placement, connections: int) -> None:
+    def finding(allowed: int) -> Finding:
+        limits = {"max_connections": str(allowed + 3), "superuser_reserved_connections": "3"}
+        found = database_setting_findings(facts(limits, placement), Settings(roles=roles))
+        return next(finding for finding in found if finding.check == "max_connections")
+
+    assert finding(connections).level is Level.OK
+    assert f"a process needs {connections}" in finding(connections).found
+    assert finding(connections - 1).level is Level.FAIL
 
 
 def test_interpreter_without_profile_guided_optimization_is_a_warning() -> None:
