@@ -137,9 +137,11 @@ def _drain(
         return Plan(repo, Outcome.REJECTED), dead_letter, ""
     if not isinstance(event, CommitEvent | SyncEvent):
         raise BrokenInvariantError(f"{repo.did}: a buffered frame is neither a #commit nor a #sync")
-    plan = plan_event(repo, event, 0, key, context)
+    # The account was active when the event was buffered. It may be hidden by now, which must not end the chain here.
+    plan = plan_event(repo._replace(active=True), event, 0, key, context)
     if isinstance(plan, NeedsKey):
         raise BrokenInvariantError(f"{repo.did}: planning asked for a key although the key is final")
+    plan = plan._replace(repo=plan.repo._replace(active=repo.active))
     if isinstance(plan.why, Rejection):
         return plan, _dead_letter(repo, buffered, event.kind, plan.why, plan.detail), event.rev
     if plan.outcome is Outcome.DESYNCHRONIZED and plan.why is Desync.CHAIN_BREAK:

@@ -211,6 +211,22 @@ def test_a_buffered_event_above_a_lowered_limit_is_rejected_and_causes_another_r
     assert (write.repo.sync_status, write.repo.sync_reason) == (SyncStatus.DESYNCHRONIZED, Desync.STALE_EXPORT)
 
 
+def test_a_commit_buffered_before_the_account_became_inactive_is_applied() -> None:
+    """It is newer than the export. Ignored, it would make the export look like a stale one."""
+    alice = SigningAccount()
+    head, payload = alice.head, alice.commit_post("before")
+    planned = plan_event(claimed(alice), decoded_event("commit", payload), 1_000, alice.key_state, CONTEXT)
+    assert isinstance(planned, Plan)
+    deactivated = decoded_event("account", alice.account_event(active=False, status="deactivated"))
+    hidden = plan_event(planned.repo, deactivated, 1_000, alice.key_state, CONTEXT)
+    assert isinstance(hidden, Plan)
+    events = buffered(alice, payload)
+    [write] = plan_completion(claimed(alice), hidden.repo, head, events, alice.key_state, CONTEXT).writes
+    assert (write.repo.sync_status, write.repo.head) == (SyncStatus.SYNCHRONIZED, alice.head)
+    assert [change.rkey for change in write.changes] == ["before"]
+    assert (write.repo.active, write.repo.hosting_status) == (False, "deactivated")
+
+
 def test_an_account_reactivated_during_its_resync_is_resynchronized_again() -> None:
     """Its commits were ignored while it was inactive, and the export may be older than they are."""
     alice = SigningAccount()
