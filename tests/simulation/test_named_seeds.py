@@ -12,9 +12,11 @@ import pytest
 from tests.database_server import DatabaseServer
 from tests.simulation.draw_schedule import draw_schedule
 from tests.simulation.fault_schedule import (
+    AccountChange,
     BrokenConnection,
     BrokenHost,
     ChangedScope,
+    DamagedCommit,
     Fault,
     Forgery,
     HostProblem,
@@ -62,6 +64,10 @@ NAMED = {
         ),
         (Forgery, UndecodableMessages),
         "denying",
+    ),
+    288: NamedSeed(
+        ("a commit that was buffered before its account was hidden is ignored at the end of the fetch",),
+        (AccountChange, DamagedCommit),
     ),
 }
 

@@ -24,6 +24,7 @@ from tests.simulation.fault_schedule import (
     ChangedScope,
     DamagedCommit,
     Forgery,
+    LostCommit,
     LostWindow,
     RestartedSequence,
     Schedule,
@@ -118,6 +119,16 @@ def test_somebody_is_undisturbed_although_messages_are_lost() -> None:
             worlds += 1
             assert schedule.bystanders[0] in truth_of(schedule).undisturbed
     assert worlds > 0
+
+
+def test_repo_that_joined_later_need_not_break_although_a_commit_is_lost() -> None:
+    """Its first fetch may happen after the commit that the relays lose, as in a world whose database is away then."""
+    schedule = draw_schedule(287)
+    first = {action.did for action in schedule.first}
+    lost = [fault.did for episode in schedule.episodes for fault in episode.faults if isinstance(fault, LostCommit)]
+    truth, [later, *_] = truth_of(schedule), [did for did in lost if did not in first]
+    assert truth.repos[later].certain == frozenset()
+    assert any(truth.repos[did].certain for did in first)
 
 
 def truth_as_snapshot(truth: Truth) -> dict[str, Any]:

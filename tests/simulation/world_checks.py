@@ -191,4 +191,6 @@ class Checks:
         for did, repo in self.truth.repos.items():
             wrong = given[did] - repo.reasons - ({"scope-widened"} if did in excused else set())
             assert not wrong, f"{did}: {wrong} in {given[did]}"
-            assert not repo.certain or given[did] & repo.certain, f"{did}: {given[did]} has none of {repo.certain}"
+            # A fetch after a change of the scope may happen after a commit is lost, and so contain it.
+            demanded = frozenset() if did in excused else repo.certain
+            assert not demanded or given[did] & demanded, f"{did}: {given[did]} has none of {demanded}"

@@ -92,6 +92,7 @@ class TrueRepo:
         final: The state at the end, if the account is active.
         stored: The rev that is stored at the end; None: the latest.
         reasons: Reasons for which the repo may be desynchronized at some time.
+        waited_for: True if the repo was synchronized before the first episode.
         certain: Reasons of which at least one must have been given.
     """
 
@@ -101,6 +102,7 @@ class TrueRepo:
     final: FinalState = SYNCHRONIZED
     stored: str | None = None
     reasons: set[str] = field(default_factory=lambda: {"new"})
+    waited_for: bool = False
     certain: frozenset[str] = frozenset()
 
     @property
@@ -170,6 +172,8 @@ def truth_of(schedule: Schedule) -> Truth:
     repos = dict[str, TrueRepo]()
     _act(repos, schedule.before_ending.actions)
     _end(repos, schedule.ending)
+    for action in schedule.first:
+        repos[action.did].waited_for = True
     changes = [fault.collections for fault in schedule.faults if isinstance(fault, ChangedScope)]
     scopes = tuple(Scope(collections) for collections in (schedule.collections, *changes))
     _add_reasons(repos, schedule, scopes)
@@ -255,7 +259,8 @@ def _add_reasons_of_faults(repos: Mapping[str, TrueRepo], episode: Episode) -> N
         match fault:
             case LostCommit() | DamagedCommit() | FaultyExport():
                 repo = repos[fault.did]
-                if repo.reasons == {"new"} and not uncertain:
+                # The first fetch of a repo that joined later may happen after a commit is lost, and so contain it.
+                if repo.waited_for and repo.reasons == {"new"} and not uncertain:
                     repo.certain = BROKEN_CHAIN
                 repo.reasons |= BROKEN_CHAIN
             case UnreachableDirectory():
