@@ -57,7 +57,7 @@ class StreamContinuity:
 
     @property
     def is_known(self) -> bool:
-        """True while the stream is connected, and it is known, or a gap says, whether messages before it are missing."""
+        """True while the stream is connected, and it is known whether messages before it are missing."""
         return self._subscription.connection is not None and (self.proven or self._announced is not None)
 
     async def begin(self, relay: str) -> StreamEntry:
