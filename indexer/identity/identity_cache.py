@@ -27,6 +27,7 @@ from indexer.identity.did_resolver import METHODS, Method, method_of, web_host
 from indexer.identity.refresh_budget import RefreshBudget
 from indexer.outbound import host_of, registered_domain
 from indexer.reasons import FetchFailure
+from indexer.sync.policy import MAX_IDENTITY_AGE
 from indexer.sync.stored_identity import StoredIdentity, add_denial
 
 MAX_LOOKUPS = 128
@@ -77,6 +78,10 @@ class CachedIdentity:
     def doubtful(self) -> bool:
         """True if the directory denies the DID, and may be wrong. It is asked again, hours apart."""
         return self.denied and not self.gone
+
+    def is_recent(self, now: float) -> bool:
+        """Return True if the identity was fetched so recently that what its PDS says about the account counts."""
+        return not self.stale and 0 <= now - self.fetched_at <= MAX_IDENTITY_AGE
 
     @property
     def host(self) -> str | None:

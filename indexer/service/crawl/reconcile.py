@@ -38,7 +38,6 @@ from indexer.service.periodic import DatabaseAttempt
 from indexer.store import Store
 from indexer.sync.crawl_progress import CrawlProgress
 from indexer.sync.plan_event import plan_active, plan_hidden
-from indexer.sync.policy import MAX_IDENTITY_AGE
 from indexer.sync.repo_state import Repo
 from indexer.sync.scope import Track
 from indexer.sync.shard import Shard
@@ -397,8 +396,7 @@ class Reconciliation:
             identity = await self._identities.lookup(did, refresh=True)  # a former PDS sends no `#identity`
         except UnavailableError:
             return False
-        recent = 0 <= time() - identity.fetched_at <= MAX_IDENTITY_AGE
-        return recent and not identity.stale and identity.host == host_of(source)
+        return identity.is_recent(time()) and identity.host == host_of(source)
 
     def _save_progress(self, progress: CrawlProgress) -> None:
         self.crawl_progress = progress

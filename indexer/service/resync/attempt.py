@@ -55,6 +55,10 @@ class ScopeChangedError(Exception):
     """The scope changed during the attempt: nothing is written, and the repo is claimed again."""
 
 
+class AccountMovedError(Exception):
+    """The account has another PDS than the identity of the attempt: the repo is claimed again, for the new PDS."""
+
+
 class ExportSlots(Protocol):
     """The slots of the resync that an attempt belongs to. If a method returns `Postponed`, so does the attempt."""
 
@@ -119,7 +123,7 @@ class ResyncAttempts:
         """
         try:
             return await self._attempt(claimed, identity, slots)
-        except ScopeChangedError:
+        except (ScopeChangedError, AccountMovedError):
             return Postponed()
 
     async def _attempt(self, claimed: Repo, identity: CachedIdentity, slots: ExportSlots) -> str | Postponed:
@@ -137,6 +141,9 @@ class ResyncAttempts:
             except (UpstreamError, UnavailableError) as error:
                 failure = error
                 log.debug("resync.source-failed", did=claimed.did, source=source or identity.pds, error=str(error))
+        permanent = isinstance(failure, UnavailableError) and failure.reason.is_permanent
+        if permanent and None in self._sources and not await self._is_host(claimed.did, identity):
+            raise UnavailableError(FetchFailure.IDENTITY_UNAVAILABLE, f"the account may have moved: {failure}")
         raise failure
 
     async def _attempt_from(
@@ -154,26 +161,48 @@ class ResyncAttempts:
             if isinstance(fetched, Postponed):
                 return fetched
             slots.enter(Phase.VERIFY)
-            export, identity = await self._verify(claimed, fetched, identity)
+            export, verified_by = await self._verify(claimed, fetched, identity)
             crash_point("export.verified")
-            self._check_rev(claimed, export.head, last=source is self._sources[-1])
+            last = source is self._sources[-1]
+            if last and source is None and export.head.rev < _newest_known(claimed):
+                last = await self._is_host(claimed.did, identity)
+            self._check_rev(claimed, export.head, last=last)
             slots.enter(Phase.WRITE)
             policy = self._policy()
             sized = _SizedExport(export, fetched.size)
-            written = await self._write_shared(policy, claimed, sized, identity)
-            return written or await self._complete(policy, claimed, sized, identity)
+            written = await self._write_shared(policy, claimed, sized, verified_by)
+            return written or await self._complete(policy, claimed, sized, verified_by)
 
     async def _is_unchanged(self, claimed: Repo, identity: CachedIdentity, policy: Policy) -> bool:
-        """Return True if the PDS reports the stored head as its latest commit, so that no export is needed."""
+        """Return True if the PDS reports the stored head as its latest commit, so that no export is needed.
+
+        If a newer rev is known, this may be a former PDS of the account.
+        """
         if claimed.head is None or identity.pds is None or needs_export(claimed, policy.scope):
             return False
         try:
             latest = await self._pds.fetch_latest_commit(claimed.did, identity.pds)
         except UnavailableError as error:
-            if error.reason.is_permanent or not error.reason.counts_as_attempt:
+            if not error.reason.counts_as_attempt:
                 raise
             return False
-        return latest == (claimed.head.commit, claimed.head.rev)
+        if latest != (claimed.head.commit, claimed.head.rev):
+            return False
+        doubtful = identity.stale or claimed.head.rev < _newest_known(claimed)
+        return not doubtful or await self._is_host(claimed.did, identity)
+
+    async def _is_host(self, did: str, identity: CachedIdentity) -> bool:
+        """Return True if it is certain that the account has the PDS of this identity: the directory said so just now.
+
+        Raises:
+            AccountMovedError: The account has another PDS.
+            UnavailableError: As `IdentityCache.lookup` raises it.
+        """
+        if not identity.is_recent(time()):
+            before, identity = identity, await self._identities.lookup(did, refresh=True)
+            if identity.pds != before.pds:
+                raise AccountMovedError
+        return identity.is_recent(time())
 
     async def _verify(
         self, claimed: Repo, reader: ExportReader, identity: CachedIdentity
@@ -201,8 +230,7 @@ class ResyncAttempts:
         if is_future(rev, time(), self._policy().limits):
             raise UpstreamError(Rejection.FUTURE_REV, rev)
         if not last:
-            _reject_stale(exported, claimed.latest_verified_rev)
-            _reject_stale(exported, claimed.latest_unverified_rev)
+            _reject_stale(exported, _newest_known(claimed))
         if claimed.head is None:
             return
         _reject_stale(exported, claimed.head.rev)
@@ -445,9 +473,14 @@ async def _fetch(download: ExportDownload, slots: ExportSlots) -> ExportReader |
     return download.reader
 
 
-def _reject_stale(exported: Head, rev: str | None) -> None:
+def _newest_known(claimed: Repo) -> str:
+    """Return the newest rev that was received or listed, or "". An unverified one may be made up."""
+    return max(claimed.latest_verified_rev or "", claimed.latest_unverified_rev or "")
+
+
+def _reject_stale(exported: Head, rev: str) -> None:
     """Raise EXPORT_STALE for an export before `rev`. Another source may be newer than this mirror."""
-    if rev is not None and exported.rev < rev:
+    if exported.rev < rev:
         raise UnavailableError(FetchFailure.EXPORT_STALE, f"{exported.rev} < {rev}")
 
 

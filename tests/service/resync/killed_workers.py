@@ -186,7 +186,7 @@ class ResyncWorld:
         name = self.name_of[did]
         host = "crowd" if name in CROWD else name.replace(" ", "-")
         return CachedIdentity(
-            self.owners[did].key.public, f"https://{host}.test", problem=None, fetched_at=0.0, stale=False
+            self.owners[did].key.public, f"https://{host}.test", problem=None, fetched_at=time(), stale=False
         )
 
     async def lookup(self, did: str, **_: object) -> CachedIdentity:

@@ -133,12 +133,13 @@ class SimulatedDirectory:
     def __init__(self, owner: AccountOwner) -> None:
         self._owner = owner
         self.cached: PublicKey | None = None
+        self.fetched_at = 0.0
         self.up = True
 
     def fetch_key(self) -> PublicKey:
         if not self.up:
             raise UnavailableError(FetchFailure.IDENTITY_UNAVAILABLE)
-        self.cached = self._owner.published.public
+        self.cached, self.fetched_at = self._owner.published.public, time()
         return self.cached
 
 

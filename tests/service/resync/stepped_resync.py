@@ -197,7 +197,7 @@ class Worker:
         await self._step("look up the key")
         directory = self._world.directory
         key = directory.cached if directory.cached and not refresh else directory.fetch_key()
-        return CachedIdentity(key, PDS, problem=None, fetched_at=0.0, stale=False)
+        return CachedIdentity(key, PDS, problem=None, fetched_at=directory.fetched_at, stale=False)
 
     async def _attempt(self, claimed: Repo) -> None:
         await self._step("claimed")
