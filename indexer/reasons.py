@@ -147,7 +147,10 @@ class GapReason(DescribedEnum):
     CURSOR_OUTDATED = "cursor-outdated", "The relay no longer has all messages after the cursor."
     CURSOR_RESET = "cursor-reset", "An operator has reset the cursor (`indexer cursor reset`)."
     CURSOR_UNPROVEN = "cursor-unproven", "The relay sent neither the message at the cursor again nor a later one."
-    NO_CURSOR = "no-cursor", "The stream was entered without a cursor, later than the last stored message."
+    NO_CURSOR = (
+        "no-cursor",
+        "The stream was entered without a usable cursor of the relay; messages after the stored ones may be missing.",
+    )
     SEQUENCE_RESTARTED = (
         "sequence-restarted",
         "The relay started a new sequence, in which the stored cursor means nothing.",

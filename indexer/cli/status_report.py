@@ -256,10 +256,10 @@ def _cursor_reasons(shard: Shard, cursors: Sequence[CursorStatus]) -> Iterator[R
     of_buckets = [[c for c in cursors if position in Shard.parse(c.shard).positions] for position in shard.positions]
     lags = [[c.lag_seconds for c in candidates if c.lag_seconds is not None] for candidates in of_buckets]
     if not any(of_buckets):
-        yield ReadinessReason("no-cursor", "no event is stored yet", len(of_buckets))
+        yield ReadinessReason("nothing-stored", "no event is stored yet", len(of_buckets))
     elif not all(of_buckets):
         message = "some buckets of the shard have not stored an event yet"
-        yield ReadinessReason("no-cursor", message, of_buckets.count([]))
+        yield ReadinessReason("nothing-stored", message, of_buckets.count([]))
     elif not all(lags):
         message = "the lag is unknown: the events of the relay have no valid time"
         yield ReadinessReason("lag-unknown", message, lags.count([]))

@@ -47,7 +47,8 @@ def test_status_is_not_ready_without_events(session: Session) -> None:
     assert result.returncode == 3
     status = json.loads(result.stdout)
     assert status["not_ready"] == "no event is stored yet"
-    assert status["not_ready_reasons"] == [{"code": "no-cursor", "message": "no event is stored yet", "value": 256}]
+    reason = {"code": "nothing-stored", "message": "no event is stored yet", "value": 256}
+    assert status["not_ready_reasons"] == [reason]
 
 
 @pytest.mark.usefixtures("stored_account")
