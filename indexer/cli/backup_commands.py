@@ -19,10 +19,11 @@ from indexer.store.migrate import require_current_schema
 async def backup_command(settings: Settings, *, file: Path, as_json: bool) -> int:
     """Write a backup of the database to a file.
 
-    The file has everything as of one point in time, in the custom format of pg_dump. A daemon may run meanwhile, except
-    on a cluster, whose nodes do not read at the same moment. The file appears only when it is complete. pg_dump must
-    not be older than the server; the one of the embedded Postgres is used, or the one in INDEXER_PG_BINDIR. If the
-    server is older than Postgres 17, use the programs of its version: a newer pg_restore cannot restore into it.
+    The file has the schemas indexer, atproto and lexicon as of one point in time; it does not have other schemas or
+    roles. Its format is the custom one of pg_dump. A daemon may run meanwhile, except on a cluster, whose nodes do not
+    read at the same moment. The file appears only when it is complete. pg_dump must not be older than the server; the
+    one of the embedded Postgres is used, or the one in INDEXER_PG_BINDIR. If the server is older than Postgres 17, use
+    the programs of its version: a newer pg_restore cannot restore into it.
     """
     async with open_database(settings) as dsn:
         await require_current_schema(dsn)
@@ -40,7 +41,7 @@ async def restore_command(settings: Settings, *, file: Path, as_json: bool) -> i
 
     The file comes from `indexer backup` or from pg_dump in the custom format. The database must have none of the
     schemas `indexer`, `atproto` and `lexicon`. It is restored completely or not at all. The next `indexer run` upgrades
-    the schema if necessary, and continues from the cursor in the backup (docs/operations.md#back-up-and-restore). The
+    the schema if necessary, and continues from the cursor in the backup (docs/runbook.md#back-up-and-restore). The
     backup of a cluster needs a cluster, and afterwards `indexer distribute`, before a daemon starts.
     """
     async with open_database(settings) as dsn:

@@ -279,7 +279,8 @@ JSON_LINES: dict[str, dict[str, JsonLine]] = {
             "consumers[].behind": "Number of changes that it has not been given.",
             "consumers[].lag_seconds": "Age of the oldest of those changes.",
             "consumers[].silent_seconds": "Seconds since it last asked for changes.",
-            "consumers[].cut_off": "True if it was disconnected and has to register again.",
+            "consumers[].cut_off": "True if it was disconnected. Unregister it (`atproto.unregister_reader`), register "
+            "it again, and read the records again.",
             "refused_events": "Events of the feed that clients of tap, or the webhook, do not acknowledge.",
             "refused_events[].id": "The number of the event.",
             "refused_events[].action": "What the event says of the record: create, update, delete, identity.",

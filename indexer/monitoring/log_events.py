@@ -88,7 +88,7 @@ LOG_EVENTS: dict[str, LogEvent] = {
         ("error",),
         ("reader", "seq", "behind"),
         "A consumer was too far behind the change log.",
-        "It has to register again and read the records again.",
+        "Unregister it (`atproto.unregister_reader`), register it again, and read the records again.",
     ),
     "consumer.lagging": LogEvent(
         ("warning",),

@@ -288,7 +288,8 @@ _CHANGE_LOG = (
         "indexer_consumers",
         "gauge",
         "Registered consumers of the change log.",
-        "`cut-off` is above 0: these consumers have to register again and start over.",
+        "`cut-off` is above 0. Unregister these consumers (`atproto.unregister_reader`), register them again, and read "
+        "the records again.",
         ("state",),
     ),
     MetricDefinition(

@@ -348,7 +348,7 @@ class Metrics:
         Args:
             size: Bytes of the change log.
             following: The consumers that follow the change log.
-            cut_off: Number of consumers that were disconnected and have to register again.
+            cut_off: Number of consumers that were disconnected.
         """
         self._log_bytes.set(size)
         self._consumer_lag.set(max([lag.seconds for lag in following], default=0.0))

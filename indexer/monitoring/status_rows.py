@@ -15,7 +15,7 @@ class ConsumerStatus:
         behind: Number of changes that it has not been given.
         lag_seconds: Age of the oldest of those changes.
         silent_seconds: Seconds since it last asked for changes.
-        cut_off: True if it was disconnected and has to register again.
+        cut_off: True if it was disconnected: it has to be unregistered and registered again.
     """
 
     name: str
