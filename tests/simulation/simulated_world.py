@@ -91,7 +91,7 @@ _QUIET = """
     select did, sync_status = 'synchronized'
         and scope_version >= (select max(version) from unnest(added_in) version)
         and not exists (select from indexer.gap where closed_at is null) as quiet
-    from indexer.repo, indexer.scope where active
+    from indexer.repo, indexer.scope where active and next_attempt_at is distinct from 'infinity'
 """
 _DESYNCHRONIZED = "select count(*) from simulation.state where did = $1 and status <> 'synchronized'"
 _REJECTED = "select from simulation.rejection where frame = any($1::text[])"
@@ -221,7 +221,7 @@ class World:
         return (await self._quiet())[did]
 
     async def all_quiet(self) -> bool:
-        """Return True if all active repos are quiet."""
+        """Return True if all active repos are quiet or parked."""
         return all((await self._quiet()).values())
 
     async def desynchronized(self, did: str) -> int:

@@ -219,6 +219,30 @@ def test_wrong_end_of_a_repo_that_cannot_be_fetched_is_noticed(
     assert len(checks.differences(Snapshot(**fields), checks.truth)) == 1
 
 
+@pytest.mark.parametrize(
+    ("wrong", "differences"), [({}, 0), ({"failure": "unreachable"}, 1), ({"parked": False}, 1), ({"rev": "stored"}, 1)]
+)
+def test_status_may_be_unknown_only_of_a_refused_repo_that_was_never_fetched(
+    wrong: Mapping[str, object], differences: int
+) -> None:
+    """In this world, an account joins, and its takedown is lost before its first fetch."""
+    schedule = draw_schedule(357)
+    checks = Checks(served_world(schedule), truth_of(schedule))
+    fields, [taken_down] = (
+        truth_as_snapshot(checks.truth),
+        [did for did, true in checks.truth.repos.items() if true.status],
+    )
+    refused: dict[str, object] = {
+        "active": True,
+        "hosting_status": None,
+        "rev": None,
+        "parked": True,
+        "failure": "repo-takendown",
+    }
+    fields["repos"][taken_down].update({**refused, **wrong})
+    assert len(checks.differences(Snapshot(**fields), checks.truth)) == differences
+
+
 def test_rev_that_does_not_exist_is_noticed(checks: Checks, fields: Mapping[str, Any], did: str) -> None:
     fields["repos"][did]["rev"] = world_oracle.tid_of(1)
     checks.check_snapshot(Snapshot(**fields))

@@ -49,6 +49,13 @@ GAPS: Mapping[type[Fault], frozenset[str]] = {
     RepeatedMessages: frozenset({"sequence-restarted", "no-cursor"}),
 }
 """The reasons of the gaps that faults open. The daemon has no cursor of a relay that it has not used before."""
+REFUSALS = {
+    "takendown": "repo-takendown",
+    "suspended": "repo-suspended",
+    "deactivated": "repo-deactivated",
+    "deleted": "repo-not-found",
+}
+"""The failures with which hosts refuse exports of inactive accounts, by hosting status."""
 _BASE32 = "234567abcdefghijklmnopqrstuvwxyz"
 
 
@@ -104,6 +111,16 @@ class TrueRepo:
     reasons: set[str] = field(default_factory=lambda: {"new"})
     waited_for: bool = False
     certain: frozenset[str] = frozenset()
+
+    @property
+    def refusal(self) -> str | None:
+        """The failure that may park the inactive account if it was never fetched; None: its status is known.
+
+        The message about its status may be lost, and no reconciliation asks for the status of such a repo.
+        """
+        if self.status is None or self.waited_for or "behind" not in self.reasons:
+            return None
+        return REFUSALS[self.status]
 
     @property
     def rev(self) -> str:
