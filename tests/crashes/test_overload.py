@@ -124,11 +124,14 @@ async def test_stream_faster_than_the_database(
             def is_slowed() -> bool:
                 return max(samples.inbox) >= INBOX_BYTES and TOO_SLOW in daemon.log.read_text()
 
+            def gives_up() -> bool:
+                return clock() > gives_up_at or max(samples.memory, default=0) >= MAX_MIB
+
             async with running(samples.run()):
                 proxy.rate = DATABASE_BYTES_PER_SECOND
                 gives_up_at = clock() + 300
-                await load.run(FIRST_RATE, lambda: is_slowed() or clock() > gives_up_at)
-                assert is_slowed(), (max(samples.inbox), daemon.log_tail())
+                await load.run(FIRST_RATE, lambda: is_slowed() or gives_up())
+                assert is_slowed(), (max(samples.inbox), max(samples.memory), daemon.log_tail())
                 ends_at = clock() + seconds
                 await load.run(RATE, lambda: clock() > ends_at)
                 meanwhile = await count(database, _COMMITS)
