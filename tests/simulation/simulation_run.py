@@ -72,6 +72,8 @@ async def simulate(schedule: Schedule, dsn: str, directory: Path) -> None:
             await world.perform_all(schedule.last)
             await world.caught_up()
             await _wait_until_equal(checks, truth_of(schedule.before_ending))
+            # A host that fails from now on must have served everything: also the exports of added collections.
+            await until(world.all_quiet, world.daemon.log_tail)
             await _perform(world, schedule.ending)
             await world.caught_up()
             await _wait_until_equal(checks, checks.truth)
