@@ -1,0 +1,204 @@
+"""Reconciliation hides and shows accounts."""
+
+import asyncio
+from collections.abc import Mapping
+from math import inf
+from time import time
+from typing import Any
+
+import asyncpg
+import orjson
+import pytest
+
+from indexer.atproto.crypto import PrivateKey
+from indexer.errors import UnavailableError
+from indexer.identity import IdentityCache
+from indexer.monitoring.metrics import Metrics
+from indexer.outbound import OutboundClient
+from indexer.reasons import Desync, FetchFailure
+from indexer.store import Store
+from indexer.store.crawl_rows import ListDifferences
+from indexer.sync.repo_state import Repo, SyncStatus
+from indexer.sync.stored_identity import StoredIdentity
+from tests.outbound.scripted_host import ScriptedHost, http_response
+from tests.service.crawl.reconciliations import (
+    STORED,
+    ignore_progress,
+    make_reconciliation,
+    serve_status,
+    stored,
+)
+from tests.service.crawl.repo_list_responses import page, path
+from tests.store.repo_rows import did, insert
+
+pytestmark = pytest.mark.slow
+
+KEY = PrivateKey.from_seed("k256", b"reconciliation").public.did_key()
+
+
+async def test_account_that_became_active_unnoticed_is_shown_and_resynced(
+    store: Store, sql: asyncpg.Connection, host: ScriptedHost, outbound: OutboundClient
+) -> None:
+    hidden = {"active": False, "hosting_status": "deactivated", "hosting_relay": "wss://r.test", "hosting_seq": 7}
+    await insert(store, *[stored(name, **hidden) for name in ("back", "still hidden", "moved")])
+    host.pages[path()] = page(*[(did(name), STORED) for name in ("back", "still hidden", "moved")])
+    serve_status(host, "back", active=True)
+    serve_status(host, "still hidden", active=False)
+    host.pages[f"/xrpc/com.atproto.sync.getRepoStatus?did={did('moved')}"] = http_response(
+        b'{"error": "RepoNotFound"}', status=404
+    )
+    progress = await make_reconciliation(store, outbound, host).reconcile(host.url, ignore_progress)
+    assert progress.found == 1
+    repos = await store.repos([did(name) for name in ("back", "still hidden", "moved")])
+    assert [repo.active for repo in repos.values()].count(True) == 1
+    back = repos[did("back")]
+    assert (back.active, back.hosting_status, back.hosting_seq) == (True, None, 7)
+    assert (back.sync_status, back.sync_reason) == (SyncStatus.DESYNCHRONIZED, Desync.REACTIVATED)
+    assert await sql.fetchval("select count(*) from atproto.changes where action = 'visible'") == 1
+
+
+class Directory:
+    """A directory in which all accounts have the same PDS.
+
+    Attributes:
+        down: It gives no answer.
+    """
+
+    def __init__(self, pds: str) -> None:
+        self._pds = pds
+        self.down = False
+
+    async def resolve(self, did: str, *, known: bool) -> StoredIdentity:  # noqa: ARG002 - as the cache calls it
+        if self.down:
+            raise UnavailableError(FetchFailure.IDENTITY_UNAVAILABLE, "the directory is down")
+        return StoredIdentity(did, None, self._pds, KEY, fetched_at=time())
+
+
+@pytest.mark.parametrize("case", ["hosted here", "moved", "known nowhere", "directory down", "over budget"])
+async def test_pds_reports_only_the_accounts_that_it_hosts(
+    case: str, store: Store, sql: asyncpg.Connection, host: ScriptedHost, outbound: OutboundClient
+) -> None:
+    """It still knows accounts that have moved to another PDS. Their stored identity is from before the move."""
+    moves = case != "hosted here"
+    hidden = {"active": False, "hosting_status": "deactivated"}
+    await insert(store, stored("shown"), stored("hidden", **hidden))
+    host.pages[path()] = page((did("hidden"), STORED))
+    serve_status(host, "shown", active=False)
+    serve_status(host, "hidden", active=True)
+    directory = Directory("https://new.test" if moves else host.url)
+    directory.down = case in ("known nowhere", "directory down")
+    if case != "known nowhere":
+        await store.save_identities(
+            [StoredIdentity(did(name), None, host.url, KEY, time() - 200) for name in ("shown", "hidden", "other")]
+        )
+    rate = 1e-9 if case == "over budget" else inf
+    identities = IdentityCache(directory, store, Metrics(), clock=time, refresh_rate=rate)
+    if case == "over budget":
+        await identities.lookup(did("other"), refresh=True)
+    progress = await make_reconciliation(store, outbound, host, identities=identities).reconcile(
+        host.url, ignore_progress
+    )
+    await identities.close()
+    active = await sql.fetch("select did from indexer.repo where active")
+    assert [row["did"] for row in active] == [did("shown" if moves else "hidden")]
+    assert progress.found == (0 if moves else 2)
+    assert len(host.requests) == 3, "the PDS was asked about both accounts"
+
+
+async def test_account_that_is_not_listed_is_hidden_if_the_relay_says_so(
+    store: Store, sql: asyncpg.Connection, host: ScriptedHost, outbound: OutboundClient
+) -> None:
+    """It was taken down or deleted while messages were lost."""
+    names = ("listed", "listed as inactive", "deleted", "active", "elsewhere")
+    await insert(store, *[stored(name) for name in names], Repo(did("never fetched"), version=1))
+    inactive: dict[str, object] = {"did": did("listed as inactive"), "rev": STORED, "active": False}
+    host.pages[path()] = page((did("listed"), STORED), inactive)
+    serve_status(host, "listed as inactive", active=False)
+    serve_status(host, "active", active=True)
+    deleted = {"did": did("deleted"), "active": False, "status": "deleted"}
+    host.pages[f"/xrpc/com.atproto.sync.getRepoStatus?did={did('deleted')}"] = http_response(orjson.dumps(deleted))
+    host.pages[f"/xrpc/com.atproto.sync.getRepoStatus?did={did('elsewhere')}"] = http_response(
+        b'{"error": "RepoNotFound"}', status=404
+    )
+    progress = await make_reconciliation(store, outbound, host).reconcile(host.url, ignore_progress)
+    rows = await sql.fetch("select did, hosting_status, erase_at is not null from indexer.repo where not active")
+    assert {tuple(row) for row in rows} == {
+        (did("listed as inactive"), "deactivated", False),
+        (did("deleted"), "deleted", True),
+    }
+    assert (progress.listed, progress.found) == (2, 2)
+    logged = await sql.fetch("select did, action from atproto.changes where action in ('hidden', 'deleted')")
+    assert sorted([action for _, action in logged]) == ["deleted", "hidden", "hidden"]
+    assert len(host.requests) == 5
+
+
+async def test_account_hidden_by_the_stream_meanwhile_stays_hidden(
+    store: Store, host: ScriptedHost, outbound: OutboundClient
+) -> None:
+    await insert(store, stored("back", active=False, hosting_status="deactivated"))
+    host.pages[path()] = page((did("back"), STORED))
+
+    async def hide(writer: asyncio.StreamWriter) -> None:
+        """Mark the account as deleted just before the response is sent."""
+        await store.update_repo(
+            did("back"), lambda repo: repo._replace(version=repo.version + 1, hosting_status="deleted")
+        )
+        writer.write(http_response(orjson.dumps({"did": did("back"), "active": True})))
+        await writer.drain()
+
+    host.pages[f"/xrpc/com.atproto.sync.getRepoStatus?did={did('back')}"] = hide
+    progress = await make_reconciliation(store, outbound, host).reconcile(host.url, ignore_progress)
+    assert progress.found == 0
+    repo = (await store.repos([did("back")]))[did("back")]
+    assert (repo.active, repo.hosting_status) == (False, "deleted")
+
+
+@pytest.mark.parametrize("active", [True, False])
+async def test_hosting_status_is_followed_although_a_resync_changes_the_row_meanwhile(
+    active: bool, store: Store, host: ScriptedHost, outbound: OutboundClient
+) -> None:
+    row = stored("a") if not active else stored("a", active=False, hosting_status="suspended")
+    await insert(store, row)
+    host.pages[path()] = page((did("a"), STORED)) if active else page()
+
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        """Change another part of the row just before the response is sent."""
+        await store.update_repo(did("a"), lambda repo: repo._replace(version=repo.version + 1, attempts=3))
+        status = {"did": did("a"), "active": active} | ({} if active else {"status": "suspended"})
+        writer.write(http_response(orjson.dumps(status)))
+        await writer.drain()
+
+    host.pages[f"/xrpc/com.atproto.sync.getRepoStatus?did={did('a')}"] = answer
+    progress = await make_reconciliation(store, outbound, host).reconcile(host.url, ignore_progress)
+    assert progress.found == 1
+    repo = (await store.repos([did("a")]))[did("a")]
+    assert (repo.active, repo.hosting_status) == ((True, None) if active else (False, "suspended"))
+
+
+class ForgettingStore:
+    """A store in which hidden repos are forgotten right after they were found."""
+
+    def __init__(self, store: Store, sql: asyncpg.Connection) -> None:
+        self._store = store
+        self._sql = sql
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    async def find_differences(self, revs: Mapping[str, str]) -> ListDifferences:
+        found: ListDifferences = await self._store.find_differences(revs)
+        await self._sql.execute("delete from indexer.repo where did = any($1::text[])", list(found.hidden))
+        return found
+
+
+async def test_hidden_repo_that_is_forgotten_meanwhile_is_left_out(
+    store: Store, sql: asyncpg.Connection, host: ScriptedHost, outbound: OutboundClient
+) -> None:
+    await insert(store, stored("back", active=False, hosting_status="deactivated"))
+    host.pages[path()] = page((did("back"), STORED))
+    serve_status(host, "back", active=True)
+    progress = await make_reconciliation(ForgettingStore(store, sql), outbound, host).reconcile(
+        host.url, ignore_progress
+    )
+    assert (progress.listed, progress.found) == (1, 0)
+    assert await sql.fetchval("select count(*) from indexer.repo") == 0
