@@ -344,18 +344,19 @@ async def _wait_for_gap(world: World, before: int) -> None:
 
 def _forged_message(world: World, fault: Forgery) -> tuple[str, dict[str, Any]]:
     """Return kind and payload of a message that claims to be of the account."""
-    target, now = world.accounts[fault.did], TidClock(lambda: fault.time).now()
+    target, time = world.accounts[fault.did], world.forgery_time(fault)
+    now = TidClock(lambda: time).now()
     writes = [RepoWrite.create("com.example.note/forged", {"text": "forged"})]
     match fault.kind:
         case "commit by another key":
-            change = copy(target.repo).write(writes, STRANGER, tid(fault.time))
+            change = copy(target.repo).write(writes, STRANGER, tid(time))
         case "future commit":
             change = copy(target.repo).write(writes, target.key, tid(FAR_FUTURE))
         case "commit of another repo":
             other = next(account for did, account in world.accounts.items() if did != fault.did)
-            change = copy(other.repo).write(writes, other.key, tid(fault.time))
+            change = copy(other.repo).write(writes, other.key, tid(time))
         case "sync by another key":
             repo = copy(target.repo)
-            repo.write(writes, STRANGER, tid(fault.time))
+            repo.write(writes, STRANGER, tid(time))
             return "#sync", {"did": fault.did, "rev": repo.head.rev, "blocks": repo.sync(), "time": now}
     return "#commit", commit_payload(fault.did, change, now)

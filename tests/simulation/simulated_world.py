@@ -20,6 +20,7 @@ from tests.simulation.fault_schedule import (
     Action,
     Commit,
     Fault,
+    Forgery,
     Join,
     Migrate,
     RestartedSequence,
@@ -172,6 +173,10 @@ class World:
             await until(has_fired, lambda fault=fault: f"{fault} has no effect: {self.daemon.log_tail()}")  # type: ignore[misc]
             self.fired[fault] += 1
         self.unfinished.clear()
+
+    def forgery_time(self, fault: Forgery) -> int:
+        """Return the time of the rev of a forged message that is sent now, in microseconds since 1970."""
+        return fault.time
 
     def fetched(self) -> Counter[str]:
         """Return how often the repo of each account was requested from the hosts."""

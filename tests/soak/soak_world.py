@@ -26,6 +26,7 @@ from tests.daemon_forks import DaemonFork
 from tests.simulation.drawn_world import DRAFT, EVERYTHING, LIKE, NOTE
 from tests.simulation.fault_schedule import (
     Commit,
+    Forgery,
     HostingStatus,
     Join,
     Migrate,
@@ -52,6 +53,8 @@ HIDDEN: tuple[HostingStatus, ...] = ("deactivated", "takendown", "suspended")
 MAX_HIDDEN = 4
 FORGET_SECONDS = 30.0
 GARBAGE_SECONDS = 60.0
+AHEAD = 60_000_000
+"""Microseconds by which a forged rev is ahead, so that no commit of the account is newer. The daemon accepts 300 s."""
 MAX_IDENTITIES = 50
 FORGOTTEN_BY_NETWORK_SECONDS = 300.0
 """Time after which a deleted account may vanish from the network, as soon as it has vanished from the database."""
@@ -183,6 +186,10 @@ class SoakWorld(World):
     def free(self) -> list[LocalAccount]:
         """Return the accounts that are active and to which no fault happens, without the large one."""
         return [account for account in self.active() if account.did not in self.reserved]
+
+    def forgery_time(self, _fault: Forgery) -> int:
+        """Return a time after that of each commit, however long the account was not quiet."""
+        return _now() + AHEAD
 
     async def kill(self) -> None:
         """Kill the daemon. Its leases expire, and its connections end, when they do so by themselves."""

@@ -16,11 +16,13 @@ from tests.simulation.fault_schedule import (
     BrokenConnection,
     DamagedCommit,
     Fault,
+    Forgery,
     KilledDaemon,
     LostCommit,
     RepeatedMessages,
     UnreachableDatabase,
 )
+from tests.soak import soak_world
 from tests.soak.resource_use import MIB
 from tests.soak.soak_report import result_lines
 from tests.soak.soak_run import SoakPlan, soak
@@ -89,6 +91,18 @@ async def test_leaks_are_found_with_their_names(database: str, tmp_path: Path) -
     assert result.differences == []
     assert {"file descriptors", "memory (RSS)", "tasks"} <= {trend.name for trend in result.growing}
     assert any(line.startswith("GROWS: tasks, by ") for line in result_lines(result))
+
+
+async def test_forged_message_is_rejected_however_long_it_has_waited(
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits longer than its rev is ahead, and meanwhile its account commits."""
+    monkeypatch.setattr(soak_world, "AHEAD", 500_000)
+    monkeypatch.setattr(waiting, "TIMEOUT", 60.0)
+    plan = replace(PLAN, fault_duration=2.0, faults=(Forgery,))
+    result = await soak(plan, database, tmp_path, tmp_path / "samples", asyncio.Event(), lambda _: None)
+    assert result.differences == []
+    assert result.fired["Forgery"] > 1
 
 
 async def test_sigint_ends_a_soak_with_its_figures(tmp_path: Path) -> None:
