@@ -14,10 +14,11 @@ from time import monotonic, time_ns
 
 import asyncpg
 
+from indexer import clients
 from indexer import daemon as composition
 from indexer.identity import IdentityCache
 from indexer.localnet.local_account import LocalAccount
-from indexer.outbound import host_limits
+from indexer.outbound import Timeouts, host_limits
 from indexer.service.resync.queue_maintenance import MaintenanceSettings
 from indexer.store import dead_letters, gap_rows
 from indexer.sync.backoff import backoff_seconds
@@ -53,6 +54,8 @@ HIDDEN: tuple[HostingStatus, ...] = ("deactivated", "takendown", "suspended")
 MAX_HIDDEN = 4
 FORGET_SECONDS = 30.0
 GARBAGE_SECONDS = 60.0
+RATE_GRACE_SECONDS = 2.0
+"""With the usual 30 s, the export of a small repo is complete before a daemon ends it because it is slow."""
 AHEAD = 60_000_000
 """Microseconds by which a forged rev is ahead, so that no commit of the account is newer. The daemon accepts 300 s."""
 MAX_IDENTITIES = 50
@@ -81,6 +84,7 @@ def reach_limits_soon() -> None:
         IdentityCache=partial(IdentityCache, max_entries=MAX_IDENTITIES),
         MaintenanceSettings=partial(MaintenanceSettings, search_interval=FORGET_SECONDS),
     )
+    change_names(clients, TIMEOUTS=Timeouts(rate_grace=RATE_GRACE_SECONDS))
     change_names(dead_letters, MAX_ROWS=3)
     change_names(gap_rows, MAX_CLOSED_GAPS=3)
     change_names(host_limits, MAX_PAUSE=30.0, MAX_PAUSE_CONFIGURED=30.0)

@@ -16,13 +16,14 @@ from tests.simulation.fault_schedule import (
     BrokenConnection,
     DamagedCommit,
     Fault,
+    FaultyExport,
     Forgery,
     KilledDaemon,
     LostCommit,
     RepeatedMessages,
     UnreachableDatabase,
 )
-from tests.soak import soak_world
+from tests.soak import soak_faults, soak_world
 from tests.soak.resource_use import MIB
 from tests.soak.soak_report import result_lines
 from tests.soak.soak_run import SoakPlan, soak
@@ -91,6 +92,19 @@ async def test_leaks_are_found_with_their_names(database: str, tmp_path: Path) -
     assert result.differences == []
     assert {"file descriptors", "memory (RSS)", "tasks"} <= {trend.name for trend in result.growing}
     assert any(line.startswith("GROWS: tasks, by ") for line in result_lines(result))
+
+
+async def test_export_that_is_slow_twice_is_fetched_twice(
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon ends the first one before it is complete, although the repo has the usual size."""
+    draw = {FaultyExport: lambda _, did: FaultyExport(did, "slow", 2)}
+    monkeypatch.setattr(soak_faults, "ACCOUNT_FAULTS", soak_faults.ACCOUNT_FAULTS | draw)
+    monkeypatch.setattr(waiting, "TIMEOUT", 60.0)
+    plan = replace(PLAN, duration=10.0, fault_interval=4.0, faults=(FaultyExport,), size=WorldSize(10, large=100))
+    result = await soak(plan, database, tmp_path, tmp_path / "samples", asyncio.Event(), lambda _: None)
+    assert result.differences == []
+    assert result.fired["FaultyExport"] > 0
 
 
 async def test_forged_message_is_rejected_however_long_it_has_waited(
