@@ -50,6 +50,12 @@ REPLACE, ROTATE, MIGRATE, CHANGE_STATUS = 0.01, 0.002, 0.002, 0.004
 """Probabilities of account events. All other steps are commits."""
 UPDATE = 0.5
 """Probability of an update in a commit."""
+LARGE_REPLACED = 10
+"""Records that a commit of the large account replaces, so that none of them becomes old.
+
+Postgres removes a page of an index only when it is empty. The index of records by collection and time is as large as
+the pages that were written in the lifetime of the oldest record. With one record in each commit, that is 102 minutes.
+"""
 HIDDEN: tuple[HostingStatus, ...] = ("deactivated", "takendown", "suspended")
 MAX_HIDDEN = 4
 FORGET_SECONDS = 30.0
@@ -267,14 +273,16 @@ class SoakWorld(World):
         self.commits += 1
 
     def _writes(self, account: LocalAccount) -> list[Write]:
-        """Return a create, the deletion of the oldest record, and perhaps an update.
+        """Return creates, the deletions of as many of the oldest records, and perhaps an update.
 
         If any record were deleted, a few old ones would keep the pages of an index in use for hours.
         """
-        oldest, *others = account.records
-        writes = [self._create(account), Write("delete", oldest)]
+        replaced = LARGE_REPLACED if account is self.large else 1
+        paths = list(account.records)
+        writes = [self._create(account) for _ in range(replaced)]
+        writes += [Write("delete", path) for path in paths[:replaced]]
         if self.random.random() < UPDATE:
-            path = self.random.choice(others)
+            path = self.random.choice(paths[replaced:])
             writes.append(Write("update", path, self._value(account, path.partition("/")[0])))
         return writes
 

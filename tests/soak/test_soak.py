@@ -27,7 +27,7 @@ from tests.soak import soak_faults, soak_world
 from tests.soak.resource_use import MIB
 from tests.soak.soak_report import result_lines
 from tests.soak.soak_run import SoakPlan, soak
-from tests.soak.soak_world import WorldSize, reach_limits_soon
+from tests.soak.soak_world import SoakWorld, WorldSize, reach_limits_soon
 
 pytestmark = [
     pytest.mark.slow,
@@ -117,6 +117,18 @@ async def test_forged_message_is_rejected_however_long_it_has_waited(
     result = await soak(plan, database, tmp_path, tmp_path / "samples", asyncio.Event(), lambda _: None)
     assert result.differences == []
     assert result.fired["Forgery"] > 1
+
+
+async def test_no_record_of_the_large_account_is_old(database: str, tmp_path: Path) -> None:
+    plan = SoakPlan(duration=0.0, warm_up=0.0)
+    seconds_of_commit = (plan.size.accounts + 1) / plan.rate
+    world = SoakWorld(database, tmp_path, plan.size, plan.seed, plan.prepare)
+    async with world.running():
+        first = set(world.large.records)
+        for _ in range(int(15 * 60 / seconds_of_commit)):
+            world.commit(world.large)
+        assert first.isdisjoint(world.large.records)
+        assert len(world.large.records) == len(first)
 
 
 async def test_sigint_ends_a_soak_with_its_figures(tmp_path: Path) -> None:
