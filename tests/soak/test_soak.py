@@ -100,7 +100,6 @@ async def test_export_that_is_slow_twice_is_fetched_twice(
     """The daemon ends the first one before it is complete, although the repo has the usual size."""
     draw = {FaultyExport: lambda _, did: FaultyExport(did, "slow", 2)}
     monkeypatch.setattr(soak_faults, "ACCOUNT_FAULTS", soak_faults.ACCOUNT_FAULTS | draw)
-    monkeypatch.setattr(waiting, "TIMEOUT", 60.0)
     plan = replace(PLAN, duration=10.0, fault_interval=4.0, faults=(FaultyExport,), size=WorldSize(10, large=100))
     result = await soak(plan, database, tmp_path, tmp_path / "samples", asyncio.Event(), lambda _: None)
     assert result.differences == []
@@ -112,7 +111,6 @@ async def test_forged_message_is_rejected_however_long_it_has_waited(
 ) -> None:
     """It waits longer than its rev is ahead, and meanwhile its account commits."""
     monkeypatch.setattr(soak_world, "AHEAD", 500_000)
-    monkeypatch.setattr(waiting, "TIMEOUT", 60.0)
     plan = replace(PLAN, fault_duration=2.0, faults=(Forgery,))
     result = await soak(plan, database, tmp_path, tmp_path / "samples", asyncio.Event(), lambda _: None)
     assert result.differences == []
