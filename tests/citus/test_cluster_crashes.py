@@ -82,12 +82,14 @@ The coordinator: it has decided to commit, and no worker knows.
 POINTS = tuple(product((*UNDECIDED, DECIDED), VICTIMS))
 REPORTED = [victims for victims in VICTIMS if SECOND not in victims]
 """The victims after whose restart the second worker still keeps an answer, until the daemon has reported it."""
+MAX_SECONDS_IN_DOUBT = 10.0
+"""Seconds within which the daemon must be ready again. Seen: 0.2 to 1.0, on two cores with other work."""
 
 
 async def test_deaths_between_the_two_phases_of_a_commit_lose_nothing(
     cluster: Cluster, tmp_path: Path, record_property: RecordProperty
 ) -> None:
-    """And while a transaction stays prepared on a node, the daemon says so and is not ready."""
+    """While a transaction stays prepared on a node, the daemon says so and is not ready. Soon after, it is."""
     async with crash_world(cluster, tmp_path, seed=4, steps=STEPS * len(POINTS)) as world:
         points = world.random.sample(POINTS, len(POINTS))
         for number, (node, victims) in enumerate(points, start=1):
@@ -109,6 +111,7 @@ async def test_deaths_between_the_two_phases_of_a_commit_lose_nothing(
         record_property("seconds in doubt", [round(seconds, 1) for seconds in world.seconds_in_doubt])
         assert world.deaths.total() == len(POINTS)
         assert len(world.seconds_in_doubt) == len(REPORTED)
+        assert max(world.seconds_in_doubt) < MAX_SECONDS_IN_DOUBT
 
 
 def test_the_planned_deaths_are_enough() -> None:
