@@ -34,7 +34,7 @@ test-python-core: venv ## Run the tests of planning, daemon and demo without the
 CITUS_TESTS := tests/test_crash.py tests/service/background/test_shard_ownership.py \
 	tests/cli/test_demo.py::test_demo_writes_into_the_database_that_it_is_given \
 	$(addprefix tests/daemon/test_,stream.py lifecycle.py accounts.py gaps.py rejected.py keys.py scope.py links.py \
-	exports.py outages.py lenient.py refused_writes.py daemon_metrics.py typed_views.py)
+	exports.py outages.py lenient.py refused_writes.py daemon_metrics.py typed_views.py privileges.py)
 
 test-citus: venv ## Run the tests of daemon, crashes and demo on a Citus cluster (tests/citus/setup.sh installs Citus)
 	$(PYTEST) --hypothesis-profile quick --database citus $(CITUS_TESTS)
