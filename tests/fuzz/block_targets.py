@@ -19,11 +19,11 @@ from indexer.localnet.local_repo import car_header, car_section
 from tests.atproto.dag_cbor_oracle import Cid, canonical_value
 from tests.atproto.dag_cbor_oracle import encode as reference_encode
 from tests.atproto.mst import oracle
-from tests.fuzz.commit_parts import signed
+from tests.fuzz.commit_parts import NODE_START, signed
 from tests.fuzz.comparison import SMALL_LIMITS, DifferenceError
 from tests.fuzz.mutation import MutateBytes
 from tests.fuzz.outcome_counts import FuzzTarget, OutcomeCounts
-from tests.fuzz.seed_files import seed_files
+from tests.fuzz.seed_files import published_blocks, seed_files
 from tests.fuzz.seeds import LINK, accounts, random_commit, random_export, random_path
 
 T = TypeVar("T")
@@ -31,6 +31,8 @@ MAX_STEP = 700
 STRUCTURED = 0.6
 """Share of mutations that keep the form of a node or of a commit."""
 LINK_BYTES = len(LINK)
+COMMIT_START = b"\xa6\x63did"
+"""The first bytes of a commit object: a map of six fields, the first of which is `did`."""
 
 
 class Cars(FuzzTarget):
@@ -93,8 +95,9 @@ class Nodes(FuzzTarget):
         self.counts = OutcomeCounts("accepted", "rejected")
 
     def seeds(self, random: Random, count: int) -> list[bytes]:
-        """Return the nodes of random trees."""
-        nodes: list[bytes] = []
+        """Return published nodes, a quarter if there are so many, and those of random trees."""
+        published = list(published_blocks(NODE_START))
+        nodes = random.sample(published, min(len(published), count // 4))
         while len(nodes) < count:
             records = {random_path(random).encode(): LINK for _ in range(random.choice((0, 1, 3, 30)))}
             nodes += oracle.build(records)[1].values()
@@ -185,9 +188,10 @@ class Commits(FuzzTarget):
         self.counts = OutcomeCounts("accepted", "rejected", "verified")
 
     def seeds(self, random: Random, count: int) -> list[bytes]:
-        """Return signed commits."""
-        made = []
-        for number in range(count):
+        """Return published commits, a quarter if there are so many, and new signed ones."""
+        published = list(published_blocks(COMMIT_START))
+        made = random.sample(published, min(len(published), count // 4))
+        for number in range(count - len(made)):
             owner = self._owners[number % len(self._owners)]
             random_commit(owner, random)
             made.append(owner.repo.head.block)

@@ -2,6 +2,9 @@
 
 from collections.abc import Iterator
 
+from indexer.atproto.car import split_car
+from indexer.atproto.limits import DEFAULT_LIMITS
+from indexer.errors import UpstreamError
 from tests.vectors import ROOT
 
 MAX_BYTES = 16_384
@@ -14,3 +17,25 @@ def seed_files(*patterns: str) -> Iterator[bytes]:
         for path in sorted(ROOT.glob(pattern)):
             if path.is_file() and path.stat().st_size <= MAX_BYTES:
                 yield path.read_bytes()
+
+
+def published_frames() -> Iterator[bytes]:
+    """Yield the published messages of relays that are not too large."""
+    yield from seed_files("proto_rune-frames/firehose/*.bin")
+    path = ROOT / "jetstream-frames/frames.bin"
+    data = path.read_bytes() if path.exists() else b""
+    while data:
+        size = int.from_bytes(data[:4], "little")
+        if size <= MAX_BYTES:
+            yield data[4 : 4 + size]
+        data = data[4 + size :]
+
+
+def published_blocks(start: bytes) -> Iterator[bytes]:
+    """Yield the blocks of published CAR files that begin with these bytes, in a stable order."""
+    for file in seed_files("indigo/repos/*.car", "repos/**/*.car", "jetstream-corpus/*.car"):
+        try:
+            _, blocks = split_car(file, DEFAULT_LIMITS, max_bytes=len(file))
+        except UpstreamError:
+            continue
+        yield from (block for block in blocks.values() if block.startswith(start))

@@ -13,8 +13,10 @@ from tests.fuzz.export_comparison import ExportComparison, ExportCounts
 from tests.fuzz.identity_targets import DidDocuments, Handles
 from tests.fuzz.input_cost import CostLimit
 from tests.fuzz.inversion_target import Inversions
+from tests.fuzz.message_target import Messages
 from tests.fuzz.mutation import MutateBytes, mutate_export, mutate_frame
 from tests.fuzz.outcome_counts import FuzzTarget, OutcomeCounts
+from tests.fuzz.seed_files import published_frames
 from tests.fuzz.seeds import accounts, random_export, seeds
 
 
@@ -48,8 +50,10 @@ class Frames(FuzzTarget):
         self.compare = self._comparison.compare
 
     def seeds(self, random: Random, count: int) -> list[bytes]:
-        """Return the frames of new signed commits."""
-        return [seed.frame for seed in seeds(self._owners, random, count)]
+        """Return published messages, a fifth if there are so many, and the frames of new signed commits."""
+        published = list(published_frames())
+        made = random.sample(published, min(len(published), count // 5))
+        return made + [seed.frame for seed in seeds(self._owners, random, count - len(made))]
 
     def mutate(self, data: bytes, random: Random, mutate_bytes: MutateBytes) -> bytes:
         """Return a mutated frame."""
@@ -91,6 +95,7 @@ class TargetRow(NamedTuple):
 TARGETS = {
     "frames": TargetRow(Frames, native=True),
     "exports": TargetRow(Exports, native=True, limit=CostLimit(steps=10_000_000)),
+    "messages": TargetRow(Messages),
     "cars": TargetRow(Cars),
     "nodes": TargetRow(Nodes),
     "commits": TargetRow(Commits),

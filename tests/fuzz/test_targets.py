@@ -15,12 +15,15 @@ from indexer.sync.plan_resync import Completion
 from indexer.sync.plans import RecordChange
 from indexer.sync.record_change import RecordConverter
 from indexer.sync.verify import VerifiedChange
-from tests.fuzz import block_targets, buffer_target, database_targets, inversion_target
+from tests.fuzz import block_targets, buffer_target, database_targets, inversion_target, message_target
+from tests.fuzz.commit_parts import NODE_START
 from tests.fuzz.comparison import DifferenceError
 from tests.fuzz.input_cost import MEMORY_INTERVAL, CostError, CostLimit, CostMeter
 from tests.fuzz.json_mutation import mutate_json
+from tests.fuzz.seed_files import published_blocks, published_frames
 from tests.fuzz.targets import TARGETS, Target
 from tests.native_module import native_module
+from tests.vectors import vectors
 
 SEEDS = 100
 SLOW_TARGETS = ("records", "lexicons", "buffers", "handles")
@@ -90,6 +93,7 @@ def without_keys(node: Node) -> Node:
 
 
 RESULTS: dict[str, tuple[Any, str, Wrong]] = {
+    "messages": (message_target, "plan_batch", lambda plan: replace(plan, settled=plan.settled * 2)),
     "cars": (block_targets, "split_car", lambda found: (found[0], {})),
     "nodes": (block_targets, "decode_node", without_keys),
     "commits": (block_targets, "decode_commit", lambda commit: commit._replace(unsigned=b"")),
@@ -153,3 +157,14 @@ def test_mutated_json_is_json_most_of_the_time() -> None:
     valid = [data for data in mutated if not data.endswith(b"\xff")]
     assert len(set(valid)) > 100
     assert [json.loads(data) for data in valid]
+
+
+def test_published_messages_nodes_and_commits_are_among_the_first_inputs() -> None:
+    vectors("jetstream-frames")
+    for name, published in (
+        ("messages", published_frames()),
+        ("nodes", published_blocks(NODE_START)),
+        ("commits", published_blocks(block_targets.COMMIT_START)),
+    ):
+        with target_of(name) as target:
+            assert set(target.seeds(Random(1), SEEDS)) & set(published), name
