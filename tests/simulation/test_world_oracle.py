@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -20,10 +20,16 @@ from tests.simulation.draw_schedule import draw_schedule
 from tests.simulation.expected_dead_letters import Row, dead_letters_of
 from tests.simulation.fault_injection import injected_kinds
 from tests.simulation.fault_schedule import (
-    BrokenHost,
     ChangedScope,
+    Damage,
     DamagedCommit,
+    DatabaseProblem,
+    DirectoryProblem,
+    ExportProblem,
+    ForgedMessage,
     Forgery,
+    HostingStatus,
+    HostProblem,
     LostCommit,
     LostWindow,
     RestartedSequence,
@@ -93,6 +99,31 @@ def test_seed_gives_the_same_schedule_in_each_process() -> None:
 def test_all_faults_are_drawn() -> None:
     drawn = {type(fault) for seed in SEEDS for fault in draw_schedule(seed).faults}
     assert drawn == injected_kinds()
+
+
+KINDS: dict[str, set[object]] = {
+    "AccountChange.kind": {"rotate", "migrate", "activate", *get_args(HostingStatus)},
+    "BrokenHost.kind": set(get_args(HostProblem)),
+    "DamagedCommit.damage": set(get_args(Damage)),
+    "DelayedMessages.relays": {(0,), (1,), (0, 1)},
+    "FaultyExport.kind": set(get_args(ExportProblem)),
+    "Forgery.kind": set(get_args(ForgedMessage)),
+    "KilledAtPoint.late": {False, True},
+    "LostWindow.announced": {False, True},
+    "RepeatedMessages.renumbered": {False, True},
+    "RestartedSequence.announced": {False, True},
+    "UndecodableMessages.late": {False, True},
+    "UnreachableDatabase.kind": set(get_args(DatabaseProblem)),
+    "UnreachableDirectory.kind": set(get_args(DirectoryProblem)),
+}
+"""The values of a field of a fault that are different faults."""
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_each_kind_of_a_fault_is_drawn(name: str) -> None:
+    kind, field = name.split(".")
+    faults = [fault for seed in SEEDS for fault in draw_schedule(seed).faults if type(fault).__name__ == kind]
+    assert {getattr(fault, field) for fault in faults} == KINDS[name]
 
 
 def test_daemon_is_killed_at_all_moments() -> None:
@@ -314,10 +345,3 @@ def test_too_many_dead_letters_of_one_relay_are_noticed() -> None:
     [(relay, _, did, reason), *_] = rows_of(schedule)
     rows = [*rows_of(schedule), *((relay, number, did, reason) for number in range(100, 110))]
     assert len(dead_letters_of(schedule).contradictions(rows)) == 1
-
-
-@pytest.mark.parametrize("kind", world_oracle.UNFETCHABLE)
-def test_each_problem_of_a_host_is_drawn(kind: str) -> None:
-    assert any(
-        isinstance(fault, BrokenHost) and fault.kind == kind for seed in SEEDS for fault in draw_schedule(seed).faults
-    )
