@@ -1,4 +1,4 @@
-"""`python -m tests.mutants.general_mutants`: change each expression of the pure packages, and show what tests miss.
+"""`python -m tests.mutants.general_mutants`: change each expression of some modules, and show what tests miss.
 
 mutmut (https://mutmut.readthedocs.io) makes the mutants and runs the tests that reach them, on a copy of the project.
 Each survivor must be in `judged.toml`, with the reason why no test is added.
