@@ -98,8 +98,8 @@ def _split_frame(frame: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
 def _other_shard_event(
     header: dict[str, Any], payload: dict[str, Any], owns: Callable[[str], bool]
 ) -> OtherShardEvent | None:
-    kind, seq = _repo_event_kind(header), _seq_or_none(payload)
-    if kind is None or seq is None:
+    op, kind, seq = header.get("op"), _repo_event_kind(header), _seq_or_none(payload)
+    if op != 1 or op is True or kind is None or seq is None:  # in Python, True == 1
         return None
     did = payload.get(_did_field(kind))
     if not isinstance(did, str) or len(did) > _MAX_DID_CHARACTERS or owns(did):

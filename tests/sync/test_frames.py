@@ -213,6 +213,14 @@ def test_a_message_without_an_account_belongs_to_every_shard() -> None:
         assert decode_frame(message, DEFAULT_LIMITS, lambda _did: False) == decode_frame(message, DEFAULT_LIMITS)
 
 
+@pytest.mark.parametrize("op", [-1, 2, True, "1", None])
+def test_a_frame_that_is_no_message_belongs_to_every_shard(op: object) -> None:
+    """The end of a stream, for example, whatever else its header and payload have."""
+    payload = SigningAccount().commit_post("a") | {"error": "ConsumerTooSlow"}
+    frame = dag_cbor.encode({"op": op, "t": "#commit"}) + dag_cbor.encode(payload)
+    assert decode_frame(frame, DEFAULT_LIMITS, lambda _did: False) == decode_frame(frame, DEFAULT_LIMITS)
+
+
 def test_any_header_and_payload_can_be_displayed() -> None:
     alice = SigningAccount()
     payload = alice.commit_post("a")
