@@ -8,6 +8,9 @@ use crate::cid::{as_cid, matches, Cid, CID_BYTES};
 /// Bytes of the length of a section. More are not usual: four bytes are lengths up to 256 MiB.
 const MAX_VARINT_BYTES: usize = 4;
 
+/// A slice of a commit has sections of about 400 bytes. A few more of them fit without another allocation.
+const USUAL_SECTION_BYTES: usize = 256;
+
 /// Blocks of a CAR slice by CID.
 pub type Blocks<'a> = HashMap<&'a Cid, &'a [u8]>;
 
@@ -16,7 +19,7 @@ pub type Blocks<'a> = HashMap<&'a Cid, &'a [u8]>;
 /// `None` if the file is malformed, a block has another hash, or a CID is not of the protocol's form.
 pub fn split(data: &[u8]) -> Option<(&Cid, Blocks<'_>)> {
     let (root, mut position) = usual_header(data)?;
-    let mut blocks = Blocks::default();
+    let mut blocks = Blocks::with_capacity(data.len() / USUAL_SECTION_BYTES);
     while position < data.len() {
         let (cid, block, end) = section(data, position)?;
         if !matches(cid, block) {

@@ -39,6 +39,7 @@ impl OpenNode {
         self.complete_entry();
         let (first, last) = (&node.entries[start], &node.entries[stop - 1]);
         let previous = if start == 0 { &[] } else { node.key(start - 1) };
+        self.entries.reserve(node.block.len());
         let mut copied_from = first.start;
         if self.last_key != previous {
             write_key_fields(&self.last_key, node.key(start), &mut self.entries);

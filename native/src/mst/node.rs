@@ -43,6 +43,8 @@ pub struct Entry<'a> {
 
 /// Entries of the largest node that `indexer/atproto/mst/node.py` decodes: their number has at most two bytes.
 const MAX_ENTRIES: usize = 0xFFFF;
+/// Bytes of the smallest entry: a key of one byte, and no subtree.
+const MIN_ENTRY_BYTES: usize = 54;
 
 /// A decoded node, which is canonical.
 #[derive(Debug)]
@@ -67,7 +69,9 @@ impl<'a> Node<'a> {
         reader.expect(NODE_START)?;
         let (major::ARRAY, count) = reader.head()? else { return None };
         let count = usize::try_from(count).ok().filter(|count| *count <= limits.node_entries.min(MAX_ENTRIES))?;
-        let mut node = Node { block, left: None, height: None, entries: Vec::new(), keys: Vec::new() };
+        let entries = Vec::with_capacity(count.min(block.len() / MIN_ENTRY_BYTES));
+        let keys = Vec::with_capacity(block.len() / 2); // enough for usual keys
+        let mut node = Node { block, left: None, height: None, entries, keys };
         for _ in 0..count {
             node.decode_entry(&mut reader)?;
         }
