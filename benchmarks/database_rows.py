@@ -60,6 +60,24 @@ def repo_before(account: WorkloadAccount, status: SyncStatus, now: float) -> Rep
     return Repo(account.did, version=1, sync_status=status, sync_reason=Desync.REQUESTED, head=head)
 
 
+async def remove_workload(dsn: str, workload: Workload) -> None:
+    """Remove the rows of an earlier run with the same accounts: repos, records, identities, change log and cursors."""
+    dids = [account.did for account in workload.accounts]
+    for table in ("record", "repo", "identity"):
+        await _execute(dsn, f"delete from indexer.{table} where did = any($1::text[])", dids)
+    await _execute(dsn, "truncate indexer.change, indexer.change_batch, indexer.cursor, indexer.gap")
+    await _execute(dsn, "drop schema if exists benchmark cascade")  # that of `floor.bare_script`
+
+
+async def read_workload(dsn: str, workload: Workload) -> None:
+    """Read the rows of the workload and their index entries into `shared_buffers`, as far as they fit."""
+    dids = [account.did for account in workload.accounts]
+    connection = await asyncpg.connect(dsn, server_settings={"enable_seqscan": "off", "enable_bitmapscan": "off"})
+    for table in ("record", "repo", "identity"):
+        await connection.execute(f"select count(t) from indexer.{table} t where did = any($1)", dids)
+    await connection.close()
+
+
 async def postpone_resyncs(dsn: str) -> None:
     """Postpone the resyncs of all desynchronized repos without limit."""
     await _execute(dsn, _POSTPONE)
@@ -73,7 +91,7 @@ async def make_due(dsn: str, dids: Sequence[str]) -> None:
 async def vacuum_and_checkpoint(nodes: Iterable[str]) -> None:
     """Vacuum, analyze and write a checkpoint on each server, so that none of these happens during the measurement."""
     for dsn in nodes:
-        await _execute(dsn, "vacuum analyze")
+        await _execute(dsn, "vacuum (analyze, index_cleanup on)")
         await _execute(dsn, "checkpoint")
 
 

@@ -60,13 +60,18 @@ def idle_did(number: int) -> str:
 
 
 async def add_idle(dsn: str, workload: Workload, repos: int, records: int) -> None:
-    """Insert rows of idle repos, as copies of the first repo of the workload and its first record."""
+    """Insert rows of idle repos, as copies of the first repo of the workload and its first record.
+
+    A database that has such rows already is not changed.
+    """
     if not repos and not records:
         return
     first = repo_before(workload.accounts[0], SyncStatus.SYNCHRONIZED, time())._replace(did=idle_did(1))
     store = await Store.open(dsn)
-    await store.write(Batch((RepoWrite(0, first),)))
+    skipped = (await store.write(Batch((RepoWrite(0, first),)))).skipped
     await store.close()
+    if skipped:
+        return
     connection = await asyncpg.connect(dsn)
     await connection.copy_to_table(
         "record", schema_name="indexer", source=BytesIO(_row_of(first.did, workload)), columns=COLUMNS, format="text"

@@ -8,6 +8,7 @@ compared with the expected result.
 
 import asyncio
 import gc
+import os
 import sys
 import tempfile
 from collections import Counter
@@ -52,6 +53,9 @@ class LiveOptions:
         idle_repos: Number of idle repos in the database.
         idle_records: Number of records of idle repos in the database.
         links: Keep links.
+        cache: Before the measurement, remove the database from the page cache (`cold`), or read the rows of the
+            workload (`warm`).
+        keep: The directory of a database that is kept and reused.
     """
 
     fast: int
@@ -64,6 +68,8 @@ class LiveOptions:
     idle_repos: int
     idle_records: int
     links: bool
+    cache: str | None = None
+    keep: Path | None = None
 
     def parts(self) -> list[range]:
         """Return the commit numbers of the four parts."""
@@ -90,6 +96,16 @@ class LiveOptions:
 )
 @click.option("--links", is_flag=True, help="Keep links (INDEXER_LINKS).")
 @idle_rows.idle_options
+@click.option(
+    "--cache",
+    type=click.Choice(["cold", "warm"]),
+    help="Before the measurement, remove the database from the page cache, or read the rows of the workload once.",
+)
+@click.option(
+    "--keep",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Directory of the database, which is not removed. If it exists, its idle rows are reused.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def main(repos: int, records: int, as_json: bool, **options: Any) -> None:
     """Measure commits per second from a websocket to committed rows.
@@ -112,8 +128,15 @@ async def measure(workload: Workload, options: LiveOptions, directory: Path) -> 
     """Run the benchmark; return the figures, and the differences between database and expected result."""
     _, _, staged, bare = options.parts()
     keys = {account.did: parse_did_key(account.key) for account in workload.accounts}
-    async with harness.database(directory) as database, harness.load_process("load_relay", workload) as load:
-        await fill(workload, options, database, load)
+    data = options.keep or directory
+    async with harness.load_process("load_relay", workload) as load, AsyncExitStack() as stack:
+        async with harness.database(data) as database:
+            await fill(workload, options, database, load)
+        if options.cache == "cold":
+            _forget_files(data)
+        database = await stack.enter_async_context(harness.database(data))
+        if options.cache == "warm":
+            await database_rows.read_workload(database.dsn, workload)
         report = await measure_daemons(workload, options, database, load, directory)
 
         received = await _receive_seconds(load, staged)
@@ -133,10 +156,22 @@ async def measure(workload: Workload, options: LiveOptions, directory: Path) -> 
 
 async def fill(workload: Workload, options: LiveOptions, database: Database, load: LoadProcess) -> None:
     """Insert the initial rows of the workload and the idle ones."""
+    if options.keep:
+        await database_rows.remove_workload(database.dsn, workload)
+        await database_rows.vacuum_and_checkpoint(database.nodes)
     await database_rows.insert_workload(database.dsn, workload, lambda _: load.url, status=SyncStatus.SYNCHRONIZED)
     await idle_rows.add_idle(database.dsn, workload, max(options.idle_repos, options.known), options.idle_records)
     await idle_rows.add_identities(database.dsn, options.known)
     await database_rows.vacuum_and_checkpoint(database.nodes)
+
+
+def _forget_files(directory: Path) -> None:
+    """Remove all files below the directory from the page cache."""
+    os.sync()
+    for path in directory.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 async def _receive_seconds(load: LoadProcess, commits: range) -> float:

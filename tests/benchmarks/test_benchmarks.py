@@ -1,5 +1,6 @@
 """The benchmarks run, and the database has the expected result at the end. The measured figures are not tested."""
 
+import asyncio
 import json
 import os
 import subprocess
@@ -7,11 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import asyncpg
 import pytest
 
 from benchmarks.guard import GROUPS
 from benchmarks.peer_results import ONE_PROCESS, TAP, TAP_SQLITE, TWO_SHARDS
 from benchmarks.tap import SHARED, find_tap
+from indexer.store import embedded
 
 pytestmark = pytest.mark.slow
 
@@ -67,6 +70,19 @@ def test_live_benchmark(tmp_path: Path, shards: int) -> None:
     check_floor(report["floor"], speed, "commit")
     latency = report["latency at 1000 commits/s"]
     assert 0 < latency["p50, ms"] <= latency["p99, ms"] <= latency["maximum, ms"]
+
+
+async def test_live_benchmark_reuses_a_kept_database(tmp_path: Path) -> None:
+    parts = {"repos": 20, "records": 60, "fast": 1_500, "paced": 100, "staged": 100, "bare": 100}
+    kept = tmp_path / "kept"
+    for cache, idle in (("cold", 50), ("warm", 90)):
+        options = command_line(parts | {"idle-repos": idle, "idle-records": idle})
+        report = await asyncio.to_thread(run, tmp_path, "live", *options, "--cache", cache, "--keep", str(kept))
+        assert report["maximum rate"]["commits/s, verified and durable"] > 0
+    async with embedded.database(None, kept) as dsn:
+        connection = await asyncpg.connect(dsn)
+        assert await connection.fetchval("select count(*) from indexer.repo") == 20 + 50
+        await connection.close()
 
 
 @pytest.mark.parametrize("stored", [False, True])
