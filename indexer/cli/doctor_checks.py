@@ -39,6 +39,8 @@ CONNECT_TIMEOUT, MESSAGE_TIMEOUT = 10.0, 5.0
 
 MIN_FREE_BYTES, FEW_FREE_BYTES = 10**9, 10 * 10**9
 MIN_SHARED_BUFFERS, MIN_WAL_SIZE = 256 * 2**20, 2 * 2**30
+HUGE_PAGES_FROM = 4 * 2**30
+"""The size of `shared_buffers` from which huge pages are recommended."""
 MAX_CLOCK_DIFFERENCE = 5.0
 """Seconds by which clocks may differ without a warning. A Date header has whole seconds, and requests take time."""
 OTHER_FILES = 300
@@ -274,6 +276,9 @@ def database_setting_findings(facts: ServerFacts, settings: Settings) -> list[Fi
         _size("shared_buffers", sizes, MIN_SHARED_BUFFERS, "Set it to a quarter of the memory."),
         _size("max_wal_size", sizes, MIN_WAL_SIZE, "Set it to 4GB or more, so that checkpoints are rare."),
     ]
+    if sizes["shared_buffers"] >= HUGE_PAGES_FROM:
+        advice = "Writes use less CPU with huge pages: let the kernel reserve them. See docs/operations.md."
+        findings.append(_setting("huge_pages_status", values, Level.WARN, advice, {"off"}))
     return [*findings, _connections_finding(facts, settings)]
 
 

@@ -17,13 +17,15 @@ SETTINGS = (
     "autovacuum",
     "synchronous_commit",
     "jit",
+    "huge_pages_status",
     "max_connections",
     "superuser_reserved_connections",
 )
 SIZES = ("shared_buffers", "max_wal_size")
 
 _FACTS = """
-    select (select jsonb_object_agg(name, current_setting(name)) from unnest($1::text[]) name)::text,
+    select (select jsonb_object_agg(name, coalesce(current_setting(name, true), 'unknown'))
+            from unnest($1::text[]) name)::text,
         (select jsonb_object_agg(name, pg_size_bytes(current_setting(name))) from unnest($2::text[]) name)::text,
         date_part('epoch', clock_timestamp())
 """
@@ -36,7 +38,7 @@ class ServerFacts:
 
     Attributes:
         address: The connection string without passwords.
-        settings: The values of `SETTINGS`.
+        settings: The values of `SETTINGS`; `unknown` if the server is too old for the setting.
         sizes: The values of `SIZES`, in bytes.
         clock_ahead: Seconds by which the clock of the server is ahead of the one of this machine.
         schema: The version of the schema, and a privilege that the role lacks.

@@ -50,6 +50,7 @@ GOOD = {
     "autovacuum": "on",
     "synchronous_commit": "on",
     "jit": "off",
+    "huge_pages_status": "on",
     "max_connections": "100",
     "superuser_reserved_connections": "3",
 }
@@ -297,6 +298,16 @@ def test_small_buffers_and_connections_for_all_shards_are_warnings() -> None:
     found = database_setting_findings(facts(shared_buffers=2**20, max_wal_size=2**20), settings)
     warnings = {finding.check for finding in found if finding.level is Level.WARN}
     assert warnings == {"shared_buffers", "max_wal_size", "max_connections"}
+
+
+@pytest.mark.parametrize(
+    ("status", "gibibytes", "levels"),
+    [("off", 4, [Level.WARN]), ("on", 4, [Level.OK]), ("unknown", 4, [Level.OK]), ("off", 1, [])],
+)
+def test_huge_pages_are_recommended_for_large_buffers(status: str, gibibytes: int, levels: list[Level]) -> None:
+    server = facts({"huge_pages_status": status}, shared_buffers=gibibytes * 2**30)
+    found = database_setting_findings(server, Settings())
+    assert [finding.level for finding in found if finding.check == "huge_pages_status"] == levels
 
 
 @pytest.mark.parametrize(
