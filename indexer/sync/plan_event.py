@@ -236,7 +236,7 @@ def _is_signal(commit: VerifiedCommit, scope: Scope) -> bool:
 
 
 def _writes_signal(path: bytes | str, cid: bytes | None, signals: CollectionFilter) -> bool:
-    text = path.decode(errors="replace") if isinstance(path, bytes) else path
+    text = path.decode() if isinstance(path, bytes) else path
     return cid is not None and signals.matches(text.partition("/")[0])
 
 

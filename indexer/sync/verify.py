@@ -128,7 +128,7 @@ def verify_commit(event: CommitEvent, key: PublicKey, limits: Limits) -> Verifie
     flaw, detail = _DESYNC_OF_VERDICT[inversion.verdict], inversion.detail
     missing = next((change for change in changes if change.new and change.block is None), None)
     if missing and flaw in {None, Desync.UNDECIDABLE}:
-        flaw, detail = Desync.RECORD_MISSING, missing.path.decode(errors="replace")
+        flaw, detail = Desync.RECORD_MISSING, missing.path.decode()
     return VerifiedCommit(
         commit.did, head, prev_data, first, changes, flaw, detail, inversion.ops_hold, len(event.blocks)
     )

@@ -1,7 +1,7 @@
 """`python -m tests.mutants.general_mutants`: change each expression of some modules, and show what tests miss.
 
 mutmut (https://mutmut.readthedocs.io) makes the mutants and runs the tests that reach them, on a copy of the project.
-Each survivor must be in `judged.toml`, with the reason why no test is added.
+Each survivor must be in a file in `judged/`, with the reason why no test is added.
 """
 
 import json
@@ -21,13 +21,17 @@ from tests.mutants.mutant_runner import ProjectCopy
 from tests.mutants.seeded_mutant import PROJECT
 from tests.vectors import ROOT as VECTORS
 
-JUDGED = Path(__file__).with_name("judged.toml")
+JUDGED = Path(__file__).with_name("judged")
+"""The folder of the judgements: one file for each package."""
 MODULES = (
     "indexer/sync/backoff.py",
     "indexer/sync/changes.py",
     "indexer/sync/fold_operations.py",
     "indexer/sync/gap.py",
     "indexer/sync/narrowing.py",
+    "indexer/sync/plan_batch.py",
+    "indexer/sync/plan_event.py",
+    "indexer/sync/plan_resync.py",
     "indexer/sync/policy.py",
     "indexer/sync/repo_state.py",
     "indexer/sync/repo_transitions.py",
@@ -37,6 +41,7 @@ MODULES = (
     "indexer/sync/snapshot_diff.py",
     "indexer/sync/stored_cursor.py",
     "indexer/sync/stored_identity.py",
+    "indexer/sync/verify.py",
     "indexer/sync/watermark.py",
 )
 """The modules whose survivors are judged. Others can be named on the command line."""
@@ -47,10 +52,20 @@ _READ_THE_SOURCE = (
 )
 """Tests of the text of the product, which mutmut changes even without a mutant."""
 _PYTEST = ("-m", "not slow", "--hypothesis-profile", "quick", "--hypothesis-seed", "0")
-_UNCHANGED = (r"^\s*raise ", "raise_malformed")
-"""Lines that are not mutated: most of their mutants change only the text of an error message."""
+_UNCHANGED = (
+    r"^\s*raise ",  # most of their mutants change only the text of an error message
+    "raise_malformed",  # as above
+    "case -1:",  # mutmut writes `case +1:`, which is no Python
+)
+"""Lines that are not mutated."""
 _RESULT = re.compile(r"^ +(\S+): (.+)$", re.MULTILINE)
-_KILLED = ("killed", "timeout")
+_KILLED = ("killed", "timeout", "caught by type check")
+_MYPY = (
+    "-m", "mypy", "--config-file=", "--python-version=3.11", "--ignore-missing-imports", "--follow-imports=silent",
+    "--output=json", *(f"--disable-error-code={code}" for code in ("has-type", "misc", "no-redef", "var-annotated")),
+)  # fmt: skip
+"""The arguments of mypy, which `make check` also runs: no test runs for a mutant that is a type error, such as None for
+an argument that must not be None. The disabled codes and those of `strict` also report the code that mutmut adds."""
 TIMEOUT_CONSTANT = 10.0
 """Added to the usual seconds of the tests of a mutant: 15 times the sum is the limit. A test that another program holds
 up must not count as one that a mutant holds up."""
@@ -76,9 +91,9 @@ class Judgement(NamedTuple):
     reason: str
 
 
-def load_judgements(path: Path = JUDGED) -> list[Judgement]:
+def load_judgements(directory: Path = JUDGED) -> list[Judgement]:
     """Return all judgements."""
-    rows = tomllib.loads(path.read_text())["survivor"]
+    rows = [row for path in sorted(directory.glob("*.toml")) for row in tomllib.loads(path.read_text())["survivor"]]
     return [
         Judgement(Survivor(row["file"], row["old"], row["new"]), row["verdict"], row["reason"].strip()) for row in rows
     ]
@@ -93,7 +108,9 @@ def find_survivors(copy: ProjectCopy, modules: Sequence[str], jobs: int) -> Iter
         "also_copy": ["config", "docs", "migrations"],
         "pytest_add_cli_args": [*_PYTEST, *(f"--deselect={test}" for test in _READ_THE_SOURCE)],
         "pytest_add_cli_args_test_selection": list(_TESTS),
+        "type_check_command": [sys.executable, *_MYPY, *modules],
         "timeout_constant": TIMEOUT_CONSTANT,
+        "track_dependencies": False,
         "use_git_change_detection": False,
     }
     with (copy.root / "pyproject.toml").open("a") as file:

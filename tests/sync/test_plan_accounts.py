@@ -1,6 +1,7 @@
 """Plan the effects of #account and #identity, of new accounts, and of repo lists."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -8,7 +9,14 @@ from indexer.atproto.cid import cid_of
 from indexer.atproto.syntax import tid_of
 from indexer.errors import UnavailableError
 from indexer.reasons import Desync, FetchFailure
-from indexer.sync.plan_event import plan_active, plan_listed
+from indexer.sync.plan_event import (
+    FIRST_COMMIT_SECONDS,
+    plan_active,
+    plan_erasure_later,
+    plan_existence,
+    plan_hidden,
+    plan_listed,
+)
 from indexer.sync.plan_resync import plan_failure
 from indexer.sync.plans import Plan
 from indexer.sync.repo_state import PARKED, TOMBSTONED, Head, Repo, SyncStatus
@@ -61,6 +69,8 @@ class TestAccounts:
             False,
             "deactivated",
         )
+        assert hidden.repo.erase_at is None, "only a deletion erases the records"
+        assert plan(hidden.repo, "account", deactivated, None) == Plan(hidden.repo, Outcome.REPLAYED)
         shown = plan(hidden.repo, "account", activated, None)
         assert shown.repo.active
         again = plan(shown.repo, "account", deactivated, None)
@@ -88,6 +98,7 @@ class TestAccounts:
         hidden = alice.row(active=False)
         planned = plan(hidden, "account", alice.account_event(active=True), None)
         assert (planned.repo.sync_status, planned.repo.sync_reason) == (DESYNCHRONIZED, Desync.REACTIVATED)
+        assert (planned.outcome, planned.why) == (Outcome.APPLIED, Desync.REACTIVATED)
         assert planned.repo.head == hidden.head
 
     @pytest.mark.parametrize("host_answers", ["during", "between", "deactivated"])
@@ -134,6 +145,8 @@ class TestAccounts:
         assert planned.repo.known
         assert planned.repo.next_attempt_at is not None
         assert planned.repo.next_attempt_at > NOW
+        identity = plan(Repo(alice.did), "identity", alice.identity_event(), None)
+        assert identity.repo.next_attempt_at == planned.repo.next_attempt_at == NOW + FIRST_COMMIT_SECONDS
         whole = plan(planned.repo, "commit", alice.first_commit(), alice.key_state)
         assert whole.repo.sync_status is SYNCHRONIZED
 
@@ -154,7 +167,59 @@ class TestAccounts:
         assert (restarted.repo.active, restarted.repo.hosting_epoch, restarted.repo.hosting_seq) == (False, 1, 3)
 
 
+# DIDs that are gone
+
+TOMBSTONE_GRACE = 500.0
+
+
+def test_a_repo_whose_did_is_gone_is_hidden_and_erased_after_the_grace_period() -> None:
+    gone = plan_existence(ROW, NOW, TOMBSTONE_GRACE, exists=False)
+    assert gone == ROW._replace(
+        version=ROW.version + 1, active=False, hosting_status=TOMBSTONED, erase_at=NOW + TOMBSTONE_GRACE
+    )
+    assert plan_existence(gone, NOW + 60, TOMBSTONE_GRACE, exists=False) is gone
+
+
+@pytest.mark.parametrize(
+    ("fields", "exists"),
+    [
+        ({}, True),
+        ({"head": None}, False),
+        ({"active": False, "hosting_status": "deactivated"}, True),
+        ({"active": False, "hosting_status": "deactivated"}, False),
+        ({"hosting_status": TOMBSTONED}, True),
+    ],
+)
+def test_whether_a_did_exists_changes_no_other_repo(fields: dict[str, Any], exists: bool) -> None:
+    repo = ROW._replace(**fields)
+    assert plan_existence(repo, NOW, TOMBSTONE_GRACE, exists=exists) is repo
+
+
+def test_a_repo_whose_did_exists_again_is_resynchronized() -> None:
+    gone = plan_existence(ROW, NOW, TOMBSTONE_GRACE, exists=False)
+    after = plan_existence(gone, NOW + 60, TOMBSTONE_GRACE, exists=True)
+    assert (after.active, after.hosting_status, after.erase_at) == (True, None, None)
+    assert (after.sync_status, after.sync_reason) == (SyncStatus.DESYNCHRONIZED, Desync.REACTIVATED)
+
+
+def test_the_erasure_of_a_repo_whose_did_is_gone_can_be_postponed() -> None:
+    gone = plan_existence(ROW, NOW, TOMBSTONE_GRACE, exists=False)
+    assert plan_erasure_later(gone, NOW + 9_000) == gone._replace(version=gone.version + 1, erase_at=NOW + 9_000)
+    for repo in (ROW, ROW._replace(active=False, hosting_status="deleted"), gone._replace(active=True)):
+        assert plan_erasure_later(repo, NOW + 9_000) is repo
+
+
 # Repo lists
+
+
+@pytest.mark.parametrize(
+    ("status", "erase_at"), [("deleted", NOW + TOMBSTONE_GRACE), ("deactivated", None), (None, None)]
+)
+def test_an_account_listed_as_inactive_is_hidden(status: str | None, erase_at: float | None) -> None:
+    row = ROW._replace(erase_at=7.0, hosting_status="active")
+    hidden = plan_hidden(row, status, NOW, TOMBSTONE_GRACE)
+    assert hidden == row._replace(version=row.version + 1, active=False, hosting_status=status, erase_at=erase_at)
+    assert plan_hidden(hidden, "deactivated", NOW, TOMBSTONE_GRACE) is hidden
 
 
 STORED, NEWER = tid_of(1_000), tid_of(2_000)

@@ -4,23 +4,32 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from indexer.atproto.crypto import PublicKey
+from indexer.atproto.limits import Limits
+from indexer.errors import UpstreamError
 from indexer.localnet.local_repo import Write
 from indexer.reasons import Desync, Rejection
-from indexer.sync.events import MalformedEvent, UnknownEvent
+from indexer.sync.events import CommitEvent, MalformedEvent, UnknownEvent
 from indexer.sync.plan_batch import (
     DEAD_LETTER_BYTES,
     MAX_BATCH_BYTES,
     MAX_BATCH_CHANGES,
     BatchPlan,
     ReceivedMessage,
+    commits_within,
     plan_batch,
+    plan_refusal,
 )
-from indexer.sync.plans import NeedsKey, RecordChange
+from indexer.sync.plans import DeadLetter, NeedsKey, RecordChange
 from indexer.sync.policy import UNAVAILABLE, KeyState
-from indexer.sync.repo_state import Repo, SyncStatus
+from indexer.sync.prepared_commits import PreparedCommits
+from indexer.sync.repo_state import PARKED, Repo, SyncStatus
 from indexer.sync.repo_transitions import Outcome
+from indexer.sync.scope import Scope
+from indexer.sync.verify import VerifiedCommit
 from tests.profiles import scaled
-from tests.sync.signing_account import CONTEXT, SigningAccount, received_message
+from tests.sync.hidden_deletion import high_path
+from tests.sync.signing_account import CONTEXT, NOW, POST, RELAY, STORE_ALL, SigningAccount, received_message
 
 NAMES = ("alice", "bob", "carol")
 STEPS = st.lists(
@@ -140,13 +149,17 @@ def test_rejected_messages_become_dead_letters_and_change_nothing() -> None:
     long = MalformedEvent(Rejection.FIELD_INVALID, "rev", "#commit", 7, alice.did)
     forged = received_message("commit", alice.first_commit())
     batch = [ReceivedMessage(7, b"x" * 200_000, long), forged, ReceivedMessage(9, b"", UnknownEvent("#new", 9))]
-    plan = plan_of(batch, SigningAccount("mallory").key_state._replace(final=True))
+    mallory = SigningAccount("mallory").key_state._replace(final=True)
+    plan = plan_batch(batch, {}, lambda _: mallory, replace(CONTEXT, epoch=3))
     assert [item.outcome for item in plan.settled] == [Outcome.REJECTED, Outcome.REJECTED, Outcome.IGNORED]
     assert [dead_letter.reason for dead_letter in plan.dead_letters] == [
         Rejection.FIELD_INVALID,
         Rejection.SIGNATURE_INVALID,
     ]
-    assert len(plan.dead_letters[0].frame) == DEAD_LETTER_BYTES
+    frame = b"x" * DEAD_LETTER_BYTES
+    assert plan.dead_letters[0] == DeadLetter(
+        RELAY, 7, alice.did, "#commit", Rejection.FIELD_INVALID, "rev", frame, epoch=3
+    )
     assert plan.dead_letters[1].frame == forged.frame
     assert plan.writes == ()
 
@@ -159,7 +172,107 @@ def test_buffered_frames_are_written_with_the_row_that_counts_them() -> None:
     assert [event.frame for event in write.buffered] == [message.frame for message in batch]
     assert write.repo.buffered_events == 2
     assert write.repo.buffered_bytes == sum(len(message.frame) for message in batch)
-    assert write.expected_version == 3
+    assert (write.expected_version, write.live, write.advances, write.lenient_commits) == (3, True, False, 0)
+    assert [event.seq for event in write.buffered] == [message.seq for message in batch]
+
+
+def test_buffered_frames_are_written_unless_the_resync_ends_in_the_same_batch() -> None:
+    alice = SigningAccount("alice")
+    row = Repo(alice.did, version=3, sync_status=SyncStatus.IN_PROGRESS, lease=1)
+    batch = [received_message("commit", alice.commit_post("a")), received_message("identity", alice.identity_event())]
+    (write,) = plan_of(batch, alice.key_state, {alice.did: row}).writes
+    assert [event.frame for event in write.buffered] == [batch[0].frame]
+    batch += [received_message("account", alice.account_event(active=active)) for active in (False, True)]
+    (write,) = plan_of(batch, alice.key_state, {alice.did: row}).writes
+    assert (write.repo.sync_reason, write.buffered) == (Desync.REACTIVATED, ())
+
+
+def test_write_says_that_nothing_but_the_head_changes() -> None:
+    alice = SigningAccount("alice")
+    row = alice.row()
+    message = received_message("commit", alice.commit_post("a"))
+    (write,) = plan_of([message], alice.key_state, {alice.did: row}).writes
+    assert (write.expected_version, write.live, write.advances) == (row.version, True, True)
+
+
+def test_write_counts_lenient_commits() -> None:
+    alice = SigningAccount("alice")
+    alice.commit(*(Write.create(f"{POST}/{number:03}", {"n": number}) for number in range(200)))
+    row = alice.row()
+    batch = [
+        received_message("commit", alice.commit_with_hidden_deletion(high_path(f"{POST}/{start}-"), f"{POST}/{victim}"))
+        for start, victim in (("100", "110"), ("050", "120"))
+    ]
+    context = replace(CONTEXT, policy=replace(STORE_ALL, lenient=True))
+    (write,) = plan_batch(batch, {alice.did: row}, lambda _: alice.key_state, context).writes
+    assert (write.lenient_commits, write.advances) == (2, False)
+
+
+def test_row_of_a_new_repo_says_that_the_stream_added_it_for_this_scope() -> None:
+    alice = SigningAccount("alice")
+    context = replace(CONTEXT, policy=replace(STORE_ALL, scope=Scope(7)))
+    batch = [received_message("account", alice.account_event(active=True))]
+    (write,) = plan_batch(batch, {}, lambda _: None, context).writes
+    assert (write.expected_version, write.repo.from_stream, write.repo.wanted_in) == (0, True, 7)
+
+
+class RejectingAll(PreparedCommits):
+    def verify(self, event: CommitEvent, key: PublicKey, limits: Limits) -> VerifiedCommit:  # noqa: ARG002
+        raise UpstreamError(Rejection.COMMIT_MALFORMED, "in a test")
+
+
+def test_commits_are_verified_with_the_prepared_results() -> None:
+    alice = SigningAccount("alice")
+    batch = [received_message("commit", alice.first_commit())]
+    plan = plan_batch(batch, {}, lambda _: alice.key_state, CONTEXT, RejectingAll())
+    assert [(letter.reason, letter.detail) for letter in plan.dead_letters] == [
+        (Rejection.COMMIT_MALFORMED, "in a test")
+    ]
+
+
+def test_messages_up_to_the_maximum_of_bytes_are_planned() -> None:
+    batch = [
+        ReceivedMessage(seq, b"x" * size, UnknownEvent("#new", seq))
+        for seq, size in enumerate([MAX_BATCH_BYTES - 1, 1, 1, 1], start=1)
+    ]
+    plan = plan_of(batch, None)
+    assert [settled.received for settled in plan.settled] == batch[:3]
+    assert plan.postponed == batch[3:]
+
+
+def test_commits_to_verify_ahead_are_those_of_the_first_frames() -> None:
+    alice = SigningAccount("alice")
+    sent = [received_message("commit", alice.commit_post(f"p{number}")) for number in range(4)]
+    sent.insert(1, received_message("identity", alice.identity_event()))
+    size = sum(len(message.frame) for message in sent[:3])
+    assert commits_within(sent, size) == [sent[0].event, sent[2].event, sent[3].event]
+    assert commits_within(sent, size - 1) == [sent[0].event, sent[2].event]
+    assert commits_within(sent, 0) == [sent[0].event]
+
+
+def test_message_whose_effects_cannot_be_stored_causes_a_resync_and_a_dead_letter() -> None:
+    alice = SigningAccount("alice")
+    row, message = alice.row(), received_message("commit", alice.commit_post("a"))
+    plan = plan_refusal(message, row, "too large", CONTEXT)
+    [letter] = plan.dead_letters
+    assert (letter.reason, letter.kind, letter.detail, letter.did, letter.frame) == (
+        Rejection.STORE_FAILED,
+        "commit",
+        "too large",
+        alice.did,
+        message.frame,
+    )
+    [write] = plan.writes
+    assert (write.expected_version, write.repo.sync_status, write.repo.sync_reason, write.changes) == (
+        row.version,
+        SyncStatus.DESYNCHRONIZED,
+        Desync.STORE_FAILED,
+        (),
+    )
+    parked = alice.row(SyncStatus.DESYNCHRONIZED, next_attempt_at=PARKED)
+    [write] = plan_refusal(message, parked, "too large", CONTEXT).writes
+    assert (write.repo.sync_reason, write.repo.next_attempt_at) == (Desync.CHAIN_BREAK, NOW)
+    assert plan_refusal(message, None, "too large", CONTEXT).writes == ()
 
 
 def test_an_unavailable_key_settles_all_messages() -> None:

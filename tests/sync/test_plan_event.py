@@ -7,9 +7,9 @@ from indexer.atproto.limits import Limits
 from indexer.atproto.syntax import CollectionFilter, tid_of
 from indexer.localnet.local_repo import Write
 from indexer.reasons import Desync, Rejection
-from indexer.sync.plan_event import plan_active, plan_event
+from indexer.sync.plan_event import key_to_verify, plan_active, plan_event
 from indexer.sync.plans import NeedsKey, Plan
-from indexer.sync.policy import MAX_IDENTITY_AGE, UNAVAILABLE, KeyState
+from indexer.sync.policy import MAX_IDENTITY_AGE, UNAVAILABLE, KeyState, PlanContext
 from indexer.sync.repo_state import OUT_OF_SCOPE, PARKED, TOMBSTONED, Head, Repo, SyncStatus
 from indexer.sync.repo_transitions import STABLE_SECONDS, Outcome, Trigger, desynchronize
 from indexer.sync.scope import Scope, Track
@@ -91,7 +91,40 @@ def test_a_missed_commit_breaks_the_chain(status: SyncStatus, outcome: Outcome, 
     assert planned.buffer is (status is IN_PROGRESS)
     if status is SYNCHRONIZED:
         assert planned.why is planned.repo.sync_reason is Desync.CHAIN_BREAK
+        assert planned.detail == ""
         assert planned.repo.head == before.head
+
+
+@pytest.mark.parametrize("status", [DESYNCHRONIZED, IN_PROGRESS])
+def test_revs_of_messages_that_extend_the_chain_are_noted_until_the_resync_ends(status: SyncStatus) -> None:
+    """Otherwise an older export would complete the resync."""
+    alice = SigningAccount()
+    before = alice.row(status)
+    payload = alice.commit()
+    for kind, message in (("commit", payload), ("sync", alice.sync_event())):
+        planned = plan(before, kind, message, alice.key_state)
+        assert (planned.repo.head, planned.repo.latest_verified_rev) == (before.head, payload["rev"]), kind
+
+
+def test_a_plan_names_the_flaw_of_a_commit() -> None:
+    alice = SigningAccount()
+    before, waiting = alice.row(), Repo(alice.did, version=1)
+    payload = alice.commit_post("a")
+    legacy = {name: value for name, value in payload.items() if name != "prevData"}
+    planned = plan(before, "commit", legacy, alice.key_state)
+    assert (planned.outcome, planned.why, planned.detail) == (Outcome.DESYNCHRONIZED, Desync.LEGACY, "no prevData")
+    assert plan(waiting, "commit", legacy, alice.key_state).why is Desync.LEGACY
+    assert plan(waiting, "commit", payload, alice.key_state).why is Desync.CHAIN_BREAK
+    stored = plan(before._replace(sync_status=DESYNCHRONIZED), "commit", legacy, alice.key_state)
+    assert (stored.outcome, stored.why, stored.detail) == (Outcome.IGNORED, Desync.LEGACY, "no prevData")
+
+
+def test_an_older_commit_does_not_replace_the_latest_verified_rev() -> None:
+    alice = SigningAccount()
+    payload = alice.commit_post("a")
+    before = Repo(alice.did, version=1, latest_verified_rev=tid_of(int(NOW * 1_000_000)))
+    planned = plan(before, "commit", payload, alice.key_state)
+    assert planned == Plan(before, Outcome.IGNORED, why=Desync.CHAIN_BREAK)
 
 
 @pytest.mark.parametrize("status", SyncStatus)
@@ -199,8 +232,78 @@ def test_a_repo_whose_lookup_failed_is_looked_up_again_with_its_next_commit() ->
     needed = plan_event(first.repo, decoded_event("commit", later), 100, None, CONTEXT)
     assert needed == NeedsKey(alice.did, refresh=False)
     proved = plan(first.repo, "commit", later, KeyState(alice.key.public))
+    assert (proved.outcome, proved.why, proved.detail) == (Outcome.IGNORED, Desync.CHAIN_BREAK, "")
     assert proved.repo.latest_verified_rev == alice.repo.head.rev
     assert proved.repo.next_attempt_at is None, "due at once"
+
+
+def test_an_unknown_repo_whose_lookup_fails_is_added_with_an_unverified_rev() -> None:
+    alice = SigningAccount()
+    payload = alice.commit_post("a")
+    planned = plan(Repo(alice.did), "commit", payload, UNAVAILABLE)
+    assert planned == Plan(
+        Repo(alice.did, version=1, sync_reason=Desync.IDENTITY, latest_unverified_rev=payload["rev"]),
+        Outcome.DESYNCHRONIZED,
+        why=Desync.IDENTITY,
+    )
+
+
+def test_a_commit_causes_a_lookup_only_if_it_may_help_a_repo_that_waits() -> None:
+    alice = SigningAccount()
+    first, later = decoded_event("commit", alice.first_commit()), decoded_event("commit", alice.commit_post("a"))
+    sync = decoded_event("sync", alice.sync_event())
+    new = Repo(alice.did, version=1)
+    verified = new._replace(sync_reason=Desync.IDENTITY, latest_verified_rev=alice.head.rev)
+    needed = NeedsKey(alice.did, refresh=False)
+    assert plan_event(new, first, 0, None, CONTEXT) == needed
+    stored, again = alice.row(DESYNCHRONIZED), decoded_event("commit", alice.commit_post("b") | {"since": None})
+    for repo, event in ((new, later), (new, sync), (verified, later), (stored, again)):
+        assert plan_event(repo, event, 0, None, CONTEXT) != needed, (repo, event)
+
+
+def test_a_failed_lookup_changes_the_reason_of_a_new_repo_only() -> None:
+    """In particular, a repo that is being erased keeps the reason that prevents records without an export."""
+    alice = SigningAccount()
+    payload = alice.commit_post("a")
+    new = Repo(alice.did, version=1)
+    for repo, reason in (
+        (new, Desync.IDENTITY),
+        (new._replace(sync_reason=Desync.ERASED), Desync.ERASED),
+        (new._replace(latest_verified_rev=alice.head.rev), Desync.NEW),
+        (new._replace(sync_status=IN_PROGRESS), Desync.NEW),
+    ):
+        assert plan(repo, "commit", payload, UNAVAILABLE).repo.sync_reason is reason, repo
+
+
+def test_the_key_to_verify_ahead_is_the_known_one_of_the_host_of_the_stream() -> None:
+    alice = SigningAccount()
+    row, event = alice.row(), decoded_event("commit", alice.commit_post("a"))
+    key = alice.key_state._replace(host="pds.test")
+    pds, other = replace(CONTEXT, host="pds.test"), replace(CONTEXT, host="other.test")
+    assert key_to_verify(row, event, key, CONTEXT) is key_to_verify(row, event, key, pds) is key.key
+    assert key_to_verify(row, event, key, other) is None
+
+
+def signals(*collections: str) -> PlanContext:
+    """Return a context in which commits to these collections add a repo."""
+    scope = Scope(5, Track.SIGNAL, signal_collections=CollectionFilter(collections))
+    return replace(CONTEXT, policy=replace(STORE_ALL, scope=scope))
+
+
+def test_an_unknown_repo_is_added_by_an_authentic_commit_that_writes_a_signal() -> None:
+    alice, context = SigningAccount(), signals(POST)
+    unknown, path = Repo(alice.did), f"{POST}/a"
+    folded = alice.commit(Write.create(path, {}), Write.delete(path))
+    assert plan(unknown, "commit", folded, alice.key_state, context) == Plan(unknown, Outcome.IGNORED), "no change"
+    written = alice.commit(Write.create(path, {}))
+    added = plan(unknown, "commit", written, alice.key_state, context)
+    assert (added.outcome, added.why, added.repo.known) == (Outcome.DESYNCHRONIZED, Desync.NEW, True)
+    legacy = {name: value for name, value in written.items() if name != "prevData"}
+    assert plan(unknown, "commit", legacy, alice.key_state, context).repo.known, "it may lack the signal"
+    unchecked = plan(unknown, "commit", written, UNAVAILABLE, context)
+    assert unchecked == Plan(unknown, Outcome.IGNORED), "anybody may have made the commit up"
+    deleted = alice.commit(Write.delete(path))
+    assert plan(unknown, "commit", deleted, None, context) == Plan(unknown, Outcome.IGNORED)
 
 
 def test_an_authentic_commit_adds_an_unknown_repo() -> None:
@@ -252,7 +355,11 @@ def test_repo_that_was_out_of_scope_is_tracked_again_by_an_authentic_signal_only
     signal = alice.commit_post("a")
     other_scope = replace(scope, signal_collections=CollectionFilter(["a.b.c"]))
     other = replace(context, policy=replace(STORE_ALL, scope=other_scope))
-    assert isinstance(plan_event(before, decoded_event("commit", signal), 0, None, context), NeedsKey)
+    message = decoded_event("commit", signal)
+    assert plan_event(before, message, 0, None, context) == NeedsKey(alice.did, refresh=False)
+    assert plan_event(before, message, 0, mallory.key_state, context) == NeedsKey(alice.did, refresh=True)
+    malformed = signal | {"blocks": b"no CAR"}
+    assert plan(before, "commit", malformed, alice.key_state, context) == Plan(before, Outcome.IGNORED)
     for kind, payload, key, of in (
         ("commit", signal, mallory.key_state._replace(final=True), context),
         ("commit", signal, alice.key_state, other),
@@ -288,6 +395,7 @@ def test_a_commit_with_a_rev_from_the_future_is_rejected() -> None:
     before = alice.row()
     planned = plan(before, "commit", payload, alice.key_state)
     assert (planned.repo, planned.outcome, planned.why) == (before, Outcome.REJECTED, Rejection.FUTURE_REV)
+    assert planned.detail == payload["rev"]
 
 
 def test_since_is_not_compared_with_the_stored_rev() -> None:
@@ -368,6 +476,7 @@ def test_a_pds_is_accepted_only_for_accounts_that_it_hosts(kind: str) -> None:
     assert plan_event(repo, message, 100, elsewhere, context) == NeedsKey(alice.did, refresh=True)
     rejected = plan(repo, kind, payload, elsewhere._replace(final=True), context)
     assert (rejected.outcome, rejected.why, rejected.repo) == (Outcome.REJECTED, Rejection.WRONG_HOST, repo)
+    assert rejected.detail == "hosted by new.test"
     assert plan(repo, kind, payload, here._replace(final=True), context).outcome is not Outcome.REJECTED
     assert plan(repo, kind, payload, elsewhere._replace(final=True), CONTEXT).outcome is not Outcome.REJECTED
 
@@ -455,6 +564,7 @@ class TestSync:
         payload = alice.sync_event() | {"rev": tid_of(int(NOW * 1_000_000))}
         planned = plan(before, "sync", payload, alice.key_state._replace(final=True))
         assert (planned.repo, planned.why) == (before, Rejection.ENVELOPE_MISMATCH)
+        assert planned.detail == f"{alice.did} at {alice.head.rev}"
 
 
 class TestFirstCommit:
@@ -468,6 +578,18 @@ class TestFirstCommit:
         assert plan(fresh, "commit", first, alice.key_state).repo.sync_status is SYNCHRONIZED
         outdated = fresh._replace(latest_verified_rev=alice.repo.head.rev + "z")
         assert plan(outdated, "commit", first, alice.key_state).outcome is Outcome.IGNORED
+
+    def test_a_first_commit_synchronizes_a_repo_whose_latest_verified_rev_is_its_own(self) -> None:
+        alice = SigningAccount()
+        seen = Repo(alice.did, version=1, latest_verified_rev=alice.head.rev)
+        assert plan(seen, "commit", alice.first_commit(), alice.key_state).repo.sync_status is SYNCHRONIZED
+
+    def test_the_records_of_a_first_commit_are_written(self) -> None:
+        alice = SigningAccount()
+        payload = alice.commit_post("a") | {"since": None}
+        planned = plan(Repo(alice.did), "commit", payload, alice.key_state)
+        assert (planned.repo.sync_status, planned.repo.head) == (SYNCHRONIZED, alice.head)
+        assert [(change.action, change.rkey) for change in planned.changes] == [("create", "a")]
 
     def test_a_first_commit_is_buffered_during_a_resync(self) -> None:
         alice = SigningAccount()
@@ -497,6 +619,7 @@ class TestBufferAndBackOff:
         assert (repo.buffered_events, repo.buffered_bytes) == (2, 2_000)
         planned = plan(repo, "commit", alice.commit_post("one too many"), alice.key_state, context)
         assert (planned.outcome, planned.repo.sync_reason) == (Outcome.DESYNCHRONIZED, Desync.BUFFER_OVERFLOW)
+        assert planned.why is Desync.BUFFER_OVERFLOW
         assert (planned.buffer, planned.repo.buffered_events, planned.repo.buffered_bytes) == (False, 0, 0)
 
     def test_the_back_off_grows_until_a_repo_stays_synchronized(self) -> None:

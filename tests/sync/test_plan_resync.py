@@ -146,6 +146,8 @@ def test_an_export_older_than_a_rev_listed_meanwhile_causes_one_more_resync() ->
     write = completed(alice, head, buffered(alice, known), latest_unverified_rev=listed)
     assert (write.repo.sync_status, write.repo.sync_reason) == (SyncStatus.DESYNCHRONIZED, Desync.BEHIND)
     assert write.repo.latest_unverified_rev == listed
+    equal = completed(alice, alice.head, [], latest_unverified_rev=listed)
+    assert equal.repo.sync_status is SyncStatus.SYNCHRONIZED, "the export is as new as the list"
     again = claimed(alice)._replace(latest_unverified_rev=listed)
     [write] = plan_completion(again, again, head, [], alice.key_state, CONTEXT).writes
     assert write.repo.sync_status is SyncStatus.SYNCHRONIZED, "the list is not signed: it causes one resync"
@@ -209,6 +211,9 @@ def test_a_buffered_event_above_a_lowered_limit_is_rejected_and_causes_another_r
     ]
     [write] = batch.writes
     assert (write.repo.sync_status, write.repo.sync_reason) == (SyncStatus.DESYNCHRONIZED, Desync.STALE_EXPORT)
+    listed = claimed(alice, latest_unverified_rev=payload["rev"])
+    [write] = plan_completion(claimed(alice), listed, head, events, alice.key_state, context).writes
+    assert write.repo.sync_reason is Desync.BEHIND, "a rejected event has no rev"
 
 
 def test_a_commit_buffered_before_the_account_became_inactive_is_applied() -> None:
@@ -312,3 +317,41 @@ def test_buffered_events_are_planned_in_slices(monkeypatch: pytest.MonkeyPatch) 
     completion.lock(claimed(alice))
     [write] = completion.end().writes
     assert (write.repo.head, write.repo.sync_status) == (alice.head, SyncStatus.SYNCHRONIZED)
+
+
+@pytest.mark.parametrize("limit", ["bytes", "changes"])
+def test_a_slice_ends_with_the_event_that_exceeds_its_limit(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    alice = SigningAccount()
+    head = alice.head
+    events = buffered(alice, *[alice.commit_post(f"{number}") for number in range(3)])
+    alone = Completion(claimed(alice), head, alice.key_state, CONTEXT)
+    alone.add(events[:1])
+    [change] = plan_slices(alone)
+    if limit == "bytes":
+        monkeypatch.setattr("indexer.sync.plan_resync.SLICE_BYTES", len(events[0].frame) + change.size)
+    else:
+        monkeypatch.setattr("indexer.sync.plan_resync.MAX_BATCH_CHANGES", 1)
+    completion = Completion(claimed(alice), head, alice.key_state, CONTEXT)
+    completion.add(events)
+    assert completion.plan_slice()
+    assert [change.rkey for change in completion.changes] == ["0", "1"]
+    assert completion.waiting_bytes == len(events[2].frame)
+
+
+def test_an_event_that_ends_the_chain_is_planned_only_after_the_row_is_locked() -> None:
+    alice = SigningAccount()
+    head = alice.head
+    alice.commit_post("missed")
+    completion = Completion(claimed(alice), head, alice.key_state, CONTEXT)
+    stuck = [completion.stuck]
+    completion.add(buffered(alice, alice.commit_post("after the break")))
+    assert not completion.plan_slice()
+    stuck.append(completion.stuck)
+    assert completion.waiting_bytes > 0
+    completion.lock(claimed(alice))
+    stuck.append(completion.stuck)
+    assert not completion.plan_slice()
+    assert completion.waiting_bytes == 0
+    assert stuck == [False, True, False]
+    [write] = completion.end().writes
+    assert write.repo.sync_reason is Desync.DRAIN_BREAK

@@ -16,7 +16,14 @@ from indexer.localnet import dag_cbor
 from indexer.localnet.local_repo import Write, car, car_header, car_section
 from indexer.reasons import Desync, FetchFailure, Rejection
 from indexer.sync.events import CommitEvent
-from indexer.sync.verify import VerifiedCommit, verify_commit, verify_record, verify_snapshot, verify_sync
+from indexer.sync.verify import (
+    VerifiedCommit,
+    natively_verified,
+    verify_commit,
+    verify_record,
+    verify_snapshot,
+    verify_sync,
+)
 from tests.profiles import scaled
 from tests.source_code import source_calls
 from tests.sync.signing_account import POST, SigningAccount, decoded_event
@@ -129,7 +136,32 @@ def test_a_later_commit_without_prev_data_is_legacy() -> None:
     account = account_with_posts()
     payload = account.commit_post("x")
     del payload["prevData"]
-    assert verify(payload, account.key.public).flaw is Desync.LEGACY
+    verified = verify(payload, account.key.public)
+    assert (verified.flaw, verified.detail) == (Desync.LEGACY, "no prevData")
+    assert (verified.prev_data, verified.changes) == (b"", ())
+
+
+def test_a_flaw_has_a_detail_that_names_the_operation() -> None:
+    account = account_with_posts()
+    payload = account.commit(Write.create(f"{POST}/zzz", {"n": 1}), Write.delete(f"{POST}/011"))
+    create, delete = payload["ops"]
+    key = account.key.public
+    without_prev = verify(payload | {"ops": [create, delete | {"prev": None}]}, key)
+    assert (without_prev.flaw, without_prev.detail) == (Desync.LEGACY, f"delete of {POST}/011 without prev")
+    without_cid = verify(payload | {"ops": [create | {"cid": None}, delete]}, key)
+    assert (without_cid.flaw, without_cid.detail) == (Desync.OPS, f"create of {POST}/zzz: cid is None")
+    blocks = blocks_of(payload["blocks"])
+    del blocks[create["cid"]]
+    without_record = verify(payload | {"blocks": car({payload["commit"]: blocks[payload["commit"]]} | blocks)}, key)
+    assert (without_record.flaw, without_record.detail) == (Desync.RECORD_MISSING, f"{POST}/zzz")
+
+
+@pytest.mark.parametrize("records", [1, 3])
+def test_a_result_of_the_native_core_for_another_number_of_operations_is_an_error(records: int) -> None:
+    account = account_with_posts()
+    event = decoded_event("commit", account.commit(Write.delete(f"{POST}/003"), Write.delete(f"{POST}/011")))
+    with pytest.raises(ValueError, match="zip"):
+        natively_verified(event, EMPTY_TREE, event.prev_data, [(None, None)] * records)
 
 
 def test_a_missing_block_is_a_flaw_if_it_is_needed() -> None:
