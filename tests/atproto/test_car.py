@@ -132,6 +132,7 @@ def test_both_parsers_agree_on_arbitrary_sections(sections: bytes, data: st.Data
 
 HEADER = car_header(cid_of(b"x"))
 SECTION = car_section(cid_of(b"x"), b"x")
+X = {cid_of(b"x"): b"x"}
 
 
 @pytest.mark.parametrize(
@@ -147,6 +148,8 @@ SECTION = car_section(cid_of(b"x"), b"x")
         HEADER + bytes([SECTION[0] | 0x80, 0x00]) + SECTION[1:],
         HEADER + b"\xff" * 10,
         HEADER + b"\x05hello",
+        HEADER + bytes([30]) + b"\x01\x71\x13\x40" + bytes(26) + SECTION,  # a CID that is longer than its section
+        b"\x02\x81\x01" + SECTION,
         HEADER + b"\x24" + cid_of(b"x")[:-1],
         b"\xff\xff\x7f" + HEADER,
         dag_cbor.encode({"roots": [cid_of(b"x")], "version": 1}),
@@ -177,7 +180,44 @@ def test_block_under_another_cid_is_rejected() -> None:
 
 def test_block_under_an_unsupported_cid_is_skipped() -> None:
     sha512 = b"\x01\x71\x13\x40" + bytes(64)
-    assert split(HEADER + car_section(sha512, b"data") + SECTION)[1] == {cid_of(b"x"): b"x"}
+    for block in (b"data", b""):
+        for parse in (split, read_at_once):
+            assert parse(HEADER + car_section(sha512, block) + SECTION)[1] == {cid_of(b"x"): b"x"}
+
+
+@pytest.mark.parametrize("size", [91, 92, 16_347, 16_348, 16_474, 16_475, 40_000])
+def test_lengths_of_one_two_and_three_bytes_are_read(size: int) -> None:
+    """With the CID, 127, 128, 16,383, 16,384, 16,510 and 16,511 bytes."""
+    file = car_of([bytes(size), b"x"])
+    assert split(file) == read(file, [60, 61]) == ([cid_of(bytes(size))], {cid_of(bytes(size)): bytes(size), **X})
+
+
+def test_resumed_reader_continues_with_offsets_and_counts() -> None:
+    file = car_of([b"first", b"second", b"third"])
+    begun = CarReader(DEFAULT_LIMITS)
+    [(cid, _, offset)] = begun.feed(file[: file.index(b"first") + 5])
+    position = offset + 5
+    limits = Limits(repo_bytes=len(file), repo_blocks=3)
+    resumed = CarReader.resumed(limits, begun.roots, position, 1)
+    assert [(block, at) for _, block, at in resumed.feed(file[position:])] == [
+        (b"second", file.index(b"second")),
+        (b"third", file.index(b"third")),
+    ]
+    assert resumed.roots == [cid]
+    resumed.close()
+    for limits in (Limits(repo_bytes=len(file) - 1), Limits(repo_blocks=2)):
+        with pytest.raises(UpstreamError):
+            list(CarReader.resumed(limits, [cid], position, 1).feed(file[position:]))
+
+
+def test_files_within_the_bounds_are_read() -> None:
+    file = car_of([b"a" * 1_000, b"b", b"c"])
+    whole = split_car(file, DEFAULT_LIMITS, max_bytes=len(file))
+    limits = Limits(repo_bytes=len(file), repo_blocks=3, block_bytes=1_000, car_header_bytes=58)
+    assert read(file, [10, 20], limits) == whole
+    assert decode_header(file, limits) == (whole[0], 59)
+    with pytest.raises(UpstreamError, match="header of 58 bytes"):
+        decode_header(file, Limits(car_header_bytes=57))
 
 
 def test_bounds_on_sizes_and_counts_are_enforced() -> None:

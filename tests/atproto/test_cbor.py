@@ -20,6 +20,7 @@ from indexer.atproto.cbor import (
     CborError,
     Link,
     abridged,
+    count_items,
     decode,
     decode_canonical,
     decode_json,
@@ -184,10 +185,84 @@ print(len(rejected), len(accepted))
 """
 
 
+def test_error_says_only_what_is_wrong() -> None:
+    with pytest.raises(CborError) as caught:
+        decode(b"\xd8\x2b\x01")
+    assert str(caught.value) == "Non-42 tags are not supported"
+
+
 def test_deep_nesting_does_not_overflow_the_small_stack_of_a_thread() -> None:
     """In a separate process, because a stack overflow would end it."""
     done = subprocess.run([sys.executable, "-c", SMALL_STACK], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, "4 8"), done.stderr
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(number + step for number in (0, 24, 1 << 8, 1 << 16, 1 << 32, 1 << 63) for step in (-1, 0, 1)),
+        *(-1 - number for number in (23, 24, 255, 256, 65_535, 65_536, (1 << 32) - 1, 1 << 32, (1 << 64) - 1)),
+        (1 << 64) - 1,
+        [1, [2, [], 3], {}, 4],
+        {"b": {"a": [1], "c": {}}, "d": {"": 1, "a": -2}},
+        [None, True, False, 1.5, -0.0, "", "text", b"", b"bytes"],
+    ],
+)
+def test_strict_decoder_returns_the_value_that_another_library_encoded(value: Any) -> None:
+    data = cbor2.dumps(value, canonical=True) if not isinstance(value, list) else cbor2.dumps(value)
+    assert decode_strict(data, Link) == value
+    assert decode_canonical(data) == value
+
+
+def test_strict_decoder_makes_links_of_their_cids() -> None:
+    link = decode_strict(b"\x81" + LINK + b"\x58\x25\x00" + CID, Link)[0]
+    assert isinstance(link, Link)
+    assert link == CID
+
+
+def test_strict_decoder_names_the_byte_after_which_the_data_ends() -> None:
+    for data, last in ((b"", 0), (b"\x82\x01", 2), (b"\x63ab", 3), (b"\x19\x01", 2)):
+        with pytest.raises(ValueError, match=f"the data ends after byte {last}, inside an object"):
+            decode_strict(data, Link)
+
+
+@pytest.mark.parametrize(
+    ("data", "items", "levels"),
+    [
+        (b"\x01", 1, 0),
+        (b"\x18\x20", 1, 0),
+        (b"\x1b" + bytes(7) + b"\x01", 1, 0),
+        (b"\x63abc", 1, 0),
+        (b"\x58\x03abc", 1, 0),
+        (b"\xf6", 1, 0),
+        (b"\x80", 1, 0),
+        (b"\xa0", 1, 0),
+        (b"\x82\x01\x02", 3, 1),
+        (b"\xa2\x61a\x01\x61b\x02", 5, 1),
+        (b"\xd8\x2a\x43\x00\x01\x02", 2, 0),
+        (b"\x83\xd8\x2a\x40\x01\x02", 5, 1),
+        (b"\x82\x81\x81\x81\x01\x02", 6, 4),
+        (b"\xa1\x61a\x82\x01\xa1\x61b\x80", 7, 3),
+    ],
+)
+def test_items_of_the_first_objects_are_counted(data: bytes, items: int, levels: int) -> None:
+    rest = b"\x01\x02\x81\x03"
+    assert count_items(data + rest, 100, levels) == (items, False)
+    assert count_items(data + rest, 100, levels, objects=2) == (items + 1, False)
+    assert count_items(data * 3, 100, levels, objects=3) == (3 * items, False)
+    assert count_items(data + rest, items, levels) == (items, False)
+    if items > 1:
+        assert count_items(data, items - 2, levels) == (items - 1, False)
+    if levels:
+        assert count_items(data + rest, 100, levels - 1)[1]
+
+
+@pytest.mark.parametrize(
+    ("data", "items"),
+    [(b"", 0), (b"\x1c", 1), (b"\x5f", 1), (b"\xff", 1), (b"\x82", 1), (b"\x82\x01", 2), (b"\x19", 1), (b"\x63a", 1)],
+)
+def test_counting_ends_at_bytes_that_no_decoder_accepts(data: bytes, items: int) -> None:
+    assert count_items(data, 100, 8) == (items, False)
 
 
 LINK = b"\xd8\x2a"
@@ -202,6 +277,8 @@ NOT_LINKS = [
     LINK + b"\x58\x26\x00" + CID + b"\x00",
     LINK + b"\x58\x86\x00\x01\x71\x13\x81\x01" + bytes(128),
     LINK + b"\x61a",
+    LINK + b"\x78\x25\x00" + CID,
+    b"\xd8\x2b\x58\x25\x00" + CID,
 ]
 
 
@@ -394,7 +471,10 @@ def test_flipped_bit_raises_no_other_error(value: Any, source: random.Random) ->
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (b"\xa1\x61a\x18\x01", "CBOR (a map with the keys 'a'), but not strict DAG-CBOR"),
+        (
+            b"\xa1\x61a\x18\x01",
+            "not strict DAG-CBOR: the number before byte 5 is not in its shortest form",
+        ),
         (b"\xf7", "but not strict DAG-CBOR"),
         (b"\xff\xff", "not CBOR at all"),
         (b"\xa0", ""),
@@ -415,3 +495,26 @@ def test_abridged_value_is_bounded() -> None:
     }
     deep: Any = decode(b"\x81" * 900 + b"\x80")
     assert json.dumps(abridged(deep), ensure_ascii=False) == "[" * MAX_SHOWN_LEVELS + '"…"' + "]" * MAX_SHOWN_LEVELS
+    shown: Any = {"a": 1}
+    for _ in range(MAX_SHOWN_LEVELS - 1):
+        shown = {"a": shown}
+    assert abridged(shown) == shown
+    assert json.dumps(abridged({"a": shown}), ensure_ascii=False).count("…") == 1
+    exact = {"text": "x" * MAX_SHOWN_CHARACTERS}
+    assert abridged(exact) == exact
+
+
+def test_links_are_abridged_to_their_text() -> None:
+    assert abridged(decode(encode({"a": cid_of(b"")}))) == {"a": {"$link": cid_text(cid_of(b""))}}
+
+
+def test_byte_strings_have_their_json_form_and_need_no_other_decoder() -> None:
+    data = cbor2.dumps({"a": b"\x00\x00\x17\x00\x00\x17"})
+    assert decode_json(data) == ({"a": b"\x00\x00\x17\x00\x00\x17"}, b'{"a":{"$bytes":"AAAXAAAX"}}')
+
+
+def test_smallest_link_is_a_link() -> None:
+    smallest = b"\x01\x55\x00\x00"
+    value = decode_canonical(b"\xa1\x61a\xd8\x2a\x45\x00" + smallest)
+    assert isinstance(value["a"], Link)
+    assert value["a"] == smallest

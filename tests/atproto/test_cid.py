@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from multiformats import CID
 
-from indexer.atproto.cid import DAG_CBOR, RAW, cid_of, cid_text, is_cid, parse_cid
+from indexer.atproto.cid import DAG_CBOR, MAX_LINK_BYTES, RAW, cid_of, cid_text, is_cid, is_link, link_size, parse_cid
 
 DIGESTS = st.binary(min_size=32, max_size=32)
 
@@ -46,3 +46,23 @@ def test_arbitrary_text_is_rejected_or_round_trips(text: str) -> None:
 def test_almost_valid_text_is_rejected(text: str) -> None:
     with pytest.raises(ValueError, match="CID"):
         parse_cid(text)
+
+
+def test_link_may_have_the_maximum_size_and_no_more() -> None:
+    longest = b"\x01\x55\x12\x60" + bytes(96)
+    assert len(longest) == MAX_LINK_BYTES
+    assert is_link(longest)
+    assert not is_link(b"\x01\x55\x12\x61" + bytes(97))
+
+
+def test_size_of_a_link_is_known_only_if_all_its_bytes_are_there() -> None:
+    link = DAG_CBOR + bytes(32)
+    assert link_size(b"abc" + link + b"rest", 3) == len(link)
+    assert link_size(b"abc" + link, 3) == len(link)
+    assert link_size(b"abc" + link[:-1], 3) is None
+
+
+def test_text_of_a_link_keeps_letters_at_its_end() -> None:
+    link = b"\x01\x55\x00\x01\x17"
+    assert is_link(link)
+    assert cid_text(link) == str(CID.decode(link).encode("base32")) == "bafkqaaix"

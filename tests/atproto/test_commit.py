@@ -53,6 +53,14 @@ def test_unknown_fields_stay_in_the_signed_bytes(changes: dict[str, Any]) -> Non
     assert KEY.public.verify(commit.sig, commit.unsigned)
 
 
+def test_commit_may_have_23_fields_and_no_more() -> None:
+    unknown = {f"x{number:02}": number for number in range(17)}
+    commit = decoded(signed(**unknown))
+    assert KEY.public.verify(commit.sig, commit.unsigned)
+    with pytest.raises(UpstreamError, match="more than 23 fields"):
+        decoded(signed(**unknown, another=1))
+
+
 @pytest.mark.parametrize(
     "changes",
     [

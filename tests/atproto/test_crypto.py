@@ -1,5 +1,6 @@
 import json
 from base64 import b64decode
+from hashlib import sha256
 from typing import Any
 
 import pytest
@@ -88,6 +89,29 @@ def test_signature_with_a_number_out_of_range_is_invalid(curve: Curve) -> None:
         assert not key.public.verify(valid[:32] + out_of_range, b"m")
 
 
+def signature_with(curve: Curve, s: int, message: bytes) -> tuple[PublicKey, bytes]:
+    """Return a signature whose second number is `s`, and the key that makes it one."""
+    order, nonce = ORDERS[curve], 12_345
+    point = ec.derive_private_key(nonce, ec.SECP256K1() if curve == "k256" else ec.SECP256R1()).public_key()
+    r = point.public_numbers().x % order
+    digest = int.from_bytes(sha256(message).digest(), "big")
+    secret = (s * nonce - digest) * pow(r, -1, order) % order
+    return PrivateKey(curve, secret.to_bytes(32, "big")).public, r.to_bytes(32, "big") + s.to_bytes(32, "big")
+
+
+@pytest.mark.parametrize("curve", CURVES)
+@pytest.mark.parametrize(("from_half", "valid"), [(-1, True), (0, True), (1, False), (2, False)])
+def test_second_number_of_a_signature_is_at_most_half_of_the_order(curve: Curve, from_half: int, valid: bool) -> None:
+    key, signature = signature_with(curve, ORDERS[curve] // 2 + from_half, b"m")
+    assert key.verify(signature, b"m") is valid
+
+
+@pytest.mark.parametrize("curve", CURVES)
+def test_smallest_second_number_of_a_signature_is_valid(curve: Curve) -> None:
+    key, signature = signature_with(curve, 1, b"m")
+    assert key.verify(signature, b"m")
+
+
 @given(st.sampled_from(CURVES), st.binary(min_size=64, max_size=64))
 def test_arbitrary_signature_is_invalid(curve: Curve, signature: bytes) -> None:
     assert not PrivateKey.from_seed(curve, b"k").public.verify(signature, b"message")
@@ -108,7 +132,7 @@ def test_p256_signature_is_verified_by_the_library_alone() -> None:
 def test_multikey_and_did_key_are_parsed_to_the_same_key(curve: Curve) -> None:
     key = PrivateKey.from_seed(curve, b"forms").public
     assert parse_multikey(key.multikey()) == parse_did_key(key.did_key()) == key
-    assert hash(parse_multikey(key.multikey())) == hash(key)
+    assert hash(parse_multikey(key.multikey())) == hash(key) != hash(PrivateKey.from_seed(curve, b"other").public)
     assert key.multikey().startswith("zQ3sh" if curve == "k256" else "zDna")
 
 

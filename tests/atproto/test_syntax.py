@@ -5,13 +5,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from indexer.atproto.syntax import (
+    MAX_NSID_CHARACTERS,
     AtUri,
     CollectionFilter,
     is_did,
     is_handle,
     is_nsid,
     is_record_key,
+    is_resolvable,
     is_tid,
+    normalize_account,
     split_path,
     tid_micros,
     tid_of,
@@ -71,7 +74,50 @@ def test_tid_encodes_its_time_and_sorts_by_it(micros: int, clock_id: int) -> Non
     assert tid_of(micros + 1) > tid
 
 
+def test_longest_nsid_is_accepted() -> None:
+    authority = ".".join(["a" * 63, "a" * 63, "a" * 63, "a" * 61])
+    longest = f"{authority}.{'b' * 63}"
+    assert len(longest) == MAX_NSID_CHARACTERS
+    assert is_nsid(longest)
+    assert not is_nsid(f"a{longest}")
+
+
+@pytest.mark.parametrize(
+    ("text", "account"),
+    [
+        ("alice.test", "alice.test"),
+        ("@Alice.Test", "alice.test"),
+        ("did:web:Example.com", "did:web:Example.com"),
+        ("@did:web:example.com", None),
+        ("alice", None),
+        ("alice.test@", None),
+        ("@@alice.test", None),
+    ],
+)
+def test_account_is_a_did_or_a_handle_in_lower_case(text: str, account: str | None) -> None:
+    assert normalize_account(text) == account
+
+
+@pytest.mark.parametrize(
+    ("host", "resolvable", "local"),
+    [
+        ("alice.example.com", True, True),
+        ("alice.test", False, True),
+        ("alice.TEST", False, True),
+        ("test.com", True, True),
+        ("alice.local", False, False),
+        ("pds.internal.Onion", False, False),
+        ("local.onion.com", True, True),
+        ("localhost", False, False),
+    ],
+)
+def test_reserved_names_are_not_resolvable(host: str, resolvable: bool, local: bool) -> None:
+    assert is_resolvable(host, local=False) is resolvable
+    assert is_resolvable(host, local=True) is local
+
+
 def test_published_tid() -> None:
+    assert tid_of(0) == "2222222222222"
     assert tid_micros("3jzfcijpj2z2a") == 1688137381887007
     assert tid_of(1688137381887007, 6) == "3jzfcijpj2z2a"
 
@@ -82,6 +128,7 @@ def test_at_uri_keeps_its_text_and_can_be_normalized() -> None:
     assert str(AtUri.parse("at://Alice.Test/Com.Example.fooBar/Self").normalized()) == (
         "at://alice.test/com.example.fooBar/Self"
     )
+    assert str(AtUri.parse("at://did:web:A.b").normalized()) == "at://did:web:A.b"
 
 
 @pytest.mark.parametrize(
@@ -117,6 +164,9 @@ def test_collection_filter_matches_whole_segments() -> None:
     assert CollectionFilter().matches("anything.at.all")
     assert CollectionFilter(["com.example.thing", "*"]).matches_all
     assert not collections.matches_all
+    for shortest in ("com.*", "com.a.*"):
+        assert CollectionFilter([shortest]).matches("com.a.thing")
+    assert str(collections) == "app.bsky.*,com.example.thing"
 
 
 @pytest.mark.parametrize("pattern", ["", "app.bsky*", "*.bsky", "app.*.post", ".*", "app..b.*", "app bsky"])

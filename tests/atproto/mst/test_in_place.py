@@ -1,8 +1,9 @@
 """Single operations that are undone in place: with the same result as by rebuilding the tree."""
 
 from collections.abc import Callable
-from itertools import count
+from itertools import count, cycle, islice
 
+import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -10,6 +11,7 @@ from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.mst import Inversion, NetOp, Verdict, invert
 from indexer.atproto.mst.in_place import undo_in_place
 from indexer.atproto.mst.inversion import invert_by_rebuilding
+from indexer.atproto.mst.walk import leaves, walk
 from indexer.errors import UpstreamError
 from indexer.reasons import Rejection
 from tests.atproto.mst import oracle
@@ -63,6 +65,72 @@ def test_most_single_operations_are_undone_in_place() -> None:
                 rebuilt += 1
             assert invert(blocks, root, [op], prev_data, DEFAULT_LIMITS).verdict is Verdict.OK
     assert undone > 5 * rebuilt > 0
+
+
+def keys_with(prefix: str) -> list[bytes]:
+    return sorted(key for height in range(4) for key in islice(oracle.keys_of_height(height, prefix), 6))
+
+
+SOME_KEYS = (KEYS, KEYS[::2], KEYS[1::3], KEYS[::7], keys_with("XXXX/"), keys_with("!/"))
+
+
+def entry_of(blocks: Blocks, key: bytes) -> tuple[bool, list[bytes | None]]:
+    """Return if the key is alone in its node, and the subtrees before and after it."""
+    nodes = [oracle.decode(block) for block in blocks.values()]
+    [node] = [node for node in nodes if key in node.keys]
+    index = node.keys.index(key)
+    return len(node.keys) == 1, [node.left, *node.trees][index : index + 2]
+
+
+@pytest.mark.parametrize("records", SOME_KEYS)
+def test_operations_are_undone_in_place_unless_nodes_appear_or_disappear(records: list[bytes]) -> None:
+    with_all = dict(zip(records, cycle([A, B]), strict=False))
+    root, blocks = oracle.build(with_all)
+    results = set()
+    for key, value in with_all.items():
+        without_key = {other: with_all[other] for other in records if other != key}
+        without, blocks_without = oracle.build(without_key)
+        alone, subtrees = entry_of(blocks, key)
+        is_root = key in oracle.decode(blocks[root]).keys
+
+        changed, _ = oracle.build(with_all | {key: C})
+        assert undo_in_place(blocks, root, NetOp(key, C, value), DEFAULT_LIMITS) == changed
+
+        before_create = undo_in_place(blocks, root, NetOp(key, None, value), DEFAULT_LIMITS)
+        if alone and not any(subtrees):
+            assert before_create is None
+        elif not (alone and is_root):
+            assert before_create == without
+
+        before_delete = undo_in_place(blocks_without, without, NetOp(key, value, None), DEFAULT_LIMITS)
+        assert before_delete == (None if alone or any(subtrees) else root)
+        results |= {before_create is None, before_delete is None}
+    assert results == {True, False}
+
+
+@pytest.mark.parametrize("records", SOME_KEYS)
+def test_single_operations_are_undone_by_rebuilding(records: list[bytes]) -> None:
+    with_all = dict(zip(records, cycle([A, B]), strict=False))
+    root, blocks = oracle.build(with_all)
+    assert list(walk(blocks.get, root, DEFAULT_LIMITS)) == list(leaves(blocks.get, root)) == list(with_all.items())
+    for key, value in with_all.items():
+        without, blocks_without = oracle.build({other: with_all[other] for other in records if other != key})
+        changed, _ = oracle.build(with_all | {key: C})
+        for present, after, op, before in (
+            (blocks, root, NetOp(key, C, value), changed),
+            (blocks, root, NetOp(key, None, value), without),
+            (blocks_without, without, NetOp(key, value, None), root),
+        ):
+            inversion = invert_by_rebuilding(present, after, [op], before, DEFAULT_LIMITS)
+            assert inversion == Inversion(Verdict.OK, before, ops_hold=True)
+
+
+def test_single_operation_that_is_undone_in_place_does_not_rebuild_the_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("indexer.atproto.mst.inversion.invert_by_rebuilding")
+    before = dict.fromkeys(KEYS, A)
+    root, blocks = oracle.build(before | {KEYS[7]: B})
+    inversion = invert(blocks, root, [NetOp(KEYS[7], A, B)], oracle.build(before)[0], DEFAULT_LIMITS)
+    assert inversion.verdict is Verdict.OK
 
 
 def keys_of_the_example() -> tuple[bytes, bytes, bytes]:

@@ -182,6 +182,27 @@ def test_remaining_subtree_is_the_tree_before_if_its_root_is_known_or_is_prev_da
     assert undo(blocks, root, ops, EMPTY_TREE) == Inversion(Verdict.MISMATCH, prev_data, ops_hold=True)
 
 
+class CountedBlocks(dict[bytes, bytes]):
+    """Blocks that count how often each of them is read."""
+
+    def __init__(self, blocks: Blocks) -> None:
+        super().__init__(blocks)
+        self.reads = Counter[bytes]()
+
+    def get(self, cid: bytes, default: Any = None) -> Any:
+        self.reads[cid] += 1
+        return super().get(cid, default)
+
+
+def test_each_node_is_decoded_at_most_once() -> None:
+    before = dict.fromkeys(KEYS, A)
+    after = edited(before, dict.fromkeys(KEYS[::3], B))
+    root, blocks = oracle.build(after)
+    counted = CountedBlocks(blocks)
+    assert undo(counted, root, oracle.difference(before, after), oracle.build(before)[0]).verdict is Verdict.OK
+    assert set(counted.reads.values()) == {1}
+
+
 def test_subtree_that_only_moves_is_not_needed() -> None:
     """Without the key on layer 2, the leaf after it is the subtree after the key on layer 1 before it."""
     top = sorted(KEYS_BY_HEIGHT[2])[5]
@@ -227,6 +248,16 @@ def test_subtree_with_keys_beyond_its_neighbours_is_rejected() -> None:
     absent = min(other for other in KEYS_BY_HEIGHT[0] if other < key)
     with pytest.raises(UpstreamError, match="out of order"):
         undo(blocks, oracle.cid_of(root), [NetOp(absent, A, None)], EMPTY_TREE)
+
+
+def test_key_that_is_in_two_subtrees_is_rejected() -> None:
+    """Without the key above them, the two subtrees become one."""
+    key = KEYS_BY_HEIGHT[1][0]
+    leaf = oracle.encode([min(KEYS_BY_HEIGHT[0])], [A], None, [None])
+    root = oracle.encode([key], [A], oracle.cid_of(leaf), [oracle.cid_of(leaf)])
+    blocks = {oracle.cid_of(root): root, oracle.cid_of(leaf): leaf}
+    with pytest.raises(UpstreamError, match="out of order"):
+        undo(blocks, oracle.cid_of(root), [NetOp(key, None, A)], EMPTY_TREE)
 
 
 def test_root_without_keys_is_rejected() -> None:

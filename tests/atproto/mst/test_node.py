@@ -115,6 +115,28 @@ def test_key_over_the_limit_is_rejected() -> None:
     assert "a key of 1025 bytes" in rejection_detail(block)
 
 
+def test_prefix_counts_towards_the_limit_of_a_key() -> None:
+    first, second = b"k" * MAX_KEY_BYTES, b"k" * (MAX_KEY_BYTES - 1) + b"l"
+    longer = second + b"!"
+    assert rejection_detail(oracle.encode([first, longer], [CID_A] * 2, None, [None] * 2)) == "a key of 1025 bytes"
+    block = oracle.encode([first, second], [CID_A] * 2, None, [None] * 2)
+    assert decode_node(block, DEFAULT_LIMITS).keys == [first, second]
+
+
+def test_subtrees_are_encoded_in_their_positions() -> None:
+    keys = sorted(KEYS)[:2]
+    block = encode_node(keys, [CID_A, CID_B], CID_C, [CID_B, None])
+    assert block == oracle.encode(keys, [CID_A, CID_B], CID_C, [CID_B, None])
+    capital = next(oracle.keys_of_height(0, "XXXX/"))
+    assert encode_node([capital], [CID_A], None, [None]) == oracle.encode([capital], [CID_A], None, [None])
+
+
+@pytest.mark.parametrize(("values", "trees"), [(1, 2), (2, 1), (3, 2), (2, 3)])
+def test_node_needs_a_value_and_a_subtree_for_each_key(values: int, trees: int) -> None:
+    with pytest.raises(ValueError, match="zip"):
+        encode_node(sorted(KEYS)[:2], [CID_A] * values, None, [None] * trees)
+
+
 def test_node_with_more_entries_than_the_limit_is_rejected() -> None:
     block = encode_node(sorted(LEAVES), [CID_A] * 4, None, [None] * 4)
     assert len(decode_node(block, replace(DEFAULT_LIMITS, node_entries=4)).keys) == 4
@@ -180,6 +202,7 @@ def changed_node(change: Callable[[Fields, list[Fields]], object]) -> bytes:
         lambda _, entries: entries[0].update(v=CID_A),
         lambda _, entries: entries[0].update(v=cbor2.CBORTag(43, b"\x00" + CID_A)),
         lambda _, entries: entries[0].update(v=cbor2.CBORTag(42, CID_A)),
+        lambda _, entries: entries[0].update(v=cbor2.CBORTag(42, b"\x01" + CID_A)),
         lambda _, entries: entries[0].update(t=CID_A),
         lambda _, entries: entries[0].update(t=False),
         lambda _, entries: entries[0].update(k=entries[0]["k"].decode()),

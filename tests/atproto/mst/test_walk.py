@@ -65,6 +65,7 @@ def test_tree_with_one_node_missing_is_incomplete(records: dict[bytes, bytes], d
         walked(blocks, root)
     assert isinstance(caught.value, UnavailableError)
     assert (caught.value.reason, caught.value.cid) == (FetchFailure.EXPORT_INCOMPLETE, missing)
+    assert caught.value.detail.startswith("no node bafyrei")
     with pytest.raises(MissingNodeError):
         list(leaves(blocks.get, root))
 
