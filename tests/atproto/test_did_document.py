@@ -129,6 +129,8 @@ def test_first_valid_key_is_used() -> None:
         "https://",
         "ftp://pds.example.com",
         "https://pds.example.com:99999",
+        "https://pds.example.com:65536",
+        "https://" + "a" * 2_041,
         "https://pds.exa mple.com",
         "https://[::1",
         "https://pds.example.com:0",
@@ -157,6 +159,9 @@ def test_pds_is_none_if_it_is_not_a_base_url(url: Any) -> None:
         ("HTTPS://PDS.example.com:8443", "https://pds.example.com:8443"),
         ("https://[2600::1]:443/", "https://[2600::1]:443"),
         ("https://my_pds.example.com", "https://my_pds.example.com"),
+        ("https://pds.example.com:1", "https://pds.example.com:1"),
+        ("https://pds.example.com:65535", "https://pds.example.com:65535"),
+        ("https://" + "a" * 2_040, "https://" + "a" * 2_040),
     ],
 )
 def test_pds_is_scheme_host_and_port(url: str, pds: str) -> None:

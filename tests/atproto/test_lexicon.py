@@ -54,6 +54,7 @@ INVALID: dict[str, Any] = {
     "properties.'field'.items` has no known type": with_field({"type": "array"}),
     "properties.'field'.ref` is not a reference": with_field({"type": "ref"}),
     "properties.'field'.maxLength` is not a length": with_field({"type": "string", "maxLength": -1}),
+    "field'.maxLength` is not a length": with_field({"type": "array", "items": {"type": "string"}, "maxLength": "1"}),
     "record.required` is not a list": with_field({"type": "string"}, required="field"),
     "record.nullable` is not a list": with_field({"type": "string"}, nullable=[1]),
     "has 501 fields; at most 500": with_field(
@@ -128,6 +129,36 @@ OTHER: dict[str, Any] = {
 )
 def test_kind_and_maximum_length_of_a_field(schema: Any, kind: FieldKind, max_bytes: int) -> None:
     assert kind_of(schema, OTHER) == (kind, max_bytes)
+
+
+def test_record_may_have_no_properties_and_no_lists_of_names() -> None:
+    document = copy_of(LIKE_DOCUMENT)
+    document["defs"]["main"]["record"] = {"type": "object"}
+    empty = parse_lexicon(document)
+    assert (record_fields(empty, {}), references(empty, {})) == ((), set())
+    document["defs"]["main"]["record"] = {
+        "type": "object",
+        "properties": {f"f{n}": {"type": "integer", "description": n} for n in range(MAX_FIELDS)},
+    }
+    fields = record_fields(parse_lexicon(document), {})
+    assert len(fields) == MAX_FIELDS
+    assert fields[7] == ("f7", FieldKind.BIGINT, False, False, UNLIMITED, "")
+
+
+@pytest.mark.parametrize("length", [0, 1])
+def test_shortest_maximum_length_of_a_string(length: int) -> None:
+    assert kind_of({"type": "string", "maxLength": length}) == (FieldKind.TEXT, length)
+
+
+def test_array_of_tokens_is_an_array_of_texts() -> None:
+    assert kind_of({"type": "array", "items": {"type": "token"}})[0] is FieldKind.TEXT_ARRAY
+
+
+def test_reference_that_leads_to_itself_has_no_type() -> None:
+    document = with_field({"type": "ref", "ref": "#loop"})
+    document["defs"]["loop"] = {"type": "ref", "ref": "#loop", "format": "cid"}
+    [field] = record_fields(parse_lexicon(document), {})
+    assert (field.kind, field.max_bytes) == (FieldKind.ANY, UNLIMITED)
 
 
 def test_references_are_those_that_types_depend_on() -> None:

@@ -63,12 +63,24 @@ def test_a_target_is_one_link_for_each_path_of_a_record() -> None:
         assert found(value) == [("[].uri", POST, "strong-ref")]
 
 
+def test_only_the_member_uri_beside_a_cid_is_a_strong_reference() -> None:
+    assert found({"uri": POST}) == [(".uri", POST, "at-uri")]
+    assert found({"uri": POST, "cid": 7}) == [(".uri", POST, "at-uri")]
+    assert found({"url": POST, "cid": CID}) == [(".url", POST, "at-uri")]
+
+
 def test_number_and_size_of_links_are_bounded() -> None:
     assert len(found([f"did:web:{number}.test" for number in range(MAX_LINKS + 9)])) == MAX_LINKS
     prefix = f"at://{ALICE}/app.test.a/"
     longest = prefix + "x" * (512 - len(prefix))
     assert found([longest]) == [("[]", longest, "at-uri")]
     assert found(["did:web:" + "x" * MAX_TARGET_CHARACTERS]) == []
+    longest = "did:web:" + "x" * (MAX_TARGET_CHARACTERS - 8)
+    assert found([longest]) == [("[]", longest, "did")]
+    assert found([longest + "x"]) == []
+    longest = "a" + "é" * (MAX_PATH_BYTES // 2 - 1)
+    assert found({longest: ALICE}) == [(f".{longest}", ALICE, "did")]
+    assert found({longest + "a": ALICE}) == []
     assert found({"é" * (MAX_PATH_BYTES // 2): ALICE}) == []
     assert len(found({"é" * (MAX_PATH_BYTES // 2 - 1): ALICE})) == 1
 

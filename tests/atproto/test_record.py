@@ -1,6 +1,6 @@
 import json
 import struct
-from base64 import b32decode, b64decode
+from base64 import b32decode, b64decode, b64encode
 from typing import Any
 from unittest.mock import patch
 
@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from indexer.atproto.cbor import count_items
 from indexer.atproto.cid import RAW, cid_of, cid_text
 from indexer.atproto.limits import DEFAULT_LIMITS, Limits
-from indexer.atproto.record import ItemBudget, Problem, Value, decode_record
+from indexer.atproto.record import (
+    MIN_ITEMS,
+    UNCOUNTED_BYTES,
+    ConvertedRecord,
+    ItemBudget,
+    Problem,
+    Value,
+    decode_record,
+)
 from indexer.localnet import dag_cbor
 from tests.profiles import scaled
 from tests.vectors import vectors
@@ -130,6 +138,90 @@ def test_items_of_one_commit_have_a_common_limit() -> None:
     budget = ItemBudget(0)
     problems = [decode_record(unusual, NSID, DEFAULT_LIMITS, budget).problem for _ in range(6)]
     assert problems == [Problem.NUMBER] * 3 + [Problem.TOO_MANY_ITEMS] * 3
+
+
+def test_items_that_were_counted_before_are_spent_up_to_one_more_than_allowed() -> None:
+    budget = ItemBudget(0)
+    for known, problem, left in (
+        (10, None, MIN_ITEMS - 10),
+        (11, Problem.TOO_MANY_ITEMS, MIN_ITEMS - 21),
+        (5_000, Problem.TOO_MANY_ITEMS, MIN_ITEMS - 32),
+    ):
+        assert budget.spend(b"", 10, 1, known) is problem
+        assert budget.left == left
+
+
+def test_budget_may_be_spent_to_the_last_item() -> None:
+    budget = ItemBudget(8)
+    budget.subtract(MIN_ITEMS)
+    budget.subtract(1)
+    assert budget.left == 1
+    assert budget.spend(b"\x01", 100, 1) is None
+    assert budget.left == 0
+    assert budget.spend(b"\x01", 100, 1) is Problem.TOO_MANY_ITEMS
+    assert budget.left == 0
+
+
+def test_items_of_small_records_are_not_counted() -> None:
+    budget = ItemBudget(0)
+    budget.subtract(MIN_ITEMS)
+    largest = dag_cbor.encode(["x" * (UNCOUNTED_BYTES - 4)])
+    assert len(largest) == UNCOUNTED_BYTES
+    assert decode_record(largest, NSID, DEFAULT_LIMITS, budget).problem is Problem.NOT_A_MAP
+    larger = dag_cbor.encode(["x" * (UNCOUNTED_BYTES - 3)])
+    assert decode_record(larger, NSID, DEFAULT_LIMITS, budget).problem is Problem.TOO_MANY_ITEMS
+
+
+def test_record_that_was_converted_before_counts_and_is_not_converted_again() -> None:
+    block = dag_cbor.encode({"$type": NSID, "text": "x" * 2_000})
+    budget = ItemBudget(0)
+    value = decode_record(block, NSID, DEFAULT_LIMITS, budget, ConvertedRecord("{}", 7, Problem.NO_TYPE))
+    assert value == Value("{}", Problem.NO_TYPE, None)
+    assert budget.left == MIN_ITEMS - 7
+
+
+def test_record_of_the_maximum_size_is_converted() -> None:
+    block = dag_cbor.encode({"$type": NSID, "text": "x" * 100})
+    value = decode_record(block, NSID, Limits(record_bytes=len(block)))
+    assert value.json is not None
+    size = len(value.json)
+    assert decode_record(block, NSID, Limits(record_json_bytes=size)) == value
+    assert decode_record(block, NSID, Limits(record_json_bytes=size - 1)) == (None, Problem.TOO_LARGE, block)
+
+
+LINK = RAW + bytes(32)
+
+
+def unusual(**fields: Any) -> bytes:
+    """Return a record with a byte string that is a CID, which is left to the strict decoder."""
+    return cbor2.dumps({"b": LINK, **fields}, canonical=True)
+
+
+def test_unusual_record_has_the_same_json_as_others() -> None:
+    block = unusual(l=cbor2.CBORTag(42, b"\0" + LINK), s=b"\x00\x00\x17", p=b"\x00", t="é")
+    link, data = cid_text(LINK), b64encode(LINK).decode()
+    text = (
+        f'{{"b":{{"$bytes":"{data}"}},"l":{{"$link":"{link}"}},"p":{{"$bytes":"AA"}},"s":{{"$bytes":"AAAX"}},"t":"é"}}'
+    )
+    assert decode(block) == (text, Problem.NO_TYPE, None)
+    for limit, value in (
+        (len(text.encode()), Value(text, Problem.NO_TYPE, None)),
+        (len(text.encode()) - 1, Value(None, Problem.TOO_LARGE, block)),
+    ):
+        assert decode_record(block, NSID, Limits(record_json_bytes=limit)) == value
+    ascii_block = unusual(t="e")
+    size = len(decode(ascii_block).json or "")
+    assert decode_record(ascii_block, NSID, Limits(record_json_bytes=size)).problem is Problem.NO_TYPE
+
+
+def test_unusual_record_has_the_same_problems_as_others() -> None:
+    assert decode(unusual(**{"$type": NSID})).problem is None
+    assert decode(unusual(**{"$type": "a.b.c"})).problem is Problem.OTHER_TYPE
+    assert decode(unusual(t="\0")) == (None, Problem.NUL, unusual(t="\0"))
+    assert decode(unusual(**{"$link": 1, "$bytes": 2})).problem is Problem.RESERVED_KEY
+    assert decode(unusual(t="$link and $bytes")).problem is Problem.NO_TYPE
+    assert decode(unusual(n=-(1 << 63))).problem is Problem.NO_TYPE
+    assert decode(unusual(n=-(1 << 63) - 1)).problem is Problem.NUMBER
 
 
 @pytest.mark.parametrize("backslashes", range(6))

@@ -9,10 +9,22 @@ from indexer.atproto.cid import cid_text
 from indexer.atproto.limits import DEFAULT_LIMITS, Limits
 from indexer.errors import UpstreamError
 from indexer.localnet import dag_cbor
+from indexer.localnet.local_repo import Write
 from indexer.reasons import Rejection
-from indexer.sync.events import CommitEvent, InfoEvent, MalformedEvent, OtherShardEvent, StreamError, UnknownEvent
-from indexer.sync.frames import decode_frame, frame_for_display
-from tests.sync.signing_account import SigningAccount, decoded_event, encoded_frame
+from indexer.sync.events import (
+    AccountEvent,
+    CommitEvent,
+    IdentityEvent,
+    InfoEvent,
+    MalformedEvent,
+    OtherShardEvent,
+    RepoOp,
+    StreamError,
+    SyncEvent,
+    UnknownEvent,
+)
+from indexer.sync.frames import MAX_SEQ, decode_frame, frame_for_display
+from tests.sync.signing_account import POST, SigningAccount, decoded_event, encoded_frame
 
 
 def malformed(data: bytes, limits: Limits = DEFAULT_LIMITS) -> MalformedEvent:
@@ -29,6 +41,7 @@ def test_a_commit_has_the_fields_of_the_lexicon() -> None:
     assert (decoded.did, decoded.rev, decoded.commit) == (alice.did, alice.repo.head.rev, alice.repo.head.cid)
     assert (decoded.since, decoded.prev_data) == (payload["since"], payload["prevData"])
     assert [(op.action, op.path) for op in decoded.ops] == [("create", "app.bsky.feed.post/a")]
+    assert (decoded.seq, decoded.blocks, decoded.time) == (payload["seq"], payload["blocks"], payload["time"])
 
 
 def test_the_full_type_name_and_unknown_fields_are_accepted() -> None:
@@ -47,6 +60,10 @@ def test_a_type_of_another_protocol_version_is_unknown(kind: str) -> None:
 
 def test_info_error_and_unknown_operations() -> None:
     assert decoded_event("info", {"name": "OutdatedCursor"}) == InfoEvent("OutdatedCursor", "")
+    assert decoded_event("info", {"name": "x", "message": "y"}) == InfoEvent("x", "y")
+    assert decode_frame(dag_cbor.encode({"op": -1}) + dag_cbor.encode({"error": "x"}), DEFAULT_LIMITS) == (
+        StreamError("x", "")
+    )
     error = dag_cbor.encode({"op": -1}) + dag_cbor.encode({"error": "FutureCursor", "message": "no"})
     assert decode_frame(error, DEFAULT_LIMITS) == StreamError("FutureCursor", "no")
     assert isinstance(decode_frame(dag_cbor.encode({"op": 5}) + b"\xa0", DEFAULT_LIMITS), UnknownEvent)
@@ -64,6 +81,8 @@ def test_info_error_and_unknown_operations() -> None:
         dag_cbor.encode({"op": 1, "t": "#commit"}) + b"\x80",
         dag_cbor.encode({"op": "1", "t": "#commit"}) + b"\xa0",
         dag_cbor.encode({"op": True, "t": "#commit"}) + b"\xa0",
+        dag_cbor.encode({"op": False, "t": "#commit"}) + b"\xa0",
+        dag_cbor.encode({"t": "#commit"}) + b"\xa0",
         dag_cbor.encode({"op": 1}) + b"\xa0",
         b"\x81" * 10_000,
     ],
@@ -123,7 +142,109 @@ def test_sizes_are_limited() -> None:
         malformed(encoded_frame("sync", SigningAccount().sync_event() | {"blocks": b"x" * 10_001})).reason
         is Rejection.BLOCKS_TOO_LARGE
     )
-    assert malformed(encoded_frame("commit", good), Limits(frame_bytes=100)).reason is Rejection.FRAME_TOO_LARGE
+    large = malformed(encoded_frame("commit", good), Limits(frame_bytes=100))
+    assert (large.reason, large.detail) == (
+        Rejection.FRAME_TOO_LARGE,
+        f"{len(encoded_frame('commit', good))} bytes",
+    )
+
+
+def test_largest_values_are_accepted() -> None:
+    alice = SigningAccount()
+    commit = alice.commit_post("a")
+    op = commit["ops"][0] | {"path": "a/" + "b" * 1_022}
+    longest = commit | {"ops": [op] * 200, "blocks": bytes(2_000_000), "seq": MAX_SEQ}
+    frame = encoded_frame("commit", longest)
+    event = decode_frame(frame, Limits(frame_bytes=len(frame)))
+    assert isinstance(event, CommitEvent)
+    assert (event.seq, len(event.ops), len(event.blocks)) == (MAX_SEQ, 200, 2_000_000)
+    assert malformed(encoded_frame("commit", commit | {"ops": [op | {"path": op["path"] + "b"}]})).detail == (
+        "path has 1025 characters"
+    )
+    sync = decoded_event("sync", alice.sync_event() | {"blocks": bytes(10_000)})
+    assert len(sync.blocks) == 10_000
+    account = alice.account_event(active=False, status="s" * 128)
+    assert decoded_event("account", account).status == "s" * 128
+    assert malformed(encoded_frame("account", account | {"status": "s" * 129})).detail == (
+        "status is not a string of at most 128 characters"
+    )
+
+
+def test_longest_did_belongs_to_a_shard() -> None:
+    longest = "did:web:" + "a" * 2_040
+    frames = [encoded_frame("identity", {"seq": 5, "did": longest + more, "time": "now"}) for more in ("", "a")]
+    events = [decode_frame(frame, DEFAULT_LIMITS, lambda _: False) for frame in frames]
+    assert events[0] == OtherShardEvent(5, "identity", longest, "now")
+    assert events[1] == malformed(frames[1])
+
+
+def test_first_message_is_number_one() -> None:
+    assert decoded_event("identity", SigningAccount().identity_event() | {"seq": 1}).seq == 1
+
+
+@pytest.mark.parametrize(("items", "reason"), [(10, Rejection.FRAME_MALFORMED), (11, Rejection.FRAME_TOO_LARGE)])
+def test_items_outside_of_containers_count(items: int, reason: Rejection) -> None:
+    assert malformed(b"\xf6" * items, Limits(frame_items=10)).reason is reason
+
+
+def test_frame_with_the_maximum_of_items_is_decoded() -> None:
+    frame = encoded_frame("later", {"seq": 7, "a": 1})
+    assert decode_frame(frame, Limits(frame_items=10)) == UnknownEvent("#later", 7)
+    assert malformed(frame, Limits(frame_items=9)).reason is Rejection.FRAME_TOO_LARGE
+
+
+def test_first_commit_has_no_commit_before_it() -> None:
+    first = SigningAccount().first_commit()
+    for payload in (first | {"since": None, "prevData": None}, first):
+        event = decoded_event("commit", payload)
+        assert (event.since, event.prev_data) == (None, None)
+
+
+def test_operations_have_the_cids_of_their_records() -> None:
+    alice = SigningAccount()
+    old = alice.commit_post("a")["ops"][0]["cid"]
+    payload = alice.commit(Write.update(f"{POST}/a", {"n": 1}), Write.create(f"{POST}/b", {"n": 2}))
+    update, create = payload["ops"]
+    sha512 = b"\x01\x71\x13\x40" + bytes(64)
+    event = decoded_event("commit", payload | {"ops": [update, create | {"cid": sha512, "prev": None}]})
+    assert list(event.ops) == [
+        RepoOp("update", f"{POST}/a", update["cid"], old),
+        RepoOp("create", f"{POST}/b", sha512, None),
+    ]
+
+
+def test_events_of_accounts_have_the_fields_of_the_lexicon() -> None:
+    alice = SigningAccount()
+    identity, account, sync = alice.identity_event(), alice.account_event(active=True), alice.sync_event()
+    seq, time = identity["seq"], identity["time"]
+    assert decoded_event("identity", identity) == IdentityEvent(seq, alice.did, time)
+    assert decoded_event("account", account) == AccountEvent(seq + 1, alice.did, active=True, status=None, time=time)
+    assert decoded_event("sync", sync) == SyncEvent(seq + 2, alice.did, alice.head.rev, sync["blocks"], time)
+    del identity["time"]
+    assert decoded_event("identity", identity).time == ""
+
+
+def test_malformed_event_names_what_can_be_read() -> None:
+    alice = SigningAccount()
+    event = malformed(encoded_frame("identity", {"seq": 7, "did": alice.did, "repo": "did:plc:other"} | {"seq": "7"}))
+    assert event == MalformedEvent(
+        Rejection.FIELD_INVALID, "seq is not a positive integer", "#identity", None, alice.did
+    )
+    long = dag_cbor.encode({"op": "1", "t": "#" + "t" * 100})
+    assert malformed(long + dag_cbor.encode({"did": "x", "seq": 7})) == MalformedEvent(
+        Rejection.FRAME_MALFORMED, "op is not an integer", "#" + "t" * 63, 7, None
+    )
+    assert malformed(dag_cbor.encode({"op": 1, "t": 7}) + b"\xa0").type == ""
+
+
+def test_unknown_events_have_their_short_type_and_number() -> None:
+    header = dag_cbor.encode({"op": 1, "t": "#" + "t" * 100})
+    assert decode_frame(header + dag_cbor.encode({"seq": 7}), DEFAULT_LIMITS) == UnknownEvent("#" + "t" * 63, 7)
+    assert decode_frame(dag_cbor.encode({"op": 5}) + dag_cbor.encode({"seq": 7}), DEFAULT_LIMITS) == (
+        UnknownEvent("op", 7)
+    )
+    for seq in (0, MAX_SEQ + 1, "7", True, None):
+        assert decoded_event("later", {"seq": seq}) == UnknownEvent("#later", None)
 
 
 @pytest.mark.parametrize("field", ["active", "status"])

@@ -4,7 +4,7 @@ from dataclasses import replace
 from unittest.mock import patch
 
 from indexer.atproto.cid import cid_of
-from indexer.atproto.record import Problem, decode_record
+from indexer.atproto.record import ConvertedRecord, Problem, decode_record
 from indexer.localnet import dag_cbor
 from indexer.sync.plans import RecordChange
 from indexer.sync.record_change import LINK_BYTES, MAX_EXPANSION, MIN_VALUE_BYTES, RecordConverter
@@ -83,3 +83,73 @@ def test_links_are_those_of_the_stored_value_and_count_against_the_same_limit() 
     assert 0 < LINK_BYTES * links <= MIN_VALUE_BYTES + MAX_EXPANSION * len(block)
     assert changes[-1].problem is Problem.OMITTED
     assert converted(RecordConverter(STORE_ALL, REV, len(block)), create(0, block)).links is None
+
+
+PATH = f"{POST}/a".encode()
+OLD = cid_of(b"old")
+
+
+def test_change_has_the_action_the_rev_and_the_cid() -> None:
+    block = record(10)
+    cid = cid_of(block)
+    converter = RecordConverter(STORE_ALL, REV, 1_000)
+    value = '{"text":"xxxxxxxxxx","$type":"app.bsky.feed.post"}'
+    create, update = VerifiedChange(PATH, None, cid, block), VerifiedChange(PATH, OLD, cid, block)
+    assert converter.convert(create) == RecordChange("create", POST, "a", REV, cid, value)
+    assert converter.convert(update) == RecordChange("update", POST, "a", REV, cid, value)
+    assert converter.convert(VerifiedChange(PATH, OLD, None, None)) == RecordChange("delete", POST, "a", REV)
+    missing = RecordChange("update", POST, "a", REV, cid, problem=Problem.MISSING)
+    assert converter.convert(VerifiedChange(PATH, OLD, cid, None)) == missing
+    without_values = RecordConverter(replace(STORE_ALL, store_values=False), REV, 1_000)
+    assert without_values.convert(create) == RecordChange("create", POST, "a", REV, cid)
+    assert converter.convert(VerifiedChange(b"no path", None, cid, block)) is None
+    assert converter.convert(VerifiedChange(b"a.b.c/\xff", None, cid, block)) is None
+
+
+def test_record_with_a_problem_keeps_its_bytes() -> None:
+    block = dag_cbor.encode({"$type": POST, "text": "\0"})
+    converter = RecordConverter(STORE_ALL, REV, 1_000)
+    expected = RecordChange("create", POST, "a", REV, cid_of(block), None, Problem.NUL, block)
+    assert converter.convert(VerifiedChange(PATH, None, cid_of(block), block)) == expected
+
+
+def test_record_that_the_native_core_converted_is_not_converted_again() -> None:
+    block = record(10)
+    change = VerifiedChange(PATH, None, cid_of(block), block, ConvertedRecord("{}", 1, Problem.NO_TYPE))
+    expected = RecordChange("create", POST, "a", REV, cid_of(block), "{}", Problem.NO_TYPE)
+    assert RecordConverter(STORE_ALL, REV, 1_000).convert(change) == expected
+
+
+def test_values_up_to_the_maximum_of_bytes_are_stored() -> None:
+    block = dag_cbor.encode({"$type": POST, "a": "did:web:a.test", "b": "did:web:b.test"})
+    for policy in (STORE_ALL, replace(STORE_ALL, links=True)):
+        size = converted(RecordConverter(policy, REV, 1_000), create(1, block)).size
+        size += 2 * LINK_BYTES if policy.links else 0
+        for left, stored in ((0, True), (-1, False)):
+            converter = RecordConverter(policy, REV, 1_000)
+            assert converter.bytes_left == MIN_VALUE_BYTES + 1_000 * MAX_EXPANSION
+            converter.count_converted(0, converter.bytes_left - size - left)
+            change = converted(converter, create(1, block))
+            assert (change.value is not None) is stored
+            assert len(change.links or ()) == (2 if policy.links and stored else 0)
+            assert converter.bytes_left == 0
+
+
+def test_forgotten_values_are_decoded_again() -> None:
+    block = record(10)
+    converter = RecordConverter(STORE_ALL, REV, 1_000)
+    with patch("indexer.sync.record_change.decode_record", wraps=decode_record) as decode:
+        converted(converter, create(1, block))
+        converter.forget_values()
+        converted(converter, create(2, block))
+    assert decode.call_count == 2
+
+
+def test_block_is_decoded_for_each_collection() -> None:
+    block = record(10)
+    converter = RecordConverter(STORE_ALL, REV, 1_000)
+    problems = [
+        converted(converter, VerifiedChange(f"{collection}/a".encode(), None, cid_of(block), block)).problem
+        for collection in (POST, "a.b.c")
+    ]
+    assert problems == [None, Problem.OTHER_TYPE]
