@@ -23,47 +23,14 @@ from tests.vectors import ROOT as VECTORS
 
 JUDGED = Path(__file__).with_name("judged")
 """The folder of the judgements: one file for each package."""
-MODULES = (
-    "indexer/atproto/base58.py",
-    "indexer/atproto/car.py",
-    "indexer/atproto/cbor.py",
-    "indexer/atproto/cid.py",
-    "indexer/atproto/commit.py",
-    "indexer/atproto/crypto.py",
-    "indexer/atproto/did_document.py",
-    "indexer/atproto/lexicon.py",
-    "indexer/atproto/links.py",
-    "indexer/atproto/mst/in_place.py",
-    "indexer/atproto/mst/inversion.py",
-    "indexer/atproto/mst/node.py",
-    "indexer/atproto/mst/partial_tree.py",
-    "indexer/atproto/mst/tree_builder.py",
-    "indexer/atproto/mst/walk.py",
-    "indexer/atproto/record.py",
-    "indexer/atproto/strict_cbor.py",
-    "indexer/atproto/syntax.py",
-    "indexer/sync/backoff.py",
-    "indexer/sync/changes.py",
-    "indexer/sync/fold_operations.py",
-    "indexer/sync/frames.py",
-    "indexer/sync/gap.py",
-    "indexer/sync/narrowing.py",
-    "indexer/sync/plan_batch.py",
-    "indexer/sync/plan_event.py",
-    "indexer/sync/plan_resync.py",
-    "indexer/sync/policy.py",
-    "indexer/sync/repo_state.py",
-    "indexer/sync/repo_transitions.py",
-    "indexer/sync/scope.py",
-    "indexer/sync/sequence_order.py",
-    "indexer/sync/shard.py",
-    "indexer/sync/snapshot_diff.py",
-    "indexer/sync/stored_cursor.py",
-    "indexer/sync/stored_identity.py",
-    "indexer/sync/verify.py",
-    "indexer/sync/watermark.py",
+MODULES = tuple(
+    sorted(
+        str(path.relative_to(PROJECT))
+        for package in ("atproto", "sync")
+        for path in (PROJECT / "indexer" / package).rglob("*.py")
+    )
 )
-"""The modules whose survivors are judged. Others can be named on the command line."""
+"""All modules of `atproto` and `sync`. Others can be named on the command line."""
 _TESTS = ("tests/atproto", "tests/sync")
 _LEFT_OUT = (
     "tests/atproto/test_cbor.py::test_deep_nesting_does_not_overflow_the_small_stack_of_a_thread",

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from indexer.atproto.car import split_car
 from indexer.atproto.cid import RAW, cid_of
 from indexer.atproto.crypto import Curve, PrivateKey, PublicKey
-from indexer.atproto.limits import DEFAULT_LIMITS
+from indexer.atproto.limits import DEFAULT_LIMITS, Limits
 from indexer.atproto.syntax import CollectionFilter
 from indexer.errors import SettingsError, UpstreamError
 from indexer.localnet import dag_cbor
@@ -22,11 +22,12 @@ from indexer.localnet.local_repo import Write, car, car_header, car_section
 from indexer.reasons import Desync, Rejection
 from indexer.sync.events import CommitEvent, RepoOp
 from indexer.sync.frames import decode_frame
-from indexer.sync.native_core import INTERFACE, NativeCore, load_core
+from indexer.sync.native_core import INTERFACE, NativeCore, frame_decoder, load_core
 from indexer.sync.plans import RecordChange
 from indexer.sync.policy import Policy
 from indexer.sync.record_change import RecordConverter
 from indexer.sync.scope import Scope
+from indexer.sync.shard import Shard
 from indexer.sync.verify import VerifiedCommit, verify_commit
 from tests.native_module import native_core
 from tests.profiles import scaled
@@ -487,3 +488,48 @@ def test_a_core_of_another_interface_is_an_error_only_if_it_was_chosen(monkeypat
     assert load_core("auto", 2) is None
     with pytest.raises(SettingsError, match=f"9.9.9 has interface {INTERFACE + 1}"):
         load_core("native", 2)
+
+
+class ScriptedModule:
+    """A module of a native core that returns this event for each frame, and these results for commits.
+
+    Attributes:
+        buckets: The buckets that a decoder of frames was created with.
+    """
+
+    __version__ = "1.2.3"
+    Export = None
+
+    def __init__(self, event: object = None, results: Sequence[object] = ()) -> None:
+        self.buckets: list[object] = []
+        self._event, self._results = event, results
+
+    def Core(self, _threads: int) -> SimpleNamespace:  # noqa: N802
+        return SimpleNamespace(verify_commits=lambda *_: self._results)
+
+    def FrameDecoder(self, _events: object, _limits: Limits, buckets: object) -> SimpleNamespace:  # noqa: N802
+        self.buckets.append(buckets)
+        return SimpleNamespace(decode=lambda _: self._event)
+
+
+def test_event_that_the_core_decoded_is_not_decoded_again() -> None:
+    event = decoded_event("commit", SigningAccount().commit_post("a"))
+    decode = frame_decoder(NativeCore(ScriptedModule(event), 1), DEFAULT_LIMITS, Shard())
+    assert decode(b"no frame") is event
+
+
+def test_core_of_a_process_with_all_repos_does_not_compare_buckets() -> None:
+    module = ScriptedModule()
+    core, half = NativeCore(module, 1), Shard(1, 2)
+    for shard in (Shard(), half):
+        frame_decoder(core, DEFAULT_LIMITS, shard)
+    assert module.buckets == [None, half.buckets]
+
+
+@pytest.mark.parametrize("results", [0, 2])
+def test_core_that_returns_another_number_of_results_is_an_error(results: int) -> None:
+    account = SigningAccount()
+    event = decoded_event("commit", account.commit_post("a"))
+    core = NativeCore(ScriptedModule(results=[None] * results), 1)
+    with pytest.raises(ValueError, match="zip"):
+        core.verify_commits([(event, account.key.public)], STORE_ALL)

@@ -2,12 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import cast
 
 import pytest
 from hypothesis import given, settings
 
+from indexer.atproto.crypto import PublicKey, parse_did_key
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.syntax import CollectionFilter
+from indexer.errors import UpstreamError
 from indexer.localnet.local_repo import Write
 from indexer.reasons import Rejection
 from indexer.sync.events import CommitEvent
@@ -17,10 +20,11 @@ from indexer.sync.plan_batch import MAX_BATCH_BYTES, BatchPlan, ReceivedMessage,
 from indexer.sync.policy import KeyState, PlanContext, Policy
 from indexer.sync.prepared_commits import PreparedCommits, commits_to_verify, verify_ahead
 from indexer.sync.repo_state import Repo
+from indexer.sync.verify import VerifiedCommit, verify_commit
 from tests.native_module import CountingCore, native_core
 from tests.profiles import scaled
 from tests.sync import test_plan_batch, test_published
-from tests.sync.signing_account import CONTEXT, POST, STORE_ALL, SigningAccount, received_message
+from tests.sync.signing_account import CONTEXT, POST, STORE_ALL, SigningAccount, decoded_event, received_message
 
 
 def prepared(
@@ -164,3 +168,53 @@ def test_a_result_of_another_key_is_not_used() -> None:
     changed = {account.did: other.key_state._replace(final=True)}
     plan = plan_batch([message], {}, changed.get, CONTEXT, verified)
     assert [settled.why for settled in plan.settled] == [Rejection.SIGNATURE_INVALID]
+
+
+class ScriptedCore:
+    """Returns these results for commits, whatever they are."""
+
+    def __init__(self, *results: VerifiedCommit | None) -> None:
+        self._results = list(results)
+
+    def verify_commits(
+        self, _commits: Sequence[tuple[CommitEvent, PublicKey]], _policy: Policy
+    ) -> list[VerifiedCommit | None]:
+        return self._results
+
+
+def prepared_by(core: ScriptedCore, *commits: tuple[CommitEvent, PublicKey]) -> PreparedCommits:
+    return verify_ahead(cast("NativeCore", core), list(commits), CONTEXT)
+
+
+def test_result_of_the_core_is_returned_for_its_commit_and_key_only() -> None:
+    account, other = SigningAccount(), SigningAccount("bob")
+    first, second = (decoded_event("commit", account.commit_post(rkey)) for rkey in "ab")
+    key = account.key.public
+    result = verify_commit(first, key, DEFAULT_LIMITS)._replace(detail="of the core")
+    known = prepared_by(ScriptedCore(result, None), (first, key), (second, key))
+    for same in (key, parse_did_key(key.did_key())):
+        assert known.verify(first, same, DEFAULT_LIMITS) is result
+    assert known.verify(second, key, DEFAULT_LIMITS) == verify_commit(second, key, DEFAULT_LIMITS)
+    assert PreparedCommits().verify(first, key, DEFAULT_LIMITS).detail == ""
+    with pytest.raises(UpstreamError, match="signature-invalid"):
+        known.verify(first, other.key.public, DEFAULT_LIMITS)
+
+
+def test_results_of_some_commits_can_be_selected_and_joined() -> None:
+    account = SigningAccount()
+    first, second, third = (decoded_event("commit", account.commit_post(rkey)) for rkey in "abc")
+    key = account.key.public
+    known = prepared_by(ScriptedCore(None, None), (first, key), (second, key))
+    assert (first in known, second in known, third in known, len(known)) == (True, True, False, 2)
+    some = known.of([second, third, "no commit"])
+    assert (first in some, second in some, third in some, len(some)) == (False, True, False, 1)
+    more = some | prepared_by(ScriptedCore(None), (third, key))
+    assert (first in more, second in more, third in more, len(more)) == (False, True, True, 2)
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_another_number_of_results_than_of_commits_is_an_error(number: int) -> None:
+    account = SigningAccount()
+    event = decoded_event("commit", account.commit_post("a"))
+    with pytest.raises(ValueError, match="zip"):
+        prepared_by(ScriptedCore(*[None] * number), (event, account.key.public))

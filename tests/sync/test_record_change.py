@@ -5,9 +5,11 @@ from unittest.mock import patch
 
 from indexer.atproto.cid import cid_of
 from indexer.atproto.record import ConvertedRecord, Problem, decode_record
+from indexer.atproto.syntax import CollectionFilter
 from indexer.localnet import dag_cbor
 from indexer.sync.plans import RecordChange
 from indexer.sync.record_change import LINK_BYTES, MAX_EXPANSION, MIN_VALUE_BYTES, RecordConverter
+from indexer.sync.scope import Scope
 from indexer.sync.verify import VerifiedChange
 from tests.sync.signing_account import POST, STORE_ALL
 
@@ -111,6 +113,31 @@ def test_record_with_a_problem_keeps_its_bytes() -> None:
     converter = RecordConverter(STORE_ALL, REV, 1_000)
     expected = RecordChange("create", POST, "a", REV, cid_of(block), None, Problem.NUL, block)
     assert converter.convert(VerifiedChange(PATH, None, cid_of(block), block)) == expected
+
+
+def test_omitted_record_keeps_neither_value_nor_bytes() -> None:
+    block = dag_cbor.encode({"$type": POST, "text": "\0" + "x" * 100})
+    converter = RecordConverter(STORE_ALL, REV, 1_000)
+    converter.count_converted(0, converter.bytes_left)
+    expected = RecordChange("create", POST, "a", REV, cid_of(block), problem=Problem.OMITTED)
+    assert converter.convert(VerifiedChange(PATH, None, cid_of(block), block)) == expected
+
+
+def test_items_of_records_are_counted() -> None:
+    block = dag_cbor.encode({"$type": POST, "a": ["x"] * 1_000})
+    converter = RecordConverter(STORE_ALL, REV, 1_000)
+    left = converter.items_left
+    converted(converter, create(1, block))
+    assert converter.items_left == left - 1_005
+
+
+def test_records_of_other_collections_are_not_converted() -> None:
+    policy = replace(STORE_ALL, scope=Scope(collections=CollectionFilter(["a.b.*"])))
+    block = record(10)
+    converter = RecordConverter(policy, REV, 1_000)
+    assert converter.convert(create("a", block)) is None
+    assert converter.convert(VerifiedChange(PATH, cid_of(block), None, None)) is None
+    assert converter.convert(VerifiedChange(b"a.b.c/a", None, cid_of(block), block)) is not None
 
 
 def test_record_that_the_native_core_converted_is_not_converted_again() -> None:
