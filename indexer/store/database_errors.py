@@ -52,6 +52,8 @@ _REFUSALS = (
 """Errors that the values of a write cause. Others, such as a missing column, are bugs."""
 _READ_ONLY = (exceptions.DiskFullError, exceptions.ReadOnlySQLTransactionError)
 """Transient errors after which a database still answers queries."""
+_CONFLICTS = (exceptions.DeadlockDetectedError, exceptions.SerializationError)
+"""Transient errors of which other transactions are the cause, and never the values of the failed one."""
 _WRONG_ADDRESS = (
     exceptions.InvalidAuthorizationSpecificationError,  # includes a wrong password
     exceptions.InvalidCatalogNameError,
@@ -116,6 +118,11 @@ def refused_writes() -> Iterator[None]:
 def is_read_only(error: DatabaseError) -> bool:
     """Return True if the database answers queries, but can store nothing at present."""
     return isinstance(error.__cause__, _READ_ONLY)
+
+
+def is_conflict(error: DatabaseError) -> bool:
+    """Return True if the transaction failed because of other transactions, as in a deadlock."""
+    return isinstance(error.__cause__, _CONFLICTS)
 
 
 @contextmanager

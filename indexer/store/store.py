@@ -25,7 +25,7 @@ from indexer.store.blocking_sessions import BlockingSession
 from indexer.store.change_log_segments import ChangeLogState, RetentionPolicy, TrimPlan
 from indexer.store.columns import buckets_of, repo_columns, repo_of
 from indexer.store.crawl_rows import ListDifferences
-from indexer.store.database_errors import DatabaseError, is_read_only, refused_writes
+from indexer.store.database_errors import DatabaseError, is_conflict, is_read_only, refused_writes
 from indexer.store.dead_letters import StoredDeadLetter
 from indexer.store.feed_methods import FeedMethods
 from indexer.store.lexicon_methods import LexiconMethods
@@ -87,9 +87,9 @@ class Store(ResyncMethods, ScopeMethods, AccountMethods, LinkMethods, FeedMethod
     async def answers_after(self, error: DatabaseError) -> bool:
         """Return True if the database answers and can be written, so that the write that failed may be the cause.
 
-        All nodes of a cluster have to answer.
+        All nodes of a cluster have to answer. Of a deadlock, another transaction is the cause, and the write never is.
         """
-        if is_read_only(error):
+        if is_read_only(error) or is_conflict(error):
             return False
         try:
             async with self._connection() as connection:
