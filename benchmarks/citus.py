@@ -50,7 +50,6 @@ SETTINGS = {
     "wal_level": "logical",
 }
 """Settings of Postgres, the same on every server of both sides."""
-SHARDS = 4
 READS = 200
 START_SECONDS = 120.0
 """Maximum time until the cluster accepts connections."""
@@ -72,7 +71,9 @@ Measurement = Callable[[Server, Path], Coroutine[Any, Any, tuple[Report, list[st
 @click.option("--export-records", default=600, show_default=True, help="Mean number of records of those.")
 @click.option("--stored", is_flag=True, help="Store the records of those before, with one in a hundred different.")
 @click.option("--workers", default=2, show_default=True, help="Number of workers of Citus.")
-@click.option("--shards", default=SHARDS, show_default=True, help="Number of shards of each distributed table.")
+@click.option(
+    "--shards", type=int, show_default="as indexer distribute", help="Number of shards of each distributed table."
+)
 @click.option("--only", type=click.Choice(["live", "resync"]), help="Measure only this part.")
 @click.option(
     "--cluster",
@@ -93,7 +94,7 @@ def main(
     export_records: int,
     stored: bool,
     workers: int,
-    shards: int,
+    shards: int | None,
     only: str | None,
     cluster: Path,
     as_json: bool,
@@ -223,7 +224,7 @@ async def one_server(directory: Path) -> AsyncIterator[Database]:
 
 
 @asynccontextmanager
-async def citus(program: Path, workers: int, shards: int, _: Path) -> AsyncIterator[Database]:
+async def citus(program: Path, workers: int, shards: int | None, _: Path) -> AsyncIterator[Database]:
     """Run a cluster, with an empty migrated database that is distributed.
 
     Raises:

@@ -29,8 +29,8 @@ def parse_shards(_context: click.Context, _parameter: click.Parameter, value: in
     "--shards",
     type=click.IntRange(1, BUCKETS),
     callback=parse_shards,
-    help="Number of shards of each table, a power of two. At most as many nodes can share the rows later. "
-    "Default: at least four for each node.",
+    help="Number of shards of each table, a power of two. At most as many nodes can share the rows. A larger number "
+    "than before splits the shards. Default: at least two for each node.",
 )
 @json_option
 async def distribute_command(settings: Settings, *, shards: int | None, as_json: bool) -> int:
@@ -39,7 +39,8 @@ async def distribute_command(settings: Settings, *, shards: int | None, as_json:
     INDEXER_DATABASE_URL names the coordinator, whose database was migrated. It may be empty or full. Its role must own
     the database. Stop all daemons first. If the command is interrupted, run it again: it copies again the table that
     it was copying, from its first row, and none that was complete. On a database that is distributed it changes
-    nothing. There is no way back to a plain database other than a new one (docs/scaling.md).
+    nothing, unless --shards is larger than before. There is no way back to a plain database other than a new one
+    (docs/scaling.md).
     """
     async with open_database(settings) as dsn:
         with show_progress("bytes distributed", None, progress_console()) as progress:

@@ -3,7 +3,7 @@
     step          what is stored after it                                          if it is interrupted
     begin         a row in `distribution`; cursors, gaps and crawls of all buckets  one transaction
     settings      settings of the database, and of the coordinator                  set again
-    shards        `resync_queue` in shards of equally many buckets                  its only shard is cut again
+    shards        `resync_queue` in shards of equally many buckets                  those that are too large are cut
     each table    the table in the same shards, with its rows                       one transaction; then it is the next
     two phases    triggers of the plain tables; COMMIT does not number changes      one transaction
     public        views that read one shard, and what their readers need on nodes   again at each call
@@ -51,8 +51,9 @@ from indexer.sync.gap import Gap
 from indexer.sync.shard import BUCKETS, HASH_ORDER, Shard
 from indexer.sync.stored_cursor import merged
 
-SHARDS_PER_NODE = 4
-"""Shards for each node if the operator names no number: nodes can be added until each has one."""
+SHARDS_PER_NODE = 2
+"""Shards for each node if the operator names no number. Twice as many nodes can share them later, and each shard makes
+live batches more expensive. A later call of the command can split the shards."""
 EVERYTHING = range(FEED.stop)
 """The positions of all buckets, and the feed, which belongs to one process, too."""
 PROGRESS_SECONDS = 1.0
@@ -97,6 +98,9 @@ _OTHER_SESSIONS = """
 """
 _ROW = "select shards, finished_at is not null as finished from indexer.distribution"
 _ADD_ROW = "insert into indexer.distribution (shards) values ($1) returning shards, false as finished"
+_REOPEN_WITH_SHARDS = """
+    update indexer.distribution set shards = $1, finished_at = null returning shards, false as finished
+"""
 _REOPEN = "update indexer.distribution set finished_at = null returning shards, false as finished"
 _FINISH = "update indexer.distribution set finished_at = now() where finished_at is null"
 _RENAME_CURSOR = "update indexer.cursor set shard = $3 where relay = $1 and shard = $2"
@@ -115,8 +119,9 @@ _REQUIRE_RELEASE = """
     on conflict (name) do update set value = excluded.value
 """
 _FIRST_SHARDS = f"""
-    select shardid, count(*) over () as shards from pg_dist_shard
-    where logicalrelid = 'indexer.{FIRST}'::regclass order by shardminvalue::int
+    select shardid, shardminvalue::int as lowest, shardmaxvalue::int as highest, nodeid
+    from pg_dist_shard join pg_dist_placement using (shardid) join pg_dist_node using (groupid)
+    where logicalrelid = 'indexer.{FIRST}'::regclass and noderole = 'primary' order by shardminvalue::int
 """
 _DISTRIBUTE_FIRST = f"""
     select create_distributed_table('indexer.{FIRST}', 'bucket', shard_count => 1, colocate_with => 'none')
@@ -299,8 +304,10 @@ class _Command:
         row = await self._connection.fetchrow(_ROW)
         if row is None:
             row = await self._begin(shards or default_shards(len(self._nodes)))
+        elif shards is not None and shards > row["shards"]:
+            [row] = await self._connection.fetch(_REOPEN_WITH_SHARDS, shards)
         elif shards not in {None, row["shards"]}:
-            raise UnsuitableClusterError(f"its tables have {row['shards']} shards, and the number cannot be changed")
+            raise UnsuitableClusterError(f"its tables have {row['shards']} shards, and shards cannot be joined")
         elif row["finished"] and await waiting_tables(self._connection):  # restored from the dump of a cluster
             [row] = await self._connection.fetch(_REOPEN)
         # A process that connected before the row was stored may not have seen it.
@@ -374,18 +381,26 @@ class _Command:
             self._notices.append(f"let an administrator keep readers from sending commands to the nodes: {revoke}")
 
     async def _cut_shards(self, shards: int) -> None:
-        """Distribute the first table in shards that have equally many buckets each."""
+        """Cut the shards of the first table, and with them all that are distributed, so that there are this many.
+
+        The parts of a shard stay on its node. The only shard of a new table is divided among the nodes.
+        """
         if FIRST in await waiting_tables(self._connection):
             await self._connection.execute(_DISTRIBUTE_FIRST)
         rows = await self._connection.fetch(_FIRST_SHARDS)
-        if len(rows) == shards:
+        if len(rows) >= shards:
             return
         order, hashes = zip(*await self._connection.fetch(_HASHES, BUCKETS), strict=True)
         if order != HASH_ORDER:
             raise UnsuitableClusterError("this version of Citus orders the buckets in another way than this program")
-        ends = [str(hashes[number * BUCKETS // shards - 1]) for number in range(1, shards)]
-        placed = [self._nodes[number * len(self._nodes) // shards].id for number in range(shards)]
-        await self._connection.execute(_SPLIT, rows[0]["shardid"], ends, placed)
+        ends = [hashes[number * BUCKETS // shards - 1] for number in range(1, shards)]
+        for shard in rows:
+            inside = [str(end) for end in ends if shard["lowest"] <= end < shard["highest"]]
+            nodes = [shard["nodeid"]] * (len(inside) + 1)
+            if len(rows) == 1:
+                nodes = [self._nodes[number * len(self._nodes) // shards].id for number in range(shards)]
+            if inside:
+                await self._connection.execute(_SPLIT, shard["shardid"], inside, nodes)
 
     async def _sizes(self) -> dict[str, tuple[int, int]]:
         """Return size in bytes and estimated number of rows of each table that is not distributed yet."""

@@ -139,9 +139,14 @@ REPO = f"""
     where r.did = $1 and r.bucket = $2
 """
 
-_RECORD = """
-    select uri, cid, rev, value, value_problem, indexed_at from atproto.records
-    where did = $1 and bucket = $2 and collection = $3 and rkey = $4
+# From the tables, because the view returns the CID as text.
+_RECORD = f"""
+    select c.cid, c.rev, c.value,
+        coalesce(c.value_problem, case when c.value is null then 'not-stored' end) as value_problem, c.indexed_at
+    from indexer.record c
+    where c.did = $1 and c.bucket = $2 and c.collection = $3 and c.rkey = $4 and exists (
+        select from indexer.repo r where r.did = c.did and r.bucket = c.bucket and {visible("r")}
+    )
 """
 
 # From the tables, because the view returns CIDs as text.
@@ -323,7 +328,8 @@ async def record(connection: Connection, did: str, collection: str, rkey: str) -
     row = await connection.fetchrow(_RECORD, did, bucket_of(did), collection, rkey)
     if row is None:
         return None
-    return {**row, "value": None if row["value"] is None else json.loads(row["value"])}
+    value = None if row["value"] is None else json.loads(row["value"])
+    return {"uri": f"at://{did}/{collection}/{rkey}", **row, "cid": cid_text(row["cid"]), "value": value}
 
 
 async def sample_synchronized(connection: Connection, count: int) -> list[str]:

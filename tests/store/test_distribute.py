@@ -186,6 +186,29 @@ async def test_nothing_is_lost_and_a_second_call_changes_nothing(plain: str) -> 
     assert await contents(plain, without=CHANGED) == before
 
 
+async def test_shards_are_split_by_a_later_call(plain: str) -> None:
+    before = await contents(plain, without=CHANGED)
+    await distributed(plain, 2)
+    result = await distributed(plain, 8)
+    assert (result.shards, result.was_complete, result.tables) == (8, False, {})
+    assert await contents(plain, without=CHANGED) == before
+    sql = await asyncpg.connect(plain)
+    try:
+        places = await sql.fetch(PLACES)
+        buckets = [tuple(row[0]) for row in await sql.fetch(BUCKETS_OF_SHARDS)]
+    finally:
+        await sql.close()
+    for table in DISTRIBUTED:
+        ports = [tuple(row)[-1] for row in places if row["name"] == f"indexer.{table}"]
+        assert ports == [ports[0]] * 4 + [ports[-1]] * 4, "the parts of a shard stay on its node"
+    assert buckets == [Placement.DISTRIBUTED.buckets(range(start, start + 32)) for start in range(0, 256, 32)]
+    again = await distributed(plain, 8)
+    assert (again.shards, again.was_complete) == (8, True)
+    store = await Store.open(plain)
+    assert store.shards == 8
+    await store.close()
+
+
 async def test_positions_of_shards_become_positions_of_all_buckets(plain: str) -> None:
     sql = await asyncpg.connect(plain)
     try:
@@ -218,7 +241,7 @@ async def test_killed_at_any_step_and_called_again_it_continues(plain: str) -> N
                 await Store.open(plain)
     done = run_indexer("distribute", "--json", INDEXER_DATABASE_URL=plain)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["shards"] == 8
+    assert json.loads(done.stdout)["shards"] == 4
     assert await contents(plain, without=CHANGED) == before
     assert await _without_trigger(plain) == []
     await (await Store.open(plain)).close()
@@ -338,8 +361,8 @@ async def test_a_session_of_a_daemon_is_named(plain: str) -> None:
     finally:
         await store.close()
     await distributed(plain)
-    with pytest.raises(SettingsError, match="have 4 shards, and the number cannot be changed"):
-        await distributed(plain, 8)
+    with pytest.raises(SettingsError, match="have 4 shards, and shards cannot be joined"):
+        await distributed(plain, 2)
 
 
 async def test_the_previous_release_no_longer_runs(plain: str) -> None:
@@ -385,4 +408,4 @@ def test_what_a_node_lacks(other: ClusterNode, problem: str) -> None:
 
 
 def test_shards_are_a_power_of_two() -> None:
-    assert [default_shards(nodes) for nodes in (1, 2, 3, 5, 64, 100)] == [4, 8, 16, 32, 256, 256]
+    assert [default_shards(nodes) for nodes in (1, 2, 3, 5, 64, 100)] == [2, 4, 8, 16, 128, 256]
