@@ -1,9 +1,9 @@
 """The connections of a store: a pool, and sessions on connections of their own."""
 
-from asyncio import CancelledError, Event, Semaphore, timeout
-from collections.abc import AsyncIterator, Iterator
+from asyncio import CancelledError, Event, Semaphore, gather, timeout
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import Self
+from typing import Self, TypeVar, cast
 
 import asyncpg
 
@@ -11,7 +11,7 @@ from indexer.crash_points import COMMITTED, crash_point
 from indexer.store.columns import Connection
 from indexer.store.database_check import DatabaseCheck
 from indexer.store.database_errors import CONNECT_TIMEOUT, DatabaseError, database_errors, opening, without_password
-from indexer.store.placement import load_placement, load_shards, require_complete
+from indexer.store.placement import divide_by_shard, load_placement, load_shards, require_complete
 from indexer.sync.shard import Placement
 
 STATEMENT_TIMEOUT = 60.0
@@ -22,12 +22,17 @@ ENDS_STATEMENT = (CancelledError, TimeoutError)
 """With these errors, the driver cancels the running statement."""
 RESERVED_CONNECTIONS = 3
 """Connections that resyncs leave to the live path, to lease heartbeats, and to reports."""
+MAX_SIDE_BY_SIDE = 2
+"""Statements of one page that run at the same time on a distributed database, each for one shard: less than
+`RESERVED_CONNECTIONS`, so that the live path has a connection."""
 SERVER_SETTINGS = {
     "application_name": "indexer",
     "jit": "off",  # compiling costs more than executing any of these statements
     "max_parallel_workers_per_gather": "0",  # reports are not urgent, and other processes need the cores
     "idle_in_transaction_session_timeout": "300s",
 }
+
+T = TypeVar("T")
 
 
 class Connections:
@@ -133,6 +138,24 @@ class Connections:
                 yield connection
             crash_point(COMMITTED)
             self.committed.set()
+
+    async def _divided(self, dids: Sequence[str], work: Callable[[list[str]], Awaitable[T]]) -> list[T]:
+        """Call `work` with the DIDs of each shard, several calls side by side; return the results.
+
+        It is called once if there is one shard, or if the DIDs are few. An error is raised when all calls have ended.
+        """
+        limit = Semaphore(MAX_SIDE_BY_SIDE)
+
+        async def limited(part: list[str]) -> T:
+            async with limit:
+                return await work(part)
+
+        parts = divide_by_shard(dids, self.shards)
+        results = await gather(*[limited(part) for part in parts], return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return cast("list[T]", results)
 
     @asynccontextmanager
     async def _connection(self) -> AsyncIterator[Connection]:

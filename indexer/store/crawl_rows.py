@@ -1,6 +1,7 @@
 """The table of crawl progress, and the comparison of a repo list with the table of repos."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from indexer.store.columns import Connection, buckets_of, of_buckets, unnest
@@ -59,6 +60,11 @@ class ListDifferences(NamedTuple):
     hidden: list[str]
     unknown: list[str]
     unlisted: list[str]
+
+
+def join_differences(parts: Iterable[ListDifferences]) -> ListDifferences:
+    """Return the differences of a page from those of its parts."""
+    return ListDifferences(*[list(chain.from_iterable(lists)) for lists in zip(*parts, strict=True)])
 
 
 async def load_progress(

@@ -1,10 +1,15 @@
 """Read the placement of a database: plain, or distributed over the nodes of a Citus cluster."""
 
+from collections.abc import Sequence
+
 import asyncpg
 
 from indexer.store.columns import Connection
 from indexer.store.database_errors import unusable
-from indexer.sync.shard import BUCKETS, Placement
+from indexer.sync.shard import BUCKETS, Placement, bucket_of
+
+MIN_DIVIDED = 10
+"""The least mean number of accounts for a shard with which each shard gets a statement of its own."""
 
 _IS_DISTRIBUTED = "select exists (select from indexer.distribution)"
 _SHARDS = "select shards from indexer.distribution"
@@ -25,6 +30,16 @@ async def load_shards(connection: Connection | asyncpg.Pool) -> int:
 def shard_of(bucket: int, shards: int) -> int:
     """Return the number of the shard, from 0, that has the bucket on a database with this number of shards."""
     return Placement.DISTRIBUTED.position(bucket) * shards // BUCKETS
+
+
+def divide_by_shard(dids: Sequence[str], shards: int) -> list[list[str]]:
+    """Return the DIDs of each shard that has some; all together if a shard has few of them on average."""
+    if len(dids) < MIN_DIVIDED * shards or shards == 1:
+        return [list(dids)]
+    parts: list[list[str]] = [[] for _ in range(shards)]
+    for did in dids:
+        parts[shard_of(bucket_of(did), shards)].append(did)
+    return [part for part in parts if part]
 
 
 async def require_complete(connection: Connection | asyncpg.Pool, dsn: str) -> None:

@@ -4,10 +4,12 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import NamedTuple
 
 from indexer.reasons import FetchFailure
+from indexer.store import scope_row
 from indexer.store.apply_batch import INSERT_REPOS
 from indexer.store.columns import Connection, buckets_of, repo_arrays
 from indexer.store.table_parts import estimate_rows
 from indexer.sync.repo_state import CHOSEN, OUT_OF_SCOPE, Repo, SyncStatus
+from indexer.sync.scope import Scope
 
 BATCH_SIZE = 1_000
 """Repos that one statement adds or requests. The live path waits for the rows of an open transaction."""
@@ -71,6 +73,25 @@ async def add_repos(
         if dropped := [did for (did,) in await connection.fetch(_OUT_OF_SCOPE, known, buckets_of(known))]:
             added += await connection.fetchval(_TRACK_AGAIN, dropped, wanted_in)
     return added
+
+
+async def add_listed(
+    connection: Connection, dids: Iterable[str], scope: Scope | None, *, by_signal: bool
+) -> int | None:
+    """Add repos of a list, as `add_repos`; return None and add nothing if the scope has changed.
+
+    Args:
+        connection: The connection, within a transaction.
+        dids: The repos.
+        scope: The scope that wants them; None if a command does.
+        by_signal: The scope also wants those of them that are tracked already.
+    """
+    if scope is None:
+        return await add_repos(connection, dids)
+    if not await scope_row.holds(connection, scope.version):
+        return None
+    wanted_before = scope.repos_narrowed_in if by_signal else 0
+    return await add_repos(connection, dids, wanted_in=scope.version, wanted_before=wanted_before)
 
 
 async def request_resyncs(connection: Connection, dids: Sequence[str]) -> int:

@@ -17,7 +17,6 @@ from indexer.store import (
     gap_rows,
     host_states,
     repo_requests,
-    scope_row,
 )
 from indexer.store.account_methods import AccountMethods
 from indexer.store.apply_batch import AppliedBatch, apply
@@ -30,6 +29,7 @@ from indexer.store.dead_letters import StoredDeadLetter
 from indexer.store.feed_methods import FeedMethods
 from indexer.store.lexicon_methods import LexiconMethods
 from indexer.store.link_methods import LinkMethods
+from indexer.store.placement import divide_by_shard
 from indexer.store.repo_requests import RequestedPage
 from indexer.store.report_methods import ReportMethods
 from indexer.store.resync_methods import ResyncMethods
@@ -215,6 +215,9 @@ class Store(ResyncMethods, ScopeMethods, AccountMethods, LinkMethods, FeedMethod
 
         Return None if the scope has changed: nothing is added or stored.
 
+        On a distributed database, the repos of each shard are added in a transaction of their own, before the progress
+        is stored. If only some of them are committed, the page is read again: repos that exist are not added twice.
+
         Args:
             dids: The accounts of the page that may be unknown.
             progress: The progress after the page. The repos that were not tracked yet are added to what it found.
@@ -223,15 +226,17 @@ class Store(ResyncMethods, ScopeMethods, AccountMethods, LinkMethods, FeedMethod
                 collection.
             close_gaps: Close the gaps that were open when the crawl began, if the page was the last one.
         """
+
+        async def add(part: Sequence[str]) -> int | None:
+            async with self._transaction() as connection:
+                return await repo_requests.add_listed(connection, part, scope, by_signal=by_signal)
+
+        if len(divide_by_shard(dids, self.shards)) > 1:
+            added_parts = [part for part in await self._divided(dids, add) if part is not None]
+            progress, dids = replace(progress, found=progress.found + sum(added_parts)), []
         async with self._transaction() as connection:
-            if scope is None:
-                added = await repo_requests.add_repos(connection, dids)
-            elif await scope_row.holds(connection, scope.version):
-                wanted_before = scope.repos_narrowed_in if by_signal else 0
-                added = await repo_requests.add_repos(
-                    connection, dids, wanted_in=scope.version, wanted_before=wanted_before
-                )
-            else:
+            added = await repo_requests.add_listed(connection, dids, scope, by_signal=by_signal)
+            if added is None:
                 return None
             after_page = replace(progress, found=progress.found + added)
             await crawl_rows.save_progress(connection, after_page)
@@ -244,8 +249,12 @@ class Store(ResyncMethods, ScopeMethods, AccountMethods, LinkMethods, FeedMethod
 
     async def find_differences(self, revs: Mapping[str, str]) -> ListDifferences:
         """Compare accounts that a relay lists as active, with their revs, to the stored repos."""
-        async with self._connection() as connection:
-            return await crawl_rows.find_differences(connection, revs)
+
+        async def find(dids: Sequence[str]) -> ListDifferences:
+            async with self._connection() as connection:
+                return await crawl_rows.find_differences(connection, {did: revs[did] for did in dids})
+
+        return crawl_rows.join_differences(await self._divided(list(revs), find))
 
     async def active_repos(self, after: str, buckets: Sequence[int], limit: int) -> list[str]:
         """Return the next DIDs after `after`, at most `limit`, of active repos that were fetched before."""

@@ -1,0 +1,101 @@
+"""Pages of repo lists on a cluster: each statement and each transaction that adds repos is for one shard."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from indexer.reasons import FetchFailure
+from indexer.store import DatabaseError, Store, crawl_rows, repo_requests
+from indexer.store.crawl_rows import ListDifferences
+from indexer.store.placement import MIN_DIVIDED, divide_by_shard, shard_of
+from indexer.sync.crawl_progress import CrawlProgress
+from indexer.sync.shard import bucket_of
+from tests.store.change_log_helpers import connected
+from tests.store.repo_rows import did, head, insert, synchronized
+
+pytestmark = pytest.mark.slow
+
+OLD, NEWER = "3laaaaaaaaa22", "3laaaaaaaab22"
+PROGRESS = CrawlProgress("sweep", "https://relay.test", cursor="after the page", began_at=1.0)
+DIDS = [did(number) for number in range(200)]
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Return the accounts of each statement or transaction."""
+    parts: list[list[str]] = []
+    for module, name in ((crawl_rows, "find_differences"), (repo_requests, "add_listed")):
+        _record_calls(monkeypatch, module, name, parts)
+    return parts
+
+
+def _record_calls(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, parts: list[list[str]]) -> None:
+    called = getattr(module, name)
+
+    async def recorded(connection: Any, dids: Sequence[str], *args: Any, **kwargs: Any) -> Any:
+        parts.append(list(dids))
+        return await called(connection, dids, *args, **kwargs)
+
+    monkeypatch.setattr(module, name, recorded)
+
+
+def shards_of(dids: Sequence[str], shards: int) -> set[int]:
+    return {shard_of(bucket_of(account), shards) for account in dids}
+
+
+async def test_a_page_is_compared_with_a_statement_for_each_shard(
+    store: Store, database: str, parts: list[list[str]]
+) -> None:
+    await insert(store, *[synchronized(number, head=head(OLD)) for number in range(100)])
+    revs = dict.fromkeys(DIDS, NEWER)
+    found = await store.find_differences(revs)
+    assert sorted(parts, key=str) == sorted(divide_by_shard(DIDS, store.shards), key=str)
+    assert all(len(shards_of(part, store.shards)) == 1 for part in parts)
+    async with connected(database) as sql:
+        whole = await crawl_rows.find_differences(sql, revs)
+    assert ListDifferences(*map(sorted, found)) == ListDifferences(*map(sorted, whole))
+    assert sorted(found.behind) == sorted(DIDS[:100])
+
+
+async def test_repos_of_a_page_are_added_in_a_transaction_for_each_shard(store: Store, parts: list[list[str]]) -> None:
+    stored = await store.add_listed(DIDS, PROGRESS)
+    assert stored is not None
+    assert stored.found == len(DIDS)
+    assert await store.crawl_progress("sweep", PROGRESS.source) == stored
+    assert len(await store.repos(DIDS)) == len(DIDS)
+    *added, last = parts
+    assert len(added) == store.shards > 1
+    assert all(len(shards_of(part, store.shards)) == 1 for part in added)
+    assert last == [], "the progress is stored after all repos"
+
+
+async def test_few_repos_are_added_together_with_the_progress(store: Store, parts: list[list[str]]) -> None:
+    few = DIDS[: MIN_DIVIDED * store.shards - 1]
+    await store.add_listed(few, PROGRESS)
+    assert parts == [few]
+
+
+async def test_progress_of_a_page_is_stored_only_if_all_its_repos_are(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page is read again then, and what was added before is not added twice."""
+    add_listed = repo_requests.add_listed
+
+    async def fail_in_the_first_shard(connection: Any, dids: Sequence[str], *args: Any, **kwargs: Any) -> int | None:
+        added = await add_listed(connection, dids, *args, **kwargs)
+        if shards_of(dids, store.shards) == {0}:
+            raise DatabaseError(FetchFailure.UNREACHABLE, "the node is gone")
+        return added
+
+    with monkeypatch.context() as patch:
+        patch.setattr(repo_requests, "add_listed", fail_in_the_first_shard)
+        with pytest.raises(DatabaseError, match="the node is gone"):
+            await store.add_listed(DIDS, PROGRESS)
+    assert await store.crawl_progress("sweep", PROGRESS.source) is None
+    missing = [account for account in DIDS if shards_of([account], store.shards) == {0}]
+    assert (await store.repos(DIDS)).keys() == set(DIDS) - set(missing)
+    stored = await store.add_listed(DIDS, PROGRESS)
+    assert stored is not None
+    assert stored.found == len(missing)
+    assert len(await store.repos(DIDS)) == len(DIDS)
