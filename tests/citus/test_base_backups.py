@@ -1,0 +1,127 @@
+"""All nodes are restored from base backups to one restore point, as docs/scaling.md describes it."""
+
+import asyncio
+import pwd
+import shutil
+import subprocess
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from indexer.localnet.local_network import LocalNetwork
+from indexer.localnet.scenario import Scenario
+from indexer.store.distribute import distribute
+from indexer.store.migrate import migrate
+from tests.citus_cluster import COORDINATOR, Cluster, running_cluster
+from tests.daemon.running_daemon import RunningDaemon, running_daemon
+from tests.database_checks import assert_change_log_consistent, fetch
+from tests.database_server import memory_directory
+from tests.waiting import until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+ARCHIVE = "archive=../archive/$(basename $PWD); mkdir -p $archive && cp %p $archive/%f"
+"""A command of each node, which runs in its data directory."""
+RESTORED = """
+restore_command = 'cp {archive}/%f %p'
+recovery_target_name = 'hourly'
+recovery_target_action = 'promote'
+"""
+STEPS = 120
+PROGRAM = Path("/usr/lib/postgresql/15/bin/pg_basebackup")
+
+
+@pytest.fixture
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    if not PROGRAM.exists():
+        pytest.skip(f"there is no {PROGRAM}")
+    settings = {"archive_mode": "on", "archive_command": ARCHIVE}
+    with (
+        memory_directory() as directory,
+        running_cluster(directory or tmp_path_factory.mktemp("citus"), settings) as cluster,
+    ):
+        yield cluster
+
+
+async def test_nodes_are_restored_to_one_restore_point_and_the_daemon_continues(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """Each base backup is taken at another moment, and the daemon writes before and after the restore point."""
+    dsn = cluster.url_of(COORDINATOR)
+    await migrate(dsn)
+    await distribute(dsn, 4, lambda *_: None)
+    async with LocalNetwork() as network:
+        scenario, step = Scenario(network, seed=18), 0
+
+        async def act(daemon: RunningDaemon, steps: int) -> tuple[int, int]:
+            """Let accounts write and wait until it is stored; return the cursor and the number of stored records."""
+            nonlocal step
+            for _ in range(steps):
+                scenario.perform(step, STEPS)
+                step += 1
+            await daemon.wait_until_equal()
+            return await stored(dsn)
+
+        async with running_daemon(dsn, tmp_path, network) as daemon:
+            for node in cluster.names:
+                await act(daemon, 20)
+                await asyncio.to_thread(back_up, cluster, node)
+            before = await act(daemon, 20)
+            await fetch(dsn, "select citus_create_restore_point('hourly')")
+            after = await act(daemon, STEPS - step)
+        for node in cluster.names:
+            await archive_everything(cluster, node)
+        for node in cluster.names:
+            await asyncio.to_thread(restore, cluster, node)
+        for node in cluster.names:
+            await until(partial(is_primary, cluster, node))
+        assert await stored(dsn) == before != after
+        async with running_daemon(dsn, tmp_path, network) as daemon:
+            await daemon.wait_until_equal()
+            assert await daemon.dead_letters() == []
+        await assert_change_log_consistent(dsn)
+
+
+async def stored(dsn: str) -> tuple[int, int]:
+    """Return the cursor and the number of records."""
+    [(seq,)] = await fetch(dsn, "select max(seq) from indexer.cursor")
+    [(records,)] = await fetch(dsn, "select count(*) from indexer.record")
+    return seq, records
+
+
+def back_up(cluster: Cluster, node: str) -> None:
+    """Take a base backup of a running node."""
+    target = cluster.dir / "backup" / node
+    target.parent.mkdir(exist_ok=True)
+    target.parent.chmod(0o777)
+    user = cluster.dir.owner()  # as root, the servers run as another user
+    command = [str(PROGRAM), "-d", cluster.url_of(node), "-D", str(target), "-X", "none", "-c", "fast"]
+    subprocess.run(command, check=True, cwd="/", user=user, group=pwd.getpwnam(user).pw_gid)
+
+
+async def archive_everything(cluster: Cluster, node: str) -> None:
+    """Wait until the node has archived all that it has written."""
+    url = cluster.url_of(node)
+    [(file,)] = await fetch(url, "select pg_walfile_name(pg_current_wal_lsn())")
+    await fetch(url, "select pg_switch_wal()")
+    await until((cluster.dir / "archive" / node / file).exists)
+
+
+def restore(cluster: Cluster, node: str) -> None:
+    """Replace the files of the node by those of its base backup, and start it."""
+    cluster.kill(node)
+    files = cluster.dir / node
+    shutil.move(files, cluster.dir / f"{node}.lost")
+    shutil.move(cluster.dir / "backup" / node, files)
+    with (files / "postgresql.conf").open("a") as configuration:
+        configuration.write(RESTORED.format(archive=cluster.dir / "archive" / node))
+    (files / "recovery.signal").touch()
+    cluster.start(node)
+
+
+async def is_primary(cluster: Cluster, node: str) -> bool:
+    """Return True if the node has reached the restore point."""
+    [(is_restoring,)] = await fetch(cluster.url_of(node), "select pg_is_in_recovery()")
+    return not is_restoring
