@@ -30,11 +30,14 @@ test-python-core: venv ## Run the tests of planning, daemon and demo without the
 	PYTHONPATH=$(CURDIR)/tests/without_native_core $(PYTEST) --hypothesis-profile quick $(PYTHON_CORE_TESTS)
 
 # Tests of what a cluster may change. Those in tests/citus always use one; these do with the option. Of the other tests
-# of the daemon, test_scope_crashes, test_stalls and test_status_in_browser do not run there.
+# of the daemon, test_stalls, test_status_in_browser and test_deadlocks do not run there. test_hostile does, and is left
+# out: a cluster does not change what is refused before the database.
 CITUS_TESTS := tests/test_crash.py tests/service/background/test_shard_ownership.py \
+	$(addprefix tests/crashes/test_crash_points.py::test_,killed_at_each_point numbering_of_changes_is_killed) \
 	tests/cli/test_demo.py::test_demo_writes_into_the_database_that_it_is_given \
 	$(addprefix tests/daemon/test_,stream.py lifecycle.py accounts.py gaps.py rejected.py keys.py scope.py links.py \
-	exports.py outages.py lenient.py refused_writes.py daemon_metrics.py typed_views.py privileges.py)
+	exports.py outages.py lenient.py refused_writes.py daemon_metrics.py typed_views.py privileges.py bystanders.py \
+	event_loop.py scope_crashes.py)
 
 test-citus: venv ## Run the tests of daemon, crashes and demo on a Citus cluster (tests/citus/setup.sh installs Citus)
 	$(PYTEST) --hypothesis-profile quick --database citus $(CITUS_TESTS)

@@ -23,9 +23,11 @@ VICTIMS = (
     (FIRST,),
     (SECOND,),
     (FIRST, SECOND),
+    (COORDINATOR, FIRST),
     (COORDINATOR, SECOND),
     (DAEMON, COORDINATOR),
     (DAEMON, FIRST),
+    (DAEMON, SECOND),
     (DAEMON, COORDINATOR, FIRST, SECOND),
 )
 """The processes that are killed at the same time."""
