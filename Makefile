@@ -93,7 +93,7 @@ soak: venv ## Run a world of constant size with faults, and show that nothing gr
 mutants: venv ## Show that the tests find every bug in tests/mutants (about an hour); ONLY="sync high-s-*" JOBS=2
 	$(BIN)/python -m tests.mutants --jobs $(or $(JOBS),1) $(ONLY)
 
-mutate: venv ## Change each expression of some modules with mutmut, and check the survivors; ONLY=indexer/sync/verify.py
+mutate: venv ## Change each expression of atproto and sync with mutmut, and check the survivors; ONLY=indexer/sync/verify.py
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt mutmut
 	$(BIN)/python -m tests.mutants.general_mutants --jobs $(or $(JOBS),1) $(ONLY)
 

@@ -1,4 +1,4 @@
-"""`python -m tests.mutants.general_mutants`: change each expression of some modules, and show what tests miss.
+"""`python -m tests.mutants.general_mutants`: change each expression of the pure packages, and show what tests miss.
 
 mutmut (https://mutmut.readthedocs.io) makes the mutants and runs the tests that reach them, on a copy of the project.
 Each survivor must be in a file in `judged/`, with the reason why no test is added.
@@ -30,7 +30,7 @@ MODULES = tuple(
         for path in (PROJECT / "indexer" / package).rglob("*.py")
     )
 )
-"""All modules of `atproto` and `sync`. Others can be named on the command line."""
+"""All modules of `atproto` and `sync`. The command line can name some of them."""
 _TESTS = ("tests/atproto", "tests/sync")
 _LEFT_OUT = (
     "tests/atproto/test_cbor.py::test_deep_nesting_does_not_overflow_the_small_stack_of_a_thread",
@@ -140,7 +140,7 @@ def _mutmut(copy: ProjectCopy, *arguments: str, shown: bool = False) -> str:
 @click.option("--jobs", default=1, show_default=True, help="Tests that run at the same time.")
 @click.argument("modules", nargs=-1)
 def main(jobs: int, modules: Sequence[str]) -> None:
-    """Mutate MODULES (paths such as indexer/sync/watermark.py; default: those that are judged), and check survivors.
+    """Mutate MODULES (paths such as indexer/sync/watermark.py; default: all of atproto and sync), and check survivors.
 
     The exit code is 1 if one survives that is not judged.
     """

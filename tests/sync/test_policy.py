@@ -1,13 +1,14 @@
-"""When a rev counts as being in the future."""
+"""When a rev counts as being in the future, and an identity as recent."""
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.syntax import MAX_CLOCK_ID, MAX_TID_MICROS, tid_micros, tid_of
-from indexer.sync.policy import is_future
+from indexer.sync.policy import MAX_IDENTITY_AGE, KeyState, is_future
 
 
 @given(st.integers(0, MAX_TID_MICROS), st.integers(0, MAX_CLOCK_ID), st.floats(0, 1e11))
@@ -26,3 +27,11 @@ def test_limit_is_exact(step: int, clock_id: int) -> None:
 def test_no_rev_is_in_the_future_of_a_drift_beyond_all_revs() -> None:
     limits = replace(DEFAULT_LIMITS, clock_drift_seconds=10**12)
     assert not is_future(tid_of(MAX_TID_MICROS, MAX_CLOCK_ID), 0.0, limits)
+
+
+@pytest.mark.parametrize(("age", "recent"), [(-1, False), (0, True), (MAX_IDENTITY_AGE, True), (121, False)])
+def test_identity_is_recent_for_two_minutes(age: float, recent: bool) -> None:
+    identity = KeyState(None, fetched_at=1_000.0)
+    assert identity.is_recent(1_000.0 + age) is recent
+    assert not identity._replace(available=False).is_recent(1_000.0 + age)
+    assert not identity._replace(stale=True).is_recent(1_000.0 + age)

@@ -21,6 +21,11 @@ def test_the_order_of_hashes_has_every_bucket_once() -> None:
     assert sorted(HASH_ORDER) == list(range(BUCKETS))
 
 
+@pytest.mark.parametrize("placement", Placement)
+def test_each_bucket_has_its_position_in_the_order(placement: Placement) -> None:
+    assert [placement.position(bucket) for bucket in buckets_in_order(placement)] == list(range(BUCKETS))
+
+
 @given(SHARDS)
 def test_a_shard_has_the_buckets_at_its_positions(shard: Shard) -> None:
     first, end = shard.index * BUCKETS // shard.count, (shard.index + 1) * BUCKETS // shard.count
