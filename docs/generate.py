@@ -316,9 +316,7 @@ def _command_section(command: click.Command, path: str) -> str:
 def _help_paragraph(text: str) -> str:
     """Return a paragraph of a help text in Markdown. One that begins with the mark of click for fixed lines is code."""
     first, *lines = text.splitlines()
-    return (
-        "\n".join(f"    {line}" for line in lines) if first == "\b" else textwrap.fill(" ".join([first, *lines]), 100)
-    )
+    return "\n".join(f"    {line}" for line in lines) if first == "\b" else _wrapped(" ".join([first, *lines]))
 
 
 def transition_table() -> str:
@@ -344,8 +342,13 @@ def module_lists() -> str:
             if path.name not in {"__init__.py", "__main__.py"}
         )
         title = f"indexer/{package}/" if package else "indexer/"
-        parts.append(f"\n**`{title}`** {content}\n\n| module | content |\n|---|---|\n{rows}")
+        paragraph = _wrapped(f"**`{title}`** {content}")
+        parts.append(f"\n{paragraph}\n\n| module | content |\n|---|---|\n{rows}")
     return "".join(parts)
+
+
+def _wrapped(paragraph: str) -> str:
+    return textwrap.fill(paragraph, 100, break_long_words=False, break_on_hyphens=False)
 
 
 async def describe_public_schema(connection: asyncpg.Connection) -> str:
@@ -355,11 +358,12 @@ async def describe_public_schema(connection: asyncpg.Connection) -> str:
         rows = "".join(
             f"| `{name}` | {type_} | {text} |\n" for name, type_, text in await connection.fetch(_COLUMNS, view)
         )
-        parts.append(f"\n## View `atproto.{view}`\n\n{comment}\n\n| column | type | meaning |\n|---|---|---|\n{rows}")
+        text = f"## View `atproto.{view}`\n\n{_wrapped(comment)}"
+        parts.append(f"\n{text}\n\n| column | type | meaning |\n|---|---|---|\n{rows}")
     parts.append("\n## Functions\n")
     for name, arguments, result, comment in await connection.fetch(_FUNCTIONS):
         returns = "as the view `changes`" if result.startswith("TABLE") else f"`{result}`"
-        parts.append(f"\n**`atproto.{name}({arguments})`** → {returns}  \n{comment}\n")
+        parts.append(f"\n**`atproto.{name}({arguments})`** → {returns}  \n{_wrapped(comment)}\n")
     return "".join(parts)
 
 
