@@ -23,7 +23,7 @@ ENDS_STATEMENT = (CancelledError, TimeoutError)
 RESERVED_CONNECTIONS = 3
 """Connections that resyncs leave to the live path, to lease heartbeats, and to reports."""
 MAX_SIDE_BY_SIDE = 2
-"""Statements of one page that run at the same time on a distributed database, each for one shard: less than
+"""Statements of pages that run at the same time on a distributed database, each for one shard: less than
 `RESERVED_CONNECTIONS`, so that the live path has a connection."""
 SERVER_SETTINGS = {
     "application_name": "indexer",
@@ -52,6 +52,7 @@ class Connections:
         self._pool = pool
         self._dsn = dsn
         self._resync_connections = Semaphore(max(1, connections - RESERVED_CONNECTIONS))
+        self._side_by_side = Semaphore(MAX_SIDE_BY_SIDE)
         self.committed = Event()
         self.failed_operations = 0
         self.last_error: str | None = None
@@ -144,10 +145,9 @@ class Connections:
 
         It is called once if there is one shard, or if the DIDs are few. An error is raised when all calls have ended.
         """
-        limit = Semaphore(MAX_SIDE_BY_SIDE)
 
         async def limited(part: list[str]) -> T:
-            async with limit:
+            async with self._side_by_side:
                 return await work(part)
 
         parts = divide_by_shard(dids, self.shards)

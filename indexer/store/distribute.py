@@ -304,10 +304,8 @@ class _Command:
         row = await self._connection.fetchrow(_ROW)
         if row is None:
             row = await self._begin(shards or default_shards(len(self._nodes)))
-        elif shards is not None and shards > row["shards"]:
-            [row] = await self._connection.fetch(_REOPEN_WITH_SHARDS, shards)
-        elif shards not in {None, row["shards"]}:
-            raise UnsuitableClusterError(f"its tables have {row['shards']} shards, and shards cannot be joined")
+        elif shards is not None and shards != row["shards"]:
+            row = await self._reopen(shards)
         elif row["finished"] and await waiting_tables(self._connection):  # restored from the dump of a cluster
             [row] = await self._connection.fetch(_REOPEN)
         # A process that connected before the row was stored may not have seen it.
@@ -326,6 +324,14 @@ class _Command:
         await self._connection.execute(_FINISH)
         result.notices = self._notices
         return result
+
+    async def _reopen(self, shards: int) -> asyncpg.Record:
+        """Store another number of shards: more than there are, or as many again if none was cut since."""
+        existing = len(await self._connection.fetch(_FIRST_SHARDS))
+        if shards < existing:
+            raise UnsuitableClusterError(f"its tables have {existing} shards, and shards cannot be joined")
+        [row] = await self._connection.fetch(_REOPEN_WITH_SHARDS, shards)
+        return row
 
     async def _begin(self, shards: int) -> asyncpg.Record:
         """Store that the database is being distributed; return the new row.
@@ -383,7 +389,7 @@ class _Command:
     async def _cut_shards(self, shards: int) -> None:
         """Cut the shards of the first table, and with them all that are distributed, so that there are this many.
 
-        The parts of a shard stay on its node. The only shard of a new table is divided among the nodes.
+        The parts of a shard stay on its node. If there is only one shard, it is divided among the nodes.
         """
         if FIRST in await waiting_tables(self._connection):
             await self._connection.execute(_DISTRIBUTE_FIRST)

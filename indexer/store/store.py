@@ -213,10 +213,10 @@ class Store(ResyncMethods, ScopeMethods, AccountMethods, LinkMethods, FeedMethod
     ) -> CrawlProgress | None:
         """Add the repos of a page and store the progress, in one transaction; return the stored progress.
 
-        Return None if the scope has changed: nothing is added or stored.
+        Return None if the scope has changed: the progress is not stored, and no repo is added after the change.
 
         On a distributed database, the repos of each shard are added in a transaction of their own, before the progress
-        is stored. If only some of them are committed, the page is read again: repos that exist are not added twice.
+        is stored. If it is not stored, the page is read again, and repos that exist are not added or counted twice.
 
         Args:
             dids: The accounts of the page that may be unknown.

@@ -266,7 +266,8 @@ async def test_random_changes_under_load_and_kills_end_with_the_truth(database: 
                     process.kill()
                     assert await process.wait() == -signal.SIGKILL
                 await connection.execute("update indexer.repo set lease_until = now() where lease_until is not null")
-                await assert_log_gives_records(connection)
+                async with running(number_changes(store)):
+                    await assert_log_gives_records(connection)
     finally:
         await connection.close()
         await store.close()

@@ -209,6 +209,22 @@ async def test_shards_are_split_by_a_later_call(plain: str) -> None:
     await store.close()
 
 
+async def test_split_that_has_cut_no_shard_is_taken_back(plain: str) -> None:
+    """It may fail for good, for example because no node has the space."""
+    await distributed(plain, 4)
+    sql = await asyncpg.connect(plain)
+    try:
+        await sql.execute("update indexer.distribution set shards = 8, finished_at = null")  # as it begins
+        with pytest.raises(SettingsError):
+            await Store.open(plain)
+        with pytest.raises(SettingsError, match="have 4 shards, and shards cannot be joined"):
+            await distributed(plain, 2)
+    finally:
+        await sql.close()
+    assert (await distributed(plain, 4)).shards == 4
+    await (await Store.open(plain)).close()
+
+
 async def test_positions_of_shards_become_positions_of_all_buckets(plain: str) -> None:
     sql = await asyncpg.connect(plain)
     try:
