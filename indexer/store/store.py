@@ -216,7 +216,7 @@ class Store(ResyncMethods, ScopeMethods, AccountMethods, LinkMethods, FeedMethod
         Return None if the scope has changed: the progress is not stored, and no repo is added after the change.
 
         On a distributed database, the repos of each shard are added in a transaction of their own, before the progress
-        is stored. If it is not stored, the page is read again, and repos that exist are not added or counted twice.
+        is stored. A process that ends in between reads the page again: repos that exist are not added or counted twice.
 
         Args:
             dids: The accounts of the page that may be unknown.
