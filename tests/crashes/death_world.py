@@ -126,9 +126,18 @@ class DeathWorld:
         await self._check_change_log()
 
     async def read_changes(self) -> None:
-        """Let the consumer read all new changes."""
-        while page := await self.execute(_NEXT, CONSUMER):
-            self.changes += page
+        """Let the consumer read all new changes.
+
+        A page counts as read once Postgres has returned it. So a cancellation waits for the page that was asked for.
+        """
+        more = True
+        while more:
+            reading = asyncio.create_task(self._read_page())
+            try:
+                more = await asyncio.shield(reading)
+            except asyncio.CancelledError:
+                await reading
+                raise
 
     async def feed_is_saved(self) -> bool:
         """Return True if the feed has stored that everything was delivered."""
@@ -141,6 +150,12 @@ class DeathWorld:
 
     async def execute(self, statement: str, *values: object) -> list[asyncpg.Record]:
         return await fetch(self.dsn, statement, *values)
+
+    async def _read_page(self) -> bool:
+        """Let the consumer read a page of changes; return False if there are none."""
+        page = await self.execute(_NEXT, CONSUMER)
+        self.changes += page
+        return bool(page)
 
     async def _is_settled(self) -> bool:
         [(unsettled,)] = await self.execute(_UNSETTLED)

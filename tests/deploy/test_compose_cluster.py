@@ -95,7 +95,7 @@ async def test_the_steps_and_daemons_of_the_file_index_a_network(
     dsn = with_node(services["indexer0"]["environment"]["INDEXER_DATABASE_URL"], cluster)
     assert urlsplit(dsn).port == cluster.ports[COORDINATOR]
     _, first = await run_setup(cluster, dsn)
-    assert re.match(r"Distributed .*8 shards on 2 nodes", first)
+    assert re.match(r"Distributed .*4 shards on 2 nodes", first)
     _, second = await run_setup(cluster, dsn)
     assert second.startswith("Every table is distributed already."), "repeated, the steps change nothing"
     async with LocalNetwork() as network, AsyncExitStack() as stack:

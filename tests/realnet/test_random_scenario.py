@@ -13,7 +13,7 @@ import asyncpg
 import pytest
 
 from tests.daemon_process import daemon_process, log_tail
-from tests.database_checks import assert_change_log_consistent
+from tests.database_checks import assert_change_log_consistent, fetch
 from tests.realnet.compare_with_pdses import visible_repos, wait_until_equal
 from tests.realnet.random_steps import RandomSteps
 from tests.realnet.real_network import RealAccount, real_network
@@ -59,6 +59,7 @@ async def test_database_equals_the_pdses_after_a_random_scenario(
                 expected = {account.did: await asyncio.to_thread(account.records) for account in steps.active}
                 await wait_until_equal(database, expected)
                 await wait_until_hidden(database, steps.statuses())
+                await until(lambda: no_resync_is_running(database), lambda: log_tail(tmp_path))
                 assert daemon.returncode is None, log_tail(tmp_path)
             connections = (tmp_path / "daemon.log").read_text().count("relay.connected")
             assert connections > STARTS, "the daemon did not notice the restart of the relay"
@@ -70,6 +71,11 @@ async def test_database_equals_the_pdses_after_a_random_scenario(
 
 async def stores_records(dsn: str) -> bool:
     return any(records for _, records in (await visible_repos(dsn)).values())
+
+
+async def no_resync_is_running(dsn: str) -> bool:
+    """Return True if the resyncs have ended, also those of accounts that were hidden meanwhile."""
+    return not await fetch(dsn, "select from atproto.repos where sync_status = 'in-progress'")
 
 
 async def hidden_accounts(dsn: str) -> dict[str, str]:
