@@ -8,10 +8,9 @@ import pytest
 from indexer.atproto.crypto import PublicKey
 from indexer.atproto.limits import Limits
 from indexer.sync.events import CommitEvent, OtherShardEvent
-from indexer.sync.native_core import NativeCore, load_core
+from indexer.sync.native_core import CommitVerification, NativeCore, load_core
 from indexer.sync.policy import Policy
 from indexer.sync.shard import Shard
-from indexer.sync.verify import VerifiedCommit
 
 
 def native_core(threads: int = 2) -> NativeCore:
@@ -55,8 +54,8 @@ class CountingCore(NativeCore):
 
         return decode
 
-    def verify_commits(
+    def begin_verification(
         self, commits: Sequence[tuple[CommitEvent, PublicKey]], policy: Policy
-    ) -> list[VerifiedCommit | None]:
+    ) -> CommitVerification:
         self.asked += len(commits)
-        return super().verify_commits(commits, policy)
+        return super().begin_verification(commits, policy)

@@ -16,7 +16,7 @@ from indexer.process_setup import StopRequest
 from indexer.service.live.batch_writer import BATCH_SIZE
 from indexer.service.resync.large_repo_slots import large_repo_slot_count
 from indexer.store import RESERVED_CONNECTIONS
-from indexer.sync.native_core import NativeCore
+from indexer.sync.native_core import CommitVerification, NativeCore
 from indexer.sync.repo_state import Repo
 from tests.batch_sizes import first_batch_size
 from tests.daemon_harness import run_daemon, settings_for
@@ -47,7 +47,7 @@ async def test_panic_in_a_thread_of_the_native_core_ends_the_daemon(
     database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     core = native_module().Core(2)
-    monkeypatch.setattr(NativeCore, "verify_commits", lambda *_: core.panic(2))
+    monkeypatch.setattr(NativeCore, "begin_verification", lambda *_: CommitVerification([], core.panic(2)))
     async with (
         LocalNetwork() as network,
         open_daemon(settings_for(network.relay_url, network.plc_url, tmp_path, core="native"), database) as running,

@@ -131,8 +131,8 @@ _STREAM = (
     MetricDefinition(
         "indexer_batch_seconds",
         "histogram",
-        "Duration of one stage of a batch or an export. After a batch is written, `verify-ahead` is the wait for the "
-        "verification of the next one. `verify-export` and `diff` include the wait for their thread. "
+        "Duration of one stage of a batch or an export. `verify-ahead` is the wait for commits that were "
+        "verified while the batch before was written. `verify-export` and `diff` include the wait for their thread. "
         "Small new repos that share a transaction count once as `apply-export`, without their wait for it.",
         "A stage takes several times as long as on other days.",
         ("stage",),

@@ -22,7 +22,7 @@ from indexer.sync.verify import VerifiedCommit, natively_verified, previous_root
 
 CoreChoice = Literal["auto", "python", "native"]
 
-INTERFACE = 4
+INTERFACE = 5
 """The number of the interface between this module and the native one."""
 _PROBLEM_OF_SHAPE = (None, Problem.NOT_A_MAP, Problem.NO_TYPE, Problem.OTHER_TYPE)
 
@@ -54,40 +54,46 @@ class NativeCore:
         decode = self._new_frame_decoder(events, limits, buckets).decode
         return decode
 
-    def verify_commits(
+    def begin_verification(
         self, commits: Sequence[tuple[CommitEvent, PublicKey]], policy: Policy
-    ) -> list[VerifiedCommit | None]:
+    ) -> "CommitVerification":
+        """Begin to verify commits, in the threads of the core and without the interpreter's lock; return at once."""
+        events = [(event, previous_root(event)) for event, _ in commits]
+        arguments = [
+            (event.did, event.rev, event.commit, prev_data, event.ops, event.blocks, key.curve, key.uncompressed)
+            for (event, prev_data), (_, key) in zip(events, commits, strict=True)
+        ]
+        patterns = policy.scope.collections.patterns if policy.store_values else ()
+        return CommitVerification(events, self._core.verify_commits(arguments, patterns, policy.limits))
+
+
+class CommitVerification:
+    """Commits that the threads of the native core verify."""
+
+    def __init__(self, events: Sequence[tuple[CommitEvent, bytes | None]], running: Any) -> None:
+        """Wait for what the native module has begun. `events` are the commits with their roots before."""
+        self._events = events
+        self._running = running
+
+    def is_done(self) -> bool:
+        """Return True if `results` need not wait."""
+        done: bool = self._running.is_done()
+        return done
+
+    def wait(self) -> None:
+        """Block until the results are there."""
+        self._running.wait()
+
+    def results(self) -> list[VerifiedCommit | None]:
         """Return the commits as `verify_commit` returns them, in the same order, with converted records.
 
-        It releases the interpreter's lock. An item is None if `verify_commit` has to decide: the commit has a flaw, is
-        not authentic, is malformed, or has an unusual form.
+        It waits if the verification is not done, and can be called once. An item is None if `verify_commit` has to
+        decide: the commit has a flaw, is not authentic, is malformed, or has an unusual form.
         """
-        given, arguments = [], []
-        for number, (event, key) in enumerate(commits):
-            prev_data = previous_root(event)
-            if prev_data is not None:
-                given.append((number, event, prev_data))
-                arguments.append(
-                    (
-                        event.did,
-                        event.rev,
-                        event.commit,
-                        prev_data,
-                        event.ops,
-                        event.blocks,
-                        key.curve,
-                        key.uncompressed,
-                    )
-                )
-        patterns = policy.scope.collections.patterns if policy.store_values else ()
-        results: list[VerifiedCommit | None] = [None] * len(commits)
-        found = self._core.verify_commits(arguments, patterns, policy.limits)
-        for (number, event, prev_data), result in zip(given, found, strict=True):
-            if result is not None:
-                data, records = result
-                converted = [(block, _converted(record)) for block, record in records]
-                results[number] = natively_verified(event, data, prev_data, converted)
-        return results
+        return [
+            None if result is None or prev_data is None else _verified(event, prev_data, *result)
+            for (event, prev_data), result in zip(self._events, self._running.results(), strict=True)
+        ]
 
 
 def frame_decoder(core: NativeCore | None, limits: Limits, shard: Shard) -> Callable[[bytes], Event]:
@@ -102,6 +108,16 @@ def frame_decoder(core: NativeCore | None, limits: Limits, shard: Shard) -> Call
         return decode_frame(frame, limits, owns) if event is None else event
 
     return decode
+
+
+def _verified(
+    event: CommitEvent,
+    prev_data: bytes,
+    data: bytes,
+    records: Sequence[tuple[bytes | None, tuple[str, int, int] | None]],
+) -> VerifiedCommit:
+    converted = [(block, _converted(record)) for block, record in records]
+    return natively_verified(event, data, prev_data, converted)
 
 
 def _converted(record: tuple[str, int, int] | None) -> ConvertedRecord | None:

@@ -1,6 +1,6 @@
 """Verify commits ahead, many in one call of the native core, and return the results when the commits are planned."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from indexer.atproto.crypto import PublicKey
@@ -37,10 +37,10 @@ class PreparedCommits:
     def __or__(self, other: "PreparedCommits") -> "PreparedCommits":
         return PreparedCommits([*self._prepared.values(), *other._prepared.values()])
 
-    def of(self, events: Iterable[object]) -> "PreparedCommits":
-        """Return the results for these events only."""
-        found = [self._prepared.get(id(event)) for event in events]
-        return PreparedCommits([item for item in found if item is not None])
+    def without(self, events: Iterable[object]) -> "PreparedCommits":
+        """Return the results for all other events."""
+        dropped = {id(event) for event in events}
+        return PreparedCommits([item for number, item in self._prepared.items() if number not in dropped])
 
     def has_all_of(self, event: CommitEvent, key: KeyState | None, policy: Policy) -> bool:
         """Return True if the native core accepted the commit with this key, and has converted each record to store."""
@@ -79,11 +79,33 @@ def commits_to_verify(
     return worthwhile
 
 
-def verify_ahead(
-    core: NativeCore, commits: list[tuple[CommitEvent, PublicKey]], context: PlanContext
+def prepared_commits(
+    commits: Iterable[tuple[CommitEvent, PublicKey]], results: Iterable[VerifiedCommit | None]
 ) -> PreparedCommits:
-    """Verify commits with the native core. It releases the interpreter's lock for most of the time."""
-    results = core.verify_commits(commits, context.policy)
+    """Return these results of the native core for these commits, in the same order."""
     return PreparedCommits(
         [_Prepared(event, key, commit) for (event, key), commit in zip(commits, results, strict=True)]
     )
+
+
+class CommitsBeingVerified:
+    """The verification of some commits by the native core, which goes on while the interpreter does something else."""
+
+    def __init__(
+        self, core: NativeCore, commits: Sequence[tuple[CommitEvent, PublicKey]], context: PlanContext
+    ) -> None:
+        """Begin it."""
+        self._commits = commits
+        self._running = core.begin_verification(commits, context.policy)
+
+    def is_done(self) -> bool:
+        """Return True if `results` need not wait."""
+        return self._running.is_done()
+
+    def wait(self) -> None:
+        """Block until the results are there, without the interpreter's lock."""
+        self._running.wait()
+
+    def results(self) -> PreparedCommits:
+        """Return the results, once; block until they are there."""
+        return prepared_commits(self._commits, self._running.results())

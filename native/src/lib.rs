@@ -19,6 +19,7 @@ pub mod copy_rows;
 pub mod export;
 pub mod frame;
 pub mod hash;
+pub mod job;
 pub mod keys;
 pub mod limits;
 pub mod mst;

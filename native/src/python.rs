@@ -1,6 +1,9 @@
 //! The Python module `atproto_indexer_native`.
 
 use std::collections::HashMap;
+use std::ops::Range;
+use std::panic::resume_unwind;
+use std::sync::Arc;
 
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
@@ -9,7 +12,9 @@ use pyo3::types::{PyBytes, PyList, PyString, PyTuple};
 use rayon::prelude::*;
 
 use crate::car::Blocks;
+use crate::cbor::RecordJson;
 use crate::cid::{as_cid, Cid};
+use crate::job::Job;
 use crate::limits::Limits;
 use crate::mst::NetOp;
 use crate::patterns::Patterns;
@@ -17,7 +22,7 @@ use crate::python_frame::FrameDecoder;
 use crate::verify::{verify_commit, CommitEvent, RepoOp, VerifiedCommit};
 
 /// The number of this interface. `indexer/sync/native_core.py` needs the same one.
-const INTERFACE: u32 = 4;
+const INTERFACE: u32 = 5;
 
 type OpArguments = (PyBackedStr, PyBackedStr, Option<PyBackedBytes>, Option<PyBackedBytes>);
 
@@ -27,7 +32,7 @@ struct CommitArguments(
     PyBackedStr,
     PyBackedStr,
     PyBackedBytes,
-    PyBackedBytes,
+    Option<PyBackedBytes>,
     Vec<OpArguments>,
     PyBackedBytes,
     PyBackedStr,
@@ -35,112 +40,142 @@ struct CommitArguments(
 );
 
 impl CommitArguments {
-    fn event(&self) -> CommitEvent<'_> {
+    /// Returns the event; `None` without `prev_data`.
+    fn event(&self) -> Option<CommitEvent<'_>> {
         let ops = self.4.iter().map(|(action, path, cid, prev)| RepoOp {
             action,
             path,
             cid: cid.as_deref(),
             prev: prev.as_deref(),
         });
-        CommitEvent {
+        Some(CommitEvent {
             did: &self.0,
             rev: &self.1,
             commit: &self.2,
-            prev_data: &self.3,
+            prev_data: self.3.as_deref()?,
             ops: ops.collect(),
             blocks: &self.5,
             curve: &self.6,
             point: &self.7,
-        }
+        })
     }
 }
 
 /// The native core, with its own threads.
 #[pyclass(frozen)]
 struct Core {
-    /// `None` if the calling thread does the work.
-    pool: Option<rayon::ThreadPool>,
+    pool: rayon::ThreadPool,
 }
 
 #[pymethods]
 impl Core {
-    /// Creates a core that works with `threads` threads at once; with 1, in the calling thread.
+    /// Creates a core that works with `threads` threads at once.
     #[new]
     fn new(threads: usize) -> PyResult<Self> {
         if threads == 0 {
             return Err(PyValueError::new_err("threads must be at least 1"));
         }
-        if threads == 1 {
-            return Ok(Core { pool: None });
-        }
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).thread_name(|index| format!("verify-{index}"));
         let pool = pool.build().map_err(|error| PyRuntimeError::new_err(error.to_string()))?;
-        Ok(Core { pool: Some(pool) })
+        Ok(Core { pool })
     }
 
-    /// Verifies commits without the interpreter's lock; returns an item for each one, in their order.
-    ///
-    /// An item is None if the reference has to decide. Otherwise it is the CID of the new tree's root, and for each
-    /// operation its block and its record: (JSON, number of items, number of the shape). The block is None for a
-    /// delete. The record is None if the reference has to convert it.
+    /// Begins to verify commits, in the threads of the core; returns at once.
     ///
     /// Args:
     ///     commits: Tuples of did, rev, commit, prev_data, ops (tuples of action, path, cid, prev), blocks, curve and
     ///         uncompressed point.
     ///     patterns: The collections whose records are converted.
     ///     limits: An object with the limits as attributes.
-    fn verify_commits<'py>(
+    fn verify_commits(
         &self,
-        py: Python<'py>,
         commits: Vec<CommitArguments>,
         patterns: Vec<PyBackedStr>,
         limits: Limits,
-    ) -> PyResult<Bound<'py, PyList>> {
-        let verified = py.detach(|| {
-            let patterns = Patterns::new(patterns.iter().map(|pattern| &**pattern));
-            self.each(&commits, |commit| verify_arguments(commit, &patterns, &limits))
+    ) -> CommitVerification {
+        let patterns = Patterns::new(patterns.iter().map(|pattern| &**pattern));
+        let commits = Arc::new(commits);
+        let job = Job::begin(&self.pool, {
+            let commits = Arc::clone(&commits);
+            move || commits.par_iter().map(|commit| verify_arguments(commit, &patterns, &limits)).collect()
         });
-        let results = verified.into_iter().map(|commit| commit.map(|commit| commit_result(py, commit)).transpose());
-        PyList::new(py, results.collect::<PyResult<Vec<_>>>()?)
+        CommitVerification { commits, job }
     }
 
     /// Panics while it works on one of `items` items. For tests, because no input is known that causes a panic.
-    fn panic(&self, py: Python<'_>, items: usize) {
-        let items: Vec<_> = (1..=items).collect();
-        py.detach(|| self.each(&items, |item| assert!(*item < items.len(), "the test asked for a panic")));
+    fn panic(&self, items: usize) -> CommitVerification {
+        let job = Job::begin(&self.pool, move || {
+            (1..=items).into_par_iter().for_each(|item| assert!(item < items, "the test asked for a panic"));
+            Vec::new()
+        });
+        CommitVerification { commits: Arc::default(), job }
     }
 }
 
-impl Core {
-    /// Returns the result of `work` for each item, in their order. A panic in a worker thread continues in the calling
-    /// thread.
-    fn each<'a, T: Sync, R: Send>(&self, items: &'a [T], work: impl Fn(&'a T) -> R + Send + Sync) -> Vec<R> {
-        match &self.pool {
-            Some(pool) if items.len() > 1 => pool.install(|| items.par_iter().map(work).collect()),
-            _ => items.iter().map(work).collect(),
-        }
+/// A verification of commits that has begun.
+#[pyclass(frozen)]
+struct CommitVerification {
+    commits: Arc<Vec<CommitArguments>>,
+    job: Arc<Job<Vec<Option<OwnedCommit>>>>,
+}
+
+#[pymethods]
+impl CommitVerification {
+    /// Returns True if `results` need not wait.
+    fn is_done(&self) -> bool {
+        self.job.is_done()
+    }
+
+    /// Waits until the verification is done, without the interpreter's lock.
+    fn wait(&self, py: Python<'_>) {
+        py.detach(|| self.job.wait());
+    }
+
+    /// Waits, and returns an item for each commit, in their order. It can be called once.
+    ///
+    /// An item is None if the reference has to decide. Otherwise it is the CID of the new tree's root, and for each
+    /// operation its block and its record: (JSON, number of items, number of the shape). The block is None for a
+    /// delete. The record is None if the reference has to convert it.
+    fn results<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        let verified = py.detach(|| self.job.take());
+        let verified = verified.ok_or_else(|| PyRuntimeError::new_err("the results were taken before"))?;
+        let verified = verified.unwrap_or_else(|panic| resume_unwind(panic));
+        let results = self.commits.iter().zip(verified);
+        let results = results.map(|(given, commit)| commit.map(|commit| commit_result(py, given, commit)).transpose());
+        PyList::new(py, results.collect::<PyResult<Vec<_>>>()?)
     }
 }
 
-fn verify_arguments<'a>(
-    commit: &'a CommitArguments,
-    patterns: &Patterns,
-    limits: &Limits,
-) -> Option<VerifiedCommit<'a>> {
-    verify_commit(&commit.event(), patterns, limits)
+/// What a [`VerifiedCommit`] has, without references: blocks are ranges of the slice.
+struct OwnedCommit {
+    data: Cid,
+    records: Vec<(Option<Range<usize>>, Option<RecordJson>)>,
 }
 
-fn commit_result<'py>(py: Python<'py>, commit: VerifiedCommit<'_>) -> PyResult<Bound<'py, PyTuple>> {
-    // Many operations may name one block. It is copied once, and found by its address in the slice.
-    let mut copies: HashMap<*const u8, Bound<'py, PyBytes>> = HashMap::new();
+fn verify_arguments(commit: &CommitArguments, patterns: &Patterns, limits: &Limits) -> Option<OwnedCommit> {
+    let VerifiedCommit { data, records } = verify_commit(&commit.event()?, patterns, limits)?;
+    let slice_begin = commit.5.as_ptr() as usize;
+    let range_of = |block: &[u8]| {
+        let begin = block.as_ptr() as usize - slice_begin;
+        begin..begin + block.len()
+    };
+    let records = records.into_iter().map(|record| (record.block.map(range_of), record.json));
+    Some(OwnedCommit { data: *data, records: records.collect() })
+}
+
+fn commit_result<'py>(py: Python<'py>, given: &CommitArguments, commit: OwnedCommit) -> PyResult<Bound<'py, PyTuple>> {
+    // Many operations may name one block. It is copied once.
+    let mut copies: HashMap<usize, Bound<'py, PyBytes>> = HashMap::new();
     let mut records = Vec::with_capacity(commit.records.len());
-    for record in commit.records {
-        let copy = |block: &[u8]| copies.entry(block.as_ptr()).or_insert_with(|| PyBytes::new(py, block)).clone();
-        let block = record.block.map(copy);
-        let json = record.json.map(|record| (PyString::new(py, &record.json), record.items, record.shape as u8));
+    for (range, json) in commit.records {
+        let copy = |range: Range<usize>| {
+            copies.entry(range.start).or_insert_with(|| PyBytes::new(py, &given.5[range])).clone()
+        };
+        let block = range.map(copy);
+        let json = json.map(|record| (PyString::new(py, &record.json), record.items, record.shape as u8));
         records.push((block, json));
     }
-    (PyBytes::new(py, commit.data), records).into_pyobject(py)
+    (PyBytes::new(py, &commit.data), records).into_pyobject(py)
 }
 
 /// Returns the JSON, the number of items and the number of the shape of a record; None if the reference decides.

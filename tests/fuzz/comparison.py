@@ -10,10 +10,9 @@ from indexer.atproto.mst import EMPTY_TREE
 from indexer.atproto.syntax import CollectionFilter
 from indexer.sync.events import CommitEvent, OtherShardEvent
 from indexer.sync.frames import decode_frame
-from indexer.sync.native_core import NativeCore
 from indexer.sync.plan_batch import BatchPlan, ReceivedMessage, plan_batch
 from indexer.sync.policy import KeyState, PlanContext, Policy
-from indexer.sync.prepared_commits import PreparedCommits, verify_ahead
+from indexer.sync.prepared_commits import PreparedCommits, prepared_commits
 from indexer.sync.repo_state import Head, Repo, SyncStatus
 from indexer.sync.repo_transitions import Outcome
 from indexer.sync.scope import Scope
@@ -51,16 +50,21 @@ DECODERS = (
 DecodeCommit = Callable[[bytes], CommitEvent | OtherShardEvent | None]
 
 
+class Verification(Protocol):
+    """Commits that are being verified."""
+
+    def results(self) -> list[VerifiedCommit | None]:
+        """Return the verified commits; None for those that the Python code has to decide."""
+
+
 class Core(Protocol):
     """The native core, or one that a test makes."""
 
     def commit_decoder(self, limits: Limits, shard: Shard) -> DecodeCommit:
         """Return a function that decodes a `#commit`; None for frames that the Python code has to decide."""
 
-    def verify_commits(
-        self, commits: Sequence[tuple[CommitEvent, PublicKey]], policy: Policy
-    ) -> list[VerifiedCommit | None]:
-        """Return the verified commits; None for those that the Python code has to decide."""
+    def begin_verification(self, commits: Sequence[tuple[CommitEvent, PublicKey]], policy: Policy) -> Verification:
+        """Begin to verify commits."""
 
 
 class DifferenceError(AssertionError):
@@ -99,18 +103,6 @@ class Counts:
         )
 
 
-class _Verified(NativeCore):
-    """Returns the result of a core for one commit, so that it is not verified a second time."""
-
-    def __init__(self, result: VerifiedCommit) -> None:
-        self._result = result
-
-    def verify_commits(
-        self, commits: Sequence[tuple[CommitEvent, PublicKey]], _: Policy
-    ) -> list[VerifiedCommit | None]:
-        return [self._result for _ in commits]
-
-
 class Comparison:
     """Compares the events and the plans of frames, one at a time.
 
@@ -144,12 +136,12 @@ class Comparison:
         key = self._key_state(event.did)
         expected = self._plan(frame, event, context, PreparedCommits())
         assert key.key is not None
-        [verified] = self._core.verify_commits([(event, key.key)], context.policy)
+        [verified] = self._core.begin_verification([(event, key.key)], context.policy).results()
         if verified is None:
             self.counts.declined += expected.settled[0].outcome is Outcome.APPLIED
             return
         self.counts.accepted += 1
-        found = self._plan(frame, event, context, verify_ahead(_Verified(verified), [(event, key.key)], context))
+        found = self._plan(frame, event, context, prepared_commits([(event, key.key)], [verified]))
         if found != expected:
             raise DifferenceError(f"Python: {expected}\nnative: {found}")
 

@@ -18,7 +18,7 @@ from indexer.sync.policy import Policy
 from indexer.sync.shard import Shard
 from indexer.sync.verify import VerifiedCommit, verify_commit
 from tests.fuzz.commit_parts import split
-from tests.fuzz.comparison import CONTEXTS, Comparison, Core, DecodeCommit, DifferenceError
+from tests.fuzz.comparison import CONTEXTS, Comparison, Core, DecodeCommit, DifferenceError, Verification
 from tests.fuzz.export_comparison import VARIANTS, ExportComparison
 from tests.fuzz.mutation import mutate_export, mutate_frame
 from tests.fuzz.seeds import accounts, key_of, random_export, random_record, seeds
@@ -26,6 +26,16 @@ from tests.native_module import native_core
 
 OWNERS = accounts()
 SEEDS = seeds(OWNERS, Random(1), 60)
+
+
+class Results:
+    """A verification with these results."""
+
+    def __init__(self, results: list[VerifiedCommit | None]) -> None:
+        self._results = results
+
+    def results(self) -> list[VerifiedCommit | None]:
+        return self._results
 
 
 class WrongCore:
@@ -37,10 +47,8 @@ class WrongCore:
     def commit_decoder(self, _limits: Limits, _shard: Shard) -> DecodeCommit:
         return lambda _frame: None
 
-    def verify_commits(
-        self, commits: Sequence[tuple[CommitEvent, PublicKey]], policy: Policy
-    ) -> list[VerifiedCommit | None]:
-        return [self._distort(verify_commit(event, key, policy.limits)) for event, key in commits]
+    def begin_verification(self, commits: Sequence[tuple[CommitEvent, PublicKey]], policy: Policy) -> Verification:
+        return Results([self._distort(verify_commit(event, key, policy.limits)) for event, key in commits])
 
 
 def flip_a_bit(data: bytes) -> bytes:
@@ -90,10 +98,8 @@ class DecliningCore(WrongCore):
     def __init__(self) -> None:
         super().__init__(lambda commit: commit)
 
-    def verify_commits(
-        self, commits: Sequence[tuple[CommitEvent, PublicKey]], _policy: Policy
-    ) -> list[VerifiedCommit | None]:
-        return [None for _ in commits]
+    def begin_verification(self, commits: Sequence[tuple[CommitEvent, PublicKey]], _policy: Policy) -> Verification:
+        return Results([None for _ in commits])
 
 
 def test_core_that_is_not_used_is_named_by_the_counts() -> None:

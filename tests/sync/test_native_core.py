@@ -72,7 +72,7 @@ def without_converted(commit: VerifiedCommit) -> VerifiedCommit:
 
 def accepted(core: NativeCore, event: CommitEvent, key: PublicKey, policy: Policy = STORE_ALL) -> bool:
     """Return True if the native core decides the commit, after comparing its result with that of the reference."""
-    (commit,) = core.verify_commits([(event, key)], policy)
+    (commit,) = core.begin_verification([(event, key)], policy).results()
     if commit is None:
         return False
     expected = reference(event, key)
@@ -107,7 +107,7 @@ def test_all_ordinary_commits_are_decided_with_the_results_of_the_reference(
     events = [decoded_event("commit", account.first_commit()), *commits_of(account, steps)]
     for event in events:
         assert accepted(shared_core(), event, account.key.public)
-    results = shared_core().verify_commits([(event, account.key.public) for event in events], STORE_ALL)
+    results = shared_core().begin_verification([(event, account.key.public) for event in events], STORE_ALL).results()
     for event, commit in zip(events, results, strict=True):
         assert commit is not None
         assert all(change.converted for change in commit.changes if change.new)
@@ -118,14 +118,14 @@ def test_a_batch_returns_a_result_for_each_commit_in_order(core: NativeCore) -> 
     account, other = SigningAccount(), SigningAccount("bob")
     events = [decoded_event("commit", account.commit_post(f"p{number}")) for number in range(100)]
     keys = [other.key.public if number % 7 == 0 else account.key.public for number in range(100)]
-    results = core.verify_commits(list(zip(events, keys, strict=True)), STORE_ALL)
+    results = core.begin_verification(list(zip(events, keys, strict=True)), STORE_ALL).results()
     assert [commit and commit.head.rev for commit in results] == [
         None if number % 7 == 0 else event.rev for number, event in enumerate(events)
     ]
 
 
 def test_no_commits_give_no_results(core: NativeCore) -> None:
-    assert core.verify_commits([], STORE_ALL) == []
+    assert core.begin_verification([], STORE_ALL).results() == []
 
 
 @pytest.mark.parametrize("curve", CURVES)
@@ -427,7 +427,7 @@ def test_only_selected_records_are_converted(patterns: tuple[str, ...], store_va
     paths = [f"{POST}/a", "app.bsky.graph.follow/b", "com.example.thing/c", "com.examples.thing/d"]
     event = decoded_event("commit", account.commit(*[Write.create(path, {"path": path}) for path in paths]))
     assert accepted(shared_core(), event, account.key.public, policy)
-    (commit,) = shared_core().verify_commits([(event, account.key.public)], policy)
+    (commit,) = shared_core().begin_verification([(event, account.key.public)], policy).results()
     assert commit is not None
     selected = [store_values and policy.scope.collections.matches(path.partition("/")[0]) for path in paths]
     assert [change.converted is not None for change in commit.changes] == selected
@@ -457,7 +457,7 @@ def test_a_block_that_many_paths_name_is_converted_once() -> None:
     block = dag_cbor.encode({"text": "x" * 50_000})
     event = decoded_event("commit", account.commit(*[Write.create(f"a.b.c{n}/r", block) for n in range(100)]))
     assert accepted(shared_core(), event, account.key.public)
-    (commit,) = shared_core().verify_commits([(event, account.key.public)], STORE_ALL)
+    (commit,) = shared_core().begin_verification([(event, account.key.public)], STORE_ALL).results()
     assert commit is not None
     assert sum(change.converted is not None for change in commit.changes) == 1
     assert len({id(change.block) for change in commit.changes}) == 1
@@ -505,7 +505,7 @@ class ScriptedModule:
         self._event, self._results = event, results
 
     def Core(self, _threads: int) -> SimpleNamespace:  # noqa: N802
-        return SimpleNamespace(verify_commits=lambda *_: self._results)
+        return SimpleNamespace(verify_commits=lambda *_: SimpleNamespace(results=lambda: self._results))
 
     def FrameDecoder(self, _events: object, _limits: Limits, buckets: object) -> SimpleNamespace:  # noqa: N802
         self.buckets.append(buckets)
@@ -532,4 +532,4 @@ def test_core_that_returns_another_number_of_results_is_an_error(results: int) -
     event = decoded_event("commit", account.commit_post("a"))
     core = NativeCore(ScriptedModule(results=[None] * results), 1)
     with pytest.raises(ValueError, match="zip"):
-        core.verify_commits([(event, account.key.public)], STORE_ALL)
+        core.begin_verification([(event, account.key.public)], STORE_ALL).results()

@@ -24,7 +24,7 @@ def is_panic(error: BaseException) -> bool:
     return type(error).__name__ == "PanicException"
 
 
-@pytest.fixture(params=[1, 2, 4], ids=["calling thread", "two threads", "four threads"])
+@pytest.fixture(params=[1, 2, 4], ids=["one thread", "two threads", "four threads"])
 def core(request: pytest.FixtureRequest) -> Any:
     return native_module().Core(request.param)
 
@@ -32,7 +32,7 @@ def core(request: pytest.FixtureRequest) -> Any:
 @pytest.mark.parametrize("items", [1, 2, 100])
 def test_panic_while_a_batch_is_verified_is_raised_by_the_call(core: Any, items: int) -> None:
     with pytest.raises(BaseException, match="the test asked for a panic") as raised:
-        core.panic(items)
+        core.panic(items).results()
     assert is_panic(raised.value)
 
 
@@ -41,7 +41,8 @@ def test_core_goes_on_after_panics_in_many_threads_at_once(core: Any) -> None:
 
     def call(number: int) -> BaseException | list[Any] | None:
         try:
-            return core.panic(50) if number % 2 else core.verify_commits([], [], DEFAULT_LIMITS)  # type: ignore[no-any-return]
+            begun = core.panic(50) if number % 2 else core.verify_commits([], [], DEFAULT_LIMITS)
+            return begun.results()  # type: ignore[no-any-return]
         except BaseException as error:  # noqa: BLE001 - a panic is no Exception
             return error
 
@@ -53,15 +54,15 @@ def test_core_goes_on_after_panics_in_many_threads_at_once(core: Any) -> None:
 
 async def test_panic_in_a_worker_thread_is_raised_where_it_is_awaited(core: Any) -> None:
     with pytest.raises(BaseException, match="the test asked for a panic"):
-        await asyncio.wait_for(asyncio.to_thread(core.panic, 10), 30)
+        await asyncio.wait_for(asyncio.to_thread(core.panic(10).results), 30)
 
 
 def test_verification_goes_on_after_a_panic() -> None:
     core, account = native_core(), SigningAccount()
     events = [decoded_event("commit", account.commit_post(f"p{number}")) for number in range(10)]
     with pytest.raises(BaseException, match="the test asked for a panic"):
-        native_module().Core(2).panic(10)
-    verified = core.verify_commits([(event, account.key.public) for event in events], STORE_ALL)
+        native_module().Core(2).panic(10).results()
+    verified = core.begin_verification([(event, account.key.public) for event in events], STORE_ALL).results()
     assert all(verified)
 
 

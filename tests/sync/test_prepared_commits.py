@@ -2,12 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import cast
 
 import pytest
 from hypothesis import given, settings
 
-from indexer.atproto.crypto import PublicKey, parse_did_key
+from indexer.atproto.crypto import parse_did_key
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.syntax import CollectionFilter
 from indexer.errors import UpstreamError
@@ -18,9 +17,9 @@ from indexer.sync.frames import decode_frame
 from indexer.sync.native_core import NativeCore
 from indexer.sync.plan_batch import MAX_BATCH_BYTES, BatchPlan, ReceivedMessage, commits_within, is_quick, plan_batch
 from indexer.sync.policy import KeyState, PlanContext, Policy
-from indexer.sync.prepared_commits import PreparedCommits, commits_to_verify, verify_ahead
+from indexer.sync.prepared_commits import CommitsBeingVerified, PreparedCommits, commits_to_verify, prepared_commits
 from indexer.sync.repo_state import Repo
-from indexer.sync.verify import VerifiedCommit, verify_commit
+from indexer.sync.verify import verify_commit
 from tests.native_module import CountingCore, native_core
 from tests.profiles import scaled
 from tests.sync import test_plan_batch, test_published
@@ -37,7 +36,7 @@ def prepared(
     """Return what the native core says about the commits of a batch that will be verified."""
     commits = commits_within(batch, MAX_BATCH_BYTES)
     chosen = commits_to_verify(commits, lambda did: rows.get(did) or Repo(did), keys.get, context)
-    return verify_ahead(core or native_core(), chosen, context)
+    return CommitsBeingVerified(core or native_core(), chosen, context).results()
 
 
 def plan_with_core(
@@ -170,28 +169,12 @@ def test_a_result_of_another_key_is_not_used() -> None:
     assert [settled.why for settled in plan.settled] == [Rejection.SIGNATURE_INVALID]
 
 
-class ScriptedCore:
-    """Returns these results for commits, whatever they are."""
-
-    def __init__(self, *results: VerifiedCommit | None) -> None:
-        self._results = list(results)
-
-    def verify_commits(
-        self, _commits: Sequence[tuple[CommitEvent, PublicKey]], _policy: Policy
-    ) -> list[VerifiedCommit | None]:
-        return self._results
-
-
-def prepared_by(core: ScriptedCore, *commits: tuple[CommitEvent, PublicKey]) -> PreparedCommits:
-    return verify_ahead(cast("NativeCore", core), list(commits), CONTEXT)
-
-
 def test_result_of_the_core_is_returned_for_its_commit_and_key_only() -> None:
     account, other = SigningAccount(), SigningAccount("bob")
     first, second = (decoded_event("commit", account.commit_post(rkey)) for rkey in "ab")
     key = account.key.public
     result = verify_commit(first, key, DEFAULT_LIMITS)._replace(detail="of the core")
-    known = prepared_by(ScriptedCore(result, None), (first, key), (second, key))
+    known = prepared_commits([(first, key), (second, key)], [result, None])
     for same in (key, parse_did_key(key.did_key())):
         assert known.verify(first, same, DEFAULT_LIMITS) is result
     assert known.verify(second, key, DEFAULT_LIMITS) == verify_commit(second, key, DEFAULT_LIMITS)
@@ -200,15 +183,15 @@ def test_result_of_the_core_is_returned_for_its_commit_and_key_only() -> None:
         known.verify(first, other.key.public, DEFAULT_LIMITS)
 
 
-def test_results_of_some_commits_can_be_selected_and_joined() -> None:
+def test_results_of_some_commits_can_be_dropped_and_joined() -> None:
     account = SigningAccount()
     first, second, third = (decoded_event("commit", account.commit_post(rkey)) for rkey in "abc")
     key = account.key.public
-    known = prepared_by(ScriptedCore(None, None), (first, key), (second, key))
+    known = prepared_commits([(first, key), (second, key)], [None, None])
     assert (first in known, second in known, third in known, len(known)) == (True, True, False, 2)
-    some = known.of([second, third, "no commit"])
+    some = known.without([first, third, "no commit"])
     assert (first in some, second in some, third in some, len(some)) == (False, True, False, 1)
-    more = some | prepared_by(ScriptedCore(None), (third, key))
+    more = some | prepared_commits([(third, key)], [None])
     assert (first in more, second in more, third in more, len(more)) == (False, True, True, 2)
 
 
@@ -217,4 +200,4 @@ def test_another_number_of_results_than_of_commits_is_an_error(number: int) -> N
     account = SigningAccount()
     event = decoded_event("commit", account.commit_post("a"))
     with pytest.raises(ValueError, match="zip"):
-        prepared_by(ScriptedCore(*[None] * number), (event, account.key.public))
+        prepared_commits([(event, account.key.public)], [None] * number)

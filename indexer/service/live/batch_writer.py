@@ -105,7 +105,7 @@ class BatchWriter:
         self.stage = StageProgress("batch writer", needs_shard=True)
         self.totals = SettledTotals()
         self._clock = EventClock(keys.domain_of)
-        self._ahead = VerificationAhead(core, inbox, self._rows, keys.key_state, metrics)
+        self._ahead = VerificationAhead(core, inbox, self._rows, keys.key_state)
 
     @property
     def lag(self) -> float | None:
@@ -177,14 +177,15 @@ class BatchWriter:
             cached = self._rows.rows(dids)
             repos = cached | await self._load([did for did in dids if did not in cached])
             await self._keys.load(dids)
+        with self._metrics.stage("verify-ahead"):
+            await self._ahead.finish()
         with self._scope.in_use() as policy:
             with self._metrics.stage("plan"):
                 key_state_of = self._keys.key_states(dids).get
                 context = self._account_limits.apply(dids, repos, key_state_of, self._context(policy))
                 plan = await self._plan(messages, repos, key_state_of, context)
             crash_point("batch.planned")
-            async with self._ahead.running(plan, context, self._batch_size.current):
-                await self._apply(messages, plan, plan.unchanged & cached.keys())
+            await self._apply(messages, plan, plan.unchanged & cached.keys())
 
     async def _plan(
         self,
@@ -198,6 +199,7 @@ class BatchWriter:
         A thread that plans and the event loop wait for each other's interpreter lock, for up to 5 ms each time.
         """
         prepared = await self._ahead.prepare(messages, repos, key_state_of, context)
+        self._ahead.begin(repos, context, self._batch_size.current)
         if is_quick(messages, key_state_of, context.policy, prepared):
             return plan_batch(messages, repos, key_state_of, context, prepared)
         return await asyncio.to_thread(plan_batch, messages, repos, key_state_of, context, prepared)
@@ -307,8 +309,10 @@ class BatchWriter:
         self._keys.discard_results(message.event.did for message in done if message.event.did)
         self._count(written.settled)
         self.totals.add(written.settled, written.dead_letters)
-        planned = messages[: len(messages) - len(plan.postponed)] if conflicts else ()
-        self._inbox.put_back([*[message for message in planned if message.did in conflicts], *plan.postponed])
+        planned = messages[: len(messages) - len(plan.postponed)]
+        self._ahead.drop(planned)
+        again = [message for message in planned if message.did in conflicts] if conflicts else []
+        self._inbox.put_back([*again, *plan.postponed])
         waiting = defaultdict[str | None, list[ReceivedMessage]](list)
         for message in written.waiting:
             waiting[message.did].append(message)

@@ -1,26 +1,22 @@
-"""Verify the commits of the next batch with the native core while the present batch is being written."""
+"""Verify the commits of the next batch with the native core while the present batch is planned and written."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterable, Mapping, Sequence
 
-from indexer.atproto.crypto import PublicKey
-from indexer.monitoring.metrics import Metrics
 from indexer.service.live.inbox import Inbox
 from indexer.service.live.repo_row_cache import RepoRowCache
 from indexer.sync.events import CommitEvent
 from indexer.sync.native_core import NativeCore
-from indexer.sync.plan_batch import MAX_BATCH_BYTES, BatchPlan, ReceivedMessage, commits_within
+from indexer.sync.plan_batch import MAX_BATCH_BYTES, ReceivedMessage, commits_within
 from indexer.sync.policy import KeyStateOf, PlanContext
-from indexer.sync.prepared_commits import PreparedCommits, commits_to_verify, verify_ahead
+from indexer.sync.prepared_commits import CommitsBeingVerified, PreparedCommits, commits_to_verify
 from indexer.sync.repo_state import Repo
 
 MIN_MESSAGES = 32
-"""If fewer messages wait than this and than a full batch, their commits are verified when they are planned: a thread
-would cost more than it gains."""
+"""If fewer messages wait than this and than a full batch, their commits are verified when they are planned."""
 MAX_LOOP_COST = 128 << 10
-"""Commits up to this cost (see `_cost`) are verified on the event loop: at most 32 of them. To hand them to a thread
-and back would delay them more, because the thread and the event loop wait for each other's interpreter lock."""
+"""The event loop itself waits for the verification of commits up to this cost (see `_cost`): at most 32 of them. To let
+a thread wait would delay them more."""
 COMMIT_COST = 4 << 10
 """The cost of a commit besides that of its blocks and operations: above all, of its signature."""
 OPERATION_COST = 128
@@ -32,28 +28,30 @@ batch has half of it."""
 class VerificationAhead:
     """Verifies commits that wait in the inbox. Their messages stay there, in their order, whatever happens to a batch.
 
-    Whether a commit will be verified depends on the row of its repo, which may not be known yet. A wrong guess costs
-    the time of one verification, or the reference verifies the commit later. It never changes a plan.
+    The native core works in its own threads, without the interpreter's lock. Whether a commit will be verified depends
+    on the row of its repo, which may not be known yet. A wrong guess costs the time of one verification, or the commit
+    is verified later. It never changes a plan.
 
     Attributes:
-        prepared: The results for messages of the present batch that are not written yet, and for the next batch.
+        prepared: The results for messages that are not written yet.
     """
 
-    def __init__(
-        self,
-        core: NativeCore | None,
-        inbox: Inbox,
-        rows: RepoRowCache,
-        key_state_of: KeyStateOf,
-        metrics: Metrics,
-    ) -> None:
+    def __init__(self, core: NativeCore | None, inbox: Inbox, rows: RepoRowCache, key_state_of: KeyStateOf) -> None:
         """Do nothing if `core` is None."""
         self._core = core
-        self._metrics = metrics
         self._inbox = inbox
         self._rows = rows
         self._key_state_of = key_state_of
+        self._running: CommitsBeingVerified | None = None
         self.prepared = PreparedCommits()
+
+    async def finish(self) -> None:
+        """Wait for the verification that `begin` began, and take its results."""
+        running, self._running = self._running, None
+        if running is not None:
+            if not running.is_done():
+                await asyncio.to_thread(running.wait)
+            self.prepared |= running.results()
 
     async def prepare(
         self,
@@ -67,56 +65,43 @@ class VerificationAhead:
             return self.prepared
         rest = [event for event in commits_within(batch, MAX_BATCH_BYTES) if event not in self.prepared]
         chosen = commits_to_verify(rest, lambda did: repos.get(did) or Repo(did), key_state_of, context)
-        if sum([_cost(event) for event, _ in chosen]) > MAX_LOOP_COST:
-            self.prepared |= await asyncio.to_thread(verify_ahead, self._core, chosen, context)
-        elif chosen:
-            self.prepared |= verify_ahead(self._core, chosen, context)
+        if chosen:
+            running = CommitsBeingVerified(self._core, chosen, context)
+            if sum([_cost(event) for event, _ in chosen]) > MAX_LOOP_COST:
+                await asyncio.to_thread(running.wait)
+            self.prepared |= running.results()
         return self.prepared
 
-    @asynccontextmanager
-    async def running(self, plan: BatchPlan, context: PlanContext, batch_size: int) -> AsyncIterator[None]:
-        """Verify the next `batch_size` messages in a thread while the block writes a batch; wait for the thread.
-
-        Without an error of the block, only results for the next batch are kept.
+    def begin(self, repos: Mapping[str, Repo], context: PlanContext, batch_size: int) -> None:
+        """Begin to verify the messages that wait in the inbox, and return at once.
 
         Args:
-            plan: The plan of the present batch, which leaves rows. For a repo without a row, here or in the cache, the
-                guess is that its commits are new.
-            context: The context of the plan.
-            batch_size: The size of the next batch. It begins with the messages that the plan postponed.
+            repos: The rows of the repos of the present batch, before it. The guess is that no row changes in a way that
+                matters here, and that the commits of a repo without a row, here or in the cache, are new.
+            context: The context of its plan.
+            batch_size: The maximum number of messages to verify.
         """
-        waiting = self._inbox.peek(max(0, batch_size - len(plan.postponed)))
-        upcoming = [*plan.postponed, *waiting]
-        verifying = None
-        if self._core is not None and len(waiting) >= min(MIN_MESSAGES, batch_size):
-            chosen = self._choose(upcoming, plan, context)
-            verifying = asyncio.get_running_loop().run_in_executor(None, verify_ahead, self._core, chosen, context)
-        written = False
-        try:
-            yield
-            written = True
-        finally:
-            kept = self.prepared.of(message.event for message in upcoming) if written else self.prepared
-            if verifying is not None:
-                with self._metrics.stage("verify-ahead"):
-                    kept |= await verifying
-            self.prepared = kept
-
-    def clear(self) -> None:
-        """Drop all results."""
-        self.prepared = PreparedCommits()
-
-    def _choose(
-        self, upcoming: Sequence[ReceivedMessage], plan: BatchPlan, context: PlanContext
-    ) -> list[tuple[CommitEvent, PublicKey]]:
-        commits = [event for event in commits_within(upcoming, MAX_AHEAD_BYTES) if event not in self.prepared]
+        waiting = self._inbox.peek(batch_size)
+        if self._core is None or len(waiting) < min(MIN_MESSAGES, batch_size):
+            return
+        commits = [event for event in commits_within(waiting, MAX_AHEAD_BYTES) if event not in self.prepared]
         cached = self._rows.rows([event.did for event in commits])
 
         def guessed_row(did: str) -> Repo:
-            draft = plan.drafts.get(did)
-            return (draft.after if draft else cached.get(did)) or Repo(did, version=1)
+            return repos.get(did) or cached.get(did) or Repo(did, version=1)
 
-        return commits_to_verify(commits, guessed_row, self._key_state_of, context)
+        chosen = commits_to_verify(commits, guessed_row, self._key_state_of, context)
+        if chosen:
+            self._running = CommitsBeingVerified(self._core, chosen, context)
+
+    def drop(self, messages: Iterable[ReceivedMessage]) -> None:
+        """Drop the results for these messages. A verification that runs goes on."""
+        self.prepared = self.prepared.without(message.event for message in messages)
+
+    def clear(self) -> None:
+        """Drop all results, also those of a verification that runs."""
+        self._running = None
+        self.prepared = PreparedCommits()
 
 
 def _cost(event: CommitEvent) -> int:
