@@ -7,6 +7,7 @@ import pytest
 
 from indexer.atproto.crypto import PublicKey
 from indexer.atproto.limits import Limits
+from indexer.sync import verify
 from indexer.sync.events import CommitEvent, OtherShardEvent
 from indexer.sync.native_core import CommitVerification, NativeCore, load_core
 from indexer.sync.policy import Policy
@@ -28,6 +29,11 @@ def native_core(threads: int = 2) -> NativeCore:
 def native_module() -> Any:
     """Return the module of the native core; skip the test if it is not installed."""
     return pytest.importorskip("atproto_indexer_native", reason="the native core is not built: run `make native`")
+
+
+def module_core(threads: int) -> Any:
+    """Return the object of the native module that verifies commits; skip the test if the module is not installed."""
+    return native_module().Core(threads, verify, (None,) * 4)
 
 
 class CountingCore(NativeCore):

@@ -20,7 +20,7 @@ from indexer.sync.native_core import CommitVerification, NativeCore
 from indexer.sync.repo_state import Repo
 from tests.batch_sizes import first_batch_size
 from tests.daemon_harness import run_daemon, settings_for
-from tests.native_module import CountingCore, native_module
+from tests.native_module import CountingCore, module_core
 from tests.waiting import until
 
 
@@ -46,8 +46,8 @@ async def test_broken_invariant_in_any_stage_ends_the_daemon(
 async def test_panic_in_a_thread_of_the_native_core_ends_the_daemon(
     database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    core = native_module().Core(2)
-    monkeypatch.setattr(NativeCore, "begin_verification", lambda *_: CommitVerification([], core.panic(2)))
+    core = module_core(2)
+    monkeypatch.setattr(NativeCore, "begin_verification", lambda *_: CommitVerification(core.panic(2)))
     async with (
         LocalNetwork() as network,
         open_daemon(settings_for(network.relay_url, network.plc_url, tmp_path, core="native"), database) as running,

@@ -5,20 +5,21 @@ of the usual form it returns what `decode_frame` and `verify_commit` return. For
 these two decide.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from indexer.atproto.crypto import PublicKey
 from indexer.atproto.limits import Limits
-from indexer.atproto.record import ConvertedRecord, Problem
+from indexer.atproto.record import Problem
 from indexer.errors import SettingsError
-from indexer.sync import events
+from indexer.sync import events, verify
 from indexer.sync.events import CommitEvent, Event, OtherShardEvent
 from indexer.sync.frames import decode_frame
 from indexer.sync.native_export import ExportClass
 from indexer.sync.policy import Policy
 from indexer.sync.shard import Shard
-from indexer.sync.verify import VerifiedCommit, natively_verified, previous_root
+from indexer.sync.verify import VerifiedCommit, previous_root
 
 CoreChoice = Literal["auto", "python", "native"]
 
@@ -41,7 +42,7 @@ class NativeCore:
         self.version: str = module.__version__
         self.threads = threads
         self.new_export: ExportClass = module.Export
-        self._core = module.Core(threads)
+        self._core = module.Core(threads, verify, _PROBLEM_OF_SHAPE)
         self._new_frame_decoder = module.FrameDecoder
 
     def commit_decoder(self, limits: Limits, shard: Shard) -> Callable[[bytes], CommitEvent | OtherShardEvent | None]:
@@ -58,42 +59,34 @@ class NativeCore:
         self, commits: Sequence[tuple[CommitEvent, PublicKey]], policy: Policy
     ) -> "CommitVerification":
         """Begin to verify commits, in the threads of the core and without the interpreter's lock; return at once."""
-        events = [(event, previous_root(event)) for event, _ in commits]
-        arguments = [
-            (event.did, event.rev, event.commit, prev_data, event.ops, event.blocks, key.curve, key.uncompressed)
-            for (event, prev_data), (_, key) in zip(events, commits, strict=True)
-        ]
+        given = [(event, previous_root(event), key.curve, key.uncompressed) for event, key in commits]
         patterns = policy.scope.collections.patterns if policy.store_values else ()
-        return CommitVerification(events, self._core.verify_commits(arguments, patterns, policy.limits))
+        return CommitVerification(self._core.begin(given, patterns, policy.limits))
 
 
 class CommitVerification:
     """Commits that the threads of the native core verify."""
 
-    def __init__(self, events: Sequence[tuple[CommitEvent, bytes | None]], running: Any) -> None:
-        """Wait for what the native module has begun. `events` are the commits with their roots before."""
-        self._events = events
+    def __init__(self, running: Any) -> None:
+        """Wait for what the native module has begun."""
         self._running = running
 
-    def is_done(self) -> bool:
-        """Return True if `results` need not wait."""
-        done: bool = self._running.is_done()
-        return done
-
     def wait(self) -> None:
-        """Block until the results are there."""
+        """Block until all results are there, without the interpreter's lock."""
         self._running.wait()
 
-    def results(self) -> list[VerifiedCommit | None]:
-        """Return the commits as `verify_commit` returns them, in the same order, with converted records.
+    def next_results(self, count: int) -> list[VerifiedCommit | None]:
+        """Return the next results, at most `count`, in the order of the commits; [] at the end. Wait for all of them.
 
-        It waits if the verification is not done, and can be called once. An item is None if `verify_commit` has to
+        They are what `verify_commit` returns, with converted records. A result is None if `verify_commit` has to
         decide: the commit has a flaw, is not authentic, is malformed, or has an unusual form.
         """
-        return [
-            None if result is None or prev_data is None else _verified(event, prev_data, *result)
-            for (event, prev_data), result in zip(self._events, self._running.results(), strict=True)
-        ]
+        results: list[VerifiedCommit | None] = self._running.next_results(count)
+        return results
+
+    def results(self) -> list[VerifiedCommit | None]:
+        """Return all results that were not returned yet."""
+        return self.next_results(sys.maxsize)
 
 
 def frame_decoder(core: NativeCore | None, limits: Limits, shard: Shard) -> Callable[[bytes], Event]:
@@ -108,23 +101,6 @@ def frame_decoder(core: NativeCore | None, limits: Limits, shard: Shard) -> Call
         return decode_frame(frame, limits, owns) if event is None else event
 
     return decode
-
-
-def _verified(
-    event: CommitEvent,
-    prev_data: bytes,
-    data: bytes,
-    records: Sequence[tuple[bytes | None, tuple[str, int, int] | None]],
-) -> VerifiedCommit:
-    converted = [(block, _converted(record)) for block, record in records]
-    return natively_verified(event, data, prev_data, converted)
-
-
-def _converted(record: tuple[str, int, int] | None) -> ConvertedRecord | None:
-    if record is None:
-        return None
-    json, items, shape = record
-    return ConvertedRecord(json, items, _PROBLEM_OF_SHAPE[shape])
 
 
 def load_core(choice: CoreChoice, threads: int) -> NativeCore | None:

@@ -1,7 +1,8 @@
 """Verify commits ahead, many in one call of the native core, and return the results when the commits are planned."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from itertools import islice
+from typing import NamedTuple, Self
 
 from indexer.atproto.crypto import PublicKey
 from indexer.atproto.limits import Limits
@@ -34,13 +35,15 @@ class PreparedCommits:
     def __contains__(self, event: CommitEvent) -> bool:
         return id(event) in self._prepared
 
-    def __or__(self, other: "PreparedCommits") -> "PreparedCommits":
-        return PreparedCommits([*self._prepared.values(), *other._prepared.values()])
+    def __ior__(self, other: "PreparedCommits") -> Self:
+        """Add other results."""
+        self._prepared |= other._prepared
+        return self
 
-    def without(self, events: Iterable[object]) -> "PreparedCommits":
-        """Return the results for all other events."""
-        dropped = {id(event) for event in events}
-        return PreparedCommits([item for number, item in self._prepared.items() if number not in dropped])
+    def drop(self, events: Iterable[object]) -> None:
+        """Drop the results for these events, if there are any."""
+        for event in events:
+            self._prepared.pop(id(event), None)
 
     def has_all_of(self, event: CommitEvent, key: KeyState | None, policy: Policy) -> bool:
         """Return True if the native core accepted the commit with this key, and has converted each record to store."""
@@ -89,23 +92,24 @@ def prepared_commits(
 
 
 class CommitsBeingVerified:
-    """The verification of some commits by the native core, which goes on while the interpreter does something else."""
+    """Commits that the native core verifies while the interpreter does something else."""
 
     def __init__(
         self, core: NativeCore, commits: Sequence[tuple[CommitEvent, PublicKey]], context: PlanContext
     ) -> None:
-        """Begin it."""
-        self._commits = commits
+        """Begin to verify them."""
+        self._waiting = iter(commits)
         self._running = core.begin_verification(commits, context.policy)
 
-    def is_done(self) -> bool:
-        """Return True if `results` need not wait."""
-        return self._running.is_done()
-
     def wait(self) -> None:
-        """Block until the results are there, without the interpreter's lock."""
+        """Block until all results are there, without the interpreter's lock."""
         self._running.wait()
 
+    def next_results(self, count: int) -> PreparedCommits:
+        """Return the results of the next commits, at most `count`; none at the end. Wait for all of them."""
+        results = self._running.next_results(count)
+        return prepared_commits(islice(self._waiting, len(results)), results)
+
     def results(self) -> PreparedCommits:
-        """Return the results, once; block until they are there."""
-        return prepared_commits(self._commits, self._running.results())
+        """Return all results that were not returned yet."""
+        return prepared_commits(self._waiting, self._running.results())

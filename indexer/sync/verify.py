@@ -1,14 +1,14 @@
 """Verify commits, #sync events and exports against the account's signing key.
 
-Only this module creates `VerifiedCommit`, `VerifiedSync` and `Snapshot`, which `tests/sync/test_verify.py` checks. So
-no plan is based on an unsigned commit or on a part of a tree.
+Only this module and the native core create `VerifiedCommit`, and only this module `VerifiedSync` and `Snapshot`, which
+`tests/sync/test_verify.py` checks. So no plan is based on an unsigned commit or on a part of a tree.
 
 If a check up to that of the signature fails, a function raises `UpstreamError`: the message is rejected and changes
 nothing. An error after a valid signature is a `flaw`: the repo has a newer commit that cannot be applied, so it needs a
 resync (docs/protocol.md#order-of-checks, docs/protocol.md#inversion).
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -137,35 +137,6 @@ def verify_commit(event: CommitEvent, key: PublicKey, limits: Limits) -> Verifie
 def previous_root(event: CommitEvent) -> bytes | None:
     """Return the root of the tree before a commit, according to the sender; None for a commit of before Sync 1.1."""
     return event.prev_data or (EMPTY_TREE if event.since is None else None)
-
-
-def natively_verified(
-    event: CommitEvent,
-    data: bytes,
-    prev_data: bytes,
-    records: Iterable[tuple[bytes | None, ConvertedRecord | None]],
-) -> VerifiedCommit:
-    """Return the commit of a `#commit` in which the native core found no flaw, as `verify_commit` does.
-
-    Args:
-        event: The message. Each of its operations has another path and changes something.
-        data: The root of the tree after the commit.
-        prev_data: The root of the tree before the commit.
-        records: For each operation, the block and the converted record.
-    """
-    changes = [
-        VerifiedChange(op.path.encode(), op.prev, op.cid, block, converted)
-        for op, (block, converted) in zip(event.ops, records, strict=True)
-    ]
-    return VerifiedCommit(
-        event.did,
-        Head(event.rev, data, event.commit),
-        prev_data,
-        event.since is None,
-        tuple(changes),
-        None,
-        size=len(event.blocks),
-    )
 
 
 def verify_sync(event: SyncEvent, key: PublicKey, limits: Limits) -> VerifiedSync:

@@ -31,6 +31,8 @@ mod python;
 mod python_export;
 #[cfg(feature = "python")]
 mod python_frame;
+#[cfg(feature = "python")]
+mod python_tuple;
 pub mod spool;
 pub mod syntax;
 pub mod verify;

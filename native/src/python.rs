@@ -1,14 +1,18 @@
 //! The Python module `atproto_indexer_native`.
 
 use std::collections::HashMap;
+use std::iter::Enumerate;
 use std::ops::Range;
 use std::panic::resume_unwind;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::vec::IntoIter;
 
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
+use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::pybacked::{PyBackedBytes, PyBackedStr};
-use pyo3::types::{PyBytes, PyList, PyString, PyTuple};
+use pyo3::sync::MutexExt;
+use pyo3::types::{PyBytes, PyList, PyTuple, PyType};
 use rayon::prelude::*;
 
 use crate::car::Blocks;
@@ -19,45 +23,105 @@ use crate::limits::Limits;
 use crate::mst::NetOp;
 use crate::patterns::Patterns;
 use crate::python_frame::FrameDecoder;
+use crate::python_tuple::NamedTuple;
 use crate::verify::{verify_commit, CommitEvent, RepoOp, VerifiedCommit};
 
 /// The number of this interface. `indexer/sync/native_core.py` needs the same one.
 const INTERFACE: u32 = 5;
 
-type OpArguments = (PyBackedStr, PyBackedStr, Option<PyBackedBytes>, Option<PyBackedBytes>);
+const COMMIT_FIELDS: [&str; 9] = ["did", "head", "prev_data", "first", "changes", "flaw", "detail", "ops_hold", "size"];
+const HEAD_FIELDS: [&str; 3] = ["rev", "data", "commit"];
+const CHANGE_FIELDS: [&str; 5] = ["path", "old", "new", "block", "converted"];
+const RECORD_FIELDS: [&str; 3] = ["json", "items", "problem"];
 
-/// A commit as it comes from Python: did, rev, commit, prev_data, ops, blocks, curve and point.
+/// An operation: action, path, cid and prev.
 #[derive(FromPyObject)]
-struct CommitArguments(
-    PyBackedStr,
-    PyBackedStr,
-    PyBackedBytes,
-    Option<PyBackedBytes>,
-    Vec<OpArguments>,
-    PyBackedBytes,
-    PyBackedStr,
-    PyBackedBytes,
-);
+struct Operation(PyBackedStr, PyBackedStr, Option<PyBackedBytes>, Option<PyBackedBytes>);
 
-impl CommitArguments {
-    /// Returns the event; `None` without `prev_data`.
+impl Operation {
+    fn operation(&self) -> RepoOp<'_> {
+        let Operation(action, path, cid, prev) = self;
+        RepoOp { action, path, cid: cid.as_deref(), prev: prev.as_deref() }
+    }
+}
+
+/// What is needed of a `CommitEvent` of `indexer/sync/events.py`.
+#[derive(FromPyObject)]
+struct Event {
+    did: PyBackedStr,
+    commit: PyBackedBytes,
+    rev: PyBackedStr,
+    since: Option<Py<PyAny>>,
+    ops: Vec<Operation>,
+    blocks: PyBackedBytes,
+}
+
+/// A commit as it comes from Python: the event, the root before it, and curve and point of the key.
+#[derive(FromPyObject)]
+struct Given(Event, Option<PyBackedBytes>, PyBackedStr, PyBackedBytes);
+
+impl Given {
+    /// Returns the event; `None` without a root before it.
     fn event(&self) -> Option<CommitEvent<'_>> {
-        let ops = self.4.iter().map(|(action, path, cid, prev)| RepoOp {
-            action,
-            path,
-            cid: cid.as_deref(),
-            prev: prev.as_deref(),
-        });
+        let Given(Event { did, commit, rev, ops, blocks, .. }, prev_data, curve, point) = self;
         Some(CommitEvent {
-            did: &self.0,
-            rev: &self.1,
-            commit: &self.2,
-            prev_data: self.3.as_deref()?,
-            ops: ops.collect(),
-            blocks: &self.5,
-            curve: &self.6,
-            point: &self.7,
+            did,
+            rev,
+            commit,
+            prev_data: prev_data.as_deref()?,
+            ops: ops.iter().map(Operation::operation).collect(),
+            blocks,
+            curve,
+            point,
         })
+    }
+}
+
+/// The classes of `indexer/sync/verify.py`.
+#[derive(FromPyObject)]
+struct Classes {
+    #[pyo3(attribute("VerifiedCommit"))]
+    commit: Py<PyType>,
+    #[pyo3(attribute("Head"))]
+    head: Py<PyType>,
+    #[pyo3(attribute("VerifiedChange"))]
+    change: Py<PyType>,
+    #[pyo3(attribute("ConvertedRecord"))]
+    record: Py<PyType>,
+}
+
+/// Creates the results of `indexer/sync/verify.py`.
+struct Results {
+    commit: NamedTuple,
+    head: NamedTuple,
+    change: NamedTuple,
+    record: NamedTuple,
+    /// For each shape of a record, its problem, or None.
+    problems: [Py<PyAny>; 4],
+}
+
+impl Results {
+    fn commit<'py>(&self, py: Python<'py>, given: &Given, verified: Verified) -> PyResult<Bound<'py, PyAny>> {
+        let Given(Event { did, commit, rev, since, ops, blocks }, prev_data, _, _) = given;
+        // Many operations may name one block. It is copied once.
+        let mut copies: HashMap<usize, Bound<'py, PyBytes>> = HashMap::new();
+        let mut changes = Vec::with_capacity(ops.len());
+        for (Operation(_, path, new, old), (block, json)) in ops.iter().zip(verified.records) {
+            let copy = |block: Range<usize>| {
+                copies.entry(block.start).or_insert_with(|| PyBytes::new(py, &blocks[block])).clone()
+            };
+            let record = json.map(|json| self.record(py, json)).transpose()?;
+            let path = PyBytes::new(py, path.as_bytes());
+            changes.push(self.change.create(py, (path, old, new, block.map(copy), record))?);
+        }
+        let head = self.head.create(py, (rev, PyBytes::new(py, &verified.data), commit))?;
+        let changes = PyTuple::new(py, changes)?;
+        let fields = (did, head, prev_data, since.is_none(), changes, py.None(), intern!(py, ""), true, blocks.len());
+        self.commit.create(py, fields)
+    }
+
+    fn record<'py>(&self, py: Python<'py>, record: RecordJson) -> PyResult<Bound<'py, PyAny>> {
+        self.record.create(py, (record.json, record.items, &self.problems[record.shape as usize]))
     }
 }
 
@@ -65,117 +129,114 @@ impl CommitArguments {
 #[pyclass(frozen)]
 struct Core {
     pool: rayon::ThreadPool,
+    results: Arc<Results>,
 }
 
 #[pymethods]
 impl Core {
     /// Creates a core that works with `threads` threads at once.
+    ///
+    /// Args:
+    ///     threads: At least 1.
+    ///     classes: An object with the classes of the results, which have the fields that this crate gives them.
+    ///     problems: For each shape of a record, in the order of the numbers of `Shape`, its problem, or None.
     #[new]
-    fn new(threads: usize) -> PyResult<Self> {
+    fn new(py: Python<'_>, threads: usize, classes: Classes, problems: [Py<PyAny>; 4]) -> PyResult<Self> {
         if threads == 0 {
             return Err(PyValueError::new_err("threads must be at least 1"));
         }
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).thread_name(|index| format!("verify-{index}"));
         let pool = pool.build().map_err(|error| PyRuntimeError::new_err(error.to_string()))?;
-        Ok(Core { pool })
+        let results = Results {
+            commit: NamedTuple::new(classes.commit.bind(py), &COMMIT_FIELDS)?,
+            head: NamedTuple::new(classes.head.bind(py), &HEAD_FIELDS)?,
+            change: NamedTuple::new(classes.change.bind(py), &CHANGE_FIELDS)?,
+            record: NamedTuple::new(classes.record.bind(py), &RECORD_FIELDS)?,
+            problems,
+        };
+        Ok(Core { pool, results: Arc::new(results) })
     }
 
     /// Begins to verify commits, in the threads of the core; returns at once.
     ///
     /// Args:
-    ///     commits: Tuples of did, rev, commit, prev_data, ops (tuples of action, path, cid, prev), blocks, curve and
-    ///         uncompressed point.
+    ///     commits: Tuples of event, root of the tree before it, curve, and uncompressed point.
     ///     patterns: The collections whose records are converted.
     ///     limits: An object with the limits as attributes.
-    fn verify_commits(
-        &self,
-        commits: Vec<CommitArguments>,
-        patterns: Vec<PyBackedStr>,
-        limits: Limits,
-    ) -> CommitVerification {
+    fn begin(&self, commits: Vec<Given>, patterns: Vec<PyBackedStr>, limits: Limits) -> Verification {
         let patterns = Patterns::new(patterns.iter().map(|pattern| &**pattern));
         let commits = Arc::new(commits);
         let job = Job::begin(&self.pool, {
             let commits = Arc::clone(&commits);
-            move || commits.par_iter().map(|commit| verify_arguments(commit, &patterns, &limits)).collect()
+            move || commits.par_iter().map(|given| verify(given, &patterns, &limits)).collect()
         });
-        CommitVerification { commits, job }
+        Verification { commits, job, results: Arc::clone(&self.results), rest: Mutex::default() }
     }
 
-    /// Panics while it works on one of `items` items. For tests, because no input is known that causes a panic.
-    fn panic(&self, items: usize) -> CommitVerification {
+    /// Begins to work on `items` items, and panics. For tests, because no input is known that causes a panic.
+    fn panic(&self, items: usize) -> Verification {
         let job = Job::begin(&self.pool, move || {
             (1..=items).into_par_iter().for_each(|item| assert!(item < items, "the test asked for a panic"));
             Vec::new()
         });
-        CommitVerification { commits: Arc::default(), job }
+        Verification { commits: Arc::default(), job, results: Arc::clone(&self.results), rest: Mutex::default() }
     }
 }
 
 /// A verification of commits that has begun.
 #[pyclass(frozen)]
-struct CommitVerification {
-    commits: Arc<Vec<CommitArguments>>,
-    job: Arc<Job<Vec<Option<OwnedCommit>>>>,
+struct Verification {
+    commits: Arc<Vec<Given>>,
+    job: Arc<Job<Vec<Option<Verified>>>>,
+    results: Arc<Results>,
+    /// The results that were not returned yet, after the first ones were.
+    rest: Mutex<Option<Enumerate<IntoIter<Option<Verified>>>>>,
 }
 
 #[pymethods]
-impl CommitVerification {
-    /// Returns True if `results` need not wait.
-    fn is_done(&self) -> bool {
-        self.job.is_done()
-    }
-
+impl Verification {
     /// Waits until the verification is done, without the interpreter's lock.
     fn wait(&self, py: Python<'_>) {
         py.detach(|| self.job.wait());
     }
 
-    /// Waits, and returns an item for each commit, in their order. It can be called once.
+    /// Waits, and returns the next results, at most `count`, in the order of the commits; no results at the end.
     ///
-    /// An item is None if the reference has to decide. Otherwise it is the CID of the new tree's root, and for each
-    /// operation its block and its record: (JSON, number of items, number of the shape). The block is None for a
-    /// delete. The record is None if the reference has to convert it.
-    fn results<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        let verified = py.detach(|| self.job.take());
-        let verified = verified.ok_or_else(|| PyRuntimeError::new_err("the results were taken before"))?;
-        let verified = verified.unwrap_or_else(|panic| resume_unwind(panic));
-        let results = self.commits.iter().zip(verified);
-        let results = results.map(|(given, commit)| commit.map(|commit| commit_result(py, given, commit)).transpose());
+    /// A result is None if the reference has to decide. Otherwise it is what `verify_commit` returns. A record is None
+    /// if the reference has to convert it.
+    fn next_results<'py>(&self, py: Python<'py>, count: usize) -> PyResult<Bound<'py, PyList>> {
+        let mut part = Vec::new();
+        {
+            let mut rest = self.rest.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner);
+            if rest.is_none() {
+                let verified = py.detach(|| self.job.take()).unwrap_or_else(|| Ok(Vec::new()));
+                *rest = Some(verified.unwrap_or_else(|panic| resume_unwind(panic)).into_iter().enumerate());
+            }
+            part.extend(rest.iter_mut().flatten().take(count));
+        }
+        let results = part.into_iter().map(|(number, verified)| {
+            verified.map(|verified| self.results.commit(py, &self.commits[number], verified)).transpose()
+        });
         PyList::new(py, results.collect::<PyResult<Vec<_>>>()?)
     }
 }
 
 /// What a [`VerifiedCommit`] has, without references: blocks are ranges of the slice.
-struct OwnedCommit {
+struct Verified {
     data: Cid,
     records: Vec<(Option<Range<usize>>, Option<RecordJson>)>,
 }
 
-fn verify_arguments(commit: &CommitArguments, patterns: &Patterns, limits: &Limits) -> Option<OwnedCommit> {
-    let VerifiedCommit { data, records } = verify_commit(&commit.event()?, patterns, limits)?;
-    let slice_begin = commit.5.as_ptr() as usize;
+fn verify(given: &Given, patterns: &Patterns, limits: &Limits) -> Option<Verified> {
+    let event = given.event()?;
+    let VerifiedCommit { data, records } = verify_commit(&event, patterns, limits)?;
+    let slice_begin = event.blocks.as_ptr() as usize;
     let range_of = |block: &[u8]| {
         let begin = block.as_ptr() as usize - slice_begin;
         begin..begin + block.len()
     };
     let records = records.into_iter().map(|record| (record.block.map(range_of), record.json));
-    Some(OwnedCommit { data: *data, records: records.collect() })
-}
-
-fn commit_result<'py>(py: Python<'py>, given: &CommitArguments, commit: OwnedCommit) -> PyResult<Bound<'py, PyTuple>> {
-    // Many operations may name one block. It is copied once.
-    let mut copies: HashMap<usize, Bound<'py, PyBytes>> = HashMap::new();
-    let mut records = Vec::with_capacity(commit.records.len());
-    for (range, json) in commit.records {
-        let copy = |range: Range<usize>| {
-            copies.entry(range.start).or_insert_with(|| PyBytes::new(py, &given.5[range])).clone()
-        };
-        let block = range.map(copy);
-        let json = json.map(|record| (PyString::new(py, &record.json), record.items, record.shape as u8));
-        records.push((block, json));
-    }
-    (PyBytes::new(py, &commit.data), records).into_pyobject(py)
+    Some(Verified { data: *data, records: records.collect() })
 }
 
 /// Returns the JSON, the number of items and the number of the shape of a record; None if the reference decides.

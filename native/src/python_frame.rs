@@ -1,12 +1,12 @@
 //! Decodes frames for Python. `indexer/sync/native_core.py` is the only user.
 
-use pyo3::exceptions::PyValueError;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyString, PyTuple, PyType};
 
 use crate::frame::{decode_commit, CommitFields, FrameLimits};
 use crate::hash::sha256;
+use crate::python_tuple::NamedTuple;
 use crate::verify::RepoOp;
 
 const COMMIT_FIELDS: [&str; 10] =
@@ -20,9 +20,9 @@ pub struct FrameDecoder {
     limits: FrameLimits,
     /// For each bucket, if it is in the set. `None`: all buckets are.
     owned: Option<[bool; 256]>,
-    classes: Classes,
-    /// `tuple.__new__`, which creates a named tuple of a class and a tuple of its fields. It does not count them.
-    new: Py<PyAny>,
+    commit: NamedTuple,
+    op: NamedTuple,
+    other: NamedTuple,
 }
 
 /// The named tuples of `indexer/sync/events.py`.
@@ -42,16 +42,15 @@ impl FrameDecoder {
     /// `ValueError` if the events have other fields than this crate gives them.
     #[new]
     fn new(py: Python<'_>, events: Classes, limits: FrameLimits, buckets: Option<Vec<u8>>) -> PyResult<Self> {
-        check_fields(events.commit.bind(py), &COMMIT_FIELDS)?;
-        check_fields(events.op.bind(py), &OP_FIELDS)?;
-        check_fields(events.other.bind(py), &OTHER_FIELDS)?;
+        let commit = NamedTuple::new(events.commit.bind(py), &COMMIT_FIELDS)?;
+        let op = NamedTuple::new(events.op.bind(py), &OP_FIELDS)?;
+        let other = NamedTuple::new(events.other.bind(py), &OTHER_FIELDS)?;
         let owned = buckets.map(|buckets| {
             let mut owned = [false; 256];
             buckets.into_iter().for_each(|bucket| owned[usize::from(bucket)] = true);
             owned
         });
-        let new = py.get_type::<PyTuple>().getattr("__new__")?.unbind();
-        Ok(Self { limits, owned, classes: events, new })
+        Ok(Self { limits, owned, commit, op, other })
     }
 
     /// Returns the event of a frame; None if the reference has to decide.
@@ -59,16 +58,15 @@ impl FrameDecoder {
         let Some(commit) = decode_commit(frame, &self.limits) else { return Ok(None) };
         let bucket = || usize::from(sha256(commit.did.as_bytes())[0]);
         if self.owned.is_none_or(|owned| owned[bucket()]) {
-            return self.commit(py, &commit).map(Some);
+            return self.event(py, &commit).map(Some);
         }
-        let fields = (commit.seq, intern!(py, "commit"), commit.did, commit.time).into_pyobject(py)?;
-        self.create(py, &self.classes.other, fields).map(Some)
+        self.other.create(py, (commit.seq, intern!(py, "commit"), commit.did, commit.time)).map(Some)
     }
 }
 
 impl FrameDecoder {
-    fn commit<'py>(&self, py: Python<'py>, commit: &CommitFields<'_>) -> PyResult<Bound<'py, PyAny>> {
-        let ops = commit.ops.iter().map(|op| self.op(py, op)).collect::<PyResult<Vec<_>>>()?;
+    fn event<'py>(&self, py: Python<'py>, commit: &CommitFields<'_>) -> PyResult<Bound<'py, PyAny>> {
+        let ops = commit.ops.iter().map(|op| self.operation(py, op)).collect::<PyResult<Vec<_>>>()?;
         let fields = (
             commit.seq,
             commit.did,
@@ -81,10 +79,10 @@ impl FrameDecoder {
             commit.time,
             intern!(py, "commit"),
         );
-        self.create(py, &self.classes.commit, fields.into_pyobject(py)?)
+        self.commit.create(py, fields)
     }
 
-    fn op<'py>(&self, py: Python<'py>, op: &RepoOp<'_>) -> PyResult<Bound<'py, PyAny>> {
+    fn operation<'py>(&self, py: Python<'py>, op: &RepoOp<'_>) -> PyResult<Bound<'py, PyAny>> {
         let action = match op.action {
             "create" => intern!(py, "create").clone(),
             "update" => intern!(py, "update").clone(),
@@ -92,23 +90,6 @@ impl FrameDecoder {
             other => PyString::new(py, other),
         };
         let bytes = |cid: Option<&[u8]>| cid.map(|cid| PyBytes::new(py, cid));
-        self.create(py, &self.classes.op, (action, op.path, bytes(op.cid), bytes(op.prev)).into_pyobject(py)?)
+        self.op.create(py, (action, op.path, bytes(op.cid), bytes(op.prev)))
     }
-
-    fn create<'py>(
-        &self,
-        py: Python<'py>,
-        class: &Py<PyType>,
-        fields: Bound<'py, PyTuple>,
-    ) -> PyResult<Bound<'py, PyAny>> {
-        self.new.bind(py).call1((class, fields))
-    }
-}
-
-fn check_fields(class: &Bound<'_, PyType>, expected: &[&str]) -> PyResult<()> {
-    let found: Vec<String> = class.getattr("_fields")?.extract()?;
-    if found == expected {
-        return Ok(());
-    }
-    Err(PyValueError::new_err(format!("{} has the fields {found:?}; expected {expected:?}", class.name()?)))
 }

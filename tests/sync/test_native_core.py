@@ -491,7 +491,7 @@ def test_a_core_of_another_interface_is_an_error_only_if_it_was_chosen(monkeypat
 
 
 class ScriptedModule:
-    """A module of a native core that returns this event for each frame, and these results for commits.
+    """A module of a native core that returns this event for each frame.
 
     Attributes:
         buckets: The buckets that a decoder of frames was created with.
@@ -500,12 +500,12 @@ class ScriptedModule:
     __version__ = "1.2.3"
     Export = None
 
-    def __init__(self, event: object = None, results: Sequence[object] = ()) -> None:
+    def __init__(self, event: object = None) -> None:
         self.buckets: list[object] = []
-        self._event, self._results = event, results
+        self._event = event
 
-    def Core(self, _threads: int) -> SimpleNamespace:  # noqa: N802
-        return SimpleNamespace(verify_commits=lambda *_: SimpleNamespace(results=lambda: self._results))
+    def Core(self, *_: object) -> SimpleNamespace:  # noqa: N802
+        return SimpleNamespace()
 
     def FrameDecoder(self, _events: object, _limits: Limits, buckets: object) -> SimpleNamespace:  # noqa: N802
         self.buckets.append(buckets)
@@ -524,12 +524,3 @@ def test_core_of_a_process_with_all_repos_does_not_compare_buckets() -> None:
     for shard in (Shard(), half):
         frame_decoder(core, DEFAULT_LIMITS, shard)
     assert module.buckets == [None, half.buckets]
-
-
-@pytest.mark.parametrize("results", [0, 2])
-def test_core_that_returns_another_number_of_results_is_an_error(results: int) -> None:
-    account = SigningAccount()
-    event = decoded_event("commit", account.commit_post("a"))
-    core = NativeCore(ScriptedModule(results=[None] * results), 1)
-    with pytest.raises(ValueError, match="zip"):
-        core.begin_verification([(event, account.key.public)], STORE_ALL).results()

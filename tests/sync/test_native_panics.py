@@ -12,7 +12,7 @@ from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.localnet.local_repo import Write
 from indexer.pds.native_reader import NativeReader
 from indexer.pds.spool import SpoolSizes
-from tests.native_module import native_core, native_module
+from tests.native_module import module_core, native_core
 from tests.sync.signing_account import POST, STORE_ALL, SigningAccount, decoded_event
 
 SIZE_OF_NO_MEMORY = 1 << 63
@@ -26,13 +26,13 @@ def is_panic(error: BaseException) -> bool:
 
 @pytest.fixture(params=[1, 2, 4], ids=["one thread", "two threads", "four threads"])
 def core(request: pytest.FixtureRequest) -> Any:
-    return native_module().Core(request.param)
+    return module_core(request.param)
 
 
 @pytest.mark.parametrize("items", [1, 2, 100])
 def test_panic_while_a_batch_is_verified_is_raised_by_the_call(core: Any, items: int) -> None:
     with pytest.raises(BaseException, match="the test asked for a panic") as raised:
-        core.panic(items).results()
+        core.panic(items).next_results(1)
     assert is_panic(raised.value)
 
 
@@ -41,8 +41,8 @@ def test_core_goes_on_after_panics_in_many_threads_at_once(core: Any) -> None:
 
     def call(number: int) -> BaseException | list[Any] | None:
         try:
-            begun = core.panic(50) if number % 2 else core.verify_commits([], [], DEFAULT_LIMITS)
-            return begun.results()  # type: ignore[no-any-return]
+            begun = core.panic(50) if number % 2 else core.begin([], [], DEFAULT_LIMITS)
+            return begun.next_results(1)  # type: ignore[no-any-return]
         except BaseException as error:  # noqa: BLE001 - a panic is no Exception
             return error
 
@@ -54,14 +54,14 @@ def test_core_goes_on_after_panics_in_many_threads_at_once(core: Any) -> None:
 
 async def test_panic_in_a_worker_thread_is_raised_where_it_is_awaited(core: Any) -> None:
     with pytest.raises(BaseException, match="the test asked for a panic"):
-        await asyncio.wait_for(asyncio.to_thread(core.panic(10).results), 30)
+        await asyncio.wait_for(asyncio.to_thread(core.panic(10).next_results, 1), 30)
 
 
 def test_verification_goes_on_after_a_panic() -> None:
     core, account = native_core(), SigningAccount()
     events = [decoded_event("commit", account.commit_post(f"p{number}")) for number in range(10)]
     with pytest.raises(BaseException, match="the test asked for a panic"):
-        native_module().Core(2).panic(10).results()
+        module_core(2).panic(10).next_results(1)
     verified = core.begin_verification([(event, account.key.public) for event in events], STORE_ALL).results()
     assert all(verified)
 

@@ -189,10 +189,10 @@ def test_results_of_some_commits_can_be_dropped_and_joined() -> None:
     key = account.key.public
     known = prepared_commits([(first, key), (second, key)], [None, None])
     assert (first in known, second in known, third in known, len(known)) == (True, True, False, 2)
-    some = known.without([first, third, "no commit"])
-    assert (first in some, second in some, third in some, len(some)) == (False, True, False, 1)
-    more = some | prepared_commits([(third, key)], [None])
-    assert (first in more, second in more, third in more, len(more)) == (False, True, True, 2)
+    known.drop([first, third, "no commit"])
+    assert (first in known, second in known, third in known, len(known)) == (False, True, False, 1)
+    known |= prepared_commits([(third, key)], [None])
+    assert (first in known, second in known, third in known, len(known)) == (False, True, True, 2)
 
 
 @pytest.mark.parametrize("number", [0, 2])

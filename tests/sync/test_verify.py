@@ -18,7 +18,6 @@ from indexer.reasons import Desync, FetchFailure, Rejection
 from indexer.sync.events import CommitEvent
 from indexer.sync.verify import (
     VerifiedCommit,
-    natively_verified,
     verify_commit,
     verify_record,
     verify_snapshot,
@@ -154,14 +153,6 @@ def test_a_flaw_has_a_detail_that_names_the_operation() -> None:
     del blocks[create["cid"]]
     without_record = verify(payload | {"blocks": car({payload["commit"]: blocks[payload["commit"]]} | blocks)}, key)
     assert (without_record.flaw, without_record.detail) == (Desync.RECORD_MISSING, f"{POST}/zzz")
-
-
-@pytest.mark.parametrize("records", [1, 3])
-def test_a_result_of_the_native_core_for_another_number_of_operations_is_an_error(records: int) -> None:
-    account = account_with_posts()
-    event = decoded_event("commit", account.commit(Write.delete(f"{POST}/003"), Write.delete(f"{POST}/011")))
-    with pytest.raises(ValueError, match="zip"):
-        natively_verified(event, EMPTY_TREE, event.prev_data, [(None, None)] * records)
 
 
 def test_a_missing_block_is_a_flaw_if_it_is_needed() -> None:

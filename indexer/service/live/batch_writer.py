@@ -125,25 +125,31 @@ class BatchWriter:
 
     async def run(self) -> None:
         """Write batches forever. Only an exception that is a bug ends it."""
-        settings = self._settings
-        while True:
-            taken = await self._take()
-            messages = self._keys.hold_back(taken)
-            crash_point("batch.taken")
-            if not self._owned.is_set():
-                self._rows.clear()
-                self._ahead.clear()
-                await self._owned.wait()
-            with DatabaseAttempt(self.stage) as attempt:
-                if messages:
-                    await self._write_or_halve(messages)
-                elif not taken:
-                    await self._save_position()
-            if attempt.error is not None:
-                # If the transaction was committed all the same, the messages count as replayed the next time.
-                self._rows.clear()
-                self._inbox.put_back(messages)
-                await asyncio.sleep(settings.retry_interval)
+        try:
+            while True:
+                await self._write_next()
+        finally:
+            self._ahead.clear()
+
+    async def _write_next(self) -> None:
+        """Take the next batch and write it; or, after some time without a message, save the cursor."""
+        taken = await self._take()
+        messages = self._keys.hold_back(taken)
+        crash_point("batch.taken")
+        if not self._owned.is_set():
+            self._rows.clear()
+            self._ahead.clear()
+            await self._owned.wait()
+        with DatabaseAttempt(self.stage) as attempt:
+            if messages:
+                await self._write_or_halve(messages)
+            elif not taken:
+                await self._save_position()
+        if attempt.error is not None:
+            # If the transaction was committed all the same, the messages count as replayed the next time.
+            self._rows.clear()
+            self._inbox.put_back(messages)
+            await asyncio.sleep(self._settings.retry_interval)
 
     async def _take(self) -> list[ReceivedMessage]:
         """Take the messages that have arrived, as soon as there is one; return none after `idle_after` without one."""

@@ -24,6 +24,9 @@ MAX_AHEAD_BYTES = 4 << 20
 """Messages are verified ahead up to the first one with which their frames exceed this number of bytes. An ordinary
 batch has half of it."""
 
+COMMITS_AT_A_TIME = 50
+"""Results that are taken before other tasks of the event loop have their turn: half a millisecond of its time."""
+
 
 class VerificationAhead:
     """Verifies commits that wait in the inbox. Their messages stay there, in their order, whatever happens to a batch.
@@ -42,16 +45,14 @@ class VerificationAhead:
         self._inbox = inbox
         self._rows = rows
         self._key_state_of = key_state_of
-        self._running: CommitsBeingVerified | None = None
+        self._collecting: asyncio.Task[None] | None = None
         self.prepared = PreparedCommits()
 
     async def finish(self) -> None:
-        """Wait for the verification that `begin` began, and take its results."""
-        running, self._running = self._running, None
-        if running is not None:
-            if not running.is_done():
-                await asyncio.to_thread(running.wait)
-            self.prepared |= running.results()
+        """Wait for the results of the verification that `begin` began."""
+        collecting, self._collecting = self._collecting, None
+        if collecting is not None:
+            await collecting
 
     async def prepare(
         self,
@@ -92,16 +93,26 @@ class VerificationAhead:
 
         chosen = commits_to_verify(commits, guessed_row, self._key_state_of, context)
         if chosen:
-            self._running = CommitsBeingVerified(self._core, chosen, context)
+            running = CommitsBeingVerified(self._core, chosen, context)
+            self._collecting = asyncio.create_task(self._collect(running), name="verification ahead")
 
     def drop(self, messages: Iterable[ReceivedMessage]) -> None:
-        """Drop the results for these messages. A verification that runs goes on."""
-        self.prepared = self.prepared.without(message.event for message in messages)
+        """Drop the results for these messages."""
+        self.prepared.drop([message.event for message in messages])
 
     def clear(self) -> None:
         """Drop all results, also those of a verification that runs."""
-        self._running = None
+        if self._collecting is not None:
+            self._collecting.cancel()
+            self._collecting = None
         self.prepared = PreparedCommits()
+
+    async def _collect(self, running: CommitsBeingVerified) -> None:
+        """Take the results some at a time, while the event loop mostly waits for the database."""
+        await asyncio.to_thread(running.wait)
+        while part := running.next_results(COMMITS_AT_A_TIME):
+            self.prepared |= part
+            await asyncio.sleep(0)
 
 
 def _cost(event: CommitEvent) -> int:
