@@ -1,0 +1,204 @@
+"""Plan the effects of commits: the chain, the written records, replays, and first commits."""
+
+from dataclasses import replace
+
+import pytest
+
+from indexer.atproto.cid import cid_of
+from indexer.atproto.syntax import CollectionFilter, tid_of
+from indexer.localnet.local_repo import Write
+from indexer.reasons import Desync, Rejection
+from indexer.sync.plans import Plan
+from indexer.sync.repo_state import Repo, SyncStatus
+from indexer.sync.repo_transitions import Outcome
+from indexer.sync.scope import Scope
+from tests.sync.planning import DESYNCHRONIZED, IN_PROGRESS, SYNCHRONIZED, plan
+from tests.sync.signing_account import CONTEXT, NOW, POST, STORE_ALL, SigningAccount
+
+
+def test_commits_of_a_chain_are_applied() -> None:
+    alice = SigningAccount()
+    repo = Repo(alice.did)
+    planned = plan(repo, "commit", alice.first_commit(), alice.key_state)
+    assert (planned.outcome, planned.repo.sync_status, planned.repo.head) == (Outcome.APPLIED, SYNCHRONIZED, alice.head)
+    for n in range(5):
+        planned = plan(planned.repo, "commit", alice.commit_post(f"p{n}"), alice.key_state)
+        assert (planned.outcome, planned.repo.head) == (Outcome.APPLIED, alice.head)
+        change = planned.changes[0]
+        block = alice.repo.records[f"{POST}/p{n}"]
+        assert (change.action, change.collection, change.rkey, change.cid) == ("create", POST, f"p{n}", cid_of(block))
+        assert change.value == '{"text":"hello","$type":"app.bsky.feed.post"}'
+    assert planned.repo.version == 6
+
+
+def test_changes_have_the_actions_of_the_writes() -> None:
+    alice = SigningAccount()
+    alice.commit_post("a")
+    alice.commit_post("b")
+    before = alice.row()
+    payload = alice.commit(
+        Write.create(f"{POST}/c", {}), Write.update(f"{POST}/a", {"x": 1}), Write.delete(f"{POST}/b")
+    )
+    actions = {change.rkey: change.action for change in plan(before, "commit", payload, alice.key_state).changes}
+    assert actions == {"a": "update", "b": "delete", "c": "create"}
+
+
+def test_only_selected_collections_are_written_but_the_head_advances() -> None:
+    alice = SigningAccount()
+    before = alice.row()
+    context = replace(CONTEXT, policy=replace(STORE_ALL, scope=Scope(collections=CollectionFilter(["com.example.*"]))))
+    payload = alice.commit(Write.create(f"{POST}/a", {}), Write.create("com.example.note/a", {}))
+    planned = plan(before, "commit", payload, alice.key_state, context)
+    assert [change.collection for change in planned.changes] == ["com.example.note"]
+    assert planned.repo.head == alice.head
+
+
+def test_values_are_not_stored_if_the_policy_says_so() -> None:
+    alice = SigningAccount()
+    before = alice.row()
+    context = replace(CONTEXT, policy=replace(STORE_ALL, store_values=False))
+    change = plan(before, "commit", alice.commit_post("a"), alice.key_state, context).changes[0]
+    assert change.cid is not None
+    assert (change.value, change.problem, change.original) == (None, None, None)
+
+
+def test_a_path_with_invalid_syntax_is_not_stored_and_does_not_break_the_chain() -> None:
+    alice = SigningAccount()
+    before = alice.row()
+    payload = alice.commit(Write.create("not a path", {}), Write.create(f"{POST}/a", {}))
+    planned = plan(before, "commit", payload, alice.key_state)
+    assert planned.repo.head == alice.head
+    assert [change.rkey for change in planned.changes] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("status", "outcome", "after"),
+    [
+        (DESYNCHRONIZED, Outcome.IGNORED, DESYNCHRONIZED),
+        (IN_PROGRESS, Outcome.BUFFERED, IN_PROGRESS),
+        (SYNCHRONIZED, Outcome.DESYNCHRONIZED, DESYNCHRONIZED),
+    ],
+)
+def test_a_missed_commit_breaks_the_chain(status: SyncStatus, outcome: Outcome, after: SyncStatus) -> None:
+    alice = SigningAccount()
+    before = alice.row(status)
+    alice.commit_post("missed")
+    payload = alice.commit_post("received")
+    planned = plan(before, "commit", payload, alice.key_state)
+    assert (planned.outcome, planned.repo.sync_status, planned.changes) == (outcome, after, ())
+    assert planned.repo.latest_verified_rev == payload["rev"], "an older export does not complete the resync"
+    assert planned.buffer is (status is IN_PROGRESS)
+    if status is SYNCHRONIZED:
+        assert planned.why is planned.repo.sync_reason is Desync.CHAIN_BREAK
+        assert planned.detail == ""
+        assert planned.repo.head == before.head
+
+
+def test_commit_on_another_tree_breaks_the_chain_although_since_is_the_stored_rev() -> None:
+    alice = SigningAccount()
+    before = alice.row()
+    alice.commit_post("missed")
+    payload = alice.commit_post("a") | {"since": before.head and before.head.rev}
+    planned = plan(before, "commit", payload, alice.key_state)
+    assert (planned.outcome, planned.why, planned.changes) == (Outcome.DESYNCHRONIZED, Desync.CHAIN_BREAK, ())
+
+
+def test_since_is_not_compared_with_the_stored_rev() -> None:
+    alice = SigningAccount()
+    before = alice.row()
+    payload = alice.commit_post("a") | {"since": "3jzfcijpj2z2a"}
+    assert plan(before, "commit", payload, alice.key_state).outcome is Outcome.APPLIED
+
+
+def test_a_plan_names_the_flaw_of_a_commit() -> None:
+    alice = SigningAccount()
+    before, waiting = alice.row(), Repo(alice.did, version=1)
+    payload = alice.commit_post("a")
+    legacy = {name: value for name, value in payload.items() if name != "prevData"}
+    planned = plan(before, "commit", legacy, alice.key_state)
+    assert (planned.outcome, planned.why, planned.detail) == (Outcome.DESYNCHRONIZED, Desync.LEGACY, "no prevData")
+    assert plan(waiting, "commit", legacy, alice.key_state).why is Desync.LEGACY
+    assert plan(waiting, "commit", payload, alice.key_state).why is Desync.CHAIN_BREAK
+    stored = plan(before._replace(sync_status=DESYNCHRONIZED), "commit", legacy, alice.key_state)
+    assert (stored.outcome, stored.why, stored.detail) == (Outcome.IGNORED, Desync.LEGACY, "no prevData")
+
+
+@pytest.mark.parametrize("status", [DESYNCHRONIZED, IN_PROGRESS])
+def test_revs_of_messages_that_extend_the_chain_are_noted_until_the_resync_ends(status: SyncStatus) -> None:
+    """Otherwise an older export would complete the resync."""
+    alice = SigningAccount()
+    before = alice.row(status)
+    payload = alice.commit()
+    for kind, message in (("commit", payload), ("sync", alice.sync_event())):
+        planned = plan(before, kind, message, alice.key_state)
+        assert (planned.repo.head, planned.repo.latest_verified_rev) == (before.head, payload["rev"]), kind
+
+
+def test_an_older_commit_does_not_replace_the_latest_verified_rev() -> None:
+    alice = SigningAccount()
+    payload = alice.commit_post("a")
+    before = Repo(alice.did, version=1, latest_verified_rev=tid_of(int(NOW * 1_000_000)))
+    planned = plan(before, "commit", payload, alice.key_state)
+    assert planned == Plan(before, Outcome.IGNORED, why=Desync.CHAIN_BREAK)
+
+
+@pytest.mark.parametrize("status", SyncStatus)
+def test_a_replayed_message_changes_nothing(status: SyncStatus) -> None:
+    alice = SigningAccount()
+    payload = alice.commit_post("a")
+    before = alice.row(status)
+    assert plan(before, "commit", payload, alice.key_state) == Plan(before, Outcome.REPLAYED)
+    older = SigningAccount("alice")
+    assert plan(before, "sync", older.sync_event(), None).outcome is Outcome.REPLAYED
+
+
+def test_a_commit_with_a_rev_from_the_future_is_rejected() -> None:
+    alice = SigningAccount()
+    payload = alice.commit_post("a") | {"rev": tid_of(int((NOW + 301) * 1_000_000))}
+    before = alice.row()
+    planned = plan(before, "commit", payload, alice.key_state)
+    assert (planned.repo, planned.outcome, planned.why) == (before, Outcome.REJECTED, Rejection.FUTURE_REV)
+    assert planned.detail == payload["rev"]
+
+
+def test_commits_of_an_inactive_account_are_ignored() -> None:
+    alice = SigningAccount()
+    before = alice.row(active=False)
+    assert plan(before, "commit", alice.commit_post("a"), alice.key_state) == Plan(before, Outcome.IGNORED)
+
+
+def test_a_taken_down_repo_is_still_synchronized() -> None:
+    alice = SigningAccount()
+    before = alice.row(takedown=True)
+    assert plan(before, "commit", alice.commit_post("a"), alice.key_state).outcome is Outcome.APPLIED
+
+
+class TestFirstCommit:
+    def test_a_first_commit_synchronizes_only_an_empty_repo(self) -> None:
+        alice = SigningAccount()
+        first = alice.first_commit()
+        assert plan(alice.row(DESYNCHRONIZED, latest_verified_rev=None), "commit", first, alice.key_state).outcome is (
+            Outcome.REPLAYED
+        )
+        fresh = Repo(alice.did, version=1)
+        assert plan(fresh, "commit", first, alice.key_state).repo.sync_status is SYNCHRONIZED
+        outdated = fresh._replace(latest_verified_rev=alice.repo.head.rev + "z")
+        assert plan(outdated, "commit", first, alice.key_state).outcome is Outcome.IGNORED
+
+    def test_a_first_commit_synchronizes_a_repo_whose_latest_verified_rev_is_its_own(self) -> None:
+        alice = SigningAccount()
+        seen = Repo(alice.did, version=1, latest_verified_rev=alice.head.rev)
+        assert plan(seen, "commit", alice.first_commit(), alice.key_state).repo.sync_status is SYNCHRONIZED
+
+    def test_the_records_of_a_first_commit_are_written(self) -> None:
+        alice = SigningAccount()
+        payload = alice.commit_post("a") | {"since": None}
+        planned = plan(Repo(alice.did), "commit", payload, alice.key_state)
+        assert (planned.repo.sync_status, planned.repo.head) == (SYNCHRONIZED, alice.head)
+        assert [(change.action, change.rkey) for change in planned.changes] == [("create", "a")]
+
+    def test_a_first_commit_is_buffered_during_a_resync(self) -> None:
+        alice = SigningAccount()
+        claimed = Repo(alice.did, version=2, sync_status=IN_PROGRESS)
+        planned = plan(claimed, "commit", alice.first_commit(), alice.key_state)
+        assert (planned.outcome, planned.buffer, planned.repo.buffered_events) == (Outcome.BUFFERED, True, 1)
