@@ -1,4 +1,4 @@
-"""Hosts and a DNS server on loopback for the resolution of identities."""
+"""Hosts and a DNS server on loopback for the resolution of identities, and a scripted world for their cache."""
 
 from collections.abc import AsyncIterator
 
@@ -7,6 +7,7 @@ import pytest
 from indexer.errors import UnavailableError
 from indexer.outbound import OutboundClient, OutboundSettings, RateLimits, Response
 from indexer.reasons import FetchFailure
+from tests.identity.identity_world import World
 from tests.identity.name_server import NameServer
 from tests.outbound.scripted_host import ScriptedHost
 
@@ -45,3 +46,11 @@ async def loopback() -> AsyncIterator[Loopback]:
 async def name_server() -> AsyncIterator[NameServer]:
     async with NameServer() as server:
         yield server
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    world = World()
+    yield world
+    for cache in world.caches:
+        await cache.close()

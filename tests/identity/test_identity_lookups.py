@@ -1,0 +1,116 @@
+"""Lookups in flight: shared, limited, cancelled, and failed ones."""
+
+import asyncio
+
+import pytest
+
+from indexer.errors import UnavailableError
+from indexer.identity.identity_cache import MAX_LOOKUPS
+from tests.identity.identity_world import DID, KEYS, World, cached_key, dids
+
+
+async def test_concurrent_lookups_share_one_request(world: World) -> None:
+    world.directory_gate.clear()
+    identities = world.identities()
+    waiting = [asyncio.create_task(identities.lookup(DID)) for _ in range(20)]
+    await asyncio.wait_for(world.request_received.wait(), 10)
+    world.directory_gate.set()
+    assert {(await task).key for task in waiting} == {KEYS[0]}
+    assert world.requests == 1
+    assert world.lookups == [("plc", "found")]
+
+
+async def test_cancelled_caller_does_not_cancel_the_lookup_of_others(world: World) -> None:
+    world.directory_gate.clear()
+    identities = world.identities()
+    first, second = (asyncio.create_task(identities.lookup(DID)) for _ in range(2))
+    await asyncio.wait_for(world.request_received.wait(), 10)
+    first.cancel()
+    world.directory_gate.set()
+    assert (await second).key == KEYS[0]
+
+
+async def test_close_cancels_lookups(world: World) -> None:
+    world.directory_gate.clear()
+    identities = world.identities()
+    waiting = asyncio.create_task(identities.lookup(DID))
+    await asyncio.wait_for(world.request_received.wait(), 10)
+    await asyncio.wait_for(identities.close(), 10)
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+
+
+async def test_lookups_in_flight_are_limited(world: World) -> None:
+    identities = world.identities(max_entries=500)
+    await identities.lookup(DID)
+    world.directory_gate.clear()
+    waiting = [asyncio.create_task(identities.lookup(did)) for did in dids(MAX_LOOKUPS)]
+    await world.settle()
+    with pytest.raises(UnavailableError):
+        await identities.lookup("did:plc:aaaaaaaaaaaaaaaaaaaaaaaa")
+    world.directory_gate.set()
+    await asyncio.gather(*waiting)
+    assert world.requests == 1 + MAX_LOOKUPS
+
+
+async def test_lookups_of_new_dids_do_not_prevent_those_of_known_identities(world: World) -> None:
+    identities = world.identities(max_entries=500)
+    await identities.lookup(DID)
+    world.directory_gate.clear()
+    waiting = [asyncio.create_task(identities.lookup(did)) for did in dids(MAX_LOOKUPS)]
+    await world.settle()
+    world.key = 1
+    refreshed = asyncio.create_task(identities.lookup(DID, refresh=True))
+    await world.settle()
+    world.directory_gate.set()
+    assert (await refreshed).key == KEYS[1]
+    await asyncio.gather(*waiting)
+    assert world.known_requests == 1
+
+
+async def test_waiting_for_a_refresh_has_a_timeout(world: World) -> None:
+    identities = world.identities(timeout=0.01)
+    await identities.lookup(DID)
+    identities.mark_stale([DID])
+    world.directory_gate.clear()
+    assert (await asyncio.wait_for(identities.lookup(DID), 10)).key == KEYS[0]
+    world.key = 1
+    world.directory_gate.set()
+    await world.settle()
+    assert cached_key(identities) == KEYS[1]
+
+
+async def test_known_identity_is_used_during_an_outage(world: World) -> None:
+    identities = world.identities()
+    await identities.lookup(DID)
+    world.directory_down = True
+    identities.mark_stale([DID])
+    world.now += 100_000
+    identity = await identities.lookup(DID)
+    assert (identity.key, identity.stale) == (KEYS[0], True)
+    with pytest.raises(UnavailableError):
+        await identities.lookup("did:plc:aaaaaaaaaaaaaaaaaaaaaaaa")
+    assert world.lookups[1:] == [("plc", "identity-unavailable")] * 2
+
+
+async def test_failed_refresh_returns_a_stale_identity(world: World) -> None:
+    identities = world.identities()
+    assert not (await identities.lookup(DID)).stale
+    world.directory_down = True
+    assert (await identities.lookup(DID, refresh=True)).stale
+
+
+@pytest.mark.parametrize("waits", [True, False])
+async def test_run_raises_the_exception_of_a_bug_in_a_lookup(world: World, waits: bool) -> None:
+    identities = world.identities()
+    await identities.lookup(DID)
+    running = asyncio.create_task(identities.run())
+    world.now += 86_400
+    world.bug = True
+    if waits:
+        with pytest.raises(ZeroDivisionError):
+            await identities.lookup(DID, refresh=True)
+    else:
+        await identities.preload([DID])
+    with pytest.raises(ZeroDivisionError):
+        await asyncio.wait_for(running, 10)
