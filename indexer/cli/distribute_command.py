@@ -55,7 +55,9 @@ async def distribute_command(settings: Settings, *, shards: int | None, as_json:
 
 def _text(result: Distribution) -> str:
     tables = ", ".join(f"{table} (about {rows:,} rows)" for table, rows in result.tables.items())
-    did = f"Distributed {tables}." if tables else "Every table is distributed already."
+    done = [f"Split {result.split_from} shards of each table into {result.shards}."] if result.split_from else []
+    done += [f"Distributed {tables}."] if tables else []
+    did = " ".join(done) or "Every table is distributed already."
     set_ = ", ".join(f"{name} = {value}" for name, value in result.settings.items())
     return (
         f"{did} Each table has {result.shards} shards on {len(result.nodes)} nodes: {', '.join(result.nodes)}. "

@@ -90,6 +90,7 @@ JSON_LINES: dict[str, dict[str, JsonLine]] = {
             "nodes": "The addresses of the nodes that hold them.",
             "was_complete": "True if everything was distributed before.",
             "tables": "The estimated number of rows of each table that was distributed now.",
+            "split_from": "The number of shards before, if shards with rows were split now; else null.",
             "settings": "The settings of the database and of the coordinator that the command has set.",
             "notices": "What the operator should know or do.",
         }

@@ -18,7 +18,7 @@ of this program. A process that starts later reads the row, and ends (`indexer.s
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -47,8 +47,9 @@ from indexer.store.gap_rows import load_cursors, open_gap
 from indexer.store.migrate import require_current_schema, require_ownership
 from indexer.store.placement import load_placement
 from indexer.store.shard_lock import FEED, open_lock, session_name
+from indexer.store.split_shards import WrittenBytes, cut_shards, load_shard_groups, plan_cuts
 from indexer.sync.gap import Gap
-from indexer.sync.shard import BUCKETS, HASH_ORDER, Shard
+from indexer.sync.shard import BUCKETS, Shard
 from indexer.sync.stored_cursor import merged
 
 SHARDS_PER_NODE = 2
@@ -78,7 +79,7 @@ RECOVERY, RECOVERY_SECONDS = "citus.recover_2pc_interval", 2
 """A setting of the coordinator: how often Citus completes interrupted commits. Its default is a minute."""
 
 OnProgress = Callable[[str, int, int], None]
-"""Called with the name of the step, and with the number of bytes that are distributed, and of all."""
+"""Called with the name of the step, and with the number of bytes that are distributed or cut, and of all."""
 
 _SESSION = {
     "application_name": session_name(EVERYTHING),
@@ -118,16 +119,9 @@ _REQUIRE_RELEASE = """
     insert into indexer.stored_setting select 'oldest_compatible_schema', version_num from indexer.alembic_version
     on conflict (name) do update set value = excluded.value
 """
-_FIRST_SHARDS = f"""
-    select shardid, shardminvalue::int as lowest, shardmaxvalue::int as highest, nodeid
-    from pg_dist_shard join pg_dist_placement using (shardid) join pg_dist_node using (groupid)
-    where logicalrelid = 'indexer.{FIRST}'::regclass and noderole = 'primary' order by shardminvalue::int
-"""
 _DISTRIBUTE_FIRST = f"""
     select create_distributed_table('indexer.{FIRST}', 'bucket', shard_count => 1, colocate_with => 'none')
 """
-_HASHES = "select bucket, worker_hash(bucket::smallint) from generate_series(0, $1 - 1) bucket order by 2"
-_SPLIT = "select citus_split_shard_by_split_points($1, $2::text[], $3::int[], 'block_writes')"
 _SIZES = """
     select relname::text, pg_table_size(oid) as size, reltuples::bigint as rows from pg_class
     where relnamespace = 'indexer'::regnamespace and relname = any($1::text[])
@@ -174,6 +168,7 @@ class Distribution:
         shards: The number of shards of each table.
         nodes: The addresses of the nodes that hold them.
         tables: The estimated number of rows of each table that was distributed now.
+        split_from: The number of shards before, if shards with rows were split now.
         settings: The settings of the database and of the coordinator.
         was_complete: Everything was distributed before.
         notices: What the operator should know or do.
@@ -183,6 +178,7 @@ class Distribution:
     nodes: list[str]
     was_complete: bool
     tables: dict[str, int] = field(default_factory=dict)
+    split_from: int | None = None
     settings: dict[str, str] = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)
 
@@ -315,7 +311,7 @@ class _Command:
         result.settings = await self._set_settings()
         sizes = await self._sizes()
         result.tables = {table: rows for table, (_, rows) in sizes.items()}
-        await self._cut_shards(row["shards"])
+        result.split_from = await self._cut_shards(row["shards"])
         await self._distribute_tables(sizes)
         async with self._connection.transaction():
             await use_two_phases(self._connection)
@@ -327,7 +323,7 @@ class _Command:
 
     async def _reopen(self, shards: int) -> asyncpg.Record:
         """Store another number of shards: more than there are, or as many again if none was cut since."""
-        existing = len(await self._connection.fetch(_FIRST_SHARDS))
+        existing = len(await load_shard_groups(self._connection))
         if shards < existing:
             raise UnsuitableClusterError(f"its tables have {existing} shards, and shards cannot be joined")
         [row] = await self._connection.fetch(_REOPEN_WITH_SHARDS, shards)
@@ -386,27 +382,28 @@ class _Command:
         else:
             self._notices.append(f"let an administrator keep readers from sending commands to the nodes: {revoke}")
 
-    async def _cut_shards(self, shards: int) -> None:
+    async def _cut_shards(self, shards: int) -> int | None:
         """Cut the shards of the first table, and with them all that are distributed, so that there are this many.
 
-        The parts of a shard stay on its node. If there is only one shard, it is divided among the nodes.
+        Returns:
+            The number of shards before, if shards with rows were cut.
         """
-        if FIRST in await waiting_tables(self._connection):
+        waiting = await waiting_tables(self._connection)
+        if FIRST in waiting:
             await self._connection.execute(_DISTRIBUTE_FIRST)
-        rows = await self._connection.fetch(_FIRST_SHARDS)
-        if len(rows) >= shards:
-            return
-        order, hashes = zip(*await self._connection.fetch(_HASHES, BUCKETS), strict=True)
-        if order != HASH_ORDER:
-            raise UnsuitableClusterError("this version of Citus orders the buckets in another way than this program")
-        ends = [hashes[number * BUCKETS // shards - 1] for number in range(1, shards)]
-        for shard in rows:
-            inside = [str(end) for end in ends if shard["lowest"] <= end < shard["highest"]]
-            nodes = [shard["nodeid"]] * (len(inside) + 1)
-            if len(rows) == 1:
-                nodes = [self._nodes[number * len(self._nodes) // shards].id for number in range(shards)]
-            if inside:
-                await self._connection.execute(_SPLIT, shard["shardid"], inside, nodes)
+        groups = await load_shard_groups(self._connection)
+        cuts = await plan_cuts(self._connection, groups, shards, self._nodes)
+        if len(waiting) >= len(DISTRIBUTED) - 1:  # only the first table is distributed
+            for cut in cuts:
+                await cut_shards(self._connection, cut)
+            return None
+        total, done = sum(cut.size for cut in cuts), 0
+        for number, cut in enumerate(cuts, 1):
+            step = f"shard {number} of {len(cuts)}"
+            async with self._progress(step, done, cut.size, total, WrittenBytes().count):
+                await cut_shards(self._connection, cut)
+            done += cut.size
+        return len(groups) if cuts else None
 
     async def _sizes(self) -> dict[str, tuple[int, int]]:
         """Return size in bytes and estimated number of rows of each table that is not distributed yet."""
@@ -421,27 +418,47 @@ class _Command:
         for table in DISTRIBUTED:
             size, rows = sizes.get(table, (0, 0))
             if table in sizes and table != FIRST:
-                async with self._progress(table, moved, size, rows, total):
+                async with self._progress(table, moved, size, total, _copied_bytes(size, rows)):
                     await distribute_table(self._connection, table)
             moved += size
             await delete_local_rows(self._connection, table)
 
     @asynccontextmanager
-    async def _progress(self, table: str, moved: int, size: int, rows: int, total: int) -> AsyncIterator[None]:
-        """Report how many rows of the table arrived, while the block copies them."""
-        self._on_progress(table, moved, total)
+    async def _progress(
+        self, step: str, done: int, size: int, total: int, count: Callable[[Connection], Awaitable[int]]
+    ) -> AsyncIterator[None]:
+        """Report the progress of the block.
+
+        Args:
+            step: The name of the step.
+            done: The bytes of the steps before.
+            size: The bytes of the step.
+            total: The bytes of all steps.
+            count: Returns how many bytes of the step are done, about.
+        """
+        self._on_progress(step, done, total)
 
         async def report() -> None:
             async with _session(self._dsn, _PROGRESS_SESSION) as connection:
                 while True:
+                    counted = await count(connection)
+                    self._on_progress(step, done + min(size, counted), total)
                     await asyncio.sleep(PROGRESS_SECONDS)
-                    copied = await connection.fetchval(_COPIED)
-                    self._on_progress(table, moved + min(size, size * copied // max(rows, 1)), total)
 
-        task = asyncio.create_task(report(), name=f"progress of {table}")
+        task = asyncio.create_task(report(), name=f"progress of {step}")
         try:
             yield
         finally:
             task.cancel()
             await asyncio.wait([task])
-        self._on_progress(table, moved + size, total)
+        self._on_progress(step, done + size, total)
+
+
+def _copied_bytes(size: int, rows: int) -> Callable[[Connection], Awaitable[int]]:
+    """Return a function that estimates how many bytes of a table of this size have arrived in its shards."""
+
+    async def count(connection: Connection) -> int:
+        copied: int = await connection.fetchval(_COPIED)
+        return size * copied // max(rows, 1)
+
+    return count

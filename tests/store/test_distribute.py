@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 
 import asyncpg
@@ -148,7 +149,7 @@ async def distributed(dsn: str, shards: int | None = 4) -> Distribution:
 async def test_each_shard_has_neighbouring_positions(plain: str) -> None:
     steps: list[tuple[str, int, int]] = []
     result = await distribute(plain, 8, lambda *step: steps.append(step))
-    assert (result.shards, result.was_complete) == (8, False)
+    assert (result.shards, result.was_complete, result.split_from) == (8, False, None)
     sql = await asyncpg.connect(plain)
     try:
         places = await sql.fetch(PLACES)
@@ -190,7 +191,7 @@ async def test_shards_are_split_by_a_later_call(plain: str) -> None:
     before = await contents(plain, without=CHANGED)
     await distributed(plain, 2)
     result = await distributed(plain, 8)
-    assert (result.shards, result.was_complete, result.tables) == (8, False, {})
+    assert (result.shards, result.was_complete, result.tables, result.split_from) == (8, False, {}, 2)
     assert await contents(plain, without=CHANGED) == before
     sql = await asyncpg.connect(plain)
     try:
@@ -203,10 +204,40 @@ async def test_shards_are_split_by_a_later_call(plain: str) -> None:
         assert ports == [ports[0]] * 4 + [ports[-1]] * 4, "the parts of a shard stay on its node"
     assert buckets == [Placement.DISTRIBUTED.buckets(range(start, start + 32)) for start in range(0, 256, 32)]
     again = await distributed(plain, 8)
-    assert (again.shards, again.was_complete) == (8, True)
+    assert (again.shards, again.was_complete, again.split_from) == (8, True, None)
     store = await Store.open(plain)
     assert store.shards == 8
     await store.close()
+
+
+async def test_split_shows_its_progress(plain: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also within a shard, whose parts are not visible before it is cut."""
+    sql = await asyncpg.connect(plain)
+    try:
+        await sql.execute(ADD_MANY_RECORDS)
+    finally:
+        await sql.close()
+    await distributed(plain, 2)
+    steps: list[tuple[str, int, int]] = []
+    monkeypatch.setattr("indexer.store.distribute.PROGRESS_SECONDS", 0.02)
+    await distribute(plain, 8, lambda *step: steps.append(step))
+    assert [step for step, _ in groupby(name for name, _, _ in steps)] == ["shard 1 of 2", "shard 2 of 2"]
+    done = [bytes_ for _, bytes_, _ in steps]
+    assert done == sorted(done)
+    [total] = {total for _, _, total in steps}
+    assert (done[0], done[-1]) == (0, total)
+    assert total > 100 * MANY
+    assert len({bytes_ for bytes_ in done if 0 < bytes_ < total}) > 10
+
+
+def test_command_says_what_it_has_split(plain: str) -> None:
+    texts = ("Distributed buffered_event (about ", "Every table is distributed already. Each table has 2 shards on ")
+    for text in texts:
+        assert run_indexer("distribute", "--shards", "2", INDEXER_DATABASE_URL=plain).stdout.startswith(text)
+    split = run_indexer("distribute", "--shards", "4", INDEXER_DATABASE_URL=plain)
+    assert split.stdout.startswith("Split 2 shards of each table into 4. Each table has 4 shards on 2 nodes: ")
+    again = run_indexer("distribute", "--shards", "8", "--json", INDEXER_DATABASE_URL=plain)
+    assert json.loads(again.stdout)["split_from"] == 4
 
 
 async def test_split_that_has_cut_no_shard_is_taken_back(plain: str) -> None:
