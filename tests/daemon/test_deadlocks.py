@@ -13,6 +13,7 @@ from tests.daemon.running_daemon import RunningDaemon, running_daemon
 from tests.database_checks import assert_change_log_consistent
 from tests.lost_commits import active_account, lose_commit
 from tests.passed_time import EXPIRE_LEASES, EXPIRE_WAITS
+from tests.store.change_log_helpers import connected
 
 pytestmark = [
     pytest.mark.slow,
@@ -24,7 +25,7 @@ PERIOD = 17
 """One of so many statements that write ends in a deadlock."""
 STEPS = 300
 STEP_SECONDS = 0.05
-MIN_DEADLOCKS = 15
+MIN_DEADLOCKS = 10
 TABLES = (
     "repo",
     "record",
@@ -37,17 +38,37 @@ TABLES = (
     "dead_letter",
     "change_batch",
 )
+HELD, WANTED = 71_000_001, 71_000_002
+"""Advisory locks: a session of the test holds the first one, and waits for the second one, again and again."""
 LET_STATEMENTS_FAIL = f"""
-    create function indexer.end_in_deadlock() returns trigger language plpgsql security definer as $$
+    create function indexer.end_in_deadlock() returns trigger language plpgsql security definer
+    set deadlock_timeout = '1ms' as $$
         begin
             if nextval('indexer.statement') % {PERIOD} = 0 then
-                perform nextval('indexer.deadlock');
-                raise exception 'deadlock detected' using errcode = 'deadlock_detected';
+                perform pg_advisory_xact_lock({WANTED});
+                while not exists (select from pg_locks where locktype = 'advisory' and not granted and pid = (
+                    select pid from pg_locks where locktype = 'advisory' and granted and objid = {HELD}
+                )) loop
+                    perform pg_sleep(0.001);
+                end loop;
+                perform pg_advisory_xact_lock({HELD});
             end if;
             return null;
         end
     $$
-"""
+"""  # noqa: S608
+DEADLOCKS = "select deadlocks from pg_stat_database where datname = current_database()"
+WAIT = f"select pg_advisory_lock({WANTED}), pg_advisory_unlock({WANTED})"
+
+
+async def be_in_the_way(database: str) -> None:
+    """Wait for the lock of each transaction that waits for the lock of this one; Postgres cancels the other one."""
+    async with connected(database) as sql:
+        await sql.execute("set deadlock_timeout = '1h'")
+        await sql.execute(f"select pg_advisory_lock({HELD})")
+        while True:
+            await sql.execute(WAIT)
+            await asyncio.sleep(0.005)
 
 
 async def expire_waits(daemon: RunningDaemon) -> None:
@@ -59,25 +80,25 @@ async def expire_waits(daemon: RunningDaemon) -> None:
 async def test_deadlocks_of_all_transactions_lose_nothing_and_end_nothing(database: str, tmp_path: Path) -> None:
     async with LocalNetwork() as network, running_daemon(database, tmp_path, network) as daemon:
         scenario, random = Scenario(network, seed=16), Random(16)
-        for sequence in ("statement", "deadlock"):
-            await daemon.execute(f"create sequence indexer.{sequence}")
+        await daemon.execute("create sequence indexer.statement")
         await daemon.execute(LET_STATEMENTS_FAIL)
         for table in TABLES:
             await daemon.execute(
                 f"create trigger deadlock after insert or update or delete on indexer.{table} "
                 "for each statement execute function indexer.end_in_deadlock()"
             )
-        for step in range(STEPS):
-            scenario.perform(step, STEPS)
-            if step % 20 == 10:
-                lose_commit(active_account(network, random))
-            await asyncio.sleep(STEP_SECONDS)
-        [(deadlocks,)] = await daemon.execute("select last_value from indexer.deadlock")
-        assert deadlocks >= MIN_DEADLOCKS
-        for table in TABLES:
-            await daemon.execute(f"drop trigger deadlock on indexer.{table}")
+        async with running(be_in_the_way(database)):
+            for step in range(STEPS):
+                scenario.perform(step, STEPS)
+                if step % 20 == 10:
+                    lose_commit(active_account(network, random))
+                await asyncio.sleep(STEP_SECONDS)
+            for table in TABLES:
+                await daemon.execute(f"drop trigger deadlock on indexer.{table}")
         await daemon.execute(EXPIRE_LEASES)  # of workers whose claim was lost
         async with running(expire_waits(daemon)):
             await daemon.wait_until_equal()
+        [(deadlocks,)] = await daemon.execute(DEADLOCKS)
+        assert deadlocks >= MIN_DEADLOCKS
         assert await daemon.dead_letters() == []
         await assert_change_log_consistent(database)

@@ -14,6 +14,8 @@ lets_a_trigger_fail = pytest.mark.one_server("Citus has no triggers on distribut
 CONTROL_CHARACTERS = b"\x7a" + (1_000_000).to_bytes(4) + b"\x01" * 1_000_000
 """A record of one text. Each of its characters takes six bytes in JSON."""
 RAISE = "raise exception 'no value of this account is stored'"
+RAISE_CONFLICT = f"{RAISE} using errcode = 'serialization_failure'"
+RAISE_DEADLOCK = f"{RAISE} using errcode = 'deadlock_detected'"
 LOSE_CONNECTION = "perform pg_terminate_backend(pg_backend_pid()); perform pg_sleep(10)"
 
 
@@ -47,16 +49,26 @@ async def test_commit_of_many_paths_to_one_large_value_is_applied_without_delayi
 
 
 @lets_a_trigger_fail
-@pytest.mark.parametrize(("table", "resynced"), [("record", True), ("repo", False)])
+@pytest.mark.parametrize(
+    ("table", "statement", "resynced"),
+    [
+        ("record", RAISE, True),
+        ("repo", RAISE, False),
+        ("record", RAISE_DEADLOCK, True),
+        ("repo", RAISE_CONFLICT, False),
+    ],
+    ids=["record", "repo", "record-deadlock", "repo-conflict"],
+)
 async def test_message_that_the_database_refuses_is_rejected_and_others_are_stored(
-    database: str, tmp_path: Path, table: str, resynced: bool
+    database: str, tmp_path: Path, table: str, statement: str, resynced: bool
 ) -> None:
+    """Also if the trigger raises the error of a conflict, after which the same write succeeds otherwise."""
     async with running_daemon(database, tmp_path, roles="live") as daemon:
         accounts = [daemon.create_account(f"a{number}.test") for number in range(8)]
         await daemon.wait_until_equal()
         hostile = accounts.pop(3)
         stored = await daemon.record_rows(hostile)
-        await fail_writes_of(daemon, table, hostile.did, RAISE)
+        await fail_writes_of(daemon, table, hostile.did, statement)
         for number in range(20):
             for account in (*accounts[:4], hostile, *accounts[4:]) if number == 10 else accounts:
                 account.create(POST, post(f"message {number}"))
@@ -91,17 +103,24 @@ async def test_message_that_costs_the_connection_each_time_is_rejected_and_other
 
 
 @lets_a_trigger_fail
-async def test_resync_that_the_database_refuses_fails_and_is_completed_later(database: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("statement", "error"),
+    [(RAISE, "RaiseError"), (RAISE_CONFLICT, "SerializationError")],
+    ids=["raise", "conflict"],
+)
+async def test_resync_that_the_database_refuses_fails_and_is_completed_later(
+    database: str, tmp_path: Path, statement: str, error: str
+) -> None:
     async with running_daemon(database, tmp_path) as daemon:
         hostile, bystander = daemon.create_account("eve.test"), daemon.create_account("bob.test")
         await daemon.wait_until_equal()
-        await fail_writes_of(daemon, "record", hostile.did, RAISE)
+        await fail_writes_of(daemon, "record", hostile.did, statement)
         hostile.create(POST, post("refused"))
         await daemon.wait_for_counter("resync", result="not-storable")
         bystander.create(POST, post("after the failure"))
         await daemon.wait_for_cursor()
         assert len(await daemon.record_rows(bystander)) == 6
         row = await daemon.repo_row(hostile)
-        assert row["last_error"].startswith("not-storable: RaiseError: no value of this account is stored")
+        assert row["last_error"].startswith(f"not-storable: {error}: no value of this account is stored")
         await daemon.execute("drop trigger fail on indexer.record")
         await daemon.resync_until_equal(hostile)
