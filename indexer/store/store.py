@@ -203,17 +203,11 @@ class Store(ResyncMethods, ScopeMethods, AccountMethods, LinkMethods, FeedMethod
         crash_point("crawl.saved")
 
     async def add_listed(
-        self,
-        dids: Sequence[str],
-        progress: CrawlProgress,
-        *,
-        scope: Scope | None = None,
-        by_signal: bool = False,
-        close_gaps: bool = False,
-    ) -> CrawlProgress | None:
+        self, dids: Sequence[str], progress: CrawlProgress, *, scope: Scope | None = None, close_gaps: bool = False
+    ) -> CrawlProgress:
         """Add the repos of a page and store the progress, in one transaction; return the stored progress.
 
-        Return None if the scope has changed: the progress is not stored, and no repo is added after the change.
+        If the scope has changed, no more repos are added. The progress is stored, with those that were added before.
 
         On a distributed database, the repos of each shard are added in a transaction of their own, before the progress
         is stored. A process that ends in between reads the page again: repos that exist are not added or counted twice.
@@ -222,23 +216,12 @@ class Store(ResyncMethods, ScopeMethods, AccountMethods, LinkMethods, FeedMethod
             dids: The accounts of the page that may be unknown.
             progress: The progress after the page. The repos that were not tracked yet are added to what it found.
             scope: The scope that wants the repos; None if a command does.
-            by_signal: The scope also wants those of them that are tracked already: they are in the list of a signal
-                collection.
             close_gaps: Close the gaps that were open when the crawl began, if the page was the last one.
         """
-
-        async def add(part: Sequence[str]) -> int | None:
-            async with self._transaction() as connection:
-                return await repo_requests.add_listed(connection, part, scope, by_signal=by_signal)
-
-        if len(divide_by_shard(dids, self.shards)) > 1:
-            added_parts = [part for part in await self._divided(dids, add) if part is not None]
-            progress, dids = replace(progress, found=progress.found + sum(added_parts)), []
+        found, rest = await self._add_by_shard(dids, scope, by_signal=False)
         async with self._transaction() as connection:
-            added = await repo_requests.add_listed(connection, dids, scope, by_signal=by_signal)
-            if added is None:
-                return None
-            after_page = replace(progress, found=progress.found + added)
+            added = await repo_requests.add_listed(connection, rest, scope, by_signal=False)
+            after_page = replace(progress, found=progress.found + found + (added or 0))
             await crawl_rows.save_progress(connection, after_page)
             if close_gaps and after_page.finished_at is not None:
                 positions = Shard.parse(after_page.shard).positions
@@ -246,6 +229,35 @@ class Store(ResyncMethods, ScopeMethods, AccountMethods, LinkMethods, FeedMethod
                 crash_point("gap.closed")
             crash_point("crawl.page")
         return after_page
+
+    async def add_signals(self, dids: Sequence[str], progress: CrawlProgress, scope: Scope) -> CrawlProgress | None:
+        """Add the repos of a page of the list of a signal collection, as `add_listed`; return the stored progress.
+
+        The scope also wants those of them that are tracked already. Return None if it has changed: the progress is not
+        stored, because a list counts only for the scope that it was read for.
+        """
+        found, rest = await self._add_by_shard(dids, scope, by_signal=True)
+        async with self._transaction() as connection:
+            added = await repo_requests.add_listed(connection, rest, scope, by_signal=True)
+            if added is None:
+                return None
+            after_page = replace(progress, found=progress.found + found + added)
+            await crawl_rows.save_progress(connection, after_page)
+            crash_point("crawl.page")
+        return after_page
+
+    async def _add_by_shard(
+        self, dids: Sequence[str], scope: Scope | None, *, by_signal: bool
+    ) -> tuple[int, Sequence[str]]:
+        """Add repos in a transaction for each shard, if they are many; return how many, and those that are left."""
+        if len(divide_by_shard(dids, self.shards)) <= 1:
+            return 0, dids
+
+        async def add(part: Sequence[str]) -> int | None:
+            async with self._transaction() as connection:
+                return await repo_requests.add_listed(connection, part, scope, by_signal=by_signal)
+
+        return sum([added or 0 for added in await self._divided(dids, add)]), []
 
     async def find_differences(self, revs: Mapping[str, str]) -> ListDifferences:
         """Compare accounts that a relay lists as active, with their revs, to the stored repos."""

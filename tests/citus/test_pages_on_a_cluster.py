@@ -1,5 +1,6 @@
 """Pages of repo lists on a cluster: each statement and each transaction that adds repos is for one shard."""
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from indexer.store import DatabaseError, Store, crawl_rows, repo_requests
 from indexer.store.crawl_rows import ListDifferences
 from indexer.store.placement import MIN_DIVIDED, divide_by_shard, shard_of
 from indexer.sync.crawl_progress import CrawlProgress
+from indexer.sync.scope import Scope, Track
 from indexer.sync.shard import bucket_of
 from tests.store.change_log_helpers import connected
 from tests.store.repo_rows import did, head, insert, synchronized
@@ -60,7 +62,6 @@ async def test_a_page_is_compared_with_a_statement_for_each_shard(
 
 async def test_repos_of_a_page_are_added_in_a_transaction_for_each_shard(store: Store, parts: list[list[str]]) -> None:
     stored = await store.add_listed(DIDS, PROGRESS)
-    assert stored is not None
     assert stored.found == len(DIDS)
     assert await store.crawl_progress("sweep", PROGRESS.source) == stored
     assert len(await store.repos(DIDS)) == len(DIDS)
@@ -74,6 +75,30 @@ async def test_few_repos_are_added_together_with_the_progress(store: Store, part
     few = DIDS[: MIN_DIVIDED * store.shards - 1]
     await store.add_listed(few, PROGRESS)
     assert parts == [few]
+
+
+async def test_repos_that_were_added_before_the_scope_changed_are_counted(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scope = await store.begin_scope(Scope(track=Track.ALL))
+    add_listed, began, ended = repo_requests.add_listed, asyncio.Lock(), asyncio.Event()
+
+    async def change_the_scope_after_the_first_shard(*args: Any, **kwargs: Any) -> int | None:
+        if not began.locked():
+            await began.acquire()
+            added = await add_listed(*args, **kwargs)
+            ended.set()
+            return added
+        await ended.wait()
+        if (await store.scope() or scope).version == scope.version:
+            await store.change_scope(track=Track.LISTED)  # waits for the transaction of the first shard
+        return await add_listed(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(repo_requests, "add_listed", change_the_scope_after_the_first_shard)
+        stored = await store.add_listed(DIDS, PROGRESS, scope=scope)
+    assert 0 < stored.found == len(await store.repos(DIDS)) < len(DIDS)
+    assert await store.crawl_progress("sweep", PROGRESS.source) == stored
 
 
 async def test_progress_of_a_page_is_stored_only_if_all_its_repos_are(
@@ -96,6 +121,5 @@ async def test_progress_of_a_page_is_stored_only_if_all_its_repos_are(
     missing = [account for account in DIDS if shards_of([account], store.shards) == {0}]
     assert (await store.repos(DIDS)).keys() == set(DIDS) - set(missing)
     stored = await store.add_listed(DIDS, PROGRESS)
-    assert stored is not None
     assert stored.found == len(missing)
     assert len(await store.repos(DIDS)) == len(DIDS)

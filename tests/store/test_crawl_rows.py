@@ -7,6 +7,7 @@ from indexer.store import Store
 from indexer.store.crawl_rows import ListDifferences
 from indexer.sync.crawl_progress import CrawlProgress
 from indexer.sync.repo_state import TOMBSTONED, Repo, SyncStatus
+from indexer.sync.scope import Scope, Track
 from tests.store.repo_rows import did, head, insert, synchronized
 
 OLD, STORED, NEWER = "3laaaaaaaaa22", "3laaaaaaaab22", "3laaaaaaaac22"
@@ -50,3 +51,15 @@ async def test_progress_is_stored_per_purpose_source_and_collection(store: Store
     assert await store.crawl_progress("discover", "https://a.example", "com.example.a") == after
     assert (after.cursor, after.listed, after.found, after.finished_at) == ("y", 15, 5, None)
     assert after.after_page(None, 1, 0, 9.0).finished_at == 9.0
+
+
+async def test_page_for_a_former_scope_adds_nothing_and_only_that_of_a_signal_is_not_stored(store: Store) -> None:
+    former = await store.begin_scope(Scope(track=Track.ALL))
+    await store.change_scope(track=Track.LISTED)
+    sweep = CrawlProgress("sweep", "https://relay.test", cursor="next", found=3, began_at=1.0)
+    signal = replace(sweep, purpose="signal", collection="app.test")
+    assert await store.add_listed([did("a")], sweep, scope=former) == sweep
+    assert await store.add_signals([did("a")], signal, former) is None
+    assert await store.repos([did("a")]) == {}
+    assert await store.crawl_progress("sweep", sweep.source) == sweep
+    assert await store.crawl_progress("signal", sweep.source, "app.test") is None

@@ -28,7 +28,7 @@ async def read_lists(store: Store, scope: Scope, **listed: Sequence[str]) -> Non
     for collection in scope.signal_patterns:
         progress = CrawlProgress("signal", "https://relay.test", collection, began_at=time(), finished_at=time())
         for dids in listed.values():
-            assert await store.add_listed(dids, progress, scope=scope, by_signal=True)
+            assert await store.add_signals(dids, progress, scope)
         await store.save_crawl_progress(progress)
 
 
@@ -133,7 +133,7 @@ async def test_changed_scope_ends_the_search_and_tracks_what_it_wants_again(stor
     assert page.untracked == 2
     signal = await store.change_scope(track=Track.SIGNAL, signal_collections=[LIKE])
     assert await store.untrack_page(narrow, SHARD, page.progress, 2) is None
-    assert await store.add_listed([did("a")], page.progress, scope=narrow, by_signal=True) is None
+    assert await store.add_signals([did("a")], page.progress, narrow) is None
     assert signal.repos_narrowed_in == narrow.version, "repos that only the first scope wanted are still untracked"
     await read_lists(store, signal, signal=[did("a"), did("c")])
     await untrack_all(store, signal)

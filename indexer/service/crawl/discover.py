@@ -58,7 +58,11 @@ class Discovery:
             dids = [account.did for account in page.accounts if account.active]
             with self.stage.busy():
                 after_page = progress.after_page(page.cursor, len(page.accounts), 0, time())
-                stored = await self._store.add_listed(dids, after_page, scope=signals, by_signal=signals is not None)
+                stored = (
+                    await self._store.add_listed(dids, after_page)
+                    if signals is None
+                    else await self._store.add_signals(dids, after_page, signals)
+                )
             if stored is None:
                 return progress
             progress = stored

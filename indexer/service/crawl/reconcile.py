@@ -334,9 +334,8 @@ class Reconciliation:
         after_page = progress.after_page(page.cursor, page.listed, behind + shown + hidden, time())
         scope, close_gaps = self._scope.scope, may_close_gaps()
         unknown = [*(page.unknown if scope.track is Track.ALL else ()), *page.unlisted]
+        # If the scope changes meanwhile, the next reconciliation adds what it wants.
         stored = await self._store.add_listed(unknown, after_page, scope=scope, close_gaps=close_gaps)
-        if stored is None:  # The next reconciliation adds what the changed scope wants.
-            return await self._store.add_listed([], after_page, close_gaps=close_gaps) or progress
         self._metrics.desynchronized(Desync.NEW, stored.found - after_page.found)
         return stored
 
