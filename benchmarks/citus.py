@@ -22,13 +22,12 @@ from urllib.parse import quote, urlsplit
 
 import click
 import orjson
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks import database_rows, harness, live, resync
 from benchmarks.harness import BenchmarkError, Database
 from benchmarks.live import LiveOptions
-from benchmarks.report import Figures, Report, generation_progress, machine, number, show
+from benchmarks.report import Figures, Report, console_of, generation_progress, machine, number, show
 from benchmarks.resync import ResyncOptions
 from benchmarks.workload import Workload, WorkloadSpec, load_workload
 from indexer.monitoring.log import configure_logging
@@ -53,6 +52,8 @@ SETTINGS = {
 READS = 200
 START_SECONDS = 120.0
 """Maximum time until the cluster accepts connections."""
+COMPARISON_WIDTH = 100
+"""Columns of a table with the figures of both sides."""
 
 Server = Callable[[Path], AbstractAsyncContextManager[Database]]
 """Runs a database in a directory."""
@@ -121,7 +122,7 @@ def main(
     if as_json:
         click.echo(orjson.dumps(report | {"machine": machine()}))
     else:
-        _print_tables(report)
+        print_tables(report)
         show({"machine": machine()}, as_json=False)
     for difference in differences:
         click.echo(f"DIFFERENT: {difference}", err=True)
@@ -202,12 +203,17 @@ def _ratio(before: float | str, after: float | str) -> float | None:
     return after / before
 
 
-def _print_tables(report: Mapping[str, Mapping[str, Report]]) -> None:
-    console = Console()
+def print_tables(report: Mapping[str, Mapping[str, Report]]) -> None:
+    """Print the figures of both sides, with their ratio, as a table for each section."""
+    console = console_of(COMPARISON_WIDTH)
     for part, sides in report.items():
         (first, before), (second, after) = sides.items()
         for section, figures in after.items():
-            table = Table("", first, second, "ratio", title=f"{part}: {section}", title_justify="left", width=100)
+            table = Table(title=f"{part}: {section}", title_justify="left", width=COMPARISON_WIDTH)
+            table.add_column(no_wrap=True)
+            for side in (first, second):
+                table.add_column(side, justify="right", overflow="fold", ratio=1)
+            table.add_column("ratio", justify="right")
             for name, figure in figures.items():
                 other = before[section].get(name, "")
                 ratio = _ratio(other, figure)

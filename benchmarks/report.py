@@ -25,6 +25,9 @@ Report = dict[str, Figures]
 
 MICRO, MIB = 1_000_000, 1 << 20
 
+TABLE_WIDTH = 72
+"""Columns of a table with one figure in each row."""
+
 
 def cpu_of(part: str, unit: str) -> str:
     """Return the name of a figure of CPU time."""
@@ -65,14 +68,19 @@ def show(report: Report, *, as_json: bool) -> None:
     if as_json:
         Console().print_json(orjson.dumps(report).decode())
         return
-    console = Console()
+    console = console_of(TABLE_WIDTH)
     for section, figures in report.items():
-        table = Table(title=section, title_justify="left", show_header=False, width=72)
-        table.add_column(ratio=1)
-        table.add_column(justify="right")
+        table = Table(title=section, title_justify="left", show_header=False, width=TABLE_WIDTH)
+        table.add_column(no_wrap=True)
+        table.add_column(justify="right", overflow="fold", ratio=1)
         for name, value in figures.items():
             table.add_row(name, number(value))
         console.print(table)
+
+
+def console_of(width: int) -> Console:
+    """Return a console for tables of this width. Without a terminal, rich would cut them at 80 columns."""
+    return Console(width=max(width, Console().width))
 
 
 def number(value: float | str) -> str:
