@@ -27,13 +27,21 @@ class SharedCalls(Generic[Item, Result]):
     """Shares the calls of one function. One of the waiting callers runs the call for all of them."""
 
     def __init__(
-        self, call: Callable[[list[Item]], Awaitable[Result]], may_share: Callable[[Sequence[Item]], bool]
+        self,
+        call: Callable[[list[Item]], Awaitable[Result]],
+        may_share: Callable[[Sequence[Item]], bool],
+        running: asyncio.Semaphore | None = None,
     ) -> None:
-        """Share calls of `call`. Items of several callers share one if `may_share` returns True for all of them."""
+        """Share calls of `call`. Items of several callers share one if `may_share` returns True for all of them.
+
+        `running` limits the calls of several objects that run side by side. Items that arrive until a call begins
+        belong to it.
+        """
         self._call = call
         self._may_share = may_share
         self._waiting: list[_Waiting[Item, Result]] = []
         self._turn = asyncio.Lock()
+        self._running = running or asyncio.Semaphore(1)
 
     async def add(self, items: Sequence[Item]) -> Result:
         """Return the result of the call that gets these items; raise its exception.
@@ -45,7 +53,8 @@ class SharedCalls(Generic[Item, Result]):
         try:
             async with self._turn:
                 while not waiting.done:
-                    await self._call_next()
+                    async with self._running:
+                        await self._call_next()
         finally:
             if not waiting.done:
                 self._waiting.remove(waiting)

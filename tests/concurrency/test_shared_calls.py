@@ -93,3 +93,31 @@ async def test_waiting_caller_that_is_cancelled_takes_its_items_away() -> None:
     doubler.release.set()
     assert await first == {1: 2}
     assert doubler.calls == [[1]]
+
+
+async def test_calls_of_several_objects_are_limited_and_get_the_items_that_arrive_before_they_begin() -> None:
+    running = asyncio.Semaphore(1)
+    doubler = Doubler()
+    first, second = (SharedCalls(doubler.double, at_most(10), running) for _ in range(2))
+    callers = [*await start(doubler, first, 1), *await start(doubler, second, 2)]
+    await asyncio.sleep(0)
+    callers += await start(doubler, second, 3)
+    await asyncio.sleep(0)
+    assert doubler.calls == [[1]], "a call began although another one was running"
+    doubler.release.set()
+    await asyncio.gather(*callers)
+    assert doubler.calls == [[1], [2, 3]]
+
+
+async def test_caller_that_is_cancelled_while_others_run_leaves_the_limit_as_it_was() -> None:
+    running = asyncio.Semaphore(1)
+    doubler = Doubler()
+    first, second = (SharedCalls(doubler.double, at_most(10), running) for _ in range(2))
+    [caller], [waiting] = await start(doubler, first, 1), await start(doubler, second, 2)
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    doubler.release.set()
+    assert await caller == {1: 2}
+    assert await second.add([3]) == {3: 6}
+    assert doubler.calls == [[1], [3]]
