@@ -60,7 +60,7 @@ from indexer.service.periodic import DatabaseAttempt, run_periodically
 from indexer.service.resync.attempt import ResyncAttempts
 from indexer.service.resync.large_repo_slots import large_repo_slot_count
 from indexer.service.resync.queue_maintenance import MaintenanceSettings, QueueMaintenance
-from indexer.service.resync.worker_pool import CLUSTER_GATHERING_TIME, WorkerPool, WorkerPoolSettings
+from indexer.service.resync.worker_pool import WorkerPool, pool_settings
 from indexer.setting_types import Address
 from indexer.settings import Settings
 from indexer.store import RESERVED_CONNECTIONS, RetentionPolicy, Store
@@ -232,11 +232,7 @@ class Daemon:
             shard,
             self.metrics,
             self.conditions,
-            WorkerPoolSettings(
-                workers=settings.resync_workers,
-                share=settings.resync_share,
-                gathering_time=0.0 if self.store.shards == 1 else CLUSTER_GATHERING_TIME,
-            ),
+            pool_settings(settings.resync_workers, settings.resync_share, distributed=self.store.shards > 1),
             self.new_accounts,
         )
         self.queue_maintenance = QueueMaintenance(

@@ -47,6 +47,7 @@ from indexer.service.live.inbox import Inbox
 from indexer.service.live.key_lookups import KeyLookups
 from indexer.service.live.stream_position import StreamPosition
 from indexer.service.open_gaps import OpenGaps
+from indexer.service.resync.admission import Slot
 from indexer.service.resync.worker_pool import RunningResync, WorkerPool
 from indexer.store import DeliveryState, RejectionSummary, Store
 
@@ -223,8 +224,14 @@ def _resync_status(running: RunningResync, now: float) -> ResyncStatus:
         seconds=max(0.0, now - slot.started_at),
         received_bytes=None if download is None else download.received,
         bytes_per_second=None if download is None else round(download.rate, 1),
-        slot="large" if slot.large else "aside" if slot.aside else "worker",
+        slot=_slot_name(slot),
     )
+
+
+def _slot_name(slot: Slot) -> str:
+    if slot.large:
+        return "large"
+    return "writing" if slot.writing else "aside" if slot.aside else "worker"
 
 
 def _paused_and_failing_hosts(hosts: HostLimits) -> list[HostState]:

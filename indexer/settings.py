@@ -136,7 +136,9 @@ class Settings(BaseSettings):
         (), description="DNS servers for handles and host names. Unset: those of the system."
     )
     resync_workers: Annotated[Whole, Field(le=1_000), AllowedValues("a whole number from 1 to 1000")] = Field(
-        8, description="Number of concurrent resyncs. Resyncs of large repos have additional slots."
+        8,
+        description="Number of concurrent resyncs, twice as many on a Citus cluster. Resyncs of large repos have "
+        "additional slots.",
     )
     resync_share: Annotated[
         float, BeforeValidator(reject_bool), Field(gt=0, le=1), AllowedValues("a number above 0, at most 1")

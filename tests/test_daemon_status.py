@@ -154,6 +154,14 @@ async def test_running_resyncs_have_their_phase_bytes_and_times() -> None:
     assert (new.phase, new.received_bytes, new.host) == ("look up the identity", None, "")
 
 
+@pytest.mark.parametrize("name", ["large", "aside", "writing"])
+async def test_resync_without_a_worker_says_why(name: str) -> None:
+    slot = Slot("did:plc:a", time(), "pds.example")
+    setattr(slot, name, True)
+    document = await status_of(resync_pool={"running": [SimpleNamespace(slot=slot)], "free_workers": 8}).document()
+    assert [resync.slot for resync in document.resyncs.longest] == [name]
+
+
 async def test_hosts_that_are_paused_or_fail_are_listed_once_with_their_last_error() -> None:
     paused, failing = host(), host("other.example", consecutive_failures=9, paused_until=None, pause_reason=None)
     stages = {"paused": lambda: [paused], "failing": lambda: [failing, paused]}

@@ -80,7 +80,8 @@ class ResyncStatus:
         seconds: Time since the resync began.
         received_bytes: Bytes of the export that have arrived; None before the response.
         bytes_per_second: Mean rate of the export; None before the response.
-        slot: `worker`, `large` for a large repo, or `aside` if it is slow and left its worker to others.
+        slot: `worker`, `large` for a large repo, `aside` if it is slow and left its worker to others, or
+            `writing` if it waits for a transaction that it shares with others.
     """
 
     did: str

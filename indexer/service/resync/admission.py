@@ -1,7 +1,7 @@
 """Decide whether a claimed repo starts its resync now: slots of workers, of its host, and of large repos.
 
 A slow resync is set aside: it continues, but no longer occupies a worker. If too many are set aside, the slowest ones
-end.
+end. A small new repo that waits for a shared transaction may free its slots, too: it needs the database only.
 """
 
 import math
@@ -50,12 +50,15 @@ class Postponed:
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """The slots that one resync occupies: those of its host, and one for a worker or for large repos, unless `aside`.
+    """The slots that one resync occupies: those of its host, and one for a worker or for large repos.
+
+    It occupies neither a worker nor a slot for large repos if it is `aside` or `writing`.
 
     Attributes:
         started_at: When the resync began, in Unix seconds.
         limit_keys: When it began to occupy a slot of each of its limit keys: host, registered domain, network address.
         aside: True if it was set aside because it is slow, and no longer occupies a worker.
+        writing: True if it only waits for a shared transaction, and occupies no slot of a worker or of its host.
         download: The export while it is being fetched.
         phase: The present step of the attempt.
         phase_since: When it began, in Unix seconds; 0: with the resync.
@@ -67,6 +70,7 @@ class Slot:
     limit_keys: dict[str, float] = field(default_factory=dict)
     large: bool = False
     aside: bool = False
+    writing: bool = False
     download: ExportDownload | None = None
     phase: Phase = Phase.IDENTITY
     phase_since: float = 0.0
@@ -74,7 +78,7 @@ class Slot:
     @property
     def on_worker(self) -> bool:
         """True if it occupies a worker."""
-        return not (self.large or self.aside)
+        return not (self.large or self.aside or self.writing)
 
     @property
     def rate(self) -> float:
@@ -91,8 +95,10 @@ class Admission:
         occupied: The slots in use.
     """
 
-    def __init__(self, workers: int, share: float = 0.5) -> None:
+    def __init__(self, workers: int, share: float = 0.5, max_writing: int = 0) -> None:
+        """Hand out the slots of `workers` workers. At most `max_writing` more repos wait for shared transactions."""
         self._workers = workers
+        self._max_writing = max_writing
         # Repos whose host is not known yet count as one host, with more slots: their lookups may have different hosts.
         unknown = {UNKNOWN_HOST: max(1, workers - max(1, workers // 4))}
         self._hosts = HostSlots(max(1, int(workers * share)), unknown)
@@ -105,7 +111,10 @@ class Admission:
 
     @property
     def free_workers(self) -> int:
-        """The number of workers without a resync. Large repos and slow exports do not occupy a worker."""
+        """The number of workers without a resync.
+
+        Large repos, slow exports and repos that wait for a shared transaction do not occupy a worker.
+        """
         return self._workers - sum(slot.on_worker for slot in self.occupied)
 
     def admit(self, did: str, host: str, now: float) -> Slot | Postponed:
@@ -152,6 +161,17 @@ class Admission:
         A limit key gets the same share of these slots as of the workers.
         """
         return None if slot.large else self._acquire_large(slot, slot.limit_keys, now)
+
+    def start_writing(self, slot: Slot, now: float) -> bool:
+        """Free the slots of a resync that only waits for a shared transaction from now on.
+
+        Return False if it keeps them, because too many wait already.
+        """
+        if slot.large or sum(other.writing for other in self.occupied) >= self._max_writing:
+            return False
+        slot.aside, slot.writing = False, True
+        self._exchange(slot, frozenset(), now)
+        return True
 
     def slow_large(self, fair_time: float, now: float) -> Slot | None:
         """Return the slowest large export that is slower than usual after `fair_time` seconds, or None."""

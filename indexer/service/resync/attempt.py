@@ -70,6 +70,10 @@ class ExportSlots(Protocol):
         """Note that the export turned out to be large."""
         ...
 
+    def start_writing(self) -> None:
+        """Note that the attempt only waits for a shared transaction from now on: it needs neither host nor worker."""
+        ...
+
     def enter(self, phase: Phase) -> None:
         """Note that the attempt enters this phase."""
         ...
@@ -170,7 +174,7 @@ class ResyncAttempts:
             slots.enter(Phase.WRITE)
             policy = self._policy()
             sized = _SizedExport(export, fetched.size)
-            written = await self._write_shared(policy, claimed, sized, verified_by)
+            written = await self._write_shared(policy, claimed, sized, verified_by, slots)
             return written or await self._complete(policy, claimed, sized, verified_by)
 
     async def _is_unchanged(self, claimed: Repo, identity: CachedIdentity, policy: Policy) -> bool:
@@ -243,7 +247,7 @@ class ResyncAttempts:
             self._metrics.desynchronized(Desync.EQUIVOCATION)
 
     async def _write_shared(
-        self, policy: Policy, claimed: Repo, export: "_SizedExport", identity: CachedIdentity
+        self, policy: Policy, claimed: Repo, export: "_SizedExport", identity: CachedIdentity, slots: ExportSlots
     ) -> str | None:
         """Write a small repo of which nothing is stored together with others; None if it needs its own transaction."""
         if claimed.head is not None or export.size > SMALL_BYTES or policy.links:
@@ -253,6 +257,7 @@ class ResyncAttempts:
             whole, chunk = await asyncio.get_running_loop().run_in_executor(self._thread, convert)
         if not whole or (chunk is not None and chunk.missing):
             return None
+        slots.start_writing()
         batch = await self._new_repos.write(NewRepo(claimed, export.export.head, KeyState(identity.key), policy, chunk))
         return None if batch is None else self._result(Counter(create=chunk.count if chunk else 0), Counter(), batch)
 

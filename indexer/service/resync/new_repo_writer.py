@@ -4,9 +4,10 @@ There is no fixed wait. While one transaction runs, repos that become ready wait
 all of them. So the transactions become larger with the load.
 
 On a distributed database, only repos of the same shard share a transaction, so that it writes one node besides the
-change log. Those of several shards run side by side.
+change log. Those of two shards run side by side, and repos of the other shards wait.
 """
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import time
@@ -29,6 +30,9 @@ MAX_RECORDS = 5_000
 """Records of one transaction, unless its first repo has more."""
 MAX_BYTES = 4 << 20
 """Bytes of records of one transaction, unless its first repo has more."""
+MAX_SIDE_BY_SIDE = 2
+"""Transactions that run side by side on a distributed database. More of them would have fewer repos each, and each
+transaction costs some milliseconds of CPU besides those of its records."""
 
 log = structlog.get_logger(__name__)
 
@@ -60,7 +64,8 @@ class NewRepoWriter:
         self._store = store
         self._metrics = metrics
         self._shards = store.shards
-        self._calls = [SharedCalls(self._write_group, _may_share) for _ in range(store.shards)]
+        running = asyncio.Semaphore(MAX_SIDE_BY_SIDE)
+        self._calls = [SharedCalls(self._write_group, _may_share, running) for _ in range(store.shards)]
 
     async def write(self, repo: NewRepo) -> Batch | None:
         """Write the repo; return its batch, or None if it has to be written in a transaction of its own."""

@@ -32,7 +32,10 @@ from indexer.sync.repo_transitions import release
 from indexer.sync.shard import Shard
 
 MAX_CLAIM = 256
-CLUSTER_GATHERING_TIME = 0.03
+CLUSTER_WORKERS = 2
+"""Workers for each one of the setting on a distributed database. A claim of more repos costs little more there, and
+more repos of a shard share a transaction."""
+CLUSTER_GATHERING_TIME = 0.1
 """The `gathering_time` on a distributed database, in seconds."""
 LARGE_FAIR_TIMES = 6.0
 """A large export ends because it is slow only after this multiple of `fair_time`."""
@@ -51,10 +54,11 @@ class WorkerPoolSettings:
         share: The share of the workers that one host, registered domain or network address may occupy.
         fair_time: How long a resync may occupy a worker if all workers are occupied.
         idle_interval: Pause between two looks at an empty queue.
-        gathering_time: How long to wait for more free workers if less than half of them are free. A claim of several
-            repos costs little more than one of a single repo.
+        gathering_time: How long to wait for more free workers if some are occupied. A claim of several repos costs
+            little more than one of a single repo.
         lease: How long a claim lasts without a renewal.
         attempt_timeout: The longest duration of one attempt.
+        max_writing: How many small new repos may wait for a shared transaction without occupying a worker.
     """
 
     workers: int = 8
@@ -64,6 +68,18 @@ class WorkerPoolSettings:
     gathering_time: float = 0.0
     lease: float = 120.0
     attempt_timeout: float = 3_600.0
+    max_writing: int = 0
+
+
+def pool_settings(workers: int, share: float, *, distributed: bool) -> WorkerPoolSettings:
+    """Return the settings of a pool for these settings of the operator.
+
+    On a distributed database, each claim and each transaction costs more. So both are for more repos there.
+    """
+    if not distributed:
+        return WorkerPoolSettings(workers=workers, share=share)
+    workers *= CLUSTER_WORKERS
+    return WorkerPoolSettings(workers=workers, share=share, gathering_time=CLUSTER_GATHERING_TIME, max_writing=workers)
 
 
 @dataclass(slots=True, eq=False)
@@ -99,6 +115,10 @@ class _ExportSlots:
         if postponed is None:
             self.slot_freed.set()  # the resync no longer occupies a worker
         return postponed
+
+    def start_writing(self) -> None:
+        if self.admission.start_writing(self.slot, time()):
+            self.slot_freed.set()
 
     def enter(self, phase: Phase) -> None:
         self.slot.phase, self.slot.phase_since = phase, time()
@@ -136,7 +156,7 @@ class WorkerPool:
         self._conditions = conditions
         self._settings = settings or WorkerPoolSettings()
         self._new_accounts = new_accounts or NewAccounts(0)
-        self._admission = Admission(self._settings.workers, self._settings.share)
+        self._admission = Admission(self._settings.workers, self._settings.share, self._settings.max_writing)
         self._slot_freed = asyncio.Event()
         self._claiming: asyncio.Task[list[Repo]] | None = None
         self.stage = StageProgress("resync pool")
@@ -155,8 +175,7 @@ class WorkerPool:
         async with asyncio.TaskGroup() as group:
             while True:
                 await self._wait_for_a_worker(group)
-                if 2 * self.free_workers < self._settings.workers:
-                    await asyncio.sleep(self._settings.gathering_time)
+                await self._gather_workers()
                 self._slot_freed.clear()
                 count = max(claim_size, self.free_workers)
                 claimed = await self._claim(count)
@@ -193,6 +212,12 @@ class WorkerPool:
             await self._wait_for_slot(self._settings.idle_interval)
             await self._free_a_worker(group)
         self.stage.idle()
+
+    async def _gather_workers(self) -> None:
+        """Wait until all workers are free, at most for the gathering time."""
+        end = monotonic() + self._settings.gathering_time
+        while self.free_workers < self._settings.workers and (left := end - monotonic()) > 0:
+            await self._wait_for_slot(left)
 
     def _received_bytes(self) -> int:
         """Return the bytes of the exports that are being received. Each resync that begins or ends changes it."""

@@ -211,3 +211,46 @@ def test_paused_host_admits_nothing_until_its_end() -> None:
     assert postponed.until is not None
     assert postponed.until >= 60.0
     admitted(admission.admit("did", "one.example", 61.0))
+
+
+def test_resync_that_waits_for_a_shared_transaction_occupies_neither_worker_nor_host() -> None:
+    admission = Admission(workers=2, max_writing=2)
+    first = admitted(admission.admit("did0", "one.example", 0.0))
+    second = admitted(admission.admit("did1", "two.example", 0.0))
+    assert (admission.free_workers, isinstance(admission.admit("did2", "one.example", 0.0), Postponed)) == (0, True)
+    assert admission.start_writing(first, 1.0)
+    assert (admission.free_workers, first.limit_keys) == (1, {})
+    third = admitted(admission.admit("did2", "one.example", 1.0))
+    for slot in (first, second, third):
+        admission.release(slot, 2.0)
+    assert (admission.free_workers, admission.occupied) == (2, [])
+
+
+@pytest.mark.parametrize("max_writing", [0, 2])
+def test_only_so_many_resyncs_wait_for_shared_transactions_without_a_worker(max_writing: int) -> None:
+    admission = Admission(workers=3, max_writing=max_writing)
+    slots = [admitted(admission.admit(f"did{n}", f"h{n}.example", 0.0)) for n in range(3)]
+    assert [admission.start_writing(slot, 1.0) for slot in slots] == [n < max_writing for n in range(3)]
+    assert admission.free_workers == max_writing
+    assert slots[2].limit_keys, "it keeps the slots of its host, too"
+    for slot in slots:
+        admission.release(slot, 2.0)
+    later = admitted(admission.admit("later", "h0.example", 3.0))
+    assert admission.start_writing(later, 3.0) == (max_writing > 0), "an ended resync still counts"
+
+
+def test_slow_resync_that_waits_for_a_shared_transaction_is_no_longer_set_aside() -> None:
+    admission = Admission(workers=1, max_writing=1)
+    slow = fill(admission, "a", 1_500.0)["a"]
+    assert admission.set_aside(slow)
+    assert admission.start_writing(slow, 1.0)
+    assert not slow.on_worker
+    assert admission.set_aside(fill(admission, "b", 1_500.0)["b"]), "it occupied the place of another slow resync"
+
+
+def test_large_repo_keeps_its_slot_while_it_is_written() -> None:
+    admission = Admission(workers=4, max_writing=4)
+    large = fill(admission, "a", 1_500.0)["a"]
+    assert admission.enlarge(large, 0.0) is None
+    assert not admission.start_writing(large, 1.0)
+    assert large.limit_keys

@@ -1,6 +1,7 @@
 """New repos are written without a comparison, alone or in shared transactions, with the same result as with one."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ from indexer.monitoring.conditions import Conditions
 from indexer.monitoring.metrics import Metrics
 from indexer.service.resync.attempt import ResyncAttempts
 from indexer.service.resync.lease import ClaimLostError
-from indexer.service.resync.new_repo_writer import NewRepo, NewRepoWriter
+from indexer.service.resync.new_repo_writer import MAX_SIDE_BY_SIDE, NewRepo, NewRepoWriter
 from indexer.store import NewRepoRecords, NewReposTransaction, Store
 from indexer.store.placement import shard_of
 from indexer.sync.new_records import ConvertedChunk
@@ -87,12 +88,14 @@ async def claim(store: Store, *dids: str) -> list[Repo]:
     return await store.claim(len(dids), range(256), 60.0, time() + 10)
 
 
-async def resync(store: Any, owner: AccountOwner, claimed: Repo, spool_directory: Path) -> str:
+async def resync(
+    store: Any, owner: AccountOwner, claimed: Repo, spool_directory: Path, slots: FreeSlots | None = None
+) -> str:
     identities: Any = None
     pds: Any = SimulatedHost(owner, spool_directory, lambda: 0, no_step)
     attempts = ResyncAttempts(store, identities, pds, lambda: STORE_ALL, Metrics(), (None,), Conditions())
     identity = CachedIdentity(owner.key.public, PDS, problem=None, fetched_at=0.0, stale=False)
-    return str(await attempts.attempt(claimed, identity, FreeSlots()))
+    return str(await attempts.attempt(claimed, identity, slots or FreeSlots()))
 
 
 async def state(sql: asyncpg.Connection, owner: AccountOwner) -> list[list[tuple[Any, ...]]]:
@@ -250,18 +253,44 @@ async def test_repos_that_wait_share_a_transaction(store: Store, sql: asyncpg.Co
     assert await sql.fetchval("select count(*) from indexer.record") == 10
 
 
+class CountedSlots(FreeSlots):
+    """Free slots that count the calls of `start_writing`."""
+
+    writing = 0
+
+    def start_writing(self) -> None:
+        self.writing += 1
+
+
+@pytest.mark.parametrize(("chunk", "shared"), [(2_000, 1), (7, 0)])
+async def test_attempt_says_when_it_only_waits_for_a_shared_transaction(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int, shared: int
+) -> None:
+    """A repo with more than one chunk is written in a transaction of its own, and keeps its worker."""
+    monkeypatch.setattr("indexer.sync.new_records.CHUNK_RECORDS", chunk)
+    monkeypatch.setattr("indexer.service.resync.attempt.CHUNK_RECORDS", chunk)
+    owner, slots = account(40), CountedSlots()
+    [claimed] = await claim(store, owner.did)
+    assert await resync(store, owner, claimed, tmp_path, slots) == "synchronized"
+    assert slots.writing == shared
+
+
 async def test_on_a_cluster_only_repos_of_one_shard_share_a_transaction(store: Store) -> None:
-    """The transactions of several shards run side by side."""
+    """The transactions of two shards run side by side. Repos of the others wait, and share the next ones."""
     claimed = {repo.did: repo for repo in await claim(store, *map(did, range(12)))}
     shards = {owner: shard_of(bucket_of(owner), 4) for owner in claimed}
-    assert len(set(shards.values())) > 1
+    assert len(set(shards.values())) > MAX_SIDE_BY_SIDE
     stopped = StoppedStore(store, shards=4)
     writes = await waiting_writes(stopped, [new_repo(repo, put("app.test/a")) for repo in claimed.values()])
-    await until(lambda: stopped.waiting == len(set(shards.values())))
+    await until(lambda: stopped.waiting == MAX_SIDE_BY_SIDE)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert stopped.waiting == MAX_SIDE_BY_SIDE
     stopped.go.set()
     assert all(await asyncio.gather(*writes))
     assert all(len({shards[owner] for owner in group}) == 1 for group in stopped.groups)
-    assert len(stopped.groups) <= 2 * len(set(shards.values()))
+    others = Counter(shards[group[0]] for group in stopped.groups)
+    assert sorted(others.values())[: len(others) - MAX_SIDE_BY_SIDE] == [1] * (len(others) - MAX_SIDE_BY_SIDE)
 
 
 @pytest.mark.parametrize("late_first", [True, False])

@@ -17,7 +17,7 @@ from indexer.service.new_accounts import NewAccounts
 from indexer.service.resync.admission import Postponed
 from indexer.service.resync.attempt import ExportSlots
 from indexer.service.resync.phase import Phase
-from indexer.service.resync.worker_pool import WorkerPool, WorkerPoolSettings
+from indexer.service.resync.worker_pool import CLUSTER_WORKERS, WorkerPool, WorkerPoolSettings, pool_settings
 from indexer.store import DatabaseError, Store
 from indexer.store.apply_batch import AppliedBatch
 from indexer.sync.plans import Batch
@@ -152,6 +152,7 @@ class RunningPool:
         workers: int,
         *,
         new_accounts: NewAccounts | None = None,
+        max_writing: int = 0,
         **settings: float,
     ) -> None:
         self.store = MemoryStore(dids)
@@ -161,7 +162,8 @@ class RunningPool:
         store: Any = self.store
         identities: Any = self.identities
         attempts: Any = self.attempts
-        pool_settings = WorkerPoolSettings(workers=workers, **{"idle_interval": 0.01, "lease": 30.0} | settings)
+        times = {"idle_interval": 0.01, "lease": 30.0} | settings
+        used = WorkerPoolSettings(workers=workers, max_writing=max_writing, **times)
         self.conditions = Conditions()
         self.pool = WorkerPool(
             store,
@@ -171,7 +173,7 @@ class RunningPool:
             Shard(),
             self.metrics,
             self.conditions,
-            pool_settings,
+            used,
             new_accounts,
         )
 
@@ -328,6 +330,38 @@ async def test_workers_that_become_free_within_the_gathering_time_share_a_claim(
             assert running.pool.free_workers == free, "the pool has not waited for another worker"
         await until(lambda: len(running.attempts.started) == 7)
         assert [size for size in running.store.claim_sizes if size] == [5, 2]
+
+
+async def test_claim_does_not_wait_longer_when_all_workers_are_free() -> None:
+    dids = [f"did:plc:{n:024}" for n in range(4)]
+    async with RunningPool(dids, lambda did: f"h{did[-1]}.example", workers=2, gathering_time=3_600) as running:
+        await until(lambda: len(running.attempts.results) == 2)
+        for did in dids[:2]:
+            running.attempts.results[did].set_result("synchronized")
+        await until(lambda: running.attempts.started == dids)
+
+
+async def test_repos_that_wait_for_a_shared_transaction_leave_their_workers_to_others() -> None:
+    dids = [f"did:plc:{n:024}" for n in range(5)]
+    async with RunningPool(dids, lambda did: f"h{did[-1]}.example", workers=1, max_writing=2) as running:
+        for count in (1, 2, 3):
+            await until(lambda count=count: len(running.attempts.started) == count)  # type: ignore[misc]
+            running.attempts.slots[dids[count - 1]].start_writing()
+        for _ in range(20):
+            await asyncio.sleep(0.01)
+        assert running.attempts.started == dids[:3], "two wait without a worker, and the third one keeps it"
+        running.attempts.results[dids[0]].set_result("synchronized")
+        running.attempts.results[dids[2]].set_result("synchronized")
+        await until(lambda: running.attempts.started == dids[:4])
+        assert len(running.pool.running) == 2
+
+
+def test_pool_has_more_workers_on_a_cluster_and_claims_for_several_at_once() -> None:
+    plain, cluster = (pool_settings(8, 0.25, distributed=distributed) for distributed in (False, True))
+    assert plain == WorkerPoolSettings(workers=8, share=0.25)
+    assert (plain.gathering_time, plain.max_writing) == (0.0, 0)
+    assert (cluster.workers, cluster.max_writing, cluster.share) == (8 * CLUSTER_WORKERS, 8 * CLUSTER_WORKERS, 0.25)
+    assert cluster.gathering_time > 0
 
 
 async def test_running_resync_names_its_phase_and_ended_ones_are_counted() -> None:
