@@ -15,8 +15,9 @@ from typing import NamedTuple
 from tests.mutants.seeded_mutant import TIERS, Mutant, Tier
 
 _FAILED_TEST = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
+_PASSED_TESTS = re.compile(r"^\d+ passed|, \d+ passed", re.MULTILINE)
 _PASSED, _FAILED = 0, 1  # exit codes of pytest
-_PYTEST = ("-m", "pytest", "-q", "--hypothesis-profile", "quick", "--hypothesis-seed", "0", "--tb", "line")
+_PYTEST = ("-m", "pytest", "-q", "--hypothesis-profile", "quick", "--hypothesis-seed", "0", "--tb", "line", "-rfEs")
 
 
 class UnusableTestsError(Exception):
@@ -89,12 +90,14 @@ class ProjectCopy:
         """Run tests of a tier, with more options of pytest; return the names of those that fail.
 
         Raises:
-            UnusableTestsError: pytest cannot run them, or they are not done after `seconds`.
+            UnusableTestsError: pytest cannot run them, all are skipped, or they are not done after `seconds`.
         """
         code, output = self._run([*_PYTEST, *options, *tests], self._tiers[tier].hides_native_core, seconds)
         failed = _FAILED_TEST.findall(output)
         if code not in (_PASSED, _FAILED) or (code == _FAILED) != bool(failed):
             raise UnusableTestsError(f"pytest ended with {code} for {' '.join(tests)}:\n{output[-2_000:]}")
+        if not failed and not _PASSED_TESTS.search(output):
+            raise UnusableTestsError(f"all tests were skipped of {' '.join(tests)}:\n{output[-2_000:]}")
         return failed
 
     def _run(self, arguments: Sequence[str], hides_native_core: bool, seconds: float) -> tuple[int | str, str]:

@@ -13,13 +13,14 @@ from tests.mutants.seeded_mutant import PROJECT, TIERS, Mutant, MutantError, Tie
 
 MUTANTS = load_mutants()
 
-# A product with a test in each of two tiers, and a test that fails.
+# A product with a test in each of two tiers, a test that fails, and one that is skipped.
 PRODUCT = "def double(number):\n    return 2 * number\n"
 PROJECT_TESTS = {
     "conftest.py": "from hypothesis import settings\n\nsettings.register_profile('quick')\n",
     "first/test_zero.py": "from product import double\n\ndef test_zero():\n    assert double(0) == 0\n",
     "first/test_broken.py": "def test_broken():\n    assert False\n",
     "first/test_nothing.py": "def test_nothing():\n    pass\n",
+    "first/test_skipped.py": "import pytest\n\n@pytest.mark.skip(reason='no cluster')\ndef test_one():\n    pass\n",
     "second/test_one.py": "from product import double\n\ndef test_one():\n    assert double(1) == 2\n",
 }
 PROJECT_TIERS = {"unit": Tier(("first/test_zero.py",)), "store": Tier(("second",))}
@@ -119,6 +120,12 @@ def test_test_that_fails_without_the_mutant_kills_nothing(copy: ProjectCopy) -> 
 def test_mutant_that_cannot_be_imported_is_an_error_and_not_killed(copy: ProjectCopy) -> None:
     with pytest.raises(UnusableTestsError, match="pytest ended with 2"):
         kill(copy, mutant_of(old="def double", new="def triple"), 60, PROJECT_TIERS)
+
+
+@pytest.mark.slow
+def test_skipped_tests_say_nothing_about_a_mutant(copy: ProjectCopy) -> None:
+    with pytest.raises(UnusableTestsError, match=r"all tests were skipped of first/test_skipped.py(.|\n)*no cluster"):
+        kill(copy, mutant_of(tests=("first/test_skipped.py",)), 60, PROJECT_TIERS)
 
 
 @pytest.mark.slow
