@@ -10,6 +10,7 @@ from indexer.service.background.link_maintenance import LinkMaintenance
 from indexer.service.crawl.reconcile import ReconciliationSettings
 from indexer.service.live import stream_continuity
 from indexer.service.live.batch_writer import WriterSettings
+from indexer.service.resync import worker_pool
 from indexer.service.resync.queue_maintenance import MaintenanceSettings
 from indexer.service.resync.worker_pool import WorkerPoolSettings
 from indexer.store import erase_records
@@ -24,7 +25,6 @@ def wait_little() -> None:
     wait_less()
     change_names(
         composition,
-        WorkerPoolSettings=partial(WorkerPoolSettings, idle_interval=0.1, lease=LEASE_SECONDS),
         ReconciliationSettings=partial(ReconciliationSettings, settle=0.1, poll=0.1, first_retry=0.1),
         MaintenanceSettings=partial(MaintenanceSettings, lease_interval=0.1, search_interval=0.2, batch_pause=0.0),
         Subscription=partial(Subscription, settings=ConnectionSettings(first_delay=0.05, max_delay=0.2)),
@@ -32,6 +32,7 @@ def wait_little() -> None:
         LinkMaintenance=partial(LinkMaintenance, interval=0.1),
         HOST_SAVE_SECONDS=0.2,
     )
+    change_names(worker_pool, WorkerPoolSettings=partial(WorkerPoolSettings, idle_interval=0.1, lease=LEASE_SECONDS))
     change_names(erase_records, BATCH_SIZE=2)
     change_names(shard_ownership, RETRY_SECONDS=0.05)
     change_names(stream_continuity, RETRY_SECONDS=0.05)

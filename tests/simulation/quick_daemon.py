@@ -16,6 +16,7 @@ from indexer.service.current_scope import CurrentScope
 from indexer.service.live import stream_continuity
 from indexer.service.live.batch_writer import WriterSettings
 from indexer.service.live.stream_continuity import StreamContinuity
+from indexer.service.resync import worker_pool
 from indexer.service.resync.queue_maintenance import MaintenanceSettings
 from indexer.service.resync.worker_pool import WorkerPoolSettings
 from indexer.sync.backoff import backoff_seconds
@@ -49,7 +50,6 @@ def hurry() -> None:
         MaintenanceSettings=partial(MaintenanceSettings, lease_interval=0.1),
         ReconciliationSettings=partial(ReconciliationSettings, settle=0.3, poll=RETRY, first_retry=0.1),
         Subscription=partial(Subscription, settings=ConnectionSettings(first_delay=RETRY, max_delay=0.2)),
-        WorkerPoolSettings=partial(WorkerPoolSettings, idle_interval=RETRY, lease=10.0),
         WriterSettings=partial(WriterSettings, retry_interval=RETRY, idle_after=0.3),
     )
     change_names(
@@ -57,6 +57,7 @@ def hurry() -> None:
         ScopeBackfill=partial(ScopeBackfill, interval=0.1, settle=0.3),
         ScopeNarrowing=partial(ScopeNarrowing, interval=0.1),
     )
+    change_names(worker_pool, WorkerPoolSettings=partial(WorkerPoolSettings, idle_interval=RETRY, lease=10.0))
     change_names(clients, TIMEOUTS=Timeouts(read=5.0, rate_grace=1.0))
     change_names(host_limits, FIRST_PAUSE=0.2, MAX_PAUSE=0.5, MAX_PAUSE_CONFIGURED=0.5)
     change_names(shard_ownership, RETRY_SECONDS=RETRY)
