@@ -22,7 +22,7 @@ from indexer.store.account_methods import AccountMethods
 from indexer.store.apply_batch import AppliedBatch, apply
 from indexer.store.blocking_sessions import BlockingSession
 from indexer.store.change_log_segments import ChangeLogState, RetentionPolicy, TrimPlan
-from indexer.store.columns import buckets_of, repo_columns, repo_of
+from indexer.store.columns import Connection, buckets_of, repo_columns, repo_of
 from indexer.store.crawl_rows import ListDifferences
 from indexer.store.database_errors import DatabaseError, is_conflict, is_read_only, refused_writes
 from indexer.store.dead_letters import StoredDeadLetter
@@ -221,14 +221,7 @@ class Store(ResyncMethods, ScopeMethods, AccountMethods, LinkMethods, FeedMethod
         found, rest = await self._add_by_shard(dids, scope, by_signal=False)
         async with self._transaction() as connection:
             added = await repo_requests.add_listed(connection, rest, scope, by_signal=False)
-            after_page = replace(progress, found=progress.found + found + (added or 0))
-            await crawl_rows.save_progress(connection, after_page)
-            if close_gaps and after_page.finished_at is not None:
-                positions = Shard.parse(after_page.shard).positions
-                await gap_rows.close_gaps(connection, positions, after_page.last_gap, after_page.source)
-                crash_point("gap.closed")
-            crash_point("crawl.page")
-        return after_page
+            return await _save_page(connection, progress, found + (added or 0), close_gaps=close_gaps)
 
     async def add_signals(self, dids: Sequence[str], progress: CrawlProgress, scope: Scope) -> CrawlProgress | None:
         """Add the repos of a page of the list of a signal collection, as `add_listed`; return the stored progress.
@@ -241,10 +234,7 @@ class Store(ResyncMethods, ScopeMethods, AccountMethods, LinkMethods, FeedMethod
             added = await repo_requests.add_listed(connection, rest, scope, by_signal=True)
             if added is None:
                 return None
-            after_page = replace(progress, found=progress.found + found + added)
-            await crawl_rows.save_progress(connection, after_page)
-            crash_point("crawl.page")
-        return after_page
+            return await _save_page(connection, progress, found + added)
 
     async def _add_by_shard(
         self, dids: Sequence[str], scope: Scope | None, *, by_signal: bool
@@ -367,3 +357,17 @@ class Store(ResyncMethods, ScopeMethods, AccountMethods, LinkMethods, FeedMethod
                 await dead_letters.delete(connection, id_)
                 crash_point("dead-letter.resolved")
         return True
+
+
+async def _save_page(
+    connection: Connection, progress: CrawlProgress, found: int, *, close_gaps: bool = False
+) -> CrawlProgress:
+    """Store the progress after a page in which these many repos were found; return it."""
+    after_page = replace(progress, found=progress.found + found)
+    await crawl_rows.save_progress(connection, after_page)
+    if close_gaps and after_page.finished_at is not None:
+        positions = Shard.parse(after_page.shard).positions
+        await gap_rows.close_gaps(connection, positions, after_page.last_gap, after_page.source)
+        crash_point("gap.closed")
+    crash_point("crawl.page")
+    return after_page
