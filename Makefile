@@ -11,7 +11,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-citus test-python-core crashes overload simulate soak check lint format docs screenshots coverage \
 	venv native native-check fuzz mutants mutate dist release npm-packages realnet second \
-	bench-live bench-resync bench-feed bench-links bench-peers bench-citus bench-guard
+	bench-live bench-cores bench-resync bench-feed bench-links bench-peers bench-citus bench-guard
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -112,6 +112,9 @@ realnet: venv npm-packages ## Index a random scenario on Bluesky's PDSes and rel
 
 bench-live: venv ## Measure the live path (docs/performance.md)
 	$(BIN)/python -m benchmarks.live
+
+bench-cores: venv ## Compare the native core with the Python core on the live path, in turns (docs/performance.md)
+	$(BIN)/python -m benchmarks.cores
 
 bench-resync: venv ## Measure resyncs (docs/performance.md)
 	$(BIN)/python -m benchmarks.resync

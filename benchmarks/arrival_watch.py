@@ -2,6 +2,7 @@
 
 import asyncio
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from time import monotonic
@@ -53,6 +54,16 @@ class ArrivalWatch:
             last_progress = monotonic() if len(self.visible_at) > before else last_progress
             if monotonic() - last_progress > TIMEOUT_SECONDS:
                 raise BenchmarkError(f"only {len(self.visible_at)} of {commits[-1]} commits are in the database")
+
+    def rate(self, commits: range) -> float:
+        """Return the commits per second from the first to the last batch. The first batch itself is not counted."""
+        batches = self.batches(commits)
+        first, last = min(batches), max(batches)
+        return (batches.total() - batches[first]) / (last - first) if last > first else 0.0
+
+    def batches(self, commits: range) -> Counter[float]:
+        """Return the number of these commits by the time at which they became visible."""
+        return Counter(self.visible_at[number] for number in commits)
 
     async def read_cursors(self, connection: asyncpg.Connection) -> None:
         """Read the cursors after every notification, until cancelled."""

@@ -250,23 +250,13 @@ def _daemon(
 
 def _speed(watch: ArrivalWatch, commits: range, cpu: Mapping[str, float]) -> Figures:
     """Return the rate of all commits and that of the second half, in which most pages have been read once."""
-    batches = Counter(watch.visible_at[number] for number in commits)
+    batches = watch.batches(commits)
     return {
-        _RATE: _rate(batches),
-        "commits/s, second half": _rate(Counter(watch.visible_at[number] for number in commits[len(commits) // 2 :])),
+        _RATE: watch.rate(commits),
+        "commits/s, second half": watch.rate(commits[len(commits) // 2 :]),
         "commits per batch, median": median(batches.values()),
         "commits per batch, maximum": max(batches.values()),
     } | _cpu(cpu, commits)
-
-
-def _rate(batches: Counter[float]) -> float:
-    """Return the commits per second between the first and the last batch. The first batch itself is not counted.
-
-    Args:
-        batches: The number of commits by the time at which they became visible.
-    """
-    first, last = min(batches), max(batches)
-    return (batches.total() - batches[first]) / (last - first) if last > first else 0.0
 
 
 def _cpu(seconds: Mapping[str, float], commits: range) -> Figures:
@@ -283,7 +273,7 @@ def _latency(watch: ArrivalWatch, commits: range, began: float, rate: int) -> Fi
     latencies = sorted(
         (watch.visible_at[number] - began - index / rate) * 1_000 for index, number in enumerate(commits, 1)
     )
-    batches = Counter(watch.visible_at[number] for number in commits)
+    batches = watch.batches(commits)
     return {
         "p50, ms": latencies[len(latencies) // 2],
         "p99, ms": latencies[len(latencies) * 99 // 100],

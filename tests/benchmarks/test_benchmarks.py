@@ -15,6 +15,7 @@ from benchmarks.guard import GROUPS
 from benchmarks.peer_results import ONE_PROCESS, TAP, TAP_SQLITE, TWO_SHARDS
 from benchmarks.tap import SHARED, find_tap
 from indexer.store import embedded
+from tests.native_module import native_module
 
 pytestmark = pytest.mark.slow
 
@@ -70,6 +71,21 @@ def test_live_benchmark(tmp_path: Path, shards: int) -> None:
     check_floor(report["floor"], speed, "commit")
     latency = report["latency at 1000 commits/s"]
     assert 0 < latency["p50, ms"] <= latency["p99, ms"] <= latency["maximum, ms"]
+
+
+@pytest.mark.timeout(220)  # two daemons, each with a Postgres
+def test_comparison_of_cores(tmp_path: Path) -> None:
+    native_module()
+    report = run(
+        tmp_path, "cores", *command_line({"repos": 20, "records": 60, "parts": 2, "commits": 1_000}), timeout=200
+    )
+    native, python = (report[f"{core} core"] for core in ("native", "python"))
+    for figures in (native, python):
+        assert min(figures.values()) > 0
+    rate, ratios = "commits/s, verified and durable", report["native core / Python core"]
+    assert ratios["rates of all parts"] == pytest.approx(native[rate] / python[rate])
+    smallest, middle, largest = (ratios[f"rates of one part, {which}"] for which in ("smallest", "median", "largest"))
+    assert 0 < smallest <= middle <= largest
 
 
 async def test_live_benchmark_reuses_a_kept_database(tmp_path: Path) -> None:
