@@ -80,8 +80,12 @@ def test_comparison_of_cores(tmp_path: Path) -> None:
         tmp_path, "cores", *command_line({"repos": 20, "records": 60, "parts": 2, "commits": 1_000}), timeout=200
     )
     native, python = (report[f"{core} core"] for core in ("native", "python"))
-    for figures in (native, python):
+    for figures in (native, python, report["floor"]):
         assert min(figures.values()) > 0
+    for figures in (native, python):
+        daemon = sum(figures[f"{part} CPU, µs per commit"] for part in ("daemon", "Postgres"))
+        ratio = figures["floor CPU / daemon CPU, both with Postgres"]
+        assert ratio == pytest.approx(sum(report["floor"].values()) / daemon)
     rate, ratios = "commits/s, verified and durable", report["native core / Python core"]
     assert ratios["rates of all parts"] == pytest.approx(native[rate] / python[rate])
     smallest, middle, largest = (ratios[f"rates of one part, {which}"] for which in ("smallest", "median", "largest"))
