@@ -2,6 +2,7 @@
 
 import socket
 import ssl
+from asyncio import CancelledError, current_task
 from collections.abc import Iterator
 from contextlib import contextmanager
 from urllib.parse import parse_qsl, urlencode, urlsplit
@@ -100,16 +101,32 @@ def database_errors() -> Iterator[None]:
 
     Raises:
         SettingsError: The database role lacks a privilege.
+        CancelledError: The task was cancelled, and the driver could not end the transaction of the block.
     """
     try:
         yield
     except Exception as error:
+        if _has_replaced_cancellation(error):
+            raise CancelledError from error
         cause = driver_error(error)
         if _is_transient(cause):
             raise DatabaseError(_failure(cause), _text(cause)) from error
         if isinstance(cause, exceptions.InsufficientPrivilegeError):
             raise SettingsError(f"The database role lacks a privilege: {cause}") from error
         raise
+
+
+def _has_replaced_cancellation(error: Exception) -> bool:
+    """Return True if the task was cancelled, and this error came from the end of the transaction.
+
+    The driver rolls back the transaction of a cancelled block. If the connection is lost, its error replaces the
+    cancellation. A loop that retries after errors of the database would never end.
+    """
+    context = error.__context__
+    while context is not None and not isinstance(context, CancelledError):
+        context = context.__context__
+    task = current_task() if context is not None else None
+    return task is not None and task.cancelling() > 0
 
 
 @contextmanager

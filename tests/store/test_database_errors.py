@@ -12,7 +12,7 @@ from asyncpg.exceptions import TargetServerAttributeNotMatched
 
 from indexer.errors import IndexerError, SettingsError
 from indexer.reasons import FetchFailure
-from indexer.store import DatabaseError
+from indexer.store import DatabaseError, Store
 from indexer.store.database_errors import database_errors, opening, without_password
 
 MAX_SESSIONS = 500
@@ -126,3 +126,45 @@ def test_lost_privilege_of_a_running_daemon_is_a_settings_error() -> None:
 )
 def test_address_has_no_password_in_any_form_of_the_url(dsn: str, shown: str) -> None:
     assert without_password(dsn) == shown
+
+
+async def failing_end(seconds: float = 60.0, *, limit: float | None = None) -> None:
+    """Wait in a block whose end fails, as the rollback of the driver does if the connection is lost meanwhile."""
+    with database_errors():
+        async with asyncio.timeout(limit):
+            try:
+                await asyncio.sleep(seconds)
+            finally:
+                raise ConnectionResetError("the rollback failed")
+
+
+async def test_cancellation_is_not_lost_if_the_rollback_fails() -> None:
+    """A stage that retries after errors of the database would never end, and a stop would last until its timeout."""
+    task = asyncio.create_task(failing_end())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+@pytest.mark.parametrize("limit", [None, 0.01], ids=["no-limit", "time-limit"])
+async def test_failed_rollback_without_a_cancellation_is_a_database_error(limit: float | None) -> None:
+    with pytest.raises(DatabaseError):
+        await failing_end(60.0 if limit else 0.0, limit=limit)
+
+
+async def test_cancellation_is_not_lost_if_the_server_ends_the_session_meanwhile(
+    store: Store, sql: asyncpg.Connection
+) -> None:
+    entered: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def use() -> None:
+        async with store._transaction() as connection:  # noqa: SLF001 - any transaction
+            entered.set_result(await connection.fetchval("select pg_backend_pid()"))
+            await asyncio.sleep(60)
+
+    task = asyncio.create_task(use())
+    await sql.execute("select pg_terminate_backend($1, 5000)", await entered)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
