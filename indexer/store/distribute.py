@@ -438,20 +438,36 @@ class _Command:
         """
         self._on_progress(step, done, total)
 
+        ended = asyncio.Event()
+
         async def report() -> None:
+            if await _happens(ended, PROGRESS_SECONDS):
+                return
             async with _session(self._dsn, _PROGRESS_SESSION) as connection:
-                while True:
+                while not ended.is_set():
                     counted = await count(connection)
                     self._on_progress(step, done + min(size, counted), total)
-                    await asyncio.sleep(PROGRESS_SECONDS)
+                    await _happens(ended, PROGRESS_SECONDS)
 
         task = asyncio.create_task(report(), name=f"progress of {step}")
         try:
             yield
         finally:
+            # Canceled only if a node does not answer: each canceled query is an error in the log of the server.
+            ended.set()
+            await asyncio.wait([task], timeout=CONNECT_TIMEOUT)
             task.cancel()
             await asyncio.wait([task])
         self._on_progress(step, done + size, total)
+
+
+async def _happens(event: asyncio.Event, seconds: float) -> bool:
+    """Wait for an event; return False if it has not happened within this time."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await event.wait()
+    except TimeoutError:
+        return False
 
 
 def _copied_bytes(size: int, rows: int) -> Callable[[Connection], Awaitable[int]]:
