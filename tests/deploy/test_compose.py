@@ -195,12 +195,31 @@ def test_setup_connects_all_nodes_and_then_migrates_and_distributes() -> None:
     services = compose(CITUS)["services"]
     connected = " ".join(services["nodes"]["command"])
     assert re.findall(r"citus_\w+\('(\w+)', 5432\)", connected) == ["coordinator", "worker1", "worker2"]
-    assert {name for name, service in services.items() if service.get("profiles") == ["setup"]} == {
-        "nodes",
-        "migrate",
-        "distribute",
-    }
-    for name, before in {"migrate": "nodes", "distribute": "migrate"}.items():
+    for name in ("migrate", "distribute"):
         assert services[name]["command"] == [name]
         assert name in COMMANDS
-        assert services[name]["depends_on"] == {before: {"condition": "service_completed_successfully"}}
+
+
+def test_commands_of_the_setup_are_those_of_the_file_and_of_the_documents() -> None:
+    setup = [name for name, service in compose(CITUS)["services"].items() if service.get("profiles") == ["setup"]]
+    for text in ((ROOT / CITUS).read_text(), (ROOT / "docs/operations.md").read_text()):
+        commands = re.findall(r"docker compose run --rm (.+?) {2,}# once", text)
+        assert commands == ["nodes", "--build migrate", "distribute"]
+        assert [command.split()[-1] for command in commands] == setup
+
+
+def test_a_step_of_the_setup_leaves_no_container() -> None:
+    """`docker compose run --rm` removes its own container only. A container of another step would stay after `down`."""
+    services = compose(CITUS)["services"]
+    started = {name for name, service in services.items() if "profiles" not in service}
+    for name in services.keys() - started:
+        assert services[name]["depends_on"].keys() <= started
+        assert {dependency["condition"] for dependency in services[name]["depends_on"].values()} == {"service_healthy"}
+
+
+@pytest.mark.parametrize("name", [BASE, DEMO, CITUS])
+def test_files_name_the_engine_that_their_health_checks_need(name: str) -> None:
+    """The engine refuses `start_interval` before version 25."""
+    checks = [service.get("healthcheck", {}) for service in compose(name)["services"].values()]
+    assert any("start_interval" in check for check in checks)
+    assert "Docker Engine 25" in (ROOT / (BASE if name == DEMO else name)).read_text()
