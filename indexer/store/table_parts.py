@@ -14,7 +14,8 @@ class TablePart:
     Attributes:
         buckets: The buckets whose rows are in the part.
         pages: The size in pages.
-        estimated_rows: The number of rows, as the last vacuum or the statistics have it.
+        estimated_rows: The rows per page at the last vacuum or ANALYZE, times the present pages. Before the first one,
+            the rows that sessions have reported to the statistics.
     """
 
     buckets: list[int]
