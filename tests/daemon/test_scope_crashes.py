@@ -16,20 +16,16 @@ from indexer import daemon_scope
 from indexer.atproto.syntax import CollectionFilter
 from indexer.cli.demo import compare
 from indexer.localnet.local_account import LocalAccount
-from indexer.monitoring.conditions import Conditions
-from indexer.monitoring.metrics import Metrics
 from indexer.service.background.account_erasure import AccountErasure
-from indexer.service.background.change_numbering import ChangeNumbering
 from indexer.service.crawl.scope_backfill import ScopeBackfill
 from indexer.store import Store, erase_records
 from indexer.sync.scope import Scope, Track
-from indexer.sync.shard import Placement
-from tests.background import running
 from tests.daemon.impatient_daemon import wait_less
 from tests.daemon.running_daemon import LIKE, POST, FilteredNetwork, running_daemon
 from tests.daemon_forks import DaemonFork, Death, start_fork_server
 from tests.daemon_process import daemon_environment, daemon_process, log_tail
 from tests.database_checks import assert_log_gives_records, stored_seq
+from tests.numbered_changes import number_changes
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -132,16 +128,6 @@ def fork_server() -> None:
     start_fork_server()
 
 
-async def number_changes(store: Store) -> None:
-    """Assign numbers to what the killed daemon has committed. On one Postgres, each COMMIT does so."""
-    if store.placement is Placement.DISTRIBUTED:
-        async with store.numbering_session() as session:
-            numbering = ChangeNumbering(store, Metrics(), Conditions())
-            while True:
-                await numbering.number(session)
-                await asyncio.sleep(0.1)
-
-
 @pytest.mark.usefixtures("fork_server")
 @pytest.mark.parametrize("point", DEATHS)
 async def test_daemon_killed_at_each_step_of_a_change_goes_on_after_it(
@@ -172,12 +158,12 @@ async def test_daemon_killed_at_each_step_of_a_change_goes_on_after_it(
                 finally:
                     daemon.close()
                 await connection.execute("update indexer.repo set lease_until = now() where lease_until is not null")
-                async with running(number_changes(store)):
-                    await assert_log_gives_records(connection)
+                await number_changes(store, connection)
+                await assert_log_gives_records(connection)
             async with daemon.supervised():
                 await wait_for_truth(store, connection, network, tmp_path)
-            async with running(number_changes(store)):
-                await assert_log_gives_records(connection)
+            await number_changes(store, connection)
+            await assert_log_gives_records(connection)
             record_property("deaths", len(DEATHS[point]))
             scope = await store.scope()
             assert scope is not None
@@ -259,15 +245,16 @@ async def test_random_changes_under_load_and_kills_end_with_the_truth(database: 
                     while changed < last:
                         await changer.change()
                         load.write()
-                        await asyncio.sleep(0.8 * random.random())  # a different point of the work each time
+                        # Nothing but time says how far the work is: the daemon is killed at another point each time.
+                        await asyncio.sleep(0.8 * random.random())
                         changed += 1
                     if last == CHANGES:
                         await wait_for_truth(store, connection, network, tmp_path)
                     process.kill()
                     assert await process.wait() == -signal.SIGKILL
                 await connection.execute("update indexer.repo set lease_until = now() where lease_until is not null")
-                async with running(number_changes(store)):
-                    await assert_log_gives_records(connection)
+                await number_changes(store, connection)
+                await assert_log_gives_records(connection)
     finally:
         await connection.close()
         await store.close()

@@ -26,6 +26,7 @@ from indexer.sync.plans import Batch, RecordChange
 from indexer.sync.policy import KeyState
 from indexer.sync.repo_state import Repo, SyncStatus
 from indexer.sync.shard import bucket_of
+from tests.numbered_changes import number_changes
 from tests.service.resync.simulated_network import COLLECTIONS, NO_COLLECTION, AccountOwner, SimulatedHost
 from tests.service.resync.stepped_resync import PDS, FreeSlots
 from tests.store.repo_rows import did, head, put
@@ -98,8 +99,9 @@ async def resync(
     return str(await attempts.attempt(claimed, identity, slots or FreeSlots()))
 
 
-async def state(sql: asyncpg.Connection, owner: AccountOwner) -> list[list[tuple[Any, ...]]]:
+async def state(store: Store, sql: asyncpg.Connection, owner: AccountOwner) -> list[list[tuple[Any, ...]]]:
     """Return the records, the changes and the row of the account."""
+    await number_changes(store, sql)
     return [[tuple(row) for row in await sql.fetch(query, owner.did)] for query in (ROWS, CHANGES, REPO)]
 
 
@@ -131,10 +133,11 @@ async def test_new_repo_gets_the_same_rows_and_changes_as_by_a_comparison(
     for used in (store, ComparingStore(store)):
         [claimed] = await claim(store, owner.did)
         assert await resync(used, owner, claimed, tmp_path) == "synchronized"
-        states.append(await state(sql, owner))
+        states.append(await state(store, sql, owner))
         await sql.execute(CLEAR)
     assert states[0] == states[1]
     assert len(states[0][0]) == records + 2
+    assert [change[0] for change in states[0][1]].count("create") == records + 2
     assert {row[5] for row in states[0][0]} >= {Problem.NUL, Problem.NO_TYPE}
 
 
@@ -149,7 +152,7 @@ async def test_stale_records_are_compared(store: Store, sql: asyncpg.Connection,
         owner.did,
     )
     assert await resync(store, owner, claimed, tmp_path) == "synchronized"
-    rows, changes, _ = await state(sql, owner)
+    rows, changes, _ = await state(store, sql, owner)
     assert {f"{row[0]}/{row[1]}" for row in rows} == owner.history[owner.rev].keys()
     assert [change[0] for change in changes].count("delete") == 3
 
@@ -172,12 +175,12 @@ async def test_records_that_appear_between_chunks_lose_the_claim(
                 await sql.execute("update indexer.repo set next_attempt_at = now()")
                 [again] = await store.claim(1, range(256), 60.0, time() + 10)
                 assert await resync(store, owner, again, tmp_path) == "synchronized"
-                states.append(await state(sql, owner))
+                states.append(await state(store, sql, owner))
                 yield transaction
 
     with pytest.raises(ClaimLostError, match="another worker"):
         await resync(Overtaken(store), owner, claimed, tmp_path)
-    assert await state(sql, owner) == states[0]
+    assert await state(store, sql, owner) == states[0]
 
 
 def new_repo(claimed: Repo, *changes: RecordChange) -> NewRepo:

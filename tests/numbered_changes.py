@@ -1,0 +1,21 @@
+"""Numbers for committed changes in tests that run no daemon, which would assign them on a cluster."""
+
+import asyncpg
+
+from indexer.monitoring.conditions import Conditions
+from indexer.monitoring.metrics import Metrics
+from indexer.service.background.change_numbering import ChangeNumbering
+from indexer.store import Store
+from indexer.sync.shard import Placement
+from tests.waiting import until
+
+
+async def number_changes(store: Store, sql: asyncpg.Connection) -> None:
+    """Assign numbers to all committed changes on a cluster, as a daemon does. On one Postgres, each COMMIT does so."""
+
+    async def all_are_numbered() -> bool:
+        await ChangeNumbering(store, Metrics(), Conditions()).finish()
+        return not await sql.fetch("select from indexer.unnumbered_batch")
+
+    if store.placement is Placement.DISTRIBUTED:
+        await until(all_are_numbered)
