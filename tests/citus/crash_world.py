@@ -13,10 +13,9 @@ import httpx
 
 from indexer.localnet.local_network import LocalNetwork
 from indexer.localnet.scenario import Scenario
-from indexer.store.distribute import distribute
-from indexer.store.migrate import migrate
 from tests.background import running
 from tests.citus.log_consumer import LogConsumer
+from tests.citus.own_cluster import distribute_new_schema
 from tests.citus_cluster import COORDINATOR, WORKERS, Cluster
 from tests.daemon_forks import DaemonFork
 from tests.daemon_process import daemon_environment
@@ -28,7 +27,6 @@ from tests.waiting import until
 DAEMON = "daemon"
 IN_DOUBT = "are prepared and not complete on nodes of the cluster"
 """The message of `/readyz` while a prepared transaction is unresolved."""
-SHARDS = 4
 LOST_COMMITS = 0.5
 """Probability that the relay loses a commit before a death, so that its repo needs a resync."""
 ACT_SECONDS = 0.1
@@ -192,8 +190,7 @@ class CrashWorld:
 async def crash_world(cluster: Cluster, directory: Path, *, seed: int, steps: int) -> AsyncIterator[CrashWorld]:
     """Distribute the tables, and run the daemon and the consumer during the block."""
     dsn = cluster.url_of(COORDINATOR)
-    await migrate(dsn)
-    await distribute(dsn, SHARDS, lambda *_: None)
+    await distribute_new_schema(dsn)
     async with LocalNetwork() as network:
         world = CrashWorld(cluster, network, directory, seed=seed, steps=steps)
         async with world.daemon.supervised(), world.consumer.reading():

@@ -12,12 +12,10 @@ import pytest
 
 from indexer.localnet.local_network import LocalNetwork
 from indexer.localnet.scenario import Scenario
-from indexer.store.distribute import distribute
-from indexer.store.migrate import migrate
-from tests.citus_cluster import COORDINATOR, Cluster, running_cluster
+from tests.citus.own_cluster import distribute_new_schema, own_cluster
+from tests.citus_cluster import COORDINATOR, Cluster
 from tests.daemon.running_daemon import RunningDaemon, running_daemon
 from tests.database_checks import assert_change_log_consistent, fetch
-from tests.database_server import memory_directory
 from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -38,10 +36,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     if not PROGRAM.exists():
         pytest.skip(f"there is no {PROGRAM}")
     settings = {"archive_mode": "on", "archive_command": ARCHIVE}
-    with (
-        memory_directory() as directory,
-        running_cluster(directory or tmp_path_factory.mktemp("citus"), settings) as cluster,
-    ):
+    with own_cluster(tmp_path_factory, settings) as cluster:
         yield cluster
 
 
@@ -50,8 +45,7 @@ async def test_nodes_are_restored_to_one_restore_point_and_the_daemon_continues(
 ) -> None:
     """Each base backup is taken at another moment, and the daemon writes before and after the restore point."""
     dsn = cluster.url_of(COORDINATOR)
-    await migrate(dsn)
-    await distribute(dsn, 4, lambda *_: None)
+    await distribute_new_schema(dsn)
     async with LocalNetwork() as network:
         scenario, step = Scenario(network, seed=18), 0
 

@@ -18,12 +18,10 @@ from indexer.service.background.change_numbering import ChangeNumbering
 from indexer.store import Store
 from indexer.store.change_log import log_changes
 from indexer.store.change_log_segments import TrimPlan, trim
-from indexer.store.distribute import distribute
-from indexer.store.migrate import migrate
 from indexer.sync.shard import bucket_of
 from tests.background import running
-from tests.citus_cluster import COORDINATOR, WORKERS, Cluster, running_cluster
-from tests.database_server import memory_directory
+from tests.citus.own_cluster import own_distributed_cluster
+from tests.citus_cluster import COORDINATOR, WORKERS, Cluster
 from tests.store.change_log_helpers import after, change, connected, log, rkeys
 from tests.store.repo_rows import did, insert, synchronized
 from tests.waiting import until
@@ -43,14 +41,8 @@ WAITING_FOR_STANDBY = "select count(*) from pg_stat_activity where wait_event = 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Run a cluster with a distributed database."""
-    with memory_directory() as memory, running_cluster(memory or tmp_path_factory.mktemp("citus")) as cluster:
-        asyncio.run(_prepare(cluster.url_of(COORDINATOR)))
+    with own_distributed_cluster(tmp_path_factory) as cluster:
         yield cluster
-
-
-async def _prepare(dsn: str) -> None:
-    await migrate(dsn)
-    await distribute(dsn, 4, lambda *_: None)
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.citus.crash_world import DAEMON, crash_world
-from tests.citus_cluster import COORDINATOR, WORKERS, Cluster, running_cluster
+from tests.citus.own_cluster import own_cluster
+from tests.citus_cluster import COORDINATOR, WORKERS, Cluster
 from tests.daemon_forks import start_fork_server
-from tests.database_server import memory_directory
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -50,7 +50,7 @@ def fork_server() -> None:
 def cluster(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     """Run a cluster that belongs to this test."""
     monkeypatch.setattr("tests.waiting.TIMEOUT", 120.0)
-    with memory_directory() as directory, running_cluster(directory or tmp_path_factory.mktemp("citus")) as cluster:
+    with own_cluster(tmp_path_factory) as cluster:
         yield cluster
 
 

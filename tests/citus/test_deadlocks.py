@@ -1,6 +1,5 @@
 """Deadlocks of transactions on several nodes of a cluster. Citus cancels the youngest one."""
 
-import asyncio
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -10,12 +9,10 @@ import pytest
 
 from indexer.service.live.batch_size import MAX_FAILURES
 from indexer.store import DatabaseError, Store
-from indexer.store.distribute import distribute
-from indexer.store.migrate import migrate
 from indexer.sync.shard import bucket_of
-from tests.citus_cluster import COORDINATOR, Cluster, running_cluster
+from tests.citus.own_cluster import own_distributed_cluster
+from tests.citus_cluster import COORDINATOR, Cluster
 from tests.daemon.running_daemon import POST, post, running_daemon
-from tests.database_server import memory_directory
 from tests.store.change_log_helpers import connected
 from tests.waiting import until
 
@@ -34,17 +31,8 @@ WAITS = "select count(*) from pg_stat_activity where wait_event_type = 'Lock' an
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     settings = {"deadlock_timeout": "200ms"}  # Citus looks for deadlocks every two of them
-    with (
-        memory_directory() as directory,
-        running_cluster(directory or tmp_path_factory.mktemp("citus"), settings) as cluster,
-    ):
-        asyncio.run(_prepare(cluster.url_of(COORDINATOR)))
+    with own_distributed_cluster(tmp_path_factory, settings) as cluster:
         yield cluster
-
-
-async def _prepare(dsn: str) -> None:
-    await migrate(dsn)
-    await distribute(dsn, 4, lambda *_: None)
 
 
 async def test_message_whose_batches_end_in_deadlocks_is_stored_and_not_rejected(

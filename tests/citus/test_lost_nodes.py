@@ -10,13 +10,11 @@ import pytest
 from indexer.service.live.batch_size import MAX_FAILURES
 from indexer.store import DatabaseError, Store
 from indexer.store.database_errors import database_errors
-from indexer.store.distribute import distribute
-from indexer.store.migrate import migrate
 from indexer.sync.shard import bucket_of
-from tests.citus_cluster import COORDINATOR, WORKERS, Cluster, running_cluster
+from tests.citus.own_cluster import own_distributed_cluster
+from tests.citus_cluster import COORDINATOR, WORKERS, Cluster
 from tests.daemon.running_daemon import POST, post, running_daemon
 from tests.database_proxy import DatabaseProxy
-from tests.database_server import memory_directory
 from tests.store.change_log_helpers import connected
 from tests.waiting import until
 
@@ -47,17 +45,12 @@ UPDATE_NODE = """
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     settings = {"citus.node_conninfo": "sslmode=require"}
-    with (
-        memory_directory() as directory,
-        running_cluster(directory or tmp_path_factory.mktemp("citus"), settings) as cluster,
-    ):
-        asyncio.run(_prepare(cluster.url_of(COORDINATOR)))
+    with own_distributed_cluster(tmp_path_factory, settings) as cluster:
+        asyncio.run(create_lines(cluster.url_of(COORDINATOR)))
         yield cluster
 
 
-async def _prepare(dsn: str) -> None:
-    await migrate(dsn)
-    await distribute(dsn, 4, lambda *_: None)
+async def create_lines(dsn: str) -> None:
     async with connected(dsn) as sql:
         await sql.execute("create table line (id int)")
         await sql.execute("select create_distributed_table('line', 'id', shard_count := 4)")

@@ -18,11 +18,12 @@ from indexer.store.distribute import distribute
 from indexer.store.distributed_tables import DISTRIBUTED
 from indexer.store.migrate import migrate
 from indexer.sync.plans import Batch, RepoWrite
-from tests.citus_cluster import COORDINATOR, WORKERS, Cluster, running_cluster
+from tests.citus.own_cluster import own_cluster
+from tests.citus_cluster import COORDINATOR, WORKERS, Cluster
 from tests.cli.command_line import environment_without_settings, run_indexer
 from tests.daemon_process import daemon_process, log_tail
 from tests.database_checks import assert_change_log_consistent, wait_until_equal
-from tests.database_server import dsn_of, memory_directory
+from tests.database_server import dsn_of
 from tests.store.filled_tables import contents, fill
 from tests.store.repo_rows import put, synchronized
 
@@ -55,7 +56,7 @@ REPOS = 40
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with memory_directory() as directory, running_cluster(directory or tmp_path_factory.mktemp("citus")) as cluster:
+    with own_cluster(tmp_path_factory) as cluster:
         yield cluster
 
 

@@ -1,11 +1,11 @@
 """Each transaction of a daemon may be the victim of a deadlock."""
 
-import asyncio
 from pathlib import Path
 from random import Random
 
 import pytest
 
+from indexer.cli.demo import compare
 from indexer.localnet.local_network import LocalNetwork
 from indexer.localnet.scenario import Scenario
 from tests.background import running
@@ -14,6 +14,7 @@ from tests.database_checks import assert_change_log_consistent
 from tests.lost_commits import active_account, lose_commit
 from tests.passed_time import EXPIRE_LEASES, EXPIRE_WAITS
 from tests.store.change_log_helpers import connected
+from tests.waiting import until
 
 pytestmark = [
     pytest.mark.slow,
@@ -24,7 +25,6 @@ pytestmark = [
 PERIOD = 17
 """One of so many statements that write ends in a deadlock."""
 STEPS = 300
-STEP_SECONDS = 0.05
 MIN_DEADLOCKS = 10
 TABLES = (
     "repo",
@@ -58,6 +58,7 @@ LET_STATEMENTS_FAIL = f"""
     $$
 """  # noqa: S608
 DEADLOCKS = "select deadlocks from pg_stat_database where datname = current_database()"
+IS_WANTED = "select exists (select from pg_locks where locktype = 'advisory' and granted and objid = $1::bigint::oid)"
 WAIT = f"select pg_advisory_lock({WANTED}), pg_advisory_unlock({WANTED})"
 
 
@@ -66,15 +67,27 @@ async def be_in_the_way(database: str) -> None:
     async with connected(database) as sql:
         await sql.execute("set deadlock_timeout = '1h'")
         await sql.execute(f"select pg_advisory_lock({HELD})")
+
+        async def is_wanted() -> bool:
+            return bool(await sql.fetchval(IS_WANTED, WANTED))
+
         while True:
+            await until(is_wanted)
             await sql.execute(WAIT)
-            await asyncio.sleep(0.005)
 
 
-async def expire_waits(daemon: RunningDaemon) -> None:
-    while True:
+async def resync_until_equal(daemon: RunningDaemon) -> None:
+    """Make the attempts of all repos due at once, until the database equals the network."""
+    differences = ["not compared"]
+
+    async def equal() -> bool:
+        nonlocal differences
         await daemon.execute(EXPIRE_WAITS)
-        await asyncio.sleep(1)
+        differences = (await compare(daemon.network, daemon.store)).differences
+        return not differences
+
+    await daemon.wait_for_cursor()
+    await until(equal, lambda: differences[:5])
 
 
 async def test_deadlocks_of_all_transactions_lose_nothing_and_end_nothing(database: str, tmp_path: Path) -> None:
@@ -92,12 +105,12 @@ async def test_deadlocks_of_all_transactions_lose_nothing_and_end_nothing(databa
                 scenario.perform(step, STEPS)
                 if step % 20 == 10:
                     lose_commit(active_account(network, random))
-                await asyncio.sleep(STEP_SECONDS)
+                if step % 10 == 9:  # so that they do not end up in few large batches
+                    await daemon.wait_for_cursor()
             for table in TABLES:
                 await daemon.execute(f"drop trigger deadlock on indexer.{table}")
         await daemon.execute(EXPIRE_LEASES)  # of workers whose claim was lost
-        async with running(expire_waits(daemon)):
-            await daemon.wait_until_equal()
+        await resync_until_equal(daemon)
         [(deadlocks,)] = await daemon.execute(DEADLOCKS)
         assert deadlocks >= MIN_DEADLOCKS
         assert await daemon.dead_letters() == []

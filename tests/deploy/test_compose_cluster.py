@@ -15,12 +15,12 @@ import pytest
 
 from indexer.localnet.local_network import LocalNetwork
 from indexer.localnet.scenario import Scenario
+from tests.citus.own_cluster import own_cluster
 from tests.citus.test_several_machines import Machines, wait_until_equal
-from tests.citus_cluster import COORDINATOR, Cluster, running_cluster
+from tests.citus_cluster import COORDINATOR, Cluster
 from tests.cli.command_line import run_indexer
 from tests.daemon_forks import start_fork_server
 from tests.database_checks import assert_change_log_consistent
-from tests.database_server import memory_directory
 from tests.deploy.files import compose
 from tests.deploy.test_compose import CITUS
 
@@ -40,10 +40,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Run the nodes with the settings of the file, and the user and the database that the image creates."""
     words = compose(CITUS)["services"][COORDINATOR]["command"]
     settings = dict(word.split("=") for word in words[1::2])
-    with (
-        memory_directory() as directory,
-        running_cluster(directory or tmp_path_factory.mktemp("compose"), settings) as cluster,
-    ):
+    with own_cluster(tmp_path_factory, settings) as cluster:
         yield cluster
 
 

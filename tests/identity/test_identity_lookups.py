@@ -5,66 +5,72 @@ import asyncio
 import pytest
 
 from indexer.errors import UnavailableError
-from indexer.identity.identity_cache import MAX_LOOKUPS
+from indexer.identity import CachedIdentity
+from indexer.identity.identity_cache import MAX_LOOKUPS, IdentityCache
 from tests.identity.identity_world import DID, KEYS, World, cached_key, dids
+
+Lookup = asyncio.Task[CachedIdentity]
+
+
+async def begin_lookups(world: World, identities: IdentityCache, count: int) -> list[Lookup]:
+    """Begin lookups of one DID. The directory has received a request, and does not respond until its gate is set."""
+    world.directory_gate.clear()
+    lookups = [asyncio.create_task(identities.lookup(DID)) for _ in range(count)]
+    await asyncio.wait_for(world.request_received.wait(), 10)
+    return lookups
+
+
+async def begin_all_lookups_of_new_dids(world: World, identities: IdentityCache) -> list[Lookup]:
+    """Begin as many lookups of new DIDs as may be in flight. DID is known; the directory does not respond any more."""
+    await identities.lookup(DID)
+    world.directory_gate.clear()
+    lookups = [asyncio.create_task(identities.lookup(did)) for did in dids(MAX_LOOKUPS)]
+    await world.settle()
+    return lookups
 
 
 async def test_concurrent_lookups_share_one_request(world: World) -> None:
-    world.directory_gate.clear()
-    identities = world.identities()
-    waiting = [asyncio.create_task(identities.lookup(DID)) for _ in range(20)]
-    await asyncio.wait_for(world.request_received.wait(), 10)
+    lookups = await begin_lookups(world, world.identities(), 20)
     world.directory_gate.set()
-    assert {(await task).key for task in waiting} == {KEYS[0]}
+    assert {(await task).key for task in lookups} == {KEYS[0]}
     assert world.requests == 1
     assert world.lookups == [("plc", "found")]
 
 
 async def test_cancelled_caller_does_not_cancel_the_lookup_of_others(world: World) -> None:
-    world.directory_gate.clear()
-    identities = world.identities()
-    first, second = (asyncio.create_task(identities.lookup(DID)) for _ in range(2))
-    await asyncio.wait_for(world.request_received.wait(), 10)
+    first, second = await begin_lookups(world, world.identities(), 2)
     first.cancel()
     world.directory_gate.set()
     assert (await second).key == KEYS[0]
 
 
 async def test_close_cancels_lookups(world: World) -> None:
-    world.directory_gate.clear()
     identities = world.identities()
-    waiting = asyncio.create_task(identities.lookup(DID))
-    await asyncio.wait_for(world.request_received.wait(), 10)
+    [lookup] = await begin_lookups(world, identities, 1)
     await asyncio.wait_for(identities.close(), 10)
     with pytest.raises(asyncio.CancelledError):
-        await waiting
+        await lookup
 
 
 async def test_lookups_in_flight_are_limited(world: World) -> None:
     identities = world.identities(max_entries=500)
-    await identities.lookup(DID)
-    world.directory_gate.clear()
-    waiting = [asyncio.create_task(identities.lookup(did)) for did in dids(MAX_LOOKUPS)]
-    await world.settle()
+    lookups = await begin_all_lookups_of_new_dids(world, identities)
     with pytest.raises(UnavailableError):
         await identities.lookup("did:plc:aaaaaaaaaaaaaaaaaaaaaaaa")
     world.directory_gate.set()
-    await asyncio.gather(*waiting)
+    await asyncio.gather(*lookups)
     assert world.requests == 1 + MAX_LOOKUPS
 
 
 async def test_lookups_of_new_dids_do_not_prevent_those_of_known_identities(world: World) -> None:
     identities = world.identities(max_entries=500)
-    await identities.lookup(DID)
-    world.directory_gate.clear()
-    waiting = [asyncio.create_task(identities.lookup(did)) for did in dids(MAX_LOOKUPS)]
-    await world.settle()
+    lookups = await begin_all_lookups_of_new_dids(world, identities)
     world.key = 1
     refreshed = asyncio.create_task(identities.lookup(DID, refresh=True))
     await world.settle()
     world.directory_gate.set()
     assert (await refreshed).key == KEYS[1]
-    await asyncio.gather(*waiting)
+    await asyncio.gather(*lookups)
     assert world.known_requests == 1
 
 

@@ -1,9 +1,23 @@
 """Limits on refreshes of identities: for each host, for all of them, and for those in the background."""
 
+from collections.abc import Sequence
+
 import pytest
 
-from indexer.identity.identity_cache import MAX_LOOKUPS_IN_BACKGROUND
+from indexer.identity.identity_cache import MAX_LOOKUPS_IN_BACKGROUND, IdentityCache
 from tests.identity.identity_world import KEYS, World, dids
+
+
+async def look_up_on_separate_hosts(world: World, identities: IdentityCache, unknown: Sequence[str]) -> None:
+    """Look up DIDs whose accounts are on a host each."""
+    for number, did in enumerate(unknown):
+        world.host = f"pds{number}.test"
+        await identities.lookup(did)
+
+
+async def refresh_all(identities: IdentityCache, known: Sequence[str]) -> None:
+    for did in known:
+        await identities.lookup(did, refresh=True)
 
 
 @pytest.mark.slow
@@ -17,8 +31,7 @@ async def test_forged_signatures_of_one_host_spend_only_its_share(world: World) 
     await identities.lookup(honest)
     known, started = world.requests, world.now
     for second in range(60):
-        for did in forged:
-            await identities.lookup(did, refresh=True)
+        await refresh_all(identities, forged)
         if second % 10 == 0:
             before = world.requests
             await identities.lookup(f"did:plc:{'n' * 22}{second // 10 + 2}a")
@@ -36,13 +49,10 @@ async def test_forged_signatures_of_one_host_spend_only_its_share(world: World) 
 async def test_refreshes_of_all_hosts_together_are_limited(world: World) -> None:
     identities = world.identities(max_entries=2_000, refresh_rate=5.0)
     forged = dids(1_000)
-    for number, did in enumerate(forged):
-        world.host = f"pds{number}.test"
-        await identities.lookup(did)
+    await look_up_on_separate_hosts(world, identities, forged)
     known = world.requests
     for _ in range(60):
-        for did in forged:
-            await identities.lookup(did, refresh=True)
+        await refresh_all(identities, forged)
         world.now += 1
     assert 5 * 68 < world.requests - known <= 5 * (10 + 59)
 
@@ -63,9 +73,7 @@ async def test_background_refreshes_are_limited(world: World) -> None:
 async def test_background_refreshes_have_their_own_budget(world: World) -> None:
     identities = world.identities(max_entries=500, refresh_rate=2.0)
     many = dids(200)
-    for number, did in enumerate(many):
-        world.host = f"pds{number}.test"
-        await identities.lookup(did)
+    await look_up_on_separate_hosts(world, identities, many)
     world.now += 86_400
     for _ in range(30):
         await identities.preload(many)
