@@ -20,6 +20,7 @@ import dns.nameserver
 import dns.resolver
 from aiohttp import AddrInfoType
 from aiohttp.abc import AbstractResolver, ResolveResult
+from dns.rdatatype import AAAA, A, RdataType
 
 from indexer.concurrency.bounded_dict import BoundedDict
 from indexer.errors import SettingsError, UnavailableError
@@ -61,19 +62,27 @@ class DnsResolver:
         """Return the addresses of `host`, IPv4 and IPv6 alternating; see `Resolve` for the errors."""
         if literal := _literal(host):
             return [literal]
+        # Some name servers answer queries for AAAA with an error, or not at all (RFC 4074). Then A alone counts.
+        answers = await asyncio.gather(*[self._query(host, type_) for type_ in (A, AAAA)], return_exceptions=True)
+        families = [answer for answer in answers if not isinstance(answer, BaseException)]
+        if addresses := [address for pair in zip_longest(*families) for address in pair if address]:
+            return addresses
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        raise UnavailableError(FetchFailure.NO_SUCH_HOST, host[:253])
+
+    async def _query(self, host: str, type_: RdataType) -> list[str]:
+        """Return the addresses of one record type; none if the name does not exist or has no such record."""
         try:
-            answers = await self._dns.resolve_name(dns.name.from_text(host), search=False)
+            answer = await self._dns.resolve(dns.name.from_text(host), type_, search=False)
         except (dns.resolver.NXDOMAIN, dns.resolver.NoAnswer):
-            raise UnavailableError(FetchFailure.NO_SUCH_HOST, host[:253]) from None
+            return []
         except dns.exception.Timeout as error:
             raise TimeoutError(str(error)) from None
         except dns.exception.DNSException as error:
             raise OSError(str(error) or type(error).__name__) from None
-        families = [list(answers.addresses(family)) for family in (socket.AF_INET, socket.AF_INET6)]
-        addresses = [address for pair in zip_longest(*families) for address in pair if address]
-        if not addresses:
-            raise UnavailableError(FetchFailure.NO_SUCH_HOST, host[:253])
-        return addresses
+        return [record.address for record in answer]
 
 
 def _literal(host: str) -> str | None:

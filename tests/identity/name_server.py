@@ -22,6 +22,7 @@ class NameServer(asyncio.DatagramProtocol):
         tcp_queries: The names of the queries by TCP.
         rcode: If set, the code of every response.
         silent: Send no response; if it is text, send none for names that begin with it.
+        failing: The code of each response to a query for this type of record; None: send no response.
         truncated: Respond by UDP that the response does not fit.
         garbled: Send responses that are no DNS messages.
     """
@@ -33,6 +34,7 @@ class NameServer(asyncio.DatagramProtocol):
         self.tcp_queries: list[str] = []
         self.rcode: dns.rcode.Rcode | None = None
         self.silent: bool | str = False
+        self.failing: dict[str, dns.rcode.Rcode | None] = {}
         self.truncated = False
         self.garbled = False
         self.address = ("127.0.0.1", 0)
@@ -71,7 +73,7 @@ class NameServer(asyncio.DatagramProtocol):
 
     def datagram_received(self, data: bytes, addr: Any) -> None:
         response = self._response(data)
-        if self._is_silent:
+        if self._is_silent or self.failing.get(response.question[0].rdtype.name, dns.rcode.NOERROR) is None:
             return
         if self.truncated:
             response.answer.clear()
@@ -111,5 +113,6 @@ class NameServer(asyncio.DatagramProtocol):
             if kind == question.rdtype.name:
                 response.answer.append(dns.rrset.from_text(question.name, 60, "IN", kind, record))
         known = name in self.texts or name in self.addresses
-        response.set_rcode(self.rcode or (dns.rcode.NOERROR if known else dns.rcode.NXDOMAIN))
+        rcode = self.failing.get(question.rdtype.name) or self.rcode
+        response.set_rcode(rcode or (dns.rcode.NOERROR if known else dns.rcode.NXDOMAIN))
         return response
