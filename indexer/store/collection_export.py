@@ -35,10 +35,12 @@ _ESTIMATE = "explain (format json) select from indexer.record where collection =
 
 
 async def export_collection(connection: Connection, collection: str) -> AsyncGenerator[list[ExportedRecord]]:
-    """Yield the visible records in pages, in no defined order."""
+    """Yield the visible records in pages, in no defined order.
+
+    The connection must have no time limits: the consumer of the pages may be slow, and a cluster reads all records
+    before it sends the first page.
+    """
     async with connection.transaction(isolation="repeatable_read", readonly=True):
-        # The consumer of the pages may be slow, and it may take long to find the first page.
-        await connection.execute("set local idle_in_transaction_session_timeout = 0; set local statement_timeout = 0")
         cursor = await connection.cursor(_EXPORT, collection)
         while page := await cursor.fetch(PAGE_SIZE):
             yield [ExportedRecord(*row) for row in page]

@@ -106,8 +106,7 @@ class Connections:
     @asynccontextmanager
     async def _maintenance_connection(self) -> AsyncIterator[asyncpg.Connection]:
         """Open a connection for statements that may take hours, or for a lock that is held meanwhile."""
-        settings = {
-            "application_name": "indexer",
+        settings = SERVER_SETTINGS | {
             "statement_timeout": "0",
             "lock_timeout": "0",
             "idle_in_transaction_session_timeout": "0",

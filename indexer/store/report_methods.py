@@ -76,8 +76,8 @@ class ReportMethods(Connections):
                     await transaction.rollback()
 
     async def export_collection(self, collection: str) -> AsyncGenerator[list[ExportedRecord]]:
-        """Yield all visible records of a collection from one snapshot, in pages."""
-        async with self._connection() as connection:
+        """Yield all visible records of a collection from one snapshot, in pages. A page may take hours."""
+        async with self._maintenance_connection() as connection:
             async for page in collection_export.export_collection(connection, collection):
                 yield page
 

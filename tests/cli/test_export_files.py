@@ -1,3 +1,4 @@
+import asyncio
 import gc
 import json
 import sys
@@ -6,6 +7,7 @@ from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 
+import asyncpg
 import pyarrow.parquet as pq
 import pytest
 from pyarrow.lib import ArrowInvalid
@@ -14,7 +16,7 @@ from indexer.atproto.cid import cid_text
 from indexer.cli import export_files
 from indexer.cli.export_files import Format, JsonLinesWriter, ParquetWriter, export
 from indexer.reasons import FetchFailure
-from indexer.store import DatabaseError, ExportedRecord, Store, collection_export
+from indexer.store import DatabaseError, ExportedRecord, Store, collection_export, connections
 from indexer.sync.plans import Batch, RecordChange, RepoWrite
 from tests.cli.command_line import Session, error_line, run_indexer
 from tests.store.repo_rows import delete, did, head, insert, put, synchronized
@@ -33,6 +35,10 @@ async def store(database: str) -> AsyncIterator[Store]:
     await insert(store, synchronized(2, takedown=True), changes=(put("app.test/hidden"),))
     yield store
     await store.close()
+
+
+async def collect(pages: AsyncIterator[list[ExportedRecord]]) -> list[ExportedRecord]:
+    return [record async for page in pages for record in page]
 
 
 def rows_of(path: Path) -> list[dict[str, object]]:
@@ -80,6 +86,23 @@ async def test_export_is_read_in_pages_as_of_one_point_in_time(
         assert len(page) <= 3
         found += [f"{record.rkey} {record.value}" for record in page]
     assert sorted(found) == [f"{n} {{}}" for n in range(10)]
+
+
+async def test_page_may_take_longer_than_other_statements(
+    database: str, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cluster sends the first page when it has read the whole collection."""
+    monkeypatch.setattr(connections, "STATEMENT_TIMEOUT", 0.5)
+    store = await Store.open(database, connections=1)
+    try:
+        await insert(store, synchronized(1), changes=(put("app.test/a", VALUE),))
+        await sql.execute("begin; lock table indexer.record")
+        export_ = asyncio.create_task(collect(store.export_collection("app.test")))
+        await asyncio.wait([export_], timeout=1.5)
+        await sql.execute("rollback")
+        assert [record.rkey for record in await export_] == ["a"]
+    finally:
+        await store.close()
 
 
 async def test_failed_export_leaves_the_previous_file(
