@@ -6,12 +6,13 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from time import time
 
+from indexer.errors import SettingsError
 from indexer.identity import DidResolver, IdentityCache, IdentityLifetimes
 from indexer.monitoring.metrics import Metrics
 from indexer.outbound import OutboundClient, OutboundSettings, RateLimits, Timeouts, host_of
 from indexer.pds import PdsClient, reader_factory
 from indexer.service.feed.webhook import CONCURRENCY
-from indexer.settings import Settings
+from indexer.settings import Settings, variable
 from indexer.store import Store
 from indexer.sync.native_core import NativeCore
 from indexer.sync.policy import Policy
@@ -83,16 +84,20 @@ def make_pds_client(settings: Settings, outbound: OutboundClient, core: NativeCo
     """Return the client that fetches exports into the spool directory. `core` reads them; None for the Python code.
 
     Raises:
-        OSError: The spool directory cannot be created.
+        SettingsError: The spool directory cannot be created.
     """
-    return PdsClient(
-        outbound,
-        settings.limits,
-        settings.data_dir / "spool",
-        export_timeout=settings.export_time,
-        export_min_rate=settings.export_rate,
-        reader=reader_factory(core),
-    )
+    directory = settings.data_dir / "spool"
+    try:
+        return PdsClient(
+            outbound,
+            settings.limits,
+            directory,
+            export_timeout=settings.export_time,
+            export_min_rate=settings.export_rate,
+            reader=reader_factory(core),
+        )
+    except OSError as error:
+        raise SettingsError(f"{variable('data_dir')}: cannot create {directory}: {error.strerror}") from error
 
 
 def http_origin(relay: str) -> str:

@@ -1,6 +1,7 @@
 """The HTTP server of the daemon: health checks, metrics, and the routes of the status page and of feeds."""
 
 import asyncio
+import errno
 import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -16,10 +17,12 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 from indexer import __version__
+from indexer.errors import SettingsError
 from indexer.monitoring.conditions import Conditions
 from indexer.monitoring.connection_limit import WEBSOCKETS, ConnectionLimit, Websockets
 from indexer.monitoring.readiness import ReadinessReason
 from indexer.setting_types import Address
+from indexer.settings import variable
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -72,7 +75,8 @@ async def serve_health(
     It serves the health checks, the metrics, and `routes`: the status page and feeds.
 
     Raises:
-        OSError: The address cannot be bound.
+        SettingsError: This machine does not have the address, or this account may not use it.
+        OSError: Another process uses the address.
     """
     app = make_application(probe, MetricsPage(registry, limits.scrape_interval))
     app.router.add_routes(routes)
@@ -91,7 +95,12 @@ async def serve_health(
         server = cast(web.Server, runner.server)  # `setup` has made it
         connections = ConnectionLimit(server, limits.max_connections, conditions, websockets)
         loop = asyncio.get_running_loop()
-        listener = await loop.create_server(connections, bind.host, bind.port, backlog=limits.backlog)
+        try:
+            listener = await loop.create_server(connections, bind.host, bind.port, backlog=limits.backlog)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise
+            raise SettingsError(f"{variable('http_bind')}: cannot listen at {bind}: {error.strerror}") from error
         try:
             yield Address(bind.host, listener.sockets[0].getsockname()[1])
         finally:

@@ -61,6 +61,19 @@ def test_missing_native_core_that_the_settings_demand_is_reported_in_one_line_be
     assert not data.exists()
 
 
+@pytest.mark.parametrize("external", [True, False])
+def test_data_directory_that_cannot_be_used_is_a_wrong_setting(
+    database: str, tmp_path: Path, *, external: bool
+) -> None:
+    data = tmp_path / "file"
+    data.touch()
+    url = {"INDEXER_DATABASE_URL": database} if external else {}
+    result = run_indexer("run", INDEXER_DATA_DIR=str(data), INDEXER_HTTP_BIND="127.0.0.1:0", **url)
+    assert result.returncode == 2
+    assert error_line(result).startswith("INDEXER_DATA_DIR: ")
+    assert str(data) in result.stderr
+
+
 def test_unreachable_database_is_reported_in_one_line() -> None:
     result = run_indexer("status", INDEXER_DATABASE_URL="postgresql://me:hunter2@127.0.0.1:1/none")
     assert result.returncode == 1

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from indexer import __version__
+from indexer.errors import SettingsError
 from indexer.monitoring.conditions import HTTP_CONNECTIONS_LIMITED, Conditions
 from indexer.monitoring.connection_limit import WEBSOCKETS
 from indexer.monitoring.health import HttpLimits, serve_health
@@ -132,6 +133,16 @@ async def test_address_in_use_raises_os_error(probe: FakeProbe, metrics: Metrics
         with pytest.raises(OSError, match=str(address.port)):
             async with serve_health(address, probe, metrics.registry, conditions):
                 pass
+
+
+@pytest.mark.parametrize("host", ["nowhere.invalid", "192.0.2.77"])
+async def test_address_of_another_machine_is_a_wrong_setting(
+    probe: FakeProbe, metrics: Metrics, conditions: Conditions, host: str
+) -> None:
+    address = Address(host, 2580)
+    with pytest.raises(SettingsError, match=f"INDEXER_HTTP_BIND: cannot listen at {address}: "):
+        async with serve_health(address, probe, metrics.registry, conditions):
+            raise AssertionError("not reached")
 
 
 async def half_send_requests(address: Address, count: int) -> list[socket.socket]:

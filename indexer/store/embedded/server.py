@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -14,6 +15,7 @@ import structlog
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.errors import SettingsError, UnavailableError
 from indexer.reasons import FetchFailure
+from indexer.settings import variable
 from indexer.store.embedded.cluster import POLL_SECONDS, PORT, Cluster
 from indexer.store.embedded.parent_connection import ParentConnection
 
@@ -29,6 +31,8 @@ DATABASE = "indexer"
 
 _NOT_READY = (OSError, asyncpg.InterfaceError, asyncpg.PostgresConnectionError, asyncpg.OperatorInterventionError)
 """Errors of a connection to a server that starts or stops."""
+
+_UNUSABLE_DIRECTORY = {errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EROFS}
 
 log = structlog.get_logger(__name__)
 
@@ -61,15 +65,22 @@ async def database(
         The connection string.
 
     Raises:
-        SettingsError: There are no Postgres binaries, or they have another major version than the cluster.
+        SettingsError: There are no Postgres binaries, they have another major version than the cluster, or the data
+            directory cannot be used.
         UnavailableError: The server does not start.
-        OSError: The data directory cannot be used.
+        OSError: A process or a socket failed.
     """
     if url is not None:
         yield url
         return
     server = EmbeddedPostgres(data_dir / "postgres", settings or {}, on_restart, stage)
-    await server.start()
+    try:
+        await server.start()
+    except OSError as error:
+        if error.errno not in _UNUSABLE_DIRECTORY:
+            raise
+        reason = f"the embedded Postgres cannot use {error.filename or data_dir}: {error.strerror}"
+        raise SettingsError(f"{variable('data_dir')}: {reason}") from error
     keep_alive = asyncio.create_task(server.keep_alive(), name="postgres")
     try:
         yield server.dsn
