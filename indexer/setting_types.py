@@ -169,6 +169,8 @@ def check_duplicates(items: tuple[str, ...]) -> tuple[str, ...]:
 # The native core holds sizes and counts in 64 bits on 64-bit platforms, and all of these are far below.
 _MAX_WHOLE = 10**9
 _MAX_BYTES = 10**15
+_MAX_DAYS = 36_500
+"""A hundred years. The times that the program computes with durations must be ones that Postgres can store."""
 
 Whole = Annotated[
     int,
@@ -193,15 +195,15 @@ Seconds = Annotated[
     float,
     BeforeValidator(_number_with_unit(_SECONDS)),
     BeforeValidator(reject_bool),
-    Field(ge=0, allow_inf_nan=False),
-    AllowedValues("a duration such as 90s, 15m, 24h or 7d, or 0"),
+    Field(ge=0, le=_MAX_DAYS * 86_400, allow_inf_nan=False),
+    AllowedValues(f"a duration such as 90s, 15m, 24h or 7d, at most {_MAX_DAYS}d, or 0"),
 ]
 Duration = Annotated[
     float,
     BeforeValidator(_number_with_unit(_SECONDS)),
     BeforeValidator(reject_bool),
-    Field(gt=0, allow_inf_nan=False),
-    AllowedValues("a duration above 0, such as 90s, 15m or 24h"),
+    Field(gt=0, le=_MAX_DAYS * 86_400, allow_inf_nan=False),
+    AllowedValues(f"a duration above 0, such as 90s, 15m or 24h, at most {_MAX_DAYS}d"),
 ]
 Switch = Annotated[bool, AllowedValues("true or false")]
 Relays = Annotated[

@@ -91,7 +91,7 @@ class Settings(BaseSettings):
         "hosts.",
     )
     start: Annotated[
-        Literal["live", "oldest"] | Annotated[int, BeforeValidator(reject_bool), Field(ge=0)],
+        Literal["live", "oldest"] | Annotated[int, BeforeValidator(reject_bool), Field(ge=0, lt=2**63)],
         AllowedValues("`live`, `oldest`, or a sequence number"),
     ] = Field(
         "live",
@@ -148,7 +148,10 @@ class Settings(BaseSettings):
         "address may occupy.",
     )
     new_accounts_per_host: Annotated[
-        int, BeforeValidator(reject_bool), Field(ge=0), AllowedValues("a whole number, or `0` for no limit")
+        int,
+        BeforeValidator(reject_bool),
+        Field(ge=0, le=10**9),
+        AllowedValues("a whole number up to 1000000000, or `0` for no limit"),
     ] = Field(
         100_000,
         description="Accounts that the stream may add in an hour for one host, or for all hosts of one registered "
