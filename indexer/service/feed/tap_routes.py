@@ -79,7 +79,8 @@ class TapRoutes:
 
     async def _info(self, request: web.Request) -> web.Response:
         did = request.match_info["did"]
-        report = await self._store.repo_report(did) if await self._store.feed_accounts([did]) else None
+        known = is_did(did) and await self._store.feed_accounts([did])
+        report = await self._store.repo_report(did) if known else None
         return problem(404, "repo not found") if report is None else answer(repo_info(report))
 
     async def _resolve(self, request: web.Request) -> web.Response:

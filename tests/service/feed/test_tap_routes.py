@@ -49,6 +49,7 @@ async def test_questions_are_answered_as_tap_answers_them(database: str, tmp_pat
             )
             assert await get(client, "/info/did:plc:abc") == (404, [("message", "repo not found")])
             assert await get(client, "/info/xyz") == (404, [("message", "repo not found")])
+            assert await get(client, "/info/did:plc:a%00") == (404, [("message", "repo not found")])
             assert await get(client, "/resolve/xyz") == (400, [("message", "improperly formatted DID")])
             unknown = "did:plc:" + "a" * 24
             assert await get(client, f"/resolve/{unknown}") == (404, [("message", "DID not found")])
