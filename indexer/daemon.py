@@ -232,7 +232,12 @@ class Daemon:
             shard,
             self.metrics,
             self.conditions,
-            pool_settings(settings.resync_workers, settings.resync_share, distributed=self.store.shards > 1),
+            pool_settings(
+                settings.resync_workers,
+                settings.resync_share,
+                settings.export_time,
+                distributed=self.store.shards > 1,
+            ),
             self.new_accounts,
         )
         self.queue_maintenance = QueueMaintenance(

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import monotonic, time
 
 import structlog
@@ -39,6 +39,8 @@ CLUSTER_GATHERING_TIME = 0.1
 """The `gathering_time` on a distributed database, in seconds."""
 LARGE_FAIR_TIMES = 6.0
 """A large export ends because it is slow only after this multiple of `fair_time`."""
+OTHER_TIME = 2_400.0
+"""Seconds of an attempt besides the downloads: to verify and write a large repo."""
 _REPORTED_BY_HOST = frozenset({FetchFailure.HOST_PAUSED, FetchFailure.THROTTLED})
 """With these reasons no request was sent. The failures before the pause were reported, and so was the host."""
 
@@ -71,15 +73,17 @@ class WorkerPoolSettings:
     max_writing: int = 0
 
 
-def pool_settings(workers: int, share: float, *, distributed: bool) -> WorkerPoolSettings:
+def pool_settings(workers: int, share: float, export_time: float = 600.0, *, distributed: bool) -> WorkerPoolSettings:
     """Return the settings of a pool for these settings of the operator.
 
     On a distributed database, each claim and each transaction costs more. So both are for more repos there.
     """
+    # An attempt may download an export from a relay, and then from the PDS.
+    settings = WorkerPoolSettings(workers=workers, share=share, attempt_timeout=OTHER_TIME + 2 * export_time)
     if not distributed:
-        return WorkerPoolSettings(workers=workers, share=share)
+        return settings
     workers *= CLUSTER_WORKERS
-    return WorkerPoolSettings(workers=workers, share=share, gathering_time=CLUSTER_GATHERING_TIME, max_writing=workers)
+    return replace(settings, workers=workers, gathering_time=CLUSTER_GATHERING_TIME, max_writing=workers)
 
 
 @dataclass(slots=True, eq=False)

@@ -364,6 +364,12 @@ def test_pool_has_more_workers_on_a_cluster_and_claims_for_several_at_once() -> 
     assert cluster.gathering_time > 0
 
 
+def test_attempt_may_take_longer_than_the_download_of_an_export_that_the_settings_allow() -> None:
+    default, longer = (pool_settings(8, 0.5, seconds, distributed=False) for seconds in (600.0, 7_200.0))
+    assert default == WorkerPoolSettings(workers=8)
+    assert longer.attempt_timeout == default.attempt_timeout + 2 * (7_200.0 - 600.0)
+
+
 async def test_running_resync_names_its_phase_and_ended_ones_are_counted() -> None:
     [did] = dids = ["did:plc:" + "0" * 24]
     async with RunningPool(dids, lambda _did: "one.example", workers=1) as running:
