@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Callable, Iterator
-from typing import IO, Literal, TypeVar
+from pathlib import Path
+from typing import IO, Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import click
@@ -36,6 +37,20 @@ class CheckedParameter(click.ParamType[T]):
             return self._parse(value)
         except ValueError as error:
             self.fail(str(error), param, ctx)
+
+
+class OutputFile(click.Path):
+    """The file that a command writes. It gets its name when it is complete, so it must not replace a device or pipe."""
+
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the path, or fail if there is something that is not a regular file."""
+        path: Any = super().convert(value, param, ctx)
+        if path.exists() and not path.is_file():
+            self.fail(f"{str(path)!r} is not a regular file", param, ctx)
+        return path
 
 
 def parse_did(text: str) -> str:
@@ -117,6 +132,7 @@ def parse_position(text: str) -> Literal["live", "oldest"] | int:
     return int(text)
 
 
+OUTPUT_FILE = OutputFile()
 DID = CheckedParameter("did", parse_did)
 DID_OR_STDIN = CheckedParameter("did", lambda text: text if text == STDIN else parse_did(text))
 ACCOUNT = CheckedParameter("account", parse_account)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import click
 
+from indexer.cli.arguments import OUTPUT_FILE
 from indexer.cli.command import ExitCode, command, json_option
 from indexer.cli.database import open_database
 from indexer.cli.output import echo_result, progress_console
@@ -14,7 +15,7 @@ from indexer.store.migrate import require_current_schema
 
 
 @command("backup")
-@click.argument("file", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE")
+@click.argument("file", type=OUTPUT_FILE, metavar="FILE")
 @json_option
 async def backup_command(settings: Settings, *, file: Path, as_json: bool) -> int:
     """Write a backup of the database to a file.

@@ -6,7 +6,7 @@ from typing import Literal
 
 import click
 
-from indexer.cli.arguments import NSID
+from indexer.cli.arguments import NSID, OUTPUT_FILE
 from indexer.cli.command import ExitCode, command
 from indexer.cli.database import open_store
 from indexer.cli.export_files import export, require_library
@@ -23,9 +23,7 @@ from indexer.settings import Settings
     show_default=True,
     help="Format of the file.",
 )
-@click.option(
-    "--output", "-o", type=click.Path(path_type=Path, dir_okay=False), help="Write to this file. Default: stdout."
-)
+@click.option("--output", "-o", type=OUTPUT_FILE, help="Write to this file. Default: stdout.")
 async def export_command(
     settings: Settings, *, collection: str, form: Literal["jsonl", "parquet"], output: Path | None
 ) -> int:

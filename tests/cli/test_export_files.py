@@ -1,6 +1,7 @@
 import asyncio
 import gc
 import json
+import os
 import sys
 from collections.abc import AsyncIterator
 from io import BytesIO
@@ -168,6 +169,19 @@ def test_error_without_pyarrow_names_this_distribution_and_comes_before_the_data
     assert "install the package as atproto-indexer[parquet]" in error_line(result)
     assert "--build-arg EXTRAS=parquet" in error_line(result)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("arguments", [["export", "--collection", "app.test.a", "-o"], ["backup"]])
+def test_file_that_is_a_pipe_is_refused_and_stays(
+    session_without_database: Session, tmp_path: Path, arguments: list[str]
+) -> None:
+    """As root, the complete file would replace a device, such as /dev/null."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    result = session_without_database(*arguments, str(pipe))
+    assert result.returncode == 2
+    assert "is not a regular file" in error_line(result)
+    assert pipe.is_fifo()
 
 
 async def test_export_command(store: Store, database: str, tmp_path: Path) -> None:
