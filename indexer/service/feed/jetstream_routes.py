@@ -43,7 +43,9 @@ class JetstreamRoutes:
         except BadOptionsError as error:
             return _refusal(400, str(error))
         # Events are sent as complete frames, so the connection must not have a compression of its own.
-        websocket = web.WebSocketResponse(compress=False, max_msg_size=MAX_MESSAGE_BYTES, timeout=CLOSE_SECONDS)
+        websocket = web.WebSocketResponse(
+            compress=False, max_msg_size=MAX_MESSAGE_BYTES, timeout=CLOSE_SECONDS, autoping=False
+        )
         if not websocket.can_prepare(request):
             return _refusal(400, "connect with a websocket client: ws://HOST:PORT/subscribe")
         with request.app[WEBSOCKETS].hold(request, websocket), self._reader.subscriber():

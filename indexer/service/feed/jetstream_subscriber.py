@@ -89,6 +89,13 @@ class Subscriber:
 
     async def _receive_messages(self) -> Ending | None:
         async for message in self._websocket:
+            if message.type is WSMsgType.PING:
+                try:
+                    await self._writer.answer_ping(message.data)
+                except TimeoutError:
+                    return NOT_READING
+                except ConnectionError:
+                    return None
             if message.type is not WSMsgType.TEXT:
                 continue  # Jetstream ignores binary messages, too
             try:
@@ -148,7 +155,7 @@ class Subscriber:
 
     async def _close(self, ending: Ending) -> None:
         """Send the reason, if the subscriber may read it."""
-        if ending.code is not None:
+        if ending.code is not None and not self._writer.within_frame:
             reason = ending.reason.encode()[:MAX_REASON_BYTES].decode(errors="ignore").encode()
             with suppress(TimeoutError):  # it does not read, so the connection is closed without a reason
                 async with asyncio.timeout(CLOSE_SECONDS):

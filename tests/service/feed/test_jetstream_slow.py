@@ -73,6 +73,21 @@ async def test_subscriber_that_reads_nothing_is_disconnected(
         await until(lambda: daemon.stages.feeds.jetstream_reader.subscribers == 1)
 
 
+async def test_pings_of_a_slow_subscriber_are_answered_between_events(
+    database: str, store: Store, tmp_path: Path
+) -> None:
+    """The daemon waits within an event until the subscriber has read more."""
+    await write_events(store)
+    async with feed(database, tmp_path, roles="feed") as (_, address), subscribed(address, ("cursor", 0)) as slow:
+        pongs, received = [], []
+        for _ in range(EVENTS):
+            pongs.append(await slow.connection.ping())
+            received += await rkeys(slow, 1)
+        assert received == expected()
+        async with asyncio.timeout(TIMEOUT):
+            await asyncio.gather(*pongs)
+
+
 async def test_many_replays_and_live_events_are_complete(database: str, store: Store, tmp_path: Path) -> None:
     async with feed(database, tmp_path, roles="feed") as (_, address):
         await insert(store, synchronized("a"), changes=tuple(put(f"app.test.post/a{n:05}") for n in range(2_500)))
