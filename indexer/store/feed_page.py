@@ -69,7 +69,8 @@ _VALUES = f"""
     ), measured as (
         select found.*, sum(octet_length(value)) over (order by number) - octet_length(value) as before from found
     )
-    select number, cid, rev, value from measured where before < $7 order by number
+    select number, cid, rev, value, before + octet_length(value) >= $7 as is_last
+    from measured where before < $7 order by number
 """
 
 _ACCOUNTS = f"""
@@ -112,8 +113,8 @@ async def load_page(connection: Connection, after: int, max_changes: int, max_by
         LogTrimmedError: Later entries have been trimmed.
     """
     changes = await load_changes(connection, after, max_changes)
-    values = await _load_values(connection, changes, max_bytes)
-    if values and sum(len(record.value or "") for record in values.values()) >= max_bytes:
+    values, is_full = await _load_values(connection, changes, max_bytes)
+    if is_full:
         changes = changes[: max(values) + 1]  # the records of later entries may be left out
     dids = {change.did for change in changes if change.collection is None}
     return FeedPage(changes, values, await _load_accounts(connection, dids) if dids else {})
@@ -121,17 +122,19 @@ async def load_page(connection: Connection, after: int, max_changes: int, max_by
 
 async def _load_values(
     connection: Connection, changes: Iterable[LoggedChange], max_bytes: int
-) -> dict[int, StoredRecord]:
+) -> tuple[dict[int, StoredRecord], bool]:
+    """Return the stored records by the index of the entry, and whether they have `max_bytes` or more."""
     keys = [
         (change.did, change.collection, change.rkey, bucket_of(change.did), number)
         for number, change in enumerate(changes)
         if change.cid is not None
     ]
     if not keys:
-        return {}
+        return {}, False
     buckets = sorted({bucket for *_, bucket, _ in keys})
     rows = await connection.fetch(_VALUES, *columns_of(keys, _KEYS), buckets, max_bytes)
-    return {number: StoredRecord(*value) for number, *value in rows}
+    values = {number: StoredRecord(cid, rev, value) for number, cid, rev, value, _ in rows}
+    return values, bool(rows) and rows[-1]["is_last"]
 
 
 async def _load_accounts(connection: Connection, dids: Iterable[str]) -> dict[str, StoredAccount]:

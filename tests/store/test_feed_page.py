@@ -61,12 +61,13 @@ async def test_page_lacks_the_records_of_hidden_accounts(store: Store) -> None:
     assert [page.changes[index].did for index in page.values] == [did("shown")]
 
 
+@pytest.mark.parametrize("value", ["{}", '{"text": "\u96e8\u96e8\u96e8"}'])
 @pytest.mark.parametrize("max_bytes", [1, 30, 100, 1_000])
-async def test_pages_are_bounded_by_the_bytes_of_their_records(store: Store, max_bytes: int) -> None:
-    await insert(store, synchronized(1), changes=tuple(put(f"app.test/{number}") for number in range(20)))
+async def test_pages_are_bounded_by_the_bytes_of_their_records(store: Store, max_bytes: int, value: str) -> None:
+    await insert(store, synchronized(1), changes=tuple(put(f"app.test/{number}", value) for number in range(20)))
     position, rkeys, values = 0, list[str | None](), 0
     while (page := await store.feed_page(position, 100, max_bytes)).changes:
-        sizes = [len(stored.value or "") for stored in page.values.values()]
+        sizes = [len((stored.value or "").encode()) for stored in page.values.values()]
         assert sum(sizes[:-1]) < max_bytes
         rkeys += [entry.rkey for entry in page.changes if entry.collection]
         values += len(sizes)
