@@ -346,6 +346,21 @@ async def test_the_log_is_limited_while_the_server_runs(tmp_path: Path, monkeypa
         await connection.close()
 
 
+async def test_log_that_cannot_be_rotated_does_not_end_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For example, if the disk has no space for the copy."""
+    monkeypatch.setattr(cluster, "LOG_POLL_SECONDS", 0.05)
+    log = tmp_path / "postgres" / "postgres.log"
+    log.with_suffix(".log.1").mkdir(parents=True)
+    log.write_bytes(b"x" * (cluster.MAX_LOG_BYTES + 1))
+    async with database(None, tmp_path, QUICK) as dsn:
+        connection = await asyncpg.connect(dsn)
+        assert await connection.fetchval("select 1 from pg_sleep(0.5)") == 1, "the parent looks at the log ten times"
+        await connection.close()
+    assert log.stat().st_size > cluster.MAX_LOG_BYTES
+
+
 async def test_only_the_owner_may_read_the_logs(tmp_path: Path) -> None:
     """The logs of an earlier release were readable for everyone."""
     logs = [tmp_path / "postgres" / name for name in ("postgres.log", "postgres.log.1")]

@@ -102,12 +102,16 @@ def run(plan: ServerPlan) -> None:
 
 
 def rotate_log(log: Path, max_bytes: int) -> None:
-    """Copy and truncate the log if it is too large. The server opened it for appending and continues in it."""
-    if log.exists() and log.stat().st_size > max_bytes:
-        with log.open("rb") as source, open_log(log.with_suffix(".log.1")) as copy:
-            copy.truncate(0)
-            shutil.copyfileobj(source, copy)
-        os.truncate(log, 0)
+    """Copy and truncate the log if it is too large. The server opened it for appending and continues in it.
+
+    If that fails, for example because the disk is full, the log grows until the next call.
+    """
+    with suppress(OSError):
+        if log.stat().st_size > max_bytes:
+            with log.open("rb") as source, open_log(log.with_suffix(".log.1")) as copy:
+                copy.truncate(0)
+                shutil.copyfileobj(source, copy)
+            os.truncate(log, 0)
 
 
 def open_log(log: Path) -> BinaryIO:
