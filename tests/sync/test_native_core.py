@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from hashlib import sha256
 from random import Random
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,20 +13,19 @@ from hypothesis import strategies as st
 from indexer.atproto.car import split_car
 from indexer.atproto.cid import RAW, cid_of
 from indexer.atproto.crypto import Curve, PrivateKey, PublicKey
-from indexer.atproto.limits import DEFAULT_LIMITS, Limits
+from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.syntax import CollectionFilter
-from indexer.errors import SettingsError, UpstreamError
+from indexer.errors import UpstreamError
 from indexer.localnet import dag_cbor
 from indexer.localnet.local_repo import Write, car, car_header, car_section
 from indexer.reasons import Desync, Rejection
 from indexer.sync.events import CommitEvent, RepoOp
 from indexer.sync.frames import decode_frame
-from indexer.sync.native_core import INTERFACE, NativeCore, frame_decoder, load_core
+from indexer.sync.native_core import NativeCore
 from indexer.sync.plans import RecordChange
 from indexer.sync.policy import Policy
 from indexer.sync.record_change import RecordConverter
 from indexer.sync.scope import Scope
-from indexer.sync.shard import Shard
 from indexer.sync.verify import VerifiedCommit, verify_commit
 from tests.native_module import native_core
 from tests.profiles import scaled
@@ -463,64 +461,3 @@ def test_a_block_that_many_paths_name_is_converted_once() -> None:
     assert len({id(change.block) for change in commit.changes}) == 1
     problems = {change and change.problem for change in record_changes(commit, STORE_ALL)}
     assert "omitted" in problems
-
-
-def test_the_choice_python_loads_no_core() -> None:
-    assert load_core("python", 2) is None
-
-
-def test_the_choice_native_loads_the_core() -> None:
-    core = native_core(3)
-    assert core.threads == 3
-    assert core.version
-
-
-def test_a_missing_core_is_an_error_only_if_it_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "atproto_indexer_native", None)
-    assert load_core("auto", 2) is None
-    with pytest.raises(SettingsError, match="not installed"):
-        load_core("native", 2)
-
-
-def test_a_core_of_another_interface_is_an_error_only_if_it_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    other = SimpleNamespace(INTERFACE=INTERFACE + 1, __version__="9.9.9")
-    monkeypatch.setitem(__import__("sys").modules, "atproto_indexer_native", other)
-    assert load_core("auto", 2) is None
-    with pytest.raises(SettingsError, match=f"9.9.9 has interface {INTERFACE + 1}"):
-        load_core("native", 2)
-
-
-class ScriptedModule:
-    """A module of a native core that returns this event for each frame.
-
-    Attributes:
-        buckets: The buckets that a decoder of frames was created with.
-    """
-
-    __version__ = "1.2.3"
-    Export = None
-
-    def __init__(self, event: object = None) -> None:
-        self.buckets: list[object] = []
-        self._event = event
-
-    def Core(self, *_: object) -> SimpleNamespace:  # noqa: N802
-        return SimpleNamespace()
-
-    def FrameDecoder(self, _events: object, _limits: Limits, buckets: object) -> SimpleNamespace:  # noqa: N802
-        self.buckets.append(buckets)
-        return SimpleNamespace(decode=lambda _: self._event)
-
-
-def test_event_that_the_core_decoded_is_not_decoded_again() -> None:
-    event = decoded_event("commit", SigningAccount().commit_post("a"))
-    decode = frame_decoder(NativeCore(ScriptedModule(event), 1), DEFAULT_LIMITS, Shard())
-    assert decode(b"no frame") is event
-
-
-def test_core_of_a_process_with_all_repos_does_not_compare_buckets() -> None:
-    module = ScriptedModule()
-    core, half = NativeCore(module, 1), Shard(1, 2)
-    for shard in (Shard(), half):
-        frame_decoder(core, DEFAULT_LIMITS, shard)
-    assert module.buckets == [None, half.buckets]

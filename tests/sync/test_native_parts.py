@@ -21,10 +21,11 @@ from indexer.errors import UpstreamError
 from indexer.localnet import dag_cbor
 from indexer.sync.events import CommitEvent
 from indexer.sync.frames import decode_frame
-from tests.atproto import test_cbor
+from tests.atproto.generated_cbor import DATA
 from tests.atproto.mst import oracle, test_inversion
 from tests.atproto.mst.oracle import Blocks, Records
 from tests.atproto.mst.random_trees import KEYS, Edits, edited, edits_strategy, records_strategy
+from tests.atproto.test_cbor import DASL_FILES
 from tests.native_module import native_module
 from tests.profiles import scaled
 from tests.sync import test_published
@@ -48,7 +49,7 @@ def converted(block: bytes, collection: str = NSID) -> bool:
 
 
 @settings(max_examples=scaled(2_000))
-@given(test_cbor.DATA)
+@given(DATA)
 def test_generated_valid_and_broken_records_agree_with_the_reference(data: bytes) -> None:
     converted(data)
 
@@ -175,7 +176,7 @@ def test_the_published_records_and_fixtures_agree_with_the_reference() -> None:
     assert all(converted(b64decode(case["cbor_base64"] + "==")) for case in fixtures)
     cases = [
         bytes.fromhex(case["data"])
-        for name in test_cbor.DASL_FILES
+        for name in DASL_FILES
         for case in json.loads(vectors(f"cbor/dasl-testing/{name}.json").read_text())
     ]
     paths = vectors("cbor/codec-fixtures").glob("fixtures/*/*.dag-cbor")

@@ -23,13 +23,12 @@ from indexer.sync.repo_state import PARKED, Repo, SyncStatus
 from indexer.sync.repo_transitions import Trigger, synchronize
 from indexer.sync.shard import Shard
 from indexer.sync.stored_identity import StoredIdentity
-from tests.service.resync.test_worker_pool import FixedIdentities
+from tests.service.resync.running_pool import FixedIdentities
 from tests.store.repo_rows import did, head, insert, put, synchronized
 from tests.sync.signing_account import STORE_ALL
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow
-
 DAY, HOUR = 86_400.0, 3_600.0
 WITHOUT_VALUE = (put("app.test/a")._replace(value=None, problem=Problem.MISSING),)
 _MAKE_A_DAY_OLD = """

@@ -1,0 +1,73 @@
+"""The choice of the core, and what Python code does with the answers of a native one."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from indexer.atproto.limits import DEFAULT_LIMITS, Limits
+from indexer.errors import SettingsError
+from indexer.sync.native_core import INTERFACE, NativeCore, frame_decoder, load_core
+from indexer.sync.shard import Shard
+from tests.native_module import native_core
+from tests.sync.signing_account import SigningAccount, decoded_event
+
+
+def test_the_choice_python_loads_no_core() -> None:
+    assert load_core("python", 2) is None
+
+
+def test_the_choice_native_loads_the_core() -> None:
+    core = native_core(3)
+    assert core.threads == 3
+    assert core.version
+
+
+def test_a_missing_core_is_an_error_only_if_it_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "atproto_indexer_native", None)
+    assert load_core("auto", 2) is None
+    with pytest.raises(SettingsError, match="not installed"):
+        load_core("native", 2)
+
+
+def test_a_core_of_another_interface_is_an_error_only_if_it_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = SimpleNamespace(INTERFACE=INTERFACE + 1, __version__="9.9.9")
+    monkeypatch.setitem(__import__("sys").modules, "atproto_indexer_native", other)
+    assert load_core("auto", 2) is None
+    with pytest.raises(SettingsError, match=f"9.9.9 has interface {INTERFACE + 1}"):
+        load_core("native", 2)
+
+
+class ScriptedModule:
+    """A module of a native core that returns this event for each frame.
+
+    Attributes:
+        buckets: The buckets that a decoder of frames was created with.
+    """
+
+    __version__ = "1.2.3"
+    Export = None
+
+    def __init__(self, event: object = None) -> None:
+        self.buckets: list[object] = []
+        self._event = event
+
+    def Core(self, *_: object) -> SimpleNamespace:  # noqa: N802
+        return SimpleNamespace()
+
+    def FrameDecoder(self, _events: object, _limits: Limits, buckets: object) -> SimpleNamespace:  # noqa: N802
+        self.buckets.append(buckets)
+        return SimpleNamespace(decode=lambda _: self._event)
+
+
+def test_event_that_the_core_decoded_is_not_decoded_again() -> None:
+    event = decoded_event("commit", SigningAccount().commit_post("a"))
+    decode = frame_decoder(NativeCore(ScriptedModule(event), 1), DEFAULT_LIMITS, Shard())
+    assert decode(b"no frame") is event
+
+
+def test_core_of_a_process_with_all_repos_does_not_compare_buckets() -> None:
+    module = ScriptedModule()
+    core, half = NativeCore(module, 1), Shard(1, 2)
+    for shard in (Shard(), half):
+        frame_decoder(core, DEFAULT_LIMITS, shard)
+    assert module.buckets == [None, half.buckets]
