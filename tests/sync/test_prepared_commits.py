@@ -195,6 +195,18 @@ def test_results_of_some_commits_can_be_dropped_and_joined() -> None:
     assert (first in known, second in known, third in known, len(known)) == (False, True, True, 2)
 
 
+def test_results_of_commits_being_verified_are_returned_in_parts() -> None:
+    account = SigningAccount()
+    events = [decoded_event("commit", account.commit_post(rkey)) for rkey in "abc"]
+    key = account.key.public
+    running = CommitsBeingVerified(native_core(), [(event, key) for event in events], CONTEXT)
+    for part in (events[:2], events[2:], []):
+        results = running.next_results(2)
+        assert [event for event in events if event in results] == part
+        assert all(results.has_all_of(event, account.key_state, STORE_ALL) for event in part)
+        assert [results.verify(event, key, DEFAULT_LIMITS).head.rev for event in part] == [event.rev for event in part]
+
+
 @pytest.mark.parametrize("number", [0, 2])
 def test_another_number_of_results_than_of_commits_is_an_error(number: int) -> None:
     account = SigningAccount()
