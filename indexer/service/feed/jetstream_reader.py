@@ -51,6 +51,7 @@ class JetstreamReader:
             self.subscribers -= 1
             if not self.subscribers:
                 self._wanted.clear()
+                self.window.close()  # also in an outage: the next subscriber begins with new events
 
     async def run(self) -> NoReturn:
         """Fill the window while there are subscribers. After a database error, continue at the same position."""

@@ -117,6 +117,26 @@ async def test_nothing_is_lost_in_an_outage_of_the_database(database: str, store
             assert await rkeys(other, 15) == expected(0, 15)
 
 
+async def test_subscriber_after_an_outage_that_the_others_did_not_wait_for_gets_only_new_events(
+    database: str, store: Store, tmp_path: Path
+) -> None:
+    proxy = DatabaseProxy(database)
+    async with proxy.serve(), feed(proxy.dsn, tmp_path, roles="feed") as (daemon, address):
+        reader = daemon.stages.feeds.jetstream_reader
+        async with subscribed(address):
+            await until(lambda: reader.window.is_open)
+            proxy.refuse()
+            await until(lambda: daemon.stages.store.failed_operations > 0)
+        await until(lambda: not reader.subscribers)
+        await write_events(store, 0, 5)
+        proxy.open()
+        async with subscribed(address) as client:
+            newest = await store.latest_seq()
+            await until(lambda: reader.window.last == newest)
+            await write_events(store, 5, 5)
+            assert await rkeys(client, 5) == expected(5, 10)
+
+
 async def test_subscriber_that_reads_nothing_does_not_delay_the_stop(
     database: str, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
