@@ -52,6 +52,16 @@ def test_the_position_has_the_time_of_its_own_message() -> None:
     assert watermark.event_time is None
 
 
+def test_only_pending_numbers_are_held() -> None:
+    watermark = Watermark(0)
+    watermark.add(1)
+    for seq in range(2, 1_000):
+        watermark.add(seq)
+        watermark.mark_done([seq])
+    assert (watermark.position, len(watermark)) == (0, 1)
+    assert watermark.position_if_done([1]).seq == 999
+
+
 @pytest.mark.parametrize("seq", [3, 5, 9])
 def test_a_number_out_of_order_is_a_broken_invariant(seq: int) -> None:
     watermark = Watermark(5)

@@ -44,13 +44,11 @@ class ConsumerSettings:
 
     Attributes:
         shard: Only messages about accounts of this shard are put into the inbox.
-        max_pending: Maximum unfinished sequence numbers in the watermark. Above it, the consumer waits for the writer.
         core: Decodes frames; None for the Python code.
     """
 
     shard: Shard
     limits: Limits
-    max_pending: int = 200_000
     core: NativeCore | None = None
 
 
@@ -186,8 +184,6 @@ class FirehoseConsumer:
 
         If lower numbers repeat, the relay has lost its sequence numbers, and an operator must decide what to do.
         """
-        if isinstance(event, OtherShardEvent) and len(self._position.watermark) > self._settings.max_pending:
-            await self._wait_until_settled()
         last = self._order.last
         match self._order.place(event.seq):
             case Step.REPEATED:

@@ -95,7 +95,6 @@ class RunningConsumer:
         self,
         *frames: bytes,
         shard: Shard,
-        max_pending: int = 1_000,
         cursors: Sequence[StoredCursor] = (),
         core: NativeCore | None = None,
         proof_timeout: float = PROOF_TIMEOUT,
@@ -106,7 +105,7 @@ class RunningConsumer:
         self.store = FakeStore(cursors)
         store: Any = self.store
         self.subscription = FakeSubscription(frames)
-        settings = ConsumerSettings(shard, DEFAULT_LIMITS, max_pending=max_pending, core=core)
+        settings = ConsumerSettings(shard, DEFAULT_LIMITS, core=core)
         subscription = cast("Subscription", self.subscription)
         self.gaps = OpenGaps(store, shard, self.metrics)
         self.continuity = StreamContinuity(
@@ -165,16 +164,15 @@ async def test_rejection_is_recorded_by_one_shard(frame: bytes, recording_shard:
             assert len(rejected) == (shard == recording_shard), (shard, rejected)
 
 
-async def test_pending_sequence_numbers_behind_an_unsettled_message_are_bounded() -> None:
+async def test_messages_pass_one_that_is_not_settled_in_bounded_memory() -> None:
     frames = [identity(seq, OTHER_DID) for seq in range(2, 50)]
-    async with RunningConsumer(identity(1, OWN_DID), *frames, shard=Shard(0, 2), max_pending=10) as running:
+    async with RunningConsumer(identity(1, OWN_DID), *frames, shard=Shard(0, 2)) as running:
         taken = await running.inbox.take(1)
-        await until(lambda: len(running.position.watermark) > 10)
-        assert running.position.watermark.position is None
-        assert running.count("ignored") == 10
+        await until(lambda: running.count("ignored") == 48)
+        assert (running.position.watermark.position, len(running.position.watermark)) == (None, 1)
         running.position.watermark.mark_done((1,))
         running.inbox.settle(taken)
-        await until(lambda: running.position.watermark.position == 49)
+        assert running.position.watermark.position == 49
 
 
 async def test_native_core_decodes_commits() -> None:
