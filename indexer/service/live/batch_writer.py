@@ -325,6 +325,7 @@ class BatchWriter:
         # Last, because a wait may end at once, and its messages come before these.
         for did, need in written.needed_keys.items():
             self._keys.start(need, waiting[did])
+        self._keys.limit_waiting_bytes()
         self._inbox.settle(done)
         crash_point("batch.settled")
 

@@ -105,7 +105,7 @@ class KeyLookups:
                 free.append(message)
             else:
                 wait.add(message)
-        self._limit_waiting_bytes()
+        self.limit_waiting_bytes()
         return free
 
     def key_state(self, did: str) -> KeyState | None:
@@ -124,10 +124,24 @@ class KeyLookups:
                 self._results.pop(did, None)
 
     def start(self, need: NeedsKey, messages: Sequence[ReceivedMessage]) -> None:
-        """Start the lookup that `messages`, all of one DID, wait for."""
+        """Start the lookup that `messages`, all of one DID, wait for. Call `limit_waiting_bytes` after the last one."""
         lookup = self._tasks.start(self._look_up(need), f"key of {need.did}")
         self._waiting[need.did] = _Wait(lookup, list(messages), sum(map(message_bytes, messages)))
-        self._limit_waiting_bytes()
+
+    def limit_waiting_bytes(self) -> None:
+        """End waits, that of the DID with the most bytes first, until the waiting messages are within their shares.
+
+        It looks at every wait, and thousands of them may pause before a refresh: call it once for each batch.
+        """
+        total = sum(wait.bytes for wait in self._waiting.values())
+        for did, wait in sorted(self._waiting.items(), key=lambda item: -item[1].bytes):
+            within_share = wait.bytes <= self._inbox.max_bytes * MAX_WAITING_SHARE_OF_DID
+            if within_share and total <= self._inbox.max_bytes * MAX_WAITING_SHARE:
+                return
+            log.debug("key.unavailable", did=did, error=f"{wait.bytes} bytes of messages wait for the key")
+            wait.lookup.cancel()
+            self._end_wait(did, UNAVAILABLE)
+            total -= wait.bytes
 
     async def run(self) -> NoReturn:
         """Raise the first unexpected exception of a lookup: its messages would wait forever."""
@@ -149,18 +163,6 @@ class KeyLookups:
     def _end_wait(self, did: str, result: KeyState) -> None:
         self._results[did] = result
         self._inbox.put_back(self._waiting.pop(did).messages)
-
-    def _limit_waiting_bytes(self) -> None:
-        """End waits, that of the DID with the most bytes first, until the waiting messages are within their shares."""
-        total = sum(wait.bytes for wait in self._waiting.values())
-        for did, wait in sorted(self._waiting.items(), key=lambda item: -item[1].bytes):
-            within_share = wait.bytes <= self._inbox.max_bytes * MAX_WAITING_SHARE_OF_DID
-            if within_share and total <= self._inbox.max_bytes * MAX_WAITING_SHARE:
-                return
-            log.debug("key.unavailable", did=did, error=f"{wait.bytes} bytes of messages wait for the key")
-            wait.lookup.cancel()
-            self._end_wait(did, UNAVAILABLE)
-            total -= wait.bytes
 
     @asynccontextmanager
     async def _slot(self, did: str) -> AsyncIterator[None]:
