@@ -129,8 +129,8 @@ class StreamContinuity:
     async def _report_missing(self, first_seq: int, last_seq: int) -> None:
         """Open a gap, or complete the one that was announced."""
         connection = self._subscription.connection
-        if connection is not None and connection.skips:
-            return  # only the message over the size limit is missing, and it is a dead letter
+        if connection is not None and connection.skips and last_seq <= (connection.cursor or 0):
+            return  # only messages over the size limit are missing, and they are dead letters
         if self._announced is None:
             await self._open(self._gap(GapReason.CURSOR_OUTDATED, first_seq, last_seq))
         else:

@@ -251,6 +251,17 @@ async def test_a_gap_is_stored_before_the_first_message_after_it() -> None:
         ]
 
 
+@pytest.mark.parametrize(("first", "missed"), [(7, False), (8, False), (9, True)])
+async def test_a_skipped_position_hides_no_other_missing_message(first: int, missed: bool) -> None:
+    """Messages 6 and 7 are over the size limit. A relay may send the message at the cursor, or begin after it."""
+    consumer = RunningConsumer(identity(first, OWN_DID), shard=Shard(), cursors=[AT_FIVE])
+    consumer.subscription.connection = Connection(RELAY, 7, skips=3)
+    async with consumer:
+        await until(lambda: consumer.inbox.unsettled == 1)
+        gaps = [Gap(RELAY, "0/1", GapReason.CURSOR_OUTDATED, first_seq=6, last_seq=8)] if missed else []
+        assert [opened.gap for opened in consumer.store.gaps] == gaps
+
+
 async def test_a_gap_of_the_former_owner_of_the_shard_is_known_before_the_first_message() -> None:
     consumer = RunningConsumer(identity(5, OWN_DID), shard=Shard(), cursors=[AT_FIVE])
     await consumer.gaps.refresh()
