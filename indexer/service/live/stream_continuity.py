@@ -14,6 +14,7 @@ from indexer.service.live.stream_entry import Continuity, StreamEntries, StreamE
 from indexer.service.open_gaps import OpenGaps
 from indexer.service.periodic import DatabaseAttempt
 from indexer.sync.events import Event, MalformedEvent, UnknownEvent
+from indexer.sync.frames import MAX_SEQ
 from indexer.sync.gap import Gap, OpenGap
 
 PROOF_TIMEOUT = 15.0
@@ -141,7 +142,8 @@ class StreamContinuity:
         return await _retry(lambda: self._gaps.open(gap))
 
     def _gap(self, reason: GapReason, first_seq: int, last_seq: int | None = None) -> Gap:
-        return Gap(self.entry.relay, self._shard, reason, first_seq, last_seq)
+        first = first_seq if first_seq <= MAX_SEQ else None  # no message can follow the highest number
+        return Gap(self.entry.relay, self._shard, reason, first, last_seq)
 
 
 async def _retry(attempt: Callable[[], Awaitable[T]]) -> T:

@@ -1,5 +1,6 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Any, Self, cast
 
 import pytest
@@ -260,6 +261,19 @@ async def test_a_skipped_position_hides_no_other_missing_message(first: int, mis
         await until(lambda: consumer.inbox.unsettled == 1)
         gaps = [Gap(RELAY, "0/1", GapReason.CURSOR_OUTDATED, first_seq=6, last_seq=8)] if missed else []
         assert [opened.gap for opened in consumer.store.gaps] == gaps
+
+
+async def test_a_gap_after_the_highest_number_can_be_stored() -> None:
+    """Postgres has no number above it. An error would end the daemon again and again."""
+    info = message_frame("#info", {"name": "OutdatedCursor", "message": ""})
+    cursor = replace(AT_FIVE, seq=MAX_SEQ)
+    for frames in ([info], []):
+        consumer = RunningConsumer(*frames, shard=Shard(), cursors=[cursor], proof_timeout=0.0)
+        async with consumer:
+            await until(lambda consumer=consumer: consumer.position.relay != "")  # type: ignore[misc]
+            consumer.subscription.connection = Connection(RELAY, MAX_SEQ - 1)
+            await consumer.continuity.check_silence()
+            assert [opened.gap.first_seq for opened in consumer.store.gaps] == [None]
 
 
 async def test_a_gap_of_the_former_owner_of_the_shard_is_known_before_the_first_message() -> None:
