@@ -3,6 +3,7 @@ import json
 import random
 from collections.abc import Iterable
 from math import inf
+from time import time
 
 import asyncpg
 import pytest
@@ -231,6 +232,15 @@ async def test_the_cursor_never_decreases(store: Store, sql: asyncpg.Connection)
     await store.write(Batch(cursor=Cursor(RELAY, "1/2", 4)))
     rows = await sql.fetch("select shard, seq, event_time from atproto.cursors order by shard")
     assert [tuple(row) for row in rows] == [("0/1", 9, "a time\ufffd of any form"), ("1/2", 4, None)]
+
+
+async def test_time_of_the_cursor_goes_back_only_from_before_the_clock_was_set_back(store: Store) -> None:
+    now = time()
+    for seq, caught_up_at, stored in ((1, now - 9, now - 9), (2, now - 99, now - 9), (3, now + 86_400, now + 86_400)):
+        await store.write(Batch(cursor=Cursor(RELAY, "0/1", seq, caught_up_at=caught_up_at)))
+        assert [cursor.caught_up_at for cursor in await store.cursors()] == pytest.approx([stored])
+    await store.write(Batch(cursor=Cursor(RELAY, "0/1", 4, caught_up_at=now)))
+    assert [cursor.caught_up_at for cursor in await store.cursors()] == pytest.approx([now])
 
 
 async def test_a_new_epoch_replaces_the_cursor(store: Store) -> None:

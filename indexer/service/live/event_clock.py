@@ -27,7 +27,7 @@ _Vote = tuple[float, str]
 
 
 class EventClock:
-    """Estimates the time of the stream. It only increases, and it is never ahead of the clock of this machine.
+    """Estimates the time of the stream. It only increases, while the clock of this machine does.
 
     The `time` of an event is what its PDS, or its account, says. So an account has one vote per batch, times outside of
     the possible range do not count, one registered domain has at most a share of the votes, and the median decides.
@@ -64,12 +64,16 @@ class EventClock:
                 votes[did] = (min(seconds, now), domain)
         median = _quantile(votes.values(), 1 / 2)
         if median is not None:
-            self.advance(median)
+            self.advance(median, now)
             self._remember(votes)
 
-    def advance(self, seconds: float) -> None:
-        """Note that everything until this time is stored."""
-        self.reached = seconds if self.reached is None else max(self.reached, seconds)
+    def advance(self, seconds: float, now: float) -> None:
+        """Note that everything until this time is stored. It goes back only if the clock of this machine was set back.
+
+        Otherwise the lag would be 0 until that clock reaches the time that it has shown before.
+        """
+        set_back = self.reached is not None and self.reached > now + MAX_AHEAD
+        self.reached = seconds if self.reached is None or set_back else max(self.reached, seconds)
 
     def _remember(self, votes: dict[str, _Vote]) -> None:
         """Keep the votes of the latest accounts, which come first."""
