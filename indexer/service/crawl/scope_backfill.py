@@ -148,6 +148,8 @@ class ScopeBackfill:
         for recheck in await self._store.rechecks(self._shard):
             if recheck.collection not in added_in:
                 await self._store.save_crawl_progress(replace(recheck, finished_at=time()))
+            elif recheck.began_at > time():  # before the clock was set back
+                await self._store.save_crawl_progress(replace(recheck, began_at=time()))
             elif time() >= recheck.began_at + self._recheck[recheck.found]:
                 try:
                     found = await self._find_incomplete(sources, recheck, added_in[recheck.collection])

@@ -1,4 +1,6 @@
-"""A change of the scope while the stream of the relay is lost, whose lists would be read."""
+"""A change of the scope while the stream of the relay is lost, whose lists would be read, or the clock is wrong."""
+
+from time import time
 
 import asyncpg
 import orjson
@@ -9,6 +11,7 @@ from indexer.outbound import OutboundClient
 from indexer.service.crawl.scope_backfill import ScopeBackfill
 from indexer.service.current_scope import CurrentScope
 from indexer.store import Store
+from indexer.sync.crawl_progress import CrawlProgress
 from indexer.sync.shard import Shard
 from tests.outbound.scripted_host import ScriptedHost, http_response
 from tests.store.repo_rows import did, insert, synchronized
@@ -43,3 +46,24 @@ async def test_relay_that_is_lost_before_its_list_is_read_is_not_one_that_offers
     assert {name for name in ("listed", "without") if repos[did(name)].sync_reason} == {"listed"}
     [recheck] = await store.rechecks(Shard())
     assert len(host.requests) == 1 + recheck.found, "a repetition that read no list does not count"
+
+
+async def test_list_is_compared_again_although_the_clock_was_set_back(
+    store: Store, host: ScriptedHost, outbound: OutboundClient
+) -> None:
+    """The clock was a year ahead when the list was compared for the first time."""
+    scope = CurrentScope(store, STORE_ALL)
+    await scope.begin()
+    await store.set_collections([POST])
+    await store.set_collections([POST, LIKE])
+    await scope.refresh()
+    year_ahead = time() + 365 * 86_400
+    await store.save_crawl_progress(CrawlProgress("recheck", "", LIKE, began_at=year_ahead))
+    host.pages[LIST] = http_response(orjson.dumps({"repos": []}))
+    backfill = ScopeBackfill(
+        store, outbound, scope, lambda: [host.url], Shard(), Metrics(), settle=0.0, recheck=(0.0,), recheck_poll=0.0
+    )
+    await backfill.step()
+    await backfill.step()
+    assert await store.rechecks(Shard()) == []
+    assert len(host.requests) == 1
