@@ -366,7 +366,7 @@ LOG_EVENTS: dict[str, LogEvent] = {
         ("warning",),
         ("relay", "asked"),
         "The repo list lacks many stored accounts.",
-        "The hosting status of the rest is not asked for.",
+        "The next reconciliation asks for the hosting status of the rest.",
     ),
     "relay.connected": LogEvent(
         ("info",),

@@ -45,7 +45,8 @@ from indexer.sync.shard import Shard
 MAX_PENDING_PAGES = 100
 """Pages that wait for their second comparison, each with at most a thousand repos."""
 MAX_UNLISTED = 10_000
-"""Accounts that are missing in the list, and whose hosting status is asked for, in one reconciliation."""
+"""Accounts that are missing in the list, and whose hosting status is asked for, in one reconciliation. The next one
+continues after them."""
 _HOSTING = attrgetter("active", "hosting_status", "hosting_relay", "hosting_epoch", "hosting_seq")
 _PAGE_SIZE = 5_000
 MAX_RESUME_SECONDS = 86_400.0
@@ -160,6 +161,7 @@ class Reconciliation:
         self.waits_until: float | None = None
         self._compared: dict[str, int] = {}
         self._listed: _ListedBy | None = None
+        self._unlisted_after = ""
 
     @property
     def progress(self) -> str | None:
@@ -341,15 +343,17 @@ class Reconciliation:
 
     async def _hide_unlisted(self, progress: CrawlProgress) -> int:
         """Hide accounts that the whole list did not contain as active, if the relay confirms it; return how many."""
-        listed, hidden, asked, last = self._listed_by(progress), 0, 0, ""
+        listed, hidden, asked, last = self._listed_by(progress), 0, 0, self._unlisted_after
         while listed is not None and (page := await self._store.active_repos(last, self._buckets, _PAGE_SIZE)):
-            last = page[-1]
             for did in [did for did in page if did not in listed]:
                 if asked >= MAX_UNLISTED:
                     log.warning("reconciliation.many-unlisted", relay=progress.source, asked=asked)
+                    self._unlisted_after = last
                     return hidden
-                asked += 1
+                asked, last = asked + 1, did
                 hidden += await self._follow_status(progress.source, did, active=False)
+            last = page[-1]
+        self._unlisted_after = ""
         return hidden
 
     async def _follow_status(self, source: str, did: str, *, active: bool) -> bool:

@@ -105,6 +105,22 @@ async def test_pds_reports_only_the_accounts_that_it_hosts(
     assert len(host.requests) == 3, "the PDS was asked about both accounts"
 
 
+async def test_next_reconciliation_asks_for_unlisted_accounts_beyond_the_limit(
+    store: Store, sql: asyncpg.Connection, host: ScriptedHost, outbound: OutboundClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The relay does not list the accounts. It says of the last one only that it is not active."""
+    monkeypatch.setattr("indexer.service.crawl.reconcile.MAX_UNLISTED", 2)
+    names = sorted(["a", "b", "c", "d", "e"], key=did)
+    await insert(store, *map(stored, names))
+    host.pages[path()] = page()
+    for name in names:
+        serve_status(host, name, active=name != names[-1])
+    reconciliation = make_reconciliation(store, outbound, host)
+    for _ in range(3):
+        await reconciliation.reconcile(host.url, ignore_progress)
+    assert [row["did"] for row in await sql.fetch("select did from indexer.repo where not active")] == [did(names[-1])]
+
+
 async def test_account_that_is_not_listed_is_hidden_if_the_relay_says_so(
     store: Store, sql: asyncpg.Connection, host: ScriptedHost, outbound: OutboundClient
 ) -> None:
