@@ -69,8 +69,9 @@ class VerificationAhead:
         if chosen:
             running = CommitsBeingVerified(self._core, chosen, context)
             if sum([_cost(event) for event, _ in chosen]) > MAX_LOOP_COST:
-                await asyncio.to_thread(running.wait)
-            self.prepared |= running.results()
+                await self._collect(running)
+            else:
+                self.prepared |= running.results()
         return self.prepared
 
     def begin(self, repos: Mapping[str, Repo], context: PlanContext, batch_size: int) -> None:
@@ -108,7 +109,7 @@ class VerificationAhead:
         self.prepared = PreparedCommits()
 
     async def _collect(self, running: CommitsBeingVerified) -> None:
-        """Take the results some at a time, while the event loop mostly waits for the database."""
+        """Wait for the results in a thread, and take some at a time."""
         await asyncio.to_thread(running.wait)
         while part := running.next_results(COMMITS_AT_A_TIME):
             self.prepared |= part
