@@ -13,7 +13,7 @@ from indexer.sync.events import AccountEvent, CommitEvent, IdentityEvent, RepoEv
 from indexer.sync.plans import NeedsKey, Plan, RecordChange
 from indexer.sync.policy import KeyState, PlanContext, is_future
 from indexer.sync.record_change import RecordConverter
-from indexer.sync.repo_state import DELETED, PARKED, TOMBSTONED, Head, Repo, SyncStatus
+from indexer.sync.repo_state import DELETED, OUT_OF_SCOPE, PARKED, TOMBSTONED, Head, Repo, SyncStatus
 from indexer.sync.repo_transitions import (
     Outcome,
     Trigger,
@@ -30,6 +30,7 @@ from indexer.sync.verify import VerifiedCommit, verify_sync
 
 FIRST_COMMIT_SECONDS = 3.0
 """Time that the resync of a new account waits for its first commit, which may contain the whole repo."""
+_OWN_STATUSES = frozenset({OUT_OF_SCOPE, TOMBSTONED})
 
 
 def plan_event(repo: Repo, event: RepoEvent, size: int, key: KeyState | None, context: PlanContext) -> Plan | NeedsKey:
@@ -263,7 +264,7 @@ def _plan_account(repo: Repo, event: AccountEvent, context: PlanContext) -> Plan
     after = amend(
         repo,
         active=event.active,
-        hosting_status=event.status,
+        hosting_status=_reported(event.status),
         hosting_relay=context.relay,
         hosting_epoch=context.epoch,
         hosting_seq=event.seq,
@@ -304,7 +305,15 @@ def plan_hidden(repo: Repo, status: str | None, now: float, deletion_grace: floa
     if not repo.active:
         return repo
     erase_at = now + deletion_grace if status == DELETED else None
-    return amend(repo, active=False, hosting_status=status, erase_at=erase_at)
+    return amend(repo, active=False, hosting_status=_reported(status), erase_at=erase_at)
+
+
+def _reported(status: str | None) -> str | None:
+    """Return the hosting status that upstream reports; None for one that only this program may give.
+
+    Otherwise an account that its PDS hides with the status `tombstoned` would be shown as soon as its DID is looked up.
+    """
+    return None if status in _OWN_STATUSES else status
 
 
 def _returned(repo: Repo, now: float) -> Repo:

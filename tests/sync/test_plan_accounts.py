@@ -19,7 +19,7 @@ from indexer.sync.plan_event import (
 )
 from indexer.sync.plan_resync import plan_failure
 from indexer.sync.plans import Plan
-from indexer.sync.repo_state import PARKED, TOMBSTONED, Head, Repo, SyncStatus
+from indexer.sync.repo_state import OUT_OF_SCOPE, PARKED, TOMBSTONED, Head, Repo, SyncStatus
 from indexer.sync.repo_transitions import Outcome, Trigger, move, synchronize
 from tests.sync.planning import DESYNCHRONIZED, SYNCHRONIZED, plan
 from tests.sync.signing_account import CONTEXT, NOW, RELAY, SigningAccount
@@ -193,6 +193,16 @@ def test_a_repo_whose_did_is_gone_is_hidden_and_erased_after_the_grace_period() 
 def test_whether_a_did_exists_changes_no_other_repo(fields: dict[str, Any], exists: bool) -> None:
     repo = ROW._replace(**fields)
     assert plan_existence(repo, NOW, TOMBSTONE_GRACE, exists=exists) is repo
+
+
+@pytest.mark.parametrize("status", [TOMBSTONED, OUT_OF_SCOPE])
+def test_account_that_upstream_hides_with_a_status_of_this_program_stays_hidden(status: str) -> None:
+    alice = SigningAccount()
+    reported = plan(alice.row(), "account", alice.account_event(active=False, status=status), None).repo
+    for hidden in (reported, plan_hidden(ROW, status, NOW, TOMBSTONE_GRACE)):
+        assert (hidden.active, hidden.hosting_status) == (False, None)
+        assert plan_existence(hidden, NOW, TOMBSTONE_GRACE, exists=True) is hidden
+        assert plan_active(hidden, NOW).active, "a reconciliation shows it when the relay says so"
 
 
 def test_a_repo_whose_did_exists_again_is_resynchronized() -> None:
