@@ -248,10 +248,11 @@ Every log line of this program has `timestamp`, `level`, `logger` and `event`, a
 
 A line of the level info or above is a change of state. What can happen for each message, repo or
 host is counted: it has lines of the level debug only (`INDEXER_LOG_LEVEL=debug`), and belongs to a
-[condition](operations.md#log-lines-during-an-outage) or to a summary. This page is generated from
-the code.
+[condition](operations.md#log-lines-during-an-outage) or to a summary. A *warning* needs an operator
+only if the last column says what to do, or if it is repeated. An *error* needs one soon, or it is
+a bug. The [runbook](runbook.md) has the steps. This page is generated from the code.
 
-| event | level | fields | what happened | what happens next |
+| event | level | fields | what happened | what happens next, or what to do |
 |---|---|---|---|---|
 {rows}"""
 

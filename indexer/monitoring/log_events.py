@@ -94,7 +94,8 @@ LOG_EVENTS: dict[str, LogEvent] = {
         ("warning",),
         ("reader", "behind", "seconds", "seq"),
         "A consumer is behind by more than INDEXER_CONSUMER_LAG_ALARM.",
-        "The change log retains what it has not read, up to twice INDEXER_CHANGE_BYTES.",
+        "The change log retains what it has not read, up to twice INDEXER_CHANGE_BYTES. Repair the consumer, or "
+        "unregister it (`atproto.unregister_reader`) if it is not used any more.",
     ),
     "consumer.session-ended": LogEvent(
         ("error",),
@@ -187,7 +188,7 @@ LOG_EVENTS: dict[str, LogEvent] = {
         ("warning",),
         ("error",),
         "The database does not answer at the start.",
-        "The daemon tries again at least every 15 seconds.",
+        "The daemon tries again at least every 15 seconds. Check INDEXER_DATABASE_URL and the server if this lasts.",
     ),
     "erasure.done": LogEvent(
         ("info",),
@@ -212,7 +213,8 @@ LOG_EVENTS: dict[str, LogEvent] = {
         ("warning",),
         ("consumer",),
         "Another process serves the feed for clients of tap.",
-        "Clients of this process wait. It serves them when the session of the other process ends.",
+        "Clients of this process wait. It serves them when the session of the other process ends. Connect them to the "
+        "process that logged `feed.began`.",
     ),
     "gap.closed": LogEvent(
         ("info",),
@@ -360,7 +362,8 @@ LOG_EVENTS: dict[str, LogEvent] = {
         ("warning",),
         ("relay", "error"),
         "The relay's repo list could not be read to its end.",
-        "The next relay is asked, then this one again after a growing pause.",
+        "The next relay is asked, then this one again after a growing pause. A gap stays open until a list was read: "
+        "see docs/runbook.md#gapopen if this lasts for hours.",
     ),
     "reconciliation.many-unlisted": LogEvent(
         ("warning",),
@@ -396,7 +399,8 @@ LOG_EVENTS: dict[str, LogEvent] = {
         ("warning",),
         ("relay", "error"),
         "The open connection to the relay was lost.",
-        "The daemon reconnects after a pause; until then, /readyz shows relay-disconnected.",
+        "The daemon reconnects after a pause; until then, /readyz shows relay-disconnected. If this lasts for minutes, "
+        "see docs/runbook.md#relaydisconnected.",
     ),
     "relay.sequence-restarted": LogEvent(
         ("error",),
@@ -414,7 +418,8 @@ LOG_EVENTS: dict[str, LogEvent] = {
         ("warning",),
         ("relay", "error", "attempts"),
         "No connection to a relay could be opened; `attempts` counts since the last connection.",
-        "The daemon tries again. It logs the attempts 1, 2, 4, 8 and so on.",
+        "The daemon tries again. It logs the attempts 1, 2, 4, 8 and so on. If this lasts for minutes, see "
+        "docs/runbook.md#relaydisconnected.",
     ),
     "repo.erased": LogEvent(
         ("debug",),
@@ -565,7 +570,8 @@ LOG_EVENTS: dict[str, LogEvent] = {
         ("warning",),
         ("shard", "holders"),
         "Sessions of other processes hold a part of this shard.",
-        "This process waits until they end.",
+        "This process waits until they end, which is normal during an upgrade. Otherwise two processes have the same "
+        "INDEXER_SHARD: stop one of them.",
     ),
     "thread.failed": LogEvent(
         ("error",),
