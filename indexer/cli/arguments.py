@@ -53,6 +53,12 @@ class OutputFile(click.Path):
         return path
 
 
+class WholeNumber(click.IntRange):
+    """A whole number within a range. click calls its own type "integer range", which an error message would repeat."""
+
+    name = "integer"
+
+
 def parse_did(text: str) -> str:
     """Return the DID; raise ValueError if it is not one."""
     if not is_did(text):
@@ -143,7 +149,7 @@ LISTEN_ADDRESS = CheckedParameter("host:port", parse_listen_address)
 ORIGIN = CheckedParameter("url", parse_origin)
 REASON = CheckedParameter("reason", parse_reason)
 START = CheckedParameter("position", parse_position)
-DEAD_LETTER_ID = click.IntRange(1, 2**63 - 1)
+DEAD_LETTER_ID = WholeNumber(1, 2**63 - 1)
 
 
 def read_dids(file: IO[str]) -> Iterator[str]:

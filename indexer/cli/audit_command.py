@@ -4,7 +4,7 @@ from contextlib import aclosing
 
 import click
 
-from indexer.cli.arguments import DID
+from indexer.cli.arguments import DID, WholeNumber
 from indexer.cli.audit import audit_concurrency, open_auditor
 from indexer.cli.audit_result import AuditSummary, RepoAudit
 from indexer.cli.command import ExitCode, command, json_lines_option
@@ -21,7 +21,7 @@ DEFAULT_SAMPLE = 100
 @click.argument("dids", nargs=-1, metavar="[DID…]", type=DID)
 @click.option(
     "--sample",
-    type=click.IntRange(1, 1_000_000),
+    type=WholeNumber(1, 1_000_000),
     metavar="N",
     help=f"Audit N random synchronized repos. Default without DIDs: {DEFAULT_SAMPLE}.",
 )

@@ -2,7 +2,7 @@
 
 import click
 
-from indexer.cli.arguments import LISTEN_ADDRESS
+from indexer.cli.arguments import LISTEN_ADDRESS, WholeNumber
 from indexer.cli.command import ExitCode, command, config_file, json_option
 from indexer.cli.output import echo_result, progress_console
 from indexer.cli.progress_bars import show_progress
@@ -17,7 +17,7 @@ from indexer.settings import Settings, load_demo_settings
 @click.option(
     "--processes",
     default=1,
-    type=click.IntRange(1, 64),
+    type=WholeNumber(1, 64),
     help="Number of daemon processes; each owns a range of buckets.",
 )
 async def run_command(settings: Settings, *, no_migrate: bool, processes: int) -> int:

@@ -37,6 +37,7 @@ REFRESH_SECONDS = 0.25
 KEPT_COMMITS_PER_SECOND = 4.0
 """Rate of commits after the comparison, with `--keep`."""
 STOP_SECONDS = 25.0
+"""Maximum time from a signal to the end of the process, with `--keep`."""
 MAX_LISTED_DIFFERENCES = 10
 
 
@@ -80,6 +81,7 @@ async def demo(
         address = await stack.enter_async_context(daemon.serve_http())
         console.print(f"The daemon verifies with the core {daemon.core.name} and consumes {network.relay_url}.")
         console.print(f"Status page and metrics: http://{address}/")
+        console.print(f"The accounts act for {seconds:.0f} s. Then database and network are compared ...")
         serving = await stack.enter_async_context(_running(daemon))
         scenario = Scenario(network)
         comparison = await _run_scenario(network, daemon, serving, scenario, seconds, console)

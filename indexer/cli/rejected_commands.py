@@ -6,7 +6,7 @@ from typing import IO
 
 import click
 
-from indexer.cli.arguments import DEAD_LETTER_ID, DID, REASON
+from indexer.cli.arguments import DEAD_LETTER_ID, DID, REASON, WholeNumber
 from indexer.cli.command import ExitCode, command, config_option, json_lines_option, json_option, report_error
 from indexer.cli.database import open_store
 from indexer.cli.dead_letter_text import (
@@ -47,7 +47,7 @@ def rejected_command(config: Path | None) -> None:
 )
 @click.option("--did", metavar="DID", type=DID, help="List only messages that name this DID.")
 @click.option(
-    "--limit", default=50, show_default=True, type=click.IntRange(1, 1_000_000), help="Maximum number of messages."
+    "--limit", default=50, show_default=True, type=WholeNumber(1, 1_000_000), help="Maximum number of messages."
 )
 @json_lines_option
 async def list_command(
