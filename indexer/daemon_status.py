@@ -54,6 +54,7 @@ from indexer.store import DeliveryState, RejectionSummary, Store
 READ_SECONDS = 5.0
 """Interval at which the database is read, as long as the page is open in a browser."""
 READ_TIMEOUT = 3.0
+"""Seconds after which a read of the database is given up. The page then shows what was read before."""
 _REJECTION_TEXTS = {str(reason): reason.text for reason in Rejection}
 
 
@@ -220,7 +221,7 @@ def _resync_status(running: RunningResync, now: float) -> ResyncStatus:
         did=short(slot.did),
         host=short(slot.host),
         phase=slot.phase,
-        phase_seconds=max(0.0, now - max(slot.phase_since, slot.started_at)),
+        phase_seconds=max(0.0, now - max(slot.phase_since, slot.started_at)),  # `phase_since` is 0 in the first phase
         seconds=max(0.0, now - slot.started_at),
         received_bytes=None if download is None else download.received,
         bytes_per_second=None if download is None else round(download.rate, 1),
@@ -229,6 +230,7 @@ def _resync_status(running: RunningResync, now: float) -> ResyncStatus:
 
 
 def _slot_name(slot: Slot) -> str:
+    """Return what the resync occupies: a large-repo slot, a worker, or neither because it is written or set aside."""
     if slot.large:
         return "large"
     return "writing" if slot.writing else "aside" if slot.aside else "worker"

@@ -15,8 +15,8 @@ _UNSIGNED, _NEGATIVE, _BYTES, _TEXT, _ARRAY, _MAP, _TAG, _SIMPLE_OR_FLOAT = rang
 _ONE_BYTE_ARGUMENT = 24
 _EIGHT_BYTE_ARGUMENT = 27
 _SMALLEST = {1: 24, 2: 1 << 8, 4: 1 << 16, 8: 1 << 32}  # the smallest argument that needs so many bytes
-_SIMPLE = {0xF4: False, 0xF5: True, 0xF6: None}
-_FLOAT64 = 0xFB
+_SIMPLE = {0xF4: False, 0xF5: True, 0xF6: None}  # by the first byte
+_FLOAT64 = 0xFB  # the first byte of a float of 64 bits, the only form that is allowed
 _LINK_TAG = 42
 
 
@@ -94,7 +94,7 @@ class _Reader:
             raise ValueError(f"the object ends at byte {self._position} of {len(self._data)}")
 
     def _head(self) -> tuple[int, int]:
-        """Return a major type and its argument: the first byte of a simple value or float."""
+        """Return a major type and its argument. For a simple value or a float, the first byte replaces the argument."""
         if self._position >= len(self._data):
             raise self._truncated()
         first = self._data[self._position]

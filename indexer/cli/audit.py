@@ -170,6 +170,7 @@ class Auditor:
         return comparison.result
 
     async def _in_thread(self, work: Callable[P, T], *args: P.args, **_: P.kwargs) -> T:
+        """Run a function in the thread, with positional arguments only: the type of `args` requires that of `_`."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, partial(work, *args))
 
 

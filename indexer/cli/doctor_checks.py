@@ -31,16 +31,18 @@ from indexer.sync.events import InfoEvent, StreamError
 from indexer.sync.shard import Placement
 
 TIMEOUT = 20.0
-"""Seconds that a check may take."""
+"""Seconds that a check may take, besides the wait for the facts about the database."""
 DATABASE_TIMEOUT = 60.0
 """Seconds until the facts about the database are known: the embedded Postgres may have to start."""
 CONNECT_TIMEOUT, MESSAGE_TIMEOUT = 10.0, 5.0
 """Seconds to connect to a relay, and to wait for its next message."""
 
 MIN_FREE_BYTES, FEW_FREE_BYTES = 10**9, 10 * 10**9
+"""Free space of the data directory, in bytes. Less than the first is a failure, less than the second a warning."""
 MIN_SHARED_BUFFERS, MIN_WAL_SIZE = 256 * 2**20, 2 * 2**30
+"""Bytes of `shared_buffers` and `max_wal_size` below which there is a warning."""
 HUGE_PAGES_FROM = 4 * 2**30
-"""The size of `shared_buffers` from which huge pages are recommended."""
+"""Bytes of `shared_buffers` from which huge pages are recommended."""
 MAX_CLOCK_DIFFERENCE = 5.0
 """Seconds by which clocks may differ without a warning. A Date header has whole seconds, and requests take time."""
 OTHER_FILES = 300
@@ -59,6 +61,7 @@ INTERPRETER_ACTION = (
     "--enable-optimizations --with-lto."
 )
 DOCUMENT_BYTES = 65_536
+"""Maximum size of a response of a relay or a directory."""
 DIRECTORY_ANSWERS = frozenset({200, 404, 410})
 """A directory that denies the account answers, too."""
 
@@ -277,7 +280,7 @@ def database_setting_findings(facts: ServerFacts, settings: Settings) -> list[Fi
         _size("max_wal_size", sizes, MIN_WAL_SIZE, "Set it to 4GB or more, so that checkpoints are rare."),
     ]
     if sizes["shared_buffers"] >= HUGE_PAGES_FROM:
-        advice = "Writes use less CPU with huge pages: let the kernel reserve them. See docs/operations.md."
+        advice = "Let the kernel reserve huge pages, which save CPU: docs/operations.md#configure-postgres."
         findings.append(_setting("huge_pages_status", values, Level.WARN, advice, {"off"}))
     return [*findings, _connections_finding(facts, settings)]
 

@@ -119,12 +119,18 @@ class NativeReader:
         return len(self._export)
 
     def _feed(self, data: bytes) -> bool:
+        """Give bytes to the native core; return False if it leaves some of them to `CarReader`.
+
+        Raises:
+            UnavailableError: SPOOL_FULL if the file cannot be created, or the disk is full.
+        """
         try:
             return self._export.feed(data)
         except OSError as error:
             raise UnavailableError(FetchFailure.SPOOL_FULL, str(error)) from error
 
     def _read_rest(self, rest: CarReader, chunk: bytes) -> None:
+        """Split bytes into blocks in Python, and let the native core store each block."""
         for cid, block, _ in rest.feed(chunk):
             if not self._feed(_section(cid + block)):
                 raise UpstreamError(Rejection.CAR_MALFORMED, f"a block of {len(block)} bytes")

@@ -26,6 +26,8 @@ from indexer.store.lexicon_rows import load_lexicons
 
 PREFIX = "lexicon_"
 _HASH_CHARACTERS = 12
+_GIN_KINDS = frozenset({FieldKind.TEXT_ARRAY, FieldKind.ARRAY, FieldKind.OBJECT, FieldKind.ANY})
+"""Kinds of columns that only a GIN index can contain."""
 
 _INDEXES = """
     select c.relname as name, i.indisvalid as valid, obj_description(c.oid, 'pg_class') as comment
@@ -58,6 +60,7 @@ class LexiconIndex(NamedTuple):
     """An index on columns of a view.
 
     Attributes:
+        name: The name of the index in Postgres.
         nsid: The NSID of the record type; empty if the index was left without its comment.
         columns: The columns, separated by commas.
         valid: False if building it was interrupted, so that no query uses it.
@@ -84,7 +87,13 @@ class BuildProgress(NamedTuple):
 
 
 class _Definition(NamedTuple):
-    """Parts of the statement that builds an index. The database has quoted them."""
+    """Parts of the statement that builds an index. The database has quoted them.
+
+    Attributes:
+        method: The access method: btree, hash or gin.
+        expressions: The columns and expressions, separated by commas, with their operator class if they need one.
+        collection: The literal with which the condition of the index compares the collection.
+    """
 
     method: str
     expressions: str
@@ -190,52 +199,59 @@ async def _is_current(
 async def _definition(
     connection: asyncpg.Connection, nsid: str, columns: Sequence[str], fields: Mapping[str, ViewField]
 ) -> _Definition:
+    """Return the parts of the statement that builds an index on these columns.
+
+    Raises:
+        UnknownColumnError: There is no such column, or no index can contain these columns.
+    """
     known = indexable_columns(fields.values())
-    parts, kinds, size = [], [], 0
+    parts: list[str] = []
+    of_lexicon: list[IndexableColumn] = []  # the columns that are not keys
+    max_bytes = 0  # of all columns of a row together
     for column in columns:
         if column in INDEXABLE_KEYS:
             parts.append(column)
-            size += INDEXABLE_KEYS[column]
+            max_bytes += INDEXABLE_KEYS[column]
         elif column in known:
             field = json.dumps(known[column].field.to_json())
             expression: str = await connection.fetchval(_EXPRESSION, field, known[column].position + 1)
             parts.append(f"({expression})")
-            kinds.append(known[column])
-            size += known[column].max_bytes
+            of_lexicon.append(known[column])
+            max_bytes += known[column].max_bytes
         else:
             names = ", ".join([*known, *INDEXABLE_KEYS])
             raise UnknownColumnError(f"{nsid} has no column {column}; the columns are {names}")
-    if not kinds:
+    if not of_lexicon:
         raise UnknownColumnError(f"{nsid}: an index needs a column of the lexicon; {', '.join(columns)} are keys")
-    method = _method(nsid, columns, kinds, size)
-    operators = " jsonb_path_ops" if method == "gin" and kinds[0].kind is not FieldKind.TEXT_ARRAY else ""
+    method = _method(nsid, columns, of_lexicon, max_bytes)
+    operators = " jsonb_path_ops" if method == "gin" and of_lexicon[0].kind is not FieldKind.TEXT_ARRAY else ""
     collection: str = await connection.fetchval(_LITERAL, nsid)
     return _Definition(method, ", ".join(parts) + operators, collection)
 
 
-def _method(nsid: str, columns: Sequence[str], kinds: Sequence[IndexableColumn], size: int) -> str:
-    """Return the access method of an index.
+def _method(nsid: str, columns: Sequence[str], of_lexicon: Sequence[IndexableColumn], max_bytes: int) -> str:
+    """Return the access method of an index whose values have at most `max_bytes` bytes together.
 
     A hash index and the operators for jsonb store hashes, so a value may be of any size.
+
+    Raises:
+        UnknownColumnError: No index can contain these columns.
     """
-    lists = [one for one in kinds if one.kind in _LISTS]
+    needs_gin = any(column.kind in _GIN_KINDS for column in of_lexicon)
     if len(columns) == 1:
-        if kinds[0].kind is FieldKind.TEXT and size > MAX_INDEXED_BYTES:
+        if of_lexicon[0].kind is FieldKind.TEXT and max_bytes > MAX_INDEXED_BYTES:
             return "hash"
-        if kinds[0].kind is not FieldKind.TEXT_ARRAY or size <= MAX_INDEXED_BYTES:
-            return "gin" if lists else "btree"
+        if of_lexicon[0].kind is not FieldKind.TEXT_ARRAY or max_bytes <= MAX_INDEXED_BYTES:
+            return "gin" if needs_gin else "btree"
         limit = f"may be longer than {MAX_INDEXED_BYTES} bytes"
         raise UnknownColumnError(f"{nsid}: no index can contain {columns[0]}, whose items {limit}")
-    if lists or size > MAX_INDEXED_BYTES:
+    if needs_gin or max_bytes > MAX_INDEXED_BYTES:
         names = ",".join(columns)
         raise UnknownColumnError(
             f"{nsid}: no index can contain {names} together: they must not be lists or objects, and have at most "
             f"{MAX_INDEXED_BYTES} bytes"
         )
     return "btree"
-
-
-_LISTS = frozenset({FieldKind.TEXT_ARRAY, FieldKind.ARRAY, FieldKind.OBJECT, FieldKind.ANY})
 
 
 def _prefix_of(nsid: str) -> str:
