@@ -44,10 +44,13 @@ async def show_command(settings: Settings, *, as_json: bool) -> int:
     if as_json:
         click.echo(to_json({"cursors": rows, "open_gaps": [_gap_row(gap) for gap in gaps]}))
         return ExitCode.OK
-    table = Table(*(name.replace("_", " ") for name in COLUMNS), box=None)
-    for row in rows:
-        table.add_row(*(literal_text("-" if row[name] is None else str(row[name])) for name in COLUMNS))
-    result_console().print(table)
+    if rows:
+        table = Table(*(name.replace("_", " ") for name in COLUMNS), box=None)
+        for row in rows:
+            table.add_row(*(literal_text("-" if row[name] is None else str(row[name])) for name in COLUMNS))
+        result_console().print(table)
+    else:
+        click.echo("No cursor is stored. The daemon stores one when it has processed a message.")
     for gap in gaps:
         click.echo(f"open: {describe_gap(gap)}")
     return ExitCode.OK

@@ -49,6 +49,11 @@ def test_show_prints_cursors_and_open_gaps(session: Session) -> None:
     assert RELAY in text
 
 
+@pytest.mark.usefixtures("store")
+def test_show_says_that_no_cursor_is_stored(session: Session) -> None:
+    assert session("cursor", "show").stdout.startswith("No cursor is stored.")
+
+
 async def test_reset_applies_to_all_present_shards_and_opens_a_gap_for_each(
     store: Store, database: str, session: Session
 ) -> None:
