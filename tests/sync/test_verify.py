@@ -113,22 +113,27 @@ def other(cid: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("change", "flaw"),
+    ("change", "flaw", "changes"),
     [
-        (lambda p: {"prevData": other(p["prevData"])}, Desync.INVERSION),
-        (lambda p: {"ops": p["ops"][1:]}, Desync.INVERSION),
-        (lambda p: {"ops": [p["ops"][0] | {"cid": other(p["ops"][0]["cid"])}, *p["ops"][1:]]}, Desync.OPS),
-        (lambda p: {"ops": [*p["ops"], p["ops"][0] | {"path": f"{POST}/missing"}]}, Desync.OPS),
-        (lambda p: {"ops": [p["ops"][0] | {"action": "delete"}, *p["ops"][1:]]}, Desync.OPS),
-        (lambda p: {"ops": [*p["ops"][:2], {**p["ops"][2], "prev": None}]}, Desync.LEGACY),
+        (lambda p: {"prevData": other(p["prevData"])}, Desync.INVERSION, 3),
+        (lambda p: {"ops": p["ops"][1:]}, Desync.INVERSION, 2),
+        (lambda p: {"ops": [p["ops"][0] | {"cid": other(p["ops"][0]["cid"])}, *p["ops"][1:]]}, Desync.OPS, 3),
+        (lambda p: {"ops": [*p["ops"], p["ops"][0] | {"path": f"{POST}/missing"}]}, Desync.OPS, 4),
+        (lambda p: {"ops": [p["ops"][0] | {"action": "delete"}, *p["ops"][1:]]}, Desync.OPS, 0),
+        (lambda p: {"ops": [*p["ops"][:2], {**p["ops"][2], "prev": None}]}, Desync.LEGACY, 0),
     ],
 )
-def test_an_error_after_a_valid_signature_is_a_flaw(change: Any, flaw: Desync) -> None:
+def test_an_error_after_a_valid_signature_is_a_flaw(change: Any, flaw: Desync, changes: int) -> None:
     account = account_with_posts()
     payload = account.commit(
         Write.create(f"{POST}/zzz", {"n": 1}), Write.update(f"{POST}/007", {"n": -7}), Write.delete(f"{POST}/011")
     )
-    assert verify(payload | change(payload), account.key.public).flaw is flaw
+    changed = payload | change(payload)
+    verified = verify(changed, account.key.public)
+    assert verified.flaw is flaw
+    assert (verified.did, verified.head, verified.first) == (account.did, account.head, False)
+    assert verified.prev_data == changed["prevData"]
+    assert len(verified.changes) == changes
 
 
 def test_a_later_commit_without_prev_data_is_legacy() -> None:
