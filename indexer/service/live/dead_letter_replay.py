@@ -7,7 +7,7 @@ was rejected.
 
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import time
 from typing import Literal
 
@@ -128,8 +128,10 @@ class DeadLetterReplay:
         dids = [received.did] if received.did else []
         repos = await self._store.repos(dids)
         await self._key_states.load(dids)
+        # After the row: if that is complete for a later scope, what an earlier one omits would be missing.
+        scope = await self._store.scope() or self._policy.scope
         host = host_of(dead_letter.relay) if self._upstream_is_pds else None
-        context = PlanContext(self._policy, dead_letter.relay, time(), host, dead_letter.epoch)
+        context = PlanContext(replace(self._policy, scope=scope), dead_letter.relay, time(), host, dead_letter.epoch)
         plan = plan_batch([received], repos, self._key_states.cached, context)
         while plan.needed_keys:
             [need] = plan.needed_keys.values()

@@ -123,6 +123,18 @@ def scenario(store: Store, sql: asyncpg.Connection) -> ReplayScenario:
     return ReplayScenario(store, sql)
 
 
+async def test_record_of_a_collection_that_was_added_during_the_replay_is_stored(scenario: ReplayScenario) -> None:
+    """The repo is complete for the later scope, so nothing would fetch what an earlier one omits."""
+    store = scenario.store
+    first = await store.begin_scope(Scope(collections=CollectionFilter([COLLECTIONS[1]])))
+    async with scenario.new_process(replace(STORE_ALL, scope=first)) as dead_letters:
+        later = await store.set_collections(COLLECTIONS[:2])
+        await scenario.synchronized(scope_version=later.version)
+        dead_letter_id = await scenario.reject_event("commit", scenario.owner.commit(Write.create(PATH, RECORD)))
+        assert await dead_letters.replay(dead_letter_id) == ReplayResult(dead_letter_id, Outcome.APPLIED)
+    assert await scenario.records() == {PATH}
+
+
 async def test_commit_that_extends_the_chain_is_applied(scenario: ReplayScenario) -> None:
     await scenario.synchronized()
     dead_letter_id = await scenario.reject_event("commit", scenario.owner.commit(Write.create(PATH, RECORD)))
