@@ -15,6 +15,10 @@ from indexer.reasons import FetchFailure
 from indexer.store import DatabaseError, Store
 from indexer.store.database_errors import database_errors, opening, without_password
 
+END_OTHER_TRANSACTIONS = """
+    select bool_and(pg_terminate_backend(pid, 5000)) from pg_stat_activity
+    where datname = current_database() and state = 'idle in transaction' and pid <> pg_backend_pid()
+"""
 MAX_SESSIONS = 500
 
 
@@ -156,15 +160,16 @@ async def test_failed_rollback_without_a_cancellation_is_a_database_error(limit:
 async def test_cancellation_is_not_lost_if_the_server_ends_the_session_meanwhile(
     store: Store, sql: asyncpg.Connection
 ) -> None:
-    entered: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    entered = asyncio.Event()
 
     async def use() -> None:
-        async with store._transaction() as connection:  # noqa: SLF001 - any transaction
-            entered.set_result(await connection.fetchval("select pg_backend_pid()"))
+        async with store.write_new_repos(0):
+            entered.set()
             await asyncio.sleep(60)
 
     task = asyncio.create_task(use())
-    await sql.execute("select pg_terminate_backend($1, 5000)", await entered)
+    await entered.wait()
+    assert await sql.fetchval(END_OTHER_TRANSACTIONS) is True
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
