@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from math import nan
 from pathlib import Path
 from statistics import median
 from time import monotonic
@@ -27,6 +28,7 @@ from benchmarks import cpu_usage, database_rows, floor, harness, idle_rows, live
 from benchmarks.arrival_watch import ArrivalWatch, watch_arrivals
 from benchmarks.floor import ParsedMessage
 from benchmarks.harness import TIMEOUT_SECONDS, BenchmarkError, DaemonProcess, Database, LoadProcess
+from benchmarks.processor_speed import ProcessorSpeed, sample_speed
 from benchmarks.report import MIB, MICRO, Figures, Report, costs, cpu_of, generation_progress, machine, show
 from benchmarks.workload import Workload, WorkloadSpec, load_workload
 from indexer.atproto.crypto import parse_did_key
@@ -214,7 +216,8 @@ async def measure_daemons(
         await load.command(paced[0], paced[-1], options.rate)
         began = await load.read("began")
         cpu_before = {part: cpu_usage.cpu_seconds(pids[part]) for part in pids}
-        await watch.wait_for(paced)
+        with sample_speed() as samples:
+            await watch.wait_for(paced)
         paced_cpu = {part: cpu_usage.cpu_seconds(pids[part]) - cpu_before[part] for part in pids}
         speed["peak RSS of the daemon, MiB"] = max(map(cpu_usage.peak_rss, pids["daemon"])) / MIB
         for daemon in daemons:
@@ -223,7 +226,8 @@ async def measure_daemons(
     return {
         "maximum rate": speed,
         "elapsed time by stage in the daemon": costs("commit", _stage_seconds(metrics), len(fast)),
-        f"latency at {options.rate} commits/s": _latency(watch, paced, began, options.rate) | _cpu(paced_cpu, paced),
+        f"latency at {options.rate} commits/s": _latency(watch, paced, began, options.rate, ProcessorSpeed(samples))
+        | _cpu(paced_cpu, paced),
     }
 
 
@@ -268,18 +272,29 @@ def _stage_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
     return {stage: metrics[f"indexer_batch_seconds_sum {stage}"] for stage in ("load", "plan", "apply", "verify-ahead")}
 
 
-def _latency(watch: ArrivalWatch, commits: range, began: float, rate: int) -> Figures:
-    """Return the time from when each commit was due to be sent until its rows were visible."""
-    latencies = sorted(
-        (watch.visible_at[number] - began - index / rate) * 1_000 for index, number in enumerate(commits, 1)
-    )
+def _latency(watch: ArrivalWatch, commits: range, began: float, rate: int, speed: ProcessorSpeed) -> Figures:
+    """Return the time from when each commit was due to be sent until its rows were visible.
+
+    It is also shown without the commits during which a processor was slow.
+    """
+    times = [(began + index / rate, watch.visible_at[number]) for index, number in enumerate(commits, 1)]
+    latencies = sorted((visible - due) * 1_000 for due, visible in times)
+    undisturbed = sorted((visible - due) * 1_000 for due, visible in times if not speed.was_slow(due, visible))
     batches = watch.batches(commits)
     return {
-        "p50, ms": latencies[len(latencies) // 2],
-        "p99, ms": latencies[len(latencies) * 99 // 100],
+        "p50, ms": _quantile(latencies, 0.5),
+        "p99, ms": _quantile(latencies, 0.99),
         "maximum, ms": latencies[-1],
+        "time with a slow processor, %": speed.share * 100,
+        "commits at that time, %": (1 - len(undisturbed) / len(latencies)) * 100,
+        "p50 of the others, ms": _quantile(undisturbed, 0.5),
+        "p99 of the others, ms": _quantile(undisturbed, 0.99),
         "commits per batch, median": median(batches.values()),
     }
+
+
+def _quantile(ordered: Sequence[float], part: float) -> float:
+    return ordered[int(len(ordered) * part)] if ordered else nan
 
 
 async def _measure_floor(speed: Figures, database: Database, messages: Sequence[ParsedMessage]) -> Figures:
