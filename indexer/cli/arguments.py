@@ -59,6 +59,12 @@ class WholeNumber(click.IntRange):
     name = "integer"
 
 
+class Number(click.FloatRange):
+    """A number within a range. click calls its own type "float range", which an error message would repeat."""
+
+    name = "number"
+
+
 def parse_did(text: str) -> str:
     """Return the DID; raise ValueError if it is not one."""
     if not is_did(text):

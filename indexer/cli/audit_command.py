@@ -7,7 +7,7 @@ import click
 from indexer.cli.arguments import DID, WholeNumber
 from indexer.cli.audit import audit_concurrency, open_auditor
 from indexer.cli.audit_result import AuditSummary, RepoAudit
-from indexer.cli.command import ExitCode, command, json_lines_option
+from indexer.cli.command import ExitCode, command, json_lines_option, report_error
 from indexer.cli.database import open_store
 from indexer.cli.output import progress_console, to_json
 from indexer.cli.progress_bars import show_progress
@@ -35,8 +35,8 @@ async def audit_command(settings: Settings, *, dids: tuple[str, ...], sample: in
 
     Print one line for each difference (the first hundred of a repo), one line for each repo that could not be compared,
     and a summary. With --json, print one line for each repo, and the summary as the last one. The exit code is 5 if
-    there are differences, otherwise 1 if a repo in the database could not be compared, otherwise 4 if a DID is not in
-    the database.
+    there are differences, otherwise 1 if a repo in the database could not be compared or none is synchronized,
+    otherwise 4 if a DID is not in the database.
     """
     if dids and sample is not None:
         raise click.UsageError("Give either DIDs or --sample, not both.")
@@ -46,6 +46,8 @@ async def audit_command(settings: Settings, *, dids: tuple[str, ...], sample: in
         open_auditor(settings, store) as auditor,
     ):
         repos = list(dict.fromkeys(dids)) or await store.sample_synchronized(sample or DEFAULT_SAMPLE)
+        if not repos:
+            return report_error("no repo is synchronized, so there is nothing to compare", ExitCode.FAILED)
         with show_progress("repos", len(repos), progress_console()) as progress:
             async with aclosing(auditor.audit(repos)) as results:
                 async for result in results:

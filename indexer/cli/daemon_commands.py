@@ -2,7 +2,7 @@
 
 import click
 
-from indexer.cli.arguments import LISTEN_ADDRESS, WholeNumber
+from indexer.cli.arguments import LISTEN_ADDRESS, Number, WholeNumber
 from indexer.cli.command import ExitCode, command, config_file, json_option
 from indexer.cli.output import echo_result, progress_console
 from indexer.cli.progress_bars import show_progress
@@ -54,7 +54,7 @@ async def migrate_command(settings: Settings, *, as_json: bool) -> int:
     "--seconds",
     default=30.0,
     show_default=True,
-    type=click.FloatRange(5, 3_600),
+    type=Number(5, 3_600),
     help="Duration of the activity in the network, in seconds.",
 )
 @click.option("--keep", is_flag=True, help="Continue to run after the comparison, until Ctrl-C.")

@@ -81,6 +81,13 @@ def test_bad_argument_has_exit_code_2(arguments: tuple[str, ...], expected: str)
     assert error_line(result) == f"{expected} --help"
 
 
+async def test_audit_without_a_synchronized_repo_fails(world: AuditWorld) -> None:
+    for arguments in ((), ("--json",)):
+        result = await world.run_command(*arguments)
+        assert result.returncode == 1
+        assert error_line(result) == "no repo is synchronized, so there is nothing to compare"
+
+
 async def test_exit_code_is_that_of_the_worst_result(world: AuditWorld) -> None:
     ada, bob, cyd = (world.create_account(name) for name in ("ada", "bob", "cyd"))
     await world.synchronize()

@@ -142,7 +142,7 @@ def test_version_help_and_completion_load_no_slow_library(
         (["run", "now"], "Got unexpected extra argument (now); see indexer run --help"),
         (["cursor"], "Missing command; see indexer cursor --help\n"),
         (["inspect"], "Missing argument 'FILE.car'; see indexer inspect --help"),
-        (["demo", "--seconds", "many"], "Invalid value for '--seconds': 'many' is not a valid float range; see"),
+        (["demo", "--seconds", "many"], "Invalid value for '--seconds': 'many' is not a valid number; see"),
     ],
 )
 def test_bad_argument_is_reported_in_one_line(

@@ -271,7 +271,7 @@ class BatchWriter:
         cursor = self._cursor(Position(seq, self._position.watermark.event_time), caught_up_at=now)
         await self._store.write(Batch(cursor=cursor))
         self._metrics.cursor(self._position.relay, seq)
-        self._clock.advance(now, now)
+        self._clock.catch_up(now)
 
     def _cursor_after(self, plan: BatchPlan) -> Cursor | None:
         """Return the cursor that is valid when the plan is committed; None if there is none yet."""

@@ -64,10 +64,14 @@ class EventClock:
                 votes[did] = (min(seconds, now), domain)
         median = _quantile(votes.values(), 1 / 2)
         if median is not None:
-            self.advance(median, now)
+            self._advance(median, now)
             self._remember(votes)
 
-    def advance(self, seconds: float, now: float) -> None:
+    def catch_up(self, now: float) -> None:
+        """Note that everything until now is stored."""
+        self._advance(now, now)
+
+    def _advance(self, seconds: float, now: float) -> None:
         """Note that everything until this time is stored. It goes back only if the clock of this machine was set back.
 
         Otherwise the lag would be 0 until that clock reaches the time that it has shown before.

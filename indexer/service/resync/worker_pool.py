@@ -73,7 +73,7 @@ class WorkerPoolSettings:
     max_writing: int = 0
 
 
-def pool_settings(workers: int, share: float, export_time: float = 600.0, *, distributed: bool) -> WorkerPoolSettings:
+def pool_settings(workers: int, share: float, export_time: float, *, distributed: bool) -> WorkerPoolSettings:
     """Return the settings of a pool for these settings of the operator.
 
     On a distributed database, each claim and each transaction costs more. So both are for more repos there.

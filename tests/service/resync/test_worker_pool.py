@@ -53,7 +53,7 @@ async def test_repos_that_wait_for_a_shared_transaction_leave_their_workers_to_o
 
 
 def test_pool_has_more_workers_on_a_cluster_and_claims_for_several_at_once() -> None:
-    plain, cluster = (pool_settings(8, 0.25, distributed=distributed) for distributed in (False, True))
+    plain, cluster = (pool_settings(8, 0.25, 600.0, distributed=distributed) for distributed in (False, True))
     assert plain == WorkerPoolSettings(workers=8, share=0.25)
     assert (plain.gathering_time, plain.max_writing) == (0.0, 0)
     assert (cluster.workers, cluster.max_writing, cluster.share) == (8 * CLUSTER_WORKERS, 8 * CLUSTER_WORKERS, 0.25)
