@@ -71,6 +71,9 @@ def test_live_benchmark(tmp_path: Path, shards: int) -> None:
     check_floor(report["floor"], speed, "commit")
     latency = report["latency at 1000 commits/s"]
     assert 0 < latency["p50, ms"] <= latency["p99, ms"] <= latency["maximum, ms"]
+    assert 0 <= latency["time with a slow processor, %"] <= 100
+    if latency["commits at that time, %"] < 100:
+        assert 0 < latency["p50 of the others, ms"] <= latency["p99 of the others, ms"] <= latency["maximum, ms"]
 
 
 @pytest.mark.timeout(220)  # two daemons, each with a Postgres

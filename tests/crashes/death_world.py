@@ -3,7 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from random import Random
 
@@ -18,7 +18,7 @@ from tests.daemon_forks import DaemonFork, Death
 from tests.daemon_process import daemon_environment
 from tests.database_checks import apply_strictly, fetch, wait_until_equal
 from tests.lost_commits import active_account, lose_commit
-from tests.passed_time import EXPIRE_LEASES, EXPIRE_WAITS
+from tests.passed_time import EXPIRE_LEASES, expire_waits
 from tests.waiting import until
 
 CONSUMER = "crashes"
@@ -203,21 +203,10 @@ async def death_world(
     world = DeathWorld(network, dsn, directory, seed, prepare)
     await world.execute("select atproto.register_reader($1, 0)", CONSUMER)
     world.act(12)
-    async with running(_expire_waits(dsn)):
+    async with running(expire_waits(dsn)):
         try:
             await world.settle()
             world.change_settings(settings or {})
             yield world
         finally:
             world.daemon.close()
-
-
-async def _expire_waits(dsn: str) -> None:
-    connection = await asyncpg.connect(dsn)
-    try:
-        while True:
-            with suppress(asyncpg.DeadlockDetectedError):  # on a cluster, it locks rows of several nodes
-                await connection.execute(EXPIRE_WAITS)
-            await asyncio.sleep(0.1)
-    finally:
-        connection.terminate()
