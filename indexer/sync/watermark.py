@@ -62,6 +62,6 @@ class Watermark:
         return Position(*self._last)
 
     def mark_done(self, seqs: Iterable[int]) -> None:
-        """Mark `seqs` as processed: their effects are committed."""
+        """Mark `seqs` as processed: their effects are committed. Numbers that are not pending are left out."""
         for seq in seqs:
             self._before.pop(seq, None)

@@ -62,6 +62,15 @@ def test_only_pending_numbers_are_held() -> None:
     assert watermark.position_if_done([1]).seq == 999
 
 
+def test_a_number_that_is_marked_again_changes_nothing() -> None:
+    watermark = Watermark()
+    watermark.add(1)
+    watermark.add(2)
+    watermark.mark_done([1])
+    watermark.mark_done([1])
+    assert (watermark.position, len(watermark)) == (1, 1)
+
+
 @pytest.mark.parametrize("seq", [3, 5, 9])
 def test_a_number_out_of_order_is_a_broken_invariant(seq: int) -> None:
     watermark = Watermark(5)
