@@ -59,6 +59,7 @@ class Slot:
         limit_keys: When it began to occupy a slot of each of its limit keys: host, registered domain, network address.
         aside: True if it was set aside because it is slow, and no longer occupies a worker.
         writing: True if it only waits for a shared transaction, and occupies no slot of a worker or of its host.
+        ended: True if it was ended because it is slow. It occupies its slots until its attempt is cleaned up.
         download: The export while it is being fetched.
         phase: The present step of the attempt.
         phase_since: When it began, in Unix seconds; 0: with the resync.
@@ -71,6 +72,7 @@ class Slot:
     large: bool = False
     aside: bool = False
     writing: bool = False
+    ended: bool = False
     download: ExportDownload | None = None
     phase: Phase = Phase.IDENTITY
     phase_since: float = 0.0
@@ -197,7 +199,7 @@ class Admission:
 
     def postpone_slow(self, slot: Slot, now: float) -> Postponed:
         """Return when to claim the repo of a slow resync again. The resync is ended, and leaves its worker now."""
-        slot.aside = True
+        slot.aside = slot.ended = True
         wait = min(PAUSE_PER_SECOND * (now - slot.started_at), MAX_WAIT_SECONDS)
         return Postponed(max(self._hosts.schedule_retry(slot.host, now), now + wait))
 
@@ -244,6 +246,11 @@ class Admission:
 
 
 def _slowest(slots: Sequence[Slot], below: float) -> Slot | None:
-    """Return the slot with the lowest rate, the longest running one of several; None if no rate is below `below`."""
+    """Return the slot with the lowest rate, the longest running one of several; None if no rate is below `below`.
+
+    Also return None if one of them was ended and is not released yet: it makes room soon.
+    """
+    if any(slot.ended for slot in slots):
+        return None
     slow = [slot for slot in slots if slot.rate < below]
     return min(slow, key=lambda slot: (slot.rate, slot.started_at), default=None)

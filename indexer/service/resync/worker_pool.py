@@ -257,7 +257,7 @@ class WorkerPool:
 
     def _end_slow(self, slot: Slot) -> None:
         for running in self.running:
-            if running.slot is slot and running.deadline is not None:
+            if running.slot is slot and running.deadline is not None and not running.deadline.expired():
                 running.postponed = self._admission.postpone_slow(slot, time())
                 running.deadline.reschedule(asyncio.get_running_loop().time())
                 log.debug("resync.slow", did=slot.did, host=slot.host, bytes_per_second=round(slot.rate))

@@ -120,6 +120,9 @@ class ControlledAttempts:
         self.large: set[str] = set()
         self.downloads: dict[str, Download] = {}
         self.slots: dict[str, ExportSlots] = {}
+        self.cancelled: list[str] = []
+        self.cleaned_up = asyncio.Event()  # a cancelled attempt waits for it, as for the end of a transaction
+        self.cleaned_up.set()
 
     async def attempt(self, claimed: Repo, _identity: CachedIdentity, slots: ExportSlots) -> str | Postponed:
         self.started.append(claimed.did)
@@ -131,7 +134,12 @@ class ControlledAttempts:
             return postponed
         future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.results[claimed.did] = future
-        result = await future
+        try:
+            result = await future
+        except asyncio.CancelledError:
+            self.cancelled.append(claimed.did)
+            await self.cleaned_up.wait()
+            raise
         self.store.rows[claimed.did] = self.store.rows[claimed.did]._replace(
             sync_status=SyncStatus.SYNCHRONIZED, version=claimed.version + 1
         )
@@ -179,5 +187,6 @@ class RunningPool:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self.attempts.cleaned_up.set()
         self.task.cancel()
         await asyncio.gather(self.task, return_exceptions=True)

@@ -187,6 +187,8 @@ def test_slow_large_export_ends_for_another_large_repo() -> None:
     assert postponed.large
     assert admission.slow_large(60.0, 59.0) is None
     assert admission.slow_large(60.0, 60.0) is slow
+    admission.postpone_slow(slow, 60.0)
+    assert admission.slow_large(60.0, 60.0) is None, "it leaves its slot soon"
 
 
 def test_slot_moves_to_the_host_that_the_lookup_finds() -> None:

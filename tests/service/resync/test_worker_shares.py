@@ -1,5 +1,7 @@
 """The shares of the workers: a host, a new account or a large repo leaves enough of them to the others."""
 
+import asyncio
+
 import pytest
 
 from indexer.errors import UnavailableError
@@ -136,6 +138,34 @@ async def test_slow_large_exports_leave_their_slots_to_other_large_repos() -> No
         running.attempts.results[honest].set_result("synchronized")
         await until(lambda: running.attempts.ended == [honest])
         assert all(repo.attempts == 0 for repo in running.store.rows.values())
+
+
+async def test_slow_export_ends_only_once_while_its_attempt_is_cleaned_up() -> None:
+    drips = [f"did:plc:drip{n:020}" for n in range(8)]
+    async with RunningPool(drips, lambda did: f"pds.n{did[8:]}.example", workers=2, fair_time=0.01) as running:
+        attempts = running.attempts
+        attempts.downloads = {did: Download(f"{did}:443", rate=1_500.0 + n) for n, did in enumerate(drips)}
+        attempts.cleaned_up.clear()
+        await until(lambda: attempts.cancelled == drips[:1])
+        await asyncio.sleep(0.2)
+        assert attempts.cancelled == drips[:1], "no other one ends, and the pool goes on"
+        assert len(running.pool.running) <= 3 * 2
+        attempts.cleaned_up.set()
+        await until(lambda: len(attempts.cancelled) > 1)
+        assert not running.task.done()
+
+
+async def test_slow_export_that_timed_out_is_not_ended_as_well() -> None:
+    dids = [f"did:plc:{n:024}" for n in range(4)]
+    async with RunningPool(
+        dids, lambda did: f"pds.n{did[8:]}.example", workers=1, fair_time=0.02, attempt_timeout=0.01
+    ) as running:
+        running.attempts.downloads = {did: Download(f"{did}:443", rate=1_500.0 + n) for n, did in enumerate(dids)}
+        running.attempts.cleaned_up.clear()
+        await until(lambda: running.attempts.cancelled == dids)
+        running.attempts.cleaned_up.set()
+        await until(lambda: all(repo.attempts == 1 for repo in running.store.rows.values()))
+        assert not running.task.done()
 
 
 async def test_slow_export_continues_aside_while_others_wait() -> None:
