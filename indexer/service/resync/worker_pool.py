@@ -243,9 +243,10 @@ class WorkerPool:
         slow = admission.slowest_on_worker(self._settings.fair_time, now) if admission.free_workers <= 0 else None
         if slow is None or admission.set_aside(slow):
             return
-        slowest = admission.slower_than_usual(slow)
-        waiting = await self._claim(1) if slowest else []
-        if slowest is not None and waiting:
+        waiting = await self._claim(1) if admission.slower_than_usual(slow) else []
+        # Only now, because an export may have become complete during the claim.
+        slowest = admission.slower_than_usual(slow) if waiting else None
+        if slowest is not None:
             self._end_slow(slowest)
             slow.aside = True
         await self._start(group, waiting)

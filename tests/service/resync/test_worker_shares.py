@@ -168,6 +168,24 @@ async def test_slow_export_that_timed_out_is_not_ended_as_well() -> None:
         assert not running.task.done()
 
 
+async def test_slow_export_that_becomes_complete_while_another_repo_is_claimed_does_not_end() -> None:
+    dids = [f"did:plc:{n:024}" for n in range(3)]
+    async with RunningPool(dids, lambda did: f"pds.n{did[8:]}.example", workers=1, fair_time=0.02) as running:
+        downloads = running.attempts.downloads = {did: Download(f"{did}:443") for did in dids}
+        await until(lambda: running.attempts.started == dids[:2])
+        running.store.claims_answered.clear()
+        await until(lambda: running.store.claims == dids)
+        for download in downloads.values():
+            download.complete = True
+        running.store.claims_answered.set()
+        await asyncio.sleep(0.1)
+        assert running.attempts.cancelled == []
+        for did in dids[:2]:
+            running.attempts.results[did].set_result("synchronized")
+        await until(lambda: running.attempts.ended == dids[:2])
+        await until(lambda: running.attempts.started == dids)
+
+
 async def test_slow_export_continues_aside_while_others_wait() -> None:
     dids = [f"did:plc:{n:024}" for n in range(2)]
     async with RunningPool(dids, lambda did: f"h{did[-1]}.example", workers=1, fair_time=0.02) as running:
