@@ -22,7 +22,8 @@ class ListedAccount(NamedTuple):
     """An entry of a repo list.
 
     Attributes:
-        rev: None in the list of a collection.
+        rev: None in the list of a collection, and if the host does not know it. A relay does not know it of accounts
+            whose commits it has never received: the relay of Bluesky lists these with an empty rev.
         active: Always True in the list of a collection, which does not contain the hosting status.
     """
 
@@ -107,6 +108,8 @@ def _account(entry: Any) -> ListedAccount | None:
     did, rev, active = entry.get("did"), entry.get("rev"), entry.get("active", True)
     if not isinstance(did, str) or not is_did(did) or not isinstance(active, bool):
         return None
-    if rev is not None and not (isinstance(rev, str) and is_tid(rev)):
+    if rev is None or rev == "":
+        return ListedAccount(did, None, active)
+    if not isinstance(rev, str) or not is_tid(rev):
         return None
     return ListedAccount(did, rev, active)

@@ -63,6 +63,16 @@ async def test_cursor_is_sent_unchanged(host: ScriptedHost, outbound: OutboundCl
     assert (await list_repos(outbound, host.url, "", first.cursor)).cursor is None
 
 
+async def test_account_whose_rev_the_relay_does_not_know_is_listed(
+    host: ScriptedHost, outbound: OutboundClient
+) -> None:
+    """The relay of Bluesky lists accounts of which it has never received a commit with an empty rev."""
+    entry = {"did": DID, "head": "", "rev": "", "active": True}
+    host.pages[ALL] = http_response(orjson.dumps({"repos": [entry]}))
+    page = await list_repos(outbound, host.url, "", None)
+    assert (page.accounts, page.invalid_entries) == ((ListedAccount(DID, None),), 0)
+
+
 @pytest.mark.parametrize(
     "entry",
     [

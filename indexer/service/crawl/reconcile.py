@@ -301,20 +301,20 @@ class Reconciliation:
     async def _compare(self, page: RepoListPage, listed: ListedAccounts | None) -> _PendingPage:
         """Compare a page for the first time. If no repo seems to be behind or unknown, it is due again at once.
 
-        A listed rev too far in the future is ignored.
+        A listed rev too far in the future is ignored. An account without a rev is not behind.
         """
         max_micros = (time() + self._scope.policy.limits.clock_drift_seconds) * 1_000_000
         revs = {
-            account.did: account.rev
+            account.did: account.rev or ""
             for account in page.accounts
             if account.active
-            and account.rev is not None
-            and tid_micros(account.rev) <= max_micros
+            and (account.rev is None or tid_micros(account.rev) <= max_micros)
             and self._settings.shard.owns(account.did)
         }
         behind, hidden, unknown, unlisted = await self._store.find_differences(revs)
+        behind = [did for did in behind if revs[did]]
         if listed is not None:
-            # Unknown accounts would fill the set, and accounts without a rev are rare.
+            # Unknown accounts would fill the set.
             for did in {account.did for account in page.accounts if account.active}.difference(unknown):
                 listed.add(did)
         unknown = unknown if self._scope.scope.track is Track.ALL else []

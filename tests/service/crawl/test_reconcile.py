@@ -229,6 +229,25 @@ async def test_unknown_accounts_are_tracked_if_all_are(
     assert [(repo.did, repo.sync_reason) for repo in repos.values()] == [(did("unknown"), Desync.NEW)]
 
 
+async def test_account_without_a_listed_rev_is_tracked_or_shown_but_is_not_behind(
+    store: Store, sql: asyncpg.Connection, host: ScriptedHost, outbound: OutboundClient
+) -> None:
+    """The relay has never received a commit of these accounts."""
+    hidden = stored("hidden", active=False, hosting_status="deactivated")
+    await insert(store, stored("stored"), hidden)
+    await in_progress(store, "fetched", now=time())
+    names = ("stored", "hidden", "fetched", "unknown")
+    host.pages[path()] = page(*[(did(name), "") for name in names])
+    serve_status(host, "hidden", active=True)
+    reconciliation = make_reconciliation(store, outbound, host, track=Track.ALL)
+    progress = await reconciliation.reconcile(host.url, ignore_progress)
+    assert (progress.listed, progress.found) == (4, 2)
+    assert await behind(sql) == {}
+    repos = await store.repos(list(map(did, names)))
+    assert [repos[did(name)].sync_reason for name in ("hidden", "unknown")] == [Desync.REACTIVATED, Desync.NEW]
+    assert len(host.requests) == 2, "the relay is asked only about the hidden account"
+
+
 async def test_repo_that_is_being_fetched_notes_the_listed_rev(
     store: Store, host: ScriptedHost, outbound: OutboundClient
 ) -> None:
