@@ -304,18 +304,20 @@ class Reconciliation:
         A listed rev too far in the future is ignored. An account without a rev is not behind.
         """
         max_micros = (time() + self._scope.policy.limits.clock_drift_seconds) * 1_000_000
+        shard = self._settings.shard
         revs = {
             account.did: account.rev or ""
             for account in page.accounts
             if account.active
             and (account.rev is None or tid_micros(account.rev) <= max_micros)
-            and self._settings.shard.owns(account.did)
+            and shard.owns(account.did)
         }
         behind, hidden, unknown, unlisted = await self._store.find_differences(revs)
         behind = [did for did in behind if revs[did]]
         if listed is not None:
-            # Unknown accounts would fill the set.
-            for did in {account.did for account in page.accounts if account.active}.difference(unknown):
+            # Unknown accounts and those of other shards would fill the set.
+            owned = {account.did for account in page.accounts if account.active and shard.owns(account.did)}
+            for did in owned.difference(unknown):
                 listed.add(did)
         unknown = unknown if self._scope.scope.track is Track.ALL else []
         due_at = monotonic() + (self._settings.settle if behind or unknown else 0.0)

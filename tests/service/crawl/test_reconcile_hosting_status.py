@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
+from itertools import count
 from math import inf
 from time import time
 from typing import Any
@@ -19,9 +21,11 @@ from indexer.reasons import Desync, FetchFailure
 from indexer.store import Store
 from indexer.store.crawl_rows import ListDifferences
 from indexer.sync.repo_state import Repo, SyncStatus
+from indexer.sync.shard import Shard
 from indexer.sync.stored_identity import StoredIdentity
 from tests.outbound.scripted_host import ScriptedHost, http_response
 from tests.service.crawl.reconciliations import (
+    NO_WAIT,
     STORED,
     ignore_progress,
     make_reconciliation,
@@ -119,6 +123,22 @@ async def test_next_reconciliation_asks_for_unlisted_accounts_beyond_the_limit(
     for _ in range(3):
         await reconciliation.reconcile(host.url, ignore_progress)
     assert [row["did"] for row in await sql.fetch("select did from indexer.repo where not active")] == [did(names[-1])]
+
+
+async def test_unlisted_account_is_found_although_the_relay_lists_many_accounts_of_another_shard(
+    store: Store, sql: asyncpg.Connection, host: ScriptedHost, outbound: OutboundClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are not stored in this database, so the set of listed accounts has no room for them."""
+    monkeypatch.setattr("indexer.service.crawl.listed_accounts._MIN_ACCOUNTS", 1)
+    shard = Shard(0, 2)
+    own = next(name for name in map(str, count()) if shard.owns(did(name)))
+    others = [did(name) for name in map(str, range(1_000)) if not shard.owns(did(name))]
+    await insert(store, stored(own))
+    host.pages[path()] = page(*[(other, STORED) for other in others])
+    serve_status(host, own, active=False)
+    settings = replace(NO_WAIT, shard=shard)
+    await make_reconciliation(store, outbound, host, settings).reconcile(host.url, ignore_progress)
+    assert [row["did"] for row in await sql.fetch("select did from indexer.repo where not active")] == [did(own)]
 
 
 async def test_account_that_is_not_listed_is_hidden_if_the_relay_says_so(
