@@ -98,13 +98,19 @@ class _PendingPage:
     unlisted: Sequence[str]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _ListedBy:
-    """The accounts that the list contained so far, in the reconciliation of `source` that began at this time."""
+    """The accounts that the list contained so far, in the reconciliation of `source` that began at this time.
+
+    Attributes:
+        asked_until: The DID up to which accounts that are missing in the list have been asked for. If a request fails,
+            the reconciliation continues after it.
+    """
 
     source: str
     began_at: float
     accounts: ListedAccounts
+    asked_until: str
 
     def belongs_to(self, progress: CrawlProgress) -> bool:
         # The database rounds times to microseconds.
@@ -278,18 +284,18 @@ class Reconciliation:
             and last.finished_at is None
             and now - last.began_at < MAX_RESUME_SECONDS
             and last.last_gap >= self._gaps.newest
-            and (not self._gaps.newest or self._listed_by(last))
+            and (not self._gaps.newest or self._listed_by(last) is not None)
         ):
             return last
         progress = CrawlProgress("sweep", source, began_at=now, shard=shard, last_gap=self._gaps.newest)
         await self._store.save_crawl_progress(progress)
         stored = sum((await self._store.counts()).statuses.values())
-        self._listed = _ListedBy(source, now, ListedAccounts(2 * stored))
+        self._listed = _ListedBy(source, now, ListedAccounts(2 * stored), self._unlisted_after)
         return progress
 
-    def _listed_by(self, progress: CrawlProgress) -> ListedAccounts | None:
+    def _listed_by(self, progress: CrawlProgress) -> _ListedBy | None:
         """Return the accounts listed so far; None if another process read the first pages."""
-        return self._listed.accounts if self._listed is not None and self._listed.belongs_to(progress) else None
+        return self._listed if self._listed is not None and self._listed.belongs_to(progress) else None
 
     async def _wait_until(self, due_at: float) -> None:
         self.waits_until = due_at
@@ -298,7 +304,7 @@ class Reconciliation:
         self.stage.moved()
         self.waits_until = None
 
-    async def _compare(self, page: RepoListPage, listed: ListedAccounts | None) -> _PendingPage:
+    async def _compare(self, page: RepoListPage, listed: _ListedBy | None) -> _PendingPage:
         """Compare a page for the first time. If no repo seems to be behind or unknown, it is due again at once.
 
         A listed rev too far in the future is ignored. An account without a rev is not behind.
@@ -318,7 +324,7 @@ class Reconciliation:
             # Unknown accounts and those of other shards would fill the set.
             owned = {account.did for account in page.accounts if account.active and shard.owns(account.did)}
             for did in owned.difference(unknown):
-                listed.add(did)
+                listed.accounts.add(did)
         unknown = unknown if self._scope.scope.track is Track.ALL else []
         due_at = monotonic() + (self._settings.settle if behind or unknown else 0.0)
         return _PendingPage(
@@ -345,16 +351,18 @@ class Reconciliation:
 
     async def _hide_unlisted(self, progress: CrawlProgress) -> int:
         """Hide accounts that the whole list did not contain as active, if the relay confirms it; return how many."""
-        listed, hidden, asked, last = self._listed_by(progress), 0, 0, self._unlisted_after
-        while listed is not None and (page := await self._store.active_repos(last, self._buckets, _PAGE_SIZE)):
-            for did in [did for did in page if did not in listed]:
+        listed, hidden, asked = self._listed_by(progress), 0, 0
+        while listed is not None and (
+            page := await self._store.active_repos(listed.asked_until, self._buckets, _PAGE_SIZE)
+        ):
+            for did in [did for did in page if did not in listed.accounts]:
                 if asked >= MAX_UNLISTED:
                     log.warning("reconciliation.many-unlisted", relay=progress.source, asked=asked)
-                    self._unlisted_after = last
+                    self._unlisted_after = listed.asked_until
                     return hidden
-                asked, last = asked + 1, did
                 hidden += await self._follow_status(progress.source, did, active=False)
-            last = page[-1]
+                asked, listed.asked_until = asked + 1, did
+            listed.asked_until = page[-1]
         self._unlisted_after = ""
         return hidden
 

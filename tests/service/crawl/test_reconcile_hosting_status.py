@@ -32,7 +32,7 @@ from tests.service.crawl.reconciliations import (
     serve_status,
     stored,
 )
-from tests.service.crawl.repo_list_responses import page, path
+from tests.service.crawl.repo_list_responses import FAILURE, page, path
 from tests.store.repo_rows import did, insert
 
 pytestmark = pytest.mark.slow
@@ -123,6 +123,28 @@ async def test_next_reconciliation_asks_for_unlisted_accounts_beyond_the_limit(
     for _ in range(3):
         await reconciliation.reconcile(host.url, ignore_progress)
     assert [row["did"] for row in await sql.fetch("select did from indexer.repo where not active")] == [did(names[-1])]
+
+
+async def test_reconciliation_continues_with_the_unlisted_account_at_which_the_relay_failed(
+    store: Store, sql: asyncpg.Connection, host: ScriptedHost, outbound: OutboundClient
+) -> None:
+    """A relay that allows only some requests at a time would never answer the last ones otherwise."""
+    names = sorted(["a", "b", "c", "d", "e"], key=did)
+    await insert(store, *map(stored, names))
+    host.pages[path()] = page()
+    reconciliation = make_reconciliation(store, outbound, host)
+    for name in names:
+        if name != names[0]:
+            host.pages[f"/xrpc/com.atproto.sync.getRepoStatus?did={did(name)}"] = FAILURE
+            with pytest.raises(UnavailableError):
+                await reconciliation.reconcile(host.url, ignore_progress)
+        serve_status(host, name, active=name != names[-1])
+    for _ in range(2):
+        await reconciliation.reconcile(host.url, ignore_progress)
+    assert [row["did"] for row in await sql.fetch("select did from indexer.repo where not active")] == [did(names[-1])]
+    asked = [request.split(" ")[1].partition("?did=")[2] for request in host.requests if "getrepostatus" in request]
+    failed = [name for name in names[1:] for _ in range(2)]
+    assert asked == [did(name) for name in [names[0], *failed, *names[:-1]]], "then the next one asks for all again"
 
 
 async def test_unlisted_account_is_found_although_the_relay_lists_many_accounts_of_another_shard(
