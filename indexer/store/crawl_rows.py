@@ -1,12 +1,14 @@
 """The table of crawl progress, and the comparison of a repo list with the table of repos."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
 from indexer.store.columns import Connection, buckets_of, of_buckets, unnest
 from indexer.sync.crawl_progress import CrawlProgress, Purpose
 from indexer.sync.repo_state import OUT_OF_SCOPE, TOMBSTONED, SyncStatus
+from indexer.sync.shard import Shard
 
 _LOAD = """
     select purpose, source, collection, cursor, listed, found, date_part('epoch', began_at) as began_at,
@@ -17,7 +19,7 @@ _LOAD = """
 _RECHECKS = """
     select purpose, source, collection, cursor, listed, found, date_part('epoch', began_at) as began_at,
         date_part('epoch', finished_at) as finished_at, shard, last_gap
-    from indexer.crawl_progress where purpose = 'recheck' and shard = $1 and finished_at is null order by collection
+    from indexer.crawl_progress where purpose = 'recheck' order by collection
 """
 
 _SAVE = """
@@ -75,9 +77,20 @@ async def load_progress(
     return None if row is None else CrawlProgress(**row)
 
 
-async def rechecks(connection: Connection, shard: str) -> list[CrawlProgress]:
-    """Return the lists of added collections that are to be compared again."""
-    return [CrawlProgress(**row) for row in await connection.fetch(_RECHECKS, shard)]
+async def rechecks(connection: Connection, shard: Shard) -> list[CrawlProgress]:
+    """Return the lists of added collections that are to be compared again with the repos of this shard.
+
+    After a change of the number of shards, the lists of former shards with some of these repos are among them, until
+    this shard has a progress of its own that began at the same time or later.
+    """
+    stored = [CrawlProgress(**row) for row in await connection.fetch(_RECHECKS)]
+    own = {progress.collection: progress for progress in stored if progress.shard == str(shard)}
+    for progress in stored:
+        present = own.get(progress.collection)
+        is_left = progress.finished_at is None and Shard.parse(progress.shard).overlaps(shard)
+        if is_left and (present is None or present.began_at < progress.began_at):
+            own[progress.collection] = replace(progress, shard=str(shard), found=0)
+    return [progress for progress in own.values() if progress.finished_at is None]
 
 
 async def save_progress(connection: Connection, progress: CrawlProgress) -> None:

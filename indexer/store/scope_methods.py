@@ -131,7 +131,7 @@ class ScopeMethods(Connections):
     async def rechecks(self, shard: Shard) -> list[CrawlProgress]:
         """Return the lists of added collections that are to be compared again."""
         async with self._connection() as connection:
-            return await crawl_rows.rechecks(connection, str(shard))
+            return await crawl_rows.rechecks(connection, shard)
 
     async def request_incomplete(self, scope: Scope, buckets: Sequence[int], max_waiting: int, now: float) -> int:
         """Desynchronize repos that may lack records, while fewer than `max_waiting` are due; return how many."""

@@ -95,6 +95,10 @@ class Shard:
         """Return True if the DID's bucket belongs to this shard."""
         return self.placement.position(bucket_of(did)) in self.positions
 
+    def overlaps(self, other: "Shard") -> bool:
+        """Return True if the two shards have a position in common."""
+        return self.positions.start < other.positions.stop and other.positions.start < self.positions.stop
+
     def placed(self, placement: Placement) -> "Shard":
         """Return the same range of positions on a database with this placement."""
         return replace(self, placement=placement)

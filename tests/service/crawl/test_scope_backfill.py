@@ -1,5 +1,6 @@
 """A change of the scope while the stream of the relay is lost, whose lists would be read, or the clock is wrong."""
 
+from itertools import count
 from time import time
 
 import asyncpg
@@ -8,6 +9,7 @@ import pytest
 
 from indexer.monitoring.metrics import Metrics
 from indexer.outbound import OutboundClient
+from indexer.reasons import Desync
 from indexer.service.crawl.scope_backfill import ScopeBackfill
 from indexer.service.current_scope import CurrentScope
 from indexer.store import Store
@@ -67,3 +69,28 @@ async def test_list_is_compared_again_although_the_clock_was_set_back(
     await backfill.step()
     assert await store.rechecks(Shard()) == []
     assert len(host.requests) == 1
+
+
+async def test_list_is_compared_again_by_all_present_shards_although_their_number_has_changed(
+    store: Store, host: ScriptedHost, outbound: OutboundClient
+) -> None:
+    """The list lacked two repos when the process of a single shard compared it."""
+    scope = CurrentScope(store, STORE_ALL)
+    await scope.begin()
+    await store.set_collections([POST])
+    await store.set_collections([POST, LIKE])
+    await scope.refresh()
+    shards = [Shard(0, 2), Shard(1, 2)]
+    names = [next(name for name in map(str, count()) if shard.owns(did(name))) for shard in shards]
+    await insert(store, *[synchronized(name, scope_version=3, synchronized_at=time() - 60) for name in names])
+    await store.save_crawl_progress(CrawlProgress("recheck", "", LIKE, began_at=time(), found=1))
+    host.pages[LIST] = http_response(orjson.dumps({"repos": [{"did": did(name)} for name in names]}))
+    for shard in shards:
+        backfill = ScopeBackfill(
+            store, outbound, scope, lambda: [host.url], shard, Metrics(), settle=0.0, recheck=(0.0, 0.0), recheck_poll=0
+        )
+        for _ in range(3):
+            await backfill.step()
+        assert await store.rechecks(shard) == []
+    repos = await store.repos(list(map(did, names)))
+    assert [repo.sync_reason for repo in repos.values()] == [Desync.SCOPE_WIDENED] * 2
