@@ -111,7 +111,8 @@ _WIDEN_CRAWLS = """
     insert into indexer.crawl_progress (purpose, source, collection, cursor, listed, found, began_at, shard, last_gap)
     select purpose, source, collection, null, 0, 0, min(began_at), $1, 0
     from indexer.crawl_progress where shard <> $1 group by 1, 2, 3
-    on conflict (purpose, source, collection, shard) do update set cursor = null, finished_at = null, last_gap = 0
+    on conflict (purpose, source, collection, shard) do update
+    set cursor = null, listed = 0, found = 0, finished_at = null, last_gap = 0
 """
 _DELETE_CRAWLS = "delete from indexer.crawl_progress where shard <> $1"
 # The releases before this one know no distributed database.

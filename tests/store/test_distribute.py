@@ -62,7 +62,9 @@ FOUR_SHARDS = """
     insert into indexer.crawl_progress
         (purpose, source, collection, cursor, listed, found, began_at, finished_at, shard, last_gap)
     values ('sweep', 'https://relay.test', '', null, 9, 1, now(), now(), '0/2', 5),
-        ('sweep', 'https://relay.test', '', 'x', 9, 1, now(), null, '1/2', 5)
+        ('sweep', 'https://relay.test', '', 'x', 9, 1, now(), null, '1/2', 5),
+        ('recheck', '', 'app.test.old', null, 0, 2, now(), now(), '0/1', 0),
+        ('recheck', '', 'app.test.old', null, 0, 1, now(), null, '0/2', 0)
 """
 """The rows of processes of several shards. Each bucket of the first relay was processed up to 40 at least."""
 TWO_OF_FOUR_SHARDS = """
@@ -263,7 +265,9 @@ async def test_positions_of_shards_become_positions_of_all_buckets(plain: str) -
         await distributed(plain)
         cursors = await sql.fetch("select relay, shard, epoch, seq from indexer.cursor order by 1")
         gaps = await sql.fetch("select relay, shard, reason from indexer.gap where closed_at is null order by id")
-        crawls = await sql.fetch("select purpose, shard, cursor, finished_at, last_gap from indexer.crawl_progress")
+        crawls = await sql.fetch(
+            "select purpose, shard, cursor, found, finished_at, last_gap from indexer.crawl_progress order by purpose"
+        )
     finally:
         await sql.close()
     assert [tuple(row) for row in cursors] == [
@@ -274,7 +278,7 @@ async def test_positions_of_shards_become_positions_of_all_buckets(plain: str) -
         ("wss://relay.test", "0/1", "no-cursor"),
         ("wss://new.test", "0/1", "sequence-restarted"),
     ]
-    assert [tuple(row) for row in crawls] == [("sweep", "0/1", None, None, 0)]
+    assert [tuple(row) for row in crawls] == [("recheck", "0/1", None, 0, None, 0), ("sweep", "0/1", None, 0, None, 0)]
 
 
 @pytest.mark.timeout(600)
