@@ -165,7 +165,7 @@ class Reconciliation:
         self.crawl_progress: CrawlProgress | None = None
         self.last_error: str | None = None
         self.waits_until: float | None = None
-        self._compared: dict[str, int] = {}
+        self._compared: dict[str, tuple[int, float]] = {}
         self._listed: _ListedBy | None = None
         self._unlisted_after = ""
 
@@ -248,10 +248,11 @@ class Reconciliation:
     async def _reconcile_with_first_available(self) -> bool:
         """Reconcile with the first source that answers; return True if it was the relay whose stream is open.
 
-        Another source finds repos that are behind, but cannot close a gap. So it is asked only once for each gap.
+        Another source finds repos that are behind, but cannot close a gap. So it is asked only once for each gap, and
+        once in each interval.
         """
         for source in self._sources():
-            if not self._is_open(source) and self._compared.get(source) == self._gaps.newest:
+            if not self._is_open(source) and self._was_compared(source):
                 continue
             try:
                 progress = await self.reconcile(source, self._save_progress, partial(self._is_open, source))
@@ -261,12 +262,18 @@ class Reconciliation:
                 log.warning("reconciliation.failed", relay=source, error=str(error))
                 continue
             log.info("reconciliation.done", relay=source, listed=progress.listed, different=progress.found)
-            self._compared[source] = progress.last_gap
+            self._compared[source] = progress.last_gap, monotonic()
             if self._is_open(source):
                 self.last_error = None
                 return True
             return False
         return False
+
+    def _was_compared(self, source: str) -> bool:
+        """Return True if this source was compared since the newest gap was opened and in the present interval."""
+        last_gap, compared_at = self._compared.get(source, (-1, 0.0))
+        is_recent = monotonic() - compared_at < (self._settings.interval or inf)
+        return is_recent and last_gap == self._gaps.newest
 
     def _is_open(self, source: str) -> bool:
         """Return True if the stream of this relay is open."""

@@ -191,6 +191,19 @@ async def test_next_relay_is_compared_once_if_the_connected_one_does_not_answer(
                 await reconciling.wait_until_closed()
 
 
+async def test_next_relay_is_compared_in_each_interval_if_the_connected_one_does_not_answer(
+    store: Store, host: ScriptedHost, outbound: OutboundClient
+) -> None:
+    async with ScriptedHost() as other:
+        host.pages[path()] = FAILURE
+        other.pages[path()] = page((did("unknown"), NEWER))
+        settings = replace(NO_WAIT, interval=0.5)
+        with stamina.set_testing(True, attempts=1):
+            async with Reconciling(store, outbound, host.url, other.url, settings=settings):
+                await until(lambda: len(other.requests) == 2)
+                assert len(host.requests) > 2, "it is asked again sooner"
+
+
 async def test_shard_compares_its_own_repos_and_closes_its_own_gaps(
     store: Store, sql: asyncpg.Connection, host: ScriptedHost, outbound: OutboundClient
 ) -> None:
