@@ -5,7 +5,7 @@ from hashlib import blake2b
 
 _BITS_PER_ACCOUNT = 24
 _HASHES = 12
-_MIN_ACCOUNTS = 10_000
+MIN_ACCOUNTS = 10_000
 
 
 class ListedAccounts:
@@ -16,7 +16,7 @@ class ListedAccounts:
     """
 
     def __init__(self, expected: int) -> None:
-        self._bits = max(expected, _MIN_ACCOUNTS) * _BITS_PER_ACCOUNT
+        self._bits = max(expected, MIN_ACCOUNTS) * _BITS_PER_ACCOUNT
         self._filter = bytearray(self._bits // 8 + 1)
 
     def add(self, did: str) -> None:

@@ -151,7 +151,7 @@ async def test_unlisted_account_is_found_although_the_relay_lists_many_accounts_
     store: Store, sql: asyncpg.Connection, host: ScriptedHost, outbound: OutboundClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are not stored in this database, so the set of listed accounts has no room for them."""
-    monkeypatch.setattr("indexer.service.crawl.listed_accounts._MIN_ACCOUNTS", 1)
+    monkeypatch.setattr("indexer.service.crawl.listed_accounts.MIN_ACCOUNTS", 1)
     shard = Shard(0, 2)
     own = next(name for name in map(str, count()) if shard.owns(did(name)))
     others = [did(name) for name in map(str, range(1_000)) if not shard.owns(did(name))]

@@ -23,6 +23,16 @@ POST, LIKE = "app.bsky.feed.post", "app.bsky.feed.like"
 LIST = f"/xrpc/com.atproto.sync.listReposByCollection?limit=2000&collection={LIKE}"
 
 
+async def widened_scope(store: Store) -> CurrentScope:
+    """Add likes to a scope of posts."""
+    scope = CurrentScope(store, STORE_ALL)
+    await scope.begin()
+    await store.set_collections([POST])
+    await store.set_collections([POST, LIKE])
+    await scope.refresh()
+    return scope
+
+
 @pytest.mark.parametrize("open_for", range(1, 5))
 async def test_relay_that_is_lost_before_its_list_is_read_is_not_one_that_offers_none(
     store: Store, sql: asyncpg.Connection, host: ScriptedHost, outbound: OutboundClient, open_for: int
@@ -54,11 +64,7 @@ async def test_list_is_compared_again_although_the_clock_was_set_back(
     store: Store, host: ScriptedHost, outbound: OutboundClient
 ) -> None:
     """The clock was a year ahead when the list was compared for the first time."""
-    scope = CurrentScope(store, STORE_ALL)
-    await scope.begin()
-    await store.set_collections([POST])
-    await store.set_collections([POST, LIKE])
-    await scope.refresh()
+    scope = await widened_scope(store)
     year_ahead = time() + 365 * 86_400
     await store.save_crawl_progress(CrawlProgress("recheck", "", LIKE, began_at=year_ahead))
     host.pages[LIST] = http_response(orjson.dumps({"repos": []}))
@@ -75,11 +81,7 @@ async def test_list_is_compared_again_by_all_present_shards_although_their_numbe
     store: Store, host: ScriptedHost, outbound: OutboundClient
 ) -> None:
     """The list lacked two repos when the process of a single shard compared it."""
-    scope = CurrentScope(store, STORE_ALL)
-    await scope.begin()
-    await store.set_collections([POST])
-    await store.set_collections([POST, LIKE])
-    await scope.refresh()
+    scope = await widened_scope(store)
     shards = [Shard(0, 2), Shard(1, 2)]
     names = [next(name for name in map(str, count()) if shard.owns(did(name))) for shard in shards]
     await insert(store, *[synchronized(name, scope_version=3, synchronized_at=time() - 60) for name in names])
