@@ -1,6 +1,8 @@
 """The native core for tests, which are skipped if it is not built."""
 
+import os
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import pytest
@@ -24,6 +26,19 @@ def native_core(threads: int = 2) -> NativeCore:
     core = load_core("native", threads)
     assert core is not None
     return core
+
+
+def shared_core(threads: int = 2) -> NativeCore:
+    """Return the native core that the tests of this process share; skip the test if it is not installed.
+
+    A forked process, as mutmut makes one for each mutant, gets its own: it does not inherit the threads of another.
+    """
+    return _core_of_process(os.getpid(), threads)
+
+
+@cache
+def _core_of_process(_process: int, threads: int) -> NativeCore:
+    return native_core(threads)
 
 
 def native_module() -> Any:

@@ -1,7 +1,6 @@
 """The native core accepts nothing with another result than the reference, and decides all ordinary commits."""
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
 from hashlib import sha256
 from random import Random
 from typing import Any
@@ -27,7 +26,7 @@ from indexer.sync.policy import Policy
 from indexer.sync.record_change import RecordConverter
 from indexer.sync.scope import Scope
 from indexer.sync.verify import VerifiedCommit, verify_commit
-from tests.native_module import native_core
+from tests.native_module import native_core, shared_core
 from tests.profiles import scaled
 from tests.sync import test_published
 from tests.sync.signing_account import POST, STORE_ALL, SigningAccount, decoded_event
@@ -45,11 +44,6 @@ COMMITS = st.lists(st.lists(ACTIONS, min_size=1, max_size=6), min_size=1, max_si
 @pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
 def core(request: pytest.FixtureRequest) -> NativeCore:
     return native_core(request.param)
-
-
-@cache
-def shared_core() -> NativeCore:
-    return native_core()
 
 
 def reference(event: CommitEvent, key: PublicKey) -> VerifiedCommit | tuple[Rejection, str]:

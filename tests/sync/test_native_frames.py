@@ -18,9 +18,9 @@ from indexer.localnet import dag_cbor
 from indexer.localnet.local_repo import Write
 from indexer.sync.events import CommitEvent, Event, MalformedEvent, OtherShardEvent, RepoOp
 from indexer.sync.frames import MAX_SEQ, decode_frame
-from indexer.sync.native_core import NativeCore, frame_decoder
+from indexer.sync.native_core import frame_decoder
 from indexer.sync.shard import Placement, Shard
-from tests.native_module import CountingCore, native_core, native_module
+from tests.native_module import CountingCore, native_module, shared_core
 from tests.profiles import scaled
 from tests.sync import test_frames, test_published
 from tests.sync.signing_account import POST, SigningAccount, encoded_frame
@@ -29,11 +29,6 @@ HEADER = dag_cbor.encode({"t": "#commit", "op": 1})
 ALL = Shard()
 NO_LIMIT = 1 << 40
 LINK = cbor2.CBORTag(42, b"\0" + cid_of(b""))
-
-
-@cache
-def shared_core() -> NativeCore:
-    return native_core(1)
 
 
 @cache
