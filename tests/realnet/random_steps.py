@@ -115,10 +115,14 @@ class RandomSteps:
         self._apply(account, [self._write(account)])
 
     def lose_a_commit(self) -> None:
-        """Make a commit that is never sent, and one after it."""
-        account = self._any()
-        write = {"action": "create", "collection": COLLECTIONS[0], "rkey": f"lost{self._random.randrange(10**9)}"}
-        account.write_silently([write | {"record": {"$type": COLLECTIONS[0], "lost": True}}])
+        """Make a commit that is never sent, and one after it.
+
+        Each record has a value of its own: if an import removes one of two equal records, the PDS deletes their common
+        block, and refuses later exports of the repo.
+        """
+        account, number = self._any(), self._random.randrange(10**9)
+        write = {"action": "create", "collection": COLLECTIONS[0], "rkey": f"lost{number}"}
+        account.write_silently([write | {"record": {"$type": COLLECTIONS[0], "lost": number}}])
         self._apply(account, [self._write(account)])
 
     def deactivate(self) -> None:
