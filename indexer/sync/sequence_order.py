@@ -2,12 +2,19 @@
 
 from enum import Enum, auto
 
-MAX_LEAP = 10_000_000
-"""Numbers that a relay may leave out between two messages. The largest relays use this many in some hours."""
+MAX_STEP = 10_000_000
+"""The largest step between two numbers that is not a leap. The largest relays use this many numbers within hours."""
 
 
 class Step(Enum):
-    """The relation of a message's number to the numbers before it."""
+    """The relation of a message's number to the numbers before it.
+
+    Attributes:
+        NEXT: Above the last number. Numbers in between may be unused.
+        REPEATED: Equal to the last number, or to the leap.
+        LOWER: Below the last number.
+        LEAP: More than `MAX_STEP` above the last number.
+    """
 
     NEXT = auto()
     REPEATED = auto()
@@ -18,7 +25,7 @@ class Step(Enum):
 class SequenceOrder:
     """The numbers of the valid messages of one connection.
 
-    A number that is more than `MAX_LEAP` above the last one may be an error of the relay. If it counted, all later
+    A number that is more than `MAX_STEP` above the last one may be an error of the relay. If it counted, all later
     messages would be refused. So it counts only when the number of the next valid message is above it, too.
 
     Attributes:
@@ -31,19 +38,19 @@ class SequenceOrder:
         self.leap: int | None = None
 
     def advance(self, seq: int) -> bool:
-        """Return True if a valid message has the next number, with no leap before it; else False, and nothing changes.
+        """Return True if the number of a valid message is NEXT and no leap waits; else False, and change nothing.
 
-        It is the usual case of `place`, which classifies the other numbers.
+        This is the fast path for the usual number. `classify` takes all others.
         """
-        if self.leap is None and 0 < seq - self.last <= MAX_LEAP:
+        if self.leap is None and 0 < seq - self.last <= MAX_STEP:
             self.last = seq
             return True
         return False
 
-    def place(self, seq: int) -> Step:
-        """Return the step to the number of a valid message.
+    def classify(self, seq: int) -> Step:
+        """Return the step from the numbers so far to the number of a valid message.
 
-        A leap is confirmed if the step is NEXT or LEAP and `last` is the number of the earlier leap, or above it.
+        After NEXT or LEAP, an earlier leap is confirmed if `last` is its number or above it.
         """
         if seq in (self.last, self.leap):
             return Step.REPEATED
@@ -51,7 +58,7 @@ class SequenceOrder:
             self.last, self.leap = self.leap, None
         if seq < self.last:
             return Step.LOWER
-        if seq - self.last > MAX_LEAP:
+        if seq - self.last > MAX_STEP:
             self.leap = seq
             return Step.LEAP
         self.last, self.leap = seq, None

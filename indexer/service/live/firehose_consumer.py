@@ -185,7 +185,7 @@ class FirehoseConsumer:
         If lower numbers repeat, the relay has lost its sequence numbers, and an operator must decide what to do.
         """
         last = self._order.last
-        match self._order.place(event.seq):
+        match self._order.classify(event.seq):
             case Step.REPEATED:
                 self._metrics.received(event.kind)
                 self._metrics.outcome(event.kind, Outcome.REPLAYED)

@@ -22,7 +22,7 @@ from indexer.sync.events import IdentityEvent, MalformedEvent
 from indexer.sync.frames import MAX_SEQ
 from indexer.sync.gap import Gap, OpenGap
 from indexer.sync.native_core import NativeCore
-from indexer.sync.sequence_order import MAX_LEAP
+from indexer.sync.sequence_order import MAX_STEP
 from indexer.sync.shard import Shard, bucket_of
 from indexer.sync.stored_cursor import StoredCursor
 from tests.native_module import CountingCore
@@ -346,7 +346,7 @@ async def test_odd_sequence_number_at_the_start_of_a_connection_proves_nothing()
 
 
 async def test_leap_that_the_next_message_confirms_moves_the_cursor_once_it_is_settled() -> None:
-    leap = 6 + 2 * MAX_LEAP
+    leap = 6 + 2 * MAX_STEP
     frames = [identity(6, OWN_DID), identity(leap, OWN_DID), identity(leap + 1, OTHER_DID)]
     async with RunningConsumer(*frames, shard=Shard(0, 2)) as running:
         taken = await running.inbox.take(2)
