@@ -103,7 +103,7 @@ class FirehoseConsumer:
         Nearly all messages take this path, at less than half the cost of `_process`. No other task runs meanwhile, so
         the stage need not report that it has work.
         """
-        if not self._continuity.proven or self._inbox.is_full or not self._order.advance(event.seq):
+        if not self._continuity.checked or self._inbox.is_full or not self._order.advance(event.seq):
             return False
         now = monotonic()
         self.last_message[self._position.relay] = now
@@ -116,7 +116,7 @@ class FirehoseConsumer:
     async def _process(self, event: Event, frame: bytes) -> None:
         """Process any message."""
         self.stage.moved()
-        if not self._continuity.proven and await self._is_replayed(event):
+        if not self._continuity.checked and await self._is_replayed(event):
             self._metrics.received(event.kind)
             self._metrics.outcome(event.kind, Outcome.REPLAYED)
         else:
@@ -248,7 +248,7 @@ class FirehoseConsumer:
         self._metrics.outcome(event.kind, Outcome.IGNORED)
         error, known = f"{event.error[:64]}: {event.message[:200]}", self.last_error
         self._fail(error)
-        if event.error == "FutureCursor" and not self._continuity.proven:
+        if event.error == "FutureCursor" and not self._continuity.checked:
             self._continuity.restart(error)
         elif error != known:
             log.error("relay.error", relay=self._position.relay, error=error)

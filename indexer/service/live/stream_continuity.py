@@ -34,7 +34,7 @@ class StreamContinuity:
 
     Attributes:
         entry: Where the connection entered the stream.
-        proven: True once it is known whether messages are missing; what is missing is stored as a gap.
+        checked: True once it is known whether messages before the first one are missing. If some are, a gap is stored.
     """
 
     def __init__(
@@ -51,20 +51,21 @@ class StreamContinuity:
         self._subscription = subscription
         self._shard = shard
         self._proof_timeout = proof_timeout
-        self._announced: OpenGap | None = None
+        # Opened before the first new message, because the relay said that messages are lost, or said nothing.
+        self._early_gap: OpenGap | None = None
         self._restarting = False
         self.entry = StreamEntry("", 0, None)
-        self.proven = True
+        self.checked = True
 
     @property
     def is_known(self) -> bool:
         """True while the stream is connected, and it is known whether messages before it are missing."""
-        return self._subscription.connection is not None and (self.proven or self._announced is not None)
+        return self._subscription.connection is not None and (self.checked or self._early_gap is not None)
 
     async def begin(self, relay: str) -> StreamEntry:
-        """Return the entry for a new connection.
+        """Return the entry for a new connection, after its gap is stored, if it has one.
 
-        A former owner of the shard may have opened a gap since this process has loaded the gaps.
+        The gaps are loaded again, because a former owner of the shard may have opened one.
 
         Raises:
             OSError: The relay is unavailable.
@@ -74,8 +75,8 @@ class StreamContinuity:
         if entry.gap is not None:
             await self._open(entry.gap)
         crash_point("stream.entered")
-        self.proven = entry.resumed_at is None
-        self._announced = None
+        self.checked = entry.resumed_at is None
+        self._early_gap = None
         self._restarting = False
         return entry
 
@@ -92,13 +93,13 @@ class StreamContinuity:
             case Continuity.REPLAYED:
                 return False
             case Continuity.PROVEN:
-                self.proven = True
+                self.checked = True
                 return False
             case Continuity.RESTARTED:
                 self.restart(f"seq {event.seq} at {getattr(event, 'time', None)}")
                 return False
             case Continuity.BROKEN:
-                self.proven = True
+                self.checked = True
                 await self._report_missing((point.seq or 0) + 1, (event.seq or 0) - 1)
                 return True
 
@@ -112,8 +113,8 @@ class StreamContinuity:
 
     async def announce(self, first_seq: int) -> None:
         """Open a gap because the relay says that it no longer has all messages from `first_seq`."""
-        if self._announced is None:
-            self._announced = await self._open(self._gap(GapReason.CURSOR_OUTDATED, first_seq))
+        if self._early_gap is None:
+            self._early_gap = await self._open(self._gap(GapReason.CURSOR_OUTDATED, first_seq))
 
     async def check_silence(self) -> None:
         """Open a gap if the relay has sent nothing since the connection, not even the message at the cursor.
@@ -122,20 +123,20 @@ class StreamContinuity:
             DatabaseError: The database is unavailable.
         """
         connection, point = self._subscription.connection, self.entry.resumed_at
-        if connection is None or connection.frames or self.proven or self._announced is not None or point is None:
+        if connection is None or connection.frames or self.checked or self._early_gap is not None or point is None:
             return
         if monotonic() - connection.opened_at > self._proof_timeout:
-            self._announced = await self._gaps.open(self._gap(GapReason.CURSOR_UNPROVEN, (point.seq or 0) + 1))
+            self._early_gap = await self._gaps.open(self._gap(GapReason.CURSOR_UNPROVEN, (point.seq or 0) + 1))
 
     async def _report_missing(self, first_seq: int, last_seq: int) -> None:
-        """Open a gap, or complete the one that was announced."""
+        """Open a gap for these messages. If one was opened before the first message, store only where it ends."""
         connection = self._subscription.connection
         if connection is not None and connection.skips and last_seq <= (connection.cursor or 0):
             return  # only messages over the size limit are missing, and they are dead letters
-        if self._announced is None:
+        if self._early_gap is None:
             await self._open(self._gap(GapReason.CURSOR_OUTDATED, first_seq, last_seq))
         else:
-            gap_id = self._announced.id
+            gap_id = self._early_gap.id
             await _retry(lambda: self._gaps.set_last_seq(gap_id, last_seq))
 
     async def _open(self, gap: Gap) -> OpenGap:
