@@ -35,7 +35,7 @@ _FIND_DIFFERENCES = f"""
     select r.did,
         r.active and r.sync_status <> '{SyncStatus.DESYNCHRONIZED}' and (r.rev is null or r.rev < w.rev) as behind,
         not r.active and r.tracked and r.hosting_status is distinct from '{TOMBSTONED}' as hidden,
-        r.from_stream and r.rev is null and r.tracked as unlisted,
+        r.from_stream and r.rev is null and r.tracked as only_from_stream,
         not r.tracked and r.hosting_status is not distinct from '{OUT_OF_SCOPE}' as unknown
     from {unnest({"did": "text", "rev": "text"}, "w", 2)}
     join indexer.repo r on r.did = w.did and {of_buckets("r")}
@@ -55,13 +55,13 @@ class ListDifferences(NamedTuple):
         behind: Repos with an older rev that are synchronized or being fetched.
         hidden: Accounts that are stored as inactive.
         unknown: Accounts without a stored repo, and those that were out of scope.
-        unlisted: Repos that the stream added, that no list has named yet, and that were not fetched yet.
+        only_from_stream: Repos that the stream added, that no list has named before, and that were not fetched yet.
     """
 
     behind: list[str]
     hidden: list[str]
     unknown: list[str]
-    unlisted: list[str]
+    only_from_stream: list[str]
 
 
 def join_differences(parts: Iterable[ListDifferences]) -> ListDifferences:
@@ -118,7 +118,7 @@ async def find_differences(connection: Connection, revs: Mapping[str, str]) -> L
         behind=[row["did"] for row in rows if row["behind"]],
         hidden=[row["did"] for row in rows if row["hidden"]],
         unknown=[did for did in revs if did not in known],
-        unlisted=[row["did"] for row in rows if row["unlisted"]],
+        only_from_stream=[row["did"] for row in rows if row["only_from_stream"]],
     )
 
 

@@ -45,8 +45,7 @@ from indexer.sync.shard import Shard
 MAX_PENDING_PAGES = 100
 """Pages that wait for their second comparison, each with at most a thousand repos."""
 MAX_UNLISTED = 10_000
-"""Accounts that are missing in the list, and whose hosting status is asked for, in one reconciliation. The next one
-continues after them."""
+"""Accounts missing in the list whose hosting status one reconciliation asks for. The next one continues after them."""
 _HOSTING = attrgetter("active", "hosting_status", "hosting_relay", "hosting_epoch", "hosting_seq")
 _PAGE_SIZE = 5_000
 MAX_RESUME_SECONDS = 86_400.0
@@ -86,7 +85,7 @@ class _PendingPage:
         revs: The listed revs of the repos that seemed to be behind, by DID.
         hidden: The DIDs of listed accounts that are hidden in the database.
         unknown: The DIDs of listed accounts that are not tracked, if the scope wants all repos.
-        unlisted: The DIDs of listed accounts that only the stream has named.
+        only_from_stream: The DIDs of listed accounts that only the stream has named so far.
     """
 
     due_at: float
@@ -95,16 +94,16 @@ class _PendingPage:
     revs: Mapping[str, str]
     hidden: Sequence[str]
     unknown: Sequence[str]
-    unlisted: Sequence[str]
+    only_from_stream: Sequence[str]
 
 
 @dataclass(slots=True)
-class _ListedBy:
+class _ListedSoFar:
     """The accounts that the list contained so far, in the reconciliation of `source` that began at this time.
 
     Attributes:
-        asked_until: The DID up to which accounts that are missing in the list have been asked for. If a request fails,
-            the reconciliation continues after it.
+        asked_until: The last DID whose absence from the list was checked. After a failed request, the reconciliation
+            continues after it.
     """
 
     source: str
@@ -165,8 +164,10 @@ class Reconciliation:
         self.crawl_progress: CrawlProgress | None = None
         self.last_error: str | None = None
         self.waits_until: float | None = None
+        # By source: the newest gap when its last complete reconciliation began, and when it ended (monotonic seconds).
         self._compared: dict[str, tuple[int, float]] = {}
-        self._listed: _ListedBy | None = None
+        self._listed: _ListedSoFar | None = None
+        # The DID after which the next reconciliation asks for accounts that are missing in the list.
         self._unlisted_after = ""
 
     @property
@@ -208,7 +209,7 @@ class Reconciliation:
         self.stage.idle()
         async for page in repo_list_pages(self._outbound, source, "", progress.cursor, self._requests):
             self.stage.moved()
-            pending.append(await self._compare(page, self._listed_by(progress)))
+            pending.append(await self._compare(page, self._listed_so_far(progress)))
             while pending and (
                 page.cursor is None or len(pending) > MAX_PENDING_PAGES or pending[0].due_at <= monotonic()
             ):
@@ -291,16 +292,16 @@ class Reconciliation:
             and last.finished_at is None
             and now - last.began_at < MAX_RESUME_SECONDS
             and last.last_gap >= self._gaps.newest
-            and (not self._gaps.newest or self._listed_by(last) is not None)
+            and (not self._gaps.newest or self._listed_so_far(last) is not None)
         ):
             return last
         progress = CrawlProgress("sweep", source, began_at=now, shard=shard, last_gap=self._gaps.newest)
         await self._store.save_crawl_progress(progress)
         stored = sum((await self._store.counts()).statuses.values())
-        self._listed = _ListedBy(source, now, ListedAccounts(2 * stored), self._unlisted_after)
+        self._listed = _ListedSoFar(source, now, ListedAccounts(2 * stored), self._unlisted_after)
         return progress
 
-    def _listed_by(self, progress: CrawlProgress) -> _ListedBy | None:
+    def _listed_so_far(self, progress: CrawlProgress) -> _ListedSoFar | None:
         """Return the accounts listed so far; None if another process read the first pages."""
         return self._listed if self._listed is not None and self._listed.belongs_to(progress) else None
 
@@ -311,7 +312,7 @@ class Reconciliation:
         self.stage.moved()
         self.waits_until = None
 
-    async def _compare(self, page: RepoListPage, listed: _ListedBy | None) -> _PendingPage:
+    async def _compare(self, page: RepoListPage, listed: _ListedSoFar | None) -> _PendingPage:
         """Compare a page for the first time. If no repo seems to be behind or unknown, it is due again at once.
 
         A listed rev too far in the future is ignored. An account without a rev is not behind.
@@ -325,7 +326,7 @@ class Reconciliation:
             and (account.rev is None or tid_micros(account.rev) <= max_micros)
             and shard.owns(account.did)
         }
-        behind, hidden, unknown, unlisted = await self._store.find_differences(revs)
+        behind, hidden, unknown, only_from_stream = await self._store.find_differences(revs)
         behind = [did for did in behind if revs[did]]
         if listed is not None:
             # Unknown accounts and those of other shards would fill the set.
@@ -335,7 +336,13 @@ class Reconciliation:
         unknown = unknown if self._scope.scope.track is Track.ALL else []
         due_at = monotonic() + (self._settings.settle if behind or unknown else 0.0)
         return _PendingPage(
-            due_at, page.cursor, len(page.accounts), {did: revs[did] for did in behind}, hidden, unknown, unlisted
+            due_at=due_at,
+            cursor=page.cursor,
+            listed=len(page.accounts),
+            revs={did: revs[did] for did in behind},
+            hidden=hidden,
+            unknown=unknown,
+            only_from_stream=only_from_stream,
         )
 
     async def _compare_again(
@@ -350,7 +357,7 @@ class Reconciliation:
         hidden = await self._hide_unlisted(progress) if page.cursor is None else 0
         after_page = progress.after_page(page.cursor, page.listed, behind + shown + hidden, time())
         scope, close_gaps = self._scope.scope, may_close_gaps()
-        unknown = [*(page.unknown if scope.track is Track.ALL else ()), *page.unlisted]
+        unknown = [*(page.unknown if scope.track is Track.ALL else ()), *page.only_from_stream]
         # If the scope changes meanwhile, the next reconciliation adds what it wants.
         stored = await self._store.add_listed(unknown, after_page, scope=scope, close_gaps=close_gaps)
         self._metrics.desynchronized(Desync.NEW, stored.found - after_page.found)
@@ -358,7 +365,7 @@ class Reconciliation:
 
     async def _hide_unlisted(self, progress: CrawlProgress) -> int:
         """Hide accounts that the whole list did not contain as active, if the relay confirms it; return how many."""
-        listed, hidden, asked = self._listed_by(progress), 0, 0
+        listed, hidden, asked = self._listed_so_far(progress), 0, 0
         while listed is not None and (
             page := await self._store.active_repos(listed.asked_until, self._buckets, _PAGE_SIZE)
         ):
