@@ -42,7 +42,7 @@ class Trigger(StrEnum):
     EXTENDS = "commit that extends the chain"
     BREAKS = "authentic commit that breaks the chain or cannot be applied"
     WHOLE = "first commit that contains the whole tree, or #sync to the empty tree"
-    NOT_NEWER = "commit or #sync that is not newer than the stored rev"
+    NOT_NEWER = "commit at or below the stored rev, or #sync below it"
     INVALID = "message that fails verification"
     UNCHECKED = "message whose signature could not be checked"
     SYNC_EQUAL = "#sync with the stored data and rev"
