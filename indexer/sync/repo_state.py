@@ -46,8 +46,8 @@ class Repo(NamedTuple):
         version: Incremented by every write. A write applies only to the version it was planned on; 0: no row yet.
         latest_verified_rev: The newest rev of an authentic message, including ignored ones. An export older than this
             does not complete a resync.
-        latest_unverified_rev: The newest rev of a message whose signature could not be checked. It makes a resync
-            prefer the repo's own PDS over a mirror that is behind, and has no other effect.
+        latest_unverified_rev: The newest rev of a message whose signature could not be checked, or of a repo list. A
+            resync prefers a source whose export has reached it. It never decides which records are stored.
         active: False if upstream hides the account, for the reason in `hosting_status`.
         hosting_epoch: The epoch of the sequence of `hosting_relay` that `hosting_seq` belongs to.
         hosting_seq: The sequence number of the last #account message from `hosting_relay`.
