@@ -127,6 +127,7 @@ def _hosted_elsewhere(
 def _plan_signed(
     repo: Repo, event: CommitEvent | SyncEvent, size: int, key: KeyState | None, context: PlanContext
 ) -> Plan | NeedsKey:
+    """Plan a #commit or #sync. First come the checks that need no key."""
     if is_future(event.rev, context.now, context.policy.limits):
         return _plan_without_records(repo, Trigger.INVALID, size, context, why=Rejection.FUTURE_REV, detail=event.rev)
     if _is_replay(repo, event):
@@ -140,12 +141,13 @@ def _plan_signed(
         return _plan_unchecked(repo, event, size, context)
     if not key.available:
         return _plan_unchecked(_with_failed_lookup(repo), event, size, context)
-    return _plan_verified(repo, event, size, key, context)
+    return _plan_with_key(repo, event, size, key, context)
 
 
-def _plan_verified(
+def _plan_with_key(
     repo: Repo, event: CommitEvent | SyncEvent, size: int, key: KeyState, context: PlanContext
 ) -> Plan | NeedsKey:
+    """Verify a #commit or #sync with the key, and plan it."""
     if key.doubtful and repo.head is not None:
         return _plan_unchecked(repo, event, size, context)
     if key.key is None:
@@ -198,6 +200,7 @@ def _with_failed_lookup(repo: Repo) -> Repo:
 
 
 def _plan_commit(repo: Repo, commit: VerifiedCommit, size: int, context: PlanContext) -> Plan:
+    """Plan an authentic commit (docs/protocol.md#commits)."""
     rev = commit.head.rev
     if not repo.known and not _is_signal(commit, context.policy.scope):
         return Plan(repo, Outcome.IGNORED)
@@ -242,6 +245,7 @@ def _writes_signal(path: bytes | str, cid: bytes | None, signals: CollectionFilt
 
 
 def _plan_sync(repo: Repo, head: Head, size: int, context: PlanContext) -> Plan:
+    """Plan an authentic #sync by its signed head (docs/protocol.md#sync-events)."""
     if head.data == EMPTY_TREE and _can_synchronize_without_export(repo, head.rev, context):
         return _advance(repo, Trigger.WHOLE, head, (), context)
     if repo.head is None or repo.head.data != head.data:
@@ -286,7 +290,7 @@ def plan_existence(repo: Repo, now: float, deletion_grace: float, *, exists: boo
     """
     if not exists and repo.active and repo.head is not None:
         return amend(repo, active=False, hosting_status=TOMBSTONED, erase_at=now + deletion_grace)
-    return _returned(repo, now) if exists and not repo.active and repo.hosting_status == TOMBSTONED else repo
+    return _active_again(repo, now) if exists and not repo.active and repo.hosting_status == TOMBSTONED else repo
 
 
 def plan_erasure_later(repo: Repo, at: float) -> Repo:
@@ -297,7 +301,7 @@ def plan_erasure_later(repo: Repo, at: float) -> Repo:
 def plan_active(repo: Repo, now: float) -> Repo:
     """Return the row of a repo that its relay reports as active; the same object if the relay did not hide it."""
     hidden_by_relay = not repo.active and repo.hosting_status != TOMBSTONED and repo.tracked
-    return _returned(repo, now) if hidden_by_relay else repo
+    return _active_again(repo, now) if hidden_by_relay else repo
 
 
 def plan_hidden(repo: Repo, status: str | None, now: float, deletion_grace: float) -> Repo:
@@ -316,7 +320,8 @@ def _reported(status: str | None) -> str | None:
     return None if status in _OWN_STATUSES else status
 
 
-def _returned(repo: Repo, now: float) -> Repo:
+def _active_again(repo: Repo, now: float) -> Repo:
+    """Return the row of a hidden account that is active again. Its records are no longer to be erased."""
     after = amend(repo, active=True, hosting_status=None, erase_at=None)
     return unparked(after, now) if repo.sync_status is SyncStatus.DESYNCHRONIZED else reactivate(after, now)
 
@@ -336,12 +341,17 @@ def plan_listed(repo: Repo, rev: str, now: float) -> Repo:
 
 
 def _erase_at(repo: Repo, event: AccountEvent, context: PlanContext) -> float | None:
+    """Return when to erase the records: the end of the grace period of a deletion; None for any other status.
+
+    A repeated deletion does not extend the grace period.
+    """
     if event.active or event.status != DELETED:
         return None
     return context.now + context.policy.deletion_grace if repo.erase_at is None else repo.erase_at
 
 
 def _plan_identity(repo: Repo, context: PlanContext) -> Plan:
+    """Request a lookup of the identity, and unpark the repo: its last attempt may have failed with the old identity."""
     if not repo.known:
         after = amend(repo, next_attempt_at=context.now + FIRST_COMMIT_SECONDS)
     elif repo.sync_status is SyncStatus.IN_PROGRESS:

@@ -101,14 +101,17 @@ class AccountErasure:
 
     async def _check_and_erase(self, did: str) -> None:
         with DatabaseAttempt():
-            if await self._exists_nowhere(did):
+            if await self._confirm_gone(did):
                 erased = await self._store.erase_batch(self._shard.buckets, time(), did=did)
                 if erased is not None:
                     self._count(erased)
         self.stage.moved()
 
-    async def _exists_nowhere(self, did: str) -> bool:
-        """Return True if the directory and the host deny the account now. Otherwise show or postpone it."""
+    async def _confirm_gone(self, did: str) -> bool:
+        """Ask the directory and the host again; return True if both deny the account.
+
+        Otherwise show the account again if the DID exists, or postpone its erasure.
+        """
         try:
             answer = await self._identities.refresh(did)
         except DatabaseError:
@@ -127,6 +130,7 @@ class AccountErasure:
         return stored is None or stored.pds is None or await self._host_denies(stored, stored.pds)
 
     async def _host_denies(self, identity: StoredIdentity, pds: str) -> bool:
+        """Return True if the host denies the repo, or was unreachable for too long. Otherwise postpone the erasure."""
         try:
             await self._pds.fetch_latest_commit(identity.did, pds)
         except UnavailableError as error:
