@@ -69,7 +69,7 @@ class Desync(DescribedEnum):
     STALE_EXPORT = "stale-export", "Every available export is older than a rev that was received or stored."
     BEHIND = "behind", "A relay lists a newer rev than the stored one, and the stream did not deliver it."
     SCOPE_WIDENED = "scope-widened", "Collections were added to the scope; the export is fetched for their records."
-    ERASED = "erased", "The records were erased: the account stayed deleted for the grace period, or was untracked."
+    ERASED = "erased", "The records were erased: the account or its DID stayed deleted, or the repo was untracked."
     STORE_FAILED = "store-failed", "The database could not store the effects of a message of the repo."
     LEASE_EXPIRED = "lease-expired", "The resync worker stopped without finishing, and its lease expired."
 
