@@ -180,6 +180,8 @@ def _event(
                 "collection": change.collection,
                 "rkey": change.rkey,
             }
+        case "visible" if change.did not in accounts:
+            return None  # only its row was removed: such an account is inactive upstream
         case "visible" | "hidden" | "deleted" | "moved" | "identity":
             state = accounts.get(change.did, _UNKNOWN_ACCOUNT)
             # An entry `identity` of a hidden account says that it has another hosting status.

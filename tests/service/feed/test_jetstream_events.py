@@ -45,12 +45,13 @@ def value(text: str = '{"$type": "app.bsky.feed.post"}') -> StoredRecord:
 def encode(
     changes: Sequence[LoggedChange],
     values: Mapping[int, StoredRecord] | None = None,
-    account: StoredAccount = ACTIVE,
+    account: StoredAccount | None = ACTIVE,
     start: LogPosition | None = None,
 ) -> EventChunk:
     """Return the chunk of a page; by default, all records have a value."""
     values = dict.fromkeys(range(len(changes)), value()) if values is None else values
-    return encode_page(start or LogPosition(changes[0].seq - 1), FeedPage(changes, values, {ADA: account}))
+    accounts = {ADA: account} if account else {}
+    return encode_page(start or LogPosition(changes[0].seq - 1), FeedPage(changes, values, accounts))
 
 
 def read_frames(data: bytes) -> list[tuple[Opcode, bytes]]:
@@ -116,6 +117,11 @@ def test_account_events_have_the_form_of_jetstream(
     [event] = sent(encode([repo_change(5, action)], account=account))
     common = {"did": ADA, "seq": 5, "time": "2024-09-09T19:46:02.329Z"}
     assert event == {"did": ADA, "time_us": TIME, "kind": "account", "account": expected | common}
+
+
+def test_account_whose_row_was_removed_is_not_sent_as_active() -> None:
+    events = sent(encode([repo_change(5, "deleted"), repo_change(6, "visible")], account=None))
+    assert [event["account"]["active"] for event in events] == [False]
 
 
 @pytest.mark.parametrize("action", ["moved", "identity"])
