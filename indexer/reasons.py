@@ -68,6 +68,10 @@ class Desync(DescribedEnum):
     DRAIN_BREAK = "drain-break", "The events buffered during the resync do not follow the fetched export."
     STALE_EXPORT = "stale-export", "Every available export is older than a rev that was received or stored."
     BEHIND = "behind", "A relay lists a newer rev than the stored one, and the stream did not deliver it."
+    STATUS_UNKNOWN = (
+        "status-unknown",
+        "The relay does not list the account, and each request for its hosting status failed: it may be deleted.",
+    )
     SCOPE_WIDENED = "scope-widened", "Collections were added to the scope; the export is fetched for their records."
     ERASED = "erased", "The records were erased: the account or its DID stayed deleted, or the repo was untracked."
     STORE_FAILED = "store-failed", "The database could not store the effects of a message of the repo."

@@ -371,6 +371,12 @@ LOG_EVENTS: dict[str, LogEvent] = {
         "The repo list lacks many stored accounts.",
         "The next reconciliation asks for the hosting status of the rest.",
     ),
+    "reconciliation.status-unknown": LogEvent(
+        ("warning",),
+        ("relay", "accounts", "did", "error"),
+        "Each request for the hosting status of these accounts failed; `did` and `error` are those of the first one.",
+        "Hidden accounts stay hidden. The others become desynchronized (status-unknown): their hosts are asked.",
+    ),
     "relay.connected": LogEvent(
         ("info",),
         ("relay", "cursor"),

@@ -312,6 +312,16 @@ def plan_hidden(repo: Repo, status: str | None, now: float, deletion_grace: floa
     return amend(repo, active=False, hosting_status=_reported(status), erase_at=erase_at)
 
 
+def plan_status_unknown(repo: Repo, now: float) -> Repo:
+    """Return the row of a repo that a relay neither lists nor tells the hosting status of: desynchronized.
+
+    It is the same object if the repo is hidden, or not synchronized anyway: then its host is asked.
+    """
+    if not repo.active or repo.sync_status is not SyncStatus.SYNCHRONIZED:
+        return repo
+    return desynchronize(repo, Trigger.STATUS_UNKNOWN, Desync.STATUS_UNKNOWN, now)
+
+
 def _reported(status: str | None) -> str | None:
     """Return the hosting status that upstream reports; None for one that only this program may give.
 

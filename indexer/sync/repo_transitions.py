@@ -56,6 +56,7 @@ class Trigger(StrEnum):
     RELEASED = "claim released by its worker"
     LEASE_EXPIRED = "lease of the resync worker expired"
     BEHIND = "a newer rev is known than the stored one"
+    STATUS_UNKNOWN = "hosting status of an unlisted account is unknown"
     UNPROVEN = "an undecidable commit was applied without proof"
     VALUES_MISSING = "record values are missing a day after the resync"
     REQUESTED = "resync requested"
@@ -113,6 +114,7 @@ TRANSITIONS: dict[SyncStatus, dict[Trigger, tuple[Outcome, SyncStatus]]] = {
         Trigger.SYNC_DIFFERS: (Outcome.DESYNCHRONIZED, _D),
         Trigger.REFUSED: (Outcome.REJECTED, _D),
         Trigger.BEHIND: (Outcome.DESYNCHRONIZED, _D),
+        Trigger.STATUS_UNKNOWN: (Outcome.DESYNCHRONIZED, _D),
         Trigger.UNPROVEN: (Outcome.DESYNCHRONIZED, _D),
         Trigger.WIDENED: (Outcome.DESYNCHRONIZED, _D),
         Trigger.VALUES_MISSING: (Outcome.DESYNCHRONIZED, _D),

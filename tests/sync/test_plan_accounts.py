@@ -16,6 +16,7 @@ from indexer.sync.plan_event import (
     plan_existence,
     plan_hidden,
     plan_listed,
+    plan_status_unknown,
 )
 from indexer.sync.plan_resync import plan_failure
 from indexer.sync.plans import Plan
@@ -262,6 +263,14 @@ def test_a_newer_listed_rev_causes_a_resync_and_counts_as_unverified() -> None:
     assert (after.sync_status, after.sync_reason) == (SyncStatus.DESYNCHRONIZED, Desync.BEHIND)
     assert (after.head, after.latest_verified_rev, after.latest_unverified_rev) == (ROW.head, None, NEWER)
     assert after.version > ROW.version
+
+
+def test_repo_of_which_no_hosting_status_is_known_is_fetched_again() -> None:
+    after = plan_status_unknown(ROW, NOW)
+    assert (after.sync_status, after.sync_reason) == (SyncStatus.DESYNCHRONIZED, Desync.STATUS_UNKNOWN)
+    assert (after.active, after.head) == (True, ROW.head)
+    for repo in (after, ROW._replace(active=False), ROW._replace(sync_status=SyncStatus.IN_PROGRESS)):
+        assert plan_status_unknown(repo, NOW) is repo
 
 
 @pytest.mark.parametrize("repo", [ROW, ROW._replace(active=False, hosting_status=TOMBSTONED)])

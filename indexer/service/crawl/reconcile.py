@@ -3,8 +3,7 @@
 The list can be ahead of the stream by the events that are on their way. So a repo that seems to be behind or unknown is
 compared again after a while. The list is not signed, so it never changes a record; it only causes a resync. An account
 that is listed but hidden in the database is shown again if the relay confirms that it is active. One that is not listed
-but shown is hidden if the relay confirms that it is not active. A PDS confirms only what it hosts: it still knows
-accounts that have moved to another one.
+but shown is hidden if the relay confirms that it is not active.
 
 A reconciliation closes the gaps of its shard that were open when it began, if it ran to the end of the list of the
 relay whose stream is open: what the list does not contain yet, that stream delivers.
@@ -16,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf
-from operator import attrgetter
 from time import monotonic, time
 
 import structlog
@@ -27,9 +25,10 @@ from indexer.crash_points import crash_point
 from indexer.errors import UnavailableError
 from indexer.identity import IdentityCache
 from indexer.monitoring.metrics import Metrics
-from indexer.outbound import OutboundClient, host_of
-from indexer.pds.repo_list import RepoListPage, RepoStatus, fetch_repo_status
+from indexer.outbound import OutboundClient
+from indexer.pds.repo_list import RepoListPage
 from indexer.reasons import Desync
+from indexer.service.crawl.hosting_status import HostingStatusChecks
 from indexer.service.crawl.listed_accounts import ListedAccounts
 from indexer.service.crawl.repo_list_pages import repo_list_pages
 from indexer.service.current_scope import CurrentScope
@@ -37,8 +36,6 @@ from indexer.service.open_gaps import OpenGaps
 from indexer.service.periodic import DatabaseAttempt
 from indexer.store import Store
 from indexer.sync.crawl_progress import CrawlProgress
-from indexer.sync.plan_event import plan_active, plan_hidden
-from indexer.sync.repo_state import Repo
 from indexer.sync.scope import Track
 from indexer.sync.shard import Shard
 
@@ -46,7 +43,6 @@ MAX_PENDING_PAGES = 100
 """Pages that wait for their second comparison, each with at most a thousand repos."""
 MAX_UNLISTED = 10_000
 """Accounts missing in the list whose hosting status one reconciliation asks for. The next one continues after them."""
-_HOSTING = attrgetter("active", "hosting_status", "hosting_relay", "hosting_epoch", "hosting_seq")
 _PAGE_SIZE = 5_000
 MAX_RESUME_SECONDS = 86_400.0
 """An interrupted reconciliation that began longer ago starts again."""
@@ -63,7 +59,8 @@ class ReconciliationSettings:
         interval: Between two reconciliations; 0: only while a gap is open.
         settle: How long the stream may take to deliver events that the list already includes.
         poll: How often to look for a connected relay, an open gap and the end of the interval.
-        first_retry: Pause after the first failure; it doubles with each one, up to `max_retry`.
+        first_retry: Pause after the first failure; it doubles with each one, up to `max_retry`. Failed
+            requests for the hosting status of single accounts are repeated after the same pauses.
     """
 
     shard: Shard
@@ -157,9 +154,11 @@ class Reconciliation:
         self._sources = sources
         self._scope = scope
         self._settings = settings
-        self._identities = identities
         self._buckets = settings.shard.buckets
         self.stage = StageProgress("reconciliation")
+        self._statuses = HostingStatusChecks(
+            store, outbound, metrics, scope, self.stage, identities, first_retry=settings.first_retry
+        )
         self._requests = self.stage.add()
         self.crawl_progress: CrawlProgress | None = None
         self.last_error: str | None = None
@@ -352,10 +351,10 @@ class Reconciliation:
         behind = await self._store.desynchronize_behind(page.revs, time()) if page.revs else 0
         crash_point("reconciliation.compared")
         self._metrics.desynchronized(Desync.BEHIND, behind)
-        shown = sum([await self._follow_status(progress.source, did, active=True) for did in page.hidden])
-        self._metrics.desynchronized(Desync.REACTIVATED, shown)
-        hidden = await self._hide_unlisted(progress) if page.cursor is None else 0
-        after_page = progress.after_page(page.cursor, page.listed, behind + shown + hidden, time())
+        followed = sum([await self._statuses.follow(progress.source, did, active=True) for did in page.hidden])
+        if page.cursor is None:
+            followed += await self._hide_unlisted(progress) + await self._statuses.repeat_failed(progress.source)
+        after_page = progress.after_page(page.cursor, page.listed, behind + followed, time())
         scope, close_gaps = self._scope.scope, may_close_gaps()
         unknown = [*(page.unknown if scope.track is Track.ALL else ()), *page.only_from_stream]
         # If the scope changes meanwhile, the next reconciliation adds what it wants.
@@ -374,56 +373,11 @@ class Reconciliation:
                     log.warning("reconciliation.many-unlisted", relay=progress.source, asked=asked)
                     self._unlisted_after = listed.asked_until
                     return hidden
-                hidden += await self._follow_status(progress.source, did, active=False)
+                hidden += await self._statuses.follow(progress.source, did, active=False)
                 asked, listed.asked_until = asked + 1, did
             listed.asked_until = page[-1]
         self._unlisted_after = ""
         return hidden
-
-    async def _follow_status(self, source: str, did: str, *, active: bool) -> bool:
-        """Show the account if `active`, else hide it, if the relay confirms it; return True if the row changed.
-
-        The row is read before the relay is asked. If an event changes its hosting status meanwhile, the event may be
-        newer than the report, which then does not count. Other changes of the row do not matter.
-        """
-        before = (await self._store.repos([did])).get(did)
-        status = None if before is None else await self._fetch_status(source, did)
-        if before is None or status is None or status.active != active:
-            return False
-
-        def follow(repo: Repo) -> Repo:
-            if _HOSTING(repo) != _HOSTING(before):
-                return repo
-            if active:
-                return plan_active(repo, time())
-            return plan_hidden(repo, status.status, time(), self._scope.policy.deletion_grace)
-
-        return await self._store.update_repo(did, follow) is not None
-
-    async def _fetch_status(self, source: str, did: str) -> RepoStatus | None:
-        """Return the hosting status of an account; None if the source does not know or not host it."""
-        self.stage.moved()
-        try:
-            status = await fetch_repo_status(self._outbound, source, did)
-        except UnavailableError as error:
-            if not error.reason.is_permanent:
-                raise
-            return None
-        return status if await self._may_report(source, did) else None
-
-    async def _may_report(self, source: str, did: str) -> bool:
-        """Return False if the source is a PDS that does not host the account, or if that is not certain now.
-
-        The cache returns an older identity if its limits do not allow a lookup, or if the lookup fails. Then the next
-        reconciliation asks again.
-        """
-        if self._identities is None:
-            return True
-        try:
-            identity = await self._identities.lookup(did, refresh=True)  # a former PDS sends no `#identity`
-        except UnavailableError:
-            return False
-        return identity.is_recent(time()) and identity.host == host_of(source)
 
     def _save_progress(self, progress: CrawlProgress) -> None:
         self.crawl_progress = progress

@@ -59,6 +59,10 @@ async def behind(sql: asyncpg.Connection) -> dict[str, str]:
     return {row["did"]: row["latest_unverified_rev"] for row in rows}
 
 
+def status_path(name: str) -> str:
+    return f"/xrpc/com.atproto.sync.getRepoStatus?did={did(name)}"
+
+
 def serve_status(host: ScriptedHost, name: str, *, active: bool) -> None:
     status = {"did": did(name), "active": active} | ({} if active else {"status": "deactivated"})
-    host.pages[f"/xrpc/com.atproto.sync.getRepoStatus?did={did(name)}"] = http_response(orjson.dumps(status))
+    host.pages[status_path(name)] = http_response(orjson.dumps(status))

@@ -12,15 +12,16 @@ import stamina
 from indexer.errors import UnavailableError
 from indexer.monitoring.metrics import Metrics
 from indexer.outbound import OutboundClient
-from indexer.reasons import GapReason
+from indexer.reasons import Desync, GapReason
 from indexer.service.crawl.reconcile import Reconciliation, ReconciliationSettings
 from indexer.service.open_gaps import OpenGaps
 from indexer.store import Store
 from indexer.sync.crawl_progress import CrawlProgress
 from indexer.sync.gap import Gap
+from indexer.sync.repo_state import SyncStatus
 from indexer.sync.scope import Track
 from indexer.sync.shard import Shard
-from tests.outbound.scripted_host import ScriptedHost
+from tests.outbound.scripted_host import ScriptedHost, http_response
 from tests.service.crawl.reconciliations import (
     NEWER,
     NO_WAIT,
@@ -28,6 +29,7 @@ from tests.service.crawl.reconciliations import (
     behind,
     ignore_progress,
     scope_of,
+    status_path,
     stored,
 )
 from tests.service.crawl.repo_list_responses import FAILURE, page, path, requested_cursors
@@ -231,3 +233,16 @@ async def test_failed_reconciliation_is_resumed(store: Store, host: ScriptedHost
             await reconciling.wait_until_closed()
             await until(lambda: reconciling.reconciliation.progress == "done; accounts listed: 1, different: 0")
     assert requested_cursors(host).count(None) == 1
+
+
+async def test_gap_is_closed_although_the_relay_never_tells_the_status_of_an_account(
+    store: Store, host: ScriptedHost, outbound: OutboundClient
+) -> None:
+    await insert(store, stored("unlisted"))
+    host.pages[path()] = page()
+    host.pages[status_path("unlisted")] = http_response(status=500)
+    async with Reconciling(store, outbound, host.url) as reconciling:
+        await reconciling.gaps.open(gap())
+        await reconciling.wait_until_closed()
+    repo = (await store.repos([did("unlisted")]))[did("unlisted")]
+    assert (repo.sync_status, repo.sync_reason) == (SyncStatus.DESYNCHRONIZED, Desync.STATUS_UNKNOWN)

@@ -11,13 +11,16 @@ from typing import Any
 import asyncpg
 import orjson
 import pytest
+from structlog.testing import capture_logs
 
 from indexer.atproto.crypto import PrivateKey
 from indexer.errors import UnavailableError
 from indexer.identity import IdentityCache
 from indexer.monitoring.metrics import Metrics
 from indexer.outbound import OutboundClient
+from indexer.outbound.host_limits import FAILURE_THRESHOLD
 from indexer.reasons import Desync, FetchFailure
+from indexer.service.crawl.hosting_status import MAX_ATTEMPTS
 from indexer.store import Store
 from indexer.store.crawl_rows import ListDifferences
 from indexer.sync.repo_state import Repo, SyncStatus
@@ -25,14 +28,17 @@ from indexer.sync.shard import Shard
 from indexer.sync.stored_identity import StoredIdentity
 from tests.outbound.scripted_host import ScriptedHost, http_response
 from tests.service.crawl.reconciliations import (
+    NEWER,
     NO_WAIT,
     STORED,
+    behind,
     ignore_progress,
     make_reconciliation,
     serve_status,
+    status_path,
     stored,
 )
-from tests.service.crawl.repo_list_responses import FAILURE, page, path
+from tests.service.crawl.repo_list_responses import page, path
 from tests.store.repo_rows import did, insert
 
 pytestmark = pytest.mark.slow
@@ -48,9 +54,7 @@ async def test_account_that_became_active_unnoticed_is_shown_and_resynced(
     host.pages[path()] = page(*[(did(name), STORED) for name in ("back", "still hidden", "moved")])
     serve_status(host, "back", active=True)
     serve_status(host, "still hidden", active=False)
-    host.pages[f"/xrpc/com.atproto.sync.getRepoStatus?did={did('moved')}"] = http_response(
-        b'{"error": "RepoNotFound"}', status=404
-    )
+    host.pages[status_path("moved")] = http_response(b'{"error": "RepoNotFound"}', status=404)
     progress = await make_reconciliation(store, outbound, host).reconcile(host.url, ignore_progress)
     assert progress.found == 1
     repos = await store.repos([did(name) for name in ("back", "still hidden", "moved")])
@@ -135,7 +139,7 @@ async def test_reconciliation_continues_with_the_unlisted_account_at_which_the_r
     reconciliation = make_reconciliation(store, outbound, host)
     for name in names:
         if name != names[0]:
-            host.pages[f"/xrpc/com.atproto.sync.getRepoStatus?did={did(name)}"] = FAILURE
+            host.pages[status_path(name)] = http_response(b'{"error": "RateLimitExceeded"}', status=400)
             with pytest.raises(UnavailableError):
                 await reconciliation.reconcile(host.url, ignore_progress)
         serve_status(host, name, active=name != names[-1])
@@ -174,10 +178,8 @@ async def test_account_that_is_not_listed_is_hidden_if_the_relay_says_so(
     serve_status(host, "listed as inactive", active=False)
     serve_status(host, "active", active=True)
     deleted = {"did": did("deleted"), "active": False, "status": "deleted"}
-    host.pages[f"/xrpc/com.atproto.sync.getRepoStatus?did={did('deleted')}"] = http_response(orjson.dumps(deleted))
-    host.pages[f"/xrpc/com.atproto.sync.getRepoStatus?did={did('elsewhere')}"] = http_response(
-        b'{"error": "RepoNotFound"}', status=404
-    )
+    host.pages[status_path("deleted")] = http_response(orjson.dumps(deleted))
+    host.pages[status_path("elsewhere")] = http_response(b'{"error": "RepoNotFound"}', status=404)
     progress = await make_reconciliation(store, outbound, host).reconcile(host.url, ignore_progress)
     rows = await sql.fetch("select did, hosting_status, erase_at is not null from indexer.repo where not active")
     assert {tuple(row) for row in rows} == {
@@ -204,7 +206,7 @@ async def test_account_hidden_by_the_stream_meanwhile_stays_hidden(
         writer.write(http_response(orjson.dumps({"did": did("back"), "active": True})))
         await writer.drain()
 
-    host.pages[f"/xrpc/com.atproto.sync.getRepoStatus?did={did('back')}"] = hide
+    host.pages[status_path("back")] = hide
     progress = await make_reconciliation(store, outbound, host).reconcile(host.url, ignore_progress)
     assert progress.found == 0
     repo = (await store.repos([did("back")]))[did("back")]
@@ -226,7 +228,7 @@ async def test_hosting_status_is_followed_although_a_resync_changes_the_row_mean
         writer.write(http_response(orjson.dumps(status)))
         await writer.drain()
 
-    host.pages[f"/xrpc/com.atproto.sync.getRepoStatus?did={did('a')}"] = answer
+    host.pages[status_path("a")] = answer
     progress = await make_reconciliation(store, outbound, host).reconcile(host.url, ignore_progress)
     assert progress.found == 1
     repo = (await store.repos([did("a")]))[did("a")]
@@ -260,3 +262,81 @@ async def test_hidden_repo_that_is_forgotten_meanwhile_is_left_out(
     )
     assert (progress.listed, progress.found) == (1, 0)
     assert await sql.fetchval("select count(*) from indexer.repo") == 0
+
+
+def requests_for(host: ScriptedHost, name: str) -> int:
+    return sum(status_path(name).lower() in request for request in host.requests)
+
+
+async def test_account_of_which_the_relay_never_tells_the_status_is_fetched_again(
+    store: Store, sql: asyncpg.Connection, host: ScriptedHost, outbound: OutboundClient
+) -> None:
+    """It may be deleted, so it does not count as synchronized. The other accounts are compared."""
+    names = sorted(["a", "b", "c"], key=did)
+    await insert(store, *map(stored, names))
+    host.pages[path()] = page()
+    for name in names:
+        serve_status(host, name, active=False)
+    host.pages[status_path(names[1])] = http_response(status=500)
+    with capture_logs() as lines:
+        progress = await make_reconciliation(store, outbound, host).reconcile(host.url, ignore_progress)
+    assert progress.finished_at is not None
+    rows = await sql.fetch("select did, sync_reason from indexer.repo where active")
+    assert [tuple(row) for row in rows] == [(did(names[1]), "status-unknown")]
+    assert requests_for(host, names[1]) == MAX_ATTEMPTS
+    [logged] = [line for line in lines if line["event"] == "reconciliation.status-unknown"]
+    assert (logged["accounts"], logged["did"], logged["error"]) == (1, did(names[1]), "http-status: 500")
+
+
+async def test_hidden_account_of_which_the_relay_never_tells_the_status_stays_hidden(
+    store: Store, sql: asyncpg.Connection, host: ScriptedHost, outbound: OutboundClient
+) -> None:
+    hidden = {"active": False, "hosting_status": "deactivated"}
+    await insert(store, stored("unknown", **hidden), stored("back", **hidden), stored("behind"))
+    host.pages[path()] = page((did("unknown"), STORED), (did("back"), STORED), cursor="x")
+    host.pages[path("x")] = page((did("behind"), NEWER))
+    host.pages[status_path("unknown")] = http_response(b"no JSON")
+    serve_status(host, "back", active=True)
+    progress = await make_reconciliation(store, outbound, host).reconcile(host.url, ignore_progress)
+    assert progress.found == 2
+    rows = await sql.fetch("select did from indexer.repo where not active")
+    assert [row["did"] for row in rows] == [did("unknown")]
+    assert await behind(sql) == {did("behind"): NEWER}
+    assert requests_for(host, "unknown") == MAX_ATTEMPTS
+
+
+@pytest.mark.parametrize("active", [True, False])
+async def test_status_that_the_relay_tells_at_a_later_attempt_counts(
+    active: bool, store: Store, host: ScriptedHost, outbound: OutboundClient
+) -> None:
+    hidden: dict[str, Any] = {"active": False, "hosting_status": "deactivated"} if active else {}
+    await insert(store, stored("a", **hidden))
+    host.pages[path()] = page((did("a"), STORED)) if active else page()
+
+    async def fail_once(writer: asyncio.StreamWriter) -> None:
+        serve_status(host, "a", active=active)
+        writer.write(http_response(status=502))
+        await writer.drain()
+
+    host.pages[status_path("a")] = fail_once
+    progress = await make_reconciliation(store, outbound, host).reconcile(host.url, ignore_progress)
+    assert progress.found == 1
+    repo = (await store.repos([did("a")]))[did("a")]
+    assert (repo.active, repo.sync_reason) == (active, Desync.REACTIVATED if active else None)
+    assert requests_for(host, "a") == 2
+
+
+async def test_accounts_without_a_status_do_not_use_up_their_attempts_while_the_relay_is_paused(
+    store: Store, sql: asyncpg.Connection, host: ScriptedHost, outbound: OutboundClient
+) -> None:
+    """Five failed requests in a row pause the relay. The reconciliation fails then, and continues later."""
+    names = sorted(map(str, range(FAILURE_THRESHOLD)), key=did)
+    await insert(store, *map(stored, names))
+    host.pages[path()] = page()
+    for name in names:
+        host.pages[status_path(name)] = http_response(status=500)
+    reconciliation = make_reconciliation(store, outbound, host)
+    with pytest.raises(UnavailableError, match="host-paused"):
+        await reconciliation.reconcile(host.url, ignore_progress)
+    assert sum(requests_for(host, name) for name in names) == FAILURE_THRESHOLD
+    assert await sql.fetch("select from indexer.repo where sync_reason is not null") == []
