@@ -8,6 +8,7 @@ from indexer.concurrency.stage_progress import Work
 from indexer.errors import UnavailableError
 from indexer.outbound import OutboundClient
 from indexer.pds.repo_list import RepoListPage, list_repos
+from indexer.reasons import FetchFailure
 
 MAX_ATTEMPTS = 6
 """Attempts to fetch one page, over about a minute."""
@@ -21,14 +22,21 @@ async def repo_list_pages(
     Each request is work of `requests`; a pause before a retry is not.
 
     Raises:
-        UnavailableError: All attempts to fetch a page failed.
+        UnavailableError: All attempts to fetch a page failed, or the cursors lead in a circle (BAD_ANSWER).
     """
+    # Brent's algorithm finds a circle: each cursor is compared with an earlier one, which is replaced after 1, 2, 4, …
+    # pages. So it lies in the circle at last, and few pages are read more than once.
+    earlier, pages, replace_after = cursor, 0, 1
     while True:
         page = await _fetch_page(outbound, source, collection, cursor, requests)
+        if page.cursor is not None and page.cursor == earlier:
+            raise UnavailableError(FetchFailure.BAD_ANSWER, f"the cursors lead in a circle: {page.cursor!r:.100}")
         yield page
-        cursor = page.cursor
+        cursor, pages = page.cursor, pages + 1
         if cursor is None:
             return
+        if pages == replace_after:
+            earlier, pages, replace_after = cursor, 0, 2 * replace_after
 
 
 async def _fetch_page(

@@ -1,0 +1,51 @@
+"""Reading a whole repo list."""
+
+import asyncio
+from itertools import islice
+
+import pytest
+
+from indexer.concurrency.stage_progress import Work
+from indexer.errors import UnavailableError
+from indexer.outbound import OutboundClient
+from indexer.reasons import FetchFailure
+from indexer.service.crawl.repo_list_pages import repo_list_pages
+from tests.outbound.scripted_host import ScriptedHost
+from tests.service.crawl.repo_list_responses import page, path, requested_cursors
+from tests.store.repo_rows import did
+
+REV = "3laaaaaaaaa22"
+
+
+async def read(host: ScriptedHost, outbound: OutboundClient) -> list[str]:
+    """Return the DIDs of all pages."""
+    return [
+        account.did
+        async for listed in repo_list_pages(outbound, host.url, "", None, Work())
+        for account in listed.accounts
+    ]
+
+
+@pytest.mark.parametrize(("before", "length"), [(0, 2), (3, 2), (1, 7), (20, 3)])
+async def test_list_whose_cursors_lead_in_a_circle_is_not_read_without_end(
+    host: ScriptedHost, outbound: OutboundClient, before: int, length: int
+) -> None:
+    cursors = [f"c{number}" for number in range(before + length)]
+    host.pages[path()] = page(cursor=cursors[0])
+    for number, cursor in enumerate(cursors):
+        following = number + 1 if number + 1 < len(cursors) else before
+        host.pages[path(cursor)] = page((did(number), REV), cursor=cursors[following])
+    async with asyncio.timeout(20):
+        with pytest.raises(UnavailableError, match="lead in a circle") as failure:
+            await read(host, outbound)
+    assert failure.value.reason is FetchFailure.BAD_ANSWER
+    assert set(cursors) < set(requested_cursors(host)), "all pages were read before"
+    assert len(host.requests) <= 4 * (before + length) + 4
+
+
+async def test_long_list_is_read_to_its_end(host: ScriptedHost, outbound: OutboundClient) -> None:
+    cursors = [None, *[f"c{number}" for number in range(100)]]
+    for number, cursor in enumerate(cursors):
+        host.pages[path(cursor)] = page((did(number), REV), cursor=next(islice(cursors, number + 1, None), None))
+    assert await read(host, outbound) == [did(number) for number in range(101)]
+    assert requested_cursors(host) == cursors
