@@ -24,6 +24,7 @@ class Discovery:
         self._store = store
         self._outbound = outbound
         self.stage = stage or StageProgress("discover")
+        self._requests = self.stage.add()
         self.invalid_entries = 0
         self.expected: int | None = None
 
@@ -53,7 +54,7 @@ class Discovery:
             UnavailableError: The host or the database is unavailable. The progress so far is saved.
         """
         source, collection, cursor = progress.source, progress.collection, progress.cursor
-        async for page in repo_list_pages(self._outbound, source, collection, cursor, self.stage.add()):
+        async for page in repo_list_pages(self._outbound, source, collection, cursor, self._requests):
             self.invalid_entries += page.invalid_entries
             dids = [account.did for account in page.accounts if account.active]
             with self.stage.busy():

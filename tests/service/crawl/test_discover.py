@@ -7,6 +7,7 @@ import asyncpg
 import pytest
 import stamina
 
+from indexer.concurrency.stage_progress import StageProgress, Work
 from indexer.errors import UnavailableError
 from indexer.outbound import OutboundClient
 from indexer.service.crawl.discover import Discovery
@@ -116,3 +117,25 @@ async def test_no_request_is_sent_during_a_pause_that_the_host_asked_for(
     with stamina.set_testing(True, attempts=3), pytest.raises(UnavailableError, match="throttled"):
         await discover(store, outbound, host)
     assert requested_cursors(host) == [None]
+
+
+class CountedStage(StageProgress):
+    """A stage that counts its activities."""
+
+    added = 0
+
+    def add(self) -> Work:
+        self.added += 1
+        return super().add()
+
+
+async def test_repeated_crawls_are_one_activity_of_the_stage(
+    store: Store, host: ScriptedHost, outbound: OutboundClient
+) -> None:
+    """A stage keeps its activities as long as the process runs."""
+    host.pages[path()] = page((did(1), REV))
+    stage = CountedStage("crawls")
+    discovery = Discovery(store, outbound, stage)
+    for _ in range(3):
+        await discovery.run(await discovery.begin(host.url, ""), lambda _: None)
+    assert (len(host.requests), stage.added) == (3, 1)
