@@ -176,7 +176,7 @@ class ScopeBackfill:
         return incomplete
 
     async def _read_list(self, sources: Sequence[str], collection: str) -> ListedAccounts | None:
-        """Return the repos that the first relay lists which offers it; None if none does.
+        """Return the stored repos that the first relay lists which offers it; None if none does.
 
         Raises:
             UnavailableError: A relay that may offer it does not answer, or the database does not.
@@ -184,11 +184,17 @@ class ScopeBackfill:
         stored = sum((await self._store.counts()).statuses.values())
         listed, read_to_the_end = ListedAccounts(2 * stored), False
         async for page in self._pages(sources, collection):
-            for account in page.accounts:
-                listed.add(account.did)
+            for did in await self._stored(page):
+                listed.add(did)
             read_to_the_end = page.cursor is None
             self.stage.moved()
         return listed if read_to_the_end else None
+
+    async def _stored(self, page: RepoListPage) -> set[str]:
+        """Return the accounts of a page that are stored in this shard. The others would fill the set."""
+        owned = {account.did for account in page.accounts if self._shard.owns(account.did)}
+        differences = await self._store.find_differences(dict.fromkeys(owned, ""))
+        return owned.difference(differences.unknown)
 
     async def _pages(self, sources: Sequence[str], collection: str) -> AsyncIterator[RepoListPage]:
         """Yield the pages of the first relay that offers the list. The last page has no cursor.

@@ -96,3 +96,20 @@ async def test_list_is_compared_again_by_all_present_shards_although_their_numbe
         assert await store.rechecks(shard) == []
     repos = await store.repos(list(map(did, names)))
     assert [repo.sync_reason for repo in repos.values()] == [Desync.SCOPE_WIDENED] * 2
+
+
+async def test_repo_without_records_is_not_fetched_although_the_list_has_many_accounts_that_are_not_stored(
+    store: Store, host: ScriptedHost, outbound: OutboundClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The set of listed accounts has room for the stored ones only."""
+    monkeypatch.setattr("indexer.service.crawl.listed_accounts.MIN_ACCOUNTS", 1)
+    scope = await widened_scope(store)
+    names = ["listed", *[f"without {number}" for number in range(10)]]
+    await insert(store, *[synchronized(name, scope_version=2) for name in names])
+    host.pages[LIST] = http_response(
+        orjson.dumps({"repos": [{"did": did(name)} for name in ("listed", *map(str, range(1_000)))]})
+    )
+    backfill = ScopeBackfill(store, outbound, scope, lambda: [host.url], Shard(), Metrics(), settle=0.0)
+    await backfill.step()
+    repos = await store.repos([did(name) for name in names])
+    assert [name for name in names if repos[did(name)].sync_reason] == ["listed"]
