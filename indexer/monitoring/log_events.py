@@ -525,14 +525,15 @@ LOG_EVENTS: dict[str, LogEvent] = {
     ),
     "scope.list-failed": LogEvent(
         ("warning",),
-        ("error", "retry_seconds"),
+        ("collection", "error", "retry_seconds"),
         "A relay's list of the repos with records of a collection could not be read.",
-        "It is read again after retry_seconds. Until then, no repo is fetched because of this list.",
+        "It is read again after retry_seconds. If this lasts, look at the error: repos that may have records of the "
+        "collection wait for the list.",
     ),
     "scope.list-not-offered": LogEvent(
         ("info",),
         ("relay", "collection", "error"),
-        "The relay does not list repos by collection.",
+        "The relay answers that it does not list repos by collection: 404, 501 or an XRPC error with this meaning.",
         "The next relay is asked. If none offers it, all repos are fetched.",
     ),
     "scope.narrowed": LogEvent(

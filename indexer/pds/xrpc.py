@@ -27,6 +27,14 @@ _FAILURES = {
 }
 
 
+_NOT_OFFERED = frozenset({"MethodNotImplemented", "XRPCNotSupported"})
+_NOT_OFFERED_STATUSES = frozenset({HTTPStatus.NOT_FOUND, HTTPStatus.NOT_IMPLEMENTED})
+
+
+class MethodNotOfferedError(UnavailableError):
+    """The host answers that it does not have the method. A proxy before a host that is down may say so, too."""
+
+
 async def query(
     outbound: OutboundClient,
     host: str,
@@ -77,14 +85,17 @@ def xrpc_url(host: str, method: str, parameters: Mapping[str, str]) -> str:
 
 
 def xrpc_error(status: int, body: bytes) -> UnavailableError:
-    """Return the failure that an error response means.
+    """Return the failure that an error response means: `MethodNotOfferedError` if the host does not have the method.
 
     The name in the body decides, because hosts send the same name with status 400, 403 and 404. An unknown name or no
     name means HTTP_STATUS, which is retried: a 404 may come from a proxy before a host that is down.
     """
     name, message = _name_and_message(body)
-    failure = _FAILURES.get(name, FetchFailure.HTTP_STATUS)
-    return UnavailableError(failure, " ".join(filter(None, (str(status), name, message)))[:200])
+    detail = " ".join(filter(None, (str(status), name, message)))[:200]
+    if name in _FAILURES:
+        return UnavailableError(_FAILURES[name], detail)
+    is_offered = name not in _NOT_OFFERED and status not in _NOT_OFFERED_STATUSES
+    return (UnavailableError if is_offered else MethodNotOfferedError)(FetchFailure.HTTP_STATUS, detail)
 
 
 def _name_and_message(body: bytes) -> tuple[str, str]:

@@ -21,6 +21,7 @@ from indexer.errors import UnavailableError
 from indexer.monitoring.metrics import Metrics
 from indexer.outbound import OutboundClient
 from indexer.pds.repo_list import RepoListPage
+from indexer.pds.xrpc import MethodNotOfferedError
 from indexer.reasons import Desync, FetchFailure
 from indexer.service.crawl.listed_accounts import ListedAccounts
 from indexer.service.crawl.repo_list_pages import repo_list_pages
@@ -40,12 +41,35 @@ RECHECK_POLL_SECONDS = 60.0
 MAX_WAITING = 200
 """Repos of a shard that are due at a time because of an added collection."""
 RETRY_SECONDS = 60.0
-"""Pause after a list could not be read."""
+"""Pause after a list could not be read for the first time. It doubles with each failure, up to `MAX_RETRY_SECONDS`."""
+MAX_RETRY_SECONDS = 3_600.0
 PAGE_SIZE = 2_000
 
-_NOT_OFFERED = frozenset({FetchFailure.HTTP_STATUS, FetchFailure.BAD_ANSWER})
-
 log = structlog.get_logger(__name__)
+
+
+class _Retries:
+    """When to read lists again that could not be read, by collection."""
+
+    def __init__(self, first: float) -> None:
+        self._first = first
+        self._failed: dict[str, tuple[int, float]] = {}
+
+    def are_due(self, collection: str) -> bool:
+        """Return True if the list did not fail, or if its pause is over."""
+        return collection not in self._failed or monotonic() >= self._failed[collection][1]
+
+    def failed(self, collection: str, error: UnavailableError) -> None:
+        """Note and log that the list could not be read."""
+        failures, _ = self._failed.get(collection, (0, 0.0))
+        pause = min(self._first * 2.0 ** min(failures, 16), MAX_RETRY_SECONDS)
+        self._failed[collection] = failures + 1, monotonic() + pause
+        log.warning("scope.list-failed", collection=collection, error=str(error), retry_seconds=pause)
+
+    def succeeded(self, collection: str) -> None:
+        """Note that the list was read."""
+        self._failed.pop(collection, None)
+
 
 Lists = Mapping[str, ListedAccounts | None]
 """The repos that have records of a collection, by pattern; None if no host lists them."""
@@ -71,6 +95,7 @@ class ScopeBackfill:
         settle: float = SETTLE_SECONDS,
         recheck: Sequence[float] = RECHECK_SECONDS,
         recheck_poll: float = RECHECK_POLL_SECONDS,
+        first_retry: float = RETRY_SECONDS,
     ) -> None:
         """Create the backfill. `sources` returns the base URLs of the relays to ask; none if no stream is open."""
         self._store = store
@@ -86,7 +111,8 @@ class ScopeBackfill:
         self._recheck_poll = recheck_poll
         self._recheck_at = 0.0
         self._compared = 0
-        self._retry_at = 0.0
+        self._retries = _Retries(first_retry)
+        self._recheck_retries = _Retries(first_retry)
         self.stage = StageProgress("scope backfill")
         self._requests = self.stage.add()
 
@@ -101,7 +127,7 @@ class ScopeBackfill:
             DatabaseError: The database is unavailable.
         """
         scope = self._scope.scope
-        if not scope.complete_from or monotonic() < self._retry_at or not self._scope.only_in_use(scope.version):
+        if not scope.complete_from or not self._scope.only_in_use(scope.version):
             return
         if scope.complete_from > self._compared and not await self._compare_with_lists(scope):
             return
@@ -120,15 +146,18 @@ class ScopeBackfill:
             return True
         if not (sources := self._sources()) or monotonic() < self._scope.changed_at + self._settle:
             return False
-        began_at = time()
-        try:
-            lists = {pattern: await self._read_list(sources, pattern) for pattern in listable}
-        except DatabaseError:
-            raise
-        except UnavailableError as error:
-            log.warning("scope.list-failed", error=str(error), retry_seconds=RETRY_SECONDS)
-            self._retry_at = monotonic() + RETRY_SECONDS
+        if not all(map(self._retries.are_due, listable)):
             return False
+        began_at, lists = time(), dict[str, ListedAccounts | None]()
+        for pattern in listable:
+            try:
+                lists[pattern] = await self._read_list(sources, pattern)
+                self._retries.succeeded(pattern)
+            except DatabaseError:
+                raise
+            except UnavailableError as error:
+                self._retries.failed(pattern, error)
+                return False
         if self._scope.scope.version != scope.version:
             return False
         # First, so that a process that is killed before it has marked all repos compares them again, too.
@@ -150,14 +179,17 @@ class ScopeBackfill:
                 await self._store.save_crawl_progress(replace(recheck, finished_at=time()))
             elif recheck.began_at > time():  # before the clock was set back
                 await self._store.save_crawl_progress(replace(recheck, began_at=time()))
-            elif time() >= recheck.began_at + self._recheck[recheck.found]:
+            elif time() >= recheck.began_at + self._recheck[recheck.found] and self._recheck_retries.are_due(
+                recheck.collection
+            ):
                 try:
                     found = await self._find_incomplete(sources, recheck, added_in[recheck.collection])
                 except DatabaseError:
                     raise
                 except UnavailableError as error:
-                    log.warning("scope.list-failed", error=str(error), retry_seconds=self._recheck_poll)
-                    return
+                    self._recheck_retries.failed(recheck.collection, error)
+                    continue
+                self._recheck_retries.succeeded(recheck.collection)
                 done, ended = recheck.found + 1, time() if recheck.found + 1 >= len(self._recheck) else None
                 await self._store.save_crawl_progress(replace(recheck, found=done, finished_at=ended))
                 log.info("scope.compared-again", collection=recheck.collection, incomplete=found)
@@ -166,13 +198,16 @@ class ScopeBackfill:
         """Mark listed repos that lack records of the collection; return how many.
 
         Raises:
-            UnavailableError: No relay answers, or the database does not.
+            UnavailableError: No relay gives the whole list, or the database does not answer.
         """
-        incomplete, collection = 0, recheck.collection
+        incomplete, collection, read_to_the_end = 0, recheck.collection, False
         async for page in self._pages(sources, collection):
             dids = [account.did for account in page.accounts if self._shard.owns(account.did)]
             incomplete += await self._store.mark_incomplete(dids, collection, added_in, recheck.began_at)
+            read_to_the_end = page.cursor is None
             self.stage.moved()
+        if not read_to_the_end:
+            raise UnavailableError(FetchFailure.HTTP_STATUS, "no relay offers the list any more")
         return incomplete
 
     async def _read_list(self, sources: Sequence[str], collection: str) -> ListedAccounts | None:
@@ -208,9 +243,7 @@ class ScopeBackfill:
             try:
                 async for page in repo_list_pages(self._outbound, source, collection, None, self._requests):
                     yield page
-            except UnavailableError as error:
-                if error.reason not in _NOT_OFFERED:
-                    raise
+            except MethodNotOfferedError as error:
                 log.info("scope.list-not-offered", relay=source, collection=collection, error=str(error))
             else:
                 return

@@ -89,7 +89,7 @@ class SignalDiscovery:
         except DatabaseError:
             raise
         except UnavailableError as error:
-            log.warning("scope.list-failed", error=str(error), retry_seconds=RETRY_SECONDS)
+            log.warning("scope.list-failed", collection=collection, error=str(error), retry_seconds=RETRY_SECONDS)
             self._retry_at = monotonic() + RETRY_SECONDS
         else:
             self._done = due

@@ -1,11 +1,14 @@
 """A change of the scope while the stream of the relay is lost, whose lists would be read, or the clock is wrong."""
 
+from collections.abc import Sequence
 from itertools import count
 from time import time
 
 import asyncpg
 import orjson
 import pytest
+import stamina
+from structlog.testing import capture_logs
 
 from indexer.monitoring.metrics import Metrics
 from indexer.outbound import OutboundClient
@@ -113,3 +116,89 @@ async def test_repo_without_records_is_not_fetched_although_the_list_has_many_ac
     await backfill.step()
     repos = await store.repos([did(name) for name in names])
     assert [name for name in names if repos[did(name)].sync_reason] == ["listed"]
+
+
+def backfill_of(
+    store: Store, outbound: OutboundClient, scope: CurrentScope, *sources: str, recheck: Sequence[float] = (3_600.0,)
+) -> ScopeBackfill:
+    """Return a backfill that does not wait before it reads a list, for the first time or again."""
+    return ScopeBackfill(
+        store,
+        outbound,
+        scope,
+        lambda: sources,
+        Shard(),
+        Metrics(),
+        settle=0.0,
+        recheck=recheck,
+        recheck_poll=0.0,
+        first_retry=0.0,
+    )
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [*[http_response(status=status) for status in (400, 403, 500, 502)], http_response(b"<html>")],
+    ids=["400", "403", "500", "502", "no JSON"],
+)
+async def test_list_that_cannot_be_read_is_read_again_before_repos_are_fetched(
+    store: Store, host: ScriptedHost, outbound: OutboundClient, failure: bytes
+) -> None:
+    scope = await widened_scope(store)
+    await insert(store, synchronized("listed", scope_version=2), synchronized("without", scope_version=2))
+    backfill = backfill_of(store, outbound, scope, host.url)
+    host.pages[LIST] = failure
+    with stamina.set_testing(True, attempts=1), capture_logs() as lines:
+        await backfill.step()
+    assert [repo.sync_reason for repo in (await store.repos([did("listed"), did("without")])).values()] == [None, None]
+    [logged] = [line for line in lines if line["event"] == "scope.list-failed"]
+    assert logged["collection"] == LIKE
+    host.pages[LIST] = http_response(orjson.dumps({"repos": [{"did": did("listed")}]}))
+    await backfill.step()
+    repos = await store.repos([did("listed"), did("without")])
+    assert {name for name in ("listed", "without") if repos[did(name)].sync_reason} == {"listed"}
+    assert len(host.requests) == 2
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        http_response(status=404),
+        http_response(status=501),
+        http_response(b'{"error": "MethodNotImplemented"}', status=400),
+        http_response(b'{"error": "XRPCNotSupported"}', status=400),
+    ],
+    ids=["404", "501", "MethodNotImplemented", "XRPCNotSupported"],
+)
+async def test_next_relay_is_asked_if_the_first_one_does_not_offer_the_list(
+    store: Store, host: ScriptedHost, outbound: OutboundClient, answer: bytes
+) -> None:
+    scope = await widened_scope(store)
+    await insert(store, synchronized("listed", scope_version=2), synchronized("without", scope_version=2))
+    async with ScriptedHost() as other:
+        host.pages[LIST] = answer
+        other.pages[LIST] = http_response(orjson.dumps({"repos": [{"did": did("listed")}]}))
+        with stamina.set_testing(True, attempts=1):
+            await backfill_of(store, outbound, scope, host.url, other.url).step()
+    repos = await store.repos([did("listed"), did("without")])
+    assert {name for name in ("listed", "without") if repos[did(name)].sync_reason} == {"listed"}
+
+
+@pytest.mark.parametrize("failure", [http_response(status=500), http_response(status=404)], ids=["500", "404"])
+async def test_repetition_counts_only_if_a_list_was_read_to_its_end(
+    store: Store, host: ScriptedHost, outbound: OutboundClient, failure: bytes
+) -> None:
+    """The list that was compared first lacked the repo."""
+    scope = await widened_scope(store)
+    await insert(store, synchronized("lacking", scope_version=3, synchronized_at=time() - 60))
+    await store.save_crawl_progress(CrawlProgress("recheck", "", LIKE, began_at=time()))
+    backfill = backfill_of(store, outbound, scope, host.url, recheck=(0.0,))
+    host.pages[LIST] = failure
+    with stamina.set_testing(True, attempts=1), capture_logs() as lines:
+        await backfill.step()
+    assert len(await store.rechecks(Shard())) == 1
+    assert "scope.list-failed" in [line["event"] for line in lines]
+    host.pages[LIST] = http_response(orjson.dumps({"repos": [{"did": did("lacking")}]}))
+    await backfill.step()
+    assert await store.rechecks(Shard()) == []
+    assert (await store.repos([did("lacking")]))[did("lacking")].sync_reason == Desync.SCOPE_WIDENED
