@@ -160,7 +160,22 @@ async def request_incomplete(
     if waiting >= max_waiting:
         return 0
     rows = await connection.fetch(INCOMPLETE, list(buckets), scope.complete_from, max_waiting - waiting)
-    writes = [RepoWrite(repo.version, widen(repo)) for repo in map(repo_of, rows)]
+    return await _widen(connection, [repo_of(row) for row in rows])
+
+
+async def request_listed(
+    connection: Connection, repos: Sequence[Repo], buckets: Sequence[int], max_waiting: int, now: float
+) -> int:
+    """Desynchronize these synchronized repos, while fewer than `max_waiting` are due; return how many.
+
+    Those that changed meanwhile stay as they are. Run it in a transaction.
+    """
+    waiting = await connection.fetchval(WAITING, list(buckets), now, max_waiting)
+    return await _widen(connection, repos[: max(0, max_waiting - waiting)])
+
+
+async def _widen(connection: Connection, repos: Sequence[Repo]) -> int:
+    writes = [RepoWrite(repo.version, widen(repo)) for repo in repos]
     skipped = (await apply(connection, Batch(tuple(writes)))).skipped
     if writes:
         crash_point("scope.requested")

@@ -137,3 +137,11 @@ class ScopeMethods(Connections):
         """Desynchronize repos that may lack records, while fewer than `max_waiting` are due; return how many."""
         async with self._transaction() as connection:
             return await scope_changes.request_incomplete(connection, scope, buckets, max_waiting, now)
+
+    async def request_listed(self, repos: Sequence[Repo], buckets: Sequence[int], max_waiting: int, now: float) -> int:
+        """Desynchronize repos that lack records of the scope, while fewer than `max_waiting` are due; return how many.
+
+        Repos that changed meanwhile stay as they are.
+        """
+        async with self._transaction() as connection:
+            return await scope_changes.request_listed(connection, repos, buckets, max_waiting, now)

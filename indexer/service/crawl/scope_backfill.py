@@ -8,8 +8,8 @@ their turn comes.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from time import monotonic, time
 
 import structlog
@@ -46,6 +46,22 @@ MAX_RETRY_SECONDS = 3_600.0
 PAGE_SIZE = 2_000
 
 log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True)
+class _ReadLists:
+    """The lists of added collections that were read so far, if others could not be read yet.
+
+    Attributes:
+        version: The version of the scope; 0: none.
+        began_at: When the first one was read (Unix seconds).
+        requested_until: The DID up to which repos were compared with them, to request resyncs.
+    """
+
+    version: int
+    lists: dict[str, ListedAccounts | None] = field(default_factory=dict)
+    began_at: float = field(default_factory=time)
+    requested_until: str = ""
 
 
 class _Retries:
@@ -111,6 +127,7 @@ class ScopeBackfill:
         self._recheck_poll = recheck_poll
         self._recheck_at = 0.0
         self._compared = 0
+        self._read = _ReadLists(0)
         self._retries = _Retries(first_retry)
         self._recheck_retries = _Retries(first_retry)
         self.stage = StageProgress("scope backfill")
@@ -129,14 +146,31 @@ class ScopeBackfill:
         scope = self._scope.scope
         if not scope.complete_from or not self._scope.only_in_use(scope.version):
             return
-        if scope.complete_from > self._compared and not await self._compare_with_lists(scope):
-            return
-        self._compared = scope.complete_from
+        is_compared = scope.complete_from <= self._compared or await self._compare_with_lists(scope)
+        if is_compared:
+            self._compared = scope.complete_from
         if monotonic() >= self._recheck_at:
             self._recheck_at = monotonic() + self._recheck_poll
             await self._compare_again(scope)
-        requested = await self._store.request_incomplete(scope, self._buckets, MAX_WAITING, time())
+        requested = (
+            await self._store.request_incomplete(scope, self._buckets, MAX_WAITING, time())
+            if is_compared
+            else await self._request_listed(scope)
+        )
         self._metrics.desynchronized(Desync.SCOPE_WIDENED, requested)
+
+    async def _request_listed(self, scope: Scope) -> int:
+        """Request resyncs of repos that lack records whatever the lists contain that could not be read yet."""
+        read = self._read
+        if read.version != scope.version:
+            return 0
+        page = await self._store.incomplete_repos(scope, self._buckets, read.requested_until, PAGE_SIZE)
+        unread = {pattern for pattern in scope.added_after(0) if is_nsid(pattern) and pattern not in read.lists}
+        lacking = [repo for repo in page if repo.active and may_lack(repo, scope, read.lists, unread)]
+        requested = await self._store.request_listed(lacking, self._buckets, MAX_WAITING, time()) if lacking else 0
+        if requested == len(lacking):
+            read.requested_until = page[-1].did if page else ""
+        return requested
 
     async def _compare_with_lists(self, scope: Scope) -> bool:
         """Mark repos that have no records of the added collections as complete; return False to try again later."""
@@ -146,19 +180,19 @@ class ScopeBackfill:
             return True
         if not (sources := self._sources()) or monotonic() < self._scope.changed_at + self._settle:
             return False
-        if not all(map(self._retries.are_due, listable)):
-            return False
-        began_at, lists = time(), dict[str, ListedAccounts | None]()
+        if self._read.version != scope.version:
+            self._read = _ReadLists(scope.version)
+        lists, began_at = self._read.lists, self._read.began_at
         for pattern in listable:
-            try:
-                lists[pattern] = await self._read_list(sources, pattern)
-                self._retries.succeeded(pattern)
-            except DatabaseError:
-                raise
-            except UnavailableError as error:
-                self._retries.failed(pattern, error)
-                return False
-        if self._scope.scope.version != scope.version:
+            if pattern not in lists and self._retries.are_due(pattern):
+                try:
+                    lists[pattern] = await self._read_list(sources, pattern)
+                    self._retries.succeeded(pattern)
+                except DatabaseError:
+                    raise
+                except UnavailableError as error:
+                    self._retries.failed(pattern, error)
+        if self._scope.scope.version != scope.version or len(lists) < len(listable):
             return False
         # First, so that a process that is killed before it has marked all repos compares them again, too.
         for pattern in [pattern for pattern in listable if lists[pattern] is not None]:
@@ -166,6 +200,7 @@ class ScopeBackfill:
             await self._store.save_crawl_progress(recheck)
             crash_point("scope.recheck-planned")
         complete = await self._mark_complete(scope, lists)
+        self._read = _ReadLists(0)
         log.info("scope.compared", version=scope.version, complete=complete)
         return True
 
@@ -253,17 +288,20 @@ class ScopeBackfill:
         after, complete = "", 0
         while page := await self._store.incomplete_repos(scope, self._buckets, after, PAGE_SIZE):
             after = page[-1].did
-            lacking_none = [repo for repo in page if lacks_none(repo, scope, lists)]
+            lacking_none = [repo for repo in page if not may_lack(repo, scope, lists)]
             complete += await self._store.mark_complete(lacking_none, scope)
             self.stage.moved()
             await asyncio.sleep(0)
         return complete
 
 
-def lacks_none(repo: Repo, scope: Scope, lists: Lists) -> bool:
-    """Return True if the lists show that the repo has no records of the collections added since it was complete."""
+def may_lack(repo: Repo, scope: Scope, lists: Lists, unread: Container[str] = ()) -> bool:
+    """Return False if the lists show that the repo has no records of the collections added since it was complete.
+
+    The collections whose list is still `unread` are left out.
+    """
     for pattern in scope.added_after(repo.scope_version):
         listed = lists.get(pattern)
-        if listed is None or repo.did in listed:
-            return False
-    return True
+        if pattern not in unread and (listed is None or repo.did in listed):
+            return True
+    return False

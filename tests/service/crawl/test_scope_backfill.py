@@ -22,18 +22,38 @@ from tests.outbound.scripted_host import ScriptedHost, http_response
 from tests.store.repo_rows import did, insert, synchronized
 from tests.sync.signing_account import STORE_ALL
 
-POST, LIKE = "app.bsky.feed.post", "app.bsky.feed.like"
-LIST = f"/xrpc/com.atproto.sync.listReposByCollection?limit=2000&collection={LIKE}"
+POST, LIKE, FOLLOW = "app.bsky.feed.post", "app.bsky.feed.like", "app.bsky.graph.follow"
 
 
-async def widened_scope(store: Store) -> CurrentScope:
-    """Add likes to a scope of posts."""
+def list_path(collection: str) -> str:
+    return f"/xrpc/com.atproto.sync.listReposByCollection?limit=2000&collection={collection}"
+
+
+LIST = list_path(LIKE)
+
+
+async def widened_scope(store: Store, *added: str) -> CurrentScope:
+    """Add likes, or the named collections, to a scope of posts."""
     scope = CurrentScope(store, STORE_ALL)
     await scope.begin()
     await store.set_collections([POST])
-    await store.set_collections([POST, LIKE])
+    await store.set_collections([POST, *(added or [LIKE])])
     await scope.refresh()
     return scope
+
+
+async def finish_resyncs(sql: asyncpg.Connection) -> None:
+    """Let the requested resyncs succeed."""
+    await sql.execute(
+        "update indexer.repo set version = version + 1, sync_status = 'synchronized', sync_reason = null, "
+        "scope_version = 3 where sync_reason is not null"
+    )
+
+
+async def widened(store: Store, names: Sequence[str]) -> list[str]:
+    """Return the names of the repos that are fetched because of the scope."""
+    repos = await store.repos(list(map(did, names)))
+    return [name for name in names if repos[did(name)].sync_reason == Desync.SCOPE_WIDENED]
 
 
 @pytest.mark.parametrize("open_for", range(1, 5))
@@ -202,3 +222,49 @@ async def test_repetition_counts_only_if_a_list_was_read_to_its_end(
     await backfill.step()
     assert await store.rechecks(Shard()) == []
     assert (await store.repos([did("lacking")]))[did("lacking")].sync_reason == Desync.SCOPE_WIDENED
+
+
+@pytest.mark.parametrize("failing", [LIKE, FOLLOW])
+async def test_listed_repos_are_fetched_although_the_list_of_another_collection_fails(
+    store: Store, host: ScriptedHost, outbound: OutboundClient, failing: str
+) -> None:
+    """Repos that the failing list may name wait for it, synchronized. The other list is read only once."""
+    readable = FOLLOW if failing == LIKE else LIKE
+    scope = await widened_scope(store, LIKE, FOLLOW)
+    names = ["listed", "in the failing list", "without", "inactive"]
+    await insert(store, *[synchronized(name, scope_version=2, active=name != "inactive") for name in names])
+    listed = [{"did": did(name)} for name in ("listed", "inactive")]
+    host.pages[list_path(readable)] = http_response(orjson.dumps({"repos": listed}))
+    host.pages[list_path(failing)] = http_response(status=403)
+    backfill = backfill_of(store, outbound, scope, host.url)
+    with stamina.set_testing(True, attempts=1):
+        for _ in range(3):
+            await backfill.step()
+    assert await widened(store, names) == ["listed"]
+    assert await store.rechecks(Shard()) == []
+    host.pages[list_path(failing)] = http_response(orjson.dumps({"repos": [{"did": did("in the failing list")}]}))
+    await backfill.step()
+    assert await widened(store, names) == ["listed", "in the failing list"]
+    assert [list_path(readable).lower() in request for request in host.requests].count(True) == 1
+    assert [recheck.collection for recheck in await store.rechecks(Shard())] == [LIKE, FOLLOW]
+
+
+async def test_all_listed_repos_are_fetched_in_turn_although_the_list_of_another_collection_fails(
+    store: Store, sql: asyncpg.Connection, host: ScriptedHost, outbound: OutboundClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("indexer.service.crawl.scope_backfill.MAX_WAITING", 2)
+    monkeypatch.setattr("indexer.service.crawl.scope_backfill.PAGE_SIZE", 3)
+    scope = await widened_scope(store, LIKE, FOLLOW)
+    names = list(map(str, range(8)))
+    await insert(store, *[synchronized(name, scope_version=2) for name in names])
+    host.pages[list_path(LIKE)] = http_response(orjson.dumps({"repos": [{"did": did(name)} for name in names[1:]]}))
+    host.pages[list_path(FOLLOW)] = http_response(status=403)
+    backfill, fetched = backfill_of(store, outbound, scope, host.url), list[str]()
+    with stamina.set_testing(True, attempts=1):
+        for _ in range(20):
+            await backfill.step()
+            due = await widened(store, names)
+            assert len(due) <= 2
+            fetched += due
+            await finish_resyncs(sql)
+    assert sorted(fetched) == names[1:]
