@@ -373,8 +373,8 @@ LOG_EVENTS: dict[str, LogEvent] = {
     ),
     "reconciliation.status-unknown": LogEvent(
         ("warning",),
-        ("relay", "accounts", "did", "error"),
-        "Each request for the hosting status of these accounts failed; `did` and `error` are those of the first one.",
+        ("relay", "accounts", "error"),
+        "Each request for the hosting status of so many accounts failed; `error` is that of the first one.",
         "Hidden accounts stay hidden. The others become desynchronized (status-unknown): their hosts are asked.",
     ),
     "relay.connected": LogEvent(

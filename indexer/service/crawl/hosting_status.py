@@ -118,10 +118,8 @@ class HostingStatusChecks:
             await asyncio.sleep(self._first_retry * 2.0 ** (attempts - 1))
             changed += sum([await self.follow(source, did, active=last.active) for did, last in left.items()])
         if failed:
-            did, last = next(iter(failed.items()))
-            log.warning(
-                "reconciliation.status-unknown", relay=source, accounts=len(failed), did=did, error=str(last.error)
-            )
+            first = next(iter(failed.values()))
+            log.warning("reconciliation.status-unknown", relay=source, accounts=len(failed), error=str(first.error))
             fetched_again = sum([await self._fetch_again(did) for did, last in failed.items() if not last.active])
             self._metrics.desynchronized(Desync.STATUS_UNKNOWN, fetched_again)
             changed += fetched_again
