@@ -494,9 +494,9 @@ ZERO = (
         'sum(increase(indexer_desynchronized_total{@, reason="lease-expired"}[$__range]))',
     ),
     _zero(
-        "Spool full",
-        "Exports that could not be written to the data directory.",
-        'sum(increase(indexer_resync_total{@, result="spool-full"}[$__range]))',
+        "Spool files failed",
+        "Exports that could not be written to the data directory, or not be read from it.",
+        'sum(increase(indexer_resync_total{@, result=~"spool-.*"}[$__range]))',
     ),
     _zero(
         "Postgres restarts",

@@ -110,6 +110,7 @@ class FetchFailure(DescribedEnum):
     EXPORT_LACKS_RECORDS = "export-lacks-records", "The export has all tree nodes but lacks blocks of records."
     EXPORT_STALE = "export-stale", "The export is older than a rev that was received or stored."
     SPOOL_FULL = "spool-full", "The spool directory is full or cannot be written."
+    SPOOL_UNREADABLE = "spool-unreadable", "A spool file cannot be read: its disk has an error."
     NOT_STORABLE = "not-storable", "The database cannot store the records of the export."
 
     @property
@@ -138,6 +139,7 @@ _NOT_THE_REPOS_OWN = frozenset(
         FetchFailure.THROTTLED,
         FetchFailure.HOST_PAUSED,
         FetchFailure.SPOOL_FULL,
+        FetchFailure.SPOOL_UNREADABLE,
         FetchFailure.IDENTITY_DOUBTFUL,
         FetchFailure.IDENTITY_UNAVAILABLE,
         FetchFailure.NEW_ACCOUNTS,

@@ -50,7 +50,8 @@ class ExportDownload:
 
         Raises:
             UpstreamError: The file breaks a rule of the CAR format.
-            UnavailableError: The host failed, the disk is full, or the file ends within a block (EXPORT_INCOMPLETE).
+            UnavailableError: The host failed, the disk is full or has an error, or the file ends within a block
+                (EXPORT_INCOMPLETE).
         """
         async for chunk in self._chunks:
             self.received += len(chunk)

@@ -10,6 +10,7 @@ The native core handles exports without a flaw. In all other cases the Python co
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -52,7 +53,7 @@ class NativeReader:
 
         Raises:
             UpstreamError: The file breaks a rule of the CAR format.
-            UnavailableError: SPOOL_FULL if the file cannot be created, or the disk is full.
+            UnavailableError: SPOOL_FULL if the file cannot be created or read, or the disk is full.
         """
         if self._rest is not None:
             self._read_rest(self._rest, chunk)
@@ -95,8 +96,13 @@ class NativeReader:
         return self._rest is None
 
     def block(self, cid: bytes) -> bytes | None:
-        """Return the bytes of a block; None if the export does not contain it."""
-        return self._export.block(cid)
+        """Return the bytes of a block; None if the export does not contain it.
+
+        Raises:
+            UnavailableError: SPOOL_UNREADABLE if the file cannot be read.
+        """
+        with _reading():
+            return self._export.block(cid)
 
     def verify(self, did: str, key: PublicKey, limits: Limits) -> VerifiedExport:
         """Verify the whole export. The native core uses the limits of the constructor, which must be the same.
@@ -104,8 +110,10 @@ class NativeReader:
         Raises:
             UpstreamError: The export breaks a rule (docs/protocol.md#exports).
             MissingNodeError: The export lacks a tree node.
+            UnavailableError: SPOOL_UNREADABLE if the file cannot be read.
         """
-        proof = self._export.prove(self.root, did, key.curve, key.uncompressed)
+        with _reading():
+            proof = self._export.prove(self.root, did, key.curve, key.uncompressed)
         if proof is None:
             return SnapshotExport(verify_snapshot(did, self.root, self.block, key, limits))
         return ProvenExport(self._export, proof, Head(proof.rev, proof.data, self.root))
@@ -122,7 +130,7 @@ class NativeReader:
         """Give bytes to the native core; return False if it leaves some of them to `CarReader`.
 
         Raises:
-            UnavailableError: SPOOL_FULL if the file cannot be created, or the disk is full.
+            UnavailableError: SPOOL_FULL if the file cannot be created or read, or the disk is full.
         """
         try:
             return self._export.feed(data)
@@ -137,7 +145,7 @@ class NativeReader:
 
 
 class ProvenExport:
-    """A `VerifiedExport` that the native core has verified.
+    """A `VerifiedExport` that the native core has verified. All reads raise as `NativeReader.block` does.
 
     Attributes:
         count: The number of records.
@@ -156,17 +164,18 @@ class ProvenExport:
 
     def records(self) -> Iterator[tuple[bytes, bytes]]:
         """Yield the path and the CID of each record, in bytewise path order."""
-        return iter(self._proof.records(["*"]))
+        return _entries(self._proof.records(["*"]))
 
     def block_of(self, cid: bytes) -> bytes | None:
         """Return the block of a record; None if the export lacks it."""
-        return self._export.block(cid)
+        with _reading():
+            return self._export.block(cid)
 
     def new_records(self, policy: Policy, source_bytes: int) -> NewRecords:
         """Return the records that `policy` selects, converted as for an export of this size."""
         converter = RecordConverter(policy, self._head.rev, source_bytes)
         records = self._proof.records(list(policy.scope.collections.patterns))
-        reference = ConvertedRecords(iter(records), self.block_of, converter)
+        reference = ConvertedRecords(_entries(records), self.block_of, converter)
         if policy.links or not policy.store_values:
             return reference
         return _NativeNewRecords(records, reference, converter)
@@ -183,11 +192,26 @@ class _NativeNewRecords:
     def next_chunk(self) -> RecordChunk | None:
         """Return the next chunk; None after the last one."""
         converter = self._converter
-        chunk = self._records.chunk(CHUNK_RECORDS, CHUNK_BYTES, converter.items_left, converter.bytes_left)
+        with _reading():
+            chunk = self._records.chunk(CHUNK_RECORDS, CHUNK_BYTES, converter.items_left, converter.bytes_left)
         if chunk is None:
             return self._reference.next_chunk()
         converter.count_converted(chunk.items, chunk.size)
         return ReadyChunk(chunk) if chunk.count else None
+
+
+@contextmanager
+def _reading() -> Iterator[None]:
+    """Raise SPOOL_UNREADABLE if the native core cannot read the spool file."""
+    try:
+        yield
+    except OSError as error:
+        raise UnavailableError(FetchFailure.SPOOL_UNREADABLE, str(error)) from error
+
+
+def _entries(records: NativeRecords) -> Iterator[tuple[bytes, bytes]]:
+    with _reading():
+        yield from records
 
 
 class ReadyChunk:

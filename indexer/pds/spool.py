@@ -72,7 +72,8 @@ class Spool:
 
         Raises:
             UpstreamError: The file breaks a rule of the CAR format.
-            UnavailableError: SPOOL_FULL if the file cannot be created, or the disk is full.
+            UnavailableError: SPOOL_FULL if the file cannot be created, or the disk is full. SPOOL_UNREADABLE if it
+                cannot be read.
         """
         recent, file = self._recent, self._file
         for cid, block, _ in self._reader.feed(chunk):
@@ -105,7 +106,11 @@ class Spool:
         return self._recent_bytes + (self._file.size if self._file is not None else 0)
 
     def block(self, cid: bytes) -> bytes | None:
-        """Return the bytes of a block; None if the export does not contain it."""
+        """Return the bytes of a block; None if the export does not contain it.
+
+        Raises:
+            UnavailableError: SPOOL_UNREADABLE if the file cannot be read.
+        """
         block = self._recent.get(cid)
         return self._file.block(cid) if block is None and self._file is not None else block
 
@@ -115,6 +120,7 @@ class Spool:
         Raises:
             UpstreamError: The export breaks a rule (docs/protocol.md#exports).
             MissingNodeError: The export lacks a tree node.
+            UnavailableError: SPOOL_UNREADABLE if the file cannot be read.
         """
         return SnapshotExport(verify_snapshot(did, self.root, self.block, key, limits))
 
@@ -218,7 +224,10 @@ class _SpoolFile:
 
 
 def _read_page(file: FileIO, page_bytes: int, number: int) -> bytes:
-    return os.pread(file.fileno(), page_bytes, number * page_bytes)
+    try:
+        return os.pread(file.fileno(), page_bytes, number * page_bytes)
+    except OSError as error:
+        raise UnavailableError(FetchFailure.SPOOL_UNREADABLE, str(error)) from error
 
 
 class _Index:

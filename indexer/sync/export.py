@@ -107,7 +107,7 @@ class ExportReader(Protocol):
 
         Raises:
             UpstreamError: The file breaks a rule of the CAR format.
-            UnavailableError: The disk is full.
+            UnavailableError: The disk is full, or has an error.
         """
         ...
 

@@ -1,6 +1,7 @@
 """The file of an export that the native core reads: it has no name, and is freed as soon as it is closed."""
 
-from contextlib import suppress
+from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 from threading import Event, Thread
 
@@ -21,6 +22,7 @@ from tests.pds.native_exports import (
     posts,
     repo,
 )
+from tests.pds.unreadable_file import make_unreadable, open_descriptors
 from tests.sync.signing_account import STORE_ALL
 
 pytestmark = pytest.mark.slow
@@ -47,12 +49,32 @@ def test_a_closed_export_frees_its_file_although_it_is_still_referenced(tmp_path
     reader = NativeReader(native_core(), tmp_path, DEFAULT_LIMITS, SMALL_BUFFERS)
     reader.write(car(repo(posts(200))))
     export = reader.verify(DID, KEYS["k256"].public, DEFAULT_LIMITS)
-    assert open_files(tmp_path) == 1
+    assert len(open_descriptors(tmp_path)) == 1
     reader.close()
-    assert open_files(tmp_path) == 0
+    assert not open_descriptors(tmp_path)
     for read in (lambda: export.block_of(cid_of(post(0))), export.new_records(STORE_ALL, 0).next_chunk):
-        with pytest.raises(OSError, match="closed"):
+        with pytest.raises(UnavailableError, match="closed"):
             read()
+
+
+def test_a_disk_error_is_reported_by_each_read(tmp_path: Path) -> None:
+    key = KEYS["k256"].public
+    with_links = replace(STORE_ALL, links=True)
+    for read in (
+        lambda reader, _export: reader.block(cid_of(post(0))),
+        lambda reader, _export: reader.verify(DID, key, DEFAULT_LIMITS),
+        lambda _reader, export: export.block_of(cid_of(post(0))),
+        lambda _reader, export: list(export.records()),
+        lambda _reader, export: export.new_records(STORE_ALL, 0).next_chunk(),
+        lambda _reader, export: export.new_records(with_links, 0).next_chunk(),
+    ):
+        with closing(NativeReader(native_core(), tmp_path, DEFAULT_LIMITS, SMALL_BUFFERS)) as reader:
+            reader.write(car(repo(posts(2_000))))
+            export = reader.verify(DID, key, DEFAULT_LIMITS)
+            make_unreadable(tmp_path)
+            with pytest.raises(UnavailableError) as caught:
+                read(reader, export)
+            assert caught.value.reason is FetchFailure.SPOOL_UNREADABLE
 
 
 def test_an_export_that_is_closed_while_it_is_verified_frees_its_file(tmp_path: Path) -> None:
@@ -62,7 +84,7 @@ def test_an_export_that_is_closed_while_it_is_verified_frees_its_file(tmp_path: 
     started, ended = Event(), Event()
 
     def walk() -> None:
-        with suppress(OSError):
+        with suppress(UnavailableError):
             for _ in records:
                 started.set()
         ended.set()
@@ -73,13 +95,4 @@ def test_an_export_that_is_closed_while_it_is_verified_frees_its_file(tmp_path: 
     reader.close()
     thread.join()
     assert ended.is_set()
-    assert open_files(tmp_path) == 0
-
-
-def open_files(directory: Path) -> int:
-    """Return the number of open files of this process in the directory. They may have no name any more."""
-    names = []
-    for descriptor in Path("/proc/self/fd").iterdir():
-        with suppress(FileNotFoundError):  # that of the directory itself
-            names.append(descriptor.readlink())
-    return sum(name.is_relative_to(directory) for name in names)
+    assert not open_descriptors(tmp_path)

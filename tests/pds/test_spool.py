@@ -19,6 +19,7 @@ from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.errors import UnavailableError, UpstreamError
 from indexer.pds.spool import Spool, SpoolSizes
 from indexer.reasons import FetchFailure, Rejection
+from tests.pds.unreadable_file import make_unreadable
 
 FOREIGN = b"\x01\x70\x12\x20" + bytes(32) + b"a block of another codec"
 
@@ -157,6 +158,19 @@ def test_directory_that_does_not_exist_is_spool_full(tmp_path: Path) -> None:
     with Spool(tmp_path / "missing", DEFAULT_LIMITS) as spool, pytest.raises(UnavailableError) as failure:
         write_all(spool, export)
     assert failure.value.reason is FetchFailure.SPOOL_FULL
+
+
+def test_disk_error_while_a_block_is_read_is_a_failure_that_does_not_count_as_attempt(tmp_path: Path) -> None:
+    block = os.urandom(1 << 20)
+    with Spool(tmp_path, DEFAULT_LIMITS) as spool:
+        write_all(spool, car([block]))
+        make_unreadable(tmp_path)
+        with pytest.raises(UnavailableError, match="Bad file descriptor") as failure:
+            spool.block(cid_of(block))
+        assert failure.value.reason is FetchFailure.SPOOL_UNREADABLE
+        assert not failure.value.reason.counts_as_attempt
+        with pytest.raises(UnavailableError, match="spool-unreadable"):  # is this block there already?
+            spool.write(section(cid_of(block) + block))
 
 
 def test_small_export_needs_no_file(tmp_path: Path) -> None:
