@@ -8,6 +8,7 @@ from indexer.errors import UnavailableError
 from indexer.outbound import OutboundClient
 from indexer.pds.xrpc import query
 from indexer.reasons import FetchFailure
+from indexer.sync.frames import MAX_STATUS_CHARACTERS
 
 _PAGE_SIZE = 1_000
 _COLLECTION_PAGE_SIZE = 2_000
@@ -52,7 +53,8 @@ class RepoStatus:
     """The hosting status of an account on one host.
 
     Attributes:
-        status: Why the account is not active. The set of values is open.
+        status: Why the account is not active. The set of values is open. A text longer than `MAX_STATUS_CHARACTERS` is
+            cut: if it were refused, one account could keep a reconciliation from ending.
         rev: The latest rev of an active account.
     """
 
@@ -99,7 +101,7 @@ async def fetch_repo_status(outbound: OutboundClient, host: str, did: str) -> Re
     active, status, rev = body.get("active"), body.get("status"), body.get("rev")
     if not isinstance(active, bool) or not isinstance(status, str | None) or not isinstance(rev, str | None):
         raise UnavailableError(FetchFailure.BAD_ANSWER, f"{method}: not a repo status: {body}"[:200])
-    return RepoStatus(active, status, rev)
+    return RepoStatus(active, status and status[:MAX_STATUS_CHARACTERS], rev)
 
 
 def _account(entry: Any) -> ListedAccount | None:

@@ -27,8 +27,8 @@ from indexer.sync.events import (
 )
 
 MAX_SEQ = 2**63 - 1
+MAX_STATUS_CHARACTERS = 128
 _MAX_PATH_CHARACTERS = 1_024
-_MAX_STATUS_CHARACTERS = 128
 _MAX_DID_CHARACTERS = 2_048
 _MAX_TYPE_CHARACTERS = 64
 _MAX_TIME_CHARACTERS = 64
@@ -185,9 +185,9 @@ def _account(payload: dict[str, Any], _limits: Limits) -> AccountEvent:
     if not isinstance(active, bool):
         raise UpstreamError(Rejection.FIELD_INVALID, "active is not a boolean")
     status = payload.get("status")
-    if status is not None and not (isinstance(status, str) and len(status) <= _MAX_STATUS_CHARACTERS):
+    if status is not None and not (isinstance(status, str) and len(status) <= MAX_STATUS_CHARACTERS):
         raise UpstreamError(
-            Rejection.FIELD_INVALID, f"status is not a string of at most {_MAX_STATUS_CHARACTERS} characters"
+            Rejection.FIELD_INVALID, f"status is not a string of at most {MAX_STATUS_CHARACTERS} characters"
         )
     return AccountEvent(_seq(payload), _did(payload, "did"), active, status, _time(payload))
 

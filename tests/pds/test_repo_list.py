@@ -55,6 +55,13 @@ async def test_invalid_status_is_refused(host: ScriptedHost, outbound: OutboundC
     assert failure.value.reason is FetchFailure.BAD_ANSWER
 
 
+@pytest.mark.parametrize(("characters", "kept"), [(128, 128), (129, 128), (60_000, 128)])
+async def test_long_status_is_cut(host: ScriptedHost, outbound: OutboundClient, characters: int, kept: int) -> None:
+    body = orjson.dumps({"active": False, "status": "x" * characters})
+    host.pages[f"/xrpc/com.atproto.sync.getRepoStatus?did={DID}"] = http_response(body)
+    assert await fetch_repo_status(outbound, host.url, DID) == RepoStatus(False, "x" * kept, None)
+
+
 async def test_cursor_is_sent_unchanged(host: ScriptedHost, outbound: OutboundClient) -> None:
     host.pages[ALL] = http_response(orjson.dumps({"repos": [], "cursor": "a&b=c d"}))
     host.pages[f"{ALL}&cursor=a%26b%3Dc+d"] = http_response(orjson.dumps({"repos": [], "cursor": ""}))
