@@ -34,7 +34,7 @@ class ExportDownload:
 
     @property
     def complete(self) -> bool:
-        """True if the host has sent the whole export."""
+        """True if the host has sent the whole export: the file does not end within a block."""
         return self._completed_at is not None
 
     @property
@@ -59,7 +59,7 @@ class ExportDownload:
             crash_point("export.spooled")
             if max_bytes is not None and self.received > max_bytes:
                 return False
-        self._completed_at = monotonic()
         self.reader.finish()
+        self._completed_at = monotonic()
         await self._connection.aclose()
         return True

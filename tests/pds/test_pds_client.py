@@ -52,6 +52,20 @@ async def test_export_from_the_pds_or_by_redirect_of_the_relay(
     assert found == account.records
 
 
+async def test_export_that_was_cut_off_is_not_complete(account: LocalAccount, pds: PdsClient) -> None:
+    """Its rate says nothing about the usual rate of its host."""
+    whole = b"".join(account.repo.export())
+    account.pds.faults.append(Fault(GET_REPO, status=200, headers=CAR, body=whole[:-1]))
+    async with pds.open_export(account.did, account.pds.url) as download:
+        with pytest.raises(UnavailableError) as failure:
+            await download.fetch()
+        assert failure.value.reason is FetchFailure.EXPORT_INCOMPLETE
+        assert (download.received, download.complete) == (len(whole) - 1, False)
+    async with pds.open_export(account.did, account.pds.url) as download:
+        assert await download.fetch()
+        assert download.complete
+
+
 async def test_complete_export_releases_its_request_slot(account: LocalAccount, tmp_path: Path) -> None:
     settings = OutboundSettings("test", allow_private_hosts=True, rates=RateLimits(host_concurrency=1))
     async with OutboundClient(settings) as outbound:
