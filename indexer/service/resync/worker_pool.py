@@ -246,8 +246,7 @@ class WorkerPool:
         waiting = await self._claim(1) if admission.slower_than_usual(slow) else []
         # Only now, because an export may have become complete during the claim.
         slowest = admission.slower_than_usual(slow) if waiting else None
-        if slowest is not None:
-            self._end_slow(slowest)
+        if slowest is not None and self._end_slow(slowest):
             slow.aside = True
         await self._start(group, waiting)
 
@@ -256,7 +255,8 @@ class WorkerPool:
         if slow := self._admission.slow_large(LARGE_FAIR_TIMES * self._settings.fair_time, time()):
             self._end_slow(slow)
 
-    def _end_slow(self, slot: Slot) -> None:
+    def _end_slow(self, slot: Slot) -> bool:
+        """End a slow resync; return False if it ends already, for example because its time is over."""
         for running in self.running:
             if running.slot is slot and running.deadline is not None and not running.deadline.expired():
                 running.postponed = self._admission.postpone_slow(slot, time())
@@ -264,6 +264,8 @@ class WorkerPool:
                 log.debug("resync.slow", did=slot.did, host=slot.host, bytes_per_second=round(slot.rate))
                 message = f"{slot.did}: {slot.rate:.0f} bytes per second; the resync starts again later"
                 self._conditions.report(RESYNCS_SLOW, slot.host, message=message)
+                return True
+        return False
 
     async def _claim(self, count: int) -> list[Repo]:
         """Claim repos. A claim completes even if this task is cancelled; `give_back` returns its repos."""

@@ -162,7 +162,9 @@ async def test_slow_export_that_timed_out_is_not_ended_as_well() -> None:
     ) as running:
         running.attempts.downloads = {did: Download(f"{did}:443", rate=1_500.0 + n) for n, did in enumerate(dids)}
         running.attempts.cleaned_up.clear()
-        await until(lambda: running.attempts.cancelled == dids)
+        await until(lambda: running.attempts.cancelled == dids[:2])
+        await until(lambda: running.store.claims.count(dids[2]) > 3)
+        assert running.attempts.started == dids[:2], "one has the worker, one is set aside, and both are cleaned up"
         running.attempts.cleaned_up.set()
         await until(lambda: all(repo.attempts == 1 for repo in running.store.rows.values()))
         assert not running.task.done()
