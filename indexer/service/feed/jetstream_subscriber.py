@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from aiohttp import WSCloseCode, WSMsgType, web
 
+from indexer.concurrency.event_wait import wait_for_event
 from indexer.service.feed.frame_writer import SEND_SECONDS, FrameWriter
 from indexer.service.feed.jetstream_events import EventChunk, LogPosition
 from indexer.service.feed.jetstream_options import BadOptionsError, SubscriberOptions, parse_message
@@ -19,7 +20,7 @@ MAX_REASON_BYTES = 123
 """Maximum length of the reason in a close frame (RFC 6455, section 5.5)."""
 CLOSE_SECONDS = 5.0
 PING_SECONDS = 30.0
-"""Interval of pings while there are no events to send."""
+"""Interval of pings while there are no events to send, or the subscriber has not said hello."""
 RETRY_SECONDS = 1.0
 MESSAGE_SECONDS = 0.1
 """Minimum time between two messages of a subscriber: each one may have 10,000 DIDs to check."""
@@ -111,7 +112,17 @@ class Subscriber:
         return None
 
     async def _send_events(self, window: EventWindow, pages: ReplayPages) -> Ending | None:
-        await self._ready.wait()
+        try:
+            while not await wait_for_event(self._ready, PING_SECONDS):
+                await self._writer.write(_PING_FRAME)
+            return await self._send_from_start(window, pages)
+        except TimeoutError:
+            return NOT_READING
+        except ConnectionError:
+            return None
+
+    async def _send_from_start(self, window: EventWindow, pages: ReplayPages) -> Ending:
+        """Send events until the daemon has to end the connection; raise the errors of `FrameWriter.write`."""
         position = await self._start(window, pages)
         is_live = self._options.cursor is None
         while True:
@@ -125,16 +136,11 @@ class Subscriber:
                     chunk = await _load(pages, position)
                 except LogTrimmedError:
                     return TRIMMED
-            try:
-                if chunk is not None:
-                    await self._send(chunk, position.seq)
-                    position = chunk.end
-                elif not await window.wait(PING_SECONDS):
-                    await self._writer.write(_PING_FRAME)
-            except TimeoutError:
-                return NOT_READING
-            except ConnectionError:
-                return None
+            if chunk is not None:
+                await self._send(chunk, position.seq)
+                position = chunk.end
+            elif not await window.wait(PING_SECONDS):
+                await self._writer.write(_PING_FRAME)
 
     async def _start(self, window: EventWindow, pages: ReplayPages) -> LogPosition:
         """Return the position of the cursor; without one, the position of the newest event."""

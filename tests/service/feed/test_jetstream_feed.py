@@ -8,9 +8,10 @@ import aiohttp
 import pytest
 import structlog
 
+from indexer.service.feed import jetstream_subscriber
 from tests.daemon.running_daemon import LIKE, POST, post
 from tests.service.feed.jetstream_client import describe, feed, subscribed
-from tests.waiting import until
+from tests.waiting import TIMEOUT, until
 
 pytestmark = pytest.mark.slow
 
@@ -102,6 +103,20 @@ async def test_options_update_changes_what_is_sent(database: str, tmp_path: Path
             ada.create(POST, post("post"), rkey="z")
             await other.take(4)
         await daemon.wait_until_equal()
+
+
+async def test_subscriber_that_has_not_said_hello_is_pinged(
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise, one that vanishes would keep its websocket until the system tests the idle connection, after hours."""
+    monkeypatch.setattr(jetstream_subscriber, "PING_SECONDS", 0.05)
+    async with (
+        feed(database, tmp_path, roles="feed") as (_, address),
+        aiohttp.ClientSession() as session,
+        session.ws_connect(f"http://{address}/subscribe?requireHello=true", autoping=False) as websocket,
+    ):
+        for _ in range(2):
+            assert (await websocket.receive(timeout=TIMEOUT)).type is aiohttp.WSMsgType.PING
 
 
 async def test_account_events_come_with_their_status(database: str, tmp_path: Path) -> None:
