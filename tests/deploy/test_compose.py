@@ -138,6 +138,15 @@ def test_prometheus_and_grafana_find_their_files() -> None:
     assert source["url"].strip("${}") in services["grafana"]["environment"]
 
 
+def test_demo_builds_its_image_once() -> None:
+    """Compose builds one image per service with `build`. If two have one tag, the next `up` replaces a container."""
+    services = compose(BASE)["services"] | {"network": compose(DEMO)["services"]["network"]}
+    assert "build" not in compose(DEMO)["services"]["indexer"]
+    assert services["network"]["image"] == services["indexer"]["image"]
+    assert [name for name, service in services.items() if "build" in service] == ["indexer"]
+    assert services["network"]["pull_policy"] == "never"
+
+
 def test_demo_override_gives_the_indexer_the_addresses_of_the_network() -> None:
     services = compose(DEMO)["services"]
     assert services["network"]["command"][:3] == ["demo", "--serve", f"{NETWORK_HOST}:{NETWORK_PORT}"]
