@@ -106,6 +106,17 @@ async def test_restore_changes_nothing_in_a_database_that_is_in_use(database: st
     assert [path.name for path in tmp_path.iterdir()] == ["indexer.dump"]
 
 
+async def test_restore_into_the_embedded_database_names_its_directory(database: str, tmp_path: Path) -> None:
+    backup, data = tmp_path / "indexer.dump", {"INDEXER_DATA_DIR": str(tmp_path / "data")}
+    await indexer("backup", str(backup), INDEXER_DATABASE_URL=database)
+    await indexer("restore", str(backup), **data)
+    result = run_indexer("restore", str(backup), **data)
+    assert result.returncode == 2
+    assert error_line(result).startswith("INDEXER_DATA_DIR: cannot use the database ")
+    assert "it already has the schema atproto, indexer, lexicon" in error_line(result)
+    assert "INDEXER_DATABASE_URL" not in result.stderr
+
+
 async def test_backup_and_restore_use_the_options_in_the_url(
     database: str, empty_database: str, tmp_path: Path
 ) -> None:

@@ -155,6 +155,19 @@ def is_conflict(error: DatabaseError) -> bool:
     return isinstance(error.__cause__, _CONFLICTS)
 
 
+class UnusableDatabaseError(SettingsError):
+    """This program cannot use the database until the operator corrects something.
+
+    Attributes:
+        problem: The database and the reason.
+    """
+
+    def __init__(self, setting: str, problem: str) -> None:
+        """Create the error. `setting` is the variable that says where the database is."""
+        super().__init__(f"{setting}: {problem}")
+        self.problem = problem
+
+
 @contextmanager
 def opening(dsn: str) -> Iterator[None]:
     """Name the database in each error of the block, which connects to it, checks it or migrates it.
@@ -199,10 +212,11 @@ def without_password(dsn: str) -> str:
     return f"{parts.scheme}://{user}{separator}{hosts}{parts.path}{'?' if query else ''}{query}"
 
 
-def unusable(dsn: str, reason: str) -> SettingsError:
+def unusable(dsn: str, reason: str) -> UnusableDatabaseError:
     """Return the error for a database that this program cannot use until the operator corrects something."""
     text = without_secrets(" ".join(reason.split()))
-    return SettingsError(f"{variable('database_url')}: cannot use the database {without_password(dsn)}: {text}")
+    problem = f"cannot use the database {without_password(dsn)}: {text}"
+    return UnusableDatabaseError(variable("database_url"), problem)
 
 
 def _reason_to_correct(cause: BaseException) -> str | None:

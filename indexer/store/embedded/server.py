@@ -16,6 +16,7 @@ from indexer.concurrency.stage_progress import StageProgress
 from indexer.errors import SettingsError, UnavailableError
 from indexer.reasons import FetchFailure
 from indexer.settings import variable
+from indexer.store.database_errors import UnusableDatabaseError
 from indexer.store.embedded.cluster import POLL_SECONDS, PORT, Cluster
 from indexer.store.embedded.parent_connection import ParentConnection
 
@@ -66,7 +67,7 @@ async def database(
 
     Raises:
         SettingsError: There are no Postgres binaries, they have another major version than the cluster, or the data
-            directory cannot be used.
+            directory cannot be used. An error of the block about the embedded database names the data directory.
         UnavailableError: The server does not start.
         OSError: A process or a socket failed.
     """
@@ -84,6 +85,8 @@ async def database(
     keep_alive = asyncio.create_task(server.keep_alive(), name="postgres")
     try:
         yield server.dsn
+    except UnusableDatabaseError as error:
+        raise UnusableDatabaseError(variable("data_dir"), error.problem) from error
     finally:
         keep_alive.cancel()
         try:
