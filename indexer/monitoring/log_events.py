@@ -530,6 +530,12 @@ LOG_EVENTS: dict[str, LogEvent] = {
         "It is read again after retry_seconds. If this lasts, look at the error: repos that may have records of the "
         "collection wait for the list.",
     ),
+    "scope.list-given-up": LogEvent(
+        ("warning",),
+        ("collection",),
+        "A relay's list of the repos with records of a collection could not be read for a day.",
+        "All repos are fetched, as if no relay offered the list.",
+    ),
     "scope.list-not-offered": LogEvent(
         ("info",),
         ("relay", "collection", "error"),

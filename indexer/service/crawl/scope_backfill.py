@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from time import monotonic, time
+from typing import NamedTuple
 
 import structlog
 
@@ -43,6 +44,8 @@ MAX_WAITING = 200
 RETRY_SECONDS = 60.0
 """Pause after a list could not be read for the first time. It doubles with each failure, up to `MAX_RETRY_SECONDS`."""
 MAX_RETRY_SECONDS = 3_600.0
+GIVE_UP_SECONDS = 86_400.0
+"""A list that could not be read for so long counts as one that no relay offers: all repos are fetched."""
 PAGE_SIZE = 2_000
 
 log = structlog.get_logger(__name__)
@@ -64,23 +67,33 @@ class _ReadLists:
     requested_until: str = ""
 
 
+class _Failures(NamedTuple):
+    """The failures of a list: their number, when the first one was, and when to read it again (monotonic seconds)."""
+
+    number: int
+    since: float
+    retry_at: float
+
+
 class _Retries:
     """When to read lists again that could not be read, by collection."""
 
     def __init__(self, first: float) -> None:
         self._first = first
-        self._failed: dict[str, tuple[int, float]] = {}
+        self._failed: dict[str, _Failures] = {}
 
     def are_due(self, collection: str) -> bool:
         """Return True if the list did not fail, or if its pause is over."""
-        return collection not in self._failed or monotonic() >= self._failed[collection][1]
+        return collection not in self._failed or monotonic() >= self._failed[collection].retry_at
 
-    def failed(self, collection: str, error: UnavailableError) -> None:
-        """Note and log that the list could not be read."""
-        failures, _ = self._failed.get(collection, (0, 0.0))
-        pause = min(self._first * 2.0 ** min(failures, 16), MAX_RETRY_SECONDS)
-        self._failed[collection] = failures + 1, monotonic() + pause
+    def failed(self, collection: str, error: UnavailableError) -> float:
+        """Note and log that the list could not be read; return for how many seconds that has been so."""
+        now = monotonic()
+        failures = self._failed.get(collection, _Failures(0, now, now))
+        pause = min(self._first * 2.0 ** min(failures.number, 16), MAX_RETRY_SECONDS)
+        self._failed[collection] = _Failures(failures.number + 1, failures.since, now + pause)
         log.warning("scope.list-failed", collection=collection, error=str(error), retry_seconds=pause)
+        return now - failures.since
 
     def succeeded(self, collection: str) -> None:
         """Note that the list was read."""
@@ -191,7 +204,9 @@ class ScopeBackfill:
                 except DatabaseError:
                     raise
                 except UnavailableError as error:
-                    self._retries.failed(pattern, error)
+                    if self._retries.failed(pattern, error) >= GIVE_UP_SECONDS:
+                        log.warning("scope.list-given-up", collection=pattern)
+                        lists[pattern] = None
         if self._scope.scope.version != scope.version or len(lists) < len(listable):
             return False
         # First, so that a process that is killed before it has marked all repos compares them again, too.

@@ -180,6 +180,22 @@ async def test_list_that_cannot_be_read_is_read_again_before_repos_are_fetched(
     assert len(host.requests) == 2
 
 
+async def test_all_repos_are_fetched_if_the_list_cannot_be_read_for_long(
+    store: Store, host: ScriptedHost, outbound: OutboundClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scope = await widened_scope(store)
+    await insert(store, synchronized("one", scope_version=2))
+    backfill = backfill_of(store, outbound, scope, host.url)
+    host.pages[LIST] = http_response(status=403)
+    with stamina.set_testing(True, attempts=1), capture_logs() as lines:
+        await backfill.step()
+        assert await widened(store, ["one"]) == []
+        monkeypatch.setattr("indexer.service.crawl.scope_backfill.GIVE_UP_SECONDS", 0.0)
+        await backfill.step()
+    assert await widened(store, ["one"]) == ["one"]
+    assert "scope.list-given-up" in [line["event"] for line in lines]
+
+
 @pytest.mark.parametrize(
     "answer",
     [
