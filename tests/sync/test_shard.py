@@ -46,6 +46,13 @@ def test_shards_cover_every_bucket_once(count: int, placement: Placement) -> Non
     assert max(sizes) - min(sizes) <= 1
 
 
+def test_shards_overlap_if_they_have_a_position_in_common() -> None:
+    shards = [Shard(index, count) for count in range(1, 7) for index in range(count)]
+    for one in shards:
+        for other in shards:
+            assert one.overlaps(other) == bool(set(one.positions) & set(other.positions)), (str(one), str(other))
+
+
 @given(SHARDS, PLACEMENTS)
 def test_another_placement_changes_the_buckets_of_a_shard_and_nothing_else(shard: Shard, placement: Placement) -> None:
     placed = shard.placed(placement)
