@@ -1,12 +1,10 @@
 """A rollout: the daemon of the previous release runs on the present schema, and the present one takes over."""
 
 import asyncio
-import io
 import os
 import signal
 import subprocess
 import sys
-import tarfile
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -48,8 +46,8 @@ def previous_release(tmp_path: Path) -> Path:
         pytest.skip(f"this clone does not contain {commit[:7]}: git fetch --unshallow")
     archive = subprocess.run([*git, "archive", commit], capture_output=True, check=True).stdout
     directory = tmp_path / "previous"
-    with tarfile.open(fileobj=io.BytesIO(archive)) as files:
-        files.extractall(directory, filter="data")
+    directory.mkdir()
+    subprocess.run(["tar", "--extract", "--directory", str(directory)], input=archive, check=True)
     imported = run_previous(directory, "-c", "import indexer.daemon; print(indexer.daemon.__file__)")
     if "ModuleNotFoundError" in imported.stderr:
         pytest.skip(f"the previous release needs a library that is not installed: {imported.stderr.splitlines()[-1]}")
