@@ -89,8 +89,11 @@ class HostingStatusChecks:
             UnavailableError: The source answers no requests at the moment, or the database is unavailable.
         """
         before = (await self._store.repos([did])).get(did)
-        status = None if before is None else await self._fetch_status(source, did, active=active)
-        if before is None or status is None or status.active != active:
+        if before is None:
+            self._failed.get(source, {}).pop(did, None)
+            return False
+        status = await self._fetch_status(source, did, active=active)
+        if status is None or status.active != active:
             return False
 
         def follow(repo: Repo) -> Repo:

@@ -14,16 +14,18 @@ import pytest
 from structlog.testing import capture_logs
 
 from indexer.atproto.crypto import PrivateKey
+from indexer.concurrency.stage_progress import StageProgress
 from indexer.errors import UnavailableError
 from indexer.identity import IdentityCache
 from indexer.monitoring.metrics import Metrics
 from indexer.outbound import OutboundClient
 from indexer.outbound.host_limits import FAILURE_THRESHOLD
 from indexer.reasons import Desync, FetchFailure
-from indexer.service.crawl.hosting_status import MAX_ATTEMPTS
+from indexer.service.crawl.hosting_status import MAX_ATTEMPTS, HostingStatusChecks
 from indexer.store import Store
 from indexer.store.crawl_rows import ListDifferences
 from indexer.sync.repo_state import Repo, SyncStatus
+from indexer.sync.scope import Track
 from indexer.sync.shard import Shard
 from indexer.sync.stored_identity import StoredIdentity
 from tests.outbound.scripted_host import ScriptedHost, http_response
@@ -34,6 +36,7 @@ from tests.service.crawl.reconciliations import (
     behind,
     ignore_progress,
     make_reconciliation,
+    scope_of,
     serve_status,
     status_path,
     stored,
@@ -63,6 +66,20 @@ async def test_account_that_became_active_unnoticed_is_shown_and_resynced(
     assert (back.active, back.hosting_status, back.hosting_seq) == (True, None, 7)
     assert (back.sync_status, back.sync_reason) == (SyncStatus.DESYNCHRONIZED, Desync.REACTIVATED)
     assert await sql.fetchval("select count(*) from atproto.changes where action = 'visible'") == 1
+
+
+async def test_requests_for_an_account_whose_row_was_removed_meanwhile_are_not_repeated(
+    store: Store, sql: asyncpg.Connection, host: ScriptedHost, outbound: OutboundClient
+) -> None:
+    await insert(store, stored("gone"))
+    host.pages[status_path("gone")] = http_response(status=500)
+    scope, stage = scope_of(store, Track.LISTED), StageProgress("reconciliation")
+    checks = HostingStatusChecks(store, outbound, Metrics(), scope, stage, None, first_retry=0.0)
+    assert not await checks.follow(host.url, did("gone"), active=False)
+    await sql.execute("delete from indexer.repo where did = $1", did("gone"))
+    async with asyncio.timeout(10):
+        assert await checks.repeat_failed(host.url) == 0
+    assert len(host.requests) == 1
 
 
 class Directory:
