@@ -17,7 +17,8 @@ import pytest
 
 from indexer.localnet.local_network import LocalNetwork
 from indexer.localnet.scenario import Scenario
-from indexer.store.migrate import migrate, schema_is_current
+from indexer.store.migrate import migrate
+from indexer.store.schema_version import schema_is_current
 from tests.cli.command_line import PROJECT
 from tests.daemon.running_daemon import POST, post
 from tests.daemon_process import daemon_environment, daemon_process, log_tail

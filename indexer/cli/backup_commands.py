@@ -11,7 +11,7 @@ from indexer.cli.output import echo_result, progress_console
 from indexer.cli.progress_bars import show_progress
 from indexer.settings import Settings
 from indexer.store.dump import dump, restore
-from indexer.store.migrate import require_current_schema
+from indexer.store.schema_version import require_current_schema
 
 
 @command("backup")

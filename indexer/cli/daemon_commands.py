@@ -39,7 +39,8 @@ async def run_command(settings: Settings, *, no_migrate: bool, processes: int) -
 async def migrate_command(settings: Settings, *, as_json: bool) -> int:
     """Upgrade the database schema to the version of this release."""
     from indexer.cli.database import open_database  # noqa: PLC0415 - loads the database drivers
-    from indexer.store.migrate import migrate, schema_state  # noqa: PLC0415
+    from indexer.store.migrate import migrate  # noqa: PLC0415
+    from indexer.store.schema_version import schema_state  # noqa: PLC0415
 
     async with open_database(settings) as dsn:
         with show_progress("versions of the schema", None, progress_console()) as progress:

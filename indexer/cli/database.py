@@ -6,7 +6,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from indexer.settings import Settings
 from indexer.store import Store
 from indexer.store.embedded import database
-from indexer.store.migrate import require_current_schema
+from indexer.store.schema_version import require_current_schema
 
 
 def open_database(settings: Settings) -> AbstractAsyncContextManager[str]:

@@ -28,7 +28,8 @@ from indexer.process_setup import StopRequest, stop_on_signals
 from indexer.settings import Settings
 from indexer.store import Store
 from indexer.store.embedded import database
-from indexer.store.migrate import has_repos, migrate
+from indexer.store.migrate import migrate
+from indexer.store.schema_version import has_repos
 
 COMMITS_PER_SECOND = 40.0
 SETTLE_SECONDS = 30.0

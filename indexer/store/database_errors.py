@@ -9,7 +9,6 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import asyncpg
 from asyncpg import exceptions
-from sqlalchemy.exc import DBAPIError
 
 from indexer.errors import RefusedWriteError, SettingsError, UnavailableError
 from indexer.reasons import FetchFailure
@@ -108,11 +107,10 @@ def database_errors() -> Iterator[None]:
     except Exception as error:
         if _has_replaced_cancellation(error):
             raise CancelledError from error
-        cause = driver_error(error)
-        if _is_transient(cause):
-            raise DatabaseError(_failure(cause), _text(cause)) from error
-        if isinstance(cause, exceptions.InsufficientPrivilegeError):
-            raise SettingsError(f"The database role lacks a privilege: {cause}") from error
+        if _is_transient(error):
+            raise DatabaseError(_failure(error), _text(error)) from error
+        if isinstance(error, exceptions.InsufficientPrivilegeError):
+            raise SettingsError(f"The database role lacks a privilege: {error}") from error
         raise
 
 
@@ -179,12 +177,11 @@ def opening(dsn: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        cause = driver_error(error)
-        if reason := _reason_to_correct(cause):
+        if reason := _reason_to_correct(error):
             raise unusable(dsn, reason) from error
-        if _is_transient(cause):
-            text = f"the database {without_password(dsn)} is unavailable: {_text(cause)}"
-            raise DatabaseError(_failure(cause), text) from error
+        if _is_transient(error):
+            text = f"the database {without_password(dsn)} is unavailable: {_text(error)}"
+            raise DatabaseError(_failure(error), text) from error
         raise
 
 
@@ -194,12 +191,6 @@ async def connect(dsn: str) -> asyncpg.Connection:
         return await asyncpg.connect(dsn, timeout=CONNECT_TIMEOUT)
     except ValueError as error:  # a part of the URL that the driver cannot read
         raise unusable(dsn, str(error)) from error
-
-
-def driver_error(error: BaseException) -> BaseException:
-    """Return the driver's own error if SQLAlchemy has wrapped it, otherwise the same error."""
-    cause = error.orig.__cause__ if isinstance(error, DBAPIError) and error.orig is not None else None
-    return cause or error
 
 
 def without_password(dsn: str) -> str:

@@ -44,8 +44,8 @@ from indexer.store.distributed_tables import (
     waiting_tables,
 )
 from indexer.store.gap_rows import load_cursors, open_gap
-from indexer.store.migrate import require_current_schema, require_ownership
 from indexer.store.placement import load_placement
+from indexer.store.schema_version import require_current_schema, require_ownership
 from indexer.store.shard_lock import FEED, open_lock, session_name
 from indexer.store.split_shards import WrittenBytes, cut_shards, load_shard_groups, plan_cuts
 from indexer.sync.gap import Gap

@@ -4,17 +4,14 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import count
-from pathlib import Path
 from typing import Any, cast
 
 import asyncpg
 import structlog
 from alembic import command
 from alembic.config import Config
-from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from asyncpg import exceptions
 from sqlalchemy import Connection, text
@@ -23,19 +20,13 @@ from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
 from sqlalchemy.pool import NullPool
 
 from indexer.crash_points import COMMITTED, crash_point
-from indexer.errors import SchemaVersionError
 from indexer.reasons import FetchFailure
-from indexer.store.database_errors import DatabaseError, connect, driver_error, opening, unusable, without_password
+from indexer.store import schema_version
+from indexer.store.database_errors import DatabaseError, connect, opening, unusable, without_password
 from indexer.store.distributed_tables import adapt, use_sequential_changes
 from indexer.store.migration_locks import MigrationLocks
 from indexer.store.placement import load_placement
-from indexer.store.requirements import (
-    missing_roles,
-    missing_to_migrate,
-    missing_to_run,
-    server_version,
-    unsupported_version,
-)
+from indexer.store.requirements import missing_roles, missing_to_migrate
 from indexer.store.schema import metadata
 from indexer.sync.backoff import backoff_seconds
 from indexer.sync.shard import Placement
@@ -43,14 +34,7 @@ from indexer.sync.shard import Placement
 MAX_ATTEMPTS = 50
 """Attempts to migrate a database while other databases of the same server are migrated."""
 POLL_SECONDS = 0.02
-FIRST_COMPATIBLE = "0019"
-"""A release that needs this version or a later one can use newer schemas, unless a migration says otherwise.
 
-A migration that removes or renames something that the previous release uses stores its own version as the setting
-`oldest_compatible_schema` (docs/decisions/0011-expand-then-contract.md).
-"""
-
-_PACKAGE = Path(__file__).parents[1]
 OnVersion = Callable[[int, int], None]
 """Called with the number of versions that are applied, and of all versions to apply: first with 0, then after each."""
 
@@ -60,7 +44,6 @@ def _ignore(_applied: int, _total: int) -> None:
 
 
 _alembic_lock = threading.Lock()
-_OLDEST_COMPATIBLE = f"select value from {metadata.schema}.stored_setting where name = 'oldest_compatible_schema'"
 _HAS_LEXICONS = "select to_regprocedure('indexer.recreate_lexicon_views()') is not null"
 _HAS_PLACEMENT = f"select to_regclass('{metadata.schema}.distribution') is not null"
 # `indexer distribute` creates on the other nodes what they need. Citus would copy everything there, which needs the
@@ -106,15 +89,6 @@ _CREATE_LOCK = f"""
 _LOCK = f"lock table {metadata.schema}.migration_lock in exclusive mode"
 
 
-def migrations_folder() -> Path:
-    """Return the folder of the migrations (docs/architecture.md#migrations).
-
-    A wheel has it in the package. In the repository, and in an editable installation, it is beside the package.
-    """
-    installed = _PACKAGE / "migrations"
-    return installed if installed.is_dir() else _PACKAGE.parent / "migrations"
-
-
 async def migrate(dsn: str, revision: str = "head", on_version: OnVersion = _ignore) -> None:
     """Upgrade the schema in one transaction. Waits for another process that does the same.
 
@@ -131,6 +105,8 @@ async def migrate(dsn: str, revision: str = "head", on_version: OnVersion = _ign
         SettingsError: The operator has to correct the URL, the password, a privilege, or the contents of the database.
         DatabaseError: The database is unavailable.
     """
+    if not await schema_version.needs_upgrade(dsn):
+        return
     conflicts, locks = 0, MigrationLocks(dsn)
     while conflicts < MAX_ATTEMPTS:
         with opening(dsn):
@@ -155,106 +131,6 @@ class _Obstacle(Enum):
     OTHER_MIGRATION = auto()
 
 
-async def schema_is_current(dsn: str) -> bool:
-    """Return True if the schema has exactly the version that this release needs.
-
-    Raises:
-        SettingsError: The operator has to correct the URL, the password or a privilege.
-        DatabaseError: The database is unavailable.
-    """
-    async with _opened(dsn) as connection:
-        database, release = await connection.run_sync(_versions)
-    return database == release
-
-
-async def has_repos(dsn: str) -> bool:
-    """Return True if a repo is stored in the database, whatever version its schema has.
-
-    Raises:
-        SettingsError: The operator has to correct the URL, the password or a privilege.
-        DatabaseError: The database is unavailable.
-    """
-    async with _opened(dsn) as connection:
-        if not await connection.scalar(text("select to_regclass('indexer.repo') is not null")):
-            return False
-        return bool(await connection.scalar(text("select exists (select 1 from indexer.repo)")))
-
-
-async def require_current_schema(dsn: str) -> None:
-    """Raise an error unless this release can use the schema: it has the version needed, or a newer, compatible one.
-
-    Raises:
-        SchemaVersionError: This release cannot use the schema; the message names both versions.
-        SettingsError: The operator has to correct the URL, the password or a privilege.
-        DatabaseError: The database is unavailable.
-    """
-    async with _opened(dsn) as connection:
-        database, release = await connection.run_sync(_versions)
-        if database != release:
-            await _require_compatible(connection, database, release)
-
-
-@dataclass(frozen=True, slots=True)
-class SchemaState:
-    """The schema of a database, compared with the one that this release needs.
-
-    Attributes:
-        database: The version of the database schema; None if there is no schema.
-        release: The version that this release needs.
-        missing: A privilege that the role lacks, to upgrade the schema or to run the daemon; None if it has all.
-        compatible: True if the schema is newer, and this release can use it.
-    """
-
-    database: str | None
-    release: str
-    missing: str | None
-    compatible: bool = False
-
-    @property
-    def is_current(self) -> bool:
-        """True if the schema has exactly the version that this release needs."""
-        return self.database == self.release
-
-
-async def schema_state(dsn: str) -> SchemaState:
-    """Return the version of the schema and a missing privilege.
-
-    Raises:
-        SettingsError: The operator has to correct the URL or the password, or the server is too old.
-        DatabaseError: The database is unavailable.
-    """
-    async with _opened(dsn) as connection:
-        database, release = await connection.run_sync(_versions)
-        compatible = await _is_compatible(connection, database, release)
-        can_run = compatible or database == release
-        missing = await (missing_to_run if can_run else missing_to_migrate)(connection)
-    return SchemaState(database, release, missing, compatible)
-
-
-async def require_privileges(dsn: str) -> None:
-    """Raise an error if the role lacks a privilege that the daemon needs on a migrated database.
-
-    Raises:
-        SettingsError: It lacks one.
-        DatabaseError: The database is unavailable.
-    """
-    async with _opened(dsn) as connection:
-        if missing := await missing_to_run(connection):
-            raise unusable(dsn, missing)
-
-
-async def require_ownership(dsn: str) -> None:
-    """Raise an error if the role may not change the schema.
-
-    Raises:
-        SettingsError: It does not own something.
-        DatabaseError: The database is unavailable.
-    """
-    async with _opened(dsn) as connection:
-        if missing := await missing_to_migrate(connection):
-            raise unusable(dsn, missing)
-
-
 @asynccontextmanager
 async def _only_migration_of_this_process() -> AsyncIterator[None]:
     """Run the block alone: Alembic keeps the connection of the running migration in global variables."""
@@ -266,55 +142,40 @@ async def _only_migration_of_this_process() -> AsyncIterator[None]:
         _alembic_lock.release()
 
 
-async def _require_compatible(connection: AsyncConnection, database: str | None, release: str) -> None:
-    """Raise `SchemaVersionError` unless the schema is newer and this release can use it."""
-    if not await _is_compatible(connection, database, release):
-        raise SchemaVersionError(database, release)
-    log.warning("database.newer-schema", database=database, release=release)
-
-
-async def _is_compatible(connection: AsyncConnection, database: str | None, release: str) -> bool:
-    """Return True if the schema is newer, and no migration after `release` removed what that release needs."""
-    if database is None or database <= release:
-        return False
-    oldest = await connection.scalar(text(_OLDEST_COMPATIBLE))
-    return (oldest or FIRST_COMPATIBLE) <= release
-
-
 async def _upgrade(dsn: str, revision: str, on_version: OnVersion, locks: MigrationLocks) -> _Obstacle | None:
     """Upgrade the schema; return why the transaction has to be repeated, or None."""
     try:
-        async with _transaction(dsn) as connection:
-            database, release = await connection.run_sync(_versions)
-            if database == release:
-                return None
-            if database is not None and database > release:
-                await _require_compatible(connection, database, release)
-                return None
-            if missing := await missing_to_migrate(connection):
+        async with _transaction(dsn) as (connection, driver):
+            if missing := await missing_to_migrate(driver):
                 raise unusable(dsn, missing)
             await connection.execute(text(_ONLY_ON_THIS_SERVER))
             await connection.execute(text(_CREATE_LOCK))
             await connection.execute(text(_LOCK))
-            database, release = await connection.run_sync(_versions)  # another process may have migrated it
-            if database == release:
+            if not await schema_version.is_old(driver):  # another process has migrated it
                 return None
-            async with _on_all_nodes(connection), locks.limited(connection, database):
+            database = await schema_version.database_version(driver)
+            async with _on_all_nodes(driver), locks.limited(driver, database):
                 await connection.run_sync(_apply_versions, database, revision, on_version)
-                if await connection.scalar(text(_HAS_LEXICONS)):
-                    await connection.execute(text(_RECREATE_VIEWS))
-            if roles := await missing_roles(connection):
+                if await driver.fetchval(_HAS_LEXICONS):
+                    await driver.execute(_RECREATE_VIEWS)
+            if roles := await missing_roles(driver):
                 log.warning("database.roles-missing", roles=roles)
             crash_point("migration.done")
         crash_point(COMMITTED)
     except (DBAPIError, exceptions.PostgresError) as error:
-        cause = driver_error(error)
+        cause = _driver_error(error)
         if isinstance(cause, exceptions.DependentObjectsStillExistError):
             raise unusable(dsn, _in_use(cause)) from error
         if (obstacle := _obstacle(cause)) is None:
-            raise
+            raise cause from None
         return obstacle
     return None
+
+
+def _driver_error(error: BaseException) -> BaseException:
+    """Return the driver's own error if SQLAlchemy has wrapped it, otherwise the same error."""
+    cause = error.orig.__cause__ if isinstance(error, DBAPIError) and error.orig is not None else None
+    return cause or error
 
 
 def _apply_versions(connection: Connection, database: str | None, revision: str, on_version: OnVersion) -> None:
@@ -333,10 +194,9 @@ def _apply_versions(connection: Connection, database: str | None, revision: str,
 
 
 @asynccontextmanager
-async def _on_all_nodes(connection: AsyncConnection) -> AsyncIterator[None]:
+async def _on_all_nodes(driver: asyncpg.Connection) -> AsyncIterator[None]:
     """Let the block change the schema, also if the database is distributed over several nodes."""
-    driver = cast("asyncpg.Connection", (await connection.get_raw_connection()).driver_connection)
-    has_placement = await connection.scalar(text(_HAS_PLACEMENT))
+    has_placement = await driver.fetchval(_HAS_PLACEMENT)
     if not has_placement or await load_placement(driver) is Placement.PLAIN:
         yield
         return
@@ -366,19 +226,10 @@ def _obstacle(cause: BaseException) -> _Obstacle | None:
 
 
 @asynccontextmanager
-async def _opened(dsn: str) -> AsyncIterator[AsyncConnection]:
-    """Open a connection and a transaction. Errors of either are raised as `opening` says."""
-    with opening(dsn):
-        async with _transaction(dsn) as connection:
-            yield connection
+async def _transaction(dsn: str) -> AsyncIterator[tuple[AsyncConnection, asyncpg.Connection]]:
+    """Open a connection and a transaction that is committed at the end of the block; yield it and its driver's one.
 
-
-@asynccontextmanager
-async def _transaction(dsn: str) -> AsyncIterator[AsyncConnection]:
-    """Open a connection and a transaction that is committed at the end of the block.
-
-    Raises:
-        SettingsError: The server is too old.
+    The transaction begins with the first statement of SQLAlchemy's connection.
     """
 
     async def creator() -> asyncpg.Connection:
@@ -387,9 +238,8 @@ async def _transaction(dsn: str) -> AsyncIterator[AsyncConnection]:
     engine = create_async_engine("postgresql+asyncpg://", async_creator=creator, poolclass=NullPool)
     try:
         async with engine.begin() as connection:
-            if problem := unsupported_version(await server_version(connection)):
-                raise unusable(dsn, problem)
-            yield connection
+            driver = cast("asyncpg.Connection", (await connection.get_raw_connection()).driver_connection)
+            yield connection, driver
     finally:
         await engine.dispose()
 
@@ -397,13 +247,6 @@ async def _transaction(dsn: str) -> AsyncIterator[AsyncConnection]:
 def _config(connection: Connection) -> Config:
     """Return the configuration, with everything in `attributes` that migrations/env.py needs."""
     config = Config()
-    config.set_main_option("script_location", str(migrations_folder()).replace("%", "%%"))
+    config.set_main_option("script_location", str(schema_version.migrations_folder()).replace("%", "%%"))
     config.attributes.update(connection=connection, target_metadata=metadata, version_table_schema=metadata.schema)
     return config
-
-
-def _versions(connection: Connection) -> tuple[str | None, str]:
-    """Return the version of the database schema (None: no schema), and the version that this release needs."""
-    context = MigrationContext.configure(connection, opts={"version_table_schema": metadata.schema})
-    release = ScriptDirectory.from_config(_config(connection)).get_current_head()
-    return context.get_current_revision(), release or ""

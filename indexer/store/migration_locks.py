@@ -6,8 +6,6 @@ from contextlib import asynccontextmanager, suppress
 
 import asyncpg
 import structlog
-from sqlalchemy import text
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from indexer.store.blocking_sessions import end_sessions_before_migration
 from indexer.store.database_errors import CONNECT_TIMEOUT, DatabaseError, connect, database_errors
@@ -61,20 +59,20 @@ class MigrationLocks:
         self._blocking: list[int] = []
 
     @asynccontextmanager
-    async def limited(self, connection: AsyncConnection, version: str | None) -> AsyncIterator[None]:
+    async def limited(self, connection: asyncpg.Connection, version: str | None) -> AsyncIterator[None]:
         """Limit the waits of the transaction, and note during the block for which sessions it waits.
 
         Public views are locked if the upgrade from this version replaces them.
         """
         milliseconds = round(1000 * self._seconds)
-        await connection.execute(text(f"set local lock_timeout = {milliseconds}"))
-        pid = await connection.scalar(text("select pg_backend_pid()"))
+        await connection.execute(f"set local lock_timeout = {milliseconds}")
+        pid = await connection.fetchval("select pg_backend_pid()")
         self._blocking = []
         observer = await connect(self._dsn)  # before the wait, which may be shorter than the time to connect
         watch = asyncio.create_task(self._watch(observer, pid), name="watch for whom the migration waits")
         try:
             if version is not None and version < LATEST_VIEWS:
-                await connection.execute(text(_LOCK_VIEWS))
+                await connection.execute(_LOCK_VIEWS)
             yield
         finally:
             watch.cancel()

@@ -7,7 +7,7 @@ from time import monotonic
 import structlog
 
 from indexer.store.database_errors import DatabaseError, without_password
-from indexer.store.migrate import migrate, require_current_schema, require_privileges
+from indexer.store.schema_version import needs_upgrade, require_current_schema, require_privileges
 from indexer.sync.backoff import backoff_seconds
 
 FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.4, 12.0
@@ -47,7 +47,10 @@ async def _prepare(dsn: str, *, migrate_first: bool) -> None:
     address = without_password(dsn)
     for attempt in count(1):
         try:
-            await (_migrate(dsn) if migrate_first else require_current_schema(dsn))
+            if not migrate_first:
+                await require_current_schema(dsn)
+            elif await needs_upgrade(dsn):
+                await _migrate(dsn)
             await require_privileges(dsn)
         except DatabaseError as error:
             if attempt == 1:
@@ -62,6 +65,8 @@ async def _prepare(dsn: str, *, migrate_first: bool) -> None:
 
 async def _migrate(dsn: str) -> None:
     """Upgrade the schema. Log how far it is while it lasts, and its end."""
+    from indexer.store.migrate import migrate  # noqa: PLC0415 - loads SQLAlchemy and Alembic
+
     started = monotonic()
     applied: int = 0
     versions: int | None = None

@@ -3,8 +3,7 @@
 docs/operations.md#postgres-version-and-privileges lists both for operators.
 """
 
-from sqlalchemy import text
-from sqlalchemy.ext.asyncio import AsyncConnection
+from indexer.store.columns import Connection
 
 OLDEST_POSTGRES = 15
 """The oldest major version with which the tests were run. The SQL needs version 14 (functions with BEGIN ATOMIC)."""
@@ -75,24 +74,24 @@ def unsupported_version(version_number: int) -> str | None:
     return f"the server is Postgres {major}; this program needs Postgres {OLDEST_POSTGRES} or newer"
 
 
-async def server_version(connection: AsyncConnection) -> int:
+async def server_version(connection: Connection) -> int:
     """Return the `server_version_num` of the server."""
-    return int(await connection.scalar(text("select current_setting('server_version_num')")))
+    return int(await connection.fetchval("select current_setting('server_version_num')"))
 
 
-async def missing_to_migrate(connection: AsyncConnection) -> str | None:
+async def missing_to_migrate(connection: Connection) -> str | None:
     """Return a privilege that the role lacks to create or upgrade the schema; None if it has all of them."""
-    missing: str | None = await connection.scalar(text(_MISSING_TO_MIGRATE))
+    missing: str | None = await connection.fetchval(_MISSING_TO_MIGRATE)
     return missing
 
 
-async def missing_to_run(connection: AsyncConnection) -> str | None:
+async def missing_to_run(connection: Connection) -> str | None:
     """Return a privilege that the role lacks to run the daemon; None if it has all of them."""
-    missing: str | None = await connection.scalar(text(_MISSING_TO_RUN))
+    missing: str | None = await connection.fetchval(_MISSING_TO_RUN)
     return missing
 
 
-async def missing_roles(connection: AsyncConnection) -> list[str]:
+async def missing_roles(connection: Connection) -> list[str]:
     """Return the roles of the public schema that do not exist, because this role may not create roles."""
-    found = await connection.scalars(text("select rolname from pg_roles"))
-    return sorted(PUBLIC_ROLES - set(found))
+    found = await connection.fetch("select rolname from pg_roles")
+    return sorted(PUBLIC_ROLES - {row["rolname"] for row in found})

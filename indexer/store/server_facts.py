@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from time import time
 
 from indexer.store.database_errors import connect, opening, without_password
-from indexer.store.migrate import SchemaState, schema_state
 from indexer.store.placement import load_placement
+from indexer.store.schema_version import SchemaState, schema_state
 from indexer.sync.shard import Placement
 
 SETTINGS = (

@@ -12,7 +12,8 @@ from indexer.errors import SettingsError
 from indexer.localnet.local_network import LocalNetwork
 from indexer.localnet.scenario import Scenario
 from indexer.store.distribute import distribute
-from indexer.store.migrate import migrate, require_privileges
+from indexer.store.migrate import migrate
+from indexer.store.schema_version import require_privileges
 from tests.citus_cluster import WORKERS
 from tests.citus_server import SHARDS, CitusServer
 from tests.cli.command_line import error_line, run_indexer

@@ -32,7 +32,7 @@ from indexer.localnet.http_server import Fault
 from indexer.localnet.local_network import LocalNetwork
 from indexer.settings import Settings
 from indexer.store import Store
-from indexer.store.migrate import SchemaState
+from indexer.store.schema_version import SchemaState
 from indexer.store.server_facts import ServerFacts
 from indexer.sync.events import InfoEvent, StreamError
 from indexer.sync.plans import Batch, Cursor

@@ -13,7 +13,7 @@ from indexer.localnet.http_server import Fault
 from indexer.localnet.local_network import LocalNetwork
 from indexer.localnet.local_pds import GET_REPO
 from indexer.localnet.scenario import NOTE
-from indexer.store.migrate import schema_is_current
+from indexer.store.schema_version import schema_is_current
 from tests.citus_server import CitusServer
 from tests.crashes.death_world import Act, DeathWorld, death_world
 from tests.crashes.short_waits import forget_soon, wait_little

@@ -17,7 +17,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from indexer import __version__
-from indexer.store.migrate import migrations_folder
+from indexer.store.schema_version import migrations_folder
 from tests.source_code import PROJECT, source_files
 
 NAME = "atproto-indexer"
@@ -87,7 +87,7 @@ def test_metadata_names_the_distribution_the_command_and_the_supported_versions(
 def test_migrations_of_an_installed_wheel_are_in_the_package(built: Path, tmp_path: Path) -> None:
     (path,) = built.glob("*.whl")
     unpack_archive(path, tmp_path, "zip")
-    program = "from indexer.store.migrate import migrations_folder; print(migrations_folder())"
+    program = "from indexer.store.schema_version import migrations_folder; print(migrations_folder())"
     result = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert Path(result.stdout.strip()) == tmp_path / "indexer" / "migrations"
 

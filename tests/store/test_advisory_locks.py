@@ -7,7 +7,8 @@ import pytest
 
 from indexer.service.background.shard_ownership import ShardOwnership
 from indexer.store import Store
-from indexer.store.migrate import migrate, schema_is_current
+from indexer.store.migrate import migrate
+from indexer.store.schema_version import schema_is_current
 from indexer.sync.shard import Shard
 from tests.store.change_log_helpers import connected
 

@@ -200,7 +200,7 @@ EXCEPTIONS = {
     one_command: {
         "migrate._upgrade": "creates a schema and a table that stays on the coordinator",
         "dump._create_roles": "roles belong to the server, and nothing is distributed in a new database",
-        "migration_locks.limited": "locks the views, which Citus does on the coordinator",
+        "migration_locks._LOCK_VIEWS": "locks the views, which Citus does on the coordinator",
         "distribute._reserve_commands": "grants rights on functions of the coordinator, in several commands",
         "dump.restore": "ANALYZE of a new database, in which nothing is distributed",
         "lexicon_indexes.build_index": "DDL, which Citus runs on all shards",
@@ -222,7 +222,7 @@ EXCEPTIONS = {
         "collection_export._ESTIMATE": "see sizes_are_not_queried",
         "collection_export._EXPORT": SHARDS,
         "feed_rows._COUNT_BUFFERED": SHARDS,
-        "migrate.has_repos": SHARDS,
+        "schema_version.has_repos": SHARDS,
         "feed_rows._COUNT_RECORDS": SHARDS,
         "feed_rows._COUNT_REPOS": SHARDS,
         "feed_rows._SNAPSHOT_PAGE": f"{SHARDS} for each page, until the first client of the feed has every record",

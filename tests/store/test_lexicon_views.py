@@ -9,9 +9,9 @@ import asyncpg
 import pytest
 
 from indexer.errors import SettingsError
-from indexer.store import AddedState, DatabaseError, Store, ViewInUseError
-from indexer.store import migrate as migrate_module
-from indexer.store.migrate import migrate, migrations_folder
+from indexer.store import AddedState, DatabaseError, Store, ViewInUseError, schema_version
+from indexer.store.migrate import migrate
+from indexer.store.schema_version import migrations_folder
 from tests.lexicons.samples import (
     DEFS_DOCUMENT,
     LIKE,
@@ -206,7 +206,7 @@ async def add_migration(
     for path in (*migrations_folder().glob("*.*"), *migrations_folder().glob("versions/*.py")):
         (folder / path.relative_to(migrations_folder())).write_bytes(path.read_bytes())
     (folder / "versions" / "9999_new.py").write_text(content.format(latest=latest))
-    monkeypatch.setattr(migrate_module, "migrations_folder", lambda: folder)
+    monkeypatch.setattr(schema_version, "migrations_folder", lambda: folder)
 
 
 async def test_migration_that_replaces_the_public_view_recreates_typed_views(

@@ -13,8 +13,9 @@ from structlog.testing import capture_logs
 
 from indexer.errors import SchemaVersionError, SettingsError
 from indexer.store.embedded import database as embedded_database
-from indexer.store.migrate import migrate, require_current_schema, require_privileges, schema_is_current, schema_state
+from indexer.store.migrate import migrate
 from indexer.store.requirements import OLDEST_POSTGRES, unsupported_version
+from indexer.store.schema_version import require_current_schema, require_privileges, schema_is_current, schema_state
 from tests.cli.command_line import PROJECT, environment_without_settings
 from tests.database_server import SERVER_SETTINGS, DatabaseServer
 from tests.store.change_log_helpers import connected

@@ -12,7 +12,8 @@ from structlog.testing import capture_logs
 
 from indexer.store import Store, distributed_tables
 from indexer.store.distribute import distribute
-from indexer.store.migrate import migrate, migrations_folder, schema_is_current
+from indexer.store.migrate import migrate
+from indexer.store.schema_version import migrations_folder, schema_is_current
 from tests.citus_cluster import WORKERS
 from tests.citus_server import CitusServer
 from tests.database_server import dsn_of
@@ -107,7 +108,7 @@ def later(full: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     latest = max(path.name[:4] for path in (folder / "versions").glob("[0-9]*.py"))
     file = folder / "versions" / "9999_later.py"
     file.write_text(LATER.replace("{latest}", latest))
-    monkeypatch.setattr("indexer.store.migrate.migrations_folder", lambda: folder)
+    monkeypatch.setattr("indexer.store.schema_version.migrations_folder", lambda: folder)
     monkeypatch.setattr(distributed_tables, "DISTRIBUTED", (*distributed_tables.DISTRIBUTED, "later"))
     return file
 

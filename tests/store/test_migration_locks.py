@@ -10,7 +10,8 @@ import asyncpg
 import pytest
 from structlog.testing import capture_logs
 
-from indexer.store.migrate import migrate, schema_is_current
+from indexer.store.migrate import migrate
+from indexer.store.schema_version import schema_is_current
 from tests.background import running
 from tests.store.change_log_helpers import connected
 from tests.store.test_migrate import role, with_user

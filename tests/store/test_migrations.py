@@ -8,7 +8,8 @@ import pytest
 
 from indexer.atproto.cid import cid_of, cid_text
 from indexer.store import Store
-from indexer.store.migrate import FIRST_COMPATIBLE, migrate, migrations_folder, schema_is_current
+from indexer.store.migrate import migrate
+from indexer.store.schema_version import FIRST_COMPATIBLE, migrations_folder, schema_is_current
 from tests.store.change_log_helpers import after, connected
 from tests.store.repo_rows import did, insert, put, synchronized
 

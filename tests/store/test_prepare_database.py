@@ -11,8 +11,9 @@ from structlog.testing import capture_logs
 
 from indexer.errors import SchemaVersionError, SettingsError
 from indexer.store import prepare_database as prepare_module
-from indexer.store.migrate import migrate, schema_is_current
+from indexer.store.migrate import migrate
 from indexer.store.prepare_database import prepare_database
+from indexer.store.schema_version import schema_is_current
 from tests.store.change_log_helpers import connected
 from tests.waiting import until
 

@@ -13,9 +13,10 @@ from sqlalchemy.schema import CreateSchema
 from indexer.atproto.cid import cid_of, cid_text
 from indexer.store import DatabaseError, Store
 from indexer.store.apply_batch import apply
-from indexer.store.migrate import migrate, schema_is_current
+from indexer.store.migrate import migrate
 from indexer.store.resync_queue import CLAIM, DUE, INCOMPLETE, PARKED, UNPROVEN
 from indexer.store.schema import metadata
+from indexer.store.schema_version import schema_is_current
 from indexer.sync.plans import Batch, RepoWrite
 from indexer.sync.shard import HASH_ORDER, bucket_of
 from tests.store.repo_rows import did, head, insert, put, synchronized
