@@ -1,13 +1,12 @@
 """`python -m benchmarks.live`: measure commits from a websocket to committed rows, with the real daemon.
 
-The stream of one workload has four parts. The first is sent at the maximum rate, the second at a given rate to measure
-the latency. The third is applied in this process to measure each stage. For the fourth, a bare script writes only the
-rows. With `--known`, the daemon first loads the identities of that many other repos. At the end, the database is
-compared with the expected result.
+The stream of one workload has three parts. The first is sent at the maximum rate, in turns with the floor: a bare
+script verifies the same commits and writes only the rows. The second is sent at a given rate to measure the latency.
+The third is applied in this process to measure each stage. With `--known`, the daemon first loads the identities of
+that many other repos. At the end, the database is compared with the expected result.
 """
 
 import asyncio
-import gc
 import os
 import sys
 import tempfile
@@ -24,12 +23,12 @@ from typing import Any
 
 import click
 
-from benchmarks import cpu_usage, database_rows, floor, harness, idle_rows, live_stages
+from benchmarks import cpu_usage, database_rows, harness, idle_rows, live_stages
 from benchmarks.arrival_watch import ArrivalWatch, watch_arrivals
-from benchmarks.floor import ParsedMessage
 from benchmarks.harness import TIMEOUT_SECONDS, BenchmarkError, DaemonProcess, Database, LoadProcess
 from benchmarks.processor_speed import ProcessorSpeed, sample_speed
 from benchmarks.report import MIB, MICRO, Figures, Report, costs, cpu_of, generation_progress, machine, show
+from benchmarks.turns import MIN_COMMITS, RATE, Floor, MeasuredDaemons, open_floor, overall_rate
 from benchmarks.workload import Workload, WorkloadSpec, load_workload
 from indexer.atproto.crypto import parse_did_key
 from indexer.monitoring.log import configure_logging
@@ -37,7 +36,8 @@ from indexer.sync.repo_state import SyncStatus
 
 _CACHED_IDENTITIES = "indexer_identity_cache_total database"
 """The metric of identities that were loaded from the database into memory, where up to 200,000 are cached."""
-_RATE = "commits/s, verified and durable"
+MAX_TURNS = 5
+"""Parts of the commits at the maximum rate. The floor gets each part after the daemons."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,6 @@ class LiveOptions:
         fast: Number of commits sent at the maximum rate.
         paced: Number of commits sent at `rate`.
         staged: Number of commits applied stage by stage.
-        bare: Number of commits whose rows a bare script writes.
         rate: Commits per second.
         shards: Number of daemon processes.
         known: Number of idle repos whose identities are in memory.
@@ -63,7 +62,6 @@ class LiveOptions:
     fast: int
     paced: int
     staged: int
-    bare: int
     rate: int
     shards: int
     known: int
@@ -74,9 +72,15 @@ class LiveOptions:
     keep: Path | None = None
 
     def parts(self) -> list[range]:
-        """Return the commit numbers of the four parts."""
-        ends = accumulate((0, self.fast, self.paced, self.staged, self.bare))
+        """Return the commit numbers of the three parts."""
+        ends = accumulate((0, self.fast, self.paced, self.staged))
         return [range(start + 1, end + 1) for start, end in pairwise(ends)]
+
+    def turns(self) -> list[range]:
+        """Return the commit numbers of the first part, divided into the turns with the floor."""
+        fast, *_ = self.parts()
+        count = max(1, min(MAX_TURNS, self.fast // MIN_COMMITS))
+        return [fast[index * self.fast // count : (index + 1) * self.fast // count] for index in range(count)]
 
 
 @click.command()
@@ -88,7 +92,6 @@ class LiveOptions:
 @click.option(
     "--staged", default=5_000, show_default=True, help="Number of commits applied stage by stage, without a daemon."
 )
-@click.option("--bare", default=10_000, show_default=True, help="Number of commits whose rows a bare script writes.")
 @click.option("--shards", default=1, show_default=True, help="Number of daemon processes that share the stream.")
 @click.option(
     "--known",
@@ -115,7 +118,7 @@ def main(repos: int, records: int, as_json: bool, **options: Any) -> None:
     Exit code 1: the database differs from the expected result at the end.
     """
     chosen = LiveOptions(**options)
-    commits = chosen.fast + chosen.paced + chosen.staged + chosen.bare
+    commits = chosen.fast + chosen.paced + chosen.staged
     workload = load_workload(WorkloadSpec(repos, records, sigma=0.4, commits=commits), generation_progress)
     configure_logging(level="warning")
     with tempfile.TemporaryDirectory(prefix="indexer-benchmark-") as directory:
@@ -128,10 +131,10 @@ def main(repos: int, records: int, as_json: bool, **options: Any) -> None:
 
 async def measure(workload: Workload, options: LiveOptions, directory: Path) -> tuple[Report, list[str]]:
     """Run the benchmark; return the figures, and the differences between database and expected result."""
-    _, _, staged, bare = options.parts()
-    keys = {account.did: parse_did_key(account.key) for account in workload.accounts}
-    data = options.keep or directory
+    *_, staged = options.parts()
+    data = options.keep or directory / "database"
     async with harness.load_process("load_relay", workload) as load, AsyncExitStack() as stack:
+        floor = await stack.enter_async_context(open_floor(workload, directory / "floor"))
         async with harness.database(data) as database:
             await fill(workload, options, database, load)
         if options.cache == "cold":
@@ -139,20 +142,15 @@ async def measure(workload: Workload, options: LiveOptions, directory: Path) -> 
         database = await stack.enter_async_context(harness.database(data))
         if options.cache == "warm":
             await database_rows.read_workload(database.dsn, workload)
-        report = await measure_daemons(workload, options, database, load, directory)
+        report = await measure_daemons(workload, options, database, load, directory, floor)
 
+        keys = {account.did: parse_did_key(account.key) for account in workload.accounts}
         received = await _receive_seconds(load, staged)
         stages = await live_stages.apply_in_stages(database.dsn, list(workload.frames(staged)), keys, load.url)
         report["stages measured one by one"] = costs("commit", {"socket": received} | stages, len(staged))
 
-        checks = {did: floor.signature_check(key) for did, key in keys.items()}
-        messages = [floor.parse_message(frame, checks) for frame in workload.frames(bare)]
-        report["floor"] = await _measure_floor(report["maximum rate"], database, messages)
-
         changes = sum((Counter(account.changes) for account in workload.accounts), Counter[str]())
-        differences = await database_rows.find_differences(
-            database.dsn, workload, changes - floor.count_changes(messages)
-        )
+        differences = await database_rows.find_differences(database.dsn, workload, changes)
     return report | {"machine": machine()}, differences
 
 
@@ -184,51 +182,69 @@ async def _receive_seconds(load: LoadProcess, commits: range) -> float:
 
 
 async def measure_daemons(
-    workload: Workload, options: LiveOptions, database: Database, load: LoadProcess, directory: Path
+    workload: Workload,
+    options: LiveOptions,
+    database: Database,
+    load: LoadProcess,
+    directory: Path,
+    floor: Floor | None = None,
 ) -> Report:
-    """Send the first two parts of the stream to the daemons; return rate, latency and CPU time."""
-    fast, paced, *_ = options.parts()
+    """Send the first two parts of the stream to the daemons; return their rate, latency and CPU time, and the floor."""
     async with AsyncExitStack() as stack:
-        daemons = [
+        processes = [
             await stack.enter_async_context(
                 _daemon(database, load, directory, f"{index}/{options.shards}", links=options.links)
             )
             for index in range(options.shards)
         ]
         await load.wait_for_subscribers(options.shards)
-        for daemon in daemons:
-            await daemon.wait_until_counted()
-        await _load_identities(load, daemons, options.known)
-        watch = await stack.enter_async_context(watch_arrivals(database.dsn, workload, daemons))
-        pids = {"daemon": [daemon.process.pid for daemon in daemons], "load": [load.process.pid], **database.servers}
+        for process in processes:
+            await process.wait_until_counted()
+        await _load_identities(load, processes, options.known)
+        watch = await stack.enter_async_context(watch_arrivals(database.dsn, workload, processes))
+        pids = {"daemon": [process.process.pid for process in processes], "load": [load.process.pid]}
+        daemons = MeasuredDaemons(load, watch, pids | dict(database.servers))
 
-        metrics_before = await harness.sum_metrics(daemons)
-        cpu_before = {part: cpu_usage.cpu_seconds(pids[part]) for part in pids}
-        await load.command(fast[0], fast[-1], 0)
-        await watch.wait_for(fast)
-        cpu = {part: cpu_usage.cpu_seconds(pids[part]) - cpu_before[part] for part in pids}
-        speed = _speed(watch, fast, cpu)
-        metrics = await harness.sum_metrics(daemons)
-        speed["identities in memory"] = metrics[_CACHED_IDENTITIES]
-        metrics.subtract(metrics_before)
-
-        await load.read("began")
-        await load.command(paced[0], paced[-1], options.rate)
-        began = await load.read("began")
-        cpu_before = {part: cpu_usage.cpu_seconds(pids[part]) for part in pids}
-        with sample_speed() as samples:
-            await watch.wait_for(paced)
-        paced_cpu = {part: cpu_usage.cpu_seconds(pids[part]) - cpu_before[part] for part in pids}
-        speed["peak RSS of the daemon, MiB"] = max(map(cpu_usage.peak_rss, pids["daemon"])) / MIB
-        for daemon in daemons:
-            await daemon.stop()
+        report = await _measure_rate(processes, daemons, options, floor)
+        report |= await _measure_latency(daemons, options)
+        report["maximum rate"]["peak RSS of the daemon, MiB"] = max(map(cpu_usage.peak_rss, pids["daemon"])) / MIB
+        for process in processes:
+            await process.stop()
         await load.wait_for_subscribers(0)
+    return report
+
+
+async def _measure_rate(
+    processes: Sequence[DaemonProcess], daemons: MeasuredDaemons, options: LiveOptions, floor: Floor | None
+) -> Report:
+    """Send the first part of the stream, in turns with the floor if there is one."""
+    metrics_before = await harness.sum_metrics(processes)
+    for commits in options.turns():
+        await daemons.process(commits)
+        if floor is not None:
+            await floor.process(commits)
+    metrics = await harness.sum_metrics(processes)
+    identities = metrics[_CACHED_IDENTITIES]
+    metrics.subtract(metrics_before)
+    fast, *_ = options.parts()
     return {
-        "maximum rate": speed,
+        "maximum rate": _speed(daemons, fast) | {"identities in memory": identities},
         "elapsed time by stage in the daemon": costs("commit", _stage_seconds(metrics), len(fast)),
-        f"latency at {options.rate} commits/s": _latency(watch, paced, began, options.rate, ProcessorSpeed(samples))
-        | _cpu(paced_cpu, paced),
-    }
+    } | ({} if floor is None else {"floor": floor.figures(daemons)})
+
+
+async def _measure_latency(daemons: MeasuredDaemons, options: LiveOptions) -> Report:
+    """Send the second part of the stream at the given rate."""
+    _, paced, *_ = options.parts()
+    await asyncio.to_thread(os.sync)  # what the first part wrote must not slow down the disk now
+    await daemons.load.command(paced[0], paced[-1], options.rate)
+    began = await daemons.load.read("began")
+    before = daemons.cpu_seconds()
+    with sample_speed() as samples:
+        await daemons.watch.wait_for(paced)
+    cpu = {part: seconds - before[part] for part, seconds in daemons.cpu_seconds().items()}
+    latency = _latency(daemons.watch, paced, began, options.rate, ProcessorSpeed(samples))
+    return {f"latency at {options.rate} commits/s": latency | _cpu(cpu, paced)}
 
 
 async def _load_identities(load: LoadProcess, daemons: Sequence[DaemonProcess], count: int) -> None:
@@ -252,15 +268,15 @@ def _daemon(
     return harness.daemon(database.dsn, data, relays=load.url, start="oldest", roles="live", shard=shard, links=links)
 
 
-def _speed(watch: ArrivalWatch, commits: range, cpu: Mapping[str, float]) -> Figures:
+def _speed(daemons: MeasuredDaemons, commits: range) -> Figures:
     """Return the rate of all commits and that of the second half, in which most pages have been read once."""
-    batches = watch.batches(commits)
+    rates, batches = daemons.rates, daemons.watch.batches(commits)
     return {
-        _RATE: watch.rate(commits),
-        "commits/s, second half": watch.rate(commits[len(commits) // 2 :]),
+        RATE: overall_rate(rates),
+        "commits/s, second half": overall_rate(rates[len(rates) // 2 :]),
         "commits per batch, median": median(batches.values()),
         "commits per batch, maximum": max(batches.values()),
-    } | _cpu(cpu, commits)
+    } | daemons.cpu_figures
 
 
 def _cpu(seconds: Mapping[str, float], commits: range) -> Figures:
@@ -295,19 +311,6 @@ def _latency(watch: ArrivalWatch, commits: range, began: float, rate: int, speed
 
 def _quantile(ordered: Sequence[float], part: float) -> float:
     return ordered[int(len(ordered) * part)] if ordered else nan
-
-
-async def _measure_floor(speed: Figures, database: Database, messages: Sequence[ParsedMessage]) -> Figures:
-    batches = [
-        floor.batch_statements(messages[start : start + floor.BATCH_SIZE])
-        for start in range(0, len(messages), floor.BATCH_SIZE)
-    ]
-    gc.freeze()
-    verification = floor.verification_seconds([message.verification for message in messages]) / len(messages)
-    async with floor.bare_script(database.dsn, lambda: cpu_usage.cpu_seconds(database.pids)) as script:
-        for batch in batches:
-            await script.write(batch)
-    return floor.compare_with_floor("commit", speed, float(speed[_RATE]), verification, script.clock, len(messages))
 
 
 if __name__ == "__main__":

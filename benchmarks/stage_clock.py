@@ -20,6 +20,11 @@ class StageClock:
         self.elapsed: dict[str, float] = defaultdict(float)
         self._postgres = postgres
 
+    def clear(self) -> None:
+        """Forget what was measured so far."""
+        self.cpu.clear()
+        self.elapsed.clear()
+
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
         """Add the time of the block to a stage."""
