@@ -55,10 +55,9 @@ def check_floor(floor: dict[str, float], speed: dict[str, float], unit: str) -> 
     assert 0 < ratio == pytest.approx(sum(floor[part] for part in parts) / daemon)
 
 
-@pytest.mark.parametrize("shards", [1, 2])
-def test_live_benchmark(tmp_path: Path, shards: int) -> None:
+def test_live_benchmark_with_two_processes(tmp_path: Path) -> None:
     parts = {"repos": 20, "records": 60, "fast": 2_500, "paced": 300, "rate": 1_000, "staged": 100}
-    idle = {"shards": shards, "known": 40, "idle-repos": 50, "idle-records": 70}
+    idle = {"shards": 2, "known": 40, "idle-repos": 50, "idle-records": 70}
     report = run(tmp_path, "live", *command_line(parts | idle))
     speed = report["maximum rate"]
     assert speed["commits/s, verified and durable"] > 0
@@ -92,7 +91,7 @@ def test_comparison_of_cores(tmp_path: Path) -> None:
     assert 0 < smallest <= middle <= largest
 
 
-async def test_live_benchmark_reuses_a_kept_database(tmp_path: Path) -> None:
+async def test_live_benchmark_with_one_process_reuses_a_kept_database(tmp_path: Path) -> None:
     parts = {"repos": 20, "records": 60, "fast": 1_500, "paced": 100, "staged": 100}
     kept = tmp_path / "kept"
     for cache, idle in (("cold", 50), ("warm", 90)):

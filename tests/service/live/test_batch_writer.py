@@ -51,6 +51,7 @@ async def test_next_batch_is_verified_while_this_one_is_written(make_scenario: M
     assert (await scenario.row(ada)).head == ada.head
 
 
+@pytest.mark.slow
 async def test_postponed_commits_are_verified_once(make_scenario: MakeScenario) -> None:
     """A batch takes 26 commits of 200 records, and postpones the others."""
     core, ada = CountingCore(), SigningAccount("ada")
