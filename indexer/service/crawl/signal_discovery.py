@@ -9,6 +9,7 @@ from indexer.atproto.syntax import is_nsid
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.errors import UnavailableError
 from indexer.outbound import OutboundClient
+from indexer.pds.xrpc import MethodNotOfferedError
 from indexer.service.crawl.discover import Discovery
 from indexer.service.current_scope import CurrentScope
 from indexer.service.periodic import run_periodically
@@ -19,7 +20,7 @@ from indexer.sync.scope import Scope
 SETTLE_SECONDS = 30.0
 """A list may lack what the stream has delivered just before."""
 RETRY_SECONDS = 300.0
-"""Pause after a list could not be read."""
+"""Pause after a list could not be read. The lists that were read are not read again."""
 
 log = structlog.get_logger(__name__)
 
@@ -63,7 +64,9 @@ class SignalDiscovery:
         self._reconciled_at = reconciled_at
         self._interval = interval
         self._settle = settle
+        self._due: tuple[int, float | None] | None = None
         self._done: tuple[int, float | None] | None = None
+        self._read: set[str] = set()
         self._retry_at = 0.0
 
     async def run(self) -> None:
@@ -83,24 +86,42 @@ class SignalDiscovery:
         settled_at = self._scope.changed_at + (self._settle if scope.repos_narrowed_in else 0.0)
         if monotonic() < settled_at or not (sources := self._sources()):
             return
-        try:
-            for collection in filter(is_nsid, scope.signals.patterns):
-                await self._discover(sources[0], collection, scope)
-        except DatabaseError:
-            raise
-        except UnavailableError as error:
-            log.warning("scope.list-failed", collection=collection, error=str(error), retry_seconds=RETRY_SECONDS)
-            self._retry_at = monotonic() + RETRY_SECONDS
-        else:
+        if due != self._due:
+            self._due, self._read = due, set()
+        collections = set(filter(is_nsid, scope.signals.patterns))
+        for collection in sorted(collections - self._read):
+            if await self._discover(sources, collection, scope):
+                self._read.add(collection)
+        if self._read >= collections:
             self._done = due
+        else:
+            self._retry_at = monotonic() + RETRY_SECONDS
 
-    async def _discover(self, source: str, collection: str, scope: Scope) -> None:
+    async def _discover(self, sources: Sequence[str], collection: str, scope: Scope) -> bool:
+        """Read the list of the first relay that offers it; return False if that cannot be read, or none offers it.
+
+        A list decides which repos are untracked, so a relay that only fails is not replaced by the next one.
+        """
+
         def ignore(_: CrawlProgress) -> None:
             """Show no progress."""
 
-        begun = await self._discovery.begin(source, collection, "signal")
-        progress = await self._discovery.run(begun, ignore, scope)
-        if progress.finished_at is not None:
-            log.info(
-                "scope.discovered", relay=source, collection=collection, listed=progress.listed, added=progress.found
-            )
+        failure: UnavailableError | None = None
+        for source in sources:
+            try:
+                begun = await self._discovery.begin(source, collection, "signal")
+                progress = await self._discovery.run(begun, ignore, scope)
+            except MethodNotOfferedError as error:
+                failure = error
+                continue
+            except DatabaseError:
+                raise
+            except UnavailableError as error:
+                failure = error
+                break
+            if progress.finished_at is not None:
+                listed, added = progress.listed, progress.found
+                log.info("scope.discovered", relay=source, collection=collection, listed=listed, added=added)
+            return True
+        log.warning("scope.list-failed", collection=collection, error=str(failure), retry_seconds=RETRY_SECONDS)
+        return False
