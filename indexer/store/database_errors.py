@@ -173,10 +173,13 @@ def opening(dsn: str) -> Iterator[None]:
     Raises:
         SettingsError: The operator has to correct something, such as the URL, the password or a privilege.
         DatabaseError: The database is unavailable.
+        CancelledError: The task was cancelled, and the driver could not end the connection of the block.
     """
     try:
         yield
     except Exception as error:
+        if _has_replaced_cancellation(error):
+            raise CancelledError from error
         if reason := _reason_to_correct(error):
             raise unusable(dsn, reason) from error
         if _is_transient(error):

@@ -239,7 +239,11 @@ async def _transaction(dsn: str) -> AsyncIterator[tuple[AsyncConnection, asyncpg
     try:
         async with engine.begin() as connection:
             driver = cast("asyncpg.Connection", (await connection.get_raw_connection()).driver_connection)
-            yield connection, driver
+            try:
+                yield connection, driver
+            except asyncio.CancelledError:
+                await connection.invalidate()  # else the rollback waits for the driver's cancelled statement
+                raise
     finally:
         await engine.dispose()
 

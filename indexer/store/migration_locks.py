@@ -74,6 +74,9 @@ class MigrationLocks:
             if version is not None and version < LATEST_VIEWS:
                 await connection.execute(_LOCK_VIEWS)
             yield
+        except asyncio.CancelledError:
+            observer.terminate()  # without a wait for a server that hangs
+            raise
         finally:
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)

@@ -4,6 +4,7 @@
 daemon or a command starts, so only what finds an older schema imports it.
 """
 
+from asyncio import CancelledError
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -209,5 +210,8 @@ async def _opened(dsn: str) -> AsyncIterator[asyncpg.Connection]:
             if problem := unsupported_version(await server_version(connection)):
                 raise unusable(dsn, problem)
             yield connection
+        except CancelledError:
+            connection.terminate()  # without a wait for the end of the statement, which a server that hangs never sends
+            raise
         finally:
             await connection.close(timeout=CONNECT_TIMEOUT)

@@ -19,6 +19,7 @@ from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 
+MAX_STOP_SECONDS = 8.0
 WAITING = """
     select count(*) from pg_stat_activity
     where datname = current_database() and cardinality(pg_blocking_pids(pid)) > 0
@@ -35,13 +36,22 @@ async def free_port() -> int:
 
 
 @asynccontextmanager
-async def forwarded(dsn: str, port: int) -> AsyncIterator[None]:
-    """Forward connections to the port to the socket of the server."""
+async def forwarded(dsn: str, port: int, hang_at: bytes | None = None) -> AsyncIterator[asyncio.Event]:
+    """Forward connections to the port to the socket of the server.
+
+    From the first statement with `hang_at` on, nothing is forwarded any more, as if the machine had stopped. Yield an
+    event that is set then.
+    """
+    hangs, ended = asyncio.Event(), asyncio.Event()
     query = parse_qs(urlsplit(dsn).query)
     socket = f"{query['host'][0]}/.s.PGSQL.{query['port'][0]}"
 
     async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(1 << 16):
+            if hang_at is not None and hang_at in data:
+                hangs.set()
+            if hangs.is_set():
+                await ended.wait()
             writer.write(data)
             await writer.drain()
         writer.close()
@@ -51,7 +61,10 @@ async def forwarded(dsn: str, port: int) -> AsyncIterator[None]:
         await asyncio.gather(copy(reader, server_writer), copy(server_reader, writer))
 
     async with await asyncio.start_server(forward, "127.0.0.1", port):
-        yield
+        try:
+            yield hangs
+        finally:
+            ended.set()
 
 
 async def test_daemon_waits_until_the_database_answers_and_says_so(empty_database: str) -> None:
@@ -97,6 +110,19 @@ async def test_stop_ends_an_attempt_that_has_no_answer() -> None:
         await connected.wait()
         stop.set()
         assert not await waiting
+
+
+@pytest.mark.parametrize("statement", [b"alembic_version", b"lock table", b"select indexer.recreate_lexicon_views()"])
+async def test_stop_ends_a_check_and_a_migration_on_a_server_that_hangs(empty_database: str, statement: bytes) -> None:
+    stop, port = asyncio.Event(), await free_port()
+    dsn = f"postgresql://postgres@127.0.0.1:{port}{urlsplit(empty_database).path}"
+    async with forwarded(empty_database, port, hang_at=statement) as hangs:
+        waiting = asyncio.create_task(prepare_database(dsn, stop, migrate_first=True))
+        await hangs.wait()
+        stop.set()
+        async with asyncio.timeout(MAX_STOP_SECONDS):
+            assert not await waiting
+    await until(lambda: len(asyncio.all_tasks()) == 1)
 
 
 async def test_stop_ends_the_wait_for_a_migration_of_another_process(empty_database: str) -> None:
