@@ -35,6 +35,8 @@ _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _CHUNK_BYTES = 65_536
 _ERROR_BODY_BYTES = 16_384  # enough for the name and message of an error
 _HTTPS_PORT = 443
+_CONNECTION_CLOSED = "Connection closed."
+"""The text of the `RuntimeError` that aiohttp raises if the connection ended before the body did, for some reasons."""
 _HOST = re.compile(r"[a-z0-9._:-]{1,253}").fullmatch
 
 
@@ -114,7 +116,7 @@ class OutboundClient:
         self.hosts = HostLimits(settings.rates, time, on_request)
         self._on_request = on_request
         self._allow_private_hosts = settings.allow_private_hosts
-        self._rate_grace = settings.timeouts.rate_grace
+        self._timeouts = settings.timeouts
         if resolve is None:
             resolve = resolve_with_system if settings.allow_private_hosts else DnsResolver(settings.dns_servers)
         connect = settings.timeouts.connect
@@ -212,7 +214,7 @@ class OutboundClient:
     async def _servers(self, url: URL) -> list[str]:
         """Return the network addresses of the host of a URL; see `CheckedResolver.resolve` for the errors."""
         with _transport_errors(url):
-            return await self._resolver.servers(url.host or "", url.port or 0)
+            return await self._resolver.servers(url.raw_host or "", url.port or 0)
 
     @asynccontextmanager
     async def _request(
@@ -225,7 +227,7 @@ class OutboundClient:
                 method = "GET" if body is None else "POST"
                 response = await self._session.request(method, url, data=body, headers=headers, allow_redirects=False)
         try:
-            yield ResponseStream(url, response, deadline, self._rate_grace, slot)
+            yield ResponseStream(url, response, deadline, self._timeouts, slot)
         finally:
             response.release()
 
@@ -279,7 +281,7 @@ class ResponseStream:
     """
 
     def __init__(
-        self, url: URL, response: aiohttp.ClientResponse, deadline: float, rate_grace: float, slot: RequestSlot
+        self, url: URL, response: aiohttp.ClientResponse, deadline: float, timeouts: Timeouts, slot: RequestSlot
     ) -> None:
         self.status = response.status
         self.headers = response.headers
@@ -289,7 +291,7 @@ class ResponseStream:
         self._success = HTTPStatus.OK <= response.status < HTTPStatus.MULTIPLE_CHOICES
         self._body = response.content
         self._deadline = deadline
-        self._rate_grace = rate_grace
+        self._timeouts = timeouts
         self._slot = slot
         self._max_bytes = _ERROR_BODY_BYTES + _CHUNK_BYTES
         self._min_rate = 0.0
@@ -337,17 +339,27 @@ class ResponseStream:
         """
         clock = asyncio.get_running_loop().time
         started = clock()
+        # After malformed chunks, aiohttp neither wakes the reader of the body nor ends its wait after `sock_read`.
+        latest = min(self._deadline, started + self._timeouts.read)
         with _transport_errors(self._target):
-            async with asyncio.timeout_at(self._deadline):
-                received = await self._body.read(_CHUNK_BYTES)
+            async with asyncio.timeout_at(latest):
+                received = await self._read_piece()
         self._waited += clock() - started
         self._received += len(received)
         self._check_size(self._received - _CHUNK_BYTES)  # compression can make a body slightly longer
-        if received and self._received < self._min_rate * (self._waited - self._rate_grace):
+        if received and self._received < self._min_rate * (self._waited - self._timeouts.rate_grace):
             raise UnavailableError(
                 FetchFailure.TIMEOUT, f"{_shown(self._target)}: {self._received} bytes in {self._waited:.0f} s"
             )
         return received
+
+    async def _read_piece(self) -> bytes:
+        try:
+            return await self._body.read(_CHUNK_BYTES)
+        except RuntimeError as error:
+            if str(error) != _CONNECTION_CLOSED:
+                raise
+            raise aiohttp.ClientConnectionError("the connection ended within the body") from error
 
     def _check_size(self, size: int) -> None:
         if size > self._max_bytes:

@@ -301,6 +301,19 @@ async def test_name_with_private_addresses_is_refused(world: OutboundWorld) -> N
     assert world.connected == [(PUBLIC, 443)]
 
 
+@pytest.mark.parametrize("name", ["xn--ls8h.example", "xn--i-7iq.example", "xn--a.example"])
+async def test_name_that_is_not_one_of_idna_2008_is_looked_up_as_it_is(world: OutboundWorld, name: str) -> None:
+    """The first two contain an emoji; the last one has no Unicode form."""
+    async with NameServer() as server:
+        server.addresses[name] = [PUBLIC]
+        settings = OutboundSettings("test", dns_servers=[server.address])
+        async with OutboundClient(settings, tls=world.trust) as client:
+            assert "certificate" in str(await failure_of(client, f"https://{name}/")), (
+                "that of the test has no such name"
+            )
+    assert world.connected == [(PUBLIC, 443)]
+
+
 @pytest.mark.parametrize(
     ("url", "host"),
     [

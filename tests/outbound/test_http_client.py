@@ -5,6 +5,7 @@ import gzip
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
+from time import monotonic
 
 import pytest
 from aiohttp import web
@@ -191,6 +192,31 @@ async def test_endless_headers_are_refused(host: ScriptedHost, outbound: Outboun
 async def test_truncated_or_malformed_response(host: ScriptedHost, outbound: OutboundClient, page: bytes) -> None:
     host.pages["/"] = writes(page)
     assert (await failure_of(read_all(outbound, f"{host.url}/"))).reason is FetchFailure.UNREACHABLE
+
+
+@pytest.mark.parametrize(
+    ("parts", "reason"),
+    [
+        ((CHUNKED, b"5\r\nhello\r\nZZ\r\n"), FetchFailure.UNREACHABLE),
+        ((CHUNKED + b"5\r\nhello\r\n", b"ZZ\r\n"), FetchFailure.TIMEOUT),
+    ],
+    ids=["before it is awaited", "while it is awaited"],
+)
+async def test_malformed_chunk_after_a_valid_one(
+    host: ScriptedHost, outbound: OutboundClient, parts: tuple[bytes, bytes], reason: FetchFailure
+) -> None:
+    """The parser of aiohttp forgets the body then, so its reader is not told of the error."""
+
+    async def script(writer: asyncio.StreamWriter) -> None:
+        writer.write(parts[0])
+        await writer.drain()
+        await asyncio.sleep(0.2)
+        writer.write(parts[1])
+
+    host.pages["/"] = script
+    began = monotonic()
+    assert (await failure_of(read_all(outbound, f"{host.url}/", timeout=30.0))).reason is reason
+    assert monotonic() - began < SHORT_TIMEOUTS.read + 5.0
 
 
 async def test_connection_reset_within_the_body(host: ScriptedHost, outbound: OutboundClient) -> None:
