@@ -127,7 +127,7 @@ class PdsClient:
         body = await query(self._outbound, host, method, {"did": did}, max_bytes=_QUERY_BYTES, timeout=_QUERY_TIMEOUT)
         cid, rev = body.get("cid"), body.get("rev")
         if not (isinstance(cid, str) and isinstance(rev, str) and is_tid(rev)):
-            raise UnavailableError(FetchFailure.BAD_ANSWER, f"{method}: not a commit: {body}"[:200])
+            raise UnavailableError(FetchFailure.BAD_ANSWER, f"{method}: the response is not a commit")
         try:
             return parse_cid(cid), rev
         except ValueError as error:

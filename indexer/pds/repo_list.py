@@ -82,6 +82,7 @@ async def list_repos(outbound: OutboundClient, host: str, collection: str, curso
         not isinstance(entries, list)
         or not isinstance(next_cursor, str | None)
         or len(next_cursor or "") > _CURSOR_CHARACTERS
+        or "\0" in (next_cursor or "")  # Postgres cannot store it
     ):
         raise UnavailableError(FetchFailure.BAD_ANSWER, f"{method}: the response is not a page of a list")
     if next_cursor is not None and next_cursor == cursor:
@@ -100,7 +101,7 @@ async def fetch_repo_status(outbound: OutboundClient, host: str, did: str) -> Re
     body = await query(outbound, host, method, {"did": did}, max_bytes=_STATUS_BYTES, timeout=_STATUS_TIMEOUT)
     active, status, rev = body.get("active"), body.get("status"), body.get("rev")
     if not isinstance(active, bool) or not isinstance(status, str | None) or not isinstance(rev, str | None):
-        raise UnavailableError(FetchFailure.BAD_ANSWER, f"{method}: not a repo status: {body}"[:200])
+        raise UnavailableError(FetchFailure.BAD_ANSWER, f"{method}: the response is not a repo status")
     return RepoStatus(active, status and status[:MAX_STATUS_CHARACTERS], rev)
 
 

@@ -210,6 +210,7 @@ async def test_export_that_is_not_a_car_file_or_too_large(
         b'{"cid": "bafkreie5cvv4h45feadgeuwhbcutmh6t2ceseocckahdoe6uat64zmz45!", "rev": "3l3qo2vuowo2b"}',
         b'{"active": "yes"}',
         b"[" * 60_000,
+        b'{"cid": ' + b"[" * 1_015 + b"]" * 1_015 + b', "rev": "3l3qo2vuowo2b"}',  # nearly as deep as orjson decodes
     ],
 )
 async def test_invalid_latest_commit_is_refused(account: LocalAccount, pds: PdsClient, body: bytes) -> None:

@@ -46,7 +46,14 @@ async def test_hosting_status_of_an_account(net: LocalNetwork, outbound: Outboun
 
 
 @pytest.mark.parametrize(
-    "body", [b"{}", b'{"active": 1}', b'{"active": true, "rev": 3}', b'{"active": true, "status": 3}']
+    "body",
+    [
+        b"{}",
+        b'{"active": 1}',
+        b'{"active": true, "rev": 3}',
+        b'{"active": true, "status": 3}',
+        b'{"active": ' + b"[" * 1_015 + b"]" * 1_015 + b"}",  # nearly as deep as orjson decodes
+    ],
 )
 async def test_invalid_status_is_refused(host: ScriptedHost, outbound: OutboundClient, body: bytes) -> None:
     host.pages[f"/xrpc/com.atproto.sync.getRepoStatus?did={DID}"] = http_response(body)
@@ -113,6 +120,7 @@ async def test_invalid_entry_is_counted_and_skipped(host: ScriptedHost, outbound
         b'{"repos": [], "cursor": 7}',
         orjson.dumps({"repos": [], "cursor": "x" * 3_000}),
         b'{"repos": [], "cursor": "here"}',
+        b'{"repos": [], "cursor": "a\\u0000"}',  # Postgres cannot store it
     ],
 )
 async def test_invalid_page_is_refused(host: ScriptedHost, outbound: OutboundClient, body: bytes) -> None:
