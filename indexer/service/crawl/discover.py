@@ -30,7 +30,8 @@ class Discovery:
 
     async def begin(self, source: str, collection: str, purpose: Purpose = "discover") -> CrawlProgress:
         """Return the progress of the last crawl if it was interrupted, else that of a new crawl."""
-        last = await self._store.crawl_progress(purpose, source, collection)
+        with self.stage.busy():
+            last = await self._store.crawl_progress(purpose, source, collection)
         if last is not None and last.finished_at is None:
             return last
         self.expected = None if last is None else last.listed

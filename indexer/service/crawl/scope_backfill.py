@@ -255,7 +255,6 @@ class ScopeBackfill:
             dids = [account.did for account in page.accounts if self._shard.owns(account.did)]
             incomplete += await self._store.mark_incomplete(dids, collection, added_in, recheck.began_at)
             read_to_the_end = page.cursor is None
-            self.stage.moved()
         if not read_to_the_end:
             raise UnavailableError(FetchFailure.HTTP_STATUS, "no relay offers the list any more")
         return incomplete
@@ -272,7 +271,6 @@ class ScopeBackfill:
             for did in await self._stored(page):
                 listed.add(did)
             read_to_the_end = page.cursor is None
-            self.stage.moved()
         return listed if read_to_the_end else None
 
     async def _stored(self, page: RepoListPage) -> set[str]:
@@ -289,14 +287,20 @@ class ScopeBackfill:
         Raises:
             UnavailableError: A relay that may offer it does not answer.
         """
-        for source in sources:
-            try:
-                async for page in repo_list_pages(self._outbound, source, collection, None, self._requests):
-                    yield page
-            except MethodNotOfferedError as error:
-                log.info("scope.list-not-offered", relay=source, collection=collection, error=str(error))
-            else:
-                return
+        self.stage.idle()  # each request is work of `_requests`, and a pause before a retry is not
+        try:
+            for source in sources:
+                try:
+                    async for page in repo_list_pages(self._outbound, source, collection, None, self._requests):
+                        self.stage.moved()
+                        yield page
+                        self.stage.idle()
+                except MethodNotOfferedError as error:
+                    log.info("scope.list-not-offered", relay=source, collection=collection, error=str(error))
+                else:
+                    return
+        finally:
+            self.stage.moved()
 
     async def _mark_complete(self, scope: Scope, lists: Lists) -> int:
         """Mark all repos that lack no records; return how many. Repos that change meanwhile are fetched."""

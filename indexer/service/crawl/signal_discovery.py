@@ -58,6 +58,7 @@ class SignalDiscovery:
             settle: Time from a change that wants fewer repos to the reading of the lists, in seconds.
         """
         self.stage = StageProgress("signal discovery")
+        self._checks = self.stage.add()
         self._discovery = Discovery(store, outbound, self.stage)
         self._scope = scope
         self._sources = sources
@@ -71,7 +72,7 @@ class SignalDiscovery:
 
     async def run(self) -> None:
         """Discover repos forever. Only an exception that is a bug ends it."""
-        await run_periodically(self.step, self._interval, self.stage.add())
+        await run_periodically(self.step, self._interval, self._checks)
 
     async def step(self) -> None:
         """Read the lists if they are due.
@@ -86,6 +87,7 @@ class SignalDiscovery:
         settled_at = self._scope.changed_at + (self._settle if scope.repos_narrowed_in else 0.0)
         if monotonic() < settled_at or not (sources := self._sources()):
             return
+        self._checks.idle()  # the requests and the writes are activities of `Discovery`
         if due != self._due:
             self._due, self._read = due, set()
         collections = set(filter(is_nsid, scope.signals.patterns))

@@ -32,6 +32,8 @@ from indexer.sync.sequence_order import SequenceOrder, Step
 from indexer.sync.shard import Shard
 from indexer.sync.watermark import Position
 
+STALL_SECONDS = 240.0
+"""The search for a position in the stream of another relay takes up to `StreamSeek.total_timeout`, three minutes."""
 MAX_INFO_NAMES = 16
 """Names of info messages that are logged for each connection."""
 
@@ -81,7 +83,7 @@ class FirehoseConsumer:
         self._leap: Position | None = None
         self._skipped = 0
         self._info_names = set[str]()
-        self.stage = StageProgress("firehose consumer")
+        self.stage = StageProgress("firehose consumer", STALL_SECONDS)
         self.last_error: str | None = None
         self.failing_since: float | None = None
         self.last_message: dict[str, float] = {}

@@ -1,5 +1,6 @@
 """A change of the scope while the stream of the relay is lost, whose lists would be read, or the clock is wrong."""
 
+import asyncio
 from collections.abc import Sequence
 from itertools import count
 from time import time
@@ -21,6 +22,7 @@ from indexer.sync.shard import Shard
 from tests.outbound.scripted_host import ScriptedHost, http_response
 from tests.store.repo_rows import did, insert, synchronized
 from tests.sync.signing_account import STORE_ALL
+from tests.waiting import until
 
 POST, LIKE, FOLLOW = "app.bsky.feed.post", "app.bsky.feed.like", "app.bsky.graph.follow"
 
@@ -154,6 +156,26 @@ def backfill_of(
         recheck_poll=0.0,
         first_retry=0.0,
     )
+
+
+async def test_pause_before_a_list_is_asked_for_again_is_no_stall(
+    store: Store, host: ScriptedHost, outbound: OutboundClient
+) -> None:
+    scope = await widened_scope(store)
+    await insert(store, synchronized("without", scope_version=2))
+    backfill = backfill_of(store, outbound, scope, host.url)
+    waits: list[float] = []
+
+    async def throttled_once(writer: asyncio.StreamWriter) -> None:
+        waits.append(backfill.stage.seconds_without_progress(0.0))
+        again = http_response(status=503, headers={"Retry-After": "2"})
+        writer.write(again if len(waits) == 1 else http_response(orjson.dumps({"repos": []})))
+
+    host.pages[LIST] = throttled_once
+    running = asyncio.create_task(backfill.run())
+    await until(lambda: len(waits) == 2)
+    running.cancel()
+    assert max(waits) < 1.0
 
 
 @pytest.mark.parametrize(

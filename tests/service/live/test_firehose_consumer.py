@@ -11,8 +11,9 @@ from indexer.localnet.local_relay import error_frame, message_frame
 from indexer.monitoring.metrics import Metrics
 from indexer.reasons import GapReason
 from indexer.relay.seek import Entry
+from indexer.relay.stream_seek import StreamSeek
 from indexer.relay.subscription import Connection, Subscription
-from indexer.service.live.firehose_consumer import ConsumerSettings, FirehoseConsumer
+from indexer.service.live.firehose_consumer import STALL_SECONDS, ConsumerSettings, FirehoseConsumer
 from indexer.service.live.inbox import Inbox
 from indexer.service.live.stream_continuity import PROOF_TIMEOUT, StreamContinuity
 from indexer.service.live.stream_entry import StreamEntries
@@ -356,3 +357,7 @@ async def test_leap_that_the_next_message_confirms_moves_the_cursor_once_it_is_s
         running.position.watermark.mark_done([6])
         running.inbox.settle(taken)
         await until(lambda: running.position.watermark.position == leap + 1)
+
+
+def test_search_for_a_position_in_the_stream_of_another_relay_is_no_stall() -> None:
+    assert StreamSeek(DEFAULT_LIMITS, "test").total_timeout + 10 < STALL_SECONDS
