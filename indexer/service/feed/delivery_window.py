@@ -1,8 +1,8 @@
 """The changes that were read from the log and not acknowledged yet, and which of them may be delivered now.
 
 The changes of one repo are delivered in order. A live change waits until all earlier ones of its repo are acknowledged,
-and later ones wait for it. Differences that one resync found have no order, so they may be delivered at once. There is
-no order between repos.
+and later ones wait for it. Differences that resyncs found at one rev may be delivered at once. But the changes of one
+record, which two such resyncs may have found, are delivered one after another. There is no order between repos.
 
 Besides changes, the window has the repos and records of a snapshot, as changes that have ids instead of numbers of the
 log. A page of the snapshot is read after the changes that are in the window, so a deletion that the page does not show
@@ -24,6 +24,9 @@ FIRST_SNAPSHOT_ID = 1 << 52
 MAX_TURN = 100
 """Changes of one repo that are taken before it is the turn of the next repo."""
 
+Path = tuple[str | None, str | None]
+"""Collection and record key; both are None if the change is not about a record."""
+
 
 @dataclass(slots=True)
 class _Repo:
@@ -31,13 +34,13 @@ class _Repo:
 
     Attributes:
         waiting: Changes that are not being delivered, in order. Those that were acknowledged meanwhile are skipped.
-        in_flight: Changes that are being delivered.
+        in_flight: Changes that are being delivered: their numbers by path. No two of them have the same path.
         group: What the changes in flight have in common; changes of other groups wait for them.
         queued: The repo is in the queue of repos that may have a deliverable change.
     """
 
     waiting: deque[LoggedChange] = field(default_factory=deque)
-    in_flight: set[int] = field(default_factory=set)
+    in_flight: dict[Path, int] = field(default_factory=dict)
     group: object = None
     queued: bool = False
 
@@ -137,7 +140,7 @@ class DeliveryWindow:
         """Take changes of a repo until one has to wait."""
         while (change := self._first(repo)) is not None and self._may_deliver(change, repo):
             repo.waiting.popleft()
-            repo.in_flight.add(change.seq)
+            repo.in_flight[_path(change)] = change.seq
             repo.group = self._group(change)
             yield change
 
@@ -147,10 +150,10 @@ class DeliveryWindow:
         return repo.waiting[0] if repo.waiting else None
 
     def _may_deliver(self, change: LoggedChange, repo: _Repo) -> bool:
-        return not repo.in_flight or self._group(change) == repo.group
+        return not repo.in_flight or (self._group(change) == repo.group and _path(change) not in repo.in_flight)
 
     def _group(self, change: LoggedChange) -> object:
-        """Return what is equal for changes that need no order: the export in which a resync found them."""
+        """Return what is equal for changes that need no order, unless they are of one record: the rev of the export."""
         return change.seq if change.live or self._one_per_repo else change.rev
 
     def _enqueue(self, did: str, repo: _Repo) -> None:
@@ -169,7 +172,7 @@ class DeliveryWindow:
         if seq < FIRST_SNAPSHOT_ID:
             self._delivered_to = max(self._delivered_to, seq)
         repo = self._repos[change.did]
-        repo.in_flight.discard(seq)
+        _end_delivery(change, repo)
         self._enqueue(change.did, repo)
         return True
 
@@ -177,9 +180,8 @@ class DeliveryWindow:
         """Deliver changes again that are in flight and not acknowledged."""
         for seq in sorted(seqs, reverse=True):
             change = self.get(seq)
-            if change is None or seq not in (repo := self._repos[change.did]).in_flight:
+            if change is None or not _end_delivery(change, repo := self._repos[change.did]):
                 continue
-            repo.in_flight.discard(seq)
             repo.waiting.appendleft(change)
             self._enqueue(change.did, repo)
 
@@ -206,6 +208,19 @@ class DeliveryWindow:
         # Numbers that are stored as undelivered, but were not read again yet, are still undelivered.
         unread: Sequence[int] = [seq for seq in self._stored.undelivered if seq > self.read_to]
         return (*takewhile(lambda seq: seq <= self._delivered_to, self._changes), *unread)
+
+
+def _path(change: LoggedChange) -> Path:
+    return change.collection, change.rkey
+
+
+def _end_delivery(change: LoggedChange, repo: _Repo) -> bool:
+    """Remove a change from those in flight; return False if it is not among them."""
+    path = _path(change)
+    if repo.in_flight.get(path) != change.seq:
+        return False
+    del repo.in_flight[path]
+    return True
 
 
 def _snapshot_change(id_: int, position: SnapshotPosition) -> LoggedChange:
