@@ -14,6 +14,7 @@ from indexer.store.columns import Connection, buckets_of, columns_of, of_buckets
 from indexer.store.database_errors import database_errors
 from indexer.store.feed_page import LogTrimmedError, load_changes, load_latest_seq
 from indexer.store.shard_lock import ShardLock
+from indexer.store.table_parts import estimate_rows
 from indexer.sync.feed_delivery import (
     SNAPSHOT_BEGIN,
     DeliveryProgress,
@@ -31,7 +32,6 @@ MAX_COUNTED_ROWS = 1_000_000
 
 CountedTable = Literal["repo", "record", "buffered_event"]
 
-_ESTIMATE_ROWS = "select reltuples::bigint from pg_class where oid = ('indexer.' || $1)::regclass"
 _COUNT_REPOS = "select count(*) from indexer.repo where tracked"
 _COUNT_RECORDS = "select count(*) from indexer.record"
 _COUNT_BUFFERED = "select count(*) from indexer.buffered_event"
@@ -129,7 +129,7 @@ _BEHIND = """
 
 async def count_rows(connection: Connection, table: CountedTable) -> int:
     """Return the number of rows of the table. Above `MAX_COUNTED_ROWS`, it is an estimate."""
-    estimate: int = await connection.fetchval(_ESTIMATE_ROWS, table)
+    estimate = await estimate_rows(connection, f"indexer.{table}")
     if estimate > MAX_COUNTED_ROWS:
         return estimate
     count: int

@@ -3,7 +3,7 @@
 import asyncpg
 import pytest
 
-from indexer.store import Store, report_queries, status_queries
+from indexer.store import Store, feed_rows, report_queries, status_queries
 from indexer.store.table_parts import load_parts
 from indexer.sync.repo_state import SyncStatus
 from indexer.sync.shard import BUCKETS, bucket_of
@@ -103,6 +103,15 @@ async def test_estimates_are_those_of_all_shards(store: Store, sql: asyncpg.Conn
     assert_about((await store.counts()).records, 800)
     assert_about(await store.estimate_repos(), 20)
     assert await store.estimate_records("app.a") == pytest.approx(400, rel=0.5), "from one shard"
+
+
+async def test_large_tables_are_not_counted_for_clients_of_tap(
+    many: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await sql.execute("update indexer.repo set tracked = false where sync_status = 'desynchronized'")
+    assert await many.count_rows("repo") == MANY * 9 // 10
+    monkeypatch.setattr(feed_rows, "MAX_COUNTED_ROWS", MANY // 2)
+    assert await many.count_rows("repo") >= MANY * 95 // 100, "the estimate contains untracked repos"
 
 
 @pytest.mark.parametrize(
