@@ -39,12 +39,15 @@ class JetstreamReader:
         self.stage = StageProgress("jetstream reader")
         self.subscribers = 0
         self._wanted = asyncio.Event()
+        self._signal: ChangeSignal | None = None
 
     @contextmanager
     def subscriber(self) -> Iterator[None]:
         """Follow the log during the block."""
         self.subscribers += 1
         self._wanted.set()
+        if self._signal is not None and not self.window.is_open:
+            self._signal.notify()  # open the window now, and not after the next change
         try:
             yield
         finally:
@@ -65,23 +68,30 @@ class JetstreamReader:
 
     async def _follow(self, signal: ChangeSignal) -> None:
         """Fill the window until there are no subscribers."""
-        while self._wanted.is_set():
-            try:
-                await self._read_available()
-            except LogTrimmedError as error:
-                log.warning("jetstream.log-trimmed", error=str(error), subscribers=self.subscribers)
+        self._signal = signal
+        try:
+            while self._wanted.is_set():
+                try:
+                    await self._read_available()
+                except LogTrimmedError as error:
+                    log.warning("jetstream.log-trimmed", error=str(error), subscribers=self.subscribers)
+                    self.window.close()
+                    continue
+                self.stage.idle()
+                await signal.wait()
+        finally:
+            self._signal = None
+            if not self._wanted.is_set():
                 self.window.close()
-                continue
-            self.stage.idle()
-            await signal.wait()
-        self.window.close()
 
     async def _read_available(self) -> None:
-        """Add the events of all entries of the log that are not in the window yet."""
+        """Add the events of all entries of the log that are not in the window yet, until the window is closed."""
         self.stage.begin()
         if self.window.end is None:
             self.window.open(LogPosition(await self._store.latest_seq()))
         while self.window.end is not None and (chunk := await load_chunk(self._store, self.window.end)):
+            if not self.window.is_open:
+                return  # the last subscriber left during the read
             self.window.add(chunk)
             self.stage.moved()
             await asyncio.sleep(0)  # subscribers send this chunk before the next one is read
