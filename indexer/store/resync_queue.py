@@ -119,34 +119,41 @@ PARKED = f"""
 """
 
 
-# Repos without stored records (priority 2) that were parked: because their DID has no usable identity, and no authentic
-# message of them was received; or for any permanent failure, if only the stream has named them. An index lists them.
-DENIED = """
+# A repo without a rev (priority 2) may have records: an account that becomes active, or a repo that is tracked again,
+# cancels the erasure. The next resync corrects them. A scalar sub-query with LIMIT, so that the planner looks into the
+# index for each repo, and does not read all records.
+_STORED = "select true from indexer.record c where c.did = r.did and c.bucket = r.bucket"
+_NOTHING_STORED = f"({_STORED} and {of_buckets('c', 4)} limit 1) is null"
+_NOTHING_STORED_IN_BUCKET = f"({_STORED} and c.bucket = $1 limit 1) is null"
+
+# Repos without stored records that were parked: because their DID has no usable identity, and no authentic message of
+# them was received; or for any permanent failure, if only the stream has named them. An index lists them.
+DENIED = f"""
     select r.did, r.bucket from indexer.repo r
     where r.parked_at < to_timestamp($1) and r.bucket = any($2::smallint[]) and not r.takedown
         and r.priority = 2 and (r.from_stream or r.last_error like 'identity-%')
-        and (r.from_stream or r.latest_verified_rev is null)
+        and (r.from_stream or r.latest_verified_rev is null) and {_NOTHING_STORED}
     order by r.bucket, r.parked_at limit $3
 """
 
-# Accounts that upstream hides and of which nothing is stored. An index lists them: they are few, as they are deleted.
-# The records of an account are erased before `erase_at` becomes null. Repos that an operator untracked stay.
+# Accounts that upstream hides and of which nothing is stored. An index lists them: they are few, as most are deleted.
+# Repos that an operator untracked stay.
 HIDDEN = f"""
     select r.did, r.bucket from indexer.repo r
     where r.updated_at < to_timestamp($1) and r.bucket = any($2::smallint[])
         and not r.active and r.priority = 2 and r.erase_at is null and not r.takedown
         and (r.tracked or r.hosting_status = '{OUT_OF_SCOPE}')
-        and r.sync_status = '{_WAITING}'
+        and r.sync_status = '{_WAITING}' and {_NOTHING_STORED}
     order by r.bucket limit $3
 """
 
 # One bucket per statement, because a distributed database locks rows of only one shard at a time. SKIP LOCKED, because
 # a row may stay locked for long.
-_FORGET = """
+_FORGET = f"""
     with locked as materialized (
-        select did from indexer.repo
+        select did from indexer.repo r
         where bucket = $1 and did = any($2::text[]) and parked_at < to_timestamp($3)
-            and (from_stream or latest_verified_rev is null)
+            and (from_stream or latest_verified_rev is null) and {_NOTHING_STORED_IN_BUCKET}
         for update skip locked
     )
     delete from indexer.repo where bucket = $1 and did = any(array(select did from locked)) returning did
@@ -154,9 +161,10 @@ _FORGET = """
 
 _FORGET_HIDDEN = f"""
     with locked as materialized (
-        select did from indexer.repo
+        select did from indexer.repo r
         where bucket = $1 and did = any($2::text[]) and updated_at < to_timestamp($3) and not active and rev is null
             and erase_at is null and not takedown and (tracked or hosting_status = '{OUT_OF_SCOPE}')
+            and {_NOTHING_STORED_IN_BUCKET}
         for update skip locked
     )
     delete from indexer.repo where bucket = $1 and did = any(array(select did from locked)) returning did
@@ -260,7 +268,8 @@ async def forget_denied(connection: Connection, buckets: Sequence[int], before: 
 
     Either their DIDs never existed, as far as is known, or only the stream has named them. Run it in a transaction.
     """
-    denied, forgotten = await connection.fetch(DENIED, before, list(buckets), BATCH_SIZE), 0
+    every, forgotten = list(buckets), 0
+    denied = await connection.fetch(DENIED, before, every, BATCH_SIZE, every)
     for bucket, rows in groupby(denied, lambda row: row["bucket"]):
         deleted = await connection.fetch(_FORGET, bucket, [row["did"] for row in rows], before)
         forgotten += len(await _forget_identities(connection, bucket, deleted))
@@ -273,7 +282,8 @@ async def forget_hidden(connection: Connection, buckets: Sequence[int], before: 
     Consumers may have been told that such a repo is hidden. A repo that is added later begins visible, so they are told
     that it is visible again. Run it in a transaction.
     """
-    hidden, forgotten = await connection.fetch(HIDDEN, before, list(buckets), BATCH_SIZE), list[str]()
+    every, forgotten = list(buckets), list[str]()
+    hidden = await connection.fetch(HIDDEN, before, every, BATCH_SIZE, every)
     for bucket, rows in groupby(hidden, lambda row: row["bucket"]):
         deleted = await connection.fetch(_FORGET_HIDDEN, bucket, [row["did"] for row in rows], before)
         forgotten += await _forget_identities(connection, bucket, deleted)

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from time import time
 from typing import Any, cast
 
@@ -19,8 +20,9 @@ from indexer.service.resync.queue_maintenance import MaintenanceSettings, QueueM
 from indexer.service.resync.worker_pool import WorkerPool, WorkerPoolSettings
 from indexer.store import Store
 from indexer.store.resync_queue import DENIED, HIDDEN
+from indexer.sync.plan_event import plan_active, plan_hidden
 from indexer.sync.repo_state import PARKED, Repo, SyncStatus
-from indexer.sync.repo_transitions import Trigger, synchronize
+from indexer.sync.repo_transitions import Trigger, amend, synchronize
 from indexer.sync.shard import Shard
 from indexer.sync.stored_identity import StoredIdentity
 from tests.service.resync.running_pool import FixedIdentities
@@ -283,12 +285,78 @@ async def test_hidden_accounts_of_which_nothing_is_stored_are_forgotten_after_a_
     assert await store.forget_hidden(range(256), DAY, time()) == 0
 
 
+async def untracked_and_tracked_again(store: Store, *names: object) -> list[str]:
+    """Insert repos with a record, untrack them, and track them again before their records were erased."""
+    dids = list(map(did, names))
+    await insert(store, *map(synchronized, names), changes=(put("app.test/a"),))
+    assert await store.untrack(dids) == len(dids)
+    assert await store.track(dids) == len(dids)
+    assert await store.erase_batch(range(256), 1e12) is None, "the erasure was cancelled"
+    return dids
+
+
+async def test_hidden_accounts_with_records_that_an_erasure_left_stay(
+    store: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They do not delay those of which nothing is stored, and are fetched as soon as they are active again."""
+    monkeypatch.setattr("indexer.store.resync_queue.BATCH_SIZE", 2)
+    with_records = await untracked_and_tracked_again(store, *"abcdef")
+    for one, status in zip(with_records, ["deactivated", "takendown"] * 3, strict=True):
+        await store.update_repo(one, partial(plan_hidden, status=status, now=time(), deletion_grace=DAY))
+    await insert(store, *[Repo(did(number), version=1, active=False) for number in range(3)])
+    await sql.execute(_MAKE_A_DAY_OLD, [*with_records, *map(did, range(3))])
+    forgotten = [await store.forget_hidden(range(256), DAY, time()) for _ in range(3)]
+    assert forgotten == [2, 1, 0]
+    assert (await store.repos(with_records)).keys() == set(with_records)
+    assert await sql.fetchval("select count(*) from indexer.record") == len(with_records)
+    for one in with_records:
+        await store.update_repo(one, partial(plan_active, now=time()))
+    claimed = await store.claim(10, range(256), time() + 60, time())
+    assert sorted(repo.did for repo in claimed) == sorted(with_records)
+
+
+@pytest.mark.parametrize("from_stream", [False, True])
+async def test_denied_dids_with_records_that_an_erasure_left_are_tried_again(
+    store: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch, *, from_stream: bool
+) -> None:
+    """They do not delay those of which nothing is stored."""
+    monkeypatch.setattr("indexer.store.resync_queue.BATCH_SIZE", 2)
+    fields: dict[str, Any] = {"next_attempt_at": PARKED, "last_error": "identity-gone: x", "from_stream": from_stream}
+    with_records = await untracked_and_tracked_again(store, *"abcdef")
+    for one in with_records:
+        await store.update_repo(one, lambda repo: amend(repo, **fields))
+    await insert(store, *[parked(number)._replace(**fields) for number in range(3)])
+    await sql.execute(_MAKE_A_DAY_OLD, [*with_records, *map(did, range(3))])
+    async with maintained(store) as (attempts, counting):
+        await until(lambda: len(attempts.reasons) == len(with_records))
+        await three_more_searches(counting)
+    assert attempts.reasons == {one: [Desync.ERASED] for one in with_records}, "once a day, not with each search"
+    assert {row["did"] for row in await sql.fetch("select did from indexer.repo")} == set(with_records)
+    assert await sql.fetchval("select count(*) from indexer.record") == len(with_records)
+
+
 async def test_maintenance_forgets_hidden_accounts(store: Store, sql: asyncpg.Connection) -> None:
     await insert(store, *[Repo(did(number), version=1, active=False) for number in range(700)], parked("real"))
     await sql.execute(_MAKE_A_DAY_OLD, [did("real"), *map(did, range(700))])
     async with maintained(store) as (attempts, _):
         await until(lambda: did("real") in attempts.reasons)
     assert await sql.fetchval("select count(*) from indexer.repo") == 1
+
+
+async def assert_searched_by_index(sql: asyncpg.Connection, search: str, index: str) -> None:
+    """Assert that a search finds repos with the index, and looks for the records of each repo that it finds."""
+    await sql.execute(
+        "insert into indexer.record (did, collection, rkey, bucket, cid, rev) "
+        "select did, 'app.test', 'a', bucket, '', '3l' from indexer.repo where did like '%7'; "
+        "analyze indexer.repo, indexer.record"
+    )
+    every = list(range(256))
+    for mode in ("force_custom_plan", "force_generic_plan"):
+        await sql.execute(f"set plan_cache_mode = {mode}")
+        rows = await sql.fetch(f"explain (analyze, costs off) {search}", 4e9, every, 500, every)
+        plan = "\n".join(row[0] for row in rows)
+        assert index in plan and "record_pkey" in plan, plan  # noqa: PT018
+        assert "Seq Scan" not in plan, plan
 
 
 async def test_hidden_accounts_are_found_by_index(sql: asyncpg.Connection) -> None:
@@ -298,10 +366,7 @@ async def test_hidden_accounts_are_found_by_index(sql: asyncpg.Connection) -> No
         "select 'did:plc:' || n, n % 256, 1, 'desynchronized', n % 100 > 0, false, 0, 0, 0, 0, 0 "
         "from generate_series(1, 20000) n"
     )
-    await sql.execute("analyze indexer.repo")
-    rows = await sql.fetch(f"explain (analyze, costs off) {HIDDEN}", 4e9, list(range(256)), 10)
-    plan = "\n".join(row[0] for row in rows)
-    assert "repo_hidden" in plan, plan
+    await assert_searched_by_index(sql, HIDDEN, "repo_hidden")
 
 
 async def test_denied_dids_are_forgotten_instead_of_unparked(store: Store, sql: asyncpg.Connection) -> None:
@@ -321,7 +386,4 @@ async def test_denied_dids_are_found_by_index(sql: asyncpg.Connection) -> None:
         "select 'did:plc:' || n, n % 256, 1, 'desynchronized', true, false, 0, 0, 0, 0, 0, 'infinity', "
         "case when n % 100 = 0 then 'identity-gone: x' else 'repo-not-found' end from generate_series(1, 20000) n"
     )
-    await sql.execute("analyze indexer.repo")
-    rows = await sql.fetch(f"explain (analyze, costs off) {DENIED}", 4e9, list(range(256)), 10)
-    plan = "\n".join(row[0] for row in rows)
-    assert "repo_denied" in plan, plan
+    await assert_searched_by_index(sql, DENIED, "repo_denied")
