@@ -36,11 +36,12 @@ INCOMPLETE = f"""
     order by r.bucket, r.scope_version limit $3
 """
 
-# Rows leave the set when they are marked, and the others stay. So the pages follow the primary key.
+# Rows leave the set when they are marked, and the others stay. So the pages follow the primary key. A list may lack an
+# inactive account, so its repo keeps its version, and needs an export when it is active again.
 INCOMPLETE_AFTER = f"""
     select {repo_columns("r")} from indexer.repo r
     where r.did > $3 and r.bucket = any($1::smallint[]) and r.scope_version < $2
-        and r.sync_status = '{SyncStatus.SYNCHRONIZED}'
+        and r.sync_status = '{SyncStatus.SYNCHRONIZED}' and r.active
     order by r.did limit $4
 """
 
@@ -123,7 +124,7 @@ async def delete_page(
 async def incomplete_repos(
     connection: Connection, scope: Scope, buckets: Sequence[int], after: str, limit: int
 ) -> list[Repo]:
-    """Return the next synchronized repos after this DID that may lack records of the scope."""
+    """Return the next synchronized repos of active accounts after this DID that may lack records of the scope."""
     rows = await connection.fetch(INCOMPLETE_AFTER, list(buckets), scope.complete_from, after, limit)
     return [repo_of(row) for row in rows]
 

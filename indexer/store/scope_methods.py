@@ -111,7 +111,7 @@ class ScopeMethods(Connections):
             return await out_of_scope.count_not_chosen(connection, scope)
 
     async def incomplete_repos(self, scope: Scope, buckets: Sequence[int], after: str, limit: int) -> list[Repo]:
-        """Return the next synchronized repos after this DID that may lack records of the scope."""
+        """Return the next synchronized repos of active accounts after this DID that may lack records of the scope."""
         async with self._connection() as connection:
             return await scope_changes.incomplete_repos(connection, scope, buckets, after, limit)
 

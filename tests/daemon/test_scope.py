@@ -117,6 +117,29 @@ async def test_only_repos_with_records_of_an_added_collection_are_fetched(databa
         await assert_change_log_consistent(database)
 
 
+async def test_repo_whose_account_was_inactive_is_fetched_when_it_is_active_again(
+    database: str, tmp_path: Path
+) -> None:
+    async with daemon_of(database, tmp_path, [POST]) as (daemon, network):
+        account, other = daemon.create_account("ada.test"), daemon.create_account("bob.test")
+        create_like(account, "one")
+        await daemon.wait_until_equal()
+        account.deactivate()
+        network.relay.lagging = {account.did}
+        await daemon.wait_until_equal()
+        await daemon.store.set_collections([POST, LIKE])
+        network.collections = {POST, LIKE}
+        create_like(other, "one")
+        await daemon.wait_until_equal()
+        await wait_until_complete(daemon)
+        exports = daemon.export_requests
+        account.activate()
+        await daemon.wait_until_equal()
+        assert {row["collection"] for row in await daemon.record_rows(account)} == {POST, LIKE}
+        assert daemon.export_requests == exports + 1
+        await wait_until_complete(daemon)
+
+
 async def test_repo_that_a_lagging_list_lacked_is_fetched_when_the_list_is_compared_again(
     database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,8 @@
 """Fetch the records of collections that were added to the scope: only of repos that can have such records.
 
-A host that lists repos by collection says which repos have none. They are complete without a fetch. A list is not
-signed, and it may lag. So it is compared again after some minutes and after a day, and repos are fetched that it names
+A host that lists repos by collection says which repos have none. They are complete without a fetch, except those of
+inactive accounts, which a list may lack: they are fetched when they are active again. A list is not signed, and it may
+lag. So it is compared again after some minutes and after a day, and repos are fetched that it names
 then and of which no such record is stored. A pattern that ends in `.*` cannot be listed, so all repos are fetched for
 it. Only a few repos at a time are desynchronized. The others stay synchronized, and their commits are applied, until
 their turn comes.
@@ -39,6 +40,9 @@ SETTLE_SECONDS = 30.0
 RECHECK_SECONDS = (600.0, 86_400.0)
 """Times from the comparison with a list to its repetitions."""
 RECHECK_POLL_SECONDS = 60.0
+MAX_SEARCH_SHARE = 0.05
+"""Share of the time that the search for incomplete repos takes while it finds none. It reads those of all inactive
+accounts."""
 MAX_WAITING = 200
 """Repos of a shard that are due at a time because of an added collection."""
 RETRY_SECONDS = 60.0
@@ -140,6 +144,7 @@ class ScopeBackfill:
         self._recheck_poll = recheck_poll
         self._recheck_at = 0.0
         self._compared = 0
+        self._search_at = 0.0
         self._read = _ReadLists(0)
         self._retries = _Retries(first_retry)
         self._recheck_retries = _Retries(first_retry)
@@ -160,17 +165,23 @@ class ScopeBackfill:
         if not scope.complete_from or not self._scope.only_in_use(scope.version):
             return
         is_compared = scope.complete_from <= self._compared or await self._compare_with_lists(scope)
-        if is_compared:
-            self._compared = scope.complete_from
+        if is_compared and self._compared != scope.complete_from:
+            self._compared, self._search_at = scope.complete_from, 0.0
         if monotonic() >= self._recheck_at:
             self._recheck_at = monotonic() + self._recheck_poll
             await self._compare_again(scope)
-        requested = (
-            await self._store.request_incomplete(scope, self._buckets, MAX_WAITING, time())
-            if is_compared
-            else await self._request_listed(scope)
-        )
+        requested = await self._request_incomplete(scope) if is_compared else await self._request_listed(scope)
         self._metrics.desynchronized(Desync.SCOPE_WIDENED, requested)
+
+    async def _request_incomplete(self, scope: Scope) -> int:
+        """Request resyncs of incomplete repos, unless a search that took long has found none just before."""
+        began_at = monotonic()
+        if began_at < self._search_at:
+            return 0
+        requested = await self._store.request_incomplete(scope, self._buckets, MAX_WAITING, time())
+        if not requested:
+            self._search_at = began_at + (monotonic() - began_at) / MAX_SEARCH_SHARE
+        return requested
 
     async def _request_listed(self, scope: Scope) -> int:
         """Request resyncs of repos that lack records whatever the lists contain that could not be read yet."""
@@ -179,7 +190,7 @@ class ScopeBackfill:
             return 0
         page = await self._store.incomplete_repos(scope, self._buckets, read.requested_until, PAGE_SIZE)
         unread = {pattern for pattern in scope.added_after(0) if is_nsid(pattern) and pattern not in read.lists}
-        lacking = [repo for repo in page if repo.active and may_lack(repo, scope, read.lists, unread)]
+        lacking = [repo for repo in page if may_lack(repo, scope, read.lists, unread)]
         requested = await self._store.request_listed(lacking, self._buckets, MAX_WAITING, time()) if lacking else 0
         if requested == len(lacking):
             read.requested_until = page[-1].did if page else ""
@@ -240,6 +251,7 @@ class ScopeBackfill:
                     self._recheck_retries.failed(recheck.collection, error)
                     continue
                 self._recheck_retries.succeeded(recheck.collection)
+                self._search_at = 0.0
                 done, ended = recheck.found + 1, time() if recheck.found + 1 >= len(self._recheck) else None
                 await self._store.save_crawl_progress(replace(recheck, found=done, finished_at=ended))
                 log.info("scope.compared-again", collection=recheck.collection, incomplete=found)

@@ -3,7 +3,8 @@
 import asyncio
 from collections.abc import Sequence
 from itertools import count
-from time import time
+from time import monotonic, time
+from typing import Any, cast
 
 import asyncpg
 import orjson
@@ -18,6 +19,8 @@ from indexer.service.crawl.scope_backfill import ScopeBackfill
 from indexer.service.current_scope import CurrentScope
 from indexer.store import Store
 from indexer.sync.crawl_progress import CrawlProgress
+from indexer.sync.plan_event import plan_active
+from indexer.sync.repo_transitions import needs_export
 from indexer.sync.shard import Shard
 from tests.outbound.scripted_host import ScriptedHost, http_response
 from tests.store.repo_rows import did, insert, synchronized
@@ -306,3 +309,76 @@ async def test_all_listed_repos_are_fetched_in_turn_although_the_list_of_another
             fetched += due
             await finish_resyncs(sql)
     assert sorted(fetched) == names[1:]
+
+
+@pytest.mark.parametrize("listed", [False, True])
+async def test_inactive_repo_lacks_records_until_it_is_active_again(
+    store: Store, host: ScriptedHost, outbound: OutboundClient, *, listed: bool
+) -> None:
+    """A list may lack inactive accounts, so it does not show that they have no records."""
+    scope = await widened_scope(store)
+    await insert(store, synchronized("without", scope_version=2))
+    await insert(store, synchronized("inactive", scope_version=2, active=False, hosting_status="deactivated"))
+    host.pages[LIST] = http_response(orjson.dumps({"repos": [{"did": did("inactive")}] if listed else []}))
+    backfill = backfill_of(store, outbound, scope, host.url)
+    for _ in range(3):
+        await backfill.step()
+    assert len(host.requests) == 1
+    assert await widened(store, ["without", "inactive"]) == []
+    [progress] = [one for one in await store.scope_progress() if one.collection == LIKE]
+    assert (progress.repos, progress.complete) == (1, 1), "inactive accounts are not counted"
+
+    active = await store.update_repo(did("inactive"), lambda repo: plan_active(repo, time()))
+    assert active is not None
+    assert needs_export(active, scope.scope)
+    assert [repo.did for repo in await store.claim(10, range(256), time() + 60, time())] == [did("inactive")]
+    [progress] = [one for one in await store.scope_progress() if one.collection == LIKE]
+    assert (progress.repos, progress.complete) == (2, 1)
+
+
+async def test_no_list_is_read_for_inactive_repos_only(
+    store: Store, host: ScriptedHost, outbound: OutboundClient
+) -> None:
+    scope = await widened_scope(store)
+    await insert(store, synchronized("inactive", scope_version=2, active=False, hosting_status="deactivated"))
+    host.pages[LIST] = http_response(orjson.dumps({"repos": [{"did": did("inactive")}]}))
+    backfill = backfill_of(store, outbound, scope, host.url)
+    for _ in range(3):
+        await backfill.step()
+    assert host.requests == []
+    active = await store.update_repo(did("inactive"), lambda repo: plan_active(repo, time()))
+    assert active is not None
+    assert needs_export(active, scope.scope)
+
+
+class SlowSearches:
+    """The store, whose searches for incomplete repos are slow, as if there were many inactive ones; counts them."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.searches = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    async def request_incomplete(self, *arguments: Any) -> int:
+        self.searches += 1
+        await asyncio.sleep(0.1)
+        return await self._store.request_incomplete(*arguments)
+
+
+async def test_slow_search_that_finds_no_incomplete_repo_is_repeated_rarely(
+    store: Store, outbound: OutboundClient
+) -> None:
+    scope, slow = await widened_scope(store, "com.example.*"), SlowSearches(store)
+    await insert(store, synchronized("inactive", scope_version=2, active=False))
+    backfill, began_at = backfill_of(cast("Store", slow), outbound, scope), monotonic()
+    while slow.searches < 3:
+        await backfill.step()
+        await asyncio.sleep(0.01)
+    assert monotonic() - began_at >= 4.0, "two pauses of two seconds"
+    await insert(store, synchronized("active", scope_version=2))
+    await store.set_collections([POST, "com.example.*", "test.example.*"])
+    await scope.refresh()
+    await backfill.step()
+    assert await widened(store, ["active"]) == ["active"], "at once after the scope was changed"
