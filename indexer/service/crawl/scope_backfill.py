@@ -2,10 +2,10 @@
 
 A host that lists repos by collection says which repos have none. They are complete without a fetch, except those of
 inactive accounts, which a list may lack: they are fetched when they are active again. A list is not signed, and it may
-lag. So it is compared again after some minutes and after a day, and repos are fetched that it names
-then and of which no such record is stored. A pattern that ends in `.*` cannot be listed, so all repos are fetched for
-it. Only a few repos at a time are desynchronized. The others stay synchronized, and their commits are applied, until
-their turn comes.
+lag. So it is compared again after some minutes and after a day, and repos are fetched that it names then and of which
+no such record is stored. A pattern that ends in `.*` cannot be listed, so all repos are fetched for it. Only a few
+repos at a time are desynchronized. The others stay synchronized, and their commits are applied, until their turn
+comes.
 """
 
 import asyncio
