@@ -35,6 +35,9 @@ MAX_SHOWN_BYTES = 32
 MAX_SHOWN_CHARACTERS = 300
 MAX_SHOWN_LEVELS = 8
 _MAX_MESSAGE_CHARACTERS = 200
+# The tags to which cbor2 gives a meaning. To compile a regular expression (35) of 10 kB would take a minute.
+_MEANINGFUL_TAGS = (0, 1, 2, 3, 4, 5, 25, 28, 29, 30, 35, 36, 37, 52, 54, 100, 256, 258, 260, 261, 1004, 43000, 55799)
+_WITHOUT_MEANING = dict.fromkeys(_MEANINGFUL_TAGS, lambda value, *_: value)
 
 # Major types and additional information of RFC 8949.
 _STRINGS = frozenset({2, 3})
@@ -176,16 +179,20 @@ def explain(data: bytes) -> str:
     else:
         return ""
     try:
-        summary = _summary(cbor2.loads(data))
+        summary = _summary(_lenient_decoder(BytesIO(data)).decode())
     except (cbor2.CBORDecodeError, ValueError, RecursionError) as error:  # ValueError: an integer too long to print
         return f"not CBOR at all: {_message(error)}"
     return f"CBOR ({summary}), but not strict DAG-CBOR: {strict}"
 
 
+def _lenient_decoder(stream: BytesIO) -> cbor2.CBORDecoder:
+    return cbor2.CBORDecoder(stream, semantic_decoders=_WITHOUT_MEANING)
+
+
 def explain_frame(data: bytes) -> str:
     """Return a description for people of the objects in the first `MAX_EXPLAINED_BYTES` of a rejected frame. Slow."""
     stream = BytesIO(data[:MAX_EXPLAINED_BYTES])
-    decoder = cbor2.CBORDecoder(stream)
+    decoder = _lenient_decoder(stream)
     found: list[str] = []
     try:
         while stream.tell() < min(len(data), MAX_EXPLAINED_BYTES) and len(found) < MAX_EXPLAINED_OBJECTS:

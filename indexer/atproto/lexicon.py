@@ -242,7 +242,7 @@ def _type(schema: Mapping[str, Any], nsid: str, known: Mapping[str, Lexicon]) ->
     kind = _KINDS.get(found.get("type", ""), FieldKind.ANY)
     if kind is FieldKind.ARRAY:
         _, found = _resolve(found.get("items"), nsid, known)
-        kind = FieldKind.TEXT_ARRAY if found.get("type") in {"string", "token"} else FieldKind.ARRAY
+        kind = FieldKind.TEXT_ARRAY if found.get("type") in ("string", "token") else FieldKind.ARRAY
     elif kind is FieldKind.TEXT and found.get("format") == "datetime":
         kind = FieldKind.TIMESTAMP
     return kind, _max_bytes(found)

@@ -6,6 +6,7 @@ writes paths in the same way.
 """
 
 import re
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import orjson
@@ -52,7 +53,12 @@ def links_of(json: str | None) -> tuple[RecordLink, ...]:
 
 
 def _collect(path: str, value: Any, found: dict[tuple[str, str], LinkKind]) -> None:
-    """Add the links below a value. It has at most `record.MAX_DEPTH` levels."""
+    """Add the links below a value. It has at most `record.MAX_DEPTH` levels.
+
+    Nothing is below a path that is too long, and to build the paths of all elements of a list would take long.
+    """
+    if len(path) > MAX_PATH_BYTES:
+        return
     if isinstance(value, dict):
         for key, child in value.items():
             if isinstance(child, str):
@@ -62,14 +68,19 @@ def _collect(path: str, value: Any, found: dict[tuple[str, str], LinkKind]) -> N
             elif isinstance(child, dict | list):
                 _collect(f"{path}.{key}", child, found)
     elif isinstance(value, list):
-        for child in value:
-            if isinstance(child, str):
-                _add(f"{path}[]", child, found)
-            elif isinstance(child, dict | list):
-                type_ = child.get("$type") if isinstance(child, dict) else None
-                _collect(f"{path}[{type_}]" if isinstance(type_, str) else f"{path}[]", child, found)
+        _collect_elements(path, value, found)
     elif isinstance(value, str):
         _add(path, value, found)
+
+
+def _collect_elements(path: str, values: Sequence[Any], found: dict[tuple[str, str], LinkKind]) -> None:
+    for child in values:
+        if isinstance(child, str):
+            if child.startswith(("at://", "did:")):
+                _add(f"{path}[]", child, found)
+        elif isinstance(child, dict | list):
+            type_ = child.get("$type") if isinstance(child, dict) else None
+            _collect(f"{path}[{type_}]" if isinstance(type_, str) else f"{path}[]", child, found)
 
 
 def _add(path: str, text: str, found: dict[tuple[str, str], LinkKind], *, strong: bool = False) -> None:

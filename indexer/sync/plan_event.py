@@ -196,7 +196,7 @@ def _never_verified(repo: Repo) -> bool:
 def _with_failed_lookup(repo: Repo) -> Repo:
     """Return the row with the reason `identity` instead of `new`, so that the next event tries another lookup."""
     waits = repo.known and repo.sync_status is SyncStatus.DESYNCHRONIZED and repo.sync_reason is Desync.NEW
-    return repo._replace(sync_reason=Desync.IDENTITY) if waits and _never_verified(repo) else repo
+    return amend(repo, sync_reason=Desync.IDENTITY) if waits and _never_verified(repo) else repo
 
 
 def _plan_commit(repo: Repo, commit: VerifiedCommit, size: int, context: PlanContext) -> Plan:
@@ -451,9 +451,11 @@ def _advance(repo: Repo, trigger: Trigger, head: Head, changes: tuple[RecordChan
 def _can_synchronize_without_export(repo: Repo, rev: str, context: PlanContext) -> bool:
     """Return True if the repo is empty and no newer rev is known, so that an event with the whole tree may fill it.
 
-    An erasure removes the head first and the records after it, in batches.
+    Only a repo that is new is certainly empty: an erasure removes the head first and the records after it, in batches,
+    and any event in between may replace its reason.
     """
-    if repo.sync_status is not SyncStatus.DESYNCHRONIZED or repo.head is not None or repo.sync_reason is Desync.ERASED:
+    is_new = repo.head is None and repo.sync_reason in (Desync.NEW, Desync.IDENTITY)
+    if repo.sync_status is not SyncStatus.DESYNCHRONIZED or not is_new:
         return False
     if repo.did in context.limited:
         return False

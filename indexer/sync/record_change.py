@@ -81,6 +81,8 @@ class RecordConverter:
             return RecordChange(action, collection, rkey, self._rev, change.new)
         if change.block is None:
             return RecordChange(action, collection, rkey, self._rev, change.new, problem=Problem.MISSING)
+        if self.bytes_converted > self._max_bytes:  # without a conversion, whose result would need memory
+            return RecordChange(action, collection, rkey, self._rev, change.new, problem=Problem.OMITTED)
         value = self._value(change.new, change.block, collection, change.converted)
         links = links_of(value.json) if self._policy.links else None
         converted = RecordChange(

@@ -147,6 +147,13 @@ def test_deep_nesting_and_false_lengths_are_rejected(bomb: bytes) -> None:
     explain_frame(bomb)
 
 
+def test_diagnosis_of_a_rejected_frame_compiles_no_regular_expression() -> None:
+    """One of 10 kB takes a minute."""
+    frame = cbor2.dumps(cbor2.CBORTag(35, "(?i)[ -\uffff]"))
+    assert explain_frame(frame) == "a str"
+    assert explain(frame).startswith("CBOR (a str), but not strict DAG-CBOR")
+
+
 def test_strict_decoder_accepts_deep_nesting() -> None:
     """It does not recurse then. Callers reject such a value because of its type."""
     assert isinstance(decode_canonical(b"\x81" * 100_000 + b"\x00"), list)

@@ -161,6 +161,14 @@ def test_reference_that_leads_to_itself_has_no_type() -> None:
     assert (field.kind, field.max_bytes) == (FieldKind.ANY, UNLIMITED)
 
 
+def test_array_of_items_whose_type_is_no_text_has_items_of_any_type() -> None:
+    """A definition may be in the lexicon of another authority."""
+    document = with_field({"type": "ref", "ref": "#list"})
+    document["defs"]["list"] = {"type": "array", "items": {"type": ["x"]}}
+    [field] = record_fields(parse_lexicon(document), {})
+    assert field.kind is FieldKind.ARRAY
+
+
 def test_references_are_those_that_types_depend_on() -> None:
     def of(schema: Any, *others: Lexicon) -> set[str]:
         return references(parse_lexicon(with_field(schema)), {one.nsid: one for one in others})

@@ -2,6 +2,7 @@
 
 import json
 import random
+from time import thread_time
 from typing import Any
 
 import orjson
@@ -139,3 +140,16 @@ def shuffled(value: Any, numbers: random.Random) -> Any:
         numbers.shuffle(keys)
         return {key: shuffled(value[key], numbers) for key in keys}
     return [shuffled(child, numbers) for child in value] if isinstance(value, list) else value
+
+
+@pytest.mark.slow
+def test_long_path_of_many_elements_takes_no_longer_than_a_short_one() -> None:
+    def cost(key: str, text: str) -> float:
+        value = orjson.dumps({"target": ALICE, key: [{}] * 5_000, "text": text}).decode()
+        began = thread_time()
+        assert len(links_of(value)) == 1
+        return thread_time() - began
+
+    long, short = "x" * 900_000, "x"
+    ordinary = min(cost(short, long) for _ in range(5))
+    assert min(cost(long, short) for _ in range(5)) < 10 * ordinary

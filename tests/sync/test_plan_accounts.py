@@ -151,10 +151,13 @@ class TestAccounts:
         whole = plan(planned.repo, "commit", alice.first_commit(), alice.key_state)
         assert whole.repo.sync_status is SYNCHRONIZED
 
-    def test_a_repo_that_is_being_erased_is_not_synchronized_without_an_export(self) -> None:
-        """Some of its records may still be stored."""
+    @pytest.mark.parametrize(
+        "reason", [Desync.ERASED, Desync.LEASE_EXPIRED, Desync.BUFFER_OVERFLOW, Desync.REACTIVATED, Desync.REQUESTED]
+    )
+    def test_a_repo_that_is_being_erased_is_not_synchronized_without_an_export(self, reason: Desync) -> None:
+        """Some of its records may still be stored. Another event may have replaced the reason meanwhile."""
         alice = SigningAccount()
-        erased = Repo(alice.did, version=7, sync_reason=Desync.ERASED, lease=1)
+        erased = Repo(alice.did, version=7, sync_reason=reason, lease=1)
         whole = plan(erased, "commit", alice.first_commit(), alice.key_state)
         assert whole.repo.sync_status is DESYNCHRONIZED
 

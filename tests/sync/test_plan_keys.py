@@ -143,13 +143,17 @@ def test_a_failed_lookup_changes_the_reason_of_a_new_repo_only() -> None:
     alice = SigningAccount()
     payload = alice.commit_post("a")
     new = Repo(alice.did, version=1)
+    newer = payload["rev"]
     for repo, reason in (
         (new, Desync.IDENTITY),
+        (new._replace(latest_unverified_rev=newer), Desync.IDENTITY),
         (new._replace(sync_reason=Desync.ERASED), Desync.ERASED),
         (new._replace(latest_verified_rev=alice.head.rev), Desync.NEW),
         (new._replace(sync_status=IN_PROGRESS), Desync.NEW),
     ):
-        assert plan(repo, "commit", payload, UNAVAILABLE).repo.sync_reason is reason, repo
+        planned = plan(repo, "commit", payload, UNAVAILABLE).repo
+        assert planned.sync_reason is reason, repo
+        assert planned == repo or planned.version > repo.version, repo
 
 
 def test_the_key_to_verify_ahead_is_the_known_one_of_the_host_of_the_stream() -> None:

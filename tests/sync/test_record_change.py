@@ -51,6 +51,18 @@ def test_values_far_larger_than_their_source_are_omitted() -> None:
     assert {change.cid for change in changes} == {cid_of(block)}
 
 
+def test_block_is_not_decoded_for_values_that_are_omitted_anyway() -> None:
+    """Each collection needs a decoding of its own, as the type of a record may differ from its collection."""
+    block = record(100_000)
+    converter = RecordConverter(STORE_ALL, REV, len(block))
+    paths = [f"com.example.c{number}/r".encode() for number in range(100)]
+    with patch("indexer.sync.record_change.decode_record", wraps=decode_record) as decode:
+        changes = [converted(converter, VerifiedChange(path, None, cid_of(block), block)) for path in paths]
+    stored = [change for change in changes if change.problem is not Problem.OMITTED]
+    assert 16 <= len(stored) < 30
+    assert decode.call_count == len(stored) + 1
+
+
 def test_records_that_were_converted_elsewhere_count() -> None:
     converter = RecordConverter(STORE_ALL, REV, 1_000)
     items, left = converter.items_left, converter.bytes_left
