@@ -11,6 +11,7 @@ from indexer.cli.output import echo_result, progress_console
 from indexer.cli.progress_bars import show_progress
 from indexer.clients import http_origin, open_identities, open_outbound_client, stored_policy
 from indexer.errors import UnavailableError
+from indexer.monitoring.log import printable
 from indexer.monitoring.metrics import Metrics
 from indexer.outbound import OutboundClient
 from indexer.service.crawl.discover import Discovery
@@ -108,5 +109,5 @@ async def _reconcile_with_first_available(
             try:
                 return await reconciliation.reconcile(relay, on_progress)
             except UnavailableError as error:
-                click.echo(f"{relay}: {error}; asking the next relay", err=True)
+                click.echo(printable(f"{relay}: {error}; asking the next relay"), err=True)
         return await reconciliation.reconcile(last, on_progress)

@@ -19,6 +19,7 @@ from indexer.cli.output import duration_text, echo_result, literal_text, progres
 from indexer.cli.progress_bars import show_progress
 from indexer.clients import make_did_resolver, make_pds_client, open_outbound_client, stored_policy
 from indexer.identity import DnsRecords
+from indexer.monitoring.log import printable
 from indexer.settings import Settings
 from indexer.store import (
     AddedLexicon,
@@ -179,7 +180,8 @@ def _read_arguments(names: Sequence[str]) -> tuple[dict[str, SourcedLexicon], li
             for one in found:
                 _add_file(files, one)
             if others:
-                click.echo(f"{path}: files without a lexicon, skipped: {_named(map(str, others))}", err=True)
+                named = _named(map(str, others))
+                click.echo(printable(f"{path}: files without a lexicon, skipped: {named}"), err=True)
         elif path.exists():
             _add_file(files, read_file(path))
         elif is_nsid(name) and not name.endswith(".json"):
@@ -212,7 +214,7 @@ async def _resolve(settings: Settings, nsids: Sequence[str], known: Mapping[str,
         )
         found, problems = await resolve_all(resolver, nsids, known)
     for problem in problems:
-        click.echo(f"a lexicon that another one refers to is missing: {problem}", err=True)
+        click.echo(printable(f"a lexicon that another one refers to is missing: {problem}"), err=True)
     return found
 
 
@@ -232,7 +234,8 @@ def _print_notices(scope: Scope, results: Sequence[AddedLexicon]) -> None:
     for result in results:
         if result.unknown:
             missing = ", ".join(result.unknown)
-            click.echo(f"{result.nsid}: fields that refer to {missing} have the type jsonb until it is added", err=True)
+            text = f"fields that refer to {missing} have the type jsonb until it is added"
+            click.echo(printable(f"{result.nsid}: {text}"), err=True)
         if result.view and not scope.collections.matches(result.nsid):
             text = "the scope does not select this collection, so the view has no records; see indexer scope show"
             click.echo(f"{result.nsid}: {text}", err=True)

@@ -197,7 +197,9 @@ class Conditions:
     ) -> None:
         """Report that the condition holds, with its newest message, and that it occurred `count` times more."""
         now, message = self._clock(), message[:MAX_MESSAGE_LENGTH]
-        if (kind, subject) not in self._active and self._number_of(kind) >= MAX_SUBJECTS:
+        # A condition that only `end` ends keeps its subject: it would not be ended under another one.
+        is_bounded = math.isfinite(kind.quiet_seconds)
+        if is_bounded and (kind, subject) not in self._active and self._number_of(kind) >= MAX_SUBJECTS:
             subject = OTHERS
         condition = self._active.get((kind, subject))
         if condition is None:

@@ -49,6 +49,10 @@ class ConnectionLimit:
             self._conditions.report(HTTP_CONNECTIONS_LIMITED, message=message, count=len(excess))
 
 
+RESERVED_WEBSOCKETS = 16
+"""Websockets that only routes with a password can open."""
+
+
 class Websockets:
     """The open websockets of the HTTP server. They last for a long time, so that they need a limit of their own."""
 
@@ -65,18 +69,24 @@ class Websockets:
         return transport in self._open
 
     @contextmanager
-    def hold(self, request: web.Request, websocket: web.WebSocketResponse | None) -> Iterator[None]:
+    def hold(
+        self, request: web.Request, websocket: web.WebSocketResponse | None, *, for_anyone: bool
+    ) -> Iterator[None]:
         """Except the connection of a request from the limit of connections during the block.
 
-        When the server ends, `websocket` is closed with a reason. Without it, the connection just ends.
+        Args:
+            request: The request.
+            websocket: When the server ends, it is closed with a reason. Without it, the connection just ends.
+            for_anyone: The route needs no password, so that it may not use up the websockets of those that do.
 
         Raises:
             web.HTTPServiceUnavailable: There are as many websockets as allowed.
         """
         if (transport := request.transport) is None:
             raise web.HTTPServiceUnavailable  # the client has closed the connection
-        if len(self._open) >= self._max_websockets:
-            raise web.HTTPServiceUnavailable(text=f"{self._max_websockets} websockets are open, which is the limit")
+        limit = self._max_websockets - (RESERVED_WEBSOCKETS if for_anyone else 0)
+        if len(self._open) >= limit:
+            raise web.HTTPServiceUnavailable(text=f"{limit} websockets are open, which is the limit")
         self._open[transport] = websocket
         try:
             yield

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from time import time
 
 from indexer.store.database_errors import connect, opening, without_password
+from indexer.store.gap_rows import load_cursors
 from indexer.store.placement import load_placement
 from indexer.store.schema_version import SchemaState, schema_state
 from indexer.sync.shard import Placement
+from indexer.sync.stored_cursor import merged
 
 SETTINGS = (
     "server_version",
@@ -29,7 +31,6 @@ _FACTS = """
         (select jsonb_object_agg(name, pg_size_bytes(current_setting(name))) from unnest($2::text[]) name)::text,
         date_part('epoch', clock_timestamp())
 """
-_CURSORS = "select relay, min(seq) as seq from atproto.cursors group by relay"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,8 @@ class ServerFacts:
         sizes: The values of `SIZES`, in bytes.
         clock_ahead: Seconds by which the clock of the server is ahead of the one of this machine.
         schema: The version of the schema, and a privilege that the role lacks.
-        cursors: The lowest stored cursor of each relay; empty if the schema is not current.
+        cursors: The position in the stream of each relay up to which all buckets were processed; empty if the schema is
+            not current.
         placement: The placement of the database; `PLAIN` if the schema is not current.
     """
 
@@ -70,7 +72,7 @@ async def load_server_facts(dsn: str) -> ServerFacts:
             [(settings, sizes, server_time)] = await connection.fetch(_FACTS, SETTINGS, SIZES)
             answered_at = time()
             readable = schema.is_current and schema.missing is None
-            cursors = await connection.fetch(_CURSORS) if readable else []
+            cursors = await load_cursors(connection) if readable else []
             placement = await load_placement(connection) if readable else Placement.PLAIN
         finally:
             await connection.close()
@@ -80,6 +82,9 @@ async def load_server_facts(dsn: str) -> ServerFacts:
         json.loads(sizes),
         server_time - (asked_at + answered_at) / 2,
         schema,
-        {cursor["relay"]: cursor["seq"] for cursor in cursors},
+        {
+            relay: merged([cursor for cursor in cursors if cursor.relay == relay])[0].seq
+            for relay in {cursor.relay for cursor in cursors}
+        },
         placement,
     )

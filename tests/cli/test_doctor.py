@@ -33,7 +33,7 @@ from indexer.localnet.local_network import LocalNetwork
 from indexer.settings import Settings
 from indexer.store import Store
 from indexer.store.schema_version import SchemaState
-from indexer.store.server_facts import ServerFacts
+from indexer.store.server_facts import ServerFacts, load_server_facts
 from indexer.sync.events import InfoEvent, StreamError
 from indexer.sync.plans import Batch, Cursor
 from indexer.sync.shard import Placement
@@ -241,6 +241,16 @@ async def test_doctor_compares_the_stored_cursor_with_the_relay(
     found = await findings(network, database, tmp_path)
     assert found["cursor"].level is Level.WARN
     assert "FutureCursor" in found["cursor"].found
+
+
+@pytest.mark.slow
+async def test_doctor_compares_no_cursor_that_those_of_later_shards_have_replaced(
+    network: LocalNetwork, database: str, store: Store
+) -> None:
+    """The row of the single shard stays when the number of shards is raised."""
+    for shard, seq in (("0/1", 5), ("0/2", 90), ("1/2", 80)):
+        await store.write(Batch(cursor=Cursor(network.relay_url, shard, seq, None)))
+    assert (await load_server_facts(database)).cursors == {network.relay_url: 80}
 
 
 @pytest.mark.slow

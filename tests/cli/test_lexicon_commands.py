@@ -79,6 +79,20 @@ def test_file_is_added_listed_indexed_and_removed(session: Session, tmp_path: Pa
     assert session("lexicon", "list").stderr == "No lexicon is stored; see indexer lexicon add --help.\n"
 
 
+def test_control_characters_of_a_lexicon_do_not_reach_the_terminal(session: Session, tmp_path: Path) -> None:
+    field = {"type": "ref", "ref": "com.evil.\x1b]0;title\x07x"}
+    document = {
+        "lexicon": 1,
+        "id": "com.evil.thing",
+        "defs": {"main": {"type": "record", "record": {"type": "object", "properties": {"a": field}}}},
+    }
+    write(tmp_path / "evil.json", document)
+    added = session("lexicon", "add", str(tmp_path / "evil.json"))
+    assert added.returncode == 0
+    assert "\\x1b]0;title\\x07x" in added.stderr
+    assert "\x1b" not in added.stderr
+
+
 def test_directory_is_added_with_one_notice_for_what_it_skips(session: Session, tmp_path: Path) -> None:
     for number, document in enumerate((LIKE_DOCUMENT, REVIEW_DOCUMENT, DEFS_DOCUMENT, QUERY_DOCUMENT)):
         write(tmp_path / "lexicons" / f"{number}" / "lexicon.json", document)

@@ -44,16 +44,29 @@ async def server() -> AsyncIterator[HealthServer]:
     await runner.cleanup()
 
 
-async def health_check(port: int) -> int:
+async def health_check(port: int, host: str = "0.0.0.0") -> int:  # noqa: S104 - the check asks another address then
     """Run the health check of the image on this machine, and return its exit code."""
     command = json.loads(instruction("HEALTHCHECK").partition("CMD ")[2])
-    environment = {"PATH": os.environ["PATH"], "INDEXER_HTTP_BIND": f"0.0.0.0:{port}"}
+    environment = {"PATH": os.environ["PATH"], "INDEXER_HTTP_BIND": f"{host}:{port}"}
     process = await asyncio.create_subprocess_exec(*command, env=environment, stderr=DEVNULL)
     return await asyncio.wait_for(process.wait(), 60)
 
 
 async def test_health_check_of_the_image_asks_healthz_at_the_port_of_the_settings(server: HealthServer) -> None:
     assert await health_check(server.port) == 0
+
+
+@pytest.mark.parametrize(
+    ("bind", "listens"), [("127.0.0.1", "127.0.0.1"), ("[::1]", "::1"), ("[::]", "::1"), ("127.0.0.2", "127.0.0.2")]
+)
+async def test_health_check_of_the_image_asks_the_address_of_the_settings(bind: str, listens: str) -> None:
+    application = web.Application()
+    application.router.add_get("/healthz", HealthServer().healthz)
+    runner = web.AppRunner(application)
+    await runner.setup()
+    await web.TCPSite(runner, listens, 0).start()
+    assert await health_check(runner.addresses[0][1], bind) == 0
+    await runner.cleanup()
 
 
 async def test_health_check_of_the_image_fails_if_a_stage_is_stalled(server: HealthServer) -> None:

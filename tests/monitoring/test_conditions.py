@@ -8,6 +8,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from indexer.monitoring.conditions import (
+    CLUSTER_NODE_UNAVAILABLE,
     CONDITION_KINDS,
     DATABASE_UNAVAILABLE,
     HOST_FAILING,
@@ -121,3 +122,13 @@ def test_operations_page_lists_every_kind() -> None:
     names = [kind.name for kind in CONDITION_KINDS]
     assert len(set(names)) == len(names)
     assert [name for name in names if f"| `{name}`" not in page] == []
+
+
+def test_condition_that_only_its_end_ends_is_over_for_each_of_many_subjects() -> None:
+    conditions = Conditions()
+    nodes = [f"10.0.0.{number}:5432" for number in range(MAX_SUBJECTS + 5)]
+    for node in nodes:
+        conditions.report(CLUSTER_NODE_UNAVAILABLE, node, message="it does not answer")
+    for node in nodes:
+        conditions.end(CLUSTER_NODE_UNAVAILABLE, node)
+    assert conditions.active() == []

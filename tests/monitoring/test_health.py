@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from indexer import __version__
 from indexer.errors import SettingsError
 from indexer.monitoring.conditions import HTTP_CONNECTIONS_LIMITED, Conditions
-from indexer.monitoring.connection_limit import WEBSOCKETS
+from indexer.monitoring.connection_limit import RESERVED_WEBSOCKETS, WEBSOCKETS
 from indexer.monitoring.health import HttpLimits, serve_health
 from indexer.monitoring.metrics import Metrics
 from indexer.monitoring.readiness import ReadinessReason
@@ -174,7 +174,7 @@ def is_open(connection: socket.socket) -> bool:
 
 async def echo(request: web.Request) -> web.StreamResponse:
     websocket = web.WebSocketResponse()
-    with request.app[WEBSOCKETS].hold(request, websocket):
+    with request.app[WEBSOCKETS].hold(request, websocket, for_anyone=request.path == "/open"):
         await websocket.prepare(request)
         async for message in websocket:
             await websocket.send_str(message.data)
@@ -202,6 +202,24 @@ async def test_new_connections_do_not_close_websockets_which_have_a_limit_of_the
             assert await websocket.receive_str() == "hello"
         for connection in sockets:
             connection.close()
+
+
+async def test_websockets_of_a_route_without_a_password_leave_some_to_those_with_one(
+    probe: FakeProbe, metrics: Metrics, conditions: Conditions
+) -> None:
+    limits = HttpLimits(max_websockets=RESERVED_WEBSOCKETS + 2)
+    routes = [web.get("/open", echo), web.get("/guarded", echo)]
+    async with (
+        serve_health(Address("127.0.0.1", 0), probe, metrics.registry, conditions, limits, routes) as address,
+        aiohttp.ClientSession(f"http://{address}") as session,
+        session.ws_connect("/open"),
+        session.ws_connect("/open"),
+    ):
+        async with session.get("/open") as response:
+            assert (response.status, await response.text()) == (503, "2 websockets are open, which is the limit")
+        async with session.ws_connect("/guarded") as websocket:
+            await websocket.send_str("hello")
+            assert await websocket.receive_str() == "hello"
 
 
 async def test_websockets_are_closed_with_a_reason_when_the_server_ends(

@@ -48,7 +48,7 @@ class JetstreamRoutes:
         )
         if not websocket.can_prepare(request):
             return _refusal(400, "connect with a websocket client: ws://HOST:PORT/subscribe")
-        with request.app[WEBSOCKETS].hold(request, websocket), self._reader.subscriber():
+        with request.app[WEBSOCKETS].hold(request, websocket, for_anyone=True), self._reader.subscriber():
             await websocket.prepare(request)
             if (transport := request.transport) is None:
                 return websocket

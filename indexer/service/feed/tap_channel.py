@@ -51,7 +51,7 @@ class Channel:
         With `?acks=false`, an event counts as acknowledged as soon as it was sent.
         """
         websocket = web.WebSocketResponse(heartbeat=HEARTBEAT_SECONDS, max_msg_size=MAX_MESSAGE_BYTES)
-        with request.app[WEBSOCKETS].hold(request, None):
+        with request.app[WEBSOCKETS].hold(request, None, for_anyone=False):
             await websocket.prepare(request)
             self.clients += 1
             try:
