@@ -41,7 +41,7 @@ class Trigger(StrEnum):
 
     EXTENDS = "commit that extends the chain"
     BREAKS = "authentic commit that breaks the chain or cannot be applied"
-    WHOLE = "first commit that contains the whole tree, or #sync to the empty tree"
+    WHOLE = "of a new repo: first commit that contains the whole tree, or #sync to the empty tree"
     NOT_NEWER = "commit at or below the stored rev, or #sync below it"
     INVALID = "message that fails verification"
     UNCHECKED = "message whose signature could not be checked"

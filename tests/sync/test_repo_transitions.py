@@ -241,7 +241,8 @@ def breaks(status: SyncStatus) -> Received:
 
 def whole(status: SyncStatus) -> Received:
     alice = SigningAccount()
-    return Received(alice.row(status)._replace(head=None), "commit", alice.first_commit(), alice.key_state)
+    new = alice.row(status)._replace(head=None, sync_reason=Desync.NEW)
+    return Received(new, "commit", alice.first_commit(), alice.key_state)
 
 
 def not_newer(status: SyncStatus) -> Received:
