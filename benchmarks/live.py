@@ -236,7 +236,7 @@ async def _measure_rate(
 async def _measure_latency(daemons: MeasuredDaemons, options: LiveOptions) -> Report:
     """Send the second part of the stream at the given rate."""
     _, paced, *_ = options.parts()
-    await asyncio.to_thread(os.sync)  # what the first part wrote must not slow down the disk now
+    await asyncio.to_thread(os.sync)  # so that the disk does not write data of the first part during the second one
     await daemons.load.command(paced[0], paced[-1], options.rate)
     began = await daemons.load.read("began")
     before = daemons.cpu_seconds()

@@ -367,6 +367,7 @@ class SlowSearches:
         return await self._store.request_incomplete(*arguments)
 
 
+@pytest.mark.slow
 async def test_slow_search_that_finds_no_incomplete_repo_is_repeated_rarely(
     store: Store, outbound: OutboundClient
 ) -> None:
