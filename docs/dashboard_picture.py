@@ -16,15 +16,13 @@ from datetime import UTC, datetime
 from io import BytesIO
 from pathlib import Path
 from time import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 from urllib.request import urlopen
 
-import matplotlib as mpl
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
-from PIL import Image
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 DASHBOARD = Path(__file__).parents[1] / "config" / "grafana" / "dashboards" / "indexer.json"
 MAX_POINTS = 240
@@ -97,6 +95,11 @@ def answer(url: str, panel: dict[str, Any], span: Span) -> list[Series]:
 
 def draw(url: str, path: Path, span: Span, *, rows: int | None = None) -> None:
     """Draw the dashboard into `path`; `rows` limits it to its first rows of panels."""
+    # Most tests that import this module draw nothing, and loading matplotlib takes most of a second.
+    import matplotlib as mpl  # noqa: PLC0415
+    from matplotlib.figure import Figure  # noqa: PLC0415
+    from PIL import Image  # noqa: PLC0415
+
     panels = _first_rows(json.loads(DASHBOARD.read_text())["panels"], rows)
     height = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in panels)
     with mpl.rc_context({"text.color": TEXT, "axes.edgecolor": FAINT, "font.size": 8, "font.family": "DejaVu Sans"}):
@@ -120,7 +123,7 @@ def _first_rows(panels: list[dict[str, Any]], rows: int | None) -> list[dict[str
 class _Page:
     """Places panels on the figure: Grafana counts rows from the top, matplotlib from the bottom."""
 
-    def __init__(self, figure: Figure, rows: int) -> None:
+    def __init__(self, figure: "Figure", rows: int) -> None:
         self._figure = figure
         self._rows = rows
 
@@ -131,7 +134,7 @@ class _Page:
         left, bottom, _, height = self._place(0.15, row["gridPos"]["y"], COLUMNS, 1)
         self._figure.text(left, bottom + height * 0.3, f"▾ {row['title']}", fontsize=11, weight="bold")
 
-    def box(self, panel: dict[str, Any]) -> Axes:
+    def box(self, panel: dict[str, Any]) -> "Axes":
         """Draw the background and the title of a panel; return its empty axes."""
         grid = panel["gridPos"]
         background = self._figure.add_axes(
@@ -152,7 +155,7 @@ class _Page:
         )  # fmt: skip
 
 
-def _draw_panel(axes: Axes, panel: dict[str, Any], series: Sequence[Series], span: Span) -> None:
+def _draw_panel(axes: "Axes", panel: dict[str, Any], series: Sequence[Series], span: Span) -> None:
     axes.spines[:].set_visible(False)
     unit, steps = panel["fieldConfig"]["defaults"]["unit"], _steps(panel)
     known = [line for line in series if line.points]
@@ -169,7 +172,7 @@ def _draw_panel(axes: Axes, panel: dict[str, Any], series: Sequence[Series], spa
 
 
 def _draw_stat(
-    axes: Axes, series: Sequence[Series], unit: str, steps: Sequence[tuple[float, str]], *, is_whole: bool
+    axes: "Axes", series: Sequence[Series], unit: str, steps: Sequence[tuple[float, str]], *, is_whole: bool
 ) -> None:
     """Draw the last values as text, and their history behind it."""
     values = [round(line.points[-1][1]) if is_whole else line.points[-1][1] for line in series]
@@ -180,7 +183,7 @@ def _draw_stat(
     axes.text(0.5, 0.5, text, ha="center", va="center", color=colour, fontsize=17, transform=axes.transAxes)
 
 
-def _draw_table(axes: Axes, series: Sequence[Series], unit: str) -> None:
+def _draw_table(axes: "Axes", series: Sequence[Series], unit: str) -> None:
     axes.set(xticks=[], yticks=[], xlim=(0, 1), ylim=(MAX_LISTED, 0))
     ordered = sorted(series, key=lambda line: -line.points[-1][1])[:MAX_LISTED]
     for number, line in enumerate(ordered):
@@ -189,8 +192,16 @@ def _draw_table(axes: Axes, series: Sequence[Series], unit: str) -> None:
 
 
 def _draw_lines(
-    axes: Axes, series: Sequence[Series], unit: str, steps: Sequence[tuple[float, str]], span: Span, *, is_stacked: bool
+    axes: "Axes",
+    series: Sequence[Series],
+    unit: str,
+    steps: Sequence[tuple[float, str]],
+    span: Span,
+    *,
+    is_stacked: bool,
 ) -> None:
+    from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator  # noqa: PLC0415 - as in `draw`
+
     times = [span.start + number * span.step for number in range(int((span.end - span.start) / span.step) + 1)]
     ordered = sorted(series, key=lambda line: -max(value for _, value in line.points))
     scraped = {round(at) for line in series for at, _ in line.points}

@@ -188,9 +188,9 @@ def test_native_core_verifies_the_exports_to_start_from() -> None:
 
 def test_mutated_exports_are_valid_and_invalid_and_agree() -> None:
     comparison, random = ExportComparison(native_core(1), OWNERS), Random(4)
-    for number in range(400):
+    for number in range(200):
         comparison.compare(mutate_export(EXPORTS[number % len(EXPORTS)], random, flip_a_bit, OWNERS))
-    assert 40 < comparison.counts.valid < 360
+    assert 20 < comparison.counts.valid < 180
 
 
 def fail_verification() -> NoReturn:

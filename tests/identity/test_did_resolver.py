@@ -96,7 +96,7 @@ FAULTS: dict[str, bytes | Script] = {
 async def test_failed_response_is_unavailable(loopback: Loopback, fault: str) -> None:
     loopback.host.pages[f"/{DID}"] = FAULTS[fault]
     with pytest.raises(UnavailableError) as failure:
-        await resolver(loopback, timeout=0.3).resolve(DID)
+        await resolver(loopback, timeout=0.1).resolve(DID)
     assert failure.value.reason is FetchFailure.IDENTITY_UNAVAILABLE
 
 

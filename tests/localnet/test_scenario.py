@@ -87,6 +87,6 @@ def test_scenario_needs_an_account_for_each_account_event() -> None:
 
 @pytest.mark.parametrize("accounts", [4, 8])
 async def test_run_performs_all_steps(net: LocalNetwork, accounts: int) -> None:
-    report = await Scenario(net, accounts=accounts).run(seconds=0.3, rate=200)
+    report = await Scenario(net, accounts=accounts).run(seconds=0.15, rate=400)
     assert len(report.events) == 4
     assert report.commits.total() >= 50

@@ -17,13 +17,13 @@ ROOT = Path(__file__).parents[2]
 RULES = ROOT / "config" / "prometheus" / "alerts.yml"
 CONFIGURATION = ROOT / "config" / "prometheus" / "prometheus.yml"
 TESTS = sorted((ROOT / "tests" / "prometheus").glob("*.yml"))
-GROUPS = [group for file in TESTS for group in yaml.safe_load(file.read_text())["tests"]]
+GROUPS = [group for file in TESTS for group in yaml.load(file.read_text(), yaml.CSafeLoader)["tests"]]
 RUNBOOK = ROOT / "docs" / "runbook.md"
 SEVERITIES = {"critical", "warning", "info"}
 
 
 def alert_rules() -> dict[str, dict[str, Any]]:
-    groups = yaml.safe_load(RULES.read_text())["groups"]
+    groups = yaml.load(RULES.read_text(), yaml.CSafeLoader)["groups"]
     return {rule["alert"]: rule for group in groups for rule in group["rules"]}
 
 

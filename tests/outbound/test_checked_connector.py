@@ -203,7 +203,7 @@ async def test_address_is_found_although_the_query_for_the_other_family_fails(rc
     async with NameServer() as server:
         server.addresses["pds.example"] = [PUBLIC]
         server.failing["AAAA"] = rcode
-        assert await DnsResolver([server.address], timeout=0.5)("pds.example", 443) == [PUBLIC]
+        assert await DnsResolver([server.address], timeout=0.2)("pds.example", 443) == [PUBLIC]
 
 
 @pytest.mark.parametrize("name", ["unknown.example", "texts.example"])

@@ -275,7 +275,7 @@ async def test_connections_to_all_hosts_are_limited(host: ScriptedHost) -> None:
     host.pages["/"] = hold
     rates = RateLimits(host=100_000, host_concurrency=300, total=100_000, total_concurrency=20)
     settings = OutboundSettings("test", allow_private_hosts=True, rates=rates)
-    urls = [f"http://{number}.example:{host.port}/" for number in range(300)]
+    urls = [f"http://{number}.example:{host.port}/" for number in range(60)]
     async with OutboundClient(settings, resolve=resolve) as outbound:
         responses = await asyncio.gather(*[outbound.get(url, max_bytes=10) for url in urls])
     assert {response.body for response in responses} == {b"{}"}

@@ -19,6 +19,11 @@ from tests.outbound.http_requests import CHUNKED, failure_of, read_all, reset, w
 from tests.outbound.scripted_host import ScriptedHost, gzip_response, hang, http_response
 
 
+def impatient(**limits: float) -> OutboundClient:
+    """Return a client for local networks with some other time limits."""
+    return OutboundClient(replace(LOCAL, timeouts=replace(SHORT_TIMEOUTS, **limits)))
+
+
 async def test_headers_of_a_request(host: ScriptedHost, outbound: OutboundClient) -> None:
     host.pages["/a?did=did:plc:x"] = http_response(b"{}", headers={"X-Thing": "1"})
     response = await outbound.get(f"{host.url}/a?did=did:plc:x", max_bytes=10)
@@ -95,7 +100,7 @@ async def test_host_that_never_responds(host: ScriptedHost, outbound: OutboundCl
 
 async def test_host_that_sends_headers_slowly_without_end(host: ScriptedHost, outbound: OutboundClient) -> None:
     host.pages["/"] = writes(b"HTTP/1.1 200 OK\r\n", b"X: y\r\n", every=0.02, forever=True)
-    failure = await failure_of(outbound.get(f"{host.url}/", max_bytes=10, timeout=0.3))
+    failure = await failure_of(outbound.get(f"{host.url}/", max_bytes=10, timeout=0.1))
     assert failure.reason is FetchFailure.TIMEOUT
 
 
@@ -105,16 +110,17 @@ async def test_host_that_stops_within_the_body(host: ScriptedHost, outbound: Out
     assert (await failure_of(read_all(outbound, f"{host.url}/"))).reason is FetchFailure.TIMEOUT
 
 
-async def test_body_below_the_minimum_rate(host: ScriptedHost, outbound: OutboundClient) -> None:
+async def test_body_below_the_minimum_rate(host: ScriptedHost) -> None:
     host.pages["/"] = writes(CHUNKED, b"1\r\nx\r\n", every=0.02, forever=True)
-    failure = await failure_of(read_all(outbound, f"{host.url}/", timeout=60, min_rate=1_000))
+    async with impatient(rate_grace=0.1) as outbound:
+        failure = await failure_of(read_all(outbound, f"{host.url}/", timeout=60, min_rate=1_000))
     assert failure.reason is FetchFailure.TIMEOUT
     assert "bytes in" in failure.detail
 
 
 async def test_body_that_takes_longer_than_the_timeout(host: ScriptedHost, outbound: OutboundClient) -> None:
     host.pages["/"] = writes(CHUNKED, b"1\r\nx\r\n", every=0.02, forever=True)
-    failure = await failure_of(outbound.get(f"{host.url}/", max_bytes=10_000, timeout=0.3))
+    failure = await failure_of(outbound.get(f"{host.url}/", max_bytes=10_000, timeout=0.1))
     assert failure.reason is FetchFailure.TIMEOUT
 
 
@@ -147,10 +153,10 @@ async def test_endless_body_is_refused(host: ScriptedHost, outbound: OutboundCli
 async def test_highly_compressed_body_is_refused_at_the_limit(
     host: ScriptedHost, outbound: OutboundClient, encoding: str, compress: Callable[[bytes], bytes]
 ) -> None:
-    host.pages["/"] = http_response(compress(bytes(100_000_000)), headers={"Content-Encoding": encoding})
+    host.pages["/"] = http_response(compress(bytes(20_000_000)), headers={"Content-Encoding": encoding})
     tracemalloc.start()
     try:
-        failure = await failure_of(read_all(outbound, f"{host.url}/", max_bytes=50_000_000))
+        failure = await failure_of(read_all(outbound, f"{host.url}/", max_bytes=10_000_000))
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -203,20 +209,21 @@ async def test_truncated_or_malformed_response(host: ScriptedHost, outbound: Out
     ids=["before it is awaited", "while it is awaited"],
 )
 async def test_malformed_chunk_after_a_valid_one(
-    host: ScriptedHost, outbound: OutboundClient, parts: tuple[bytes, bytes], reason: FetchFailure
+    host: ScriptedHost, parts: tuple[bytes, bytes], reason: FetchFailure
 ) -> None:
     """The parser of aiohttp forgets the body then, so its reader is not told of the error."""
 
     async def script(writer: asyncio.StreamWriter) -> None:
         writer.write(parts[0])
         await writer.drain()
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.1)
         writer.write(parts[1])
 
     host.pages["/"] = script
     began = monotonic()
-    assert (await failure_of(read_all(outbound, f"{host.url}/", timeout=30.0))).reason is reason
-    assert monotonic() - began < SHORT_TIMEOUTS.read + 5.0
+    async with impatient(read=0.5) as outbound:
+        assert (await failure_of(read_all(outbound, f"{host.url}/", timeout=30.0))).reason is reason
+    assert monotonic() - began < 5.5
 
 
 async def test_connection_reset_within_the_body(host: ScriptedHost, outbound: OutboundClient) -> None:

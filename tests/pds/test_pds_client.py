@@ -133,7 +133,7 @@ async def test_download_stops_at_the_first_byte_above_the_limit(
     account: LocalAccount, pds: PdsClient, smaller: int, *, complete: bool
 ) -> None:
     size = sum(map(len, account.repo.export()))
-    account.pds.faults.append(Fault(GET_REPO, rate=5 * size))
+    account.pds.faults.append(Fault(GET_REPO, rate=20 * size))
     async with pds.open_export(account.did, account.pds.url) as download:
         assert await download.fetch(size - smaller) == complete
         assert complete or await download.fetch()

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
@@ -41,6 +42,12 @@ from tests.simulation.world_checks import Checks, Snapshot
 from tests.simulation.world_oracle import Truth, truth_of
 
 SEEDS = range(1, 101)
+
+
+@cache
+def schedules() -> tuple[Schedule, ...]:
+    """Return the schedules of all seeds."""
+    return tuple(map(draw_schedule, SEEDS))
 
 
 def served_world(schedule: Schedule) -> World:
@@ -97,7 +104,7 @@ def test_seed_gives_the_same_schedule_in_each_process() -> None:
 
 
 def test_all_faults_are_drawn() -> None:
-    drawn = {type(fault) for seed in SEEDS for fault in draw_schedule(seed).faults}
+    drawn = {type(fault) for schedule in schedules() for fault in schedule.faults}
     assert drawn == injected_kinds()
 
 
@@ -122,19 +129,18 @@ KINDS: dict[str, set[object]] = {
 @pytest.mark.parametrize("name", KINDS)
 def test_each_kind_of_a_fault_is_drawn(name: str) -> None:
     kind, field = name.split(".")
-    faults = [fault for seed in SEEDS for fault in draw_schedule(seed).faults if type(fault).__name__ == kind]
+    faults = [fault for schedule in schedules() for fault in schedule.faults if type(fault).__name__ == kind]
     assert {getattr(fault, field) for fault in faults} == KINDS[name]
 
 
 def test_daemon_is_killed_at_all_moments() -> None:
-    moments = [getattr(fault, "moment", None) for seed in SEEDS for fault in draw_schedule(seed).faults]
+    moments = [getattr(fault, "moment", None) for schedule in schedules() for fault in schedule.faults]
     assert set(moments) == {None, *MOMENTS}
 
 
 def test_each_change_of_the_scope_selects_other_collections() -> None:
     changes = 0
-    for seed in SEEDS:
-        schedule = draw_schedule(seed)
+    for schedule in schedules():
         scopes = [fault.collections for fault in schedule.faults if isinstance(fault, ChangedScope)]
         changes += len(scopes)
         assert all(before != after for before, after in pairwise([schedule.collections, *scopes]))
@@ -143,8 +149,7 @@ def test_each_change_of_the_scope_selects_other_collections() -> None:
 
 def test_somebody_is_undisturbed_although_messages_are_lost() -> None:
     worlds = 0
-    for seed in SEEDS:
-        schedule = draw_schedule(seed)
+    for schedule in schedules():
         kinds = {type(fault) for fault in schedule.faults}
         if kinds & {LostWindow, RestartedSequence} and not kinds & {ChangedScope, UnreachableDirectory}:
             worlds += 1

@@ -12,7 +12,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from inspect import getmembers, isfunction, signature
 from itertools import takewhile
 from pathlib import Path
@@ -324,14 +324,15 @@ def sources() -> dict[str, str]:
     return {".".join(name).removesuffix(".__init__"): path.read_text() for path, name in names.items()}
 
 
-def sent_statements() -> list[Statement]:
+@cache
+def sent_statements() -> tuple[Statement, ...]:
     """Return the statements that the program sends, named after their constants, else after their functions."""
-    return [
+    return tuple(
         statement
         for name, source in sources().items()
         if name.startswith("indexer.store")  # no other package imports a driver; a test checks that
         for statement in statements_of(importlib.import_module(name), source)
-    ]
+    )
 
 
 def statements_of(module: ModuleType, source: str) -> Iterator[Statement]:

@@ -45,6 +45,7 @@ async def cancel_waiting_task(store: Store, rounds: int) -> End:
     return End.CANCELLATION_LOST if requested else End.COMPLETED_BEFORE
 
 
+@pytest.mark.slow
 async def test_a_cancelled_wait_for_a_connection_ends_the_task(database: str) -> None:
     """Also when the connection becomes free in the same round of the event loop: the trials approach this round."""
     store = await Store.open(database, connections=1)

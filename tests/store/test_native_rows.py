@@ -60,7 +60,7 @@ async def stored(sql: asyncpg.Connection, chunks: list[RecordChunk]) -> list[lis
     ]
 
 
-@pytest.mark.parametrize("count", [0, 5, 4_010])
+@pytest.mark.parametrize("count", [0, 5, 2_010, pytest.param(4_010, marks=pytest.mark.slow)])
 async def test_both_cores_store_the_same_rows(sql: asyncpg.Connection, tmp_path: Path, count: int) -> None:
     sections = export(count)
     native = chunks_of(NativeReader(native_core(), tmp_path, DEFAULT_LIMITS), sections)

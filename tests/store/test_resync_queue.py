@@ -1,7 +1,7 @@
 """The queue of resyncs: order of claims, leases, expired and parked repos."""
 
 import asyncio
-from functools import partial
+from functools import cache, partial
 from itertools import count
 from time import time
 
@@ -27,6 +27,7 @@ def waiting(name: object, **fields: object) -> Repo:
     return Repo(did(name), version=1)._replace(**fields)  # type: ignore[arg-type]
 
 
+@cache
 def name_in_bucket(bucket: int, prefix: str) -> str:
     """Return a name with the prefix whose DID is in the bucket."""
     return next(name for name in (f"{prefix} {n}" for n in count()) if bucket_of(did(name)) == bucket)

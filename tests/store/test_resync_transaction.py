@@ -97,7 +97,7 @@ async def test_writes_between_chunks_do_not_change_what_is_read(store: Store, mo
     monkeypatch.setattr(resync_transaction, "CHUNK_SIZE", 3)
     numbers = random.Random(3)
     names = [f"{c}/{n}" for c in ("app.test", "app.test-x", "app.test.more", "b.c", "z.z") for n in range(9)]
-    for round_ in range(8):
+    for round_ in range(4):
         before = {path: put(path, '"stored"') for path in numbers.sample(names, numbers.randrange(len(names)))}
         snapshot = {path: put(path, numbers.choice(['"stored"', '"fetched"'])) for path in numbers.sample(names, 20)}
         repo = synchronized(round_)._replace(sync_status=SyncStatus.DESYNCHRONIZED)

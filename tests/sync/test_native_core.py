@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from indexer.atproto import cbor
 from indexer.atproto.car import split_car
 from indexer.atproto.cid import RAW, cid_of
 from indexer.atproto.crypto import Curve, PrivateKey, PublicKey
@@ -429,9 +430,9 @@ def test_only_selected_records_are_converted(patterns: tuple[str, ...], store_va
     "records",
     [
         [dag_cbor.encode({"$type": POST, "text": "x" * 2_000})] * 3,
-        [dag_cbor.encode({"list": [[]] * number}) for number in (1_000, 16_000, 17_000, 30_000)],
-        [dag_cbor.encode({"list": [b""] * number}) for number in (1_000, 20_000)],
-        [dag_cbor.encode([{}] * 70_000)],
+        [cbor.encode({"list": [[]] * number}) for number in (1_000, 16_000, 17_000, 30_000)],
+        [cbor.encode({"list": [b""] * number}) for number in (1_000, 20_000)],
+        [cbor.encode([{}] * 70_000)],
         [b"", b"\xff", b"\x00", b"\xa0", b"\x80", b"\x60", b"\xf6", b"\xfb" + bytes(8)],
         [dag_cbor.encode({"$type": name}) for name in (POST, "x", "", 1, None, cid_of(b""), ["a"])],
         [dag_cbor.encode({"text": "\0"}), dag_cbor.encode({"$link": "x"}), dag_cbor.encode("$bytes")],

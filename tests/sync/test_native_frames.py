@@ -233,7 +233,7 @@ def test_other_messages_are_left_to_the_reference(kind: str) -> None:
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 256])
 def test_commit_of_another_shard_is_recognized_by_its_did(count: int, placement: Placement) -> None:
     kinds = set()
-    for number in range(50):
+    for number in range(50 if count < 256 else 5):
         frame = frame_with(repo=f"did:web:a{number}.example")
         for shard in (Shard(index, count, placement) for index in range(count)):
             assert decoded(frame, shard=shard)

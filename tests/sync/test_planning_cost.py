@@ -5,6 +5,7 @@ from time import thread_time
 
 import pytest
 
+from indexer.atproto import cbor
 from indexer.atproto.cbor import decode_json
 from indexer.localnet import dag_cbor
 from indexer.localnet.local_repo import Write
@@ -43,7 +44,7 @@ def list_of(item: bytes, size: int, end: bytes) -> bytes:
     """Return the DAG-CBOR of a list of about `size` bytes, with `end` as its last bytes."""
     count = size // len(item)
     ends = 2 if end.startswith(b"\x65") else 1
-    return dag_cbor.encode([None] * (count + ends))[: -count - ends] + item * count + end
+    return cbor.encode([None] * (count + ends))[: -count - ends] + item * count + end
 
 
 def cost_of(block: bytes, blocks: int, paths: int) -> float:

@@ -161,6 +161,7 @@ def backfill_of(
     )
 
 
+@pytest.mark.slow
 async def test_pause_before_a_list_is_asked_for_again_is_no_stall(
     store: Store, host: ScriptedHost, outbound: OutboundClient
 ) -> None:
