@@ -41,14 +41,16 @@ def source_calls() -> tuple[SourceCall, ...]:
     return tuple(
         SourceCall(str(module.relative_to(INDEXER)), function, call)
         for module in sorted(INDEXER.rglob("*.py"))
-        for function, call in _calls(ast.parse(module.read_text()), "")
+        for function, call in _calls(ast.parse(module.read_text()))
     )
 
 
-def _calls(node: ast.AST, function: str) -> Iterator[tuple[str, ast.Call]]:
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        function = node.name
-    if isinstance(node, ast.Call):
-        yield function, node
-    for child in ast.iter_child_nodes(node):
-        yield from _calls(child, function)
+def _calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
+    waiting = [(tree, "")]
+    while waiting:
+        node, function = waiting.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            function = node.name
+        elif isinstance(node, ast.Call):
+            yield function, node
+        waiting += [(child, function) for child in ast.iter_child_nodes(node)][::-1]

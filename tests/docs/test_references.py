@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,7 @@ def prose(page: Path) -> str:
     return FENCED.sub("", page.read_text())
 
 
+@cache
 def anchors(page: Path) -> set[str]:
     """Return the anchors that GitHub gives to the headings of a page."""
     found: Counter[str] = Counter()

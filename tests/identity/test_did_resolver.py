@@ -122,7 +122,7 @@ async def test_requests_to_directories_are_rate_limited(loopback: Loopback) -> N
     slow = resolver(loopback, rate=0.01)
     await slow.resolve(DID)
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(slow.resolve(DID), 0.2)
+        await asyncio.wait_for(slow.resolve(DID), 0.1)
     assert len(loopback.requests) == 1
 
 

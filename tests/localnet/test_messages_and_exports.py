@@ -12,7 +12,7 @@ from indexer.sync.frames import decode_frame
 from indexer.sync.verify import verify_commit, verify_snapshot, verify_sync
 from tests.localnet.http_clients import http_client
 
-STEPS = 400
+STEPS = 200
 
 
 async def test_every_message_and_export_is_valid(net: LocalNetwork) -> None:

@@ -232,7 +232,7 @@ async def test_error_of_the_dns_server() -> None:
 async def test_dns_server_that_never_responds(world: OutboundWorld) -> None:
     async with NameServer() as server:
         server.silent = True
-        resolve = DnsResolver([server.address], timeout=0.2)
+        resolve = DnsResolver([server.address], timeout=0.1)
         async with OutboundClient(DEFAULT, resolve=resolve, tls=world.trust) as client:
             assert (await failure_of(client, "https://pds.example/")).reason is FetchFailure.TIMEOUT
         assert "pds.example" in server.queries

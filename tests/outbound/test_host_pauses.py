@@ -93,15 +93,14 @@ async def test_failures_behind_a_redirect_do_not_pause_the_target(
     assert len(target.requests) == 2 * FAILURE_THRESHOLD + 1
 
 
-async def test_direct_failures_count_although_others_were_redirected(
-    host: ScriptedHost, outbound: OutboundClient, target: ScriptedHost
-) -> None:
+async def test_direct_failures_count_although_others_were_redirected(host: ScriptedHost, target: ScriptedHost) -> None:
     target.pages["/page"] = http_response(status=502)
-    await redirected_requests(outbound, host, target)
-    for _ in range(FAILURE_THRESHOLD):
-        assert outbound.hosts.paused() == []
-        await outbound.get(f"{target.url}/page", max_bytes=10)
-    assert [state.host for state in outbound.hosts.paused()] == [host_of(target.url)]
+    async with OutboundClient(replace(LOCAL, rates=RateLimits(host=1_000))) as outbound:
+        await redirected_requests(outbound, host, target)
+        for _ in range(FAILURE_THRESHOLD):
+            assert outbound.hosts.paused() == []
+            await outbound.get(f"{target.url}/page", max_bytes=10)
+        assert [state.host for state in outbound.hosts.paused()] == [host_of(target.url)]
 
 
 async def test_pause_that_a_target_asks_for_counts_behind_a_configured_relay(

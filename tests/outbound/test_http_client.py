@@ -221,9 +221,9 @@ async def test_malformed_chunk_after_a_valid_one(
 
     host.pages["/"] = script
     began = monotonic()
-    async with impatient(read=0.5) as outbound:
+    async with impatient(read=0.3) as outbound:
         assert (await failure_of(read_all(outbound, f"{host.url}/", timeout=30.0))).reason is reason
-    assert monotonic() - began < 5.5
+    assert monotonic() - began < 5.3
 
 
 async def test_connection_reset_within_the_body(host: ScriptedHost, outbound: OutboundClient) -> None:

@@ -121,7 +121,7 @@ async def test_a_relay_that_does_not_answer_ends_the_search() -> None:
     async with ScriptedHost() as host:
         host.pages[f"{PATH}?cursor=0"] = hang
         with pytest.raises(TimeoutError):
-            await stream_seek(connect_timeout=0.2)(f"ws://127.0.0.1:{host.port}", BEGIN)
+            await stream_seek(connect_timeout=0.1)(f"ws://127.0.0.1:{host.port}", BEGIN)
 
 
 async def test_a_relay_that_breaks_the_connection_before_a_message_ends_the_search(net: LocalNetwork) -> None:

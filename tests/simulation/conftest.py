@@ -1,11 +1,11 @@
-"""The process whose forks are killed, and a time limit of conditions that suits a slow machine."""
+"""The process whose forks are killed in tests of worlds, and a time limit of conditions that suits a slow machine."""
 
 import pytest
 
 from tests.daemon_forks import start_fork_server
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="session")
 def fork_server() -> None:
     start_fork_server()
 

@@ -74,6 +74,7 @@ NAMED = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.usefixtures("fork_server")
 @pytest.mark.parametrize("seed", NAMED)
 async def test_named_seed(seed: int, postgres: DatabaseServer, tmp_path: Path) -> None:
     await run_seeds([seed], postgres, tmp_path)

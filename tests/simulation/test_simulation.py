@@ -19,6 +19,7 @@ SEEDS = range(FIRST, FIRST + COUNT)
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(600),
+    pytest.mark.usefixtures("fork_server"),
     pytest.mark.one_server("its observer reads all tables in one snapshot"),
 ]
 

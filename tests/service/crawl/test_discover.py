@@ -103,7 +103,7 @@ async def test_host_that_does_not_answer_is_work_without_progress_until_it_does(
     host.pages[path()] = late
     discovery, began = Discovery(store, outbound), monotonic()
     running = asyncio.create_task(discovery.run(await discovery.begin(host.url, ""), lambda _: None))
-    await until(lambda: discovery.stage.seconds_without_progress(began) > 0.2)
+    await until(lambda: discovery.stage.seconds_without_progress(began) > 0.1)
     answer.set()
     await running
     assert discovery.stage.seconds_without_progress(began) == 0.0

@@ -120,7 +120,7 @@ def account(records: int) -> AccountOwner:
     return owner
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 2_000])
+@pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow), 7, 2_000])
 @pytest.mark.parametrize("records", [0, 40])
 async def test_new_repo_gets_the_same_rows_and_changes_as_by_a_comparison(
     store: Store, sql: asyncpg.Connection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, records: int, chunk: int

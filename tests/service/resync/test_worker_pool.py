@@ -141,7 +141,7 @@ async def test_pool_with_occupied_workers_moves_only_while_an_export_is_received
         stage = running.pool.stage
         running.attempts.downloads[dids[0]] = download
         await until(lambda: running.attempts.results.keys() == set(dids))
-        await until(lambda: stage.seconds_without_progress(0) > 0.2, lambda: stage.waits_since)
+        await until(lambda: stage.seconds_without_progress(0) > 0.1, lambda: stage.waits_since)
         stood_since = stage.waits_since or 0
         download.received += 1
         await until(lambda: (stage.waits_since or 0) > stood_since)
