@@ -10,7 +10,7 @@ from indexer.store import Store
 from tests.store.repo_rows import in_progress, put
 from tests.waiting import until
 
-TRIALS = 200
+TRIALS = 100
 DID = "did:plc:aaaaaaaaaaaaaaaaaaaaaaaa"
 
 
@@ -45,7 +45,6 @@ async def cancel_waiting_task(store: Store, rounds: int) -> End:
     return End.CANCELLATION_LOST if requested else End.COMPLETED_BEFORE
 
 
-@pytest.mark.slow
 async def test_a_cancelled_wait_for_a_connection_ends_the_task(database: str) -> None:
     """Also when the connection becomes free in the same round of the event loop: the trials approach this round."""
     store = await Store.open(database, connections=1)

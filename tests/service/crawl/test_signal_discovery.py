@@ -19,7 +19,7 @@ from tests.store.repo_rows import did
 from tests.sync.signing_account import STORE_ALL
 from tests.waiting import until
 
-PAGES, PAGE_SECONDS = 6, 0.2
+PAGES, PAGE_SECONDS = 4, 0.15
 
 
 @pytest.fixture
@@ -57,7 +57,6 @@ async def test_list_that_cannot_be_read_delays_no_other_list_and_is_read_again_a
     assert len(host.requests) == 3, "nothing is read again that was read"
 
 
-@pytest.mark.slow
 async def test_long_list_is_no_stall_while_its_pages_arrive(
     store: Store, scope: CurrentScope, host: ScriptedHost, outbound: OutboundClient
 ) -> None:
