@@ -129,6 +129,7 @@ def test_process_that_stops_in_time_ends_normally() -> None:
         assert process.wait(10) == 0
 
 
+@pytest.mark.slow
 def test_memory_between_objects_in_use_is_returned_to_the_system() -> None:
     script = """
         import resource

@@ -5,9 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from indexer.settings import OTHER_VARIABLES, Settings, variable
+from tests.yaml_files import read_yaml
 
 ROOT = Path(__file__).parents[2]
 KUBERNETES = ROOT / "deploy/kubernetes"
@@ -31,14 +30,13 @@ def image_environment() -> dict[str, str]:
 
 def compose(name: str) -> dict[str, Any]:
     """Return a Compose file with its merge keys resolved, and without the interpolation of variables."""
-    loaded: dict[str, Any] = yaml.safe_load((ROOT / name).read_text())
-    return loaded
+    return read_yaml(ROOT / name)
 
 
 def manifests() -> dict[str, dict[str, Any]]:
     """Return the Kubernetes objects that the kustomization lists, by kind."""
-    kustomization = yaml.safe_load((KUBERNETES / "kustomization.yaml").read_text())
-    found = [yaml.safe_load((KUBERNETES / name).read_text()) for name in kustomization["resources"]]
+    kustomization = read_yaml(KUBERNETES / "kustomization.yaml")
+    found = [read_yaml(KUBERNETES / name) for name in kustomization["resources"]]
     assert len({item["kind"] for item in found}) == len(found)
     return {item["kind"]: item for item in found}
 

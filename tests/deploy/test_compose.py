@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from indexer.cli.demo_network import daemon_variables
 from indexer.cli.main import COMMANDS
@@ -17,6 +16,7 @@ from indexer.settings import Settings
 from indexer.store.cluster_nodes import OLDEST_CITUS, ClusterNode, check_nodes, notices
 from indexer.sync.shard import Shard
 from tests.deploy.files import ROOT, SETUP, VARIABLES, compose, indexer_variables, seconds
+from tests.yaml_files import read_yaml
 
 BASE, DEMO, CITUS = "docker-compose.yml", "docker-compose.demo.yml", "docker-compose.citus.yml"
 LOADER = Path(__file__).parent / "compose_config/compose-config"
@@ -129,12 +129,12 @@ def test_prometheus_and_grafana_find_their_files() -> None:
         if volume[0] == "."
     )
     assert [source for source in mounted.values() if not (ROOT / source).is_dir()] == []
-    prometheus = yaml.safe_load((ROOT / mounted["/etc/prometheus"] / "prometheus.yml").read_text())
+    prometheus = read_yaml(ROOT / mounted["/etc/prometheus"] / "prometheus.yml")
     assert prometheus["scrape_configs"][0]["static_configs"][0]["targets"] == ["indexer:2580"]
     provisioning = ROOT / mounted["/etc/grafana/provisioning"]
-    (provider,) = yaml.safe_load((provisioning / "dashboards/indexer.yml").read_text())["providers"]
+    (provider,) = read_yaml(provisioning / "dashboards/indexer.yml")["providers"]
     assert list((ROOT / mounted[provider["options"]["path"]]).glob("*.json"))
-    (source,) = yaml.safe_load((provisioning / "datasources/prometheus.yml").read_text())["datasources"]
+    (source,) = read_yaml(provisioning / "datasources/prometheus.yml")["datasources"]
     assert source["url"].strip("${}") in services["grafana"]["environment"]
 
 

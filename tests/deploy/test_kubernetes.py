@@ -22,6 +22,7 @@ from tests.deploy.files import (
     manifests,
 )
 from tests.deploy.files import ROOT as PROJECT
+from tests.yaml_files import read_yaml
 
 LABELS = {"app.kubernetes.io/name": "indexer"}
 VALIDATOR = Path(sys.executable).with_name("kubernetes-validate")
@@ -67,7 +68,7 @@ def test_kustomization_renders_all_manifests() -> None:
 
 
 def test_every_manifest_is_in_the_kustomization_except_the_example_of_the_secret() -> None:
-    listed = yaml.safe_load((KUBERNETES / "kustomization.yaml").read_text())["resources"]
+    listed = read_yaml(KUBERNETES / "kustomization.yaml")["resources"]
     present = {path.name for path in KUBERNETES.glob("*.yaml")}
     assert present - set(listed) == {"kustomization.yaml", "secret.example.yaml"}
 
@@ -101,7 +102,7 @@ def test_variables_of_the_pods_are_settings_and_services_add_none() -> None:
 
 
 def test_secret_of_the_example_is_the_one_that_the_pods_read() -> None:
-    example = yaml.safe_load((KUBERNETES / "secret.example.yaml").read_text())
+    example = read_yaml(KUBERNETES / "secret.example.yaml")
     for container in containers():
         reference = {entry["name"]: entry for entry in container["env"]}["INDEXER_DATABASE_URL"]["valueFrom"][
             "secretKeyRef"
@@ -170,6 +171,6 @@ def test_pods_migrate_before_they_start_the_daemon() -> None:
 
 
 def test_images_are_named_once() -> None:
-    (image,) = yaml.safe_load((KUBERNETES / "kustomization.yaml").read_text())["images"]
+    (image,) = read_yaml(KUBERNETES / "kustomization.yaml")["images"]
     assert {container["image"] for container in containers()} == {image["name"]}
     assert re.search(rf"^\s+image: {image['name']}:", (PROJECT / "docker-compose.yml").read_text(), re.MULTILINE)

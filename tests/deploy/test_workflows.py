@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+
+from tests.yaml_files import read_yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -23,7 +24,7 @@ def commands(workflow: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize("file", WORKFLOWS, ids=lambda file: file.stem)
 def test_commands_of_a_workflow_exist(file: Path) -> None:
-    found = commands(yaml.safe_load(file.read_text()))
+    found = commands(read_yaml(file))
     assert found
     for command in found:
         program, *words = command.split()
@@ -31,6 +32,6 @@ def test_commands_of_a_workflow_exist(file: Path) -> None:
 
 
 def test_what_takes_hours_runs_each_week() -> None:
-    workflow = yaml.safe_load((ROOT / ".github/workflows/weekly.yml").read_text())
+    workflow = read_yaml(ROOT / ".github/workflows/weekly.yml")
     started = {command.split()[1] for command in commands(workflow)}
     assert started >= {"mutants", "mutate", "simulate", "crashes", "fuzz", "soak", "overload"}

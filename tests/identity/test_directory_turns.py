@@ -47,6 +47,7 @@ async def test_the_queue_of_new_dids_is_bounded_and_takes_newcomers() -> None:
     await asyncio.gather(*waiting, return_exceptions=True)
 
 
+@pytest.mark.slow
 async def test_cancelled_waiters_use_no_turn() -> None:
     """The hundred known ones would take 25 seconds. Some may get their turn before they are cancelled."""
     turns, served = DirectoryTurns(4.0), list[str]()

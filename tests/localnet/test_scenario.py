@@ -56,6 +56,7 @@ async def test_events_and_exports_give_expected_records(net: LocalNetwork) -> No
     assert {dids["deactivate"], dids["delete account"]}.isdisjoint(repos)
 
 
+@pytest.mark.slow
 async def test_report_matches_the_events(net: LocalNetwork) -> None:
     report = perform_all(net, seed=3, steps=600).report
     events = [decode_frame(entry.frame)[1] for entry in net.relay.log if entry.kind == "#commit"]
@@ -85,6 +86,7 @@ def test_scenario_needs_an_account_for_each_account_event() -> None:
         Scenario(LocalNetwork(), accounts=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accounts", [4, 8])
 async def test_run_performs_all_steps(net: LocalNetwork, accounts: int) -> None:
     report = await Scenario(net, accounts=accounts).run(seconds=0.15, rate=400)

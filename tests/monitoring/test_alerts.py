@@ -6,24 +6,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from indexer.daemon import INBOX_BYTES
 from tests.docs.test_references import anchors
 from tests.monitoring.metric_names import unknown_names
 from tests.monitoring.prometheus_programs import needs_promtool
+from tests.yaml_files import read_yaml
 
 ROOT = Path(__file__).parents[2]
 RULES = ROOT / "config" / "prometheus" / "alerts.yml"
 CONFIGURATION = ROOT / "config" / "prometheus" / "prometheus.yml"
 TESTS = sorted((ROOT / "tests" / "prometheus").glob("*.yml"))
-GROUPS = [group for file in TESTS for group in yaml.load(file.read_text(), yaml.CSafeLoader)["tests"]]
+GROUPS = [group for file in TESTS for group in read_yaml(file)["tests"]]
 RUNBOOK = ROOT / "docs" / "runbook.md"
 SEVERITIES = {"critical", "warning", "info"}
 
 
 def alert_rules() -> dict[str, dict[str, Any]]:
-    groups = yaml.load(RULES.read_text(), yaml.CSafeLoader)["groups"]
+    groups = read_yaml(RULES)["groups"]
     return {rule["alert"]: rule for group in groups for rule in group["rules"]}
 
 

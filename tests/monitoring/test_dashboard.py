@@ -8,7 +8,6 @@ from time import time
 from typing import Any
 
 import pytest
-import yaml
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
@@ -23,6 +22,7 @@ from tests.monitoring.prometheus_programs import needs_prometheus
 from tests.monitoring.prometheus_server import PrometheusServer
 from tests.monitoring.test_alerts import ALERTS, RULES
 from tests.waiting import until
+from tests.yaml_files import read_yaml
 
 PROVISIONING = DASHBOARD.parents[1] / "provisioning"
 MODEL: dict[str, Any] = json.loads(DASHBOARD.read_text())
@@ -87,9 +87,9 @@ def test_panel_uses_only_metrics_and_labels_that_exist(panel: dict[str, Any]) ->
 
 
 def test_grafana_is_provisioned_with_the_data_source_and_the_dashboard() -> None:
-    [source] = yaml.safe_load((PROVISIONING / "datasources" / "prometheus.yml").read_text())["datasources"]
+    [source] = read_yaml(PROVISIONING / "datasources" / "prometheus.yml")["datasources"]
     assert (source["type"], source["url"]) == ("prometheus", "${PROMETHEUS_URL}")
-    [provider] = yaml.safe_load((PROVISIONING / "dashboards" / "indexer.yml").read_text())["providers"]
+    [provider] = read_yaml(PROVISIONING / "dashboards" / "indexer.yml")["providers"]
     assert provider["options"]["path"] == "/var/lib/grafana/dashboards"
 
 

@@ -236,6 +236,7 @@ async def test_websockets_are_closed_with_a_reason_when_the_server_ends(
             await closing
 
 
+@pytest.mark.slow
 async def test_half_sent_requests_cannot_keep_more_connections_than_the_limit(
     probe: FakeProbe, metrics: Metrics, conditions: Conditions
 ) -> None:

@@ -134,6 +134,7 @@ async def test_a_window_of_a_large_relay_needs_few_probes() -> None:
     assert len(probed) < 45
 
 
+@pytest.mark.slow
 async def test_an_exhausted_search_enters_earlier_and_not_later() -> None:
     events = regular(10_000, seqs=100)
     entries = [await seek(7_000.0, StreamInMemory(events), resolution=100, max_probes=n) for n in range(1, 40)]

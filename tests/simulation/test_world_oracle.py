@@ -87,6 +87,7 @@ def test_oracle_imports_only_the_schedule(module: ModuleType) -> None:
 _PRINT = "from tests.simulation.draw_schedule import draw_schedule; print(*map(draw_schedule, range(1, 6)), sep='\\n')"
 
 
+@pytest.mark.slow
 def test_seed_gives_the_same_schedule_in_each_process() -> None:
     """The processes hash strings differently, so that the order of their sets differs."""
     printed = {

@@ -107,6 +107,7 @@ async def test_random_batches_give_the_same_records_as_a_dictionary(
         assert [tuple(row) for row in rows] == [(action, path, cid and cid_text(cid)) for action, path, cid in log[one]]
 
 
+@pytest.mark.slow
 async def test_batches_of_any_size_give_the_same_rows(store: Store, sql: asyncpg.Connection) -> None:
     """Write the same commits one by one and several per transaction: records, changes and versions are equal."""
     numbers = random.Random(5)

@@ -45,6 +45,7 @@ async def cancel_waiting_task(store: Store, rounds: int) -> End:
     return End.CANCELLATION_LOST if requested else End.COMPLETED_BEFORE
 
 
+@pytest.mark.slow
 async def test_a_cancelled_wait_for_a_connection_ends_the_task(database: str) -> None:
     """Also when the connection becomes free in the same round of the event loop: the trials approach this round."""
     store = await Store.open(database, connections=1)
@@ -98,6 +99,7 @@ async def test_a_cancelled_transaction_leaves_the_connection_as_it_was(database:
         await store.close()
 
 
+@pytest.mark.slow
 async def test_a_time_limit_in_a_resync_leaves_no_statement_behind(database: str) -> None:
     """The connection is closed, because Postgres may receive the cancellation when the next statement runs."""
     store, other = await Store.open(database, connections=1), await asyncpg.connect(database)

@@ -267,6 +267,7 @@ async def test_the_handle_that_became_due_last_is_claimed_first(store: Store, sq
     assert {claim.did for claim in await claimed(store, 2)} == {did(4), did(3)}
 
 
+@pytest.mark.slow
 async def test_due_handles_are_found_by_index(store: Store, sql: asyncpg.Connection) -> None:
     await sql.execute(
         "insert into indexer.identity (did, bucket, claimed_handle, fetched_at, stale, handle_attempts, handle_due_at) "

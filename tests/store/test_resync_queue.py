@@ -75,6 +75,7 @@ async def test_claims_prefer_repos_with_records_then_the_repo_that_was_due_first
     assert await store.repos([claimed.did]) == {claimed.did: claimed}
 
 
+@pytest.mark.slow
 async def test_on_a_cluster_a_claim_is_from_one_shard_if_that_has_enough_repos(store: Store) -> None:
     store.shards = 8
     every = [waiting(name_in_bucket(bucket, prefix)) for bucket in ALL for prefix in ("one", "two")]

@@ -92,6 +92,7 @@ async def test_a_difference_that_does_not_fit_the_stored_records_is_a_bug(
     assert list(await store.visible_records(did(1))) == ["app.test/there"]
 
 
+@pytest.mark.slow
 async def test_writes_between_chunks_do_not_change_what_is_read(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Merge the table with a snapshot and write each chunk, as a resync does; then the table equals the snapshot."""
     monkeypatch.setattr(resync_transaction, "CHUNK_SIZE", 3)

@@ -232,6 +232,7 @@ async def test_frequent_statements_use_indexes(store: Store, sql: asyncpg.Connec
     assert "repo_pkey" in plan
 
 
+@pytest.mark.slow
 async def test_maintenance_of_the_queue_reads_only_rows_that_are_due(store: Store, sql: asyncpg.Connection) -> None:
     """Half of all repos are parked, a hundredth of them long enough. Few repos lack values, and few are unproven."""
     await sql.execute(

@@ -25,6 +25,7 @@ async def test_schema_needs_an_upgrade_until_it_has_the_last_version_of_alembic(
     assert (await schema_state(empty_database)).database == latest
 
 
+@pytest.mark.slow
 def test_alembic_and_sqlalchemy_are_loaded_only_for_an_upgrade() -> None:
     modules = ("daemon_process", "cli.supervisor", "cli.status_commands", "cli.audit_command", "cli.doctor_checks")
     program = f"""

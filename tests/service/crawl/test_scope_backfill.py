@@ -161,6 +161,7 @@ def backfill_of(
     )
 
 
+@pytest.mark.slow
 async def test_pause_before_a_list_is_asked_for_again_is_no_stall(
     store: Store, host: ScriptedHost, outbound: OutboundClient
 ) -> None:
@@ -290,6 +291,7 @@ async def test_listed_repos_are_fetched_although_the_list_of_another_collection_
     assert [recheck.collection for recheck in await store.rechecks(Shard())] == [LIKE, FOLLOW]
 
 
+@pytest.mark.slow
 async def test_all_listed_repos_are_fetched_in_turn_although_the_list_of_another_collection_fails(
     store: Store, sql: asyncpg.Connection, host: ScriptedHost, outbound: OutboundClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:

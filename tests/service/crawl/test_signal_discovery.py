@@ -57,6 +57,7 @@ async def test_list_that_cannot_be_read_delays_no_other_list_and_is_read_again_a
     assert len(host.requests) == 3, "nothing is read again that was read"
 
 
+@pytest.mark.slow
 async def test_long_list_is_no_stall_while_its_pages_arrive(
     store: Store, scope: CurrentScope, host: ScriptedHost, outbound: OutboundClient
 ) -> None:
