@@ -96,7 +96,7 @@ the write is not read: a row at the expected version is equal to the row that th
 """
 
 _RECORD_KEY = {"did": "text", "collection": "text", "rkey": "text"}
-_RECORD_COLUMNS = {  # in the order of `record_rows`
+RECORD_COLUMNS = {
     **_RECORD_KEY,
     "bucket": "smallint",
     "cid": "bytea",
@@ -105,6 +105,7 @@ _RECORD_COLUMNS = {  # in the order of `record_rows`
     "value_problem": "text",
     "original": "bytea",
 }
+"""The SQL types of the values of `record_rows`, by column."""
 
 # For records that may exist, and for few new ones. Return the keys of the rows that existed. The system column xmax of
 # a row that was just inserted is 0, because no transaction has locked the row yet.
@@ -113,7 +114,7 @@ _UPSERT_RECORDS = f"""
         insert into indexer.record
             (did, collection, rkey, bucket, cid, rev, value, value_problem, original, indexed_at)
         select did, collection, rkey, bucket, cid, rev, value::jsonb, value_problem, original, statement_timestamp()
-        from {unnest(_RECORD_COLUMNS, "w")} order by ordinal
+        from {unnest(RECORD_COLUMNS, "w")} order by ordinal
         on conflict (did, collection, rkey, bucket) do update
         set cid = excluded.cid, rev = excluded.rev, value = excluded.value, value_problem = excluded.value_problem,
             original = excluded.original, indexed_at = excluded.indexed_at
@@ -155,7 +156,7 @@ _MARK_STALE = f"""
 """
 
 # A time that is far ahead is from before the clock was set back, and would hide the lag.
-_SAVE_CURSOR = """
+SAVE_CURSOR = """
     insert into indexer.cursor as c (relay, shard, epoch, seq, event_time, caught_up_at, stored_until, updated_at)
     values ($1, $2, $3, $4, $5, to_timestamp($6), to_timestamp($7), now())
     on conflict (relay, shard) do update
@@ -166,6 +167,7 @@ _SAVE_CURSOR = """
         )
     where (excluded.epoch, excluded.seq) >= (c.epoch, c.seq)
 """
+"""Takes the values of `cursor_values`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +234,7 @@ async def apply(
         dids = sorted(batch.stale_identities)
         await connection.execute(_MARK_STALE, buckets_of(dids), dids, time())
     if batch.cursor is not None and not skipped:
-        await _save_cursor(connection, batch.cursor)
+        await connection.execute(SAVE_CURSOR, *cursor_values(batch.cursor))
     return AppliedBatch(skipped, Counter([change.action for write in writes for change in write.changes]))
 
 
@@ -279,10 +281,10 @@ async def _write_repos(
         written.update({did: visibility_of(Repo(did)) for (did,) in rows})
     known = [write for write in ordered if write.expected_version != 0]
     for advanced in _by_shard([write for write in known if write.advances], shards):
-        rows = await connection.fetch(ADVANCE_REPOS, *_update_arguments(advanced, head_arrays))
+        rows = await connection.fetch(ADVANCE_REPOS, *update_arguments(advanced, head_arrays))
         written.update(dict.fromkeys([did for (did,) in rows]))
     if others := [write for write in known if not write.advances]:
-        rows = await connection.fetch(UPDATE_REPOS, *_update_arguments(others, repo_arrays))
+        rows = await connection.fetch(UPDATE_REPOS, *update_arguments(others, repo_arrays))
         written.update({did: RepoVisibility(*before) for did, *before in rows})
     return written
 
@@ -302,9 +304,10 @@ def _by_shard(writes: Sequence[RepoWrite], shards: int) -> Iterator[Sequence[Rep
     yield from filter(None, parts)
 
 
-def _update_arguments(
+def update_arguments(
     writes: Sequence[RepoWrite], arrays: Callable[[Sequence[Repo]], list[list[Any]]]
 ) -> list[list[Any]]:
+    """Return the arguments of `UPDATE_REPOS` or `ADVANCE_REPOS`, which takes these arrays."""
     repos = [write.repo for write in writes]
     return [buckets_of([repo.did for repo in repos]), *arrays(repos), [write.expected_version for write in writes]]
 
@@ -339,7 +342,7 @@ async def write_records(
         puts = [(key[0], last[key]) for key in keys if last[key].action != "delete"]
     existed: set[RecordKey] = set()
     for part in _statements(puts):
-        updated = await connection.fetch(_UPSERT_RECORDS, *columns_of(record_rows(part), _RECORD_COLUMNS))
+        updated = await connection.fetch(_UPSERT_RECORDS, *columns_of(record_rows(part), RECORD_COLUMNS))
         existed.update([(did, collection, rkey) for did, collection, rkey in updated])
     if deletes:
         buckets = buckets_of([did for did, _, _ in deletes])
@@ -376,15 +379,14 @@ async def _write_buffered_events(connection: Connection, writes: Iterable[RepoWr
         await connection.execute(_INSERT_BUFFERED_EVENTS, *columns_of(rows, _BUFFERED_EVENT_COLUMNS))
 
 
-async def _save_cursor(connection: Connection, cursor: Cursor) -> None:
-    event_time = storable(cursor.event_time)
-    await connection.execute(
-        _SAVE_CURSOR,
+def cursor_values(cursor: Cursor) -> tuple[Any, ...]:
+    """Return the arguments of `SAVE_CURSOR`."""
+    return (
         cursor.relay,
         cursor.shard,
         cursor.epoch,
         cursor.seq,
-        event_time,
+        storable(cursor.event_time),
         cursor.caught_up_at,
         cursor.stored_until,
         time(),

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import asyncpg
 
-from indexer.crash_points import crash_point
+from indexer.crash_points import COMMITTED, crash_point
 from indexer.outbound import HostState
 from indexer.reasons import Rejection
 from indexer.store import (
@@ -20,6 +20,7 @@ from indexer.store import (
 )
 from indexer.store.account_methods import AccountMethods
 from indexer.store.apply_batch import AppliedBatch, apply
+from indexer.store.apply_small_batch import NotAsPlannedError, SmallBatch, apply_small, small_batch
 from indexer.store.blocking_sessions import BlockingSession
 from indexer.store.change_log_segments import ChangeLogState, RetentionPolicy, TrimPlan
 from indexer.store.columns import Connection, buckets_of, repo_columns, repo_of
@@ -73,15 +74,29 @@ class Store(ResyncMethods, ScopeMethods, AccountMethods, LinkMethods, FeedMethod
         return {row["did"]: repo_of(row) for row in rows}
 
     async def write(self, batch: Batch) -> AppliedBatch:
-        """Write the batch in one transaction: see `indexer.store.apply_batch.apply`.
+        """Write the batch in one transaction: see `indexer.store.apply_batch`, and `apply_small_batch` for a small one.
 
         Raises:
             RefusedWriteError: The database cannot store the values of the batch.
         """
         with refused_writes():
+            small = small_batch(batch) if self.shards == 1 and self.keeps_links is False else None
+            if small is not None and (applied := await self._write_small(small)) is not None:
+                return applied
             async with self._transaction() as connection:
                 applied = await apply(connection, batch, links=self.keeps_links, shards=self.shards)
                 crash_point("batch.written")
+        return applied
+
+    async def _write_small(self, batch: SmallBatch) -> AppliedBatch | None:
+        """Return None if a row is not as planned. Then nothing was written."""
+        try:
+            async with self._connection() as connection:
+                applied = await apply_small(connection, batch)
+                crash_point(COMMITTED)
+                self.committed.set()
+        except NotAsPlannedError:
+            return None
         return applied
 
     async def answers_after(self, error: DatabaseError) -> bool:

@@ -195,6 +195,7 @@ VALID = (
 )
 
 SHARDS = "works, but queries every shard"
+NOT_DISTRIBUTED = "only sent if the tables are not distributed"
 ONE_SHARD = "the buckets are those of one shard, which the planner of Citus finds out"
 EXCEPTIONS = {
     one_command: {
@@ -219,6 +220,7 @@ EXCEPTIONS = {
         "numbering._PREPARED": "the function is to run on the nodes: `indexer distribute` creates it there",
     },
     queries_name_buckets: {
+        "apply_small_batch.WRITE": NOT_DISTRIBUTED,
         "collection_export._ESTIMATE": "see sizes_are_not_queried",
         "collection_export._EXPORT": SHARDS,
         "feed_rows._COUNT_BUFFERED": SHARDS,
@@ -253,6 +255,7 @@ EXCEPTIONS = {
         "feed_rows._SNAPSHOT_PAGE": "no join: Citus plans both parts of the union alone, and merges their first rows",
     },
     tables_are_all_distributed_or_all_local: {
+        "apply_small_batch.WRITE": NOT_DISTRIBUTED,
         "view atproto.scope_progress": "Citus runs the grouped sub-query first, and joins its few rows with the scope",
     },
     locks_are_in_one_bucket: {

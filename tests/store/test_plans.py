@@ -1,7 +1,8 @@
 """Frequent queries use indexes, also inside the functions of the change log, and visibility needs no scan of repos."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 
 import asyncpg
 import pytest
@@ -10,13 +11,15 @@ from benchmarks import public_schema
 from benchmarks.links import LIKERS
 from indexer.store import Store
 from indexer.store.apply_batch import ADVANCE_REPOS, UPDATE_REPOS
-from indexer.store.columns import buckets_of, head_arrays, repo_arrays
+from indexer.store.apply_small_batch import apply_small, small_batch
+from indexer.store.columns import buckets_of, head_arrays, repo_arrays, repo_of
 from indexer.store.new_repos_transaction import ELIGIBLE
 from indexer.store.report_queries import FEW_INCOMPLETE
 from indexer.store.store import LOAD_REPOS
+from indexer.sync.plans import Batch, Cursor, RepoWrite
 from tests.database_server import DatabaseServer
 from tests.store.change_log_helpers import connected
-from tests.store.repo_rows import did, insert, synchronized
+from tests.store.repo_rows import did, insert, put, synchronized
 
 RECORDS = 40_000
 SMALL_BATCHES = """
@@ -51,22 +54,26 @@ def large(postgres: DatabaseServer) -> Iterator[str]:
     postgres.drop(dsn)
 
 
-async def plans(dsn: str, statement: str, *values: object, mode: str = "auto") -> str:
-    """Run a statement and return its plan, and the plans of the statements in the functions that it calls."""
+@asynccontextmanager
+async def explained(dsn: str, mode: str) -> AsyncIterator[tuple[asyncpg.Connection, list[str]]]:
+    """Open a connection that logs the plan of each statement, and of those in the functions that it calls."""
     logged: list[str] = []
-    connection = await asyncpg.connect(dsn)
-    try:
+    async with connected(dsn) as connection:
         await connection.execute(
             "load 'auto_explain'; set auto_explain.log_min_duration = 0; set auto_explain.log_nested_statements = on; "
             "set auto_explain.log_analyze = on; set auto_explain.log_timing = off; set client_min_messages = log"
             f"; set plan_cache_mode = {mode}"
         )
         connection.add_log_listener(lambda _, message: logged.append(str(message)))
+        yield connection, logged
+
+
+async def plans(dsn: str, statement: str, *values: object, mode: str = "auto") -> str:
+    """Run a statement and return its plan, and the plans of the statements in the functions that it calls."""
+    async with explained(dsn, mode) as (connection, logged):
         for _ in range(7):  # from the sixth run on, the statements of a function have a generic plan
             logged.clear()
             assert await connection.fetch(statement, *values)
-    finally:
-        await connection.close()
     return "\n".join(logged)
 
 
@@ -123,6 +130,28 @@ async def test_a_batch_finds_its_repos_by_primary_key(store: Store, database: st
         found = await plans(database, statement, buckets, *arrays, [1] * len(repos), mode=mode)
         assert found.count("Index Scan using repo_pkey") == scans, found
         assert not re.search("Index Cond:.* ANY ", found), found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["force_custom_plan", "force_generic_plan"])
+async def test_a_small_batch_finds_its_records_by_primary_key(large: str, mode: str) -> None:
+    """Its repos are found by the statement of the test above; here are too few of them for an index."""
+    async with explained(large, mode) as (connection, logged):
+        owner = await connection.fetchval("select did from indexer.repo limit 1")
+        [row] = await connection.fetch(LOAD_REPOS, [owner], buckets_of([owner]))
+        stored = await connection.fetch("select collection, rkey from indexer.record where did = $1", owner)
+        changes = tuple(put(f"{collection}/{rkey}", "{}", "update") for collection, rkey in stored[:5])
+        # The version stays, so that the batch can be written several times.
+        write = RepoWrite(row["version"], repo_of(row), changes, advances=True)
+        batch = small_batch(Batch((write,), cursor=Cursor("wss://relay.test", "0/1", 1)))
+        assert batch is not None
+        for _ in range(7):
+            logged.clear()
+            assert (await apply_small(connection, batch)).changes["update"] == 5
+    found = "\n".join(logged)
+    assert "Conflict Arbiter Indexes: record_pkey" in found, found
+    assert re.search("Delete on record(?:.*\n){1,12}.*Index Scan using record_pkey", found), found
+    assert "Seq Scan on record" not in found, found
 
 
 @pytest.mark.slow
