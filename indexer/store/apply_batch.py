@@ -96,7 +96,7 @@ the write is not read: a row at the expected version is equal to the row that th
 """
 
 _RECORD_KEY = {"did": "text", "collection": "text", "rkey": "text"}
-RECORD_COLUMNS = {
+RECORD_TYPES = {
     **_RECORD_KEY,
     "bucket": "smallint",
     "cid": "bytea",
@@ -105,7 +105,7 @@ RECORD_COLUMNS = {
     "value_problem": "text",
     "original": "bytea",
 }
-"""The SQL types of the values of `record_rows`, by column."""
+"""The SQL types of the columns of `record_rows`, in their order."""
 
 # For records that may exist, and for few new ones. Return the keys of the rows that existed. The system column xmax of
 # a row that was just inserted is 0, because no transaction has locked the row yet.
@@ -114,7 +114,7 @@ _UPSERT_RECORDS = f"""
         insert into indexer.record
             (did, collection, rkey, bucket, cid, rev, value, value_problem, original, indexed_at)
         select did, collection, rkey, bucket, cid, rev, value::jsonb, value_problem, original, statement_timestamp()
-        from {unnest(RECORD_COLUMNS, "w")} order by ordinal
+        from {unnest(RECORD_TYPES, "w")} order by ordinal
         on conflict (did, collection, rkey, bucket) do update
         set cid = excluded.cid, rev = excluded.rev, value = excluded.value, value_problem = excluded.value_problem,
             original = excluded.original, indexed_at = excluded.indexed_at
@@ -342,7 +342,7 @@ async def write_records(
         puts = [(key[0], last[key]) for key in keys if last[key].action != "delete"]
     existed: set[RecordKey] = set()
     for part in _statements(puts):
-        updated = await connection.fetch(_UPSERT_RECORDS, *columns_of(record_rows(part), RECORD_COLUMNS))
+        updated = await connection.fetch(_UPSERT_RECORDS, *columns_of(record_rows(part), RECORD_TYPES))
         existed.update([(did, collection, rkey) for did, collection, rkey in updated])
     if deletes:
         buckets = buckets_of([did for did, _, _ in deletes])

@@ -2,8 +2,9 @@
 
 While few messages arrive, a batch has a few commits, and takes most of its time for the round trips of the statements
 that `indexer.store.apply_batch` sends one after the other. An ordinary batch needs none of their answers: each commit
-advances the head of a repo, and the stored records are as the commit says. So one statement does the work of all, and
-checks that. If anything is different, it fails, and `apply_batch.apply` writes the batch.
+advances the head of a repo that is at the expected version, the records that it creates do not exist, and the others
+do. So one statement does the work of all, and fails if any of this is not so. Then nothing was written, and
+`apply_batch.apply` writes the batch.
 """
 
 from collections import Counter
@@ -14,7 +15,7 @@ from asyncpg import DivisionByZeroError
 
 from indexer.store.apply_batch import (
     ADVANCE_REPOS,
-    RECORD_COLUMNS,
+    RECORD_TYPES,
     SAVE_CURSOR,
     STATEMENT_BYTES,
     AppliedBatch,
@@ -26,16 +27,19 @@ from indexer.store.copy_records import record_rows
 from indexer.sync.plans import Batch, Cursor, RecordChange, RepoWrite
 
 MAX_CHANGES = 100
-"""The most changes of a small batch. With more of them, the statements of `apply_batch` are as fast, or faster."""
+"""The most changes of a small batch, and the most repos. With more, the statements of `apply_batch` are faster."""
 
-_PLANNED = {**RECORD_COLUMNS, "action": "text", "live": "boolean", "log_ordinal": "integer"}
+_PLANNED = {**RECORD_TYPES, "action": "text", "live": "boolean", "log_ordinal": "integer"}
 _FIRST_OF_REPOS = len(_PLANNED) + 1
 _VERSIONS = _FIRST_OF_REPOS + 1 + len(HEAD_COLUMNS)  # after the buckets and the heads
 _FIRST_OF_CURSOR = _VERSIONS + 1
 _IF_LOCKED = f"(select count(*) from advanced) = cardinality(${_VERSIONS}::bigint[])"
 
-# A part that reads `advanced` runs after the rows of all repos are locked, as in `apply`: nothing else may then write
-# their records. The system column xmax of a row that was just inserted is 0.
+# All parts see the database as it was when the statement began, also after `advanced` has waited for a lock of a repo.
+# So they do not see what another transaction has committed meanwhile. It has changed the version of the repo, because
+# nothing else may write records without that; then `advanced` has too few rows, and the statement fails. Parts that
+# read `advanced` run after it, so that rows are locked in the same order as by `apply`: repos, written records, deleted
+# records. The system column xmax of a row that was just inserted is 0.
 WRITE = f"""
     -- "division by zero" is no failure: a row is not as expected, so the batch is written by several statements.
     with planned as materialized (select * from {unnest(_PLANNED, "w")}),
@@ -70,10 +74,10 @@ WRITE = f"""
     saved as ({renumbered(SAVE_CURSOR, _FIRST_OF_CURSOR)})
     select 1 / (
         {_IF_LOCKED}
-        and (select count(*) from deleted) = (select count(*) from planned where action = 'delete')
         and not exists (
             select from written join planned using (did, collection, rkey) where existed <> (action = 'update')
         )
+        and (select count(*) from deleted) = (select count(*) from planned where action = 'delete')
     )::int
 """
 """Takes the rows of `_planned_rows` as arrays, the arguments of `ADVANCE_REPOS` and those of `SAVE_CURSOR`."""
@@ -98,15 +102,15 @@ class SmallBatch(NamedTuple):
 
 
 def small_batch(batch: Batch) -> SmallBatch | None:
-    """Return the batch if it has only few commits that advance heads, and changes no record twice; otherwise None.
+    """Return the batch if it only advances the heads of few repos, and changes few records, each once; otherwise None.
 
-    None as well if records are known to differ from what the commits say, because they are unproven.
+    None as well if it writes an unproven repo: its stored records may differ from what its commits say.
     """
     if batch.cursor is None or batch.dead_letters or batch.stale_identities or not batch.writes:
         return None
     if not all(write.advances and write.repo.unproven_since is None for write in batch.writes):
         return None
-    if sum(len(write.changes) for write in batch.writes) > MAX_CHANGES:
+    if max(len(batch.writes), sum(len(write.changes) for write in batch.writes)) > MAX_CHANGES:
         return None
     changes = [(write.repo.did, change, write.live) for write in batch.writes for change in write.changes]
     keys = {(did, change.collection, change.rkey) for did, change, _ in changes}
@@ -119,7 +123,8 @@ async def apply_small(connection: Connection, batch: SmallBatch) -> AppliedBatch
     """Write a batch, in a transaction of its own. Links must not be kept, and the tables not be distributed.
 
     Raises:
-        NotAsPlannedError: A repo is not at the expected version, a created record exists, or another one does not.
+        NotAsPlannedError: A repo is not at the expected version, a created record exists, or an updated or deleted
+            one does not. Nothing was written.
     """
     try:
         await connection.execute(

@@ -3,6 +3,8 @@
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
+from math import inf
+from time import monotonic
 
 import asyncpg
 
@@ -20,7 +22,7 @@ from indexer.store import (
 )
 from indexer.store.account_methods import AccountMethods
 from indexer.store.apply_batch import AppliedBatch, apply
-from indexer.store.apply_small_batch import NotAsPlannedError, SmallBatch, apply_small, small_batch
+from indexer.store.apply_small_batch import NotAsPlannedError, apply_small, small_batch
 from indexer.store.blocking_sessions import BlockingSession
 from indexer.store.change_log_segments import ChangeLogState, RetentionPolicy, TrimPlan
 from indexer.store.columns import Connection, buckets_of, repo_columns, repo_of
@@ -42,7 +44,7 @@ from indexer.sync.plan_event import plan_listed
 from indexer.sync.plans import Batch, DeadLetter, RepoWrite
 from indexer.sync.repo_state import Repo, SyncStatus
 from indexer.sync.scope import Scope
-from indexer.sync.shard import Shard
+from indexer.sync.shard import Placement, Shard
 from indexer.sync.stored_cursor import StoredCursor
 from indexer.sync.watermark import Position
 
@@ -50,6 +52,9 @@ LOAD_REPOS = f"""
     select {repo_columns("r")} from indexer.repo r where did = any($1::text[]) and bucket = any($2::smallint[])
 """
 """Takes DIDs and their buckets."""
+SMALL_BATCH_PAUSE = 60.0
+"""Seconds in which no batch is written with one statement after one was not as planned. While a collection is added to
+the scope, for example, many commits are about records that are not stored yet, and would be written twice."""
 _READ_ALL_NODES = "select count(*) from indexer.resync_queue where priority = 0"
 """The table has one such row for each bucket, so that a part of it is on each node of a cluster."""
 
@@ -64,6 +69,7 @@ class Store(ResyncMethods, ScopeMethods, AccountMethods, LinkMethods, FeedMethod
     def __init__(self, pool: asyncpg.Pool, connections: int, dsn: str) -> None:
         super().__init__(pool, connections, dsn)
         self.keeps_links: bool | None = None
+        self._small_batches_from = -inf
 
     # The live path: repos, batches, cursor, shard.
 
@@ -80,23 +86,30 @@ class Store(ResyncMethods, ScopeMethods, AccountMethods, LinkMethods, FeedMethod
             RefusedWriteError: The database cannot store the values of the batch.
         """
         with refused_writes():
-            small = small_batch(batch) if self.shards == 1 and self.keeps_links is False else None
-            if small is not None and (applied := await self._write_small(small)) is not None:
+            if (applied := await self._write_small(batch)) is not None:
                 return applied
             async with self._transaction() as connection:
                 applied = await apply(connection, batch, links=self.keeps_links, shards=self.shards)
                 crash_point("batch.written")
         return applied
 
-    async def _write_small(self, batch: SmallBatch) -> AppliedBatch | None:
-        """Return None if a row is not as planned. Then nothing was written."""
-        try:
-            async with self._connection() as connection:
-                applied = await apply_small(connection, batch)
-                crash_point(COMMITTED)
-                self.committed.set()
-        except NotAsPlannedError:
+    async def _write_small(self, batch: Batch) -> AppliedBatch | None:
+        """Write the batch with one statement. Return None if that is not possible; then nothing was written."""
+        is_possible = self.placement is Placement.PLAIN and monotonic() >= self._small_batches_from
+        small = small_batch(batch) if is_possible and self.keeps_links is False else None
+        if small is None:
             return None
+        async with self._connection() as connection:
+            if self.keeps_links is not False:  # another task has changed it during the wait for a connection
+                return None
+            try:
+                applied = await apply_small(connection, small)
+            except NotAsPlannedError:
+                self._small_batches_from = monotonic() + SMALL_BATCH_PAUSE
+                return None
+            crash_point("small-batch.committed")
+            crash_point(COMMITTED)
+            self.committed.set()
         return applied
 
     async def answers_after(self, error: DatabaseError) -> bool:

@@ -42,6 +42,15 @@ async def write(world: DeathWorld) -> None:
     world.act(3)
 
 
+async def keep_writing(world: DeathWorld) -> None:
+    """Let accounts that the daemon knows create a record again and again."""
+    while True:
+        for account in world.network.accounts.values():
+            if account.status is None:
+                account.create(NOTE, {"text": "one of few"})
+        await asyncio.sleep(0.05)
+
+
 async def lose_commit(world: DeathWorld) -> None:
     world.lose_commit()
 
@@ -127,6 +136,9 @@ OPERATIONS = {
             *both("batch.written", "identity.saved"),
         ],
         write,
+    ),
+    "few commits": Operation(
+        [Death("small-batch.committed"), Death("small-batch.committed", passes=5)], nothing, keep_writing
     ),
     "resync": Operation(
         [

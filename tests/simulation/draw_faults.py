@@ -53,7 +53,8 @@ def in_both(*points: str) -> list[Moment]:
 
 LIVE = [
     *map(Moment, ("shard.claimed", "stream.entered", "batch.taken", "batch.planned", "batch.settled")),
-    *in_both("batch.written"),
+    # One statement writes a batch of few ordinary commits.
+    *(Moment("batch.written", committed, other="small-batch.committed") for committed in (False, True)),
 ]
 """Moments of each process."""
 IDENTITY = [Moment("identity.resolved"), *in_both("identity.saved")]

@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections import Counter
 from dataclasses import replace
+from time import monotonic
 from typing import Any
 
 import asyncpg
@@ -14,8 +15,10 @@ from indexer.reasons import Rejection
 from indexer.store import Store
 from indexer.store.apply_batch import STATEMENT_BYTES
 from indexer.store.apply_small_batch import MAX_CHANGES, NotAsPlannedError, apply_small, small_batch
+from indexer.store.store import SMALL_BATCH_PAUSE
 from indexer.sync.plans import Action, Batch, Cursor, DeadLetter, RecordChange, RepoWrite
 from indexer.sync.repo_state import Repo
+from indexer.sync.shard import Placement
 from tests.store.repo_rows import delete, did, head, insert, put, synchronized, waiting_for_locks
 from tests.waiting import until
 
@@ -39,6 +42,9 @@ def advance(repo: Repo, *changes: RecordChange, rev: str = "3lbbbbbbbbb22", live
     """Return the write of a commit with these changes."""
     after = repo._replace(version=repo.version + 1, head=head(rev))
     return RepoWrite(repo.version, after, changes, live=live, advances=True)
+
+
+ORDINARY = advance(synchronized(1), put("app.test/a"))
 
 
 async def content(sql: asyncpg.Connection) -> dict[str, list[tuple[Any, ...]]]:
@@ -184,18 +190,76 @@ async def test_value_that_the_database_cannot_store_is_refused(store: Store, sql
     assert await content(sql) == before
 
 
-@pytest.mark.parametrize("links", [None, True])
-async def test_links_are_not_written_by_one_statement(
-    store: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch, links: bool | None
+def one_statement_fails(patch: pytest.MonkeyPatch) -> None:
+    """Let a test fail that writes a batch with one statement."""
+    patch.setattr("indexer.store.store.apply_small", lambda *_: pytest.fail("written with one statement"))
+
+
+@pytest.mark.parametrize(
+    ("links", "placement"), [(None, Placement.PLAIN), (True, Placement.PLAIN), (False, Placement.DISTRIBUTED)]
+)
+async def test_one_statement_writes_no_links_and_no_distributed_tables(
+    store: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch, links: bool | None, placement: Placement
 ) -> None:
     await insert(store, synchronized(1))
-    store.keeps_links = links
-    monkeypatch.setattr("indexer.store.store.apply_small", lambda *_: pytest.fail("written with one statement"))
-    await store.write(Batch((advance(synchronized(1), put("app.test/a")),), cursor=cursor()))
+    store.keeps_links, store.placement = links, placement
+    one_statement_fails(monkeypatch)
+    await store.write(Batch((ORDINARY,), cursor=cursor()))
     assert await sql.fetchval("select count(*) from indexer.record") == 1
 
 
-ORDINARY = advance(synchronized(1), put("app.test/a"))
+async def test_links_that_are_kept_since_the_wait_for_a_connection_are_written(
+    database: str, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = await Store.open(database, connections=1)
+    await insert(store, synchronized(1))
+    store.keeps_links = False
+    one_statement_fails(monkeypatch)
+    async with sql.transaction():
+        await sql.execute("update indexer.repo set updated_at = now()")
+        first = asyncio.create_task(store.update_repo(did(1), lambda repo: repo._replace(version=2)))
+        await until(lambda: waiting_for_locks(sql, 1))
+        second = asyncio.create_task(store.write(Batch((advance(synchronized(1)),), cursor=cursor())))
+        await asyncio.sleep(0)
+        store.keeps_links = None
+    await asyncio.gather(first, second)
+    await store.close()
+
+
+async def test_no_batch_is_written_with_one_statement_for_a_while_after_one_was_not_as_planned(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise many would be written twice while a collection is added to the scope."""
+    await insert(store, synchronized(1), synchronized(2))
+    store.keeps_links = False
+    other = advance(synchronized(1), put("app.test/none", "{}", "update"))
+    assert not (await store.write(Batch((other,), cursor=cursor()))).skipped
+    with monkeypatch.context() as patch:
+        one_statement_fails(patch)
+        assert not (await store.write(Batch((advance(other.repo),), cursor=cursor(2)))).skipped
+    monkeypatch.setattr("indexer.store.store.monotonic", lambda: monotonic() + SMALL_BATCH_PAUSE)
+    several_statements_fail(monkeypatch)
+    assert not (await store.write(Batch((advance(synchronized(2)),), cursor=cursor(3)))).skipped
+
+
+async def test_a_cancelled_statement_writes_nothing(store: Store, sql: asyncpg.Connection, database: str) -> None:
+    await insert(store, synchronized(1))
+    store.keeps_links = False
+    before = await content(sql)
+    lock = await asyncpg.connect(database)
+    async with lock.transaction():
+        await lock.execute("update indexer.repo set version = version")
+        writing = asyncio.create_task(store.write(Batch((ORDINARY,), cursor=cursor())))
+        await until(lambda: waiting_for_locks(sql, 1))
+        writing.cancel()
+        await until(lambda: waiting_for_locks(sql, 0))
+    await lock.close()
+    with pytest.raises(asyncio.CancelledError):
+        await writing
+    assert await content(sql) == before
+    assert not (await store.write(Batch((ORDINARY,), cursor=cursor()))).skipped
+
+
 LARGE = '"' + "x" * (STATEMENT_BYTES // 2) + '"'
 DEAD = DeadLetter(RELAY, 1, did(1), "#commit", Rejection.FIELD_INVALID, "", b"frame")
 OTHER_BATCHES = {
@@ -211,6 +275,7 @@ OTHER_BATCHES = {
     "many changes": Batch(
         (advance(synchronized(1), *[put(f"app.test/{number}") for number in range(MAX_CHANGES + 1)]),), cursor=cursor()
     ),
+    "many repos": Batch(tuple(advance(synchronized(number)) for number in range(MAX_CHANGES + 1)), cursor=cursor()),
     "large values": Batch(
         (advance(synchronized(1), put("app.test/a", LARGE), put("app.test/b", LARGE)),), cursor=cursor()
     ),

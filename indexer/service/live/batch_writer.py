@@ -159,7 +159,8 @@ class BatchWriter:
         """Write a batch. If its content makes the database fail, continue with half of it, or reject a single message.
 
         Raises:
-            DatabaseError: Nothing was written; the messages are to be put back.
+            DatabaseError: The messages are to be put back. Those that were written although the answer was lost are
+                then recognized as replayed.
         """
         try:
             await self._write(messages)
