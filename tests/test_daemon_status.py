@@ -193,6 +193,7 @@ async def test_failed_read_of_the_database_is_said() -> None:
     assert "statement timeout" in (delivery.error or "")
 
 
+@pytest.mark.slow
 async def test_document_stays_small_whatever_hosts_and_accounts_send() -> None:
     now, store, conditions = time(), FakeStore(), Conditions()
     reasons = list(Rejection) * 10

@@ -84,6 +84,7 @@ async def is_complete(file: Path) -> bool:
         return False
 
 
+@pytest.mark.slow
 async def test_change_of_any_byte_is_found(repo: LocalRepo, file: Path) -> None:
     export = b"".join(repo.export())
     assert await is_complete(write(file, [export]))

@@ -186,6 +186,7 @@ def test_native_core_verifies_the_exports_to_start_from() -> None:
     assert counts.ready > 0
 
 
+@pytest.mark.slow
 def test_mutated_exports_are_valid_and_invalid_and_agree() -> None:
     comparison, random = ExportComparison(native_core(1), OWNERS), Random(4)
     for number in range(200):

@@ -55,7 +55,8 @@ def flip_a_bit(data: bytes) -> bytes:
     return data[:middle] + bytes(byte ^ 1 for byte in data[middle : middle + 1]) + data[middle + 1 :]
 
 
-@pytest.mark.parametrize("name", marked(TARGETS))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TARGETS)
 def test_first_and_mutated_inputs_reach_every_outcome_without_a_finding(name: str) -> None:
     random = Random(2)
     with target_of(name) as target:

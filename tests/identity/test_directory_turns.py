@@ -62,6 +62,7 @@ async def test_cancelled_waiters_use_no_turn() -> None:
     assert served[-1] == "next"
 
 
+@pytest.mark.slow
 async def test_the_rate_holds_after_a_burst_of_one_second() -> None:
     loop, turns = asyncio.get_running_loop(), DirectoryTurns(100.0)
     began = loop.time()

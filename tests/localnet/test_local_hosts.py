@@ -200,6 +200,7 @@ async def test_export_can_end_cleanly_after_some_sections(account: LocalAccount,
     assert whole.content.startswith(short.content)
 
 
+@pytest.mark.slow
 async def test_rate_slows_the_body_down(account: LocalAccount, client: httpx.AsyncClient) -> None:
     whole = (await get(client, account, "getRepo")).content
     account.pds.faults.append(Fault(GET_REPO, rate=len(whole) * 5))

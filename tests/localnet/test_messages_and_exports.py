@@ -1,5 +1,7 @@
 """The indexer's decoders and proofs, applied to every message and export of the local network."""
 
+import pytest
+
 from indexer.atproto.car import CarReader
 from indexer.atproto.crypto import PublicKey, parse_did_key
 from indexer.atproto.limits import DEFAULT_LIMITS
@@ -15,6 +17,7 @@ from tests.localnet.http_clients import http_client
 STEPS = 200
 
 
+@pytest.mark.slow
 async def test_every_message_and_export_is_valid(net: LocalNetwork) -> None:
     scenario = Scenario(net, seed=11)
     checked = 0

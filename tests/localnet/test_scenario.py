@@ -45,6 +45,7 @@ async def consume(net: LocalNetwork) -> tuple[dict[str, dict[str, bytes]], list[
     return repos, broken
 
 
+@pytest.mark.slow
 async def test_events_and_exports_give_expected_records(net: LocalNetwork) -> None:
     report = perform_all(net, seed=7, steps=600).report
     repos, broken = await consume(net)
@@ -72,6 +73,7 @@ async def test_report_matches_the_events(net: LocalNetwork) -> None:
     assert {NOTE, DRAFT} < collections
 
 
+@pytest.mark.slow
 async def test_same_seed_gives_same_records(net: LocalNetwork) -> None:
     perform_all(net, seed=5, steps=200)
     async with LocalNetwork() as again, LocalNetwork() as other:

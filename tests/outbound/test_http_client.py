@@ -200,6 +200,7 @@ async def test_truncated_or_malformed_response(host: ScriptedHost, outbound: Out
     assert (await failure_of(read_all(outbound, f"{host.url}/"))).reason is FetchFailure.UNREACHABLE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("parts", "reason"),
     [

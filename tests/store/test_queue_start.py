@@ -2,6 +2,8 @@
 
 import random
 
+import pytest
+
 from indexer.store.numbering import Queue, QueueStart
 
 
@@ -53,6 +55,7 @@ class Log:
         return self._next_id - 1
 
 
+@pytest.mark.slow
 def test_start_passes_no_batch_that_appears_later_and_follows_the_queue() -> None:
     passed = 0
     for seed in range(300):

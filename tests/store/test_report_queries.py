@@ -249,6 +249,7 @@ def nodes_of(plan: str) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 async def test_a_sample_has_only_active_synchronized_repos_however_few(store: Store) -> None:
     qualified = [synchronized(number) for number in range(5)]
     others = [Repo(did(f"new {number}"), version=1) for number in range(3_000)]

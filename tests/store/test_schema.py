@@ -212,6 +212,7 @@ async def test_a_claim_reads_few_rows_although_the_planner_expects_none(store: S
         assert "repo_due" not in plan, plan
 
 
+@pytest.mark.slow
 async def test_frequent_statements_use_indexes(store: Store, sql: asyncpg.Connection) -> None:
     """They are a query for due repos, and `where did = …` on a public view."""
     await sql.execute(

@@ -1,3 +1,4 @@
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,6 +13,7 @@ def test_every_added_account_is_found(dids: set[str]) -> None:
     assert all(did in listed for did in dids)
 
 
+@pytest.mark.slow
 def test_few_other_accounts_are_found_by_chance() -> None:
     listed = ListedAccounts(expected=20_000)
     for number in range(20_000):

@@ -235,6 +235,7 @@ async def test_large_wait_ends_and_small_ones_continue(make_scenario: MakeScenar
     assert len(scenario.keys) == 2
 
 
+@pytest.mark.slow
 async def test_many_announced_changes_do_not_block_the_event_loop(make_scenario: MakeScenario) -> None:
     """A commit that follows the #identity of its account waits some seconds. No slot limits how many do."""
     scenario = make_scenario(concurrency=64, inbox_bytes=64 * 1024 * 1024)

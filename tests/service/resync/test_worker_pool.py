@@ -37,6 +37,7 @@ async def test_claim_does_not_wait_longer_when_all_workers_are_free() -> None:
         await until(lambda: running.attempts.started == dids)
 
 
+@pytest.mark.slow
 async def test_repos_that_wait_for_a_shared_transaction_leave_their_workers_to_others() -> None:
     dids = [f"did:plc:{n:024}" for n in range(5)]
     async with RunningPool(dids, lambda did: f"h{did[-1]}.example", workers=1, max_writing=2) as running:

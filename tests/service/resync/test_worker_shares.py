@@ -127,6 +127,7 @@ async def test_slow_exports_of_many_names_end_for_others() -> None:
         assert not running.task.done()
 
 
+@pytest.mark.slow
 async def test_slow_large_exports_leave_their_slots_to_other_large_repos() -> None:
     drips, honest = [f"did:plc:drip{n:020}" for n in range(3)], f"did:plc:good{0:020}"
     async with RunningPool(
@@ -140,6 +141,7 @@ async def test_slow_large_exports_leave_their_slots_to_other_large_repos() -> No
         assert all(repo.attempts == 0 for repo in running.store.rows.values())
 
 
+@pytest.mark.slow
 async def test_slow_export_ends_only_once_while_its_attempt_is_cleaned_up() -> None:
     drips = [f"did:plc:drip{n:020}" for n in range(8)]
     async with RunningPool(drips, lambda did: f"pds.n{did[8:]}.example", workers=2, fair_time=0.01) as running:
