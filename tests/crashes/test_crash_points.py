@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -119,6 +120,7 @@ class Operation:
         meanwhile: What happens while it runs.
         settings: Settings of the daemon.
         prepare: Shortens the waits of the daemon.
+        one_server: Why a cluster does not have the operation; empty if it has.
     """
 
     deaths: Sequence[Death]
@@ -126,6 +128,7 @@ class Operation:
     meanwhile: Act | None = None
     settings: Mapping[str, str] = field(default_factory=dict)
     prepare: Callable[[], None] = wait_little
+    one_server: str = ""
 
 
 OPERATIONS = {
@@ -138,7 +141,10 @@ OPERATIONS = {
         write,
     ),
     "few commits": Operation(
-        [Death("small-batch.committed"), Death("small-batch.committed", passes=5)], nothing, keep_writing
+        [Death("small-batch.committed"), Death("small-batch.committed", passes=5)],
+        nothing,
+        keep_writing,
+        one_server="one statement cannot write all tables of a cluster",
     ),
     "resync": Operation(
         [
@@ -172,7 +178,13 @@ OPERATIONS = {
 }
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
+def marked(name: str) -> Any:
+    """Return the parameter of a test, with a mark if a cluster does not have the operation."""
+    reason = OPERATIONS[name].one_server
+    return pytest.param(name, marks=pytest.mark.one_server(reason)) if reason else name
+
+
+@pytest.mark.parametrize("name", [marked(name) for name in OPERATIONS])
 async def test_killed_at_each_point(
     database: str, tmp_path: Path, record_property: Callable[[str, object], None], name: str
 ) -> None:
