@@ -107,19 +107,29 @@ RECORD_TYPES = {
 }
 """The SQL types of the columns of `record_rows`, in their order."""
 
-# For records that may exist, and for few new ones. Return the keys of the rows that existed. The system column xmax of
-# a row that was just inserted is 0, because no transaction has locked the row yet.
-_UPSERT_RECORDS = f"""
-    with written as (
+
+def upsert_records(rows: str) -> str:
+    """Return the statement that writes records, and returns their keys, each with `existed`.
+
+    Args:
+        rows: What follows `from`: rows with the columns of `RECORD_TYPES` and `ordinal`.
+    """
+    # The system column xmax of a row that was just inserted is 0, because no transaction has locked the row yet.
+    return f"""
         insert into indexer.record
             (did, collection, rkey, bucket, cid, rev, value, value_problem, original, indexed_at)
         select did, collection, rkey, bucket, cid, rev, value::jsonb, value_problem, original, statement_timestamp()
-        from {unnest(RECORD_TYPES, "w")} order by ordinal
+        from {rows} order by ordinal
         on conflict (did, collection, rkey, bucket) do update
         set cid = excluded.cid, rev = excluded.rev, value = excluded.value, value_problem = excluded.value_problem,
             original = excluded.original, indexed_at = excluded.indexed_at
         returning did, collection, rkey, xmax <> 0 as existed
-    )
+    """
+
+
+# For records that may exist, and for few new ones. Returns the keys of the rows that existed.
+_UPSERT_RECORDS = f"""
+    with written as ({upsert_records(unnest(RECORD_TYPES, "w"))})
     select did, collection, rkey from written where existed
 """
 

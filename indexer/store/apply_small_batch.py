@@ -21,6 +21,7 @@ from indexer.store.apply_batch import (
     AppliedBatch,
     cursor_values,
     update_arguments,
+    upsert_records,
 )
 from indexer.store.columns import HEAD_COLUMNS, Connection, columns_of, head_arrays, renumbered, unnest
 from indexer.store.copy_records import record_rows
@@ -38,22 +39,12 @@ _IF_LOCKED = f"(select count(*) from advanced) = cardinality(${_VERSIONS}::bigin
 # All parts see the database as it was when the statement began, also after `advanced` has waited for a lock of a repo.
 # So they do not see what another transaction has committed meanwhile. It has changed the version of the repo, because
 # nothing else may write records without that; then `advanced` has too few rows, and the statement fails. Parts that
-# read `advanced` run after it, so that rows are locked in the same order as by `apply`: repos, written records, deleted
-# records. The system column xmax of a row that was just inserted is 0.
+# read `advanced` run after it, so rows are locked in the order of `apply`: repos, written records, deleted records.
 WRITE = f"""
     -- "division by zero" is no failure: a row is not as expected, so the batch is written by several statements.
     with planned as materialized (select * from {unnest(_PLANNED, "w")}),
     advanced as ({renumbered(ADVANCE_REPOS, _FIRST_OF_REPOS)}),
-    written as (
-        insert into indexer.record
-            (did, collection, rkey, bucket, cid, rev, value, value_problem, original, indexed_at)
-        select did, collection, rkey, bucket, cid, rev, value::jsonb, value_problem, original, statement_timestamp()
-        from planned where action <> 'delete' and {_IF_LOCKED} order by ordinal
-        on conflict (did, collection, rkey, bucket) do update
-        set cid = excluded.cid, rev = excluded.rev, value = excluded.value, value_problem = excluded.value_problem,
-            original = excluded.original, indexed_at = excluded.indexed_at
-        returning did, collection, rkey, xmax <> 0 as existed
-    ),
+    written as ({upsert_records(f"planned where action <> 'delete' and {_IF_LOCKED}")}),
     deleted as (
         delete from indexer.record r using planned w
         where w.action = 'delete' and {_IF_LOCKED}

@@ -1,9 +1,9 @@
 """The connections of a store: a pool, and sessions on connections of their own."""
 
-from asyncio import CancelledError, Event, Semaphore, gather, timeout
+from asyncio import CancelledError, Event, Lock, Semaphore, gather, timeout
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import Self, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import asyncpg
 
@@ -32,6 +32,12 @@ SERVER_SETTINGS = {
     "idle_in_transaction_session_timeout": "300s",
 }
 
+SMALL_BATCH_SETTINGS = SERVER_SETTINGS | {"plan_cache_mode": "force_generic_plan"}
+"""For the statement that writes a small batch. By default, Postgres may plan it at each call, which takes as long as to
+run it."""
+SMALL_BATCH_PLAN_SECONDS = 1
+"""Seconds after which this statement is planned again. A plan for small tables is slow once they have grown."""
+
 T = TypeVar("T")
 
 
@@ -53,6 +59,8 @@ class Connections:
         self._dsn = dsn
         self._resync_connections = Semaphore(max(1, connections - RESERVED_CONNECTIONS))
         self._side_by_side = Semaphore(MAX_SIDE_BY_SIDE)
+        self._small_batch_lock = Lock()
+        self._small_batch_session: asyncpg.Connection | None = None
         self.committed = Event()
         self.failed_operations = 0
         self.last_error: str | None = None
@@ -92,6 +100,8 @@ class Connections:
 
     async def close(self) -> None:
         """Close all connections."""
+        if self._small_batch_session is not None:
+            await _close_in_time(self._small_batch_session)
         await self._pool.close()
 
     @property
@@ -120,16 +130,36 @@ class Connections:
     ) -> AsyncIterator[asyncpg.Connection]:
         """Open a connection outside the pool; close it at the end. `limited` applies `STATEMENT_TIMEOUT`."""
         with self._count_failures(), database_errors():
-            connection = await asyncpg.connect(
-                self._dsn,
-                timeout=CONNECT_TIMEOUT,
-                command_timeout=STATEMENT_TIMEOUT if limited else None,
-                server_settings=server_settings,
-            )
+            connection = await self._connect(server_settings, STATEMENT_TIMEOUT if limited else None)
             try:
                 yield connection
             finally:
                 await connection.close(timeout=CONNECT_TIMEOUT)
+
+    async def _connect(
+        self, server_settings: dict[str, str], statement_timeout: float | None, **options: Any
+    ) -> asyncpg.Connection:
+        return await asyncpg.connect(
+            self._dsn,
+            timeout=CONNECT_TIMEOUT,
+            command_timeout=statement_timeout,
+            server_settings=server_settings,
+            **options,
+        )
+
+    @asynccontextmanager
+    async def _small_batch_connection(self) -> AsyncIterator[asyncpg.Connection]:
+        """Use the connection for small batches, which stays open afterwards. One block has it at a time."""
+        with self._count_failures(), database_errors():
+            async with self._small_batch_lock:
+                if self._small_batch_session is None or self._small_batch_session.is_closed():
+                    self._small_batch_session = await self._connect(
+                        SMALL_BATCH_SETTINGS,
+                        STATEMENT_TIMEOUT,
+                        max_cached_statement_lifetime=SMALL_BATCH_PLAN_SECONDS,
+                    )
+                async with _closed_after_cancellation(self._small_batch_session):
+                    yield self._small_batch_session
 
     @asynccontextmanager
     async def _transaction(self) -> AsyncIterator[Connection]:
@@ -167,18 +197,13 @@ class Connections:
     async def _acquired(self) -> AsyncIterator[asyncpg.pool.PoolConnectionProxy]:
         """Acquire a connection for a block that may raise other transient errors as well.
 
-        It is closed if the block is cancelled or a time limit ends it. Postgres may receive the cancellation of a
-        statement so late that it affects the next one.
+        It is closed if the block is cancelled or a time limit ends it.
         """
         with database_errors():
             connection = await self._acquire()
         try:
-            yield connection
-        except BaseException as error:
-            # An inner block may have turned the error of a time limit into a `DatabaseError`.
-            if isinstance(error, ENDS_STATEMENT) or isinstance(error.__cause__, ENDS_STATEMENT):
-                await _close_after_cancellation(connection)
-            raise
+            async with _closed_after_cancellation(connection):
+                yield connection
         finally:
             with database_errors():
                 await self._pool.release(connection)
@@ -198,8 +223,23 @@ class Connections:
             raise
 
 
-async def _close_after_cancellation(connection: asyncpg.pool.PoolConnectionProxy) -> None:
-    """Close the connection when Postgres has ended the cancelled statement, at the latest after `CANCEL_TIMEOUT`.
+@asynccontextmanager
+async def _closed_after_cancellation(connection: Connection) -> AsyncIterator[None]:
+    """Close the connection if the block is cancelled or a time limit ends it.
+
+    Postgres may receive the cancellation of a statement so late that it affects the next one.
+    """
+    try:
+        yield
+    except BaseException as error:
+        # An inner block may have turned the error of a time limit into a `DatabaseError`.
+        if isinstance(error, ENDS_STATEMENT) or isinstance(error.__cause__, ENDS_STATEMENT):
+            await _close_in_time(connection)
+        raise
+
+
+async def _close_in_time(connection: Connection) -> None:
+    """Close the connection, at the latest after `CANCEL_TIMEOUT`. A cancelled statement has ended in Postgres then.
 
     `terminate` would drop the request to cancel it: the statement would go on, with its locks, outside of the pool.
     """

@@ -99,7 +99,7 @@ class Store(ResyncMethods, ScopeMethods, AccountMethods, LinkMethods, FeedMethod
         small = small_batch(batch) if is_possible and self.keeps_links is False else None
         if small is None:
             return None
-        async with self._connection() as connection:
+        async with self._small_batch_connection() as connection:
             if self.keeps_links is not False:  # another task has changed it during the wait for a connection
                 return None
             try:

@@ -323,9 +323,9 @@ def test_huge_pages_are_recommended_for_large_buffers(status: str, gibibytes: in
 @pytest.mark.parametrize(
     ("roles", "placement", "connections"),
     [
-        ("live,resync", Placement.PLAIN, 15),
+        ("live,resync", Placement.PLAIN, 16),
         ("resync", Placement.PLAIN, 14),
-        ("live,resync,feed", Placement.PLAIN, 17),
+        ("live,resync,feed", Placement.PLAIN, 18),
         ("live,resync", Placement.DISTRIBUTED, 16),
         ("live,resync,feed", Placement.DISTRIBUTED, 18),
     ],

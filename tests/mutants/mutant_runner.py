@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from tests.mutants.seeded_mutant import TIERS, Mutant, Tier
 
-_FAILED_TEST = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
+_FAILED_TEST = re.compile(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", re.MULTILINE)
+"""A line of the summary. In lines of a captured log, several spaces follow `ERROR`."""
 _PASSED_TESTS = re.compile(r"^\d+ passed|, \d+ passed", re.MULTILINE)
 _PASSED, _FAILED = 0, 1  # exit codes of pytest
 _PYTEST = ("-m", "pytest", "-q", "--hypothesis-profile", "quick", "--hypothesis-seed", "0", "--tb", "line", "-rfEs")

@@ -18,7 +18,7 @@ PRODUCT = "def double(number):\n    return 2 * number\n"
 PROJECT_TESTS = {
     "conftest.py": "from hypothesis import settings\n\nsettings.register_profile('quick')\n",
     "first/test_zero.py": "from product import double\n\ndef test_zero():\n    assert double(0) == 0\n",
-    "first/test_broken.py": "def test_broken():\n    assert False\n",
+    "first/test_broken.py": "import logging\n\ndef test_broken():\n    logging.error('lost')\n    assert False\n",
     "first/test_nothing.py": "def test_nothing():\n    pass\n",
     "first/test_skipped.py": "import pytest\n\n@pytest.mark.skip(reason='no cluster')\ndef test_one():\n    pass\n",
     "second/test_one.py": "from product import double\n\ndef test_one():\n    assert double(1) == 2\n",
@@ -113,6 +113,7 @@ def test_test_that_fails_without_the_mutant_kills_nothing(copy: ProjectCopy) -> 
         kill(copy, mutant_of(new="number + 2", tests=(f"first/test_{name}.py",)), 60, PROJECT_TIERS)
         for name in ("zero", "broken")
     ]
+    assert broken.test == "first/test_broken.py::test_broken"
     assert [outcome.killed_by for outcome in without_broken_tests(copy, [killed, broken], 60)] == ["unit", None]
 
 

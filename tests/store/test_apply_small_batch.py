@@ -13,8 +13,15 @@ import pytest
 from indexer.errors import RefusedWriteError
 from indexer.reasons import Rejection
 from indexer.store import Store
-from indexer.store.apply_batch import STATEMENT_BYTES
-from indexer.store.apply_small_batch import MAX_CHANGES, NotAsPlannedError, apply_small, small_batch
+from indexer.store.apply_batch import STATEMENT_BYTES, AppliedBatch
+from indexer.store.apply_small_batch import (
+    MAX_CHANGES,
+    WRITE,
+    NotAsPlannedError,
+    SmallBatch,
+    apply_small,
+    small_batch,
+)
 from indexer.store.store import SMALL_BATCH_PAUSE
 from indexer.sync.plans import Action, Batch, Cursor, DeadLetter, RecordChange, RepoWrite
 from indexer.sync.repo_state import Repo
@@ -209,21 +216,82 @@ async def test_one_statement_writes_no_links_and_no_distributed_tables(
 
 
 async def test_links_that_are_kept_since_the_wait_for_a_connection_are_written(
-    database: str, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+    store: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = await Store.open(database, connections=1)
     await insert(store, synchronized(1))
     store.keeps_links = False
     one_statement_fails(monkeypatch)
-    async with sql.transaction():
-        await sql.execute("update indexer.repo set updated_at = now()")
-        first = asyncio.create_task(store.update_repo(did(1), lambda repo: repo._replace(version=2)))
-        await until(lambda: waiting_for_locks(sql, 1))
-        second = asyncio.create_task(store.write(Batch((advance(synchronized(1)),), cursor=cursor())))
-        await asyncio.sleep(0)
-        store.keeps_links = None
-    await asyncio.gather(first, second)
+    writing = asyncio.create_task(store.write(Batch((ORDINARY,), cursor=cursor())))
+    await asyncio.sleep(0)
+    store.keeps_links = None
+    await writing
+    assert await sql.fetchval("select count(*) from indexer.record") == 1
+
+
+def used_connections(patch: pytest.MonkeyPatch) -> list[asyncpg.Connection]:
+    """Return a list that will contain the connection of each statement for a small batch."""
+    used: list[asyncpg.Connection] = []
+
+    async def recording_apply_small(connection: asyncpg.Connection, batch: SmallBatch) -> AppliedBatch:
+        used.append(connection)
+        return await apply_small(connection, batch)
+
+    patch.setattr("indexer.store.store.apply_small", recording_apply_small)
+    return used
+
+
+async def write_small(store: Store, count: int) -> None:
+    """Write this number of small batches, each for a new repo."""
+    for number in range(count):
+        repo = synchronized(f"small batch {number} at {monotonic()}")
+        await insert(store, repo)
+        assert not (await store.write(Batch((advance(repo, put("app.test/a")),), cursor=cursor()))).skipped
+
+
+async def test_the_statement_is_not_planned_at_each_call(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("indexer.store.connections.SMALL_BATCH_PLAN_SECONDS", 60)
+    store.keeps_links = False
+    used = used_connections(monkeypatch)
+    await write_small(store, 8)
+    plans = "select generic_plans, custom_plans from pg_prepared_statements where statement = $1"
+    assert [tuple(row) for row in await used[-1].fetch(plans, WRITE)] == [(8, 0)]
+
+
+async def test_the_statement_is_planned_again_after_some_time(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan for small tables may be slow once they have grown."""
+    store.keeps_links = False
+    used = used_connections(monkeypatch)
+    monkeypatch.setattr("indexer.store.connections.SMALL_BATCH_PLAN_SECONDS", 0.01)
+    for _ in range(2):
+        await write_small(store, 1)
+        await asyncio.sleep(0.02)
+    assert used[0] is used[1]
+    await write_small(store, 1)
+    plans = "select generic_plans from pg_prepared_statements where statement = $1"
+    assert [row[0] for row in await used[-1].fetch(plans, WRITE)] == [1]
+
+
+async def test_a_lost_connection_is_opened_again(
+    store: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await insert(store, synchronized(1), synchronized(2))
+    store.keeps_links = False
+    several_statements_fail(monkeypatch)
+    used = used_connections(monkeypatch)
+    await store.write(Batch((ORDINARY,), cursor=cursor()))
+    await sql.fetchval("select pg_terminate_backend($1, 5000)", used[0].get_server_pid())
+    await until(used[0].is_closed)
+    assert not (await store.write(Batch((advance(synchronized(2)),), cursor=cursor(2)))).skipped
+    assert used[1] is not used[0]
+
+
+async def test_the_connection_is_closed_with_the_store(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = await Store.open(database)
+    store.keeps_links = False
+    used = used_connections(monkeypatch)
+    await write_small(store, 1)
     await store.close()
+    assert used[0].is_closed()
 
 
 async def test_no_batch_is_written_with_one_statement_for_a_while_after_one_was_not_as_planned(
