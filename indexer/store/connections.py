@@ -1,6 +1,6 @@
 """The connections of a store: a pool, and sessions on connections of their own."""
 
-from asyncio import CancelledError, Event, Lock, Semaphore, gather, timeout
+from asyncio import CancelledError, Event, Semaphore, gather, timeout
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, Self, TypeVar, cast
@@ -11,6 +11,7 @@ from indexer.crash_points import COMMITTED, crash_point
 from indexer.store.columns import Connection
 from indexer.store.database_check import DatabaseCheck
 from indexer.store.database_errors import CONNECT_TIMEOUT, DatabaseError, database_errors, opening, without_password
+from indexer.store.kept_connection import KeptConnection
 from indexer.store.placement import divide_by_shard, load_placement, load_shards, require_complete
 from indexer.sync.shard import Placement
 
@@ -59,8 +60,7 @@ class Connections:
         self._dsn = dsn
         self._resync_connections = Semaphore(max(1, connections - RESERVED_CONNECTIONS))
         self._side_by_side = Semaphore(MAX_SIDE_BY_SIDE)
-        self._small_batch_lock = Lock()
-        self._small_batch_session: asyncpg.Connection | None = None
+        self._for_small_batches = KeptConnection(self._connect_for_small_batches)
         self.committed = Event()
         self.failed_operations = 0
         self.last_error: str | None = None
@@ -100,8 +100,8 @@ class Connections:
 
     async def close(self) -> None:
         """Close all connections."""
-        if self._small_batch_session is not None:
-            await _close_in_time(self._small_batch_session)
+        if self._for_small_batches.connection is not None:
+            await _close_in_time(self._for_small_batches.connection)
         await self._pool.close()
 
     @property
@@ -147,19 +147,17 @@ class Connections:
             **options,
         )
 
+    async def _connect_for_small_batches(self) -> asyncpg.Connection:
+        return await self._connect(
+            SMALL_BATCH_SETTINGS, STATEMENT_TIMEOUT, max_cached_statement_lifetime=SMALL_BATCH_PLAN_SECONDS
+        )
+
     @asynccontextmanager
     async def _small_batch_connection(self) -> AsyncIterator[asyncpg.Connection]:
         """Use the connection for small batches, which stays open afterwards. One block has it at a time."""
         with self._count_failures(), database_errors():
-            async with self._small_batch_lock:
-                if self._small_batch_session is None or self._small_batch_session.is_closed():
-                    self._small_batch_session = await self._connect(
-                        SMALL_BATCH_SETTINGS,
-                        STATEMENT_TIMEOUT,
-                        max_cached_statement_lifetime=SMALL_BATCH_PLAN_SECONDS,
-                    )
-                async with _closed_after_cancellation(self._small_batch_session):
-                    yield self._small_batch_session
+            async with self._for_small_batches.use() as connection, _closed_after_cancellation(connection):
+                yield connection
 
     @asynccontextmanager
     async def _transaction(self) -> AsyncIterator[Connection]:
