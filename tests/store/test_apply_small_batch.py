@@ -257,6 +257,7 @@ async def test_the_statement_is_not_planned_at_each_call(store: Store, monkeypat
     assert [tuple(row) for row in await used[-1].fetch(plans, WRITE)] == [(8, 0)]
 
 
+@pytest.mark.slow
 async def test_the_statement_is_planned_again_after_some_time(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan for small tables may be slow once they have grown."""
     store.keeps_links = False
@@ -272,6 +273,7 @@ async def test_the_statement_is_planned_again_after_some_time(store: Store, monk
     assert max(uses_of_plan) <= 1
 
 
+@pytest.mark.slow
 async def test_a_lost_connection_is_opened_again(
     store: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,6 +288,7 @@ async def test_a_lost_connection_is_opened_again(
     assert used[1] is not used[0]
 
 
+@pytest.mark.slow
 async def test_a_connection_that_was_unused_for_long_is_replaced(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """A firewall may have forgotten it: then the next statement would wait for its time limit."""
     store.keeps_links = False
@@ -298,6 +301,7 @@ async def test_a_connection_that_was_unused_for_long_is_replaced(store: Store, m
     assert used[0].is_closed()
 
 
+@pytest.mark.slow
 async def test_the_connection_is_closed_with_the_store(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store = await Store.open(database)
     store.keeps_links = False
