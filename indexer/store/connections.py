@@ -237,7 +237,7 @@ async def _closed_after_cancellation(connection: Connection) -> AsyncIterator[No
 
 
 async def _close_in_time(connection: Connection) -> None:
-    """Close the connection, at the latest after `CANCEL_TIMEOUT`. A cancelled statement has ended in Postgres then.
+    """Close the connection when Postgres has ended a cancelled statement, at the latest after `CANCEL_TIMEOUT`.
 
     `terminate` would drop the request to cancel it: the statement would go on, with its locks, outside of the pool.
     """

@@ -22,7 +22,7 @@ from indexer.store import (
 )
 from indexer.store.account_methods import AccountMethods
 from indexer.store.apply_batch import AppliedBatch, apply
-from indexer.store.apply_small_batch import NotAsPlannedError, apply_small, small_batch
+from indexer.store.apply_small_batch import NotAsPlannedError, SmallBatch, apply_small, small_batch
 from indexer.store.blocking_sessions import BlockingSession
 from indexer.store.change_log_segments import ChangeLogState, RetentionPolicy, TrimPlan
 from indexer.store.columns import Connection, buckets_of, repo_columns, repo_of
@@ -94,19 +94,28 @@ class Store(ResyncMethods, ScopeMethods, AccountMethods, LinkMethods, FeedMethod
         return applied
 
     async def _write_small(self, batch: Batch) -> AppliedBatch | None:
-        """Write the batch with one statement. Return None if that is not possible; then nothing was written."""
+        """Write the batch with one statement. Return None if that is not possible; then nothing was written.
+
+        After an error of the database, as after a batch that was not as planned, other batches do without the
+        connection for small ones for a while. It may be the only one that fails, and no message may be its cause.
+        """
         is_possible = self.placement is Placement.PLAIN and monotonic() >= self._small_batches_from
         small = small_batch(batch) if is_possible and self.keeps_links is False else None
         if small is None:
             return None
+        try:
+            return await self._apply_small(small)
+        except (NotAsPlannedError, DatabaseError) as error:
+            self._small_batches_from = monotonic() + SMALL_BATCH_PAUSE
+            if isinstance(error, DatabaseError):
+                raise
+            return None
+
+    async def _apply_small(self, batch: SmallBatch) -> AppliedBatch | None:
         async with self._small_batch_connection() as connection:
             if self.keeps_links is not False:  # another task has changed it during the wait for a connection
                 return None
-            try:
-                applied = await apply_small(connection, small)
-            except NotAsPlannedError:
-                self._small_batches_from = monotonic() + SMALL_BATCH_PAUSE
-                return None
+            applied = await apply_small(connection, batch)
             crash_point("small-batch.committed")
             crash_point(COMMITTED)
             self.committed.set()

@@ -12,7 +12,7 @@ import pytest
 
 from indexer.errors import RefusedWriteError
 from indexer.reasons import Rejection
-from indexer.store import Store
+from indexer.store import DatabaseError, Store
 from indexer.store.apply_batch import STATEMENT_BYTES, AppliedBatch
 from indexer.store.apply_small_batch import (
     MAX_CHANGES,
@@ -325,6 +325,23 @@ async def test_no_batch_is_written_with_one_statement_for_a_while_after_one_was_
     monkeypatch.setattr("indexer.store.store.monotonic", lambda: monotonic() + SMALL_BATCH_PAUSE)
     several_statements_fail(monkeypatch)
     assert not (await store.write(Batch((advance(synchronized(2)),), cursor=cursor(3)))).skipped
+
+
+async def test_other_statements_write_the_batch_if_the_connection_for_small_ones_cannot_be_opened(
+    store: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the batch would be halved, and at last each message rejected, although the pool can write it."""
+    await insert(store, synchronized(1))
+    store.keeps_links = False
+
+    async def refuse(*_: object, **__: object) -> asyncpg.Connection:
+        raise asyncpg.TooManyConnectionsError("too many connections for role")
+
+    monkeypatch.setattr("indexer.store.connections.asyncpg.connect", refuse)
+    with pytest.raises(DatabaseError, match="too many connections"):
+        await store.write(Batch((ORDINARY,), cursor=cursor()))
+    assert not (await store.write(Batch((ORDINARY,), cursor=cursor()))).skipped
+    assert await sql.fetchval("select count(*) from indexer.record") == 1
 
 
 async def test_a_cancelled_statement_writes_nothing(store: Store, sql: asyncpg.Connection, database: str) -> None:
