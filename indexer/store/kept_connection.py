@@ -8,14 +8,14 @@ from time import monotonic
 import asyncpg
 
 MAX_IDLE_SECONDS = 300.0
-"""Seconds after which an unused connection is replaced, as in a pool: a firewall may have forgotten it."""
+"""Seconds without use after which the next use opens another connection: a firewall may have forgotten the old one."""
 
 
 class KeptConnection:
-    """A connection for one block at a time, opened when it is first needed, and again after it was lost or unused.
+    """A connection for one block at a time. A block opens it if there is none, or none that can be used.
 
     Attributes:
-        connection: The last connection, which may be closed.
+        connection: The last connection, which may be closed; None before the first use.
     """
 
     def __init__(self, connect: Callable[[], Awaitable[asyncpg.Connection]]) -> None:

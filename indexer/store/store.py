@@ -96,8 +96,8 @@ class Store(ResyncMethods, ScopeMethods, AccountMethods, LinkMethods, FeedMethod
     async def _write_small(self, batch: Batch) -> AppliedBatch | None:
         """Write the batch with one statement. Return None if that is not possible; then nothing was written.
 
-        After an error of the database, as after a batch that was not as planned, other batches do without the
-        connection for small ones for a while. It may be the only one that fails, and no message may be its cause.
+        After an error of the database, or a batch that was not as planned, the pool writes all batches for a while. The
+        connections of the pool may still work when the one for small batches cannot be opened.
         """
         is_possible = self.placement is Placement.PLAIN and monotonic() >= self._small_batches_from
         small = small_batch(batch) if is_possible and self.keeps_links is False else None
