@@ -2,7 +2,7 @@
 
 from asyncio import CancelledError, Event, Semaphore, gather, timeout
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Self, TypeVar, cast
 
 import asyncpg
@@ -11,14 +11,12 @@ from indexer.crash_points import COMMITTED, crash_point
 from indexer.store.columns import Connection
 from indexer.store.database_check import DatabaseCheck
 from indexer.store.database_errors import CONNECT_TIMEOUT, DatabaseError, database_errors, opening, without_password
-from indexer.store.kept_connection import KeptConnection
+from indexer.store.kept_connection import KeptConnection, close_in_time
 from indexer.store.placement import divide_by_shard, load_placement, load_shards, require_complete
 from indexer.sync.shard import Placement
 
 STATEMENT_TIMEOUT = 60.0
 """Seconds after which a statement is cancelled."""
-CANCEL_TIMEOUT = 5.0
-"""Seconds to wait for the end of a cancelled statement."""
 ENDS_STATEMENT = (CancelledError, TimeoutError)
 """With these errors, the driver cancels the running statement."""
 RESERVED_CONNECTIONS = 3
@@ -100,9 +98,10 @@ class Connections:
 
     async def close(self) -> None:
         """Close all connections."""
-        if self._for_small_batches.connection is not None:
-            await _close_in_time(self._for_small_batches.connection)
-        await self._pool.close()
+        try:
+            await self._for_small_batches.close()
+        finally:
+            await self._pool.close()
 
     @property
     def address(self) -> str:
@@ -148,15 +147,18 @@ class Connections:
         )
 
     async def _connect_for_small_batches(self) -> asyncpg.Connection:
-        return await self._connect(
-            SMALL_BATCH_SETTINGS, STATEMENT_TIMEOUT, max_cached_statement_lifetime=SMALL_BATCH_PLAN_SECONDS
-        )
+        lifetime = SMALL_BATCH_PLAN_SECONDS
+        return await self._connect(SMALL_BATCH_SETTINGS, None, max_cached_statement_lifetime=lifetime)
 
     @asynccontextmanager
     async def _small_batch_connection(self) -> AsyncIterator[asyncpg.Connection]:
-        """Use the connection for small batches, which stays open afterwards. One block has it at a time."""
+        """Use the connection for small batches, which stays open afterwards. One block has it at a time.
+
+        The block has the time of one statement. The time limit of the driver would not apply to the round trip that
+        closes a statement at the end of its lifetime.
+        """
         with self._count_failures(), database_errors():
-            async with self._for_small_batches.use() as connection, _closed_after_cancellation(connection):
+            async with self._for_small_batches.use() as connection, timeout(STATEMENT_TIMEOUT):
                 yield connection
 
     @asynccontextmanager
@@ -232,18 +234,8 @@ async def _closed_after_cancellation(connection: Connection) -> AsyncIterator[No
     except BaseException as error:
         # An inner block may have turned the error of a time limit into a `DatabaseError`.
         if isinstance(error, ENDS_STATEMENT) or isinstance(error.__cause__, ENDS_STATEMENT):
-            await _close_in_time(connection)
+            await close_in_time(connection)
         raise
-
-
-async def _close_in_time(connection: Connection) -> None:
-    """Close the connection when Postgres has ended a cancelled statement, at the latest after `CANCEL_TIMEOUT`.
-
-    `terminate` would drop the request to cancel it: the statement would go on, with its locks, outside of the pool.
-    """
-    # The driver closes the socket before it raises one of these, and the block already has the error that counts.
-    with suppress(OSError, asyncpg.PostgresError, asyncpg.InterfaceError):
-        await connection.close(timeout=CANCEL_TIMEOUT)
 
 
 async def _keep_session(_connection: asyncpg.Connection) -> None:

@@ -26,6 +26,7 @@ from indexer.store.store import SMALL_BATCH_PAUSE
 from indexer.sync.plans import Action, Batch, Cursor, DeadLetter, RecordChange, RepoWrite
 from indexer.sync.repo_state import Repo
 from indexer.sync.shard import Placement
+from tests.database_proxy import DatabaseProxy
 from tests.store.repo_rows import delete, did, head, insert, put, synchronized, waiting_for_locks
 from tests.waiting import until
 
@@ -292,19 +293,6 @@ async def test_a_lost_connection_is_opened_again(
 
 
 @pytest.mark.slow
-async def test_a_connection_that_was_unused_for_long_is_replaced(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A firewall may have forgotten it: then the next statement would wait for its time limit."""
-    store.keeps_links = False
-    used = used_connections(monkeypatch)
-    await write_small(store, 2)
-    assert used[0] is used[1]
-    monkeypatch.setattr("indexer.store.kept_connection.MAX_IDLE_SECONDS", 0.0)
-    await write_small(store, 1)
-    assert used[2] is not used[0]
-    assert used[0].is_closed()
-
-
-@pytest.mark.slow
 async def test_the_connection_is_closed_with_the_store(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store = await Store.open(database)
     store.keeps_links = False
@@ -312,6 +300,27 @@ async def test_the_connection_is_closed_with_the_store(database: str, monkeypatc
     await write_small(store, 1)
     await store.close()
     assert used[0].is_closed()
+
+
+async def test_the_pool_is_closed_if_the_close_of_the_store_is_cancelled(
+    database: str, sql: asyncpg.Connection
+) -> None:
+    store = await Store.open(database)
+    store.keeps_links = False
+    await insert(store, synchronized(1))
+    async with sql.transaction():
+        await sql.execute("lock table indexer.repo")
+        writing = asyncio.create_task(store.write(Batch((ORDINARY,), cursor=cursor())))
+        await until(lambda: waiting_for_locks(sql, 1))
+        closing = asyncio.create_task(store.close())
+        await asyncio.sleep(0)
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+    await writing
+    with pytest.raises(DatabaseError, match="clos"):
+        await store.repos([did(1)])
+    await store.close()
 
 
 async def test_no_batch_is_written_with_one_statement_for_a_while_after_one_was_not_as_planned(
@@ -347,10 +356,63 @@ async def test_other_statements_write_the_batch_if_the_connection_for_small_ones
     assert await sql.fetchval("select count(*) from indexer.record") == 1
 
 
-async def test_a_cancelled_statement_writes_nothing(store: Store, sql: asyncpg.Connection, database: str) -> None:
+async def test_a_session_that_ends_during_the_statement_is_replaced_and_the_pool_writes_meanwhile(
+    store: Store, sql: asyncpg.Connection, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await insert(store, synchronized(1), synchronized(2))
+    store.keeps_links = False
+    before, used = await content(sql), used_connections(monkeypatch)
+    lock = await asyncpg.connect(database)
+    async with lock.transaction():
+        await lock.execute("update indexer.repo set version = version")
+        writing = asyncio.create_task(store.write(Batch((ORDINARY,), cursor=cursor())))
+        await until(lambda: waiting_for_locks(sql, 1))
+        await sql.execute("select pg_terminate_backend($1)", used[0].get_server_pid())
+        with pytest.raises(DatabaseError, match="terminating connection"):
+            await writing
+    await lock.close()
+    assert await content(sql) == before
+    with monkeypatch.context() as patch:
+        one_statement_fails(patch)
+        assert not (await store.write(Batch((ORDINARY,), cursor=cursor()))).skipped
+    monkeypatch.setattr("indexer.store.store.monotonic", lambda: monotonic() + SMALL_BATCH_PAUSE)
+    several_statements_fail(monkeypatch)
+    assert not (await store.write(Batch((advance(synchronized(2)),), cursor=cursor(2)))).skipped
+    assert used[1] is not used[0]
+
+
+@pytest.mark.slow
+async def test_each_round_trip_of_a_small_batch_has_a_time_limit(
+    store: Store, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the one that closes the statement at the end of its lifetime, to which the driver applies none."""
+    await insert(store, synchronized(1), synchronized(2))
+    monkeypatch.setattr("indexer.store.connections.SMALL_BATCH_PLAN_SECONDS", 0.01)
+    monkeypatch.setattr("indexer.store.kept_connection.CANCEL_TIMEOUT", 0.1)
+    proxy = DatabaseProxy(database)
+    async with proxy.serve():
+        behind_proxy = await Store.open(proxy.dsn)
+        behind_proxy.keeps_links = False
+        used = used_connections(monkeypatch)
+        await behind_proxy.write(Batch((ORDINARY,), cursor=cursor()))
+        await asyncio.sleep(0.1)  # the lifetime of the statement ends: no query may find out, it would close it
+        proxy.hang()
+        monkeypatch.setattr("indexer.store.connections.STATEMENT_TIMEOUT", 0.2)
+        async with asyncio.timeout(10):
+            with pytest.raises(DatabaseError, match="no answer in time"):
+                await behind_proxy.write(Batch((advance(synchronized(2)),), cursor=cursor(2)))
+        assert proxy.disturbed
+        assert used[0].is_closed()
+        proxy.open()
+        await behind_proxy.close()
+
+
+async def test_a_cancelled_statement_writes_nothing(
+    store: Store, sql: asyncpg.Connection, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await insert(store, synchronized(1))
     store.keeps_links = False
-    before = await content(sql)
+    before, used = await content(sql), used_connections(monkeypatch)
     lock = await asyncpg.connect(database)
     async with lock.transaction():
         await lock.execute("update indexer.repo set version = version")
@@ -362,6 +424,7 @@ async def test_a_cancelled_statement_writes_nothing(store: Store, sql: asyncpg.C
     with pytest.raises(asyncio.CancelledError):
         await writing
     assert await content(sql) == before
+    assert used[0].is_closed()  # Postgres may receive the cancellation when the next statement runs
     assert not (await store.write(Batch((ORDINARY,), cursor=cursor()))).skipped
 
 

@@ -1,0 +1,88 @@
+"""A kept connection is open between its blocks, belongs to one at a time, and is replaced if it may not work."""
+
+import asyncio
+
+import asyncpg
+import pytest
+
+from indexer.store.kept_connection import KeptConnection
+
+
+def kept_to(database: str) -> KeptConnection:
+    return KeptConnection(lambda: asyncpg.connect(database))
+
+
+async def used_by(kept: KeptConnection) -> asyncpg.Connection:
+    """Use the connection in a block; return it."""
+    async with kept.use() as connection:
+        await connection.execute("select 1")
+    return connection
+
+
+async def hold(kept: KeptConnection, held: asyncio.Event, release: asyncio.Event) -> asyncpg.Connection:
+    """Use the connection in a block until `release` is set; return it."""
+    async with kept.use() as connection:
+        held.set()
+        await release.wait()
+        await connection.execute("select 1")
+    return connection
+
+
+async def test_blocks_use_the_same_connection_one_after_the_other(database: str) -> None:
+    kept, held, release = kept_to(database), asyncio.Event(), asyncio.Event()
+    first = asyncio.create_task(hold(kept, held, release))
+    await held.wait()
+    second = asyncio.create_task(used_by(kept))
+    finished, _ = await asyncio.wait([second], timeout=0)
+    assert not finished
+    release.set()
+    assert await second is await first
+    await kept.close()
+
+
+@pytest.mark.parametrize("error", [asyncpg.DataError("a value"), ValueError("a bug"), asyncio.CancelledError()])
+async def test_a_connection_is_replaced_after_a_block_that_raises(database: str, error: BaseException) -> None:
+    kept = kept_to(database)
+    with pytest.raises(type(error)):
+        async with kept.use() as first:
+            raise error
+    assert first.is_closed()
+    second = await used_by(kept)
+    assert second is not first
+    await kept.close()
+
+
+async def test_a_connection_that_was_unused_for_long_is_replaced(
+    database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A firewall may have forgotten it: then the next statement would wait for its time limit."""
+    kept = kept_to(database)
+    first = await used_by(kept)
+    monkeypatch.setattr("indexer.store.kept_connection.MAX_IDLE_SECONDS", 0.0)
+    second = await used_by(kept)
+    assert second is not first
+    assert first.is_closed()
+    await kept.close()
+
+
+async def test_close_waits_for_the_block_and_no_other_block_follows(database: str) -> None:
+    kept, held, release = kept_to(database), asyncio.Event(), asyncio.Event()
+    block = asyncio.create_task(hold(kept, held, release))
+    await held.wait()
+    closing = asyncio.create_task(kept.close())
+    later = asyncio.create_task(used_by(kept))
+    finished, _ = await asyncio.wait([closing, later], timeout=0)
+    assert not finished
+    release.set()
+    used = await block
+    await closing
+    assert used.is_closed()
+    with pytest.raises(asyncpg.InterfaceError, match="closed"):
+        await later
+
+
+async def test_close_without_a_block_before_opens_nothing(database: str) -> None:
+    kept = kept_to(database)
+    await kept.close()
+    with pytest.raises(asyncpg.InterfaceError, match="closed"):
+        await used_by(kept)
