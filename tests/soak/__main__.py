@@ -37,27 +37,30 @@ PATIENCE = 900.0
     help="File to which each sample is added at once.",
 )
 @click.option("--warm-up", type=float, help="Minutes whose samples do not count. Default: half of all, at most 60.")
+@click.option("--links", is_flag=True, help="Keep links. Then no batch is written as a small one, with one statement.")
 @click.option("--fit", is_flag=True, help="Only fit the samples of an earlier run, which the file has.")
-def main(minutes: float, rate: float, seed: int, samples: Path, warm_up: float | None, fit: bool) -> None:
+def main(minutes: float, rate: float, seed: int, samples: Path, warm_up: float | None, links: bool, fit: bool) -> None:
     """Run a soak. SIGINT ends it early, with the checks and the figures so far.
 
-    The exit code is 1 if a quantity grows beyond its limit, or if the database differs from the world.
+    The exit code is 1 if a quantity grows beyond its limit, if the database differs from the world, or if the whole
+    time has passed with fewer than three samples after the warm-up.
     """
     beginning = min(minutes * 60 * WARM_UP_SHARE, MAX_WARM_UP) if warm_up is None else warm_up * 60
     if fit:
         trends = trends_of([json.loads(line) for line in samples.read_text().splitlines()], beginning)
         click.echo("\n".join(trend_lines(trends)))
-        sys.exit(0 if all(trend.is_flat for trend in trends) else 1)
+        sys.exit(0 if trends and all(trend.is_flat for trend in trends) else 1)
     samples.unlink(missing_ok=True)
     waiting.TIMEOUT = PATIENCE
     logging.getLogger("aiohttp.server").disabled = True  # faults break its connections
-    plan = SoakPlan(minutes * 60, beginning, rate=rate, seed=seed)
+    plan = SoakPlan(minutes * 60, beginning, rate=rate, seed=seed, links=links)
     start_fork_server()
     with tempfile.TemporaryDirectory(prefix="indexer-soak-") as directory:
         result = asyncio.run(_run(plan, Path(directory), samples))
     for line in result_lines(result):
         click.echo(line)
-    sys.exit(1 if result.growing or result.differences else 0)
+    unknown = not result.trends and result.seconds >= plan.duration
+    sys.exit(1 if result.growing or result.differences or unknown else 0)
 
 
 async def _run(plan: SoakPlan, directory: Path, samples: Path) -> SoakResult:

@@ -13,13 +13,15 @@ ALWAYS_SHOWN = PROCESS_LIMITS | DATABASE_LIMITS
 def result_lines(result: SoakResult) -> Iterator[str]:
     """Yield a line for each quantity, then the verdict."""
     yield f"{result.seconds / 60:.1f} minutes, {result.commits:,} commits, {result.replaced:,} accounts replaced"
+    yield f"{result.small_batches:,} batches written with one statement by the daemon that was never killed"
     yield f"{result.changes:,} changes read from the log"
     yield "faults: " + ", ".join(f"{name} {count}" for name, count in sorted(result.fired.items()))
     yield from trend_lines(result.trends)
     for difference in result.differences:
         yield f"DIFFERENT: {difference}"
     if not result.differences and not result.growing:
-        yield "Nothing grows, the database equals the world, and the change log equals the records."
+        yield "The database equals the world, and the change log equals the records."
+        yield "Nothing grows." if result.trends else "Whether anything grows is not known."
 
 
 def trend_lines(trends: Sequence[Trend]) -> Iterator[str]:

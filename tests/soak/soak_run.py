@@ -22,7 +22,16 @@ from tests.simulation.simulated_world import OBSERVER
 from tests.simulation.simulation_run import wait_until_settled
 from tests.simulation.world_checks import Snapshot
 from tests.soak.growth_check import Trend, fit_trends
-from tests.soak.resource_use import Sample, database_sample, limits_of, metrics_sample, process_sample
+from tests.soak.resource_use import (
+    DATABASE_LIMITS,
+    PROCESS_LIMITS,
+    SMALL_BATCHES,
+    Sample,
+    database_sample,
+    limits_of,
+    metrics_sample,
+    process_sample,
+)
 from tests.soak.soak_faults import ALL_FAULTS, SoakFaults
 from tests.soak.soak_world import SoakWorld, WorldSize, reach_limits_soon
 from tests.waiting import until
@@ -30,6 +39,7 @@ from tests.waiting import until
 TIME = "seconds"
 CONSUMER = "soak"
 REPORT_SECONDS = 60.0
+ALWAYS_SAMPLED = PROCESS_LIMITS.keys() | DATABASE_LIMITS.keys()
 COMPARE_SECONDS = 1.0
 READ_SECONDS = 1.0
 
@@ -55,6 +65,7 @@ class SoakPlan:
         faults: The kinds of faults.
         size: The size of the world.
         seed: Of everything that is drawn.
+        links: True to keep links. Then no batch is written as a small one.
         prepare: Called in each process of a daemon at first.
     """
 
@@ -67,6 +78,7 @@ class SoakPlan:
     faults: Sequence[type[Fault]] = ALL_FAULTS
     size: WorldSize = field(default_factory=WorldSize)
     seed: int = 1
+    links: bool = False
     prepare: Callable[[], None] = reach_limits_soon
 
 
@@ -77,6 +89,7 @@ class SoakResult:
     Attributes:
         seconds: How long it took, without the checks at the end.
         commits: Commits of the accounts.
+        small_batches: Batches that the daemon that was never killed has written with one statement.
         replaced: Accounts that were deleted, and created.
         changes: Changes that the consumer has read.
         fired: How often each kind of fault has happened.
@@ -86,6 +99,7 @@ class SoakResult:
 
     seconds: float
     commits: int
+    small_batches: int
     replaced: int
     changes: int
     fired: Mapping[str, int]
@@ -169,8 +183,15 @@ class Sampler:
 
 
 def trends_of(samples: Sequence[Sample], warm_up: float) -> list[Trend]:
-    """Return the trends after the warm-up; none if there are fewer than three samples."""
+    """Return the trends after the warm-up; none if there are fewer than three samples.
+
+    Raises:
+        ValueError: A sample lacks what each one must have.
+    """
     counted = [sample for sample in samples if sample[TIME] >= warm_up]
+    for sample in counted:
+        if missing := ALWAYS_SAMPLED - sample.keys():
+            raise ValueError(f"not sampled: {', '.join(sorted(missing))}")
     return fit_trends(counted, limits_of(counted[-1]), TIME) if len(counted) > 2 else []
 
 
@@ -178,7 +199,7 @@ async def soak(
     plan: SoakPlan, dsn: str, directory: Path, samples: Path, stop: asyncio.Event, report: Callable[[str], None]
 ) -> SoakResult:
     """Run a soak on an empty database with the latest schema; end early if `stop` is set."""
-    world = SoakWorld(dsn, directory, plan.size, plan.seed, plan.prepare)
+    world = SoakWorld(dsn, directory, plan.size, plan.seed, plan.prepare, links=plan.links)
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(world.running())
         await world.caught_up()
@@ -193,7 +214,8 @@ async def soak(
         report(f"{seconds:.0f} s: the accounts have stopped; waiting until the database equals the world")
         differences = faults.failed + (failures or await _check_end(world, reader))
     trends = trends_of(sampler.samples, plan.warm_up)
-    return SoakResult(seconds, world.commits, world.replaced, reader.changes, faults.fired, trends, differences)
+    small = int(sampler.samples[-1][SMALL_BATCHES])
+    return SoakResult(seconds, world.commits, small, world.replaced, reader.changes, faults.fired, trends, differences)
 
 
 async def _act(

@@ -20,7 +20,7 @@ from indexer.identity import IdentityCache
 from indexer.localnet.local_account import LocalAccount
 from indexer.outbound import Timeouts, host_limits
 from indexer.service.resync.queue_maintenance import MaintenanceSettings
-from indexer.store import dead_letters, gap_rows
+from indexer.store import dead_letters, gap_rows, store
 from indexer.sync.backoff import backoff_seconds
 from tests.changed_names import change_names
 from tests.daemon_forks import DaemonFork
@@ -76,8 +76,9 @@ _FORGET_EVENTS = """
 SETTINGS = {
     "INDEXER_CHANGE_BYTES": "4000000",
     "INDEXER_DELETION_GRACE": "10s",
-    "INDEXER_LINKS": "true",
 }
+SMALL_BATCH_PAUSE = 5.0
+"""With the usual 60 s, faults would let the pool write most small batches."""
 
 
 def reach_limits_soon() -> None:
@@ -93,6 +94,7 @@ def reach_limits_soon() -> None:
     change_names(clients, TIMEOUTS=Timeouts(rate_grace=RATE_GRACE_SECONDS))
     change_names(dead_letters, MAX_ROWS=3)
     change_names(gap_rows, MAX_CLOSED_GAPS=3)
+    change_names(store, SMALL_BATCH_PAUSE=SMALL_BATCH_PAUSE)
     change_names(host_limits, MAX_PAUSE=30.0, MAX_PAUSE_CONFIGURED=30.0)
     backoff_seconds.__kwdefaults__ = {"first": 5.0, "maximum": 60.0}
     report_interpreter()
@@ -124,10 +126,16 @@ class SoakWorld(World):
         replaced: How many accounts were deleted and created.
     """
 
-    def __init__(self, dsn: str, directory: Path, size: WorldSize, seed: int, prepare: Callable[[], None]) -> None:
-        """Create it. `prepare`, a function of a module, is called in each process of a daemon at first."""
+    def __init__(
+        self, dsn: str, directory: Path, size: WorldSize, seed: int, prepare: Callable[[], None], *, links: bool = False
+    ) -> None:
+        """Create it. `prepare`, a function of a module, is called in each process of a daemon at first.
+
+        With `links`, the daemons keep links. Then no batch is written as a small one.
+        """
         super().__init__(Schedule(seed, HOSTS, RELAYS, EVERYTHING, (), ()), dsn, directory)
         self.steady_directory = directory / "steady"
+        self._links = links
         self.reserved: set[str] = set()
         self.commits = self.replaced = 0
         self.random = Random(seed)
@@ -223,6 +231,7 @@ class SoakWorld(World):
         directory.mkdir()
         environment = self.environment(self.proxy.dsn) | SETTINGS
         environment |= {"INDEXER_DATA_DIR": str(directory), "INDEXER_SHARD": f"{number}/{DAEMONS}"}
+        environment |= {"INDEXER_LINKS": "true"} if self._links else {}
         return DaemonFork(environment, directory, self._prepare)
 
     def _create_accounts(self) -> None:

@@ -5,6 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.soak.growth_check import MAX_POINTS, Limit, fit_trend, fit_trends, median_slope
+from tests.soak.resource_use import DATABASE_LIMITS, PROCESS_LIMITS
+from tests.soak.soak_run import TIME, trends_of
 
 LIMIT = Limit(10.0, 0.1)
 TIMES = [10.0 * number for number in range(720)]
@@ -68,3 +70,14 @@ def test_quantity_that_appears_later_was_zero_before() -> None:
     samples = [{"time": time} | ({"rows of new": time / 60} if time > 3_000 else {}) for time in TIMES]
     [trend] = fit_trends(samples, {"rows of new": LIMIT}, "time")
     assert trend.growth > LIMIT.least
+
+
+@pytest.mark.parametrize("name", [*PROCESS_LIMITS, *DATABASE_LIMITS])
+def test_quantity_that_is_not_sampled_any_more_is_an_error(name: str) -> None:
+    """It would count as 0, which is flat."""
+    complete = dict.fromkeys([*PROCESS_LIMITS, *DATABASE_LIMITS], 1.0)
+    samples = [complete | {TIME: 10.0 * number} for number in range(5)]
+    assert trends_of(samples, 0.0)
+    del samples[3][name]
+    with pytest.raises(ValueError, match="not sampled"):
+        trends_of(samples, 0.0)

@@ -60,8 +60,10 @@ def be_patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "TIMEOUT", 400.0)
 
 
-async def test_world_of_constant_size_with_faults_is_flat(database: str, tmp_path: Path) -> None:
-    result = await soak(PLAN, database, tmp_path, tmp_path / "samples", asyncio.Event(), lambda _: None)
+@pytest.mark.parametrize("links", [False, True])
+async def test_world_of_constant_size_with_faults_is_flat(database: str, tmp_path: Path, links: bool) -> None:
+    plan = replace(PLAN, links=links)
+    result = await soak(plan, database, tmp_path, tmp_path / "samples", asyncio.Event(), lambda _: None)
     assert result.differences == []
     assert result.growing == []
     assert {"memory (RSS)", "tasks", "file descriptors", "connections", "rows of record"} <= {
@@ -70,6 +72,7 @@ async def test_world_of_constant_size_with_faults_is_flat(database: str, tmp_pat
     assert set(result.fired) == {kind.__name__ for kind in QUICK_FAULTS}
     assert result.commits > PLAN.size.accounts
     assert result.changes > result.commits
+    assert (result.small_batches > 0) is not links
 
 
 def leak() -> None:
@@ -145,5 +148,6 @@ async def test_sigint_ends_a_soak_with_its_figures(tmp_path: Path) -> None:
             process.kill()
             await process.wait()
     assert "no trend: the soak ended before its warm-up did" in output
-    assert "the database equals the world" in output
+    assert "The database equals the world" in output
+    assert "Nothing grows" not in output
     assert len((tmp_path / "samples").read_text().splitlines()) > 0
