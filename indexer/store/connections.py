@@ -100,8 +100,10 @@ class Connections:
         """Close all connections."""
         try:
             await self._for_small_batches.close()
-        finally:
-            await self._pool.close()
+        except BaseException:
+            self._pool.terminate()
+            raise
+        await self._pool.close()
 
     @property
     def address(self) -> str:

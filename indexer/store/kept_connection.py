@@ -28,7 +28,7 @@ class KeptConnection:
 
     @asynccontextmanager
     async def use(self) -> AsyncIterator[asyncpg.Connection]:
-        """Use the connection in a block. It is closed after a block that raises: its session may be the cause.
+        """Use the connection in a block. It is closed after a block that raises, because its session may be the cause.
 
         Raises:
             asyncpg.InterfaceError: `close` was called.
@@ -65,8 +65,8 @@ class KeptConnection:
 async def close_in_time(connection: Connection) -> None:
     """Close the connection when Postgres has ended a cancelled statement, at the latest after `CANCEL_TIMEOUT`.
 
-    `terminate` would drop the request to cancel it: the statement would go on, with its locks, outside of the pool.
+    `terminate` would drop the request to cancel it: the statement would go on, with its locks, and nobody would wait.
     """
-    # The driver closes the socket before it raises one of these, and the block already has the error that counts.
+    # The driver closes the socket before it raises one of these, so the connection is closed in any case.
     with suppress(OSError, asyncpg.PostgresError, asyncpg.InterfaceError):
         await connection.close(timeout=CANCEL_TIMEOUT)

@@ -96,20 +96,20 @@ class Store(ResyncMethods, ScopeMethods, AccountMethods, LinkMethods, FeedMethod
     async def _write_small(self, batch: Batch) -> AppliedBatch | None:
         """Write the batch with one statement. Return None if that is not possible; then nothing was written.
 
-        After an error of the database, or a batch that was not as planned, the pool writes all batches for a while. The
-        connections of the pool may still work when the one for small batches cannot be opened.
+        After an error, or a batch that was not as planned, the pool writes all batches for a while. Its connections may
+        work when the one for small batches cannot be opened, and a batch that the database refuses costs no new one.
         """
         is_possible = self.placement is Placement.PLAIN and monotonic() >= self._small_batches_from
         small = small_batch(batch) if is_possible and self.keeps_links is False else None
         if small is None:
             return None
+        self._small_batches_from = monotonic() + SMALL_BATCH_PAUSE  # unless this one is written
         try:
-            return await self._apply_small(small)
-        except (NotAsPlannedError, DatabaseError) as error:
-            self._small_batches_from = monotonic() + SMALL_BATCH_PAUSE
-            if isinstance(error, DatabaseError):
-                raise
+            applied = await self._apply_small(small)
+        except NotAsPlannedError:
             return None
+        self._small_batches_from = -inf
+        return applied
 
     async def _apply_small(self, batch: SmallBatch) -> AppliedBatch | None:
         async with self._small_batch_connection() as connection:

@@ -59,6 +59,7 @@ LET_STATEMENTS_FAIL = f"""
 """  # noqa: S608
 DEADLOCKS = "select deadlocks from pg_stat_database where datname = current_database()"
 IS_WANTED = "select exists (select from pg_locks where locktype = 'advisory' and granted and objid = $1::bigint::oid)"
+IN_PROGRESS = "select from indexer.repo where sync_status = 'in-progress'"
 WAIT = f"select pg_advisory_lock({WANTED}), pg_advisory_unlock({WANTED})"
 
 
@@ -77,14 +78,17 @@ async def be_in_the_way(database: str) -> None:
 
 
 async def resync_until_equal(daemon: RunningDaemon) -> None:
-    """Make the attempts of all repos due at once, until the database equals the network."""
+    """Make the attempts of all repos due at once, until the database equals the network, and no resync is running.
+
+    The resync of an account that was hidden meanwhile may end later than those of the visible ones.
+    """
     differences = ["not compared"]
 
     async def equal() -> bool:
         nonlocal differences
         await daemon.execute(EXPIRE_WAITS)
         differences = (await compare(daemon.network, daemon.store)).differences
-        return not differences
+        return not differences and not await daemon.execute(IN_PROGRESS)
 
     await daemon.wait_for_cursor()
     await until(equal, lambda: differences[:5])

@@ -23,7 +23,7 @@ MIB = 1024.0 * 1024
 INTERPRETER_FILE = "interpreter.json"
 INTERPRETER_SECONDS = 1.0
 SMALL_BATCHES = "small batches"
-"""How many batches the daemon has written with one statement."""
+"""The number of batches that the daemon has written with one statement."""
 CHANGE_LOG_TABLES = ("change", "change_batch")
 
 # The log has one table for each segment.

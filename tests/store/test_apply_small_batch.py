@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from time import monotonic
 from typing import Any
@@ -28,6 +29,7 @@ from indexer.sync.repo_state import Repo
 from indexer.sync.shard import Placement
 from tests.database_proxy import DatabaseProxy
 from tests.store.repo_rows import delete, did, head, insert, put, synchronized, waiting_for_locks
+from tests.tcp_proxy import Messages
 from tests.waiting import until
 
 RELAY = "wss://relay.test"
@@ -189,13 +191,17 @@ async def test_a_repo_that_changes_meanwhile_is_skipped(store: Store, sql: async
     await other.close()
 
 
-async def test_value_that_the_database_cannot_store_is_refused(store: Store, sql: asyncpg.Connection) -> None:
+async def test_value_that_the_database_cannot_store_is_refused_and_costs_no_connection_again_and_again(
+    store: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await insert(store, synchronized(1))
     store.keeps_links = False
-    before = await content(sql)
-    with pytest.raises(RefusedWriteError):
-        await store.write(Batch((advance(synchronized(1), put("app.test/a", '"\\u0000"')),), cursor=cursor()))
+    before, used = await content(sql), used_connections(monkeypatch)
+    for _ in range(3):
+        with pytest.raises(RefusedWriteError):
+            await store.write(Batch((advance(synchronized(1), put("app.test/a", '"\\u0000"')),), cursor=cursor()))
     assert await content(sql) == before
+    assert len(used) == 1
 
 
 def one_statement_fails(patch: pytest.MonkeyPatch) -> None:
@@ -308,8 +314,9 @@ async def test_the_pool_is_closed_if_the_close_of_the_store_is_cancelled(
     store = await Store.open(database)
     store.keeps_links = False
     await insert(store, synchronized(1))
-    async with sql.transaction():
-        await sql.execute("lock table indexer.repo")
+    lock = await asyncpg.connect(database)
+    async with lock.transaction():
+        await lock.execute("update indexer.repo set version = version")
         writing = asyncio.create_task(store.write(Batch((ORDINARY,), cursor=cursor())))
         await until(lambda: waiting_for_locks(sql, 1))
         closing = asyncio.create_task(store.close())
@@ -317,6 +324,7 @@ async def test_the_pool_is_closed_if_the_close_of_the_store_is_cancelled(
         closing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await closing
+    await lock.close()
     await writing
     with pytest.raises(DatabaseError, match="clos"):
         await store.repos([did(1)])
@@ -381,27 +389,46 @@ async def test_a_session_that_ends_during_the_statement_is_replaced_and_the_pool
     assert used[1] is not used[0]
 
 
+class HangsWhenAStatementIsClosed(DatabaseProxy):
+    """Hangs before the first message of a client that closes a prepared statement, as soon as `armed` is set."""
+
+    armed = False
+
+    def messages(self) -> tuple[Messages, Messages]:
+        of_client, of_server = super().messages()
+        split = of_client.split
+
+        def watched(data: bytes) -> Iterator[bytes]:
+            for message in split(data):
+                if self.armed and message.startswith(b"C"):
+                    self.hang()
+                yield message
+
+        of_client.split = watched  # type: ignore[method-assign]
+        return of_client, of_server
+
+
 @pytest.mark.slow
-async def test_each_round_trip_of_a_small_batch_has_a_time_limit(
+async def test_the_round_trip_that_closes_an_old_plan_has_a_time_limit(
     store: Store, database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also the one that closes the statement at the end of its lifetime, to which the driver applies none."""
+    """The driver applies none to it."""
     await insert(store, synchronized(1), synchronized(2))
     monkeypatch.setattr("indexer.store.connections.SMALL_BATCH_PLAN_SECONDS", 0.01)
+    monkeypatch.setattr("indexer.store.connections.STATEMENT_TIMEOUT", 1.0)
     monkeypatch.setattr("indexer.store.kept_connection.CANCEL_TIMEOUT", 0.1)
-    proxy = DatabaseProxy(database)
+    proxy = HangsWhenAStatementIsClosed(database)
     async with proxy.serve():
         behind_proxy = await Store.open(proxy.dsn)
         behind_proxy.keeps_links = False
         used = used_connections(monkeypatch)
         await behind_proxy.write(Batch((ORDINARY,), cursor=cursor()))
-        await asyncio.sleep(0.1)  # the lifetime of the statement ends: no query may find out, it would close it
-        proxy.hang()
-        monkeypatch.setattr("indexer.store.connections.STATEMENT_TIMEOUT", 0.2)
+        await asyncio.sleep(0.1)  # the plan becomes old: a query that finds out would close it
+        proxy.armed = True
         async with asyncio.timeout(10):
             with pytest.raises(DatabaseError, match="no answer in time"):
                 await behind_proxy.write(Batch((advance(synchronized(2)),), cursor=cursor(2)))
-        assert proxy.disturbed
+        assert proxy.mode == "hang"
         assert used[0].is_closed()
         proxy.open()
         await behind_proxy.close()

@@ -29,14 +29,15 @@ async def hold(kept: KeptConnection, held: asyncio.Event, release: asyncio.Event
 
 
 async def test_blocks_use_the_same_connection_one_after_the_other(database: str) -> None:
-    kept, held, release = kept_to(database), asyncio.Event(), asyncio.Event()
+    kept, held, second_held, release = kept_to(database), asyncio.Event(), asyncio.Event(), asyncio.Event()
     first = asyncio.create_task(hold(kept, held, release))
     await held.wait()
-    second = asyncio.create_task(used_by(kept))
-    finished, _ = await asyncio.wait([second], timeout=0)
-    assert not finished
+    second = asyncio.create_task(hold(kept, second_held, release))
+    await asyncio.sleep(0)  # the second block would begin without a round trip
+    assert not second_held.is_set()
     release.set()
     assert await second is await first
+    assert second_held.is_set()
     await kept.close()
 
 
@@ -71,10 +72,8 @@ async def test_close_waits_for_the_block_and_no_other_block_follows(database: st
     await held.wait()
     closing = asyncio.create_task(kept.close())
     later = asyncio.create_task(used_by(kept))
-    finished, _ = await asyncio.wait([closing, later], timeout=0)
-    assert not finished
     release.set()
-    used = await block
+    used = await block  # its statement would fail on a closed connection
     await closing
     assert used.is_closed()
     with pytest.raises(asyncpg.InterfaceError, match="closed"):
