@@ -37,6 +37,8 @@ FORGERIES: Mapping[ForgedMessage, str] = {
     "commit by another key": "signature-invalid",
     "sync by another key": "signature-invalid",
     "commit of another repo": "envelope-mismatch",
+    "sync of another repo": "envelope-mismatch",
+    "high-S signature": "signature-invalid",
     "future commit": "future-rev",
 }
 UNREADABLE: Cause = (None, "frame-malformed")

@@ -39,7 +39,7 @@ from tests.simulation.fault_schedule import (
     UnreachableDatabase,
     UnreachableDirectory,
 )
-from tests.simulation.faulty_hosts import STRANGER, faulty_answer, wrong_answers
+from tests.simulation.faulty_hosts import STRANGER, HighSKey, faulty_answer, wrong_answers
 from tests.simulation.recording_servers import DAMAGES
 from tests.simulation.simulated_world import World
 from tests.waiting import until
@@ -345,6 +345,7 @@ async def _wait_for_gap(world: World, before: int) -> None:
 def _forged_message(world: World, fault: Forgery) -> tuple[str, dict[str, Any]]:
     """Return kind and payload of a message that claims to be of the account."""
     target, time = world.accounts[fault.did], world.forgery_time(fault)
+    other = next(account for did, account in world.accounts.items() if did != fault.did)
     now = TidClock(lambda: time).now()
     writes = [RepoWrite.create("com.example.note/forged", {"text": "forged"})]
     match fault.kind:
@@ -352,11 +353,13 @@ def _forged_message(world: World, fault: Forgery) -> tuple[str, dict[str, Any]]:
             change = copy(target.repo).write(writes, STRANGER, tid(time))
         case "future commit":
             change = copy(target.repo).write(writes, target.key, tid(FAR_FUTURE))
+        case "high-S signature":
+            change = copy(target.repo).write(writes, HighSKey(target.key), tid(time))
         case "commit of another repo":
-            other = next(account for did, account in world.accounts.items() if did != fault.did)
             change = copy(other.repo).write(writes, other.key, tid(time))
-        case "sync by another key":
-            repo = copy(target.repo)
-            repo.write(writes, STRANGER, tid(time))
+        case "sync by another key" | "sync of another repo":
+            owner, key = (target, STRANGER) if fault.kind == "sync by another key" else (other, other.key)
+            repo = copy(owner.repo)
+            repo.write(writes, key, tid(time))
             return "#sync", {"did": fault.did, "rev": repo.head.rev, "blocks": repo.sync(), "time": now}
     return "#commit", commit_payload(fault.did, change, now)

@@ -12,9 +12,16 @@ Value = Mapping[str, str | int | bool | None]
 Damage = Literal["blocks cut", "bit flipped", "frame cut", "frame empty"]
 ExportProblem = Literal["cut", "truncated", "hanging", "slow", "error", "foreign signature"]
 DirectoryProblem = Literal["error", "hanging"]
-ForgedMessage = Literal["commit by another key", "sync by another key", "commit of another repo", "future commit"]
+ForgedMessage = Literal[
+    "commit by another key",
+    "sync by another key",
+    "commit of another repo",
+    "sync of another repo",
+    "high-S signature",
+    "future commit",
+]
 DatabaseProblem = Literal["refused", "hanging"]
-HostProblem = Literal["dead", "forging", "old exports", "cut exports", "denying", "failing"]
+HostProblem = Literal["dead", "forging", "old exports", "cut exports", "denying", "failing", "hanging", "slow"]
 HostingStatus = Literal["deactivated", "takendown", "suspended", "deleted"]
 
 MINUTE = 60_000_000
@@ -255,7 +262,8 @@ class BrokenHost(Fault):
 
     `dead`: it does not answer. `forging`: it serves exports that its accounts have not signed. `old exports`: it serves
     the exports of before. `cut exports`: each export ends too early. `denying`: it denies that it has the repos.
-    `failing`: it answers with an error.
+    `failing`: it answers with an error. `hanging`: it accepts requests and does not answer. `slow`: it sends exports
+    much too slowly.
     """
 
     host: int

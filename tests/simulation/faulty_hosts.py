@@ -17,9 +17,31 @@ from tests.simulation.fault_schedule import BEGINNING, FaultyExport, HostProblem
 
 STRANGER = PrivateKey.from_seed("k256", b"a key that no account has")
 SLOW_BYTES_PER_SECOND = 400
+STALLED_BYTES_PER_SECOND = 40
 FORGED_REV = tid(BEGINNING + 30 * 24 * 3_600_000_000)
 """A rev after those of all worlds, and before the present."""
+ORDERS = {
+    "k256": 0xFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFEBAAEDCE6AF48A03BBFD25E8CD0364141,
+    "p256": 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551,
+}
+"""The orders of the curves."""
 NOT_FOUND = json.dumps({"error": "RepoNotFound", "message": "Could not find repo"}).encode()
+
+
+class HighSKey(PrivateKey):
+    """The same key, whose signatures have the other, high S: valid ECDSA, but not in the form that AT Protocol demands.
+
+    Anybody can compute them from an honest signature.
+    """
+
+    def __init__(self, honest: PrivateKey) -> None:
+        self.curve = honest.curve
+        self._honest = honest
+
+    def sign(self, message: bytes) -> bytes:
+        signature = self._honest.sign(message)
+        high_s = ORDERS[self.curve] - int.from_bytes(signature[32:])
+        return signature[:32] + high_s.to_bytes(32)
 
 
 def faulty_answer(account: LocalAccount, fault: FaultyExport) -> Fault:
@@ -42,6 +64,10 @@ def wrong_answers(kind: HostProblem, accounts: Sequence[LocalAccount]) -> list[F
             return []
         case "failing":
             return [Fault("", times=None, status=500)]
+        case "hanging":
+            return [Fault("", times=None, hang=True)]
+        case "slow":
+            return [Fault(GET_REPO, times=None, rate=STALLED_BYTES_PER_SECOND)]
         case "denying":
             return [Fault("", None, None, 400, {hdrs.CONTENT_TYPE: "application/json"}, NOT_FOUND)]
         case "cut exports":

@@ -19,6 +19,7 @@ from indexer.service.live.stream_continuity import StreamContinuity
 from indexer.service.resync import worker_pool
 from indexer.service.resync.queue_maintenance import MaintenanceSettings
 from indexer.service.resync.worker_pool import WorkerPoolSettings
+from indexer.store import store
 from indexer.sync.backoff import backoff_seconds
 from tests.changed_names import change_names
 
@@ -62,4 +63,5 @@ def hurry() -> None:
     change_names(host_limits, FIRST_PAUSE=0.2, MAX_PAUSE=0.5, MAX_PAUSE_CONFIGURED=0.5)
     change_names(shard_ownership, RETRY_SECONDS=RETRY)
     change_names(stream_continuity, RETRY_SECONDS=RETRY)
+    change_names(store, SMALL_BATCH_PAUSE=RETRY)
     backoff_seconds.__kwdefaults__ = {"first": 0.1, "maximum": 0.5}

@@ -46,7 +46,7 @@ NAMED = {
     13: NamedSeed(
         ("all repos are fetched after a change of the scope, as the stream is lost",), (BrokenConnection, ChangedScope)
     ),
-    102: NamedSeed(
+    22: NamedSeed(
         (
             "a reconciliation fetches repos that are not behind",
             "a gap is closed before the repos behind are desynchronized",
@@ -55,7 +55,7 @@ NAMED = {
         (LostWindow,),
         "old exports",
     ),
-    110: NamedSeed(
+    102: NamedSeed(
         (
             "a repo that its host denies is not parked",
             "rejected messages leave no dead letter",

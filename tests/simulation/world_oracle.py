@@ -80,6 +80,8 @@ SYNCHRONIZED = FinalState("synchronized", None)
 UNFETCHABLE: Mapping[HostProblem, FinalState] = {
     "dead": FinalState("desynchronized", "chain-break", frozenset({"unreachable", "host-paused"})),
     "failing": FinalState("desynchronized", "chain-break", frozenset({"http-status", "host-paused"})),
+    "hanging": FinalState("desynchronized", "chain-break", frozenset({"timeout", "host-paused"})),
+    "slow": FinalState("desynchronized", "chain-break", frozenset({"timeout", "host-paused"})),
     "forging": FinalState("desynchronized", "chain-break", frozenset({"export-rejected"})),
     "cut exports": FinalState("desynchronized", "chain-break", frozenset({"export-incomplete"})),
     "denying": FinalState("desynchronized", "chain-break", frozenset({"repo-not-found"}), parked=True),
