@@ -13,7 +13,7 @@ from indexer.service.live.batch_writer import WriterSettings
 from indexer.service.resync import worker_pool
 from indexer.service.resync.queue_maintenance import MaintenanceSettings
 from indexer.service.resync.worker_pool import WorkerPoolSettings
-from indexer.store import erase_records
+from indexer.store import erase_records, store
 from tests.changed_names import change_names
 from tests.daemon.impatient_daemon import wait_less
 
@@ -36,6 +36,7 @@ def wait_little() -> None:
     change_names(erase_records, BATCH_SIZE=2)
     change_names(shard_ownership, RETRY_SECONDS=0.05)
     change_names(stream_continuity, RETRY_SECONDS=0.05)
+    change_names(store, SMALL_BATCH_PAUSE=0.1)
     change_names(host_limits, FIRST_PAUSE=0.05, MAX_PAUSE=0.2, MAX_PAUSE_CONFIGURED=0.2)
 
 

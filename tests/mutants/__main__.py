@@ -10,7 +10,14 @@ from queue import SimpleQueue
 
 import click
 
-from tests.mutants.mutant_runner import Outcome, ProjectCopy, UnusableTestsError, kill, without_broken_tests
+from tests.mutants.mutant_runner import (
+    Outcome,
+    ProjectCopy,
+    SkippedTestsError,
+    UnusableTestsError,
+    kill,
+    without_broken_tests,
+)
 from tests.mutants.seeded_mutant import PROJECT, Mutant, load_mutants
 
 
@@ -18,8 +25,9 @@ from tests.mutants.seeded_mutant import PROJECT, Mutant, load_mutants
 @click.option("--jobs", default=1, show_default=True, help="Mutants that are tested at the same time.")
 @click.option("--seconds", default=900.0, show_default=True, help="Time limit of one run of tests.")
 @click.option("--named-only", is_flag=True, help="Run only the tests that the mutants name, not their tiers.")
+@click.option("--allow-skipped", is_flag=True, help="Do not fail for mutants whose tests are skipped on this machine.")
 @click.argument("only", nargs=-1)
-def main(jobs: int, seconds: float, named_only: bool, only: Sequence[str]) -> None:
+def main(jobs: int, seconds: float, named_only: bool, allow_skipped: bool, only: Sequence[str]) -> None:
     """Run the tests on each mutant, or on those whose name or part is ONLY, which may contain `*`.
 
     The exit code is 1 if one survives, or if the tests of its tier do not kill it.
@@ -37,14 +45,14 @@ def main(jobs: int, seconds: float, named_only: bool, only: Sequence[str]) -> No
             try:
                 return kill(copy, mutant, seconds, named_only=named_only)
             except UnusableTestsError as error:
-                return Outcome(mutant, None, False, str(error), 0.0)
+                return Outcome(mutant, None, False, str(error), 0.0, isinstance(error, SkippedTestsError))
             finally:
                 copies.put(copy)
 
         with ThreadPoolExecutor(jobs) as pool:
             outcomes = [_shown(outcome) for outcome in pool.map(run, mutants)]
         try:
-            sys.exit(_summarize(without_broken_tests(copies.get(), outcomes, seconds)))
+            sys.exit(_summarize(without_broken_tests(copies.get(), outcomes, seconds), allow_skipped=allow_skipped))
         except UnusableTestsError as error:
             raise click.ClickException(str(error)) from None
 
@@ -60,6 +68,8 @@ def _shown(outcome: Outcome) -> Outcome:
 
 def _result(outcome: Outcome) -> str:
     match outcome:
+        case Outcome(skipped=True):
+            return "NOT TESTED ON THIS MACHINE"
         case Outcome(killed_by=None):
             return "NOT KILLED"
         case Outcome(named=True):
@@ -70,19 +80,22 @@ def _result(outcome: Outcome) -> str:
             return f"killed by {outcome.killed_by}, NOT BY {outcome.mutant.tier}"
 
 
-def _summarize(outcomes: Sequence[Outcome]) -> int:
+def _summarize(outcomes: Sequence[Outcome], *, allow_skipped: bool) -> int:
     """Print the totals; return the exit code."""
+    skipped = [outcome.mutant.name for outcome in outcomes if outcome.skipped]
     named = [outcome for outcome in outcomes if outcome.named]
     others = [outcome for outcome in outcomes if outcome.as_expected and not outcome.named]
-    wrong = [outcome for outcome in outcomes if not outcome.as_expected]
+    wrong = [outcome for outcome in outcomes if not outcome.as_expected and not outcome.skipped]
     click.echo(f"{len(outcomes)} mutants: {len(named)} were killed by the tests that they name, {len(others)} only by")
     click.echo(f"other tests of their tier, {len(wrong)} not by their tier")
+    if skipped:
+        click.echo(f"NOT TESTED ON THIS MACHINE, because their tests are skipped: {', '.join(skipped)}")
     for outcome in others:
         click.echo(f"Name this test: {outcome.mutant.name} ({outcome.mutant.part}.toml): {outcome.test}")
     for outcome in wrong:
         mutant = outcome.mutant
         click.echo(f"A test is missing: {mutant.name} ({mutant.file}): {mutant.bug} {outcome.test}")
-    return 1 if wrong else 0
+    return 1 if wrong or (skipped and not allow_skipped) else 0
 
 
 main()

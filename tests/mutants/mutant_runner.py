@@ -25,6 +25,10 @@ class UnusableTestsError(Exception):
     """A test fails without a mutant, or the tests cannot be run."""
 
 
+class SkippedTestsError(UnusableTestsError):
+    """All tests are skipped on this machine."""
+
+
 class Outcome(NamedTuple):
     """The result of the tests for one mutant.
 
@@ -33,6 +37,7 @@ class Outcome(NamedTuple):
         named: True if the tests that it names killed it, False if only others of a tier did.
         test: The test that failed, or why the tests cannot be run.
         seconds: The time that this took.
+        skipped: True if nothing is known, because all tests that it names are skipped on this machine.
     """
 
     mutant: Mutant
@@ -40,6 +45,7 @@ class Outcome(NamedTuple):
     named: bool
     test: str
     seconds: float
+    skipped: bool = False
 
     @property
     def as_expected(self) -> bool:
@@ -91,14 +97,15 @@ class ProjectCopy:
         """Run tests of a tier, with more options of pytest; return the names of those that fail.
 
         Raises:
-            UnusableTestsError: pytest cannot run them, all are skipped, or they are not done after `seconds`.
+            UnusableTestsError: pytest cannot run them, or they are not done after `seconds`.
+            SkippedTestsError: All of them are skipped.
         """
         code, output = self._run([*_PYTEST, *options, *tests], self._tiers[tier].hides_native_core, seconds)
         failed = _FAILED_TEST.findall(output)
         if code not in (_PASSED, _FAILED) or (code == _FAILED) != bool(failed):
             raise UnusableTestsError(f"pytest ended with {code} for {' '.join(tests)}:\n{output[-2_000:]}")
         if not failed and not _PASSED_TESTS.search(output):
-            raise UnusableTestsError(f"all tests were skipped of {' '.join(tests)}:\n{output[-2_000:]}")
+            raise SkippedTestsError(f"all tests were skipped of {' '.join(tests)}:\n{output[-2_000:]}")
         return failed
 
     def _run(self, arguments: Sequence[str], hides_native_core: bool, seconds: float) -> tuple[int | str, str]:

@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from tests.mutants.general_mutants import MODULES, Judgement, Survivor, load_judgements, parse_diff, unjudged
-from tests.mutants.mutant_runner import ProjectCopy, UnusableTestsError, kill, without_broken_tests
+from tests.mutants.mutant_runner import (
+    ProjectCopy,
+    SkippedTestsError,
+    UnusableTestsError,
+    kill,
+    without_broken_tests,
+)
 from tests.mutants.seeded_mutant import PROJECT, TIERS, Mutant, MutantError, Tier, load_mutants
 
 MUTANTS = load_mutants()
@@ -125,7 +131,7 @@ def test_mutant_that_cannot_be_imported_is_an_error_and_not_killed(copy: Project
 
 @pytest.mark.slow
 def test_skipped_tests_say_nothing_about_a_mutant(copy: ProjectCopy) -> None:
-    with pytest.raises(UnusableTestsError, match=r"all tests were skipped of first/test_skipped.py(.|\n)*no cluster"):
+    with pytest.raises(SkippedTestsError, match=r"all tests were skipped of first/test_skipped.py(.|\n)*no cluster"):
         kill(copy, mutant_of(tests=("first/test_skipped.py",)), 60, PROJECT_TIERS)
 
 

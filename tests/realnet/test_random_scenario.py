@@ -36,11 +36,14 @@ async def test_database_equals_the_pdses_after_a_random_scenario(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     """The daemon is killed and the relay restarted while the accounts act."""
     require_relay()
     monkeypatch.setattr("tests.waiting.TIMEOUT", 240.0 + STEPS / 2)
-    show(capsys, f"\nmake realnet STEPS={STEPS} SEED={SEED}")
+    replay = f"make realnet STEPS={STEPS} SEED={SEED}"
+    show(capsys, f"\n{replay}")
+    request.node.add_report_section("call", "replay", replay)  # shown if it fails
     with real_network(2, tmp_path) as network:
         async with real_relay(network, empty_database, tmp_path) as relay:
             steps = RandomSteps(network.pds, SEED)
