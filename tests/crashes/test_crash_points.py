@@ -6,15 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import pytest
 
+from indexer import crash_points
 from indexer.localnet.http_server import Fault
 from indexer.localnet.local_network import LocalNetwork
 from indexer.localnet.local_pds import GET_REPO
 from indexer.localnet.scenario import NOTE
 from indexer.store.schema_version import schema_is_current
+from tests.background import running
 from tests.citus_server import CitusServer
 from tests.crashes.death_world import Act, DeathWorld, death_world
 from tests.crashes.short_waits import forget_soon, wait_little
@@ -23,6 +26,7 @@ from tests.daemon.test_scope_crashes import DEATHS as SCOPE_DEATHS
 from tests.daemon_forks import DaemonFork, Death
 from tests.daemon_process import daemon_environment
 from tests.database_checks import assert_change_log_consistent, wait_until_equal
+from tests.passed_time import EXPIRE_LEASES
 from tests.service.feed.webhook_server import WebhookServer
 from tests.waiting import until
 
@@ -196,6 +200,61 @@ async def test_killed_at_each_point(
             pds.faults.clear()  # one that has not fired would occupy a worker for ten minutes
         await world.settle()
         assert world.deaths.total() == len(operation.deaths)
+        record_property("deaths", world.deaths.total())
+
+
+QUIET_SECONDS = 0.5
+RECORDED_RUNS = 2
+"""Runs of an operation without a death. It passes the points that all of them have passed."""
+
+
+def record_points(prepare: Callable[[], None], file: Path) -> None:
+    """Prepare this process, and let it write each crash point that it passes to a file, a line for each."""
+    prepare()
+    crash_points.hooks.append(lambda point: _append(file, point))
+
+
+def _append(file: Path, point: str) -> None:
+    with file.open("a") as points:
+        points.write(f"{point}\n")
+
+
+async def passed_points(world: DeathWorld, operation: Operation, file: Path) -> set[str]:
+    """Let the daemon run until it has passed a point of the operation, and no new one for a while; return them all."""
+    own, passed, changed = {death.point for death in operation.deaths}, set[str](), 0.0
+
+    def is_complete() -> bool:
+        nonlocal passed, changed
+        before, passed = passed, set(file.read_text().split())
+        changed = changed if passed == before else monotonic()
+        return not own.isdisjoint(passed) and monotonic() > changed + QUIET_SECONDS
+
+    file.write_text("")
+    await operation.before(world)
+    world.daemon.start()
+    async with running(*([operation.meanwhile(world)] if operation.meanwhile else [])):
+        await until(is_complete, world.daemon.log_tail)
+    world.daemon.close()
+    await world.execute(EXPIRE_LEASES)
+    return passed
+
+
+@pytest.mark.parametrize("name", [marked(name) for name in OPERATIONS])
+async def test_killed_at_each_other_point_that_the_operation_passes(
+    database: str, tmp_path: Path, record_property: Callable[[str, object], None], name: str
+) -> None:
+    """For example, where the live path takes the messages that lead to a resync."""
+    operation, file = OPERATIONS[name], tmp_path / "points"
+    prepare = partial(record_points, operation.prepare, file)
+    async with death_world(database, tmp_path, operation.settings, prepare=prepare) as world:
+        runs = [await passed_points(world, operation, file) for _ in range(RECORDED_RUNS)]
+        assert all(runs)
+        own = {death.point for death in operation.deaths}
+        for point in sorted(set.intersection(*runs) - own - {crash_points.COMMITTED}):
+            await world.die(Death(point), operation.before, operation.meanwhile)
+        for pds in world.network.pdses:
+            pds.faults.clear()
+        await world.settle()
         record_property("deaths", world.deaths.total())
 
 
