@@ -11,7 +11,7 @@ from tests.fuzz.comparison import Comparison, Counts
 from tests.fuzz.database_targets import Lexicons, Records
 from tests.fuzz.export_comparison import ExportComparison, ExportCounts
 from tests.fuzz.identity_targets import DidDocuments, Handles
-from tests.fuzz.input_cost import CostLimit
+from tests.fuzz.input_cost import DECODING, CostLimit
 from tests.fuzz.inversion_target import Inversions
 from tests.fuzz.message_target import Messages
 from tests.fuzz.mutation import MutateBytes, mutate_export, mutate_frame
@@ -93,14 +93,14 @@ class TargetRow(NamedTuple):
 
 
 TARGETS = {
-    "frames": TargetRow(Frames, native=True),
+    "frames": TargetRow(Frames, native=True, limit=DECODING),
     "exports": TargetRow(Exports, native=True, limit=CostLimit(steps=10_000_000)),
-    "messages": TargetRow(Messages),
-    "cars": TargetRow(Cars),
-    "nodes": TargetRow(Nodes),
-    "commits": TargetRow(Commits),
+    "messages": TargetRow(Messages, limit=DECODING),
+    "cars": TargetRow(Cars, limit=DECODING),
+    "nodes": TargetRow(Nodes, limit=DECODING),
+    "commits": TargetRow(Commits, limit=DECODING),
     "inversions": TargetRow(Inversions),
-    "did-documents": TargetRow(DidDocuments),
+    "did-documents": TargetRow(DidDocuments, limit=DECODING),
     "handles": TargetRow(Handles),
     "records": TargetRow(Records),
     "buffers": TargetRow(Buffers),
