@@ -65,7 +65,7 @@ class KeptConnection:
 async def close_in_time(connection: Connection) -> None:
     """Close the connection when Postgres has ended a cancelled statement, at the latest after `CANCEL_TIMEOUT`.
 
-    `terminate` would drop the request to cancel it: the statement would go on, with its locks, and nobody would wait.
+    `terminate` would drop the request to cancel it: the statement would go on, with its locks, although nobody waits.
     """
     # The driver closes the socket before it raises one of these, so the connection is closed in any case.
     with suppress(OSError, asyncpg.PostgresError, asyncpg.InterfaceError):
