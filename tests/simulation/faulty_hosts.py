@@ -25,6 +25,8 @@ ORDERS = {
     "p256": 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551,
 }
 """The orders of the curves."""
+HEADER_AND_COMMIT = 2
+"""The sections of a truncated export. An export may lack records: those of collections that are not selected."""
 NOT_FOUND = json.dumps({"error": "RepoNotFound", "message": "Could not find repo"}).encode()
 
 
@@ -48,7 +50,7 @@ def faulty_answer(account: LocalAccount, fault: FaultyExport) -> Fault:
     """Return the fault of the next exports of the account."""
     answers: dict[str, dict[str, Any]] = {
         "cut": {"cut": 200},
-        "truncated": {"sections": 3},
+        "truncated": {"sections": HEADER_AND_COMMIT},
         "hanging": {"hang": True},
         "slow": {"rate": SLOW_BYTES_PER_SECOND},
         "error": {"status": 500},
@@ -71,7 +73,7 @@ def wrong_answers(kind: HostProblem, accounts: Sequence[LocalAccount]) -> list[F
         case "denying":
             return [Fault("", None, None, 400, {hdrs.CONTENT_TYPE: "application/json"}, NOT_FOUND)]
         case "cut exports":
-            return [Fault(GET_REPO, times=None, sections=2)]  # header and commit: no tree is that small
+            return [Fault(GET_REPO, times=None, sections=HEADER_AND_COMMIT)]
         case "old exports":
             exports = {account.did: b"".join(account.repo.export()) for account in accounts}
         case "forging":

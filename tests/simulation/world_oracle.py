@@ -270,6 +270,8 @@ def _add_reasons_of_scope(repos: Mapping[str, TrueRepo], before: Scope, after: S
         paths = {path for records in repo.revs.values() for path in records}
         if not listed or any(after.selects(path) and not before.selects(path) for path in paths):
             repo.reasons.add("scope-widened")
+            # Messages of an earlier episode may be read after this one: then the fetch contains the lost commit.
+            repo.certain = repo.certain and repo.certain | {"scope-widened"}
 
 
 def _add_reasons_of_faults(repos: Mapping[str, TrueRepo], episode: Episode) -> None:
