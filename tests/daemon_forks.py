@@ -116,6 +116,10 @@ class DaemonFork:
         await until(lambda: not process.is_alive(), lambda: f"no {death}: {self.log_tail()}")
         self._join_killed()
 
+    def has_died(self) -> bool:
+        """Return True if the process has killed itself at the moment for which it was told to."""
+        return self._process is not None and self._death is not None and self._process.exitcode == -signal.SIGKILL
+
     def terminate(self) -> None:
         """Send the signal to drain and end."""
         assert self._process is not None
@@ -155,17 +159,13 @@ class DaemonFork:
         assert self._process.exitcode == -signal.SIGKILL, self.log_tail()
         self._process = None
 
-    def _has_died(self) -> bool:
-        """Return True if the process has killed itself at the moment for which it was told to."""
-        return self._process is not None and self._death is not None and self._process.exitcode == -signal.SIGKILL
-
     async def _supervise(self) -> None:
         while True:
             self._restart_ended()
             await asyncio.sleep(SUPERVISION_SECONDS)
 
     def _restart_ended(self) -> None:
-        if self._process is not None and not self._process.is_alive() and not self._has_died():
+        if self._process is not None and not self._process.is_alive() and not self.has_died():
             log = self.log.read_text()
             assert self._process.exitcode == ExitCode.FAILED, self.log_tail()
             assert "Traceback (most" not in log, log[log.index("Traceback (most") :]

@@ -52,7 +52,7 @@ def main(jobs: int, seconds: float, named_only: bool, allow_skipped: bool, only:
         with ThreadPoolExecutor(jobs) as pool:
             outcomes = [_shown(outcome) for outcome in pool.map(run, mutants)]
         try:
-            sys.exit(_summarize(without_broken_tests(copies.get(), outcomes, seconds), allow_skipped=allow_skipped))
+            sys.exit(summarize(without_broken_tests(copies.get(), outcomes, seconds), allow_skipped=allow_skipped))
         except UnusableTestsError as error:
             raise click.ClickException(str(error)) from None
 
@@ -80,7 +80,7 @@ def _result(outcome: Outcome) -> str:
             return f"killed by {outcome.killed_by}, NOT BY {outcome.mutant.tier}"
 
 
-def _summarize(outcomes: Sequence[Outcome], *, allow_skipped: bool) -> int:
+def summarize(outcomes: Sequence[Outcome], *, allow_skipped: bool) -> int:
     """Print the totals; return the exit code."""
     skipped = [outcome.mutant.name for outcome in outcomes if outcome.skipped]
     named = [outcome for outcome in outcomes if outcome.named]
@@ -98,4 +98,5 @@ def _summarize(outcomes: Sequence[Outcome], *, allow_skipped: bool) -> int:
     return 1 if wrong or (skipped and not allow_skipped) else 0
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from signal import SIGKILL
 from time import monotonic
@@ -152,8 +152,9 @@ def kill(
         if failed := copy.failed_tests(mutant.tier, mutant.tests, seconds, "-x"):
             return Outcome(mutant, mutant.tier, True, failed[0], monotonic() - began)
         for tier, tests in [] if named_only else whole:
-            if failed := copy.failed_tests(tier, tests, seconds, "-x"):
-                return Outcome(mutant, tier, False, failed[0], monotonic() - began)
+            with suppress(SkippedTestsError):  # of a later tier; those that the mutant names have passed
+                if failed := copy.failed_tests(tier, tests, seconds, "-x"):
+                    return Outcome(mutant, tier, False, failed[0], monotonic() - began)
     return Outcome(mutant, None, False, "", monotonic() - began)
 
 

@@ -4,11 +4,14 @@ import ast
 import subprocess
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.mutants.__main__ import summarize
 from tests.mutants.general_mutants import MODULES, Judgement, Survivor, load_judgements, parse_diff, unjudged
 from tests.mutants.mutant_runner import (
+    Outcome,
     ProjectCopy,
     SkippedTestsError,
     UnusableTestsError,
@@ -133,6 +136,28 @@ def test_mutant_that_cannot_be_imported_is_an_error_and_not_killed(copy: Project
 def test_skipped_tests_say_nothing_about_a_mutant(copy: ProjectCopy) -> None:
     with pytest.raises(SkippedTestsError, match=r"all tests were skipped of first/test_skipped.py(.|\n)*no cluster"):
         kill(copy, mutant_of(tests=("first/test_skipped.py",)), 60, PROJECT_TIERS)
+
+
+@pytest.mark.slow
+def test_mutant_survives_although_a_later_tier_is_skipped(copy: ProjectCopy) -> None:
+    tiers = PROJECT_TIERS | {"cluster": Tier(("first/test_skipped.py",))}
+    assert kill(copy, mutant_of(new="number * 2"), 60, tiers).killed_by is None
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "allow_skipped", "code"),
+    [
+        ({"killed_by": "unit", "named": True}, False, 0),
+        ({"killed_by": None}, True, 1),
+        ({"killed_by": None, "skipped": True}, True, 0),
+        ({"killed_by": None, "skipped": True}, False, 1),
+    ],
+)
+def test_skipped_mutants_are_an_error_unless_they_are_allowed(
+    outcomes: dict[str, Any], allow_skipped: bool, code: int
+) -> None:
+    outcome = Outcome(mutant_of(), None, False, "", 1.0)._replace(**outcomes)
+    assert summarize([outcome], allow_skipped=allow_skipped) == code
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from tests.simulation.fault_schedule import (
     Commit,
     Damage,
     DamagedCommit,
+    Episode,
     ForgedMessage,
     Forgery,
     Join,
@@ -83,7 +84,7 @@ def dead_letters_of(schedule: Schedule) -> ExpectedDeadLetters:
     """Return the dead letters that the schedule gives."""
     most, least = _of_honest_messages(schedule), Counter[Cause]()
     synchronized = {action.did for action in schedule.first}
-    for episode in schedule.episodes:
+    for number, episode in enumerate(schedule.episodes):
         lost = any(isinstance(fault, LostWindow | RestartedSequence) for fault in episode.faults)
         if lost or any(isinstance(fault, ChangedScope) for fault in episode.faults):
             synchronized.clear()
@@ -99,10 +100,16 @@ def dead_letters_of(schedule: Schedule) -> ExpectedDeadLetters:
                     reason = DAMAGES[fault.damage]
                     cause = UNREADABLE if reason == "frame-malformed" else (fault.did, reason)
                     most[cause] += 1
-                    # The blocks of a message are not read if its repo waits for a fetch.
-                    least[cause] += not lost and (cause == UNREADABLE or fault.did in synchronized)
+                    # The blocks of a message are not read if its repo waits for a fetch. The message may be read as
+                    # late as after a change of the scope, when the repo has been fetched.
+                    is_read = fault.did in synchronized and not _changes_scope(schedule.episodes[number + 1 :])
+                    least[cause] += not lost and (cause == UNREADABLE or is_read)
         synchronized -= {fault.did for fault in episode.faults if isinstance(fault, AccountFault)}
     return ExpectedDeadLetters(most, +least)
+
+
+def _changes_scope(episodes: Iterable[Episode]) -> bool:
+    return any(isinstance(fault, ChangedScope) for episode in episodes for fault in episode.faults)
 
 
 def _of_honest_messages(schedule: Schedule) -> Counter[Cause]:

@@ -17,7 +17,8 @@ from tests.simulation.fault_schedule import BEGINNING, FaultyExport, HostProblem
 
 STRANGER = PrivateKey.from_seed("k256", b"a key that no account has")
 SLOW_BYTES_PER_SECOND = 400
-STALLED_BYTES_PER_SECOND = 40
+TOO_SLOW_BYTES_PER_SECOND = 40
+"""Below the minimum rate of exports, also for a small one."""
 FORGED_REV = tid(BEGINNING + 30 * 24 * 3_600_000_000)
 """A rev after those of all worlds, and before the present."""
 ORDERS = {
@@ -26,7 +27,7 @@ ORDERS = {
 }
 """The orders of the curves."""
 HEADER_AND_COMMIT = 2
-"""The sections of a truncated export. An export may lack records: those of collections that are not selected."""
+"""The sections of a truncated export. With more, it might have all records that the scope selects, and be accepted."""
 NOT_FOUND = json.dumps({"error": "RepoNotFound", "message": "Could not find repo"}).encode()
 
 
@@ -69,7 +70,7 @@ def wrong_answers(kind: HostProblem, accounts: Sequence[LocalAccount]) -> list[F
         case "hanging":
             return [Fault("", times=None, hang=True)]
         case "slow":
-            return [Fault(GET_REPO, times=None, rate=STALLED_BYTES_PER_SECOND)]
+            return [Fault(GET_REPO, times=None, rate=TOO_SLOW_BYTES_PER_SECOND)]
         case "denying":
             return [Fault("", None, None, 400, {hdrs.CONTENT_TYPE: "application/json"}, NOT_FOUND)]
         case "cut exports":

@@ -26,7 +26,9 @@ from tests.simulation.fault_schedule import (
     DamagedCommit,
     DatabaseProblem,
     DirectoryProblem,
+    Episode,
     ExportProblem,
+    Fault,
     ForgedMessage,
     Forgery,
     HostingStatus,
@@ -166,6 +168,30 @@ def test_repo_that_joined_later_need_not_break_although_a_commit_is_lost() -> No
     truth, [later, *_] = truth_of(schedule), [did for did in lost if did not in first]
     assert truth.repos[later].certain == frozenset()
     assert any(truth.repos[did].certain for did in first)
+
+
+def test_lost_commit_need_not_break_a_chain_if_the_scope_changes_later() -> None:
+    """The messages may be read after the change, as in this world, where the daemon is killed before."""
+    schedule = draw_schedule(1005)
+    [lost, *_] = [fault.did for fault in schedule.episodes[0].faults if isinstance(fault, LostCommit)]
+    assert truth_of(schedule).repos[lost].certain == {"chain-break", "drain-break", "scope-widened"}
+
+
+def test_dead_letter_of_a_damaged_commit_is_not_demanded_if_the_scope_changes_later() -> None:
+    demanded: dict[bool, set[bool]] = {False: set(), True: set()}
+    for schedule in schedules():
+        episodes, least = list(enumerate(schedule.episodes)), dead_letters_of(schedule).least
+        last_change = max((number for number, each in episodes if has(each, ChangedScope)), default=-1)
+        for number, episode in episodes:
+            for fault in episode.faults:
+                if isinstance(fault, DamagedCommit) and fault.damage == "bit flipped":
+                    demanded[last_change >= number].add((fault.did, "block-hash-mismatch") in least)
+    assert demanded[True] == {False}
+    assert True in demanded[False]
+
+
+def has(episode: Episode, kind: type[Fault]) -> bool:
+    return any(isinstance(fault, kind) for fault in episode.faults)
 
 
 def truth_as_snapshot(truth: Truth) -> dict[str, Any]:

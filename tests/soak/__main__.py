@@ -16,7 +16,7 @@ from tests import waiting
 from tests.daemon_forks import start_fork_server
 from tests.database_server import SERVER_SETTINGS
 from tests.soak.soak_report import result_lines, trend_lines
-from tests.soak.soak_run import SoakPlan, SoakResult, soak, trends_of
+from tests.soak.soak_run import SoakPlan, SoakResult, missing_quantities, soak, trends_of
 
 WARM_UP_SHARE = 0.5
 MAX_WARM_UP = 3_600.0
@@ -47,9 +47,10 @@ def main(minutes: float, rate: float, seed: int, samples: Path, warm_up: float |
     """
     beginning = min(minutes * 60 * WARM_UP_SHARE, MAX_WARM_UP) if warm_up is None else warm_up * 60
     if fit:
-        trends = trends_of([json.loads(line) for line in samples.read_text().splitlines()], beginning)
-        click.echo("\n".join(trend_lines(trends)))
-        sys.exit(0 if trends and all(trend.is_flat for trend in trends) else 1)
+        taken = [json.loads(line) for line in samples.read_text().splitlines()]
+        trends, missing = trends_of(taken, beginning), missing_quantities(taken, beginning)
+        click.echo("\n".join([*trend_lines(trends), *missing]))
+        sys.exit(0 if trends and not missing and all(trend.is_flat for trend in trends) else 1)
     samples.unlink(missing_ok=True)
     waiting.TIMEOUT = PATIENCE
     logging.getLogger("aiohttp.server").disabled = True  # faults break its connections

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tests.soak.growth_check import MAX_POINTS, Limit, fit_trend, fit_trends, median_slope
 from tests.soak.resource_use import DATABASE_LIMITS, PROCESS_LIMITS
-from tests.soak.soak_run import TIME, trends_of
+from tests.soak.soak_run import TIME, missing_quantities
 
 LIMIT = Limit(10.0, 0.1)
 TIMES = [10.0 * number for number in range(720)]
@@ -73,11 +73,10 @@ def test_quantity_that_appears_later_was_zero_before() -> None:
 
 
 @pytest.mark.parametrize("name", [*PROCESS_LIMITS, *DATABASE_LIMITS])
-def test_quantity_that_is_not_sampled_any_more_is_an_error(name: str) -> None:
-    """It would count as 0, which is flat."""
+def test_quantity_that_is_not_sampled_any_more_is_missing(name: str) -> None:
     complete = dict.fromkeys([*PROCESS_LIMITS, *DATABASE_LIMITS], 1.0)
     samples = [complete | {TIME: 10.0 * number} for number in range(5)]
-    assert trends_of(samples, 0.0)
+    del samples[1][name]
+    assert missing_quantities(samples, 20.0) == []
     del samples[3][name]
-    with pytest.raises(ValueError, match="not sampled"):
-        trends_of(samples, 0.0)
+    assert missing_quantities(samples, 20.0) == [f"{name} was not always sampled"]

@@ -191,7 +191,7 @@ async def test_a_repo_that_changes_meanwhile_is_skipped(store: Store, sql: async
     await other.close()
 
 
-async def test_value_that_the_database_cannot_store_is_refused_and_costs_no_connection_again_and_again(
+async def test_value_that_the_database_cannot_store_is_refused_and_opens_only_one_connection(
     store: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await insert(store, synchronized(1))

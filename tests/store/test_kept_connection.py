@@ -80,8 +80,8 @@ async def test_close_waits_for_the_block_and_no_other_block_follows(database: st
         await later
 
 
-async def test_close_without_a_block_before_opens_nothing(database: str) -> None:
-    kept = kept_to(database)
+async def test_close_without_a_block_before_opens_nothing() -> None:
+    kept = KeptConnection(lambda: pytest.fail("opened"))
     await kept.close()
     with pytest.raises(asyncpg.InterfaceError, match="closed"):
         await used_by(kept)
