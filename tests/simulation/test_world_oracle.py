@@ -11,10 +11,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, get_args
 
+import asyncpg
 import pytest
 
 from indexer.atproto.cid import cid_of as served_cid_of
 from indexer.atproto.cid import cid_text
+from indexer.store import Store
+from indexer.sync.plans import Batch, RepoWrite
 from tests.simulation import expected_dead_letters, world_oracle
 from tests.simulation.draw_faults import MOMENTS
 from tests.simulation.draw_schedule import draw_schedule
@@ -40,8 +43,9 @@ from tests.simulation.fault_schedule import (
     UnreachableDirectory,
 )
 from tests.simulation.simulated_world import World
-from tests.simulation.world_checks import Checks, Snapshot
+from tests.simulation.world_checks import Checks, Snapshot, updates_without_effect
 from tests.simulation.world_oracle import Truth, truth_of
+from tests.store.repo_rows import insert, put, synchronized
 
 SEEDS = range(1, 101)
 
@@ -338,6 +342,15 @@ async def test_fault_that_does_not_happen_is_noticed(checks: Checks) -> None:
     checks.snapshots = checks.commits = 1
     with pytest.raises(AssertionError, match="these faults did not happen"):
         await checks.check_end()
+
+
+async def test_change_that_is_logged_twice_is_noticed(store: Store, sql: asyncpg.Connection) -> None:
+    repo = synchronized(1)
+    await insert(store, repo, changes=(put("app.test/a", "1"), put("app.test/b", "1")))
+    for version, (path, text) in enumerate([("app.test/a", "2"), ("app.test/b", "1")], 2):
+        after = repo._replace(version=version)
+        await store.write(Batch((RepoWrite(version - 1, after, (put(path, text, "update"),)),)))
+    assert [row["rkey"] for row in await updates_without_effect(sql)] == ["b"]
 
 
 def schedule_with(*kinds: type) -> Schedule:

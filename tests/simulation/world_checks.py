@@ -35,6 +35,12 @@ _CHANGED_BEFORE_WIDENED = """
 """
 _VALUES = "select did, collection || '/' || rkey, value from atproto.records"
 _REJECTED = "select relay, seq, did, reason from atproto.rejected order by id"
+_REPEATED = """
+    select did, collection, rkey, rev from (
+        select *, lag(cid) over (partition by did, collection, rkey order by seq) as cid_before
+        from atproto.changes where rkey is not null
+    ) change where action = 'update' and cid = cid_before
+"""
 _OPEN_GAPS = "select count(*) from atproto.gaps where closed_at is null"
 
 
@@ -54,6 +60,11 @@ class Snapshot:
             for did, path, cid in await sql.fetch(_RECORDS):
                 records[did][path] = cid
             return cls(repos, records, await sql.fetchval(_OPEN_GAPS))
+
+
+async def updates_without_effect(sql: asyncpg.Connection) -> list[asyncpg.Record]:
+    """Return the logged updates that change nothing. No commit of a world has one, so each is a change logged twice."""
+    return list(await sql.fetch(_REPEATED))
 
 
 @dataclass
@@ -157,6 +168,7 @@ class Checks:
         assert not contradictions, contradictions
         await self._check_values()
         await assert_log_gives_records(self.world.sql)
+        assert await updates_without_effect(self.world.sql) == []
         assert await self.world.sql.fetchval("select count(*) from indexer.buffered_event") == 0
         excused = await self._changed_before_widened()
         await self._check_reasons(excused)
