@@ -35,7 +35,7 @@ class CostLimit(NamedTuple):
 
 
 DECODING = CostLimit(steps=400_000, steps_per_byte=100, memory=1 << 19, memory_per_byte=100)
-"""For decoding and checking one small input: at least five times what any of 900,000 inputs took."""
+"""For decoding and checking one small input: at least three times what any of 900,000 inputs took."""
 
 
 class CostError(AssertionError):
