@@ -139,8 +139,10 @@ def test_skipped_tests_say_nothing_about_a_mutant(copy: ProjectCopy) -> None:
 
 
 @pytest.mark.slow
-def test_mutant_survives_although_a_later_tier_is_skipped(copy: ProjectCopy) -> None:
+@pytest.mark.usefixtures("copy")
+def test_mutant_survives_although_a_later_tier_is_skipped(tmp_path: Path) -> None:
     tiers = PROJECT_TIERS | {"cluster": Tier(("first/test_skipped.py",))}
+    copy = ProjectCopy(tmp_path / "original", tmp_path / "another", tiers)
     assert kill(copy, mutant_of(new="number * 2"), 60, tiers).killed_by is None
 
 
