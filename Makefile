@@ -87,7 +87,7 @@ simulate: venv ## Index random worlds with faults: make simulate SEED=17, or SEE
 	SIMULATION_FIRST_SEED=$(or $(SEED),$(FIRST),1) SIMULATION_SEEDS=$(or $(if $(SEED),1),$(SEEDS),100) \
 		$(PYTEST) tests/simulation $(if $(SEED),-k random_worlds)
 
-soak: venv ## Run a world of constant size with faults, and show that nothing grows: make soak MINUTES=120
+soak: venv ## Run a world of constant size with faults, and show that nothing grows: make soak MINUTES=120; LINKS=1 keeps links
 	$(BIN)/python -m tests.soak --minutes $(or $(MINUTES),120) $(if $(SAMPLES),--samples $(SAMPLES)) $(if $(LINKS),--links)
 
 mutants: venv ## Show that the tests find every bug in tests/mutants (about an hour); ONLY="sync high-s-*" JOBS=2

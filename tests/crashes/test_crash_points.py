@@ -240,32 +240,21 @@ class PassedPoints:
         return self._expected <= self.points and monotonic() > self._changed_at + QUIET_SECONDS
 
 
-async def points_passed_by(world: DeathWorld, operation: Operation, file: Path) -> set[str]:
-    """Let the daemon do the operation without a death; return the points that it has passed."""
+async def points_passed_by(world: DeathWorld, operation: Operation, file: Path, death: Death | None = None) -> set[str]:
+    """Let the daemon do the operation until it has passed its points, or until its death; return what it has passed.
+
+    It may not pass the point of the death this time. Then it does not die.
+    """
     passed = PassedPoints(file, operation)
-    await operation.before(world)
-    world.daemon.start()
-    async with running(*([operation.meanwhile(world)] if operation.meanwhile else [])):
-        await until(passed.are_complete, world.daemon.log_tail)
-    world.daemon.close()
-    await world.execute(EXPIRE_LEASES)
-    return passed.points
-
-
-async def has_died_at(point: str, world: DeathWorld, operation: Operation, file: Path) -> bool:
-    """Let the daemon do the operation until it dies at this point; return False if it does not pass it this time."""
-    passed, death = PassedPoints(file, operation), Death(point)
     await operation.before(world)
     world.daemon.start(death)
     async with running(*([operation.meanwhile(world)] if operation.meanwhile else [])):
         await until(lambda: world.daemon.has_died() or passed.are_complete(), world.daemon.log_tail)
-    died = world.daemon.has_died()
-    world.daemon.close()
-    if died:
+    if world.daemon.has_died():
         await world.count_death(death)
-    else:
-        await world.execute(EXPIRE_LEASES)
-    return died
+    world.daemon.close()
+    await world.execute(EXPIRE_LEASES)
+    return passed.points
 
 
 @pytest.mark.parametrize("name", [marked(name) for name in OPERATIONS])
@@ -279,9 +268,9 @@ async def test_killed_at_each_other_point_that_the_operation_passes(
         passed = await points_passed_by(world, operation, file)
         assert passed >= ALWAYS_PASSED
         own = {death.point for death in operation.deaths}
-        others = sorted(passed - own - {crash_points.COMMITTED})
-        died = {point for point in others if await has_died_at(point, world, operation, file)}
-        assert died >= ALWAYS_PASSED - own
+        for point in sorted(passed - own - {crash_points.COMMITTED}):
+            await points_passed_by(world, operation, file, Death(point))
+        assert {death.point for death in world.deaths if death} >= ALWAYS_PASSED - own
         for pds in world.network.pdses:
             pds.faults.clear()
         await world.settle()

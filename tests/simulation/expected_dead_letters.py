@@ -86,7 +86,7 @@ def dead_letters_of(schedule: Schedule) -> ExpectedDeadLetters:
     synchronized = {action.did for action in schedule.first}
     for number, episode in enumerate(schedule.episodes):
         lost = any(isinstance(fault, LostWindow | RestartedSequence) for fault in episode.faults)
-        if lost or any(isinstance(fault, ChangedScope) for fault in episode.faults):
+        if lost or _changes_scope([episode]):
             synchronized.clear()
         for fault in episode.faults:
             match fault:

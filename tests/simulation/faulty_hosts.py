@@ -13,6 +13,7 @@ from indexer.localnet.local_account import LocalAccount
 from indexer.localnet.local_pds import CAR_TYPE, GET_REPO
 from indexer.localnet.local_repo import LocalRepo, Write
 from indexer.localnet.tid_clock import tid
+from tests.atproto.test_crypto import ORDERS
 from tests.simulation.fault_schedule import BEGINNING, FaultyExport, HostProblem
 
 STRANGER = PrivateKey.from_seed("k256", b"a key that no account has")
@@ -21,11 +22,6 @@ TOO_SLOW_BYTES_PER_SECOND = 40
 """Below the minimum rate of exports, also for a small one."""
 FORGED_REV = tid(BEGINNING + 30 * 24 * 3_600_000_000)
 """A rev after those of all worlds, and before the present."""
-ORDERS = {
-    "k256": 0xFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFEBAAEDCE6AF48A03BBFD25E8CD0364141,
-    "p256": 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551,
-}
-"""The orders of the curves."""
 HEADER_AND_COMMIT = 2
 """The sections of a truncated export. With more, it might have all records that the scope selects, and be accepted."""
 NOT_FOUND = json.dumps({"error": "RepoNotFound", "message": "Could not find repo"}).encode()

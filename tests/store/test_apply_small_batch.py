@@ -3,7 +3,8 @@
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from time import monotonic
 from typing import Any
@@ -308,23 +309,32 @@ async def test_the_connection_is_closed_with_the_store(database: str, monkeypatc
     assert used[0].is_closed()
 
 
+@asynccontextmanager
+async def write_that_waits(
+    store: Store, sql: asyncpg.Connection, database: str
+) -> AsyncIterator[asyncio.Task[AppliedBatch]]:
+    """Write a small batch, whose statement waits for the lock of the repo to the end of the block; yield its task."""
+    lock = await asyncpg.connect(database)
+    async with lock.transaction():
+        await lock.execute("update indexer.repo set version = version")
+        writing = asyncio.create_task(store.write(Batch((ORDINARY,), cursor=cursor())))
+        await until(lambda: waiting_for_locks(sql, 1))
+        yield writing
+    await lock.close()
+
+
 async def test_the_pool_is_closed_if_the_close_of_the_store_is_cancelled(
     database: str, sql: asyncpg.Connection
 ) -> None:
     store = await Store.open(database)
     store.keeps_links = False
     await insert(store, synchronized(1))
-    lock = await asyncpg.connect(database)
-    async with lock.transaction():
-        await lock.execute("update indexer.repo set version = version")
-        writing = asyncio.create_task(store.write(Batch((ORDINARY,), cursor=cursor())))
-        await until(lambda: waiting_for_locks(sql, 1))
+    async with write_that_waits(store, sql, database) as writing:
         closing = asyncio.create_task(store.close())
         await asyncio.sleep(0)
         closing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await closing
-    await lock.close()
     await writing
     with pytest.raises(DatabaseError, match="clos"):
         await store.repos([did(1)])
@@ -370,15 +380,10 @@ async def test_a_session_that_ends_during_the_statement_is_replaced_and_the_pool
     await insert(store, synchronized(1), synchronized(2))
     store.keeps_links = False
     before, used = await content(sql), used_connections(monkeypatch)
-    lock = await asyncpg.connect(database)
-    async with lock.transaction():
-        await lock.execute("update indexer.repo set version = version")
-        writing = asyncio.create_task(store.write(Batch((ORDINARY,), cursor=cursor())))
-        await until(lambda: waiting_for_locks(sql, 1))
+    async with write_that_waits(store, sql, database) as writing:
         await sql.execute("select pg_terminate_backend($1)", used[0].get_server_pid())
         with pytest.raises(DatabaseError, match="terminating connection"):
             await writing
-    await lock.close()
     assert await content(sql) == before
     with monkeypatch.context() as patch:
         one_statement_fails(patch)
@@ -440,14 +445,9 @@ async def test_a_cancelled_statement_writes_nothing(
     await insert(store, synchronized(1))
     store.keeps_links = False
     before, used = await content(sql), used_connections(monkeypatch)
-    lock = await asyncpg.connect(database)
-    async with lock.transaction():
-        await lock.execute("update indexer.repo set version = version")
-        writing = asyncio.create_task(store.write(Batch((ORDINARY,), cursor=cursor())))
-        await until(lambda: waiting_for_locks(sql, 1))
+    async with write_that_waits(store, sql, database) as writing:
         writing.cancel()
         await until(lambda: waiting_for_locks(sql, 0))
-    await lock.close()
     with pytest.raises(asyncio.CancelledError):
         await writing
     assert await content(sql) == before
