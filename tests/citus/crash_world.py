@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from random import Random
 from time import monotonic
+from typing import NamedTuple
 
 import asyncpg
 import httpx
@@ -35,6 +36,21 @@ HELD = "nobody"
 
 _PREPARED = "select gid from pg_prepared_xacts where gid like 'citus%'"
 _WAITING = "select pid, query from pg_stat_activity where wait_event = 'SyncRep'"
+_RUNNING = "select transaction_number from get_all_active_transactions() where transaction_number > 0"
+
+
+class InDoubt(NamedTuple):
+    """The end of a time in which a node kept a transaction prepared.
+
+    Attributes:
+        seconds: From the release of the node until `/readyz` answered that the daemon is ready.
+        number_was_used_again: Meanwhile, a running transaction had the number of a prepared one: the coordinator counts
+            from 1 again when it starts. Citus completes the prepared one after the end of the running one, which may
+            wait for the prepared one until a time limit ends it.
+    """
+
+    seconds: float
+    number_was_used_again: bool
 
 
 class CrashWorld:
@@ -42,8 +58,7 @@ class CrashWorld:
 
     Attributes:
         deaths: How often each set of victims was killed together.
-        seconds_in_doubt: The times from the release of a node that kept a transaction prepared until `/readyz` answered
-            that the daemon is ready.
+        in_doubt: One for each call of `release_after_report`.
     """
 
     def __init__(self, cluster: Cluster, network: LocalNetwork, directory: Path, *, seed: int, steps: int) -> None:
@@ -54,7 +69,7 @@ class CrashWorld:
         self.daemon = DaemonFork(environment, directory)
         self.consumer = LogConsumer(self.dsn)
         self.deaths = Counter[tuple[str, ...]]()
-        self.seconds_in_doubt: list[float] = []
+        self.in_doubt: list[InDoubt] = []
         self.random = Random(seed)
         self._scenario = Scenario(network, seed=seed)
         self._step = 0
@@ -145,8 +160,15 @@ class CrashWorld:
         await until(lambda: answers(503, IN_DOUBT), lambda: (answer, self.daemon.log_tail()))
         await self.release(node)
         released_at = monotonic()
-        await until(lambda: answers(200, "ok"), lambda: (answer, self.daemon.log_tail()))
-        self.seconds_in_doubt.append(monotonic() - released_at)
+        number_was_used_again = False
+
+        async def is_ready() -> bool:
+            nonlocal number_was_used_again
+            number_was_used_again |= await self._number_is_used_again(node)
+            return await answers(200, "ok")
+
+        await until(is_ready, lambda: (answer, self.daemon.log_tail()))
+        self.in_doubt.append(InDoubt(monotonic() - released_at, number_was_used_again))
 
     async def execute(self, statement: str, *values: object, node: str = COORDINATOR) -> list[asyncpg.Record]:
         connection = await asyncpg.connect(self.cluster.url_of(node))
@@ -171,6 +193,11 @@ class CrashWorld:
 
     async def _nothing_is_prepared(self) -> bool:
         return not any([await self._prepared(worker) for worker in WORKERS])
+
+    async def _number_is_used_again(self, node: str) -> bool:
+        """Return whether a running transaction has the number of one that is prepared on the node."""
+        prepared = {int(gid.split("_")[3]) for gid in await self._prepared(node)}
+        return any(number in prepared for (number,) in await self.execute(_RUNNING))
 
     async def _expire_waits(self) -> None:
         while True:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from indexer.store.connections import STATEMENT_TIMEOUT
 from tests.citus.crash_world import DAEMON, crash_world
 from tests.citus.own_cluster import own_cluster
 from tests.citus_cluster import COORDINATOR, WORKERS, Cluster
@@ -85,7 +86,10 @@ POINTS = tuple(product((*UNDECIDED, DECIDED), VICTIMS))
 REPORTED = [victims for victims in VICTIMS if SECOND not in victims]
 """The victims after whose restart the second worker still keeps an answer, until the daemon has reported it."""
 MAX_SECONDS_IN_DOUBT = 10.0
-"""Seconds within which the daemon must be ready again. Seen: 0.2 to 1.0, on two cores with other work."""
+"""Seconds within which the daemon must be ready again. Seen: 0.2 to 1.8, on two cores with other work.
+
+If a running transaction has the number of a prepared one, it may first wait until `STATEMENT_TIMEOUT` ends it.
+"""
 
 
 async def test_deaths_between_the_two_phases_of_a_commit_lose_nothing(
@@ -110,10 +114,11 @@ async def test_deaths_between_the_two_phases_of_a_commit_lose_nothing(
             if number % (len(POINTS) // 3) == 0:
                 await world.settle()
         record_property("deaths", world.deaths.total())
-        record_property("seconds in doubt", [round(seconds, 1) for seconds in world.seconds_in_doubt])
+        record_property("seconds in doubt", [round(seconds, 1) for seconds, _ in world.in_doubt])
         assert world.deaths.total() == len(POINTS)
-        assert len(world.seconds_in_doubt) == len(REPORTED)
-        assert max(world.seconds_in_doubt) < MAX_SECONDS_IN_DOUBT
+        assert len(world.in_doubt) == len(REPORTED)
+        for seconds, number_was_used_again in world.in_doubt:
+            assert seconds < MAX_SECONDS_IN_DOUBT + (STATEMENT_TIMEOUT if number_was_used_again else 0)
 
 
 def test_the_planned_deaths_are_enough() -> None:

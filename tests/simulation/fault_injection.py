@@ -188,14 +188,23 @@ async def _send_garbage(world: World, fault: UndecodableMessages) -> AsyncIterat
 
 @_carries_out(RepeatedMessages)
 async def _repeat_messages(world: World, fault: RepeatedMessages) -> AsyncIterator[None]:
-    for relay in world.relays:
-        if fault.renumbered:
-            for sent in relay.log[-fault.count :]:
-                relay.inject(sent.renumbered(relay.seq + 1).frame)
-        else:
-            relay.repeat(fault.count)
-    world.fired[fault] += all(relay.log for relay in world.relays)
+    """Send them again, and once more at the end if the daemon was not sent them: its relay may have lost them."""
+
+    def send_again() -> list[Callable[[], bool]]:
+        return [relay.send_again(fault.count, renumbered=fault.renumbered) for relay in world.relays]
+
+    def were_sent() -> bool:
+        return any(is_sent() for attempt in attempts for is_sent in attempt)
+
+    async def have_effect() -> bool:
+        if not were_sent() and len(attempts) == 1 and await world.is_caught_up():
+            attempts.append(send_again())
+        return were_sent()
+
+    attempts = [send_again()]
+    await until(lambda: were_sent() or world.relay is None, world.daemon.log_tail)
     yield
+    world.unfinished.append((fault, have_effect))
 
 
 @_carries_out(BrokenConnection)

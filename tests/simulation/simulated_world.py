@@ -189,7 +189,15 @@ class World:
 
     async def caught_up(self) -> None:
         """Wait until the daemon has written everything that its relay has sent."""
-        await until(self._is_caught_up, self.daemon.log_tail)
+        await until(self.is_caught_up, self.daemon.log_tail)
+
+    async def is_caught_up(self) -> bool:
+        """Return True if the daemon has written everything that its relay has sent."""
+        relay = self.relay
+        if relay is None:
+            return False
+        seq = await self.sql.fetchval("select seq from indexer.cursor where relay = $1", relay.websocket_url)
+        return seq is not None and relay.sequence_of(seq) == len(relay.ended) and seq >= relay.newest
 
     async def kill(self) -> None:
         """Kill the daemon, and wait until the database knows."""
@@ -249,13 +257,6 @@ class World:
 
     async def _quiet(self) -> dict[str, bool]:
         return {row["did"]: row["quiet"] for row in await self.sql.fetch(_QUIET)}
-
-    async def _is_caught_up(self) -> bool:
-        relay = self.relay
-        if relay is None:
-            return False
-        seq = await self.sql.fetchval("select seq from indexer.cursor where relay = $1", relay.websocket_url)
-        return seq is not None and relay.sequence_of(seq) == len(relay.ended) and seq >= relay.newest
 
     def perform(self, action: Action) -> None:
         """Let an account act."""
