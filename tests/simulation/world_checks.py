@@ -148,7 +148,9 @@ class Checks:
             if true.status is not None:
                 continue
             final = true.final
-            reached = row["sync_status"], row["sync_reason"], row["parked"], row["rev"]
+            # The next attempt to fetch a desynchronized repo may be under way at any time.
+            status = "desynchronized" if row["sync_status"] == "in-progress" else row["sync_status"]
+            reached = status, row["sync_reason"], row["parked"], row["rev"]
             wanted = final.status, final.reason, final.parked, true.stored_rev
             if reached != wanted or row["failure"] not in final.errors:
                 found.append(f"{did} at {true.rev} is {dict(row)}, not {final} at {true.stored_rev}")

@@ -64,7 +64,7 @@ class FinalState:
     """The state in which a repo has to end.
 
     Attributes:
-        status: The sync status.
+        status: The sync status; `desynchronized` also stands for `in-progress`.
         reason: The reason; None if the repo is synchronized.
         errors: Reasons for which the last fetch may have failed; None: no fetch failed since the state was reached.
         parked: True if nothing but a message may cause another fetch.
