@@ -274,10 +274,6 @@ class LocalRelay(HttpServer):
                 await sending
         return socket
 
-    async def transmit(self, socket: web.WebSocketResponse, frame: bytes | str) -> None:
-        """Send a message to a subscriber."""
-        await (socket.send_str(frame) if isinstance(frame, str) else socket.send_bytes(frame))
-
     async def _stream(self, socket: web.WebSocketResponse, cursor: str | None) -> None:
         try:
             position, outdated = self._start_position(cursor)
@@ -312,7 +308,8 @@ class LocalRelay(HttpServer):
             while (behind := self._forgotten + len(self.log) - position) > 0:
                 if (live and behind > self.max_lag) or behind > len(self.log):
                     raise StreamError("ConsumerTooSlow", f"{behind} events behind")
-                await self.transmit(socket, self.log[-behind].frame)
+                frame = self.log[-behind].frame
+                await (socket.send_str(frame) if isinstance(frame, str) else socket.send_bytes(frame))
                 position += 1
             live = True
             await self._appended.wait()

@@ -34,23 +34,25 @@ ACT_SECONDS = 0.1
 HELD = "nobody"
 """The name of a standby that does not exist: COMMIT and PREPARE TRANSACTION of the node wait for it."""
 
+COORDINATOR_GROUP = "0"
+"""Citus names a prepared transaction `citus_<group>_<process ID>_<number>_<connection>`, after who began it."""
 _PREPARED = "select gid from pg_prepared_xacts where gid like 'citus%'"
 _WAITING = "select pid, query from pg_stat_activity where wait_event = 'SyncRep'"
-_RUNNING = "select transaction_number from get_all_active_transactions() where transaction_number > 0"
+_RUNNING = "select transaction_number, process_id from get_all_active_transactions() where not worker_query"
 
 
 class InDoubt(NamedTuple):
-    """The end of a time in which a node kept a transaction prepared.
+    """How long the daemon was not ready after a node with a prepared transaction was released.
 
     Attributes:
-        seconds: From the release of the node until `/readyz` answered that the daemon is ready.
-        number_was_used_again: Meanwhile, a running transaction had the number of a prepared one: the coordinator counts
-            from 1 again when it starts. Citus completes the prepared one after the end of the running one, which may
-            wait for the prepared one until a time limit ends it.
+        seconds: All of this time.
+        number_in_use: The seconds of it in which a running transaction had the number of a prepared one, because the
+            coordinator counts from 1 again when it starts. Citus completes the prepared transaction only afterwards.
+            If the running one waits for it, this takes until a time limit ends the running one.
     """
 
     seconds: float
-    number_was_used_again: bool
+    number_in_use: float
 
 
 class CrashWorld:
@@ -159,16 +161,18 @@ class CrashWorld:
 
         await until(lambda: answers(503, IN_DOUBT), lambda: (answer, self.daemon.log_tail()))
         await self.release(node)
-        released_at = monotonic()
-        number_was_used_again = False
+        released_at = asked_at = monotonic()
+        number_in_use = 0.0
 
         async def is_ready() -> bool:
-            nonlocal number_was_used_again
-            number_was_used_again |= await self._number_is_used_again(node)
+            nonlocal asked_at, number_in_use
+            before, asked_at = asked_at, monotonic()
+            if await self._number_is_in_use():
+                number_in_use += asked_at - before
             return await answers(200, "ok")
 
         await until(is_ready, lambda: (answer, self.daemon.log_tail()))
-        self.in_doubt.append(InDoubt(monotonic() - released_at, number_was_used_again))
+        self.in_doubt.append(InDoubt(monotonic() - released_at, number_in_use))
 
     async def execute(self, statement: str, *values: object, node: str = COORDINATOR) -> list[asyncpg.Record]:
         connection = await asyncpg.connect(self.cluster.url_of(node))
@@ -194,10 +198,12 @@ class CrashWorld:
     async def _nothing_is_prepared(self) -> bool:
         return not any([await self._prepared(worker) for worker in WORKERS])
 
-    async def _number_is_used_again(self, node: str) -> bool:
-        """Return whether a running transaction has the number of one that is prepared on the node."""
-        prepared = {int(gid.split("_")[3]) for gid in await self._prepared(node)}
-        return any(number in prepared for (number,) in await self.execute(_RUNNING))
+    async def _number_is_in_use(self) -> bool:
+        """Return whether a running transaction of the coordinator has the number of another one that is prepared."""
+        names = [gid.split("_") for worker in WORKERS for gid in await self._prepared(worker)]
+        prepared = {(int(number), int(pid)) for _, group, pid, number, _ in names if group == COORDINATOR_GROUP}
+        running = {(number, pid) for number, pid in await self.execute(_RUNNING)}
+        return any(number == used and pid != owner for number, pid in prepared for used, owner in running)
 
     async def _expire_waits(self) -> None:
         while True:

@@ -1,12 +1,18 @@
 """Compare the database with the records that PDSes list."""
 
+import asyncio
 import json
 from collections.abc import Mapping
 
 import asyncpg
 
-from tests.realnet.real_network import Records
+from tests.realnet.real_network import RealAccount, Records
 from tests.waiting import until
+
+
+async def records_of(*accounts: RealAccount) -> dict[str, Records]:
+    """Return the records of each account, by DID, as its PDS lists them."""
+    return {account.did: await asyncio.to_thread(account.records) for account in accounts}
 
 
 async def visible_repos(dsn: str) -> dict[str, tuple[str, Records]]:
@@ -25,7 +31,7 @@ async def visible_repos(dsn: str) -> dict[str, tuple[str, Records]]:
 
 
 async def wait_until_equal(dsn: str, expected: Mapping[str, Records]) -> None:
-    """Wait until these repos are visible and synchronized, and have these records."""
+    """Wait until exactly these repos are visible, are synchronized, and have these records."""
     different = ["the database was not read"]
 
     async def equal() -> bool:
@@ -37,8 +43,8 @@ async def wait_until_equal(dsn: str, expected: Mapping[str, Records]) -> None:
 
 
 def differences(found: Mapping[str, tuple[str, Records]], expected: Mapping[str, Records]) -> list[str]:
-    """Describe the repos that are not visible, not synchronized, or have other records."""
-    different = []
+    """Describe the repos that are not visible, not synchronized, or have other records, and those that are too many."""
+    different = [f"{did} is visible" for did in found.keys() - expected.keys()]
     for did, records in expected.items():
         status, stored = found.get(did, ("not visible", {}))
         paths = [path for path in stored.keys() | records.keys() if stored.get(path) != records.get(path)]

@@ -17,7 +17,7 @@ from indexer.service.crawl.reconcile import ReconciliationSettings
 from indexer.store import Store
 from indexer.sync.gap import Gap
 from tests.daemon_harness import run_daemon, settings_for, wait_for_cursor
-from tests.realnet.compare_with_pdses import visible_repos, wait_until_equal
+from tests.realnet.compare_with_pdses import records_of, visible_repos, wait_until_equal
 from tests.realnet.real_network import RealAccount, RealPds, real_network
 from tests.waiting import until
 
@@ -92,7 +92,7 @@ async def test_scenario_on_a_real_pds_is_indexed_from_its_stream(database: str, 
         settings = settings_for(pds.stream_url, network.plc_url, tmp_path, resync_source="pds")
         async with run_daemon(settings, database) as running:
             active, inactive = await asyncio.to_thread(play_scenario, pds)
-            expected = {account.did: await asyncio.to_thread(account.records) for account in active}
+            expected = await records_of(*active)
             await wait_for_cursor(running, pds.stream_url, last_seq(pds))
             await wait_until_equal(database, expected)
             metric: Callable[..., float | None] = running.metrics.registry.get_sample_value
@@ -116,7 +116,7 @@ async def test_repo_list_reveals_older_accounts_and_a_lost_commit(
             discovery = Discovery(store, outbound)
             crawl_progress = await discovery.run(await discovery.begin(pds.url, ""), lambda _: None)
             assert (crawl_progress.found, discovery.invalid_entries) == (len(active), 0)
-            expected = {account.did: await asyncio.to_thread(account.records) for account in active}
+            expected = await records_of(*active)
             await wait_until_equal(database, expected)
             writer = active[0]
             silent = {"action": "create", "collection": NOTE, "rkey": "silent", "record": {"$type": NOTE}}
@@ -166,7 +166,7 @@ async def test_account_that_migrates_to_another_pds_needs_no_resync(database: st
             assert (await running.store.repos([account.did]))[account.did].head == head
             await asyncio.to_thread(account.create, THING, {"at": "new"}, "two")
             await wait_for_cursor(running, stream_url(new), last_seq(new))
-            await wait_until_equal(database, {account.did: await asyncio.to_thread(account.records)})
+            await wait_until_equal(database, await records_of(account))
             assert counted("indexer_events_total", {"kind": "commit", "outcome": "applied"}) == 1
             assert counted("indexer_resync_seconds_count") == 0
         async with indexing(old, tmp_path, database) as running:
@@ -176,7 +176,7 @@ async def test_account_that_migrates_to_another_pds_needs_no_resync(database: st
                 "the #account message of the old PDS"
             )
             await until(lambda: not running.open_gaps.gaps)
-            await wait_until_equal(database, {account.did: await asyncio.to_thread(account.records)})
+            await wait_until_equal(database, await records_of(account))
 
 
 @pytest.mark.slow
@@ -198,7 +198,7 @@ async def test_account_that_leaves_the_only_pds_is_not_hidden(database: str, tmp
             await until(lambda: not running.open_gaps.gaps)
             counted: Callable[..., float | None] = running.metrics.registry.get_sample_value
             assert counted("indexer_rejected_total", {"reason": "wrong-host"}) == 1
-            await wait_until_equal(database, {account.did: await asyncio.to_thread(account.records)})
+            await wait_until_equal(database, await records_of(account))
 
 
 def indexing(pds: RealPds, directory: Path, dsn: str) -> AbstractAsyncContextManager[Daemon]:
@@ -230,7 +230,7 @@ async def test_key_rotations_without_identity_messages(database: str, tmp_path: 
             await asyncio.to_thread(prompt.publish_key)
             await asyncio.to_thread(prompt.create, THING, {"key": "new"}, "two")
             await wait_for_cursor(running, stream_url(pds), last_seq(pds))
-            await wait_until_equal(database, {prompt.did: await asyncio.to_thread(prompt.records)})
+            await wait_until_equal(database, await records_of(prompt, late))
             assert counted("indexer_identity_refreshes_total", {"cause": "signature", "result": "asked"}) == 1
             assert counted("indexer_resync_seconds_count") == 0
             await asyncio.to_thread(late.swap_key)
@@ -244,6 +244,6 @@ async def test_key_rotations_without_identity_messages(database: str, tmp_path: 
         async with indexing(pds, tmp_path, database) as running:
             await asyncio.to_thread(late.create, THING, {"key": "known"}, "three")
             await wait_for_cursor(running, stream_url(pds), last_seq(pds))
-            await wait_until_equal(database, {late.did: await asyncio.to_thread(late.records)})
+            await wait_until_equal(database, await records_of(prompt, late))
             counted = running.metrics.registry.get_sample_value
             assert counted("indexer_desynchronized_total", {"reason": "chain-break"}) == 1

@@ -14,7 +14,7 @@ import pytest
 
 from tests.daemon_process import daemon_process, log_tail
 from tests.database_checks import assert_change_log_consistent, fetch
-from tests.realnet.compare_with_pdses import visible_repos, wait_until_equal
+from tests.realnet.compare_with_pdses import records_of, visible_repos, wait_until_equal
 from tests.realnet.random_steps import RandomSteps
 from tests.realnet.real_network import RealAccount, real_network
 from tests.realnet.real_relay import real_relay, require_relay
@@ -59,8 +59,7 @@ async def test_database_equals_the_pdses_after_a_random_scenario(
                 await relay.restart()
                 assert not scenario.done()
                 await scenario
-                expected = {account.did: await asyncio.to_thread(account.records) for account in steps.active}
-                await wait_until_equal(database, expected)
+                await wait_until_equal(database, await records_of(*steps.active))
                 await wait_until_hidden(database, steps.statuses())
                 await until(lambda: no_resync_is_running(database), lambda: log_tail(tmp_path))
                 assert daemon.returncode is None, log_tail(tmp_path)

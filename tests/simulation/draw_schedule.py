@@ -11,6 +11,7 @@ from tests.simulation.draw_faults import (
     draw_kill_at_point,
     nothing,
 )
+from tests.simulation.draw_status_changes import with_status_changes
 from tests.simulation.drawn_world import HOSTS, RELAYS, DrawnWorld
 from tests.simulation.fault_schedule import (
     Action,
@@ -43,7 +44,7 @@ def draw_schedule(seed: int) -> Schedule:
     processes[world.random.randrange(EPISODES)] = draw_kill_at_point
     episodes = [_draw_episode(world, process) for process in processes]
     last = [world.commit(account) for account in world.active()]
-    return Schedule(
+    schedule = Schedule(
         seed,
         HOSTS,
         RELAYS,
@@ -54,6 +55,7 @@ def draw_schedule(seed: int) -> Schedule:
         tuple(last),
         _draw_ending(world),
     )
+    return with_status_changes(schedule)
 
 
 def _draw_episode(world: DrawnWorld, process: Draw) -> Episode:

@@ -152,8 +152,10 @@ async def _change_account(world: World, fault: AccountChange) -> AsyncIterator[N
 async def _forge(world: World, fault: Forgery) -> AsyncIterator[None]:
     """Forge after the actions, when the account is quiet: whatever happens to it then, the forgery has caused."""
     yield
-    await until(lambda: world.is_quiet(fault.did), world.daemon.log_tail)
-    desynchronized, fetched = await world.desynchronized(fault.did), world.fetched()[fault.did]
+    watched = {fault.did, *world.schedule.bystanders}  # a forgery may have a commit of the other one
+    for did in watched:
+        await until(lambda did=did: world.is_quiet(did), world.daemon.log_tail)  # type: ignore[misc]
+    desynchronized, fetched = await world.desynchronized(watched), [world.fetched()[did] for did in watched]
     kind, payload = _forged_message(world, fault)
     frames = []
     for relay in world.relays:
@@ -162,8 +164,8 @@ async def _forge(world: World, fault: Forgery) -> AsyncIterator[None]:
         relay.newest = relay.seq
     await until(lambda: world.has_rejected(frames), world.daemon.log_tail)
     await world.caught_up()  # before the directory may be unreachable: without a key, the repo is fetched
-    assert await world.desynchronized(fault.did) == desynchronized, f"{fault} has desynchronized the repo"
-    assert world.fetched()[fault.did] == fetched, f"{fault} has caused a fetch"
+    assert await world.desynchronized(watched) == desynchronized, f"{fault} has desynchronized a repo"
+    assert [world.fetched()[did] for did in watched] == fetched, f"{fault} has caused a fetch"
     world.fired[fault] += 1
 
 
@@ -188,23 +190,35 @@ async def _send_garbage(world: World, fault: UndecodableMessages) -> AsyncIterat
 
 @_carries_out(RepeatedMessages)
 async def _repeat_messages(world: World, fault: RepeatedMessages) -> AsyncIterator[None]:
-    """Send them again, and once more at the end if the daemon was not sent them: its relay may have lost them."""
+    """Repeat messages while other faults are in effect, and once more when the daemon has read everything.
 
-    def send_again() -> list[Callable[[], bool]]:
-        return [relay.send_again(fault.count, renumbered=fault.renumbered) for relay in world.relays]
-
-    def were_sent() -> bool:
-        return any(is_sent() for attempt in attempts for is_sent in attempt)
+    What it receives then shows the effect. The first ones may be lost with the window or the sequence of the relay.
+    """
+    _repeat(world, fault)
+    yield
+    wanted = 0
 
     async def have_effect() -> bool:
-        if not were_sent() and len(attempts) == 1 and await world.is_caught_up():
-            attempts.append(send_again())
-        return were_sent()
+        nonlocal wanted
+        if not wanted:
+            await world.caught_up()
+            wanted = await world.received() + _repeat(world, fault)
+        return await world.received() >= wanted
 
-    attempts = [send_again()]
-    await until(lambda: were_sent() or world.relay is None, world.daemon.log_tail)
-    yield
     world.unfinished.append((fault, have_effect))
+
+
+def _repeat(world: World, fault: RepeatedMessages) -> int:
+    """Repeat the newest messages of each relay; return how many the daemon has to receive at least."""
+    repeated = min(len(relay.log[-fault.count :]) for relay in world.relays)
+    assert repeated, "there is nothing to repeat"
+    for relay in world.relays:
+        if fault.renumbered:
+            for sent in relay.log[-fault.count :]:
+                relay.inject(sent.renumbered(relay.seq + 1).frame)
+        else:
+            relay.repeat(fault.count)
+    return repeated
 
 
 @_carries_out(BrokenConnection)
@@ -225,9 +239,6 @@ async def _kill_daemon(world: World, fault: KilledDaemon) -> AsyncIterator[None]
 
 @_carries_out(KilledAtPoint)
 async def _kill_daemon_at_point(world: World, fault: KilledAtPoint) -> AsyncIterator[None]:
-    if fault.quiet:
-        await world.caught_up()
-        await until(world.all_quiet, world.daemon.log_tail)
     await world.kill()
     if not fault.late:
         world.daemon.start(_death(fault.moment))
@@ -354,7 +365,7 @@ async def _wait_for_gap(world: World, before: int) -> None:
 def _forged_message(world: World, fault: Forgery) -> tuple[str, dict[str, Any]]:
     """Return kind and payload of a message that claims to be of the account."""
     target, time = world.accounts[fault.did], world.forgery_time(fault)
-    other = next(account for did, account in world.accounts.items() if did != fault.did)
+    other = next(world.accounts[did] for did in (*world.schedule.bystanders, *world.accounts) if did != fault.did)
     now = TidClock(lambda: time).now()
     writes = [RepoWrite.create("com.example.note/forged", {"text": "forged"})]
     match fault.kind:

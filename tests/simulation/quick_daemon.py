@@ -8,6 +8,7 @@ from indexer.identity import IdentityCache, IdentityLifetimes
 from indexer.outbound import Timeouts, host_limits
 from indexer.relay.subscription import ConnectionSettings, Subscription
 from indexer.service.background import shard_ownership
+from indexer.service.background.account_erasure import AccountErasure
 from indexer.service.background.identity_refresh import IdentityRefresh
 from indexer.service.background.scope_narrowing import ScopeNarrowing
 from indexer.service.crawl.reconcile import ReconciliationSettings
@@ -45,6 +46,7 @@ def hurry() -> None:
     """
     change_names(
         composition,
+        AccountErasure=partial(AccountErasure, interval=0.1),
         CurrentScope=partial(CurrentScope, poll=0.1),
         IdentityCache=partial(IdentityCache, lifetimes=LIFETIMES),
         IdentityRefresh=partial(IdentityRefresh, interval=0.1),

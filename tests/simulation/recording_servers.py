@@ -26,7 +26,6 @@ class RecordingRelay(LocalRelay):
         damages: How to damage the next commit of an account, by DID.
         damaged: The number of damaged commits by DID.
         newest: The sequence number of the newest event in the present sequence; 0 if there is none.
-        transmitted: How often each message was sent to a subscriber, of the messages that are keys.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -37,7 +36,6 @@ class RecordingRelay(LocalRelay):
         self.damages: dict[str, Damage] = {}
         self.damaged: Counter[str] = Counter()
         self.newest = 0
-        self.transmitted: dict[bytes | str, int] = {}
 
     @property
     def sequences(self) -> list[list[SentMessage]]:
@@ -60,29 +58,6 @@ class RecordingRelay(LocalRelay):
             sent = len(self.log)
             super().receive(pds, did, kind, payload)
             self.newest = self.seq if len(self.log) > sent else self.newest
-
-    async def transmit(self, socket: web.WebSocketResponse, frame: bytes | str) -> None:
-        await super().transmit(socket, frame)
-        if frame in self.transmitted:
-            self.transmitted[frame] += 1
-
-    def send_again(self, events: int, *, renumbered: bool) -> Callable[[], bool]:
-        """Send the newest messages again, with new sequence numbers or with their old ones.
-
-        Returns:
-            A function that returns True if there were any, and if a subscriber was sent all of them since.
-        """
-        repeated = self.log[-events:]
-        if renumbered:
-            repeated = [sent.renumbered(self.seq + number) for number, sent in enumerate(repeated, start=1)]
-        frames = [sent.frame for sent in repeated]
-        before = {frame: self.transmitted.setdefault(frame, 0) for frame in frames}
-        if renumbered:
-            for frame in frames:
-                self.inject(frame)
-        else:
-            self.repeat(events)
-        return lambda: bool(frames) and all(self.transmitted[frame] > count for frame, count in before.items())
 
     def release(self, did: str) -> int:
         """Send the messages that waited; return their number."""

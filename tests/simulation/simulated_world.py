@@ -16,6 +16,7 @@ from indexer.localnet.tid_clock import TidClock
 from tests.daemon_forks import DaemonFork
 from tests.database_proxy import DatabaseProxy
 from tests.passed_time import EXPIRE_LEASES
+from tests.simulation.event_counts import event_counts
 from tests.simulation.fault_schedule import (
     Action,
     Commit,
@@ -94,7 +95,7 @@ _QUIET = """
         and not exists (select from indexer.gap where closed_at is null) as quiet
     from indexer.repo, indexer.scope where active and next_attempt_at is distinct from 'infinity'
 """
-_DESYNCHRONIZED = "select count(*) from simulation.state where did = $1 and status <> 'synchronized'"
+_DESYNCHRONIZED = "select count(*) from simulation.state where did = any($1) and status <> 'synchronized'"
 _REJECTED = "select from simulation.rejection where frame = any($1::text[])"
 _FAILED = "select from simulation.state where did = any($1::text[]) and error like $2"
 _BACKENDS = """
@@ -169,7 +170,7 @@ class World:
 
     async def finish_faults(self) -> None:
         """Wait until the effect of each fault has been seen."""
-        for fault, has_fired in self.unfinished:
+        for fault, has_fired in reversed(self.unfinished):  # one that ended later may be in the way of the others
             await until(has_fired, lambda fault=fault: f"{fault} has no effect: {self.daemon.log_tail()}")  # type: ignore[misc]
             self.fired[fault] += 1
         self.unfinished.clear()
@@ -189,15 +190,12 @@ class World:
 
     async def caught_up(self) -> None:
         """Wait until the daemon has written everything that its relay has sent."""
-        await until(self.is_caught_up, self.daemon.log_tail)
+        await until(self._is_caught_up, self.daemon.log_tail)
 
-    async def is_caught_up(self) -> bool:
-        """Return True if the daemon has written everything that its relay has sent."""
-        relay = self.relay
-        if relay is None:
-            return False
-        seq = await self.sql.fetchval("select seq from indexer.cursor where relay = $1", relay.websocket_url)
-        return seq is not None and relay.sequence_of(seq) == len(relay.ended) and seq >= relay.newest
+    async def received(self) -> int:
+        """Return how many messages the present process of the daemon has received."""
+        received, _ = await event_counts(self.daemon)
+        return received.total()
 
     async def kill(self) -> None:
         """Kill the daemon, and wait until the database knows."""
@@ -237,9 +235,9 @@ class World:
         """Return True if all active repos are quiet or parked."""
         return all((await self._quiet()).values())
 
-    async def desynchronized(self, did: str) -> int:
-        """Return how often the repo has been written in another state than `synchronized`."""
-        return int(await self.sql.fetchval(_DESYNCHRONIZED, did))
+    async def desynchronized(self, dids: Iterable[str]) -> int:
+        """Return how often these repos have been written in another state than `synchronized`."""
+        return int(await self.sql.fetchval(_DESYNCHRONIZED, list(dids)))
 
     async def has_failed(self, reason: str, dids: Sequence[str]) -> bool:
         """Return True if a fetch of one of these repos has failed for this reason."""
@@ -257,6 +255,13 @@ class World:
 
     async def _quiet(self) -> dict[str, bool]:
         return {row["did"]: row["quiet"] for row in await self.sql.fetch(_QUIET)}
+
+    async def _is_caught_up(self) -> bool:
+        relay = self.relay
+        if relay is None:
+            return False
+        seq = await self.sql.fetchval("select seq from indexer.cursor where relay = $1", relay.websocket_url)
+        return seq is not None and relay.sequence_of(seq) == len(relay.ended) and seq >= relay.newest
 
     def perform(self, action: Action) -> None:
         """Let an account act."""
@@ -296,6 +301,7 @@ class World:
             "INDEXER_ALLOW_PRIVATE_HOSTS": "true",
             "INDEXER_PLC_RATE": "1000",
             "INDEXER_HANDLE_RATE": "0",
+            "INDEXER_DELETION_GRACE": "1s",
             "INDEXER_HOST_RATE": "1000",
             "INDEXER_OUTBOUND_RATE": "1000",
             "INDEXER_HTTP_BIND": "127.0.0.1:0",

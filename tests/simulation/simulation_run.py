@@ -1,20 +1,16 @@
 """Run the world of a schedule with a daemon, and check it."""
 
 import asyncio
-import re
-from collections import Counter
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
-import httpx
-
 from tests.background import running
-from tests.daemon_forks import DaemonFork
 from tests.database_server import DatabaseServer
 from tests.simulation.draw_schedule import draw_schedule
+from tests.simulation.event_counts import wait_until_settled
 from tests.simulation.fault_injection import inject
-from tests.simulation.fault_schedule import Episode, RestartedSequence, Schedule
+from tests.simulation.fault_schedule import Episode, KilledAtPoint, RestartedSequence, Schedule
 from tests.simulation.simulated_world import World
 from tests.simulation.world_checks import Checks, Snapshot
 from tests.simulation.world_oracle import Truth, truth_of
@@ -23,9 +19,6 @@ from tests.waiting import until
 SAMPLE_SECONDS = 0.1
 WORLDS_AT_ONCE = 4
 """Worlds that one test runs at the same time: most of the time, a world waits for hosts that do not answer."""
-
-_RECEIVED = re.compile(r'^indexer_events_received_total\{kind="([^"]*)"\} ([0-9.e+]+)$', re.MULTILINE)
-_OUTCOMES = re.compile(r'^indexer_events_total\{kind="([^"]*)",outcome="[a-z]+"\} ([0-9.e+]+)$', re.MULTILINE)
 
 
 async def run_seeds(seeds: Iterable[int], postgres: DatabaseServer, directory: Path) -> None:
@@ -83,6 +76,9 @@ async def simulate(schedule: Schedule, dsn: str, directory: Path) -> None:
 
 
 async def _perform(world: World, episode: Episode) -> None:
+    if any(isinstance(fault, KilledAtPoint) and fault.quiet for fault in episode.faults):
+        await world.caught_up()
+        await until(world.all_quiet, world.daemon.log_tail)  # before the directory may be unreachable
     async with AsyncExitStack() as stack:
         # The context that is entered first ends last: other faults wait until the daemon has read all of the sequence.
         for fault in sorted(episode.faults, key=lambda fault: not isinstance(fault, RestartedSequence)):
@@ -124,21 +120,3 @@ async def _wait_until_equal(checks: Checks, truth: Truth) -> None:
         return not found
 
     await until(equal, lambda: "\n".join([*found, checks.world.daemon.log_tail()]))
-
-
-async def wait_until_settled(daemon: DaemonFork) -> None:
-    """Wait until the present process of the daemon has counted one outcome for each received message, of each kind."""
-    url = f"{daemon.health_url()}/metrics"
-    received, outcomes = Counter[str](), Counter[str]()
-
-    async def settled() -> bool:
-        received.clear()
-        outcomes.clear()
-        text = (await client.get(url)).text
-        for pattern, counts in ((_RECEIVED, received), (_OUTCOMES, outcomes)):
-            for kind, value in pattern.findall(text):
-                counts[kind] += int(float(value))
-        return received.total() > 0 and +received == +outcomes
-
-    async with httpx.AsyncClient() as client:
-        await until(settled, lambda: (received, outcomes))

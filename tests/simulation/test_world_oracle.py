@@ -295,10 +295,9 @@ def test_status_may_be_unknown_only_of_a_refused_repo_that_was_never_fetched(
     """In this world, an account joins, and its takedown is lost before its first fetch."""
     schedule = draw_schedule(357)
     checks = Checks(served_world(schedule), truth_of(schedule))
-    fields, [taken_down] = (
-        truth_as_snapshot(checks.truth),
-        [did for did, true in checks.truth.repos.items() if true.status],
-    )
+    first = {action.did for action in schedule.first}
+    [taken_down] = [did for did, true in checks.truth.repos.items() if true.status and did not in first]
+    fields = truth_as_snapshot(checks.truth)
     refused: dict[str, object] = {
         "active": True,
         "hosting_status": None,
@@ -308,6 +307,29 @@ def test_status_may_be_unknown_only_of_a_refused_repo_that_was_never_fetched(
     }
     fields["repos"][taken_down].update({**refused, **wrong})
     assert len(checks.differences(Snapshot(**fields), checks.truth)) == differences
+
+
+def test_deleted_account_that_is_not_erased_is_noticed(checks: Checks, fields: dict[str, Any]) -> None:
+    [(deleted, true)] = [(did, true) for did, true in checks.truth.repos.items() if true.status == "deleted"]
+    fields["repos"][deleted]["rev"] = true.rev
+    fields["records"][deleted] = checks.truth.cids(true.records)
+    assert checks.differences(Snapshot(**fields), checks.truth) == [f"{deleted} is deleted, and not erased"]
+    checks.check_snapshot(Snapshot(**fields))
+    assert checks.violations == []
+
+
+def test_wrong_record_of_a_hidden_repo_is_noticed() -> None:
+    schedule, hidden = next(
+        (each, did) for each in schedules() for did, true in truth_of(each).repos.items() if true.status == "suspended"
+    )
+    checks = Checks(served_world(schedule), truth_of(schedule))
+    fields = truth_as_snapshot(checks.truth)
+    fields["repos"][hidden].update(sync_status="desynchronized", sync_reason="reactivated")
+    checks.check_snapshot(Snapshot(**fields))
+    assert checks.violations == []
+    fields["records"][hidden].popitem()
+    checks.check_snapshot(Snapshot(**fields))
+    assert len(checks.violations) == 1
 
 
 def test_rev_that_does_not_exist_is_noticed(checks: Checks, fields: Mapping[str, Any], did: str) -> None:

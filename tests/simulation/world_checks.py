@@ -11,6 +11,7 @@ import asyncpg
 
 from tests.database_checks import assert_log_gives_records
 from tests.simulation.expected_dead_letters import dead_letters_of
+from tests.simulation.fault_schedule import UnreachableDatabase
 from tests.simulation.simulated_world import World
 from tests.simulation.world_oracle import TrueRepo, Truth
 
@@ -87,19 +88,18 @@ class Checks:
     fetched_before: Counter[str] = field(default_factory=Counter)
 
     def check_snapshot(self, snapshot: Snapshot) -> None:
-        """Check what must hold at every moment: synchronized repos equal the world at their rev."""
+        """Check what must hold at every moment: each repo has the records of the world at its rev."""
         self.snapshots += 1
         for did, repo in snapshot.repos.items():
-            if repo["sync_status"] != "synchronized":
-                continue
-            true = self.truth.repos.get(did, TrueRepo())
-            if repo["rev"] not in true.revs:
+            revs = self.truth.repos.get(did, TrueRepo()).revs
+            if repo["rev"] not in (None, *revs):
                 self.violations.append(f"{did} has the rev {repo['rev']}, which does not exist")
                 continue
-            expected = self.truth.cids(true.revs[repo["rev"]], constant=True)
+            expected = self.truth.cids(revs.get(repo["rev"], {}), constant=True)
             stored = {path: cid for path, cid in snapshot.records[did].items() if self.truth.always_selects(path)}
             if stored != expected:
-                self.violations.append(f"{did} is synchronized at {repo['rev']} with {stored}, not {expected}")
+                state = f"{repo['sync_status']} at {repo['rev']}"
+                self.violations.append(f"{did} is {state} with {stored}, not {expected}")
 
     async def check_commits(self, sql: asyncpg.Connection) -> None:
         """Check what must hold whenever a transaction commits: no synchronized repo is stale unless a gap is open."""
@@ -145,7 +145,9 @@ class Checks:
                 continue
             if state != (true.status is None, true.status):
                 found.append(f"{did} has the hosting status {state}, not {true.status}")
-            if true.status is not None:
+            if true.status == "deleted" and (row["rev"] is not None or snapshot.records[did]):
+                found.append(f"{did} is deleted, and not erased")
+            if true.status is not None:  # it may have missed commits, which nobody can fetch
                 continue
             final = true.final
             # The next attempt to fetch a desynchronized repo may be under way at any time.
@@ -163,6 +165,8 @@ class Checks:
         assert not self.violations, [*self.violations, await self.world.sql.fetch(_REJECTED)]
         assert self.snapshots, "the database was never sampled"
         assert self.commits, "no transaction was checked"
+        if not any(isinstance(fault, UnreachableDatabase) for fault in self.world.schedule.faults):
+            assert self.world.daemon.ended == 0, "the daemon ended by itself, although its database was available"
         missing = list(Counter(self.world.schedule.faults) - self.world.fired)
         assert not missing, f"these faults did not happen: {missing}"
         rejected = map(tuple, await self.world.sql.fetch(_REJECTED))

@@ -130,9 +130,9 @@ class TrueRepo:
         return next(reversed(self.revs))
 
     @property
-    def stored_rev(self) -> str:
-        """The rev that is stored at the end."""
-        return self.stored or self.rev
+    def stored_rev(self) -> str | None:
+        """The rev that is stored at the end; None if the account is deleted, as its records are erased."""
+        return None if self.status == "deleted" else self.stored or self.rev
 
     @property
     def records(self) -> Records:
@@ -142,7 +142,7 @@ class TrueRepo:
     @property
     def stored_records(self) -> Records:
         """The records that are stored at the end, without regard to the scope."""
-        return self.revs[self.stored_rev]
+        return self.revs[self.stored_rev] if self.stored_rev else {}
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from tests import waiting
 from tests.background import running
 from tests.database_checks import apply_strictly
 from tests.simulation.drawn_world import EVERYTHING
+from tests.simulation.event_counts import wait_until_settled
 from tests.simulation.fault_schedule import Fault
 from tests.simulation.simulated_world import OBSERVER
-from tests.simulation.simulation_run import wait_until_settled
 from tests.simulation.world_checks import Snapshot
 from tests.soak.growth_check import Trend, fit_trends
 from tests.soak.resource_use import (
