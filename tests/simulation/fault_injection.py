@@ -7,6 +7,7 @@ change the state of a repo, or open a gap, tell `world_oracle.py`.
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from copy import copy
 from typing import Any, TypeVar
@@ -42,6 +43,7 @@ from tests.simulation.fault_schedule import (
 from tests.simulation.faulty_hosts import STRANGER, HighSKey, faulty_answer, wrong_answers
 from tests.simulation.recording_servers import DAMAGES
 from tests.simulation.simulated_world import World
+from tests.simulation.world_oracle import GAPS
 from tests.waiting import until
 
 F = TypeVar("F", bound=Fault)
@@ -262,7 +264,7 @@ async def _lose_window(world: World, fault: LostWindow) -> AsyncIterator[None]:
     else:
         world.daemon.start(_death(fault.moment))
         await _wait_for_death(world, fault.moment)
-    await _wait_for_gap(world, latest)
+    await _wait_for_gap(world, latest, GAPS[LostWindow])
     for relay in world.relays:
         relay.window, relay.announces = None, True
     world.fired[fault] += 1
@@ -278,7 +280,7 @@ async def _restart_sequence(world: World, fault: RestartedSequence) -> AsyncIter
         relay.restart_sequence(RESTARTED_SEQ - len(relay.ended) * MAX_MESSAGES)
 
     async def has_gap() -> bool:
-        if await world.latest_gap() == latest or not await world.gaps_are_closed():
+        if not await world.gap_reasons(after=latest) & GAPS[RestartedSequence] or not await world.gaps_are_closed():
             return False
         for relay in world.relays:
             relay.announces = True
@@ -353,11 +355,11 @@ async def _wait_for_death(world: World, moment: Moment) -> None:
     world.daemon.start()
 
 
-async def _wait_for_gap(world: World, before: int) -> None:
-    """Wait until there is a gap after number `before`, and all of them are closed."""
+async def _wait_for_gap(world: World, before: int, reasons: AbstractSet[str]) -> None:
+    """Wait until there is a gap after number `before` for one of these reasons, and all gaps are closed."""
 
     async def closed() -> bool:
-        return await world.latest_gap() > before and await world.gaps_are_closed()
+        return bool(await world.gap_reasons(after=before) & reasons) and await world.gaps_are_closed()
 
     await until(closed, world.daemon.log_tail)
 

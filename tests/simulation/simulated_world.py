@@ -215,9 +215,9 @@ class World:
         """Return True if the daemon has a connection to the database."""
         return not await self.has_no_backend()
 
-    async def gaps(self) -> list[str]:
-        """Return the reasons of all gaps in their order."""
-        return [reason for (reason,) in await self.sql.fetch("select reason from atproto.gaps order by opened_at")]
+    async def gap_reasons(self, *, after: int = 0) -> set[str]:
+        """Return the reasons of all gaps after this number."""
+        return {reason for (reason,) in await self.sql.fetch("select reason from indexer.gap where id > $1", after)}
 
     async def latest_gap(self) -> int:
         """Return the number of the latest gap; 0 if there was none."""

@@ -178,7 +178,7 @@ class Checks:
         assert await self.world.sql.fetchval("select count(*) from indexer.buffered_event") == 0
         excused = await self._changed_before_widened()
         await self._check_reasons(excused)
-        gaps = set(await self.world.gaps())
+        gaps = await self.world.gap_reasons()
         assert gaps <= self.truth.gaps, f"gaps with the reasons {gaps}; only {set(self.truth.gaps)} are possible"
         fetched = self.world.fetched()
         fetched.subtract(self.fetched_before)

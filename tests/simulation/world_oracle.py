@@ -201,6 +201,8 @@ def truth_of(schedule: Schedule) -> Truth:
         if "identity" in repo.reasons:  # without a key, a break of the chain is not seen
             repo.certain = repo.certain and repo.certain | {"identity"}
         repo.reasons.add("lease-expired")  # a killed or slow worker has not finished
+        if repo.status == "deleted":
+            repo.reasons.add("erased")
     gaps = frozenset[str]().union(*(GAPS.get(type(fault), frozenset()) for fault in schedule.faults))
     return Truth(repos, scopes, gaps, undisturbed)
 
