@@ -264,7 +264,8 @@ async def _lose_window(world: World, fault: LostWindow) -> AsyncIterator[None]:
     else:
         world.daemon.start(_death(fault.moment))
         await _wait_for_death(world, fault.moment)
-    await _wait_for_gap(world, latest, GAPS[LostWindow])
+    # After a new sequence, the cursor may be unproven instead of outdated if the relay says nothing.
+    await _wait_for_gap(world, latest, GAPS[LostWindow] | (frozenset() if fault.announced else GAPS[RestartedSequence]))
     for relay in world.relays:
         relay.window, relay.announces = None, True
     world.fired[fault] += 1
