@@ -4,17 +4,19 @@ Such a process can be told to kill itself at a crash point (`indexer/crash_point
 """
 
 import asyncio
+import faulthandler
 import json
 import multiprocessing
 import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
 from itertools import count
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from time import sleep
 from typing import NamedTuple
 
 from indexer import crash_points
@@ -24,6 +26,8 @@ from tests.background import running
 from tests.waiting import until
 
 SUPERVISION_SECONDS = 0.1
+STACKS, STACKS_SECONDS = signal.SIGUSR2, 1.0
+"""The signal with which a process writes the stacks of its threads to its log, and the time that it gets for this."""
 RUN = ("run", "--no-migrate")
 
 _context = multiprocessing.get_context("forkserver")
@@ -113,7 +117,7 @@ class DaemonFork:
         """Wait until the process has killed itself."""
         process = self._process
         assert process is not None
-        await until(lambda: not process.is_alive(), lambda: f"no {death}: {self.log_tail()}")
+        await until(lambda: not process.is_alive(), lambda: f"no {death}: {self._log_with_stacks()}")
         self._join_killed()
 
     def has_died(self) -> bool:
@@ -153,6 +157,13 @@ class DaemonFork:
         started = [line for line in self.log.read_text().splitlines() if '"daemon.started"' in line]
         return str(json.loads(started[-1])["health"])
 
+    def _log_with_stacks(self) -> str:
+        """Let the process, if it lives, write the stacks of its threads to its log; return the end of the log."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, STACKS)
+            sleep(STACKS_SECONDS)
+        return self.log_tail()
+
     def _join_killed(self) -> None:
         assert self._process is not None
         self._process.join()
@@ -183,6 +194,7 @@ def _run(
     for name in [name for name in os.environ if name.startswith("INDEXER_")]:
         del os.environ[name]
     os.environ.update(environment)
+    faulthandler.register(STACKS, file=2, all_threads=True)
     prepare()
     if death is not None:
         _arm(death)
