@@ -143,6 +143,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"crash tests: processes were killed {deaths} times, and nothing was lost")
     for figures in [value for name, value in counted if name == "overload"]:
         terminalreporter.write_line(f"overload: {figures}")
+    for points in [value for name, value in counted if name == "missed crash points"]:
+        terminalreporter.write_line(f"crash points that were passed once, and then missed: {points}")
+    for cuts in [value for name, value in counted if name == "cuts"]:
+        terminalreporter.write_line(f"connections that were broken, by the next message: {cuts}")
     for seconds in [value for name, value in counted if name == "seconds in doubt"]:
         terminalreporter.write_line(f"seconds until a daemon was ready again after transactions in doubt: {seconds}")
 

@@ -67,7 +67,8 @@ class DaemonFork:
 
     Attributes:
         log: The log of all its processes.
-        ended: How often it ended by itself, because the database was unavailable while it started.
+        ended: How often it ended by itself with an error and without a traceback, for example because the database was
+            unavailable while it started.
     """
 
     def __init__(
@@ -142,10 +143,11 @@ class DaemonFork:
         await self.wait_for_end()
 
     def close(self) -> None:
-        """Kill the process if there is one."""
+        """Kill the process if there is one. If it has ended by itself with an error, count that."""
         if self._process is not None:
             self._process.kill()
             self._process.join()
+            self.ended += self._process.exitcode == ExitCode.FAILED
             self._process = None
 
     def log_tail(self) -> str:

@@ -6,6 +6,7 @@ from asyncio import StreamReader, StreamWriter
 from tests.tcp_proxy import LOOPBACK, Messages, TcpProxy
 
 PIECE_BYTES = 200
+HEADS = (b"GET ", b"POST ", b"HTTP/1.1 ")
 
 
 class HttpProxy(TcpProxy):
@@ -23,18 +24,23 @@ class HttpProxy(TcpProxy):
 
 
 class HttpMessages(Messages):
-    """A head, then the frames of the websocket that it opens, or else pieces of a few bytes."""
+    """Heads, each with its body in pieces of a few bytes, or with the frames of the websocket that it opens.
+
+    A head is never received together with the body before it: the client waits for the answer to each request.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._websocket: bool | None = None
+        self._websocket = False
 
-    def first_size(self) -> int:
-        if self._websocket is None:
-            head, end, _ = self.buffer.partition(b"\r\n\r\n")
-            self._websocket = b"upgrade: websocket" in head.lower() if end else None
-            return len(head + end) if end else 0
-        return _size_of_frame(self.buffer) if self._websocket else min(len(self.buffer), PIECE_BYTES)
+    def first(self) -> tuple[str, int]:
+        if self._websocket:
+            return "frame", _size_of_frame(self.buffer)
+        if not self.buffer.startswith(HEADS):
+            return "body", min(len(self.buffer), PIECE_BYTES)
+        head, end, _ = self.buffer.partition(b"\r\n\r\n")
+        self._websocket = bool(end) and b"upgrade: websocket" in head.lower()
+        return "upgrade" if self._websocket else "head", len(head + end) if end else 0
 
 
 def _size_of_frame(data: bytearray) -> int:

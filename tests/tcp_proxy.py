@@ -17,17 +17,19 @@ class Messages(ABC):
     def __init__(self) -> None:
         self.buffer = bytearray()
 
-    def split(self, data: bytes) -> Iterator[bytes]:
-        """Take received bytes; yield the messages that are complete."""
+    def split(self, data: bytes) -> Iterator[tuple[str, bytes]]:
+        """Take received bytes; yield the messages that are complete, each with its kind."""
         self.buffer += data
-        while size := self.first_size():
+        kind, size = self.first()
+        while size:
             message = bytes(self.buffer[:size])
             del self.buffer[:size]
-            yield message
+            yield kind, message
+            kind, size = self.first()
 
     @abstractmethod
-    def first_size(self) -> int:
-        """Return the size of the first message in the buffer; 0 if it is not complete."""
+    def first(self) -> tuple[str, int]:
+        """Return the kind and the size of the first message in the buffer; the size is 0 if it is not complete."""
 
 
 class TcpProxy(ABC):
@@ -38,8 +40,7 @@ class TcpProxy(ABC):
         mode: `open`: forward; `hang`: keep connections and accept new ones, but transmit nothing; `refuse`: break
             connections and close new ones at once.
         disturbed: How many connections `refuse` broke or closed, and how often data or a connection had to wait.
-        cut_in: The connection is broken that would transmit this message from now on, counted from 1. None: none is.
-        cuts: How many connections were broken in this way.
+        cuts: The connections that `cut_before` broke: which side would have sent the next message, and the kind of it.
         rate: Bytes per second that each client may send; None: no limit.
     """
 
@@ -47,9 +48,10 @@ class TcpProxy(ABC):
         self.port = 0
         self.mode: Literal["open", "hang", "refuse"] = "open"
         self.disturbed = 0
-        self.cut_in: int | None = None
-        self.cuts = 0
+        self.cuts: list[str] = []
         self.rate: float | None = None
+        self._cut_in: int | None = None
+        self._cut_kind: str | None = None
         self._opened = asyncio.Event()
         self._opened.set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -76,6 +78,13 @@ class TcpProxy(ABC):
     def open(self) -> None:
         self.mode = "open"
         self._opened.set()
+
+    def cut_before(self, number: int, kind: str | None = None) -> None:
+        """Break one connection: the one that would transmit the message of this number from now on, counted from 1.
+
+        With `kind`, as in `cuts`, only such messages count.
+        """
+        self._cut_in, self._cut_kind = number, kind
 
     @asynccontextmanager
     async def serve(self) -> AsyncIterator[None]:
@@ -111,32 +120,34 @@ class TcpProxy(ABC):
         upstream_reader, upstream_writer = await self.connect()
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._copy(reader, upstream_writer, of_client, limited=True))
-                group.create_task(self._copy(upstream_reader, writer, of_server, limited=False))
+                group.create_task(self._copy(reader, upstream_writer, of_client, "client"))
+                group.create_task(self._copy(upstream_reader, writer, of_server, "server"))
         except* OSError:
             writer.transport.abort()
         finally:
             await _close(upstream_writer)
 
-    async def _copy(self, reader: StreamReader, writer: StreamWriter, messages: Messages, *, limited: bool) -> None:
+    async def _copy(
+        self, reader: StreamReader, writer: StreamWriter, messages: Messages, side: Literal["client", "server"]
+    ) -> None:
         while data := await reader.read(BYTES):
             self.disturbed += self.mode == "hang"
-            for message in messages.split(data):
+            for kind, message in messages.split(data):
                 await self._opened.wait()
-                self._cut_if_due()
-                if limited and self.rate is not None:
+                self._cut_if_due(f"{side} {kind}")
+                if side == "client" and self.rate is not None:
                     await asyncio.sleep(len(message) / self.rate)
                 writer.write(message)
             await writer.drain()
         writer.close()
 
-    def _cut_if_due(self) -> None:
+    def _cut_if_due(self, kind: str) -> None:
         """Count a message; raise an error instead if its connection is to be broken before it."""
-        if self.cut_in is not None:
-            self.cut_in -= 1
-            if self.cut_in == 0:
-                self.cut_in = None
-                self.cuts += 1
+        if self._cut_in is not None and self._cut_kind in (None, kind):
+            self._cut_in -= 1
+            if self._cut_in == 0:
+                self._cut_in = None
+                self.cuts.append(kind)
                 raise ConnectionAbortedError("broken by the proxy")
 
 

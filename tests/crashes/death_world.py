@@ -191,7 +191,7 @@ async def death_world(
 ) -> AsyncIterator[DeathWorld]:
     """Run accounts on a network, a new one or the given one. All are indexed when the block begins, without a daemon.
 
-    `settings` are those of the processes in the block.
+    `settings` are those of the processes in the block. None of these may end with an error.
     """
     if network is None:
         async with (
@@ -210,3 +210,4 @@ async def death_world(
             yield world
         finally:
             world.daemon.close()
+        assert world.daemon.ended == 0, world.daemon.log_tail()

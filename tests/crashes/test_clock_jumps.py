@@ -1,6 +1,7 @@
 """The clock of the daemon jumps by an hour or a day, forwards and backwards, while it works, and then back.
 
-The clocks of the network and of the database stay right. No repo waits for a time that the wrong clock has shown.
+Either the database is on another machine, whose clock stays right, or its clock jumps, too, as with an embedded
+Postgres. The clock of the network stays right. No repo waits for a time that the wrong clock has shown.
 """
 
 from collections.abc import AsyncIterator
@@ -24,25 +25,35 @@ from tests.waiting import until
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 HOUR, DAY = 3_600, 86_400
-_WAITS = """
-    select from indexer.repo
-    where greatest(lease_until, nullif(next_attempt_at, 'infinity')) > now() + make_interval(secs => $1)
-"""
+JUMPS = pytest.mark.parametrize(
+    ("seconds", "both"),
+    [
+        pytest.param(HOUR, False, id="an hour"),
+        pytest.param(DAY, False, id="a day"),
+        pytest.param(DAY, True, id="a day with the database", marks=pytest.mark.one_server("it has one clock")),
+    ],
+)
 
-_SYNCHRONIZED = "select from indexer.repo where synchronized_at > now() + make_interval(secs => $1)"
-_PAUSED = "select from indexer.host where paused_until > now() + make_interval(secs => $1)"
+# transaction_timestamp() is always the right time.
+_WAITS = """
+    select from indexer.repo where greatest(lease_until, nullif(next_attempt_at, 'infinity'))
+        > transaction_timestamp() + make_interval(secs => $1)
+"""
+_SYNCHRONIZED = "select from indexer.repo where synchronized_at > transaction_timestamp() + make_interval(secs => $1)"
+_PAUSED = "select from indexer.host where paused_until > transaction_timestamp() + make_interval(secs => $1)"
 
 
 @asynccontextmanager
-async def clock_world(dsn: str, directory: Path) -> AsyncIterator[tuple[DeathWorld, Offset]]:
-    """Run a daemon with a clock that can be changed."""
+async def clock_world(dsn: str, directory: Path, both: bool) -> AsyncIterator[tuple[DeathWorld, Offset]]:
+    """Run a daemon with a clock that can be changed; with `both`, the clock of the database changes with it."""
     offset = Offset(directory / "offset")
+    if both:
+        await offset.include_database(dsn)
     prepare = partial(wait_little_with_wrong_clock, offset.file)
     async with death_world(dsn, directory, prepare=prepare) as world:
         world.daemon.start()
         await world.check()
         yield world, offset
-        assert world.daemon.ended == 0
 
 
 async def is_ready(world: DeathWorld) -> bool:
@@ -50,11 +61,13 @@ async def is_ready(world: DeathWorld) -> bool:
         return [(await client.get(path)).status_code for path in ("/healthz", "/readyz")] == [200, 200]
 
 
-@pytest.mark.parametrize("seconds", [HOUR, DAY])
-async def test_daemon_continues_after_its_clock_was_ahead(database: str, tmp_path: Path, seconds: int) -> None:
+@JUMPS
+async def test_daemon_continues_after_its_clock_was_ahead(
+    database: str, tmp_path: Path, seconds: int, both: bool
+) -> None:
     """While it is a day ahead, requests to a PDS fail: repos and host have a back-off. One of an hour is usual."""
-    async with clock_world(database, tmp_path) as (world, offset):
-        offset.set(seconds)
+    async with clock_world(database, tmp_path, both) as (world, offset):
+        await offset.set(seconds)
         [pds, _] = world.network.pdses
         if seconds == DAY:
             pds.faults.append(Fault("", status=500, times=None))
@@ -63,37 +76,39 @@ async def test_daemon_continues_after_its_clock_was_ahead(database: str, tmp_pat
         for has_fired in (is_paused, waits) if seconds == DAY else (is_synchronized_ahead,):
             await until(partial(has_fired, world, seconds), world.daemon.log_tail)
         pds.faults.clear()
-        offset.set(0)
+        await offset.set(0)
         world.act(10)
         await world.check()
         await until(partial(is_ready, world), world.daemon.log_tail)
 
 
-@pytest.mark.parametrize("seconds", [HOUR, DAY])
+@JUMPS
 async def test_lease_of_a_daemon_whose_clock_was_ahead_does_not_last(
-    database: str, tmp_path: Path, seconds: int
+    database: str, tmp_path: Path, seconds: int, both: bool
 ) -> None:
-    async with clock_world(database, tmp_path) as (world, offset):
-        offset.set(seconds)
+    async with clock_world(database, tmp_path, both) as (world, offset):
+        await offset.set(seconds)
         account = world.lose_commit()
         account.pds.faults.append(fault := Fault(GET_REPO, account.did, hang=True))
         await until(lambda: fault.fired == 1, world.daemon.log_tail)
         assert await waits(world, seconds)
         world.daemon.kill()
-        offset.set(0)
+        await offset.set(0)
         world.daemon.start()
         await world.check()
 
 
-@pytest.mark.parametrize("seconds", [HOUR, DAY])
-async def test_daemon_continues_after_its_clock_was_behind(database: str, tmp_path: Path, seconds: int) -> None:
+@JUMPS
+async def test_daemon_continues_after_its_clock_was_behind(
+    database: str, tmp_path: Path, seconds: int, both: bool
+) -> None:
     """While it is behind, commits are from the future and rejected. The next commit of each repo repairs it."""
-    async with clock_world(database, tmp_path) as (world, offset):
-        offset.set(-seconds)
+    async with clock_world(database, tmp_path, both) as (world, offset):
+        await offset.set(-seconds)
         world.act(5)
         world.lose_commit()
         await until(partial(has_rejected, world, Rejection.FUTURE_REV), world.daemon.log_tail)
-        offset.set(0)
+        await offset.set(0)
         for account in world.network.accounts.values():
             if account.status is None:
                 account.create(NOTE, {"text": "after the jump back"})

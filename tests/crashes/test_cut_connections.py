@@ -3,8 +3,8 @@
 The daemon recovers by itself: it is one process from the beginning to the end of each test.
 """
 
+from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,26 +24,56 @@ HTTP_CUTS = 20
 GROUP = 20
 """Cuts after which everything is compared."""
 
+DATABASE_KINDS = {
+    *map("client {}".format, ("StartupMessage", "Parse", "Describe", "Flush", "Bind", "Execute", "Sync", "Query")),
+    *map("server {}".format, ("Authentication", "ParameterStatus", "BackendKeyData", "ParseComplete")),
+    *map("server {}".format, ("ParameterDescription", "RowDescription", "BindComplete", "DataRow")),
+    *map("server {}".format, ("CommandComplete", "ReadyForQuery")),
+}
+REQUEST_KINDS = {"client head", "server head", "server body"}
+STREAM_KINDS = {"client upgrade", "server upgrade", "server frame"}
+HTTP_KINDS = {"relay": REQUEST_KINDS | STREAM_KINDS, "plc": REQUEST_KINDS, "pds": REQUEST_KINDS}
+"""The kinds of messages before which a connection was broken at least once. Others may have been, too."""
 
-async def cut_repeatedly(world: DeathWorld, proxy: TcpProxy, cuts: int, work: Callable[[DeathWorld], None]) -> None:
-    """Break a connection before its first message from now on, later before its second one, and so on."""
+
+async def cut_repeatedly(
+    world: DeathWorld, proxy: TcpProxy, cuts: int, kinds: set[str], work: Callable[[DeathWorld], None]
+) -> str:
+    """Break a connection before its first message from now on, later before its second one, and so on.
+
+    Then break one before each other kind of message. Return how many were broken before which kind.
+    """
     world.daemon.start()
     work(world)
     await world.check()
     for number in range(1, cuts + 1):
-        proxy.cut_in = number
-        await until(partial(was_cut, world, proxy, number, work), world.daemon.log_tail)
+        await cut(world, proxy, work, number)
         if number % GROUP == 0:
             await world.check()
-    world.daemon.kill()
-    assert (proxy.cuts, world.daemon.ended) == (cuts, 0)
+    others = sorted(kinds - set(proxy.cuts))
+    for kind in others:
+        proxy.refuse()  # some messages are sent only at the beginning of a connection
+        proxy.open()
+        await cut(world, proxy, work, 1, kind)
+    await world.check()
+    assert len(proxy.cuts) == cuts + len(others)
+    assert set(proxy.cuts) >= kinds
+    return ", ".join(f"{kind} {times}" for kind, times in sorted(Counter(proxy.cuts).items()))
 
 
-def was_cut(world: DeathWorld, proxy: TcpProxy, number: int, work: Callable[[DeathWorld], None]) -> bool:
-    """Return True if the connection was cut for the time of this number; let the daemon work until then."""
-    if proxy.cuts < number:
-        work(world)
-    return proxy.cuts == number
+async def cut(
+    world: DeathWorld, proxy: TcpProxy, work: Callable[[DeathWorld], None], number: int, kind: str | None = None
+) -> None:
+    """Break a connection before the message of this number, of this kind; let the daemon work until then."""
+    cuts = len(proxy.cuts)
+    proxy.cut_before(number, kind)
+
+    def is_cut() -> bool:
+        if len(proxy.cuts) == cuts:
+            work(world)
+        return len(proxy.cuts) > cuts
+
+    await until(is_cut, lambda: f"not broken before {kind or number}: {world.daemon.log_tail()}")
 
 
 def write_and_lose(world: DeathWorld) -> None:
@@ -56,14 +86,19 @@ def write_and_join(world: DeathWorld) -> None:
     write_and_lose(world)
 
 
-async def test_connections_to_the_database_break_at_each_message(database: str, tmp_path: Path) -> None:
+async def test_connections_to_the_database_break_at_each_message(
+    database: str, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
     proxy = DatabaseProxy(database)
     async with proxy.serve(), death_world(database, tmp_path, {"database_url": proxy.dsn}) as world:
-        await cut_repeatedly(world, proxy, DATABASE_CUTS, write_and_lose)
+        cuts = await cut_repeatedly(world, proxy, DATABASE_CUTS, DATABASE_KINDS, write_and_lose)
+    record_property("cuts", f"database: {cuts}")
 
 
 @pytest.mark.parametrize("server", ["relay", "plc", "pds"])
-async def test_connections_to_a_server_break_at_each_message(database: str, tmp_path: Path, server: str) -> None:
+async def test_connections_to_a_server_break_at_each_message(
+    database: str, tmp_path: Path, record_property: Callable[[str, object], None], server: str
+) -> None:
     """The URLs in settings and identities name a proxy in place of the server."""
     async with LocalNetwork() as network:
         hidden = {"relay": network.relay, "plc": network.plc, "pds": network.pdses[0]}[server]
@@ -71,4 +106,5 @@ async def test_connections_to_a_server_break_at_each_message(database: str, tmp_
         async with proxy.serve():
             hidden.port = proxy.port
             async with death_world(database, tmp_path, network=network) as world:
-                await cut_repeatedly(world, proxy, HTTP_CUTS, write_and_join)
+                cuts = await cut_repeatedly(world, proxy, HTTP_CUTS, HTTP_KINDS[server], write_and_join)
+    record_property("cuts", f"{server}: {cuts}")

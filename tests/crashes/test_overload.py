@@ -152,6 +152,7 @@ async def test_stream_faster_than_the_database(
     )
     assert meanwhile < load.commits / 2, "the database was not slower than the stream"
     assert samples.peak < MAX_MIB
+    assert daemon.ended == 0, daemon.log_tail()
     assert (gaps > 0) == (window is not None), daemon.log_tail()
     assert await count(database, _OPEN_GAPS) == 0
     assert applied == load.commits or window is not None, "each commit was applied, by itself"

@@ -403,11 +403,11 @@ class HangsWhenAStatementIsClosed(DatabaseProxy):
         of_client, of_server = super().messages()
         split = of_client.split
 
-        def watched(data: bytes) -> Iterator[bytes]:
-            for message in split(data):
-                if self.armed and message.startswith(b"C"):
+        def watched(data: bytes) -> Iterator[tuple[str, bytes]]:
+            for kind, message in split(data):
+                if self.armed and kind == "Close":
                     self.hang()
-                yield message
+                yield kind, message
 
         of_client.split = watched  # type: ignore[method-assign]
         return of_client, of_server

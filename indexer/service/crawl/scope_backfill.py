@@ -61,13 +61,13 @@ class _ReadLists:
 
     Attributes:
         version: The version of the scope; 0: none.
-        began_at: When the first one was read (Unix seconds).
+        began_at: When the reading of the first one began (Unix seconds).
         requested_until: The DID up to which repos were compared with them, to request resyncs.
     """
 
     version: int
+    began_at: float
     lists: dict[str, ListedAccounts | None] = field(default_factory=dict)
-    began_at: float = field(default_factory=time)
     requested_until: str = ""
 
 
@@ -145,7 +145,7 @@ class ScopeBackfill:
         self._recheck_at = 0.0
         self._compared = 0
         self._search_at = 0.0
-        self._read = _ReadLists(0)
+        self._read = _ReadLists(0, 0.0)
         self._retries = _Retries(first_retry)
         self._recheck_retries = _Retries(first_retry)
         self.stage = StageProgress("scope backfill")
@@ -205,7 +205,7 @@ class ScopeBackfill:
         if not (sources := self._sources()) or monotonic() < self._scope.changed_at + self._settle:
             return False
         if self._read.version != scope.version:
-            self._read = _ReadLists(scope.version)
+            self._read = _ReadLists(scope.version, time())
         lists, began_at = self._read.lists, self._read.began_at
         for pattern in listable:
             if pattern not in lists and self._retries.are_due(pattern):
@@ -226,7 +226,7 @@ class ScopeBackfill:
             await self._store.save_crawl_progress(recheck)
             crash_point("scope.recheck-planned")
         complete = await self._mark_complete(scope, lists)
-        self._read = _ReadLists(0)
+        self._read = _ReadLists(0, 0.0)
         log.info("scope.compared", version=scope.version, complete=complete)
         return True
 
