@@ -1,6 +1,8 @@
 """The targets of the fuzzer: their first inputs reach every outcome, and wrong code and costly inputs are found."""
 
 import json
+import mmap
+import resource
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,18 +13,21 @@ import pytest
 
 from indexer.atproto.mst import Node, Verdict
 from indexer.identity import did_resolver, dns_records
+from indexer.store import DatabaseError
 from indexer.sync.plan_resync import Completion
-from indexer.sync.plans import RecordChange
+from indexer.sync.plans import Batch, RecordChange, RepoWrite
 from indexer.sync.record_change import RecordConverter
 from indexer.sync.verify import VerifiedChange
 from tests.fuzz import block_targets, buffer_target, database_targets, inversion_target, message_target
 from tests.fuzz.commit_parts import NODE_START
 from tests.fuzz.comparison import DifferenceError
-from tests.fuzz.input_cost import MEMORY_INTERVAL, CostError, CostLimit, CostMeter
+from tests.fuzz.database_targets import FuzzDatabase
+from tests.fuzz.input_cost import MEMORY_INTERVAL, PROCESS_MEMORY, CostError, CostLimit, CostMeter
 from tests.fuzz.json_mutation import mutate_json
 from tests.fuzz.seed_files import published_blocks, published_frames
 from tests.fuzz.targets import TARGETS, Target
 from tests.native_module import native_module
+from tests.store.repo_rows import synchronized
 from tests.vectors import vectors
 
 SEEDS = 100
@@ -141,6 +146,40 @@ def test_input_with_disproportionate_memory_is_found() -> None:
     meter.check_memory(b"x" * 10)
     with pytest.raises(CostError, match=r"memory: .* for an input of 1,000 bytes; the limit is 110,000"):
         meter.check_memory(b"x" * 1_000)
+
+
+def test_input_with_disproportionate_memory_of_other_code_than_python_is_found() -> None:
+    growth = 2 * PROCESS_MEMORY
+
+    def allocate(data: bytes) -> None:
+        """Exceed the peak of the whole process so far by memory that Python does not count."""
+        if data:
+            size = growth + (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10)
+            with mmap.mmap(-1, size) as memory:
+                memory[:: mmap.PAGESIZE] = b"x" * len(memory[:: mmap.PAGESIZE])
+
+    meter = CostMeter(allocate, CostLimit(steps=10**9))
+    meter.run(b"")
+    with pytest.raises(CostError, match=r"process memory: .* for an input of 1 bytes; the limit is 33,554,432"):
+        meter.run(b"x")
+
+
+@pytest.mark.slow
+def test_statement_of_an_input_that_takes_too_long_is_found() -> None:
+    database = FuzzDatabase(statement_seconds=0.2)
+    try:
+        database.run(
+            database.connection.execute(
+                "create function slow() returns trigger language plpgsql as "
+                "$$ begin perform pg_sleep(60); return new; end $$;"
+                "create trigger slow before insert on indexer.repo for each row execute function slow()"
+            )
+        )
+        write = Batch((RepoWrite(0, synchronized("records"), ()),))
+        with pytest.raises(DatabaseError, match="timeout"):
+            database.run(database.store.write(write))
+    finally:
+        database.close()
 
 
 def test_memory_of_some_inputs_is_measured() -> None:
