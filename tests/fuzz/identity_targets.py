@@ -27,7 +27,7 @@ from tests.fuzz.comparison import DifferenceError
 from tests.fuzz.json_mutation import mutate_json
 from tests.fuzz.mutation import MutateBytes
 from tests.fuzz.outcome_counts import FuzzTarget, OutcomeCounts
-from tests.fuzz.seed_files import seed_files
+from tests.fuzz.seed_files import published_lines, seed_files
 from tests.sync.signing_account import SigningAccount
 
 DID, HANDLE = "did:plc:ewvi7nxzyoun6zhxrhs64oiz", "alice.example.com"
@@ -180,15 +180,18 @@ class Handles(FuzzTarget):
         self._loop.run_until_complete(asyncio.sleep(0))
         self._loop.close()
 
-    def seeds(self, _: Random, count: int) -> list[bytes]:
-        """Return answers of each kind, with the right DID, several DIDs, and other texts."""
+    def seeds(self, random: Random, count: int) -> list[bytes]:
+        """Return answers of each kind, with the right DID, several DIDs, and other texts, a fifth of them published."""
         right = f"did={DID}".encode()
+        others = list(published_lines("atproto-interop-tests/syntax/did_syntax_*.txt"))
+        others = random.sample(others, min(len(others), count // 10))
         texts = [
             [right],
             [right[:9], right[9:]],
             [right, b"\xff", b"v=spf1"],
             [right, b"\xff", b"did=did:web:a.b"],
             [b""],
+            *([b"did=" + text] for text in others if len(text) < NEXT_RECORD - 4),
         ]
         made = [b"d" + b"".join(bytes([len(t)]) + t if t != b"\xff" else t for t in text) for text in texts]
         made += [
@@ -196,6 +199,7 @@ class Handles(FuzzTarget):
             for n in range(len(STATUSES))
             for body in (DID.encode(), b" " + DID.encode() + b"\n", b"<html>", b"")
         ]
+        made += [b"\0" + text for text in others]
         query = dns.message.make_query(f"_atproto.{HANDLE}", "TXT")
         made += [b"\xfa", b"\xfa" + _reply(query, [[right]]).to_wire()[2:]]
         return [made[n % len(made)] for n in range(count)]

@@ -16,7 +16,7 @@ from tests.fuzz.inversion_target import Inversions
 from tests.fuzz.message_target import Messages
 from tests.fuzz.mutation import MutateBytes, mutate_export, mutate_frame
 from tests.fuzz.outcome_counts import FuzzTarget, OutcomeCounts
-from tests.fuzz.seed_files import published_frames
+from tests.fuzz.seed_files import published_exports, published_frames
 from tests.fuzz.seeds import accounts, random_export, seeds
 
 
@@ -70,8 +70,10 @@ class Exports(FuzzTarget):
         self.compare = self._comparison.compare
 
     def seeds(self, random: Random, count: int) -> list[bytes]:
-        """Return the exports of new signed repos."""
-        return [random_export(self._owners[number % len(self._owners)], random) for number in range(count)]
+        """Return published exports, a fifth if there are so many, and those of new signed repos."""
+        published = list(published_exports(self._owners))
+        made = random.sample(published, min(len(published), count // 5))
+        return made + [random_export(random.choice(self._owners), random) for _ in range(count - len(made))]
 
     def mutate(self, data: bytes, random: Random, mutate_bytes: MutateBytes) -> bytes:
         """Return a mutated export."""

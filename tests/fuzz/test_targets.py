@@ -11,20 +11,31 @@ from typing import Any
 
 import pytest
 
+from indexer.atproto.car import split_car
+from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.mst import Node, Verdict
 from indexer.identity import did_resolver, dns_records
 from indexer.store import DatabaseError
+from indexer.sync.events import CommitEvent
+from indexer.sync.frames import decode_frame
 from indexer.sync.plan_resync import Completion
 from indexer.sync.plans import Batch, RecordChange, RepoWrite
 from indexer.sync.record_change import RecordConverter
-from indexer.sync.verify import VerifiedChange
+from indexer.sync.verify import VerifiedChange, verify_commit, verify_export_commit
 from tests.fuzz import block_targets, buffer_target, database_targets, inversion_target, message_target
 from tests.fuzz.commit_parts import NODE_START
 from tests.fuzz.comparison import DifferenceError
 from tests.fuzz.database_targets import FuzzDatabase
 from tests.fuzz.input_cost import MEMORY_INTERVAL, PROCESS_MEMORY, CostError, CostLimit, CostMeter
 from tests.fuzz.json_mutation import mutate_json
-from tests.fuzz.seed_files import published_blocks, published_frames
+from tests.fuzz.seed_files import (
+    published_blocks,
+    published_commits,
+    published_exports,
+    published_frames,
+    published_lines,
+)
+from tests.fuzz.seeds import accounts
 from tests.fuzz.targets import TARGETS, Target
 from tests.native_module import native_module
 from tests.store.repo_rows import synchronized
@@ -208,3 +219,33 @@ def test_published_messages_nodes_and_commits_are_among_the_first_inputs() -> No
     ):
         with target_of(name) as target:
             assert set(target.seeds(Random(1), SEEDS)) & set(published), name
+
+
+def test_published_commits_and_exports_are_signed_by_accounts_of_the_fuzzer() -> None:
+    vectors("jetstream-frames")
+    owners = accounts()
+    commits, exports = list(published_commits(owners)), list(published_exports(owners))
+    assert len(commits) > 50
+    assert len(exports) > 5
+    for number, frame in enumerate(commits):
+        owner, event = owners[number % len(owners)], decode_frame(frame, DEFAULT_LIMITS)
+        assert isinstance(event, CommitEvent)
+        assert verify_commit(event, owner.key.public, DEFAULT_LIMITS).flaw is None
+    for number, data in enumerate(exports):
+        owner, (roots, blocks) = owners[number % len(owners)], split_car(data, DEFAULT_LIMITS, max_bytes=len(data))
+        assert verify_export_commit(roots[0], blocks.get, owner.key.public, owner.did)
+
+
+def test_published_files_are_among_the_first_inputs_of_other_targets() -> None:
+    vectors("jetstream-frames")
+    owners = accounts()
+    dids = set(published_lines("atproto-interop-tests/syntax/did_syntax_*.txt"))
+    with target_of("handles") as target:
+        assert {data[1:] for data in target.seeds(Random(1), SEEDS)} & dids
+    for name, published in (
+        ("inversions", set(published_commits(owners))),
+        ("buffers", {buffer_target.join([frame]) for frame in published_commits(owners)}),
+        ("exports", set(published_exports(owners))),
+    ):
+        with target_of(name) as target:
+            assert set(target.seeds(Random(1), SEEDS)) & published, name
