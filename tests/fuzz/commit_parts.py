@@ -11,7 +11,7 @@ from indexer.atproto.commit import VERSION
 from indexer.atproto.crypto import PrivateKey
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.mst.inversion import invert_by_rebuilding
-from indexer.atproto.syntax import tid_of
+from indexer.atproto.syntax import is_tid, tid_of
 from indexer.errors import UpstreamError
 from indexer.localnet.local_repo import car_header, car_section
 from indexer.sync.events import RepoOp
@@ -76,8 +76,10 @@ class CommitParts:
         """Make the commit one of another account, with its signature, and of the present version."""
         cid = self.payload["commit"]
         self.payload["repo"] = did
-        present = {"rev": tid_of(0)} | decode(self.blocks[cid]) | {"did": did, "version": VERSION}
-        self.replace(cid, encode(present))
+        commit = decode(self.blocks[cid])
+        rev = commit.get("rev", "")
+        present = {"did": did, "rev": rev if is_tid(rev) else tid_of(0), "version": VERSION}
+        self.replace(cid, encode(commit | present))
         self.sign(key)
 
     def sign(self, key: PrivateKey) -> None:
