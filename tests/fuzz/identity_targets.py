@@ -3,7 +3,6 @@
 import asyncio
 import json
 from random import Random
-from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import dns.flags
@@ -18,12 +17,13 @@ from indexer.atproto.crypto import parse_did_key
 from indexer.atproto.did_document import MAX_URL_CHARACTERS
 from indexer.atproto.syntax import is_did, is_handle
 from indexer.errors import UnavailableError
-from indexer.identity.did_resolver import DidResolver, HttpResponse
+from indexer.identity.did_resolver import DidResolver
 from indexer.identity.handle_verifier import HandleVerifier
 from indexer.reasons import FetchFailure
 from indexer.sync.stored_identity import INVALID_HANDLE, StoredIdentity
 from tests.atproto.plc_operations import current_form, document_of
 from tests.fuzz.comparison import DifferenceError
+from tests.fuzz.fixed_response import FixedResponse, Response
 from tests.fuzz.json_mutation import mutate_json
 from tests.fuzz.mutation import MutateBytes
 from tests.fuzz.outcome_counts import FuzzTarget, OutcomeCounts
@@ -37,35 +37,6 @@ DNS_TIMEOUT = 0.05
 """Seconds to wait for a valid message. Malformed ones are ignored, as they may be forged."""
 HTTP_KINDS, RAW_KINDS, NEXT_RECORD = 100, 250, 255
 STATUSES = (200, 200, 200, 404, 410, 500)
-
-
-class Response(NamedTuple):
-    status: int
-    body: bytes
-
-
-class FixedResponse:
-    """Returns the same response to each request.
-
-    Attributes:
-        response: The response.
-    """
-
-    def __init__(self) -> None:
-        self.response = Response(404, b"")
-
-    async def get(
-        self,
-        url: str,  # noqa: ARG002
-        *,
-        max_bytes: int,
-        timeout: float,  # noqa: ARG002, ASYNC109
-        accept: str,  # noqa: ARG002
-    ) -> HttpResponse:
-        """Return the response within `max_bytes`; a longer one is an error of the client."""
-        if len(self.response.body) > max_bytes:
-            raise UnavailableError(FetchFailure.BAD_ANSWER, f"over {max_bytes} bytes")
-        return self.response
 
 
 class DidDocuments(FuzzTarget):

@@ -5,8 +5,7 @@ are wrong, and the nodes that are missing. So each of these is a commit that a h
 are frames of commits, new and published ones.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
 from random import Random
 from typing import TypeVar
 
@@ -14,7 +13,6 @@ from indexer.atproto.car import split_car
 from indexer.atproto.commit import decode_commit
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.mst import EMPTY_TREE, NetOp, Verdict, invert
-from indexer.atproto.mst.node import decode_node
 from indexer.atproto.mst.tree_builder import key_of
 from indexer.errors import UpstreamError
 from indexer.localnet.reference_tree import ReferenceTree
@@ -30,6 +28,7 @@ from tests.fuzz.mutation import MutateBytes, mutate_frame
 from tests.fuzz.outcome_counts import FuzzTarget, OutcomeCounts
 from tests.fuzz.seed_files import published_commits
 from tests.fuzz.seeds import accounts, random_commit
+from tests.fuzz.slice_reference import is_tree
 
 T = TypeVar("T")
 VALUES = (A, B, C)
@@ -72,7 +71,7 @@ class Inversions(FuzzTarget):
             ops = fold_operations(event.ops)
         except (UpstreamError, LegacyOperationsError):
             return
-        prev_data, valid = event.prev_data or EMPTY_TREE, _is_tree(blocks, root, None)
+        prev_data, valid = event.prev_data or EMPTY_TREE, is_tree(blocks, root)
         try:
             found = invert(blocks, root, ops, prev_data, DEFAULT_LIMITS)
         except UpstreamError:
@@ -106,31 +105,6 @@ class Inversions(FuzzTarget):
 
 def _name(verdict: Verdict) -> str:
     return verdict.name.lower().replace("_", " ")
-
-
-def _is_tree(
-    blocks: Mapping[bytes, bytes], cid: bytes, layer: int | None, low: bytes = b"", high: bytes = b"\xff"
-) -> bool:
-    """Return True if the nodes in the slice are a tree: keys in order, each in its layer. Some nodes may be missing."""
-    if cid not in blocks:
-        return True
-    try:
-        node = decode_node(blocks[cid], DEFAULT_LIMITS)
-    except UpstreamError:
-        return False
-    trees = [node.left, *node.trees]
-    layer = max(map(oracle.height, node.keys), default=0) if layer is None and (node.keys or not node.left) else layer
-    if layer is None or layer < 0 or not (node.keys or node.left or cid == EMPTY_TREE):
-        return False
-    bounds = [low, *node.keys, high]
-    return (
-        all(one < other for one, other in pairwise(bounds))
-        and all(oracle.height(key) == layer for key in node.keys)
-        and all(
-            tree is None or _is_tree(blocks, tree, layer - 1, *pair)
-            for tree, pair in zip(trees, pairwise(bounds), strict=True)
-        )
-    )
 
 
 class Choices:

@@ -10,14 +10,21 @@ from tests.fuzz.buffer_target import Buffers
 from tests.fuzz.comparison import Comparison, Counts
 from tests.fuzz.database_targets import Lexicons, Records
 from tests.fuzz.export_comparison import ExportComparison, ExportCounts
+from tests.fuzz.feed_targets import Acknowledgements, Credentials, SubscriberMessages, SubscriberQueries
+from tests.fuzz.host_targets import Addresses, Bodies, DidWebs, Pauses, RepoLists, RepoStates
 from tests.fuzz.identity_targets import DidDocuments, Handles
 from tests.fuzz.input_cost import DECODING, CostLimit
 from tests.fuzz.inversion_target import Inversions
+from tests.fuzz.key_targets import Keys, Signatures
 from tests.fuzz.message_target import Messages
 from tests.fuzz.mutation import MutateBytes, mutate_export, mutate_frame
+from tests.fuzz.operator_targets import LogTexts, SettingsFiles
 from tests.fuzz.outcome_counts import FuzzTarget, OutcomeCounts
+from tests.fuzz.record_targets import Cids, DagCbor, Links, RecordProofs
 from tests.fuzz.seed_files import published_exports, published_frames
 from tests.fuzz.seeds import accounts, random_export, seeds
+from tests.fuzz.stream_targets import EventTimes, StreamSeeks
+from tests.fuzz.syntax_targets import AtUris, Identifiers, Patterns
 
 
 class Target(Protocol):
@@ -107,6 +114,29 @@ TARGETS = {
     "records": TargetRow(Records),
     "buffers": TargetRow(Buffers),
     "lexicons": TargetRow(Lexicons),
+    "identifiers": TargetRow(Identifiers, limit=DECODING),
+    "at-uris": TargetRow(AtUris, limit=DECODING),
+    "patterns": TargetRow(Patterns),
+    "keys": TargetRow(Keys, limit=DECODING),
+    "signatures": TargetRow(Signatures, limit=DECODING),
+    "dag-cbor": TargetRow(DagCbor),
+    "cids": TargetRow(Cids, limit=DECODING),
+    "links": TargetRow(Links),
+    "record-proofs": TargetRow(RecordProofs),
+    "repo-lists": TargetRow(RepoLists, limit=DECODING),
+    "repo-states": TargetRow(RepoStates, limit=DECODING),
+    "pauses": TargetRow(Pauses, limit=DECODING),
+    "bodies": TargetRow(Bodies, limit=CostLimit(memory=16 << 20)),
+    "addresses": TargetRow(Addresses, limit=DECODING),
+    "did-webs": TargetRow(DidWebs, limit=DECODING),
+    "subscriber-queries": TargetRow(SubscriberQueries),
+    "subscriber-messages": TargetRow(SubscriberMessages),
+    "acknowledgements": TargetRow(Acknowledgements),
+    "credentials": TargetRow(Credentials),
+    "stream-seeks": TargetRow(StreamSeeks),
+    "event-times": TargetRow(EventTimes, limit=DECODING),
+    "settings-files": TargetRow(SettingsFiles, limit=CostLimit(steps=10_000_000)),
+    "log-texts": TargetRow(LogTexts),
 }
 
 
