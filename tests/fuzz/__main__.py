@@ -20,8 +20,7 @@ import atheris
 import click
 
 from tests.fuzz.all_targets import fuzz_all
-from tests.fuzz.corpus import open_corpus, open_folder
-from tests.fuzz.seed_files import MAX_BYTES
+from tests.fuzz.corpus import MAX_BYTES, open_corpus, open_folder
 
 if TYPE_CHECKING:
     from tests.fuzz.session import Session
@@ -73,6 +72,7 @@ def main(target: str, seconds: int, seeds: int, corpus: Path | None, inputs: tup
     began = monotonic()
     if target == "all":
         sys.exit(fuzz_all(seconds, corpus))
+    assert not any(name.startswith("indexer.") for name in sys.modules), "imported without the counters of coverage"
     with atheris.instrument_imports(include=INSTRUMENTED, enable_loader_override=False):
         from tests.fuzz.session import Session  # noqa: PLC0415 - atheris instruments what is imported here
     with ExitStack() as resources:

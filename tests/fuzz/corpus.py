@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+MAX_BYTES = 16_384
+"""The size of the largest input."""
 KEPT = Path(__file__).parents[2] / ".fuzz-corpus"
 """The corpus of runs without an end: each round continues with the inputs of those before."""
 

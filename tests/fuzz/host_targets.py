@@ -122,7 +122,8 @@ class RepoLists(HostAnswers):
             {"did": DID, "head": cid_text(LINK), "rev": TID, "active": True},
             {"did": DID, "head": "", "rev": "", "active": False, "status": "takendown"},
             {"did": "did:web:bob.test"},
-            {"did": "did:plc:", "rev": "x"},
+            {"did": "did:plc:"},
+            {"did": DID, "rev": "x"},
         ]
         pages = [
             {"cursor": cursor, "repos": random.choices(entries, k=size)}

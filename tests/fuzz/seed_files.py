@@ -7,11 +7,10 @@ from indexer.atproto.car import split_car
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.errors import UpstreamError
 from tests.fuzz.commit_parts import split, split_export
+from tests.fuzz.corpus import MAX_BYTES
 from tests.sync.signing_account import SigningAccount
 from tests.vectors import ROOT
 
-MAX_BYTES = 16_384
-"""The size of the largest input."""
 REPOS = ("indigo/repos/*.car", "repos/**/*.car", "jetstream-corpus/*.car")
 """The patterns of published exports."""
 

@@ -21,6 +21,7 @@ from tests.fuzz.mutation import MutateBytes, mutate_export, mutate_frame
 from tests.fuzz.operator_targets import LogTexts, SettingsFiles
 from tests.fuzz.outcome_counts import FuzzTarget, OutcomeCounts
 from tests.fuzz.record_targets import Cids, DagCbor, Links, RecordProofs
+from tests.fuzz.request_target import TapRequests
 from tests.fuzz.seed_files import published_exports, published_frames
 from tests.fuzz.seeds import accounts, random_export, seeds
 from tests.fuzz.stream_targets import EventTimes, StreamSeeks
@@ -132,6 +133,7 @@ TARGETS = {
     "subscriber-queries": TargetRow(SubscriberQueries),
     "subscriber-messages": TargetRow(SubscriberMessages),
     "acknowledgements": TargetRow(Acknowledgements),
+    "tap-requests": TargetRow(TapRequests, limit=CostLimit(steps=10_000_000)),
     "credentials": TargetRow(Credentials),
     "stream-seeks": TargetRow(StreamSeeks),
     "event-times": TargetRow(EventTimes, limit=DECODING),

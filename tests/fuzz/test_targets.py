@@ -1,28 +1,51 @@
 """The targets of the fuzzer: their first inputs reach every outcome, and wrong code and costly inputs are found."""
 
+import hmac
 import json
 import mmap
 import resource
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from math import inf
 from random import Random
 from typing import Any
 
 import pytest
 
 from indexer.atproto.car import split_car
+from indexer.atproto.crypto import PrivateKey, PublicKey
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.mst import Node, Verdict
+from indexer.atproto.syntax import AtUri
 from indexer.identity import did_resolver, dns_records
+from indexer.pds import pds_client, repo_list
+from indexer.relay.seek import Entry
+from indexer.service.feed import tap_routes
+from indexer.service.feed.answers import answer
+from indexer.service.feed.delivery_window import DeliveryWindow
+from indexer.setting_types import Address
 from indexer.store import DatabaseError
 from indexer.sync.events import CommitEvent
-from indexer.sync.frames import decode_frame
+from indexer.sync.frames import MAX_SEQ, decode_frame
 from indexer.sync.plan_resync import Completion
 from indexer.sync.plans import Batch, RecordChange, RepoWrite
 from indexer.sync.record_change import RecordConverter
 from indexer.sync.verify import VerifiedChange, verify_commit, verify_export_commit
-from tests.fuzz import block_targets, buffer_target, database_targets, inversion_target, message_target
+from tests.fuzz import (
+    block_targets,
+    buffer_target,
+    database_targets,
+    feed_targets,
+    host_targets,
+    inversion_target,
+    key_targets,
+    message_target,
+    operator_targets,
+    record_targets,
+    stream_targets,
+    syntax_targets,
+)
 from tests.fuzz.commit_parts import NODE_START
 from tests.fuzz.comparison import DifferenceError
 from tests.fuzz.database_targets import FuzzDatabase
@@ -42,7 +65,7 @@ from tests.store.repo_rows import synchronized
 from tests.vectors import vectors
 
 SEEDS = 100
-SLOW_TARGETS = ("records", "lexicons", "buffers", "handles")
+SLOW_TARGETS = ("records", "lexicons", "buffers", "handles", "tap-requests")
 
 
 def marked(names: Iterable[str]) -> list[Any]:
@@ -109,6 +132,42 @@ def without_keys(node: Node) -> Node:
     return node
 
 
+class UnwrittenUri(AtUri):
+    """Is written as nothing."""
+
+    def __str__(self) -> str:
+        return ""
+
+
+class DeafWindow(DeliveryWindow):
+    """Ignores acknowledgements."""
+
+    def acknowledge(self, _: int) -> bool:
+        return False
+
+
+class OtherAddress(Address):
+    """Is written as another address."""
+
+    def __str__(self) -> str:
+        return "other.test:1"
+
+
+class OtherText:
+    """Decodes each piece of a body to the same text."""
+
+    def feed(self, _: bytes) -> Iterator[bytes]:
+        yield b"text"
+
+    def close(self) -> None:
+        """Accept any end."""
+
+
+async def too_late(search: Awaitable[Entry]) -> Entry:
+    return replace(await search, cursor=MAX_SEQ + 1)
+
+
+STRANGER = PrivateKey.from_seed("k256", b"a key that no account has").public
 RESULTS: dict[str, tuple[Any, str, Wrong]] = {
     "messages": (message_target, "plan_batch", lambda plan: replace(plan, settled=plan.settled * 2)),
     "cars": (block_targets, "split_car", lambda found: (found[0], {})),
@@ -117,10 +176,38 @@ RESULTS: dict[str, tuple[Any, str, Wrong]] = {
     "inversions": (inversion_target, "invert", lambda found: found._replace(verdict=Verdict.OK)),
     "did-documents": (did_resolver, "parse_did_document", lambda found: replace(found, pds="https://user@pds.test")),
     "handles": (dns_records, "is_did", lambda _: False),
+    "identifiers": (syntax_targets, "split_path", lambda found: found[::-1]),
+    "patterns": (syntax_targets, "covers", lambda _: True),
+    "keys": (key_targets, "parse_did_key", lambda _: STRANGER),
+    "dag-cbor": (record_targets, "decode_canonical", lambda _: None),
+    "cids": (record_targets, "is_link", lambda _: True),
+    "links": (record_targets, "links_of", lambda links: links[:-1]),
+    "record-proofs": (record_targets, "verify_record", lambda _: b"another record"),
+    "repo-lists": (repo_list, "is_did", lambda _: True),
+    "repo-states": (pds_client, "parse_cid", lambda _: bytes(36)),
+    "pauses": (host_targets, "retry_after_seconds", lambda pause: pause and pause + 3_600),
+    "bodies": (host_targets, "make_decoder", lambda _: OtherText()),
+    "addresses": (host_targets, "is_public", lambda _: True),
+    "did-webs": (did_resolver, "is_handle", lambda _: True),
+    "subscriber-queries": (feed_targets, "parse_query", lambda found: replace(found, cursor=(found.cursor or 0) + 1)),
+    "subscriber-messages": (feed_targets, "parse_message", lambda found: replace(found, max_bytes=found.max_bytes + 1)),
+    "credentials": (hmac, "compare_digest", lambda _: True),
+    "tap-requests": (tap_routes, "problem", lambda _: answer({})),
+    "stream-seeks": (stream_targets, "seek", too_late),
+    "event-times": (stream_targets, "event_seconds", lambda _: inf),
+    "settings-files": (
+        operator_targets,
+        "load_settings",
+        lambda settings: settings.model_copy(update={"http_bind": OtherAddress("a.test", 1)}),
+    ),
+    "log-texts": (operator_targets, "without_secrets", lambda text: text + operator_targets.SECRET),
     "lexicons": (database_targets, "parse_lexicon", lambda lexicon: replace(lexicon, record={"type": "object"})),
 }
 """A function of the product that a target uses, and what its result becomes."""
-CLASSES = {
+CLASSES: dict[str, tuple[Any, str, Any]] = {
+    "at-uris": (syntax_targets, "AtUri", UnwrittenUri),
+    "signatures": (PublicKey, "verify", lambda *_: True),
+    "acknowledgements": (feed_targets, "DeliveryWindow", DeafWindow),
     "buffers": (buffer_target, "Completion", ForgetfulCompletion),
     "records": (database_targets, "RecordConverter", WrongConverter),
 }
