@@ -14,16 +14,14 @@ from hashlib import sha256
 from math import inf
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import atheris
 import click
 
 from tests.fuzz.all_targets import fuzz_all
 from tests.fuzz.corpus import MAX_BYTES, open_corpus, open_folder
-
-if TYPE_CHECKING:
-    from tests.fuzz.session import Session
+from tests.fuzz.session import Session
 
 REPORT_SECONDS = 10.0
 SEED = 20_261_122
@@ -74,9 +72,8 @@ def main(target: str, seconds: int, seeds: int, corpus: Path | None, inputs: tup
         sys.exit(fuzz_all(seconds, corpus))
     assert not any(name.startswith("indexer.") for name in sys.modules), "imported without the counters of coverage"
     with atheris.instrument_imports(include=INSTRUMENTED, enable_loader_override=False):
-        from tests.fuzz.session import Session  # noqa: PLC0415 - atheris instruments what is imported here
+        session = Session(target, SEED)  # imports the target
     with ExitStack() as resources:
-        session = Session(target, SEED)
         resources.callback(session.close)
         if inputs:
             session.replay(path.read_bytes() for path in inputs)
@@ -93,7 +90,7 @@ def main(target: str, seconds: int, seeds: int, corpus: Path | None, inputs: tup
 
 
 def _until_ended(
-    session: "Session", target: str, ends_at: float, least: int, resources: ExitStack
+    session: Session, target: str, ends_at: float, least: int, resources: ExitStack
 ) -> Callable[[bytes], None]:
     """Return a function that runs an input, and prints the report from time to time.
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 from tests.fuzz.corpus import open_corpus
+from tests.fuzz.targets import TARGETS
 
 PROCESSES = 2
 ROUND_SECONDS = 300
@@ -24,8 +25,6 @@ def fuzz_all(seconds: int, corpus: Path | None) -> int:
     Returns:
         The exit code: 0, or 1 if a target had a finding.
     """
-    from tests.fuzz.targets import TARGETS  # noqa: PLC0415 - a process that fuzzes instruments its imports first
-
     names = [name for name, row in TARGETS.items() if not row.native or has_native_core()]
     for name in sorted(TARGETS.keys() - set(names)):
         click.echo(f"NOT FUZZED: {name}, because the native core is not built")

@@ -20,8 +20,8 @@ from indexer.sync.plans import RecordChange
 from indexer.sync.repo_state import Head, Repo, SyncStatus
 from indexer.sync.verify import verify_commit
 from tests.fuzz.comparison import OLDEST_REV, DifferenceError
-from tests.fuzz.mutation import MutateBytes, mutate_frame
-from tests.fuzz.outcome_counts import FuzzTarget, OutcomeCounts
+from tests.fuzz.mutation import mutate_frame
+from tests.fuzz.outcome_counts import FuzzTarget, MutateBytes, OutcomeCounts
 from tests.fuzz.seed_files import published_commits
 from tests.fuzz.seeds import accounts, random_path, random_record, replace_records
 from tests.sync.signing_account import CONTEXT, SigningAccount, encoded_frame

@@ -26,8 +26,7 @@ from indexer.sync.feed_delivery import DeliveryProgress, LoggedChange
 from tests.fuzz import syntax_reference as reference
 from tests.fuzz.comparison import DifferenceError
 from tests.fuzz.json_mutation import mutate_json
-from tests.fuzz.mutation import MutateBytes
-from tests.fuzz.outcome_counts import FuzzTarget, OutcomeCounts
+from tests.fuzz.outcome_counts import FuzzTarget, MutateBytes, OutcomeCounts
 from tests.fuzz.syntax_targets import DID, NSID, TextTarget, text_of
 
 NOW = 1_790_000_000.0

@@ -30,8 +30,7 @@ from tests.fuzz import syntax_reference as reference
 from tests.fuzz.comparison import DifferenceError
 from tests.fuzz.fixed_response import FixedResponse, Response
 from tests.fuzz.json_mutation import mutate_json
-from tests.fuzz.mutation import MutateBytes
-from tests.fuzz.outcome_counts import FuzzTarget, OutcomeCounts
+from tests.fuzz.outcome_counts import FuzzTarget, MutateBytes, OutcomeCounts
 from tests.fuzz.seed_files import published_lines
 from tests.fuzz.seeds import LINK
 from tests.fuzz.syntax_targets import DID, HANDLE, TID, TextTarget, text_of

@@ -25,8 +25,7 @@ from tests.atproto.plc_operations import current_form, document_of
 from tests.fuzz.comparison import DifferenceError
 from tests.fuzz.fixed_response import FixedResponse, Response
 from tests.fuzz.json_mutation import mutate_json
-from tests.fuzz.mutation import MutateBytes
-from tests.fuzz.outcome_counts import FuzzTarget, OutcomeCounts
+from tests.fuzz.outcome_counts import FuzzTarget, MutateBytes, OutcomeCounts
 from tests.fuzz.seed_files import published_lines, seed_files
 from tests.sync.signing_account import SigningAccount
 

@@ -24,8 +24,8 @@ from tests.atproto.mst.oracle import Records
 from tests.atproto.mst.random_trees import KEYS, A, B, C, edited
 from tests.fuzz.commit_parts import split
 from tests.fuzz.comparison import DifferenceError
-from tests.fuzz.mutation import MutateBytes, mutate_frame
-from tests.fuzz.outcome_counts import FuzzTarget, OutcomeCounts
+from tests.fuzz.mutation import mutate_frame
+from tests.fuzz.outcome_counts import FuzzTarget, MutateBytes, OutcomeCounts
 from tests.fuzz.seed_files import published_commits
 from tests.fuzz.seeds import accounts, random_commit
 from tests.fuzz.slice_reference import is_tree

@@ -16,8 +16,7 @@ from indexer.atproto.base58 import decode_base58, encode_base58
 from indexer.atproto.crypto import PublicKey, parse_did_key, parse_legacy_key, parse_multikey
 from indexer.errors import UpstreamError
 from tests.fuzz.comparison import DifferenceError
-from tests.fuzz.mutation import MutateBytes
-from tests.fuzz.outcome_counts import FuzzTarget, OutcomeCounts
+from tests.fuzz.outcome_counts import FuzzTarget, MutateBytes, OutcomeCounts
 from tests.fuzz.seed_files import seed_files
 from tests.fuzz.seeds import accounts
 from tests.fuzz.syntax_targets import text_of

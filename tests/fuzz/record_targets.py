@@ -33,8 +33,8 @@ from tests.atproto.dag_cbor_oracle import encode as reference_encode
 from tests.fuzz import syntax_reference as reference
 from tests.fuzz.comparison import DifferenceError
 from tests.fuzz.json_mutation import mutate_json
-from tests.fuzz.mutation import MutateBytes, mutate_export
-from tests.fuzz.outcome_counts import FuzzTarget, OutcomeCounts
+from tests.fuzz.mutation import mutate_export
+from tests.fuzz.outcome_counts import FuzzTarget, MutateBytes, OutcomeCounts
 from tests.fuzz.seed_files import published_exports, published_lines, seed_files
 from tests.fuzz.seeds import LINK, accounts, random_export, random_path, random_record, random_value
 from tests.fuzz.slice_reference import entries, is_tree

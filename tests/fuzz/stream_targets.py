@@ -8,8 +8,7 @@ from indexer.relay.seek import TIMES_PER_SIGHTING, Sighting, seek
 from indexer.sync.frames import MAX_SEQ
 from tests.fuzz.comparison import DifferenceError
 from tests.fuzz.inversion_target import Choices
-from tests.fuzz.mutation import MutateBytes
-from tests.fuzz.outcome_counts import FuzzTarget, OutcomeCounts
+from tests.fuzz.outcome_counts import FuzzTarget, MutateBytes, OutcomeCounts
 from tests.fuzz.seed_files import published_lines
 from tests.fuzz.syntax_targets import TextTarget, text_of
 

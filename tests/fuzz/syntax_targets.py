@@ -20,8 +20,7 @@ from indexer.errors import UpstreamError
 from indexer.sync.scope import covers
 from tests.fuzz import syntax_reference as reference
 from tests.fuzz.comparison import DifferenceError
-from tests.fuzz.mutation import MutateBytes
-from tests.fuzz.outcome_counts import FuzzTarget, OutcomeCounts
+from tests.fuzz.outcome_counts import FuzzTarget, MutateBytes, OutcomeCounts
 from tests.fuzz.seed_files import published_lines
 
 DID, HANDLE, NSID, TID = "did:plc:ewvi7nxzyoun6zhxrhs64oiz", "alice.example.com", "app.bsky.feed.post", "3jzfcijpj2z2a"
