@@ -3,12 +3,13 @@
 import asyncio
 import json
 from base64 import b64decode, b64encode
+from collections.abc import Mapping
 from dataclasses import replace
 from random import Random
+from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
 from aiohttp import web
-from aiohttp.test_utils import make_mocked_request
 
 from indexer.service.feed.access import Access
 from indexer.service.feed.delivery_window import DeliveryWindow
@@ -244,6 +245,13 @@ def _change(seq: int, *, live: bool) -> LoggedChange:
     return LoggedChange(seq, f"did:web:{seq % 3}.test", NSID, f"{seq % 5}", "create", None, "rev", live, 0)
 
 
+class Request(NamedTuple):
+    """The parts of a request that decide who is admitted."""
+
+    headers: Mapping[str, str]
+    remote: str = "192.0.2.1"
+
+
 class Credentials(FuzzTarget):
     """Headers `Authorization`: only the right user with the right password is admitted."""
 
@@ -272,7 +280,7 @@ class Credentials(FuzzTarget):
         """Send a request with the header, as the HTTP library decodes it. Raises `DifferenceError`."""
         self.counts.executions += 1
         header = data.decode(errors="surrogateescape")
-        request = make_mocked_request("GET", "/", headers={"Authorization": header})
+        request: Any = Request({"Authorization": header})
         response = self._loop.run_until_complete(self._guarded(request))
         scheme, _, sent = header.partition(" ")
         try:

@@ -5,11 +5,11 @@ import gzip
 import json
 from collections.abc import Callable, Iterable
 from email.utils import formatdate
-from ipaddress import ip_address, ip_network
+from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 from backports import zstd
 from yarl import URL
@@ -51,6 +51,7 @@ FAILURES = frozenset(
 """The reasons that the answer of a host can be."""
 CURSOR = "cursor-before"
 MAX_BODY = 1 << 20
+MAX_PIECE = 65_536
 NOW = 1_790_000_000.0
 ADDRESSES = (
     "8.8.8.8",
@@ -287,35 +288,42 @@ class Bodies(FuzzTarget):
         step = len(data) % 700 + 1
         whole = self._decoded(encoding, [body])
         pieces = self._decoded(encoding, (body[start : start + step] for start in range(0, len(body), step)))
-        if whole != pieces:
-            raise DifferenceError(f"whole: {whole}\nin pieces of {step}: {pieces}")
-        text, reason = whole
-        if reason is None and len(text) < MAX_BODY:
-            if text != (self.AT_ONCE[encoding](body) if body else b""):
-                raise DifferenceError(f"another text of {len(text)} bytes")
-            self.counts.add("decoded")
+        if MAX_BODY in (len(whole.text), len(pieces.text)):  # the reader stops there, and sees no later mistake
+            self.counts.add("larger than the limit")
+        elif whole != pieces:
+            raise DifferenceError(f"whole: {whole!r:.300}\nin pieces of {step}: {pieces!r:.300}")
+        elif whole.failure is not None:
+            self.counts.add("cut off" if whole.failure is FetchFailure.UNREACHABLE else "refused")
+        elif whole.text != (self.AT_ONCE[encoding](body) if body else b""):
+            raise DifferenceError(f"another text of {len(whole.text)} bytes")
         else:
-            names = {None: "larger than the limit", FetchFailure.UNREACHABLE: "cut off"}
-            self.counts.add(names.get(reason, "refused"))
+            self.counts.add("decoded")
 
-    def _decoded(self, encoding: int, chunks: Iterable[bytes]) -> tuple[bytes, FetchFailure | None]:
-        """Return the first `MAX_BODY` bytes of a text, and the reason of the failure, if any."""
+    def _decoded(self, encoding: int, chunks: Iterable[bytes]) -> "Decoded":
+        """Return the first `MAX_BODY` bytes of a text, or the failure."""
         text = bytearray()
         try:
             decoder = make_decoder(self.ENCODINGS[encoding])
             for chunk in chunks:
                 for piece in decoder.feed(chunk):
                     text += piece
-                    if encoding < 2 and len(piece) > 65_536:
+                    if encoding < 2 and len(piece) > MAX_PIECE:
                         raise DifferenceError(f"a piece of {len(piece)} bytes")
                     if len(text) >= MAX_BODY:
-                        return bytes(text[:MAX_BODY]), None
+                        return Decoded(bytes(text[:MAX_BODY]))
             decoder.close()
         except UnavailableError as error:
             if error.reason not in (FetchFailure.BAD_ANSWER, FetchFailure.UNREACHABLE):
                 raise DifferenceError(f"undocumented reason {error.reason}") from error
-            return (b"", error.reason)
-        return bytes(text), None
+            return Decoded(b"", error.reason)
+        return Decoded(bytes(text))
+
+
+class Decoded(NamedTuple):
+    """The text of a body, or why there is none."""
+
+    text: bytes
+    failure: FetchFailure | None = None
 
 
 class Addresses(TextTarget):
@@ -343,12 +351,22 @@ class Addresses(TextTarget):
                 raise
             self.counts.add("no addresses")
             return
-        if public and (not ip.is_global or ip.is_multicast or ip.is_private or ip.is_loopback or ip.is_link_local):
+        inner = _represented(ip)
+        if public and (not inner.is_global or inner.is_multicast or inner.is_private or inner.is_link_local):
             raise DifferenceError(f"{text} is no public address")
         network, plain = ip_network(network_of(text)), ip_address(text.partition("%")[0])
         if network.version == plain.version and plain not in network:
             raise DifferenceError(f"{text} is not in its network {network}")
         self.counts.add("public" if public else "refused")
+
+
+def _represented(ip: IPv4Address | IPv6Address) -> IPv4Address | IPv6Address:
+    """Return the IPv4 address that an IPv6 address represents; other addresses as they are."""
+    if isinstance(ip, IPv4Address):
+        return ip
+    if ip in ip_network("64:ff9b::/96"):
+        return IPv4Address(ip.packed[-4:])
+    return ip.ipv4_mapped or ip.sixtofour or ip
 
 
 class DidWebs(TextTarget):
