@@ -341,7 +341,7 @@ class Addresses(TextTarget):
         self.counts.executions += 1
         text = text_of(data)[:300].lower()  # as those of URLs are
         domain = registered_domain(text)
-        if domain != text and not f".{text.rpartition(':')[0] or text}".endswith(f".{domain}"):
+        if domain not in text:
             raise DifferenceError(f"{text!r} belongs to {domain!r}")
         public = is_public(text)
         try:

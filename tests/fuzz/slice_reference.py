@@ -26,7 +26,7 @@ def is_tree(blocks: Slice, cid: bytes, layer: int | None = None, low: bytes = b"
     if cid not in blocks:
         return True
     node = _decoded(blocks[cid])
-    if node is None or not (node.keys or node.left or cid == EMPTY_TREE):
+    if node is None or not (node.keys or node.left or (layer is None and cid == EMPTY_TREE)):
         return False
     if layer is None:
         layer = max(map(oracle.height, node.keys), default=-1 if node.left else 0)
@@ -36,7 +36,7 @@ def is_tree(blocks: Slice, cid: bytes, layer: int | None = None, low: bytes = b"
         and all(one < other for one, other in pairwise(bounds))
         and all(oracle.height(key) == layer for key in node.keys)
         and all(
-            tree is None or is_tree(blocks, tree, layer - 1, *between)
+            tree is None or (layer > 0 and is_tree(blocks, tree, layer - 1, *between))
             for tree, between in zip([node.left, *node.trees], pairwise(bounds), strict=True)
         )
     )
