@@ -1,4 +1,4 @@
-"""What clients of the feeds send: queries and messages of Jetstream, acknowledgements of tap, and credentials."""
+"""Queries and messages of Jetstream subscribers, acknowledgements of tap clients, and credentials."""
 
 import asyncio
 import json

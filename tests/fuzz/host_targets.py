@@ -1,4 +1,4 @@
-"""What hosts answer to requests: lists and states of repos, errors, pauses, compressed bodies, and their addresses."""
+"""Answers of hosts to requests: lists and states of repos, errors, pauses, compressed bodies, and their addresses."""
 
 import asyncio
 import gzip

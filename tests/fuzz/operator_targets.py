@@ -1,4 +1,4 @@
-"""What an operator writes and reads: settings files, and the text of log lines, which may quote what others sent."""
+"""Settings files, and the text of log lines, which may quote a message of another program."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a relay says about times: the search for a position in its stream ends soon, and loses no event."""
+"""Event times that a relay sends: the search for a position in its stream ends soon, and loses no event."""
 
 import asyncio
 from random import Random
