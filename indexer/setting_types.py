@@ -74,6 +74,9 @@ def _read_address(value: Any, default_port: int | None = None) -> Any:
 
 
 def _is_ip(text: str) -> bool:
+    """Return True for an IP address. The zone of an IPv6 address may not have colons or brackets, unlike in Python."""
+    if not re.fullmatch(r"[0-9A-Fa-f.:]+(%[A-Za-z0-9._~-]+)?", text):
+        return False
     try:
         ip_address(text)
     except ValueError:

@@ -81,6 +81,7 @@ def test_settings_constructor_ignores_the_environment(monkeypatch: pytest.Monkey
         ("roles", "resync", ("resync",)),
         ("resync_source", "pds, relay", ("pds", "relay")),
         ("dns_servers", "9.9.9.9, [::1]:5353, ::1", (Address("9.9.9.9", 53), Address("::1", 5353), Address("::1", 53))),
+        ("dns_servers", "[fe80::1%eth0]:5353, fe80::1%2", (Address("fe80::1%eth0", 5353), Address("fe80::1%2", 53))),
         ("http_bind", "0.0.0.0:0", Address("0.0.0.0", 0)),  # noqa: S104
         ("http_bind", "[::1]:2580", Address("::1", 2580)),
         ("contact", "https://example.com/indexer", "https://example.com/indexer"),
@@ -126,6 +127,7 @@ def test_valid_value_is_converted(name: str, text: str, value: Any, monkeypatch:
         ("inversion", "STRICT"),
         ("dns_servers", "dns.example"),
         ("dns_servers", "9.9.9.9:99999"),
+        ("dns_servers", "fe80::1%eth0:53"),
         ("resync_workers", "0"),
         ("resync_workers", "1001"),
         ("verify_threads", "0"),

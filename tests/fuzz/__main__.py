@@ -7,31 +7,39 @@ obvious reference, or a cost out of proportion to its size. tests/fuzz/targets.p
 
 import os
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack
 from hashlib import sha256
+from math import inf
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import atheris
 import click
 
 from tests.fuzz.all_targets import fuzz_all
-from tests.fuzz.seed_files import MAX_BYTES
-
-if TYPE_CHECKING:
-    from tests.fuzz.session import Session
+from tests.fuzz.corpus import MAX_BYTES, open_corpus, open_folder
+from tests.fuzz.session import Session
 
 REPORT_SECONDS = 10.0
 SEED = 20_261_122
 INSTRUMENTED = [
     "indexer.atproto",
     "indexer.identity",
+    "indexer.outbound.content_decoding",
+    "indexer.outbound.public_addresses",
+    "indexer.outbound.retry_after",
     "indexer.pds.native_reader",
+    "indexer.pds.repo_list",
     "indexer.pds.spool",
+    "indexer.pds.xrpc",
+    "indexer.redaction",
+    "indexer.relay",
+    "indexer.service.feed",
+    "indexer.setting_types",
+    "indexer.settings",
     "indexer.store.lexicon_columns",
     "indexer.sync",
 ]
@@ -41,12 +49,17 @@ INPUT_TIMEOUT = 300
 
 @click.command()
 @click.option("--target", default="all", show_default=True, help="A target of tests/fuzz/targets.py, or all of them.")
-@click.option("--seconds", default=0, help="Stop after this time; fail if an outcome never occurred. 0: run on.")
+@click.option(
+    "--seconds",
+    default=0,
+    help="Stop after this time, which includes the start; fail if an outcome never occurred. 0: run on.",
+)
 @click.option("--seeds", default=100, show_default=True, help="Number of inputs to start from.")
 @click.option(
     "--corpus",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Directory of inputs to continue with, and for new ones. Default: a temporary one.",
+    help="Directory with a directory for each target: inputs to continue with, and new ones. Default: .fuzz-corpus in "
+    "the repository, or with --seconds a temporary one.",
 )
 @click.argument("inputs", nargs=-1, type=click.Path(exists=True, dir_okay=False, path_type=Path))
 def main(target: str, seconds: int, seeds: int, corpus: Path | None, inputs: tuple[Path, ...]) -> None:
@@ -54,32 +67,37 @@ def main(target: str, seconds: int, seeds: int, corpus: Path | None, inputs: tup
 
     A finding ends the run: the input is written to the working directory, as crash-… .
     """
+    began = monotonic()
     if target == "all":
         sys.exit(fuzz_all(seconds, corpus))
+    assert not any(name.startswith("indexer.") for name in sys.modules), "imported without the counters of coverage"
     with atheris.instrument_imports(include=INSTRUMENTED, enable_loader_override=False):
-        from tests.fuzz.session import Session  # noqa: PLC0415 - atheris instruments what is imported here
-    session = Session(target, SEED)
-    if inputs:
-        with closing(session):
+        session = Session(target, SEED)  # imports the target
+    with ExitStack() as resources:
+        resources.callback(session.close)
+        if inputs:
             session.replay(path.read_bytes() for path in inputs)
-        return
-    with tempfile.TemporaryDirectory(prefix="indexer-fuzz-") as directory:
-        folder = corpus or Path(directory)
-        folder.mkdir(parents=True, exist_ok=True)
+            return
+        folder = open_folder(resources.enter_context(open_corpus(corpus, seconds)), target)
         session.write_seeds(folder, seeds)
+        least = 2 * len(list(folder.iterdir()))  # all inputs to start from, and as many new ones
         arguments = [sys.argv[0], str(folder), f"-max_len={MAX_BYTES}", f"-timeout={INPUT_TIMEOUT}"]
         arguments += [f"-report_slow_units={INPUT_TIMEOUT}", f"-artifact_prefix=crash-{target}-"]
-        atheris.Setup(arguments, _until_ended(session, target, seconds, seeds), custom_mutator=session.mutate)
+        ends_at = began + seconds if seconds else inf
+        run = _until_ended(session, target, ends_at, least, resources)
+        atheris.Setup(arguments, run, custom_mutator=session.mutate)
         atheris.Fuzz()
 
 
-def _until_ended(session: "Session", target: str, seconds: int, least: int) -> Callable[[bytes], None]:
+def _until_ended(
+    session: Session, target: str, ends_at: float, least: int, resources: ExitStack
+) -> Callable[[bytes], None]:
     """Return a function that runs an input, and prints the report from time to time.
 
-    After `seconds` and the `least` number of inputs, it ends the process, if `seconds` is not 0. A limit of libFuzzer
-    would end it without the last check.
+    At `ends_at` (monotonic seconds), but not before the `least` number of inputs, it ends the process. A limit of
+    libFuzzer would end it without the last check.
     """
-    last = began = monotonic()
+    last = monotonic()
     count = 0
 
     def run(data: bytes) -> None:
@@ -88,17 +106,17 @@ def _until_ended(session: "Session", target: str, seconds: int, least: int) -> C
             session.run(data)
         except Exception:  # noqa: BLE001 - each one is a finding, and ends the process
             _write_finding(data, target)
-            _end(session, 1)
+            _end(resources, 1)
         count += 1
         now = monotonic()
-        ended = 0 < seconds <= now - began and count >= least
+        ended = now >= ends_at and count >= least
         if ended or now - last > REPORT_SECONDS:
             last = now
             click.echo(f"{target}: {session.report()}")
         if ended:
             if session.unused:
                 click.echo(f"FAILED: {target}: no input was {', none was '.join(session.unused)}", err=True)
-            _end(session, 1 if session.unused else 0)
+            _end(resources, 1 if session.unused else 0)
 
     return run
 
@@ -111,9 +129,9 @@ def _write_finding(data: bytes, target: str) -> None:
     click.echo(f"FOUND: {target}: run it again with: .venv/bin/python -m tests.fuzz --target {target} {path}", err=True)
 
 
-def _end(session: "Session", code: int) -> NoReturn:
+def _end(resources: ExitStack, code: int) -> NoReturn:
     """End the process. libFuzzer would take an ordinary exit for a crash."""
-    session.close()
+    resources.close()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import click
 
+from tests.fuzz.corpus import open_corpus
+from tests.fuzz.targets import TARGETS
+
 PROCESSES = 2
 ROUND_SECONDS = 300
 """Seconds for each target and round, if the run has no end."""
@@ -17,20 +20,19 @@ ROUND_SECONDS = 300
 def fuzz_all(seconds: int, corpus: Path | None) -> int:
     """Fuzz all targets for so many seconds in all; without an end, if that is 0, until one has a finding.
 
+    All rounds continue with the same corpus.
+
     Returns:
         The exit code: 0, or 1 if a target had a finding.
     """
-    from tests.fuzz.targets import TARGETS  # noqa: PLC0415 - a process that fuzzes instruments its imports first
-
     names = [name for name, row in TARGETS.items() if not row.native or has_native_core()]
     for name in sorted(TARGETS.keys() - set(names)):
         click.echo(f"NOT FUZZED: {name}, because the native core is not built")
     share = max(1, seconds * PROCESSES // len(names)) if seconds else ROUND_SECONDS
-    for _ in range(1) if seconds else count():
-        with ThreadPoolExecutor(PROCESSES) as threads:
-            codes = list(threads.map(lambda name: _fuzz(name, share, corpus), names))
-        if any(codes):
-            return 1
+    with open_corpus(corpus, seconds) as directory, ThreadPoolExecutor(PROCESSES) as threads:
+        for _ in range(1) if seconds else count():
+            if any(list(threads.map(lambda name: _fuzz(name, share, directory), names))):
+                return 1
     return 0
 
 
@@ -39,10 +41,9 @@ def has_native_core() -> bool:
     return importlib.util.find_spec("atproto_indexer_native") is not None
 
 
-def _fuzz(name: str, seconds: int, corpus: Path | None) -> int:
+def _fuzz(name: str, seconds: int, corpus: Path) -> int:
     """Fuzz one target in a process of its own; print its last report, or everything if it fails."""
-    command = [sys.executable, "-m", "tests.fuzz", "--target", name, "--seconds", str(seconds)]
-    command += ["--corpus", str(corpus / name)] if corpus else []
+    command = [sys.executable, "-m", "tests.fuzz", "--target", name, "--seconds", str(seconds), "--corpus", str(corpus)]
     ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     reports = [line for line in ended.stdout.splitlines() if line.startswith(f"{name}: ")]
     click.echo(ended.stdout if ended.returncode else (reports or [f"{name}: no report"])[-1])

@@ -21,8 +21,7 @@ from tests.atproto.dag_cbor_oracle import encode as reference_encode
 from tests.atproto.mst import oracle
 from tests.fuzz.commit_parts import NODE_START, signed
 from tests.fuzz.comparison import SMALL_LIMITS, DifferenceError
-from tests.fuzz.mutation import MutateBytes
-from tests.fuzz.outcome_counts import FuzzTarget, OutcomeCounts
+from tests.fuzz.outcome_counts import FuzzTarget, MutateBytes, OutcomeCounts
 from tests.fuzz.seed_files import published_blocks, seed_files
 from tests.fuzz.seeds import LINK, accounts, random_commit, random_export, random_path
 

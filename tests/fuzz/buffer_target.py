@@ -20,8 +20,9 @@ from indexer.sync.plans import RecordChange
 from indexer.sync.repo_state import Head, Repo, SyncStatus
 from indexer.sync.verify import verify_commit
 from tests.fuzz.comparison import OLDEST_REV, DifferenceError
-from tests.fuzz.mutation import MutateBytes, mutate_frame
-from tests.fuzz.outcome_counts import FuzzTarget, OutcomeCounts
+from tests.fuzz.mutation import mutate_frame
+from tests.fuzz.outcome_counts import FuzzTarget, MutateBytes, OutcomeCounts
+from tests.fuzz.seed_files import published_commits
 from tests.fuzz.seeds import accounts, random_path, random_record, replace_records
 from tests.sync.signing_account import CONTEXT, SigningAccount, encoded_frame
 
@@ -38,8 +39,10 @@ class Buffers(FuzzTarget):
         self.counts = OutcomeCounts("buffered", "drained to the end", "broken off")
 
     def seeds(self, random: Random, count: int) -> list[bytes]:
-        """Return histories of one to five commits, some with a `#sync` at the end."""
-        return [join(history(self._owners[number % len(self._owners)], random)) for number in range(count)]
+        """Return published commits, a fifth if there are so many, and histories of up to five new ones."""
+        published = [join([frame]) for frame in published_commits(self._owners)]
+        made = random.sample(published, min(len(published), count // 5))
+        return made + [join(history(random.choice(self._owners), random)) for _ in range(count - len(made))]
 
     def mutate(self, data: bytes, random: Random, mutate_bytes: MutateBytes) -> bytes:
         """Drop, repeat, exchange or mutate a frame."""

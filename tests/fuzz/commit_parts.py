@@ -7,9 +7,11 @@ from typing import Any
 from indexer.atproto.car import split_car
 from indexer.atproto.cbor import CborError, decode, decode_pair, encode
 from indexer.atproto.cid import cid_of
+from indexer.atproto.commit import VERSION
 from indexer.atproto.crypto import PrivateKey
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.mst.inversion import invert_by_rebuilding
+from indexer.atproto.syntax import is_tid, tid_of
 from indexer.errors import UpstreamError
 from indexer.localnet.local_repo import car_header, car_section
 from indexer.sync.events import RepoOp
@@ -69,6 +71,16 @@ class CommitParts:
             for parent, parent_block in list(self.blocks.items()):
                 if old != new and old in parent_block:
                     renames.append((parent, self._store(parent, parent_block.replace(old, new))))
+
+    def move(self, did: str, key: PrivateKey) -> None:
+        """Make the commit one of another account, with its signature, and of the present version."""
+        cid = self.payload["commit"]
+        self.payload["repo"] = did
+        commit = decode(self.blocks[cid])
+        rev = commit.get("rev", "")
+        present = {"did": did, "rev": rev if is_tid(rev) else tid_of(0), "version": VERSION}
+        self.replace(cid, encode(commit | present))
+        self.sign(key)
 
     def sign(self, key: PrivateKey) -> None:
         """Sign the commit with this key, if it is a map."""

@@ -28,8 +28,7 @@ from tests.atproto.dag_cbor_oracle import encode as reference_encode
 from tests.database_server import DatabaseServer, memory_directory
 from tests.fuzz.comparison import DifferenceError
 from tests.fuzz.json_mutation import mutate_json
-from tests.fuzz.mutation import MutateBytes
-from tests.fuzz.outcome_counts import FuzzTarget, OutcomeCounts
+from tests.fuzz.outcome_counts import FuzzTarget, MutateBytes, OutcomeCounts
 from tests.fuzz.seed_files import seed_files
 from tests.fuzz.seeds import LINK, random_record, random_value
 from tests.lexicons.samples import DEFS_DOCUMENT, LIKE_DOCUMENT, QUERY_DOCUMENT, REVIEW_DOCUMENT, REVIEW_VALUE
@@ -37,14 +36,16 @@ from tests.store.repo_rows import head, synchronized
 
 COLLECTION = "com.example.record"
 POLICY = Policy(Scope(), DEFAULT_LIMITS, links=True)
+STATEMENT_SECONDS = 10.0
+"""Time limit of the server for a statement. One of an input takes milliseconds; a busy machine may be much slower."""
 SAME_VALUE = frozenset({None, Problem.NOT_A_MAP, Problem.NO_TYPE, Problem.OTHER_TYPE})
 """Problems with which the value is that of the whole record."""
 
 
 class FuzzDatabase:
-    """A database on a server of its own, which ends with the process."""
+    """A database on a server of its own, which ends with the process. A statement that takes too long is an error."""
 
-    def __init__(self) -> None:
+    def __init__(self, statement_seconds: float = STATEMENT_SECONDS) -> None:
         self._directories = ExitStack()
         directory = self._directories.enter_context(memory_directory())
         if directory is None:
@@ -52,6 +53,7 @@ class FuzzDatabase:
         self._server = DatabaseServer(directory)
         dsn = self._server.create(migrated=True)
         self.run = self._server.run
+        self.run(_limit_statements(dsn, statement_seconds))
         self.store = self.run(Store.open(dsn, connections=2))
         self.connection: asyncpg.Connection = self.run(asyncpg.connect(dsn))
 
@@ -61,6 +63,14 @@ class FuzzDatabase:
         self.run(self.store.close())
         self._server.close()
         self._directories.close()
+
+
+async def _limit_statements(dsn: str, seconds: float) -> None:
+    """Set the time limit of all later sessions of the database."""
+    connection = await asyncpg.connect(dsn)
+    name = await connection.fetchval("select quote_ident(current_database())")
+    await connection.execute(f"alter database {name} set statement_timeout = '{seconds}s'")
+    await connection.close()
 
 
 class Records(FuzzTarget):

@@ -3,7 +3,6 @@
 import asyncio
 import json
 from random import Random
-from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import dns.flags
@@ -18,16 +17,16 @@ from indexer.atproto.crypto import parse_did_key
 from indexer.atproto.did_document import MAX_URL_CHARACTERS
 from indexer.atproto.syntax import is_did, is_handle
 from indexer.errors import UnavailableError
-from indexer.identity.did_resolver import DidResolver, HttpResponse
+from indexer.identity.did_resolver import DidResolver
 from indexer.identity.handle_verifier import HandleVerifier
 from indexer.reasons import FetchFailure
 from indexer.sync.stored_identity import INVALID_HANDLE, StoredIdentity
 from tests.atproto.plc_operations import current_form, document_of
 from tests.fuzz.comparison import DifferenceError
+from tests.fuzz.fixed_response import FixedResponse, Response
 from tests.fuzz.json_mutation import mutate_json
-from tests.fuzz.mutation import MutateBytes
-from tests.fuzz.outcome_counts import FuzzTarget, OutcomeCounts
-from tests.fuzz.seed_files import seed_files
+from tests.fuzz.outcome_counts import FuzzTarget, MutateBytes, OutcomeCounts
+from tests.fuzz.seed_files import published_lines, seed_files
 from tests.sync.signing_account import SigningAccount
 
 DID, HANDLE = "did:plc:ewvi7nxzyoun6zhxrhs64oiz", "alice.example.com"
@@ -37,35 +36,6 @@ DNS_TIMEOUT = 0.05
 """Seconds to wait for a valid message. Malformed ones are ignored, as they may be forged."""
 HTTP_KINDS, RAW_KINDS, NEXT_RECORD = 100, 250, 255
 STATUSES = (200, 200, 200, 404, 410, 500)
-
-
-class Response(NamedTuple):
-    status: int
-    body: bytes
-
-
-class FixedResponse:
-    """Returns the same response to each request.
-
-    Attributes:
-        response: The response.
-    """
-
-    def __init__(self) -> None:
-        self.response = Response(404, b"")
-
-    async def get(
-        self,
-        url: str,  # noqa: ARG002
-        *,
-        max_bytes: int,
-        timeout: float,  # noqa: ARG002, ASYNC109
-        accept: str,  # noqa: ARG002
-    ) -> HttpResponse:
-        """Return the response within `max_bytes`; a longer one is an error of the client."""
-        if len(self.response.body) > max_bytes:
-            raise UnavailableError(FetchFailure.BAD_ANSWER, f"over {max_bytes} bytes")
-        return self.response
 
 
 class DidDocuments(FuzzTarget):
@@ -180,15 +150,18 @@ class Handles(FuzzTarget):
         self._loop.run_until_complete(asyncio.sleep(0))
         self._loop.close()
 
-    def seeds(self, _: Random, count: int) -> list[bytes]:
-        """Return answers of each kind, with the right DID, several DIDs, and other texts."""
+    def seeds(self, random: Random, count: int) -> list[bytes]:
+        """Return answers of each kind, with the right DID, several DIDs, and other texts, a fifth of them published."""
         right = f"did={DID}".encode()
+        others = list(published_lines("atproto-interop-tests/syntax/did_syntax_*.txt"))
+        others = random.sample(others, min(len(others), count // 10))
         texts = [
             [right],
             [right[:9], right[9:]],
             [right, b"\xff", b"v=spf1"],
             [right, b"\xff", b"did=did:web:a.b"],
             [b""],
+            *([b"did=" + text] for text in others if len(text) < NEXT_RECORD - 4),
         ]
         made = [b"d" + b"".join(bytes([len(t)]) + t if t != b"\xff" else t for t in text) for text in texts]
         made += [
@@ -196,6 +169,7 @@ class Handles(FuzzTarget):
             for n in range(len(STATUSES))
             for body in (DID.encode(), b" " + DID.encode() + b"\n", b"<html>", b"")
         ]
+        made += [b"\0" + text for text in others]
         query = dns.message.make_query(f"_atproto.{HANDLE}", "TXT")
         made += [b"\xfa", b"\xfa" + _reply(query, [[right]]).to_wire()[2:]]
         return [made[n % len(made)] for n in range(count)]

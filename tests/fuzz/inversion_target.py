@@ -1,23 +1,34 @@
 """Inversion of the operations of a commit, against building both whole trees.
 
-An input is not a commit but the choices from which one is made: the records before, the edits, the operations that are
-wrong, and the nodes that are missing. So each input is a commit that a hostile host could sign.
+Most inputs are not commits but the choices from which one is made: the records before, the edits, the operations that
+are wrong, and the nodes that are missing. So each of these is a commit that a hostile host could sign. The other inputs
+are frames of commits, new and published ones.
 """
 
 from collections.abc import Iterator, Sequence
 from random import Random
 from typing import TypeVar
 
+from indexer.atproto.car import split_car
+from indexer.atproto.commit import decode_commit
 from indexer.atproto.limits import DEFAULT_LIMITS
-from indexer.atproto.mst import NetOp, Verdict, invert
+from indexer.atproto.mst import EMPTY_TREE, NetOp, Verdict, invert
 from indexer.atproto.mst.tree_builder import key_of
+from indexer.errors import UpstreamError
 from indexer.localnet.reference_tree import ReferenceTree
+from indexer.sync.events import CommitEvent
+from indexer.sync.fold_operations import LegacyOperationsError, fold_operations
+from indexer.sync.frames import decode_frame
 from tests.atproto.mst import oracle
 from tests.atproto.mst.oracle import Records
 from tests.atproto.mst.random_trees import KEYS, A, B, C, edited
+from tests.fuzz.commit_parts import split
 from tests.fuzz.comparison import DifferenceError
-from tests.fuzz.mutation import MutateBytes
-from tests.fuzz.outcome_counts import FuzzTarget, OutcomeCounts
+from tests.fuzz.mutation import mutate_frame
+from tests.fuzz.outcome_counts import FuzzTarget, MutateBytes, OutcomeCounts
+from tests.fuzz.seed_files import published_commits
+from tests.fuzz.seeds import accounts, random_commit
+from tests.fuzz.slice_reference import is_tree
 
 T = TypeVar("T")
 VALUES = (A, B, C)
@@ -28,19 +39,51 @@ class Inversions(FuzzTarget):
     """Inversions: the verdict of a whole slice follows from the two trees, that of a part from the slow reference."""
 
     def __init__(self) -> None:
-        self.counts = OutcomeCounts(*(verdict.name.lower().replace("_", " ") for verdict in Verdict))
+        self._owners = accounts()
+        verdicts = (_name(verdict) for verdict in Verdict)
+        self.counts = OutcomeCounts(*verdicts, "frames inverted", "frames without a valid tree")
 
     def seeds(self, random: Random, count: int) -> list[bytes]:
-        """Return random choices."""
-        return [random.randbytes(random.choice((8, 40, 120))) for _ in range(count)]
+        """Return frames of commits, a fifth of them new and a fifth published if there are so many; then choices."""
+        published = list(published_commits(self._owners))
+        made = random.sample(published, min(len(published), count // 5))
+        made += [random_commit(random.choice(self._owners), random).frame for _ in range(count // 5)]
+        return made + [random.randbytes(random.choice((8, 40, 120))) for _ in range(count - len(made))]
 
-    def mutate(self, data: bytes, _: Random, mutate_bytes: MutateBytes) -> bytes:
-        """Return mutated choices."""
-        return mutate_bytes(data)
+    def mutate(self, data: bytes, random: Random, mutate_bytes: MutateBytes) -> bytes:
+        """Return a mutated frame, or mutated choices."""
+        return mutate_frame(data, random, mutate_bytes, self._owners) if split(data) else mutate_bytes(data)
 
     def compare(self, data: bytes) -> None:
         """Invert one commit. Raises `DifferenceError`."""
         self.counts.executions += 1
+        event = decode_frame(data, DEFAULT_LIMITS)
+        if isinstance(event, CommitEvent):
+            self._compare_frame(event)
+        else:
+            self._compare_choices(data)
+
+    def _compare_frame(self, event: CommitEvent) -> None:
+        """Invert the commit of a frame. If its tree is not valid, any verdict or documented error may follow."""
+        try:
+            _, blocks = split_car(event.blocks, DEFAULT_LIMITS, max_bytes=DEFAULT_LIMITS.commit_blocks_bytes)
+            root = decode_commit(blocks.get(event.commit, b""), event.commit).data
+            ops = fold_operations(event.ops)
+        except (UpstreamError, LegacyOperationsError):
+            return
+        prev_data, valid = event.prev_data or EMPTY_TREE, is_tree(blocks, root)
+        try:
+            found = invert(blocks, root, ops, prev_data, DEFAULT_LIMITS)
+        except UpstreamError:
+            if valid:
+                raise
+            return
+        finally:
+            self.counts.add("frames inverted" if valid else "frames without a valid tree")
+        if valid and (found.verdict, found.root) != (expected := oracle.invert(blocks, root, ops, prev_data)):
+            raise DifferenceError(f"reference: {expected}\nfound: {found}")
+
+    def _compare_choices(self, data: bytes) -> None:
         choices = Choices(data)
         before = {choices.of(KEYS): choices.of(VALUES) for _ in range(choices.number(MAX_RECORDS))}
         after = edited(
@@ -57,7 +100,11 @@ class Inversions(FuzzTarget):
             raise DifferenceError(f"reference: {expected}\nfound: {found}")
         if (found.verdict is Verdict.OK) > (sorted(ops, key=key_of) == right):
             raise DifferenceError(f"accepted {ops} instead of {right}")
-        self.counts.add(found.verdict.name.lower().replace("_", " "))
+        self.counts.add(_name(found.verdict))
+
+
+def _name(verdict: Verdict) -> str:
+    return verdict.name.lower().replace("_", " ")
 
 
 class Choices:

@@ -21,8 +21,8 @@ from indexer.sync.policy import KeyState
 from indexer.sync.repo_state import Head, Repo, SyncStatus
 from indexer.sync.repo_transitions import Outcome
 from tests.fuzz.comparison import OLDEST_REV, SMALL_LIMITS, DifferenceError
-from tests.fuzz.mutation import MutateBytes, mutate_frame
-from tests.fuzz.outcome_counts import FuzzTarget, OutcomeCounts
+from tests.fuzz.mutation import mutate_frame
+from tests.fuzz.outcome_counts import FuzzTarget, MutateBytes, OutcomeCounts
 from tests.fuzz.seed_files import published_frames
 from tests.fuzz.seeds import LINK, accounts, random_commit, random_value
 from tests.sync.signing_account import CONTEXT, encoded_frame

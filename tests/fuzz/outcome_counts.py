@@ -1,5 +1,10 @@
 """The base of all targets, and the counts of their inputs by outcome."""
 
+from collections.abc import Callable
+
+MutateBytes = Callable[[bytes], bytes]
+"""Returns mutated bytes: the fuzzer's own mutation."""
+
 
 class FuzzTarget:
     """A target that holds nothing but memory."""

@@ -151,7 +151,7 @@ class _Client:
         async for message in self._websocket:
             if message.type is not WSMsgType.TEXT or not self._deliveries.done():
                 continue
-            seq = _acknowledged_seq(message.data)
+            seq = acknowledged_seq(message.data)
             if self._acks and seq is not None:
                 self._acknowledge(self._deliveries.result(), seq)
 
@@ -194,7 +194,7 @@ class _Client:
         self._acknowledged.set()
 
 
-def _acknowledged_seq(text: str) -> int | None:
+def acknowledged_seq(text: str) -> int | None:
     """Return the number in an acknowledgement; None for any other message, which has no effect."""
     try:
         message: Any = orjson.loads(text)

@@ -1,0 +1,188 @@
+"""Texts that name something: identifiers, AT-URIs and patterns of collections, each against an obvious reference."""
+
+from random import Random
+
+from indexer.atproto.syntax import (
+    AtUri,
+    CollectionFilter,
+    is_did,
+    is_handle,
+    is_nsid,
+    is_record_key,
+    is_tid,
+    normalize_account,
+    normalize_nsid,
+    split_path,
+    tid_micros,
+    tid_of,
+)
+from indexer.errors import UpstreamError
+from indexer.sync.scope import covers
+from tests.fuzz import syntax_reference as reference
+from tests.fuzz.comparison import DifferenceError
+from tests.fuzz.outcome_counts import FuzzTarget, MutateBytes, OutcomeCounts
+from tests.fuzz.seed_files import published_lines
+
+DID, HANDLE, NSID, TID = "did:plc:ewvi7nxzyoun6zhxrhs64oiz", "alice.example.com", "app.bsky.feed.post", "3jzfcijpj2z2a"
+IDENTIFIERS = (DID, "did:web:bob.test", HANDLE, "xn--a.b-c.D", NSID, "com.example.a-b.C1", TID, "self", "a:b~_.-", "..")
+PATTERNS = ("*", NSID, "app.bsky.*", "app.*", "app.bsky.feed.*", "com.example.a.b")
+PIECES = (".", "-", "/", ":", "%", "*", "~", "0", "Z", "\n", "é", "a" * 64, ".a" * 130, "at://", ",")
+
+
+class TextTarget(FuzzTarget):
+    """A target whose inputs are texts. Bytes that are not UTF-8 become U+FFFD, as in decoded texts."""
+
+    def mutate(self, data: bytes, random: Random, mutate_bytes: MutateBytes) -> bytes:
+        """Return mutated bytes, or a text with a piece of syntax at some place."""
+        if random.random() < 0.6:
+            return mutate_bytes(data)
+        place = random.randrange(len(data) + 1)
+        return data[:place] + random.choice(PIECES).encode() + data[place + random.randrange(3) :]
+
+
+def text_of(data: bytes) -> str:
+    """Return the text of an input."""
+    return data.decode(errors="replace")
+
+
+class Identifiers(TextTarget):
+    """DIDs, handles, NSIDs, record keys, TIDs and paths: exactly those of the specification are accepted."""
+
+    CHECKS = (
+        ("DIDs", is_did, reference.is_did),
+        ("handles", is_handle, reference.is_handle),
+        ("NSIDs", is_nsid, reference.is_nsid),
+        ("record keys", is_record_key, reference.is_record_key),
+        ("TIDs", is_tid, reference.is_tid),
+    )
+
+    def __init__(self) -> None:
+        self.counts = OutcomeCounts(*(name for name, _, _ in self.CHECKS), "paths", "none of these")
+
+    def seeds(self, random: Random, count: int) -> list[bytes]:
+        """Return published texts, a half if there are so many, and some of each kind."""
+        published = list(published_lines("atproto-interop-tests/syntax/[adhnrt]*_syntax_*.txt"))
+        made = random.sample(published, min(len(published), count // 2))
+        texts = [*IDENTIFIERS, f"{NSID}/{TID}"]
+        return made + [texts[number % len(texts)].encode() for number in range(count - len(made))]
+
+    def compare(self, data: bytes) -> None:
+        """Check a text. Raises `DifferenceError`."""
+        self.counts.executions += 1
+        text = text_of(data)
+        found = {name: check(text) for name, check, _ in self.CHECKS}
+        expected = {name: check(text) for name, _, check in self.CHECKS}
+        if found != expected:
+            raise DifferenceError(f"reference: {expected}\nfound: {found}")
+        for name, is_one in found.items():
+            self.counts.add(name, is_one)
+        if found["TIDs"]:
+            low, high = (reference.TID_CHARACTERS.index(character) for character in (text[-1], text[-2]))
+            if tid_of(tid_micros(text), (high * 32 + low) % 1_024) != text:
+                raise DifferenceError(f"another TID than {text} for its own time")
+        self._compare_account(text)
+        self.counts.add("none of these", not (self._compare_path(text) or any(found.values())))
+
+    def _compare_account(self, text: str) -> None:
+        account = normalize_account(text)
+        if account is not None and normalize_account(account) != account:
+            raise DifferenceError(f"{account!r} is not normalized")
+
+    def _compare_path(self, text: str) -> bool:
+        """Return True if the text is the path of a record."""
+        collection, _, rkey = text.partition("/")
+        try:
+            found = split_path(text)
+        except UpstreamError:
+            if reference.is_nsid(collection) and reference.is_record_key(rkey):
+                raise
+            return False
+        if found != (collection, rkey) or not (reference.is_nsid(collection) and reference.is_record_key(rkey)):
+            raise DifferenceError(f"the path of a record: {found}")
+        self.counts.add("paths")
+        return True
+
+
+class AtUris(TextTarget):
+    """AT-URIs: exactly those of the specification are accepted, and each one is the text of its parts."""
+
+    def __init__(self) -> None:
+        self.counts = OutcomeCounts("accounts", "collections", "records", "refused")
+
+    def seeds(self, random: Random, count: int) -> list[bytes]:
+        """Return published texts, a half if there are so many, and some with each number of parts."""
+        published = list(published_lines("atproto-interop-tests/syntax/aturi_syntax_*.txt"))
+        made = random.sample(published, min(len(published), count // 2))
+        texts = [
+            f"at://{authority}{rest}"
+            for authority in (DID, HANDLE, "ALICE.Test")
+            for rest in ("", f"/{NSID}", f"/{NSID}/{TID}", "/COM.Example.Name/self", "/", f"/{NSID}?a#b")
+        ]
+        return made + [texts[number % len(texts)].encode() for number in range(count - len(made))]
+
+    def compare(self, data: bytes) -> None:
+        """Parse a text. Raises `DifferenceError`."""
+        self.counts.executions += 1
+        text = text_of(data)
+        expected = reference.at_uri_parts(text)
+        try:
+            uri = AtUri.parse(text)
+        except ValueError:
+            if expected is not None:
+                raise
+            self.counts.add("refused")
+            return
+        parts = [part for part in (uri.authority, uri.collection, uri.rkey) if part is not None]
+        if parts != expected or str(uri) != text:
+            raise DifferenceError(f"reference: {expected}\nfound: {uri!r}")
+        normalized = uri.normalized()
+        if AtUri.parse(str(normalized)) != normalized or normalized.normalized() != normalized:
+            raise DifferenceError(f"{normalized!r} is not normalized")
+        self.counts.add(("accounts", "collections", "records")[len(parts) - 1])
+
+
+class Patterns(TextTarget):
+    """Patterns of collections in the first line, and NSIDs in the others: the filter selects what a pattern selects."""
+
+    def __init__(self) -> None:
+        self.counts = OutcomeCounts("refused", "selected", "not selected", "patterns that cover another one")
+
+    def seeds(self, random: Random, count: int) -> list[bytes]:
+        """Return one to three patterns, before NSIDs and other texts."""
+        return [
+            "\n".join(
+                (",".join(random.sample(PATTERNS, random.randrange(1, 4))), *random.sample(IDENTIFIERS, 3), NSID)
+            ).encode()
+            for _ in range(count)
+        ]
+
+    def compare(self, data: bytes) -> None:
+        """Parse the patterns, and match the NSIDs. Raises `DifferenceError`."""
+        self.counts.executions += 1
+        first, *others = text_of(data).split("\n")
+        patterns, nsids = first.split(","), list(filter(reference.is_nsid, others))
+        valid = all(map(reference.is_pattern, patterns))
+        try:
+            selected = CollectionFilter(patterns)
+        except ValueError:
+            if valid:
+                raise
+            self.counts.add("refused")
+            return
+        if not valid or str(selected) != first or selected.matches_all != ("*" in patterns):
+            raise DifferenceError(f"the filter {selected} from {first!r}")
+        for nsid in nsids:
+            by_pattern = {pattern: reference.matches(pattern, nsid) for pattern in patterns}
+            if selected.matches(nsid) != any(by_pattern.values()):
+                raise DifferenceError(f"{selected} selects {nsid}: {selected.matches(nsid)}")
+            self._compare_covers(patterns, by_pattern)
+            self.counts.add("selected" if any(by_pattern.values()) else "not selected")
+            if normalize_nsid(normalize_nsid(nsid)) != normalize_nsid(nsid):
+                raise DifferenceError(f"{nsid} has no normalized form")
+
+    def _compare_covers(self, patterns: list[str], by_pattern: dict[str, bool]) -> None:
+        for outer in patterns[:10]:
+            covered = [inner for inner in patterns[:10] if covers(outer, inner)]
+            if any(by_pattern[inner] and not by_pattern[outer] for inner in covered):
+                raise DifferenceError(f"{outer} does not cover {covered}")
+            self.counts.add("patterns that cover another one", len(covered) > 1)
