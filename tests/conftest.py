@@ -143,8 +143,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"crash tests: processes were killed {deaths} times, and nothing was lost")
     for figures in [value for name, value in counted if name == "overload"]:
         terminalreporter.write_line(f"overload: {figures}")
-    for points in [value for name, value in counted if name == "missed crash points"]:
-        terminalreporter.write_line(f"crash points that were passed once, and then missed: {points}")
+    for points in [value for name, value in counted if name == "missed crash points" and value]:
+        terminalreporter.write_line(
+            f"crash points that were passed, but then missed by the processes to kill: {points}"
+        )
     for cuts in [value for name, value in counted if name == "cuts"]:
         terminalreporter.write_line(f"connections that were broken, by the next message: {cuts}")
     for seconds in [value for name, value in counted if name == "seconds in doubt"]:
