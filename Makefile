@@ -90,7 +90,7 @@ simulate: venv ## Index random worlds with faults: make simulate SEED=17, or SEE
 soak: venv ## Run a world of constant size with faults, and show that nothing grows: make soak MINUTES=120; LINKS=1 keeps links
 	$(BIN)/python -m tests.soak --minutes $(or $(MINUTES),120) $(if $(SAMPLES),--samples $(SAMPLES)) $(if $(LINKS),--links)
 
-mutants: venv ## Show that the tests find every bug in tests/mutants (about an hour); ONLY="sync high-s-*" JOBS=2
+mutants: venv ## Show that the tests find every bug in tests/mutants (half an hour with JOBS=2); ONLY="sync high-s-*" JOBS=2
 	$(BIN)/python -m tests.mutants --jobs $(or $(JOBS),1) $(if $(ALLOW_SKIPPED),--allow-skipped) $(ONLY)
 
 mutate: venv ## Change each expression of atproto and sync with mutmut, and check the survivors; ONLY=indexer/sync/verify.py

@@ -42,7 +42,7 @@ _RUNNING = "select transaction_number, process_id from get_all_active_transactio
 
 
 class InDoubt(NamedTuple):
-    """How long the daemon was not ready after a node with a prepared transaction was released.
+    """The time in which the daemon was not ready after a node with a prepared transaction was released.
 
     Attributes:
         seconds: All of this time.
