@@ -74,7 +74,7 @@ def _read_address(value: Any, default_port: int | None = None) -> Any:
 
 
 def _is_ip(text: str) -> bool:
-    """Return True for an IP address. The zone of an IPv6 address may not have colons or brackets, unlike in Python."""
+    """Return True for an IP address. The zone of an IPv6 address may have letters, digits and ._~- only."""
     if not re.fullmatch(r"[0-9A-Fa-f.:]+(%[A-Za-z0-9._~-]+)?", text):
         return False
     try:

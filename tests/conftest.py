@@ -145,7 +145,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"overload: {figures}")
     for points in [value for name, value in counted if name == "missed crash points" and value]:
         terminalreporter.write_line(
-            f"crash points that were passed, but then missed by the processes to kill: {points}"
+            f"crash points that a process passed, but that no process to kill reached: {points}"
         )
     for cuts in [value for name, value in counted if name == "cuts"]:
         terminalreporter.write_line(f"connections that were broken, by the next message: {cuts}")

@@ -67,8 +67,8 @@ class DaemonFork:
 
     Attributes:
         log: The log of all its processes.
-        ended: How often it ended by itself with an error and without a traceback, for example because the database was
-            unavailable while it started.
+        ended: How often it ended by itself with an error, for example because the database was unavailable while it
+            started.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class DaemonFork:
         if self._process is not None:
             self._process.kill()
             self._process.join()
-            self.ended += self._process.exitcode == ExitCode.FAILED
+            self.ended += self._process.exitcode not in (-signal.SIGKILL, ExitCode.OK)
             self._process = None
 
     def log_tail(self) -> str:

@@ -46,13 +46,13 @@ class InDoubt(NamedTuple):
 
     Attributes:
         seconds: All of this time.
-        number_in_use: The seconds of it in which a running transaction had the number of a prepared one, because the
-            coordinator counts from 1 again when it starts. Citus completes the prepared transaction only afterwards.
-            If the running one waits for it, this takes until a time limit ends the running one.
+        seconds_in_use: The part of it in which a running transaction had the number of a prepared one, because
+            the coordinator counts from 1 again when it starts. Citus completes the prepared transaction only
+            afterwards. If the running one waits for it, this takes until a time limit ends the running one.
     """
 
     seconds: float
-    number_in_use: float
+    seconds_in_use: float
 
 
 class CrashWorld:
@@ -162,17 +162,17 @@ class CrashWorld:
         await until(lambda: answers(503, IN_DOUBT), lambda: (answer, self.daemon.log_tail()))
         await self.release(node)
         released_at = asked_at = monotonic()
-        number_in_use = 0.0
+        seconds_in_use = 0.0
 
         async def is_ready() -> bool:
-            nonlocal asked_at, number_in_use
+            nonlocal asked_at, seconds_in_use
             before, asked_at = asked_at, monotonic()
             if await self._number_is_in_use():
-                number_in_use += asked_at - before
+                seconds_in_use += asked_at - before
             return await answers(200, "ok")
 
         await until(is_ready, lambda: (answer, self.daemon.log_tail()))
-        self.in_doubt.append(InDoubt(monotonic() - released_at, number_in_use))
+        self.in_doubt.append(InDoubt(monotonic() - released_at, seconds_in_use))
 
     async def execute(self, statement: str, *values: object, node: str = COORDINATOR) -> list[asyncpg.Record]:
         connection = await asyncpg.connect(self.cluster.url_of(node))
@@ -199,7 +199,7 @@ class CrashWorld:
         return not any([await self._prepared(worker) for worker in WORKERS])
 
     async def _number_is_in_use(self) -> bool:
-        """Return whether a running transaction of the coordinator has the number of another one that is prepared."""
+        """Return True if a running transaction of the coordinator has the number of another one that is prepared."""
         names = [gid.split("_") for worker in WORKERS for gid in await self._prepared(worker)]
         prepared = {(int(number), int(pid)) for _, group, pid, number, _ in names if group == COORDINATOR_GROUP}
         running = {(number, pid) for number, pid in await self.execute(_RUNNING)}

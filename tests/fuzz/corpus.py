@@ -16,7 +16,7 @@ def open_corpus(corpus: Path | None, seconds: int) -> Iterator[Path]:
     """Yield the directory that has a directory for each target.
 
     It is `corpus` if that is given. Otherwise, a run without an end (`seconds` is 0) uses the one that is kept, and a
-    run of so many seconds a temporary one, so that it does the same each time.
+    run of so many seconds a temporary one, so that it starts from the same inputs each time.
     """
     if corpus is not None or not seconds:
         yield corpus or KEPT

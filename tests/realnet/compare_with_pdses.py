@@ -43,7 +43,7 @@ async def wait_until_equal(dsn: str, expected: Mapping[str, Records]) -> None:
 
 
 def differences(found: Mapping[str, tuple[str, Records]], expected: Mapping[str, Records]) -> list[str]:
-    """Describe the repos that are not visible, not synchronized, or have other records, and those that are too many."""
+    """Describe repos that are not visible, not synchronized, have other records, or are visible without a reason."""
     different = [f"{did} is visible" for did in found.keys() - expected.keys()]
     for did, records in expected.items():
         status, stored = found.get(did, ("not visible", {}))

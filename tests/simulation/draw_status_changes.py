@@ -58,6 +58,7 @@ def _with(episode: Episode, fault: AccountChange, *actions: Action) -> Episode:
 
 def _mixed(actions: tuple[Action, ...], added: tuple[Action, ...]) -> tuple[Action, ...]:
     """Put each added action after one of the first actions, with a time between that of this one and the next."""
+    assert len(added) <= len(actions), "there is no place for all added actions"
     mixed = list[Action]()
     for number, action in enumerate(actions):
         mixed.append(action)

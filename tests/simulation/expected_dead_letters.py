@@ -115,7 +115,7 @@ def _changes_scope(episodes: Iterable[Episode]) -> bool:
 def _of_honest_messages(schedule: Schedule) -> Counter[Cause]:
     """Return how many messages may be rejected that accounts have sent: repeated ones, and those before a new key."""
     most = Counter[Cause]()
-    # Relays repeat messages twice.
+    # Each such fault repeats its messages twice.
     repeated = sum(2 * fault.count for fault in schedule.faults if isinstance(fault, RepeatedMessages))
     signed = Counter(action.did for action in schedule.actions if isinstance(action, Commit | RotateKey | Migrate))
     for action in schedule.actions:
