@@ -114,10 +114,7 @@ async def test_deaths_between_the_two_phases_of_a_commit_lose_nothing(
         record_property("seconds in doubt", [round(seconds, 1) for seconds, _ in world.in_doubt])
         assert world.deaths.total() == len(POINTS)
         assert len(world.in_doubt) == len(REPORTED)
-        assert (
-            max(seconds - seconds_in_use for seconds, seconds_in_use in world.in_doubt)
-            < MAX_SECONDS_IN_DOUBT
-        )
+        assert max(seconds - seconds_in_use for seconds, seconds_in_use in world.in_doubt) < MAX_SECONDS_IN_DOUBT
 
 
 def test_the_planned_deaths_are_enough() -> None:

@@ -276,6 +276,7 @@ async def try_to_die(
     return passed
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", [marked(name) for name in OPERATIONS])
 async def test_killed_at_each_other_point_that_the_operation_passes(
     database: str, tmp_path: Path, record_property: Callable[[str, object], None], name: str
