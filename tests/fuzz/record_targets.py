@@ -37,7 +37,7 @@ from tests.fuzz.mutation import mutate_export
 from tests.fuzz.outcome_counts import FuzzTarget, MutateBytes, OutcomeCounts
 from tests.fuzz.seed_files import published_exports, published_lines, seed_files
 from tests.fuzz.seeds import LINK, accounts, random_export, random_path, random_record, random_value
-from tests.fuzz.slice_reference import entries, is_tree
+from tests.fuzz.slice_reference import Slice, entries, hides, is_tree
 from tests.fuzz.syntax_targets import DID, HANDLE, NSID, text_of
 
 COLLECTION = "com.example.record"
@@ -259,13 +259,14 @@ class RecordProofs(FuzzTarget):
         self.counts = OutcomeCounts("records", "absent", "incomplete", "refused")
 
     def seeds(self, random: Random, count: int) -> list[bytes]:
-        """Return proofs of records that exist and that do not; some are whole exports, also published ones."""
+        """Return proofs of records that exist and that do not; some are whole exports, or of another record."""
         made = [b"app.bsky.feed.post/self\n" + car for car in published_exports(self._owners)][: count // 10]
         while len(made) < count:
             owner = random.choice(self._owners)
             export = random_export(owner, random)
-            path = random.choice([*owner.repo.records, random_path(random)])
-            made.append(path.encode() + b"\n" + (export if random.random() < 0.2 else owner.repo.record_proof(path)))
+            path, other = random.choices([*owner.repo.records, random_path(random)], k=2)
+            proofs = (export, owner.repo.record_proof(path), owner.repo.record_proof(other))
+            made.append(path.encode() + b"\n" + random.choices(proofs, (2, 7, 1))[0])
         return made
 
     def mutate(self, data: bytes, random: Random, mutate_bytes: MutateBytes) -> bytes:
@@ -286,13 +287,19 @@ class RecordProofs(FuzzTarget):
             self.counts.add("refused")
             return
         except UnavailableError:
-            self.counts.add("incomplete")
-            return
+            found, outcome = None, "incomplete"
+        else:
+            outcome = "absent" if found is None else "records"
         roots, blocks = split_car(car, DEFAULT_LIMITS, max_bytes=len(car))
         root = decode_commit(blocks[roots[0]], roots[0]).data
-        if is_tree(blocks, root):
-            shown = dict(entries(blocks, root))
-            expected = blocks.get(shown.get(text_of(path).encode()) or b"")
-            if found != expected:
-                raise DifferenceError(f"reference: {expected!r}\nfound: {found!r}")
-        self.counts.add("absent" if found is None else "records")
+        if is_tree(blocks, root) and (outcome, found) != (expected := _shown(blocks, root, text_of(path).encode())):
+            raise DifferenceError(f"reference: {expected!r}\nfound: {(outcome, found)!r}")
+        self.counts.add(outcome)
+
+
+def _shown(blocks: Slice, root: bytes, key: bytes) -> tuple[str, bytes | None]:
+    """Return what a slice of a valid tree proves of a record, and its block."""
+    cid = dict(entries(blocks, root)).get(key)
+    if hides(blocks, root, key) or (cid is not None and cid not in blocks):
+        return "incomplete", None
+    return ("absent", None) if cid is None else ("records", blocks[cid])
