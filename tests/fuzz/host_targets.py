@@ -23,7 +23,7 @@ from indexer.outbound.public_addresses import is_public, network_of
 from indexer.outbound.registered_domain import registered_domain
 from indexer.outbound.retry_after import MAX_SECONDS, retry_after_seconds
 from indexer.pds.pds_client import PdsClient
-from indexer.pds.repo_list import fetch_repo_status, list_repos
+from indexer.pds.repo_list import ListedAccount, RepoStatus, fetch_repo_status, list_repos
 from indexer.reasons import FetchFailure
 from indexer.sync.frames import MAX_STATUS_CHARACTERS
 from tests.fuzz import syntax_reference as reference
@@ -143,19 +143,30 @@ class RepoLists(HostAnswers):
             _check_failure(error, status)
             self.counts.add("refused")
             return
-        invalid = [
-            account
-            for account in page.accounts
-            if not reference.is_did(account.did) or not (account.rev is None or reference.is_tid(account.rev))
-        ]
-        entries = json.loads(data[1:])["repos"]
-        if status != 200 or invalid or len(page.accounts) + page.invalid_entries != len(entries):
-            raise DifferenceError(f"accounts of a list that are none: {invalid}, of {len(entries)} entries")
+        body = json.loads(data[1:])
+        accounts = [_listed(entry) for entry in body["repos"] if _is_account(entry)]
+        expected = (accounts, len(body["repos"]) - len(accounts), body.get("cursor") or None)
+        if status != 200 or (list(page.accounts), page.invalid_entries, page.cursor) != expected:
+            raise DifferenceError(f"reference: {expected}\nfound: {page}")
         if page.cursor in ("", CURSOR) or "\0" in (page.cursor or "") or len(page.cursor or "") > 2_048:
             raise DifferenceError(f"the cursor {page.cursor!r} cannot be stored, or leads to itself")
         self.counts.add("pages" if page.cursor else "last pages")
         self.counts.add("accounts", len(page.accounts))
         self.counts.add("invalid entries", page.invalid_entries)
+
+
+def _is_account(entry: Any) -> bool:
+    """Return True if an entry of a list has a DID, a TID or nothing as rev, and a boolean or nothing as `active`."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("active", True), bool):
+        return False
+    did, rev = entry.get("did"), entry.get("rev")
+    has_rev = rev is None or rev == "" or (isinstance(rev, str) and reference.is_tid(rev))
+    return has_rev and isinstance(did, str) and reference.is_did(did)
+
+
+def _listed(entry: dict[str, Any]) -> ListedAccount:
+    """Return the account of a valid entry."""
+    return ListedAccount(entry["did"], entry.get("rev") or None, entry.get("active", True))
 
 
 class RepoStates(HostAnswers):
@@ -193,8 +204,11 @@ class RepoStates(HostAnswers):
         except UnavailableError as error:
             self._count(error, status)
         else:
-            if len(state.status or "") > MAX_STATUS_CHARACTERS or status != 200:
-                raise DifferenceError(f"the state of a repo: {state}")
+            body = json.loads(data[1:])
+            text = body.get("status")
+            expected = RepoStatus(body["active"], text and text[:MAX_STATUS_CHARACTERS], body.get("rev"))
+            if status != 200 or state != expected or not isinstance(state.active, bool):
+                raise DifferenceError(f"reference: {expected}\nfound: {state}")
             self.counts.add("states")
         try:
             cid, rev = self._loop.run_until_complete(self._pds.fetch_latest_commit(DID, HOST))
@@ -220,7 +234,7 @@ def _check_failure(error: UnavailableError, status: int) -> None:
     """Raise `DifferenceError` unless the reason is documented, and that of a bad answer has the status 200."""
     if error.reason not in FAILURES or (error.reason is FetchFailure.BAD_ANSWER) != (status == 200):
         raise DifferenceError(f"undocumented reason {error.reason} for the status {status}") from error
-    if len(str(error)) > 500 or "\n" in error.reason:
+    if len(str(error)) > 500:
         raise DifferenceError(f"a message of {len(str(error))} characters") from error
 
 
