@@ -26,9 +26,10 @@ from indexer.service.feed.tap_channel import acknowledged_seq
 from indexer.sync.feed_delivery import DeliveryProgress, LoggedChange
 from tests.fuzz import syntax_reference as reference
 from tests.fuzz.comparison import DifferenceError
+from tests.fuzz.examples import DID, NSID
+from tests.fuzz.fuzz_target import FuzzTarget, MutateBytes, TextTarget, text_of
 from tests.fuzz.json_mutation import mutate_json
-from tests.fuzz.outcome_counts import FuzzTarget, MutateBytes, OutcomeCounts
-from tests.fuzz.syntax_targets import DID, NSID, TextTarget, text_of
+from tests.fuzz.outcome_counts import OutcomeCounts
 
 NOW = 1_790_000_000.0
 MAX_SIZE = 2**32 - 1

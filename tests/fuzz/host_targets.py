@@ -28,12 +28,12 @@ from indexer.reasons import FetchFailure
 from indexer.sync.frames import MAX_STATUS_CHARACTERS
 from tests.fuzz import syntax_reference as reference
 from tests.fuzz.comparison import DifferenceError
-from tests.fuzz.fixed_response import FixedResponse, Response
-from tests.fuzz.json_mutation import mutate_json
-from tests.fuzz.outcome_counts import FuzzTarget, MutateBytes, OutcomeCounts
-from tests.fuzz.seed_files import published_lines
+from tests.fuzz.examples import DID, HANDLE, TID
+from tests.fuzz.fixed_response import FixedResponse, HostAnswers
+from tests.fuzz.fuzz_target import FuzzTarget, MutateBytes, TextTarget, text_of
+from tests.fuzz.outcome_counts import OutcomeCounts
+from tests.fuzz.seed_files import published_lines, some_of
 from tests.fuzz.seeds import LINK
-from tests.fuzz.syntax_targets import DID, HANDLE, TID, TextTarget, text_of
 
 HOST = "https://pds.test"
 STATUSES = (200, 200, 200, 400, 404, 429, 501, 503)
@@ -84,36 +84,11 @@ ADDRESSES = (
 )
 
 
-class HostAnswers(FuzzTarget):
-    """A target whose inputs are the answers of a host: one byte that selects the status, and the body."""
-
-    def __init__(self) -> None:
-        self._http = FixedResponse()
-        self._client: Any = self._http
-        self._loop = asyncio.new_event_loop()
-
-    def close(self) -> None:
-        """Close the event loop."""
-        self._loop.close()
-
-    def mutate(self, data: bytes, random: Random, mutate_bytes: MutateBytes) -> bytes:
-        """Return another status, or mutated JSON."""
-        if random.random() < 0.05 or not data:
-            return bytes([random.randrange(256)]) + data[1:]
-        return data[:1] + mutate_json(data[1:], random, mutate_bytes)
-
-    def answer(self, data: bytes) -> int:
-        """Answer requests with an input from now on; return the status."""
-        status = STATUSES[data[0] % len(STATUSES)] if data else 200
-        self._http.response = Response(status, data[1:])
-        return status
-
-
 class RepoLists(HostAnswers):
     """Pages of `listRepos` and, for half of the inputs, of `listReposByCollection`."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(STATUSES)
         self.counts = OutcomeCounts("pages", "last pages", "accounts", "invalid entries", "refused")
 
     def seeds(self, random: Random, count: int) -> list[bytes]:
@@ -173,7 +148,7 @@ class RepoStates(HostAnswers):
     """Answers to `getRepoStatus` and `getLatestCommit`, and error bodies."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(STATUSES)
         self._directory = TemporaryDirectory(prefix="indexer-fuzz-")
         self._pds = PdsClient(self._client, DEFAULT_LIMITS, Path(self._directory.name))
         self.counts = OutcomeCounts("states", "commits", "errors", "known errors", "bad answers")
@@ -400,8 +375,7 @@ class DidWebs(TextTarget):
 
     def seeds(self, random: Random, count: int) -> list[bytes]:
         """Return published DIDs, a half if there are so many, and did:web with all kinds of names."""
-        published = list(published_lines("atproto-interop-tests/syntax/did_syntax_*.txt"))
-        made = random.sample(published, min(len(published), count // 2))
+        made = some_of(published_lines("atproto-interop-tests/syntax/did_syntax_*.txt"), random, count // 2)
         names = (
             HANDLE,
             "A.Test",

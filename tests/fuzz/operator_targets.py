@@ -9,8 +9,8 @@ from indexer.errors import SettingsError
 from indexer.redaction import without_secrets
 from indexer.settings import PREFIX, Settings, load_settings
 from tests.fuzz.comparison import DifferenceError
+from tests.fuzz.fuzz_target import TextTarget, text_of
 from tests.fuzz.outcome_counts import OutcomeCounts
-from tests.fuzz.syntax_targets import TextTarget, text_of
 
 EXAMPLE = Path(__file__).parents[2] / "config" / "indexer.example.toml"
 SECRET = "hunter2-Canary"

@@ -32,13 +32,14 @@ from tests.atproto.dag_cbor_oracle import Cid, canonical_value
 from tests.atproto.dag_cbor_oracle import encode as reference_encode
 from tests.fuzz import syntax_reference as reference
 from tests.fuzz.comparison import DifferenceError
+from tests.fuzz.examples import DID, HANDLE, NSID
+from tests.fuzz.fuzz_target import FuzzTarget, MutateBytes, text_of
 from tests.fuzz.json_mutation import mutate_json
 from tests.fuzz.mutation import mutate_export
-from tests.fuzz.outcome_counts import FuzzTarget, MutateBytes, OutcomeCounts
-from tests.fuzz.seed_files import published_exports, published_lines, seed_files
+from tests.fuzz.outcome_counts import OutcomeCounts
+from tests.fuzz.seed_files import published_exports, published_lines, seed_files, some_of
 from tests.fuzz.seeds import LINK, accounts, random_export, random_path, random_record, random_value
 from tests.fuzz.slice_reference import Slice, entries, hides, is_tree
-from tests.fuzz.syntax_targets import DID, HANDLE, NSID, text_of
 
 COLLECTION = "com.example.record"
 SHOWN_ITEMS = 1_000
@@ -52,8 +53,8 @@ class DagCbor(FuzzTarget):
 
     def seeds(self, random: Random, count: int) -> list[bytes]:
         """Return published objects, a half if there are so many, and random records."""
-        files = list(seed_files("cbor/**/*.dag-cbor", "cbor/**/*.cbor", "indigo/repos/*.cbor"))
-        published = random.sample(files, min(len(files), count // 2))
+        files = seed_files("cbor/**/*.dag-cbor", "cbor/**/*.cbor", "indigo/repos/*.cbor")
+        published = some_of(files, random, count // 2)
         return published + [random_record(random) for _ in range(count - len(published))]
 
     def mutate(self, data: bytes, random: Random, mutate_bytes: MutateBytes) -> bytes:
@@ -129,8 +130,7 @@ class Cids(FuzzTarget):
 
     def seeds(self, random: Random, count: int) -> list[bytes]:
         """Return published texts, a half if there are so many, and CIDs in both forms."""
-        published = list(published_lines("atproto-interop-tests/syntax/cid_syntax_*.txt"))
-        made = random.sample(published, min(len(published), count // 2))
+        made = some_of(published_lines("atproto-interop-tests/syntax/cid_syntax_*.txt"), random, count // 2)
         links = (LINK, b"\x01\x55\x12\x20" + bytes(32), b"\x01\x71\x00\x00", b"\x01\xa9\x02\x13\x40" + bytes(64))
         forms = [form for link in links for form in (link, cid_text(link).encode())]
         return made + [forms[number % len(forms)] for number in range(count - len(made))]

@@ -18,9 +18,10 @@ from indexer.sync.scope import Scope
 from tests.fuzz import syntax_reference as reference
 from tests.fuzz.comparison import DifferenceError
 from tests.fuzz.database_targets import FuzzDatabase
+from tests.fuzz.examples import DID, IDENTIFIERS, PATTERNS
+from tests.fuzz.fuzz_target import FuzzTarget, MutateBytes, text_of
 from tests.fuzz.json_mutation import mutate_json
-from tests.fuzz.outcome_counts import FuzzTarget, MutateBytes, OutcomeCounts
-from tests.fuzz.syntax_targets import DID, IDENTIFIERS, PATTERNS, text_of
+from tests.fuzz.outcome_counts import OutcomeCounts
 
 CHANGES = (
     ("POST", "/repos/add", "dids"),
