@@ -21,8 +21,9 @@ from tests.atproto.dag_cbor_oracle import encode as reference_encode
 from tests.atproto.mst import oracle
 from tests.fuzz.commit_parts import NODE_START, signed
 from tests.fuzz.comparison import SMALL_LIMITS, DifferenceError
-from tests.fuzz.outcome_counts import FuzzTarget, MutateBytes, OutcomeCounts
-from tests.fuzz.seed_files import published_blocks, seed_files
+from tests.fuzz.fuzz_target import FuzzTarget, MutateBytes
+from tests.fuzz.outcome_counts import OutcomeCounts
+from tests.fuzz.seed_files import published_blocks, seed_files, some_of
 from tests.fuzz.seeds import LINK, accounts, random_commit, random_export, random_path
 
 T = TypeVar("T")
@@ -43,8 +44,8 @@ class Cars(FuzzTarget):
     def seeds(self, random: Random, count: int) -> list[bytes]:
         """Return exports, the slices of commits, and published files."""
         owners = accounts()
-        files = list(seed_files("car-hostile/**/*", "mst-test-suite/**/*.car", "repos/**/*.car", "indigo/**/*.car"))
-        published = random.sample(files, min(len(files), count // 2))
+        files = seed_files("car-hostile/**/*", "mst-test-suite/**/*.car", "repos/**/*.car", "indigo/**/*.car")
+        published = some_of(files, random, count // 2)
         return published + [random_export(random.choice(owners), random) for _ in range(count - len(published))]
 
     def mutate(self, data: bytes, random: Random, mutate_bytes: MutateBytes) -> bytes:
@@ -95,8 +96,7 @@ class Nodes(FuzzTarget):
 
     def seeds(self, random: Random, count: int) -> list[bytes]:
         """Return published nodes, a quarter if there are so many, and those of random trees."""
-        published = list(published_blocks(NODE_START))
-        nodes = random.sample(published, min(len(published), count // 4))
+        nodes = some_of(published_blocks(NODE_START), random, count // 4)
         while len(nodes) < count:
             records = {random_path(random).encode(): LINK for _ in range(random.choice((0, 1, 3, 30)))}
             nodes += oracle.build(records)[1].values()
@@ -188,8 +188,7 @@ class Commits(FuzzTarget):
 
     def seeds(self, random: Random, count: int) -> list[bytes]:
         """Return published commits, a quarter if there are so many, and new signed ones."""
-        published = list(published_blocks(COMMIT_START))
-        made = random.sample(published, min(len(published), count // 4))
+        made = some_of(published_blocks(COMMIT_START), random, count // 4)
         for number in range(count - len(made)):
             owner = self._owners[number % len(self._owners)]
             random_commit(owner, random)

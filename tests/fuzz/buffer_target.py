@@ -20,9 +20,10 @@ from indexer.sync.plans import RecordChange
 from indexer.sync.repo_state import Head, Repo, SyncStatus
 from indexer.sync.verify import verify_commit
 from tests.fuzz.comparison import OLDEST_REV, DifferenceError
+from tests.fuzz.fuzz_target import FuzzTarget, MutateBytes
 from tests.fuzz.mutation import mutate_frame
-from tests.fuzz.outcome_counts import FuzzTarget, MutateBytes, OutcomeCounts
-from tests.fuzz.seed_files import published_commits
+from tests.fuzz.outcome_counts import OutcomeCounts
+from tests.fuzz.seed_files import published_commits, some_of
 from tests.fuzz.seeds import accounts, random_path, random_record, replace_records
 from tests.sync.signing_account import CONTEXT, SigningAccount, encoded_frame
 
@@ -40,8 +41,7 @@ class Buffers(FuzzTarget):
 
     def seeds(self, random: Random, count: int) -> list[bytes]:
         """Return published commits, a fifth if there are so many, and histories of up to five new ones."""
-        published = [join([frame]) for frame in published_commits(self._owners)]
-        made = random.sample(published, min(len(published), count // 5))
+        made = some_of([join([frame]) for frame in published_commits(self._owners)], random, count // 5)
         return made + [join(history(random.choice(self._owners), random)) for _ in range(count - len(made))]
 
     def mutate(self, data: bytes, random: Random, mutate_bytes: MutateBytes) -> bytes:

@@ -27,8 +27,9 @@ from tests.atproto.dag_cbor_oracle import Cid, canonical_value
 from tests.atproto.dag_cbor_oracle import encode as reference_encode
 from tests.database_server import DatabaseServer, memory_directory
 from tests.fuzz.comparison import DifferenceError
+from tests.fuzz.fuzz_target import FuzzTarget, MutateBytes
 from tests.fuzz.json_mutation import mutate_json
-from tests.fuzz.outcome_counts import FuzzTarget, MutateBytes, OutcomeCounts
+from tests.fuzz.outcome_counts import OutcomeCounts
 from tests.fuzz.seed_files import seed_files
 from tests.fuzz.seeds import LINK, random_record, random_value
 from tests.lexicons.samples import DEFS_DOCUMENT, LIKE_DOCUMENT, QUERY_DOCUMENT, REVIEW_DOCUMENT, REVIEW_VALUE

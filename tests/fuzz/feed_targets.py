@@ -26,9 +26,10 @@ from indexer.service.feed.tap_channel import acknowledged_seq
 from indexer.sync.feed_delivery import DeliveryProgress, LoggedChange
 from tests.fuzz import syntax_reference as reference
 from tests.fuzz.comparison import DifferenceError
+from tests.fuzz.examples import DID, NSID
+from tests.fuzz.fuzz_target import FuzzTarget, MutateBytes, TextTarget, text_of
 from tests.fuzz.json_mutation import mutate_json
-from tests.fuzz.outcome_counts import FuzzTarget, MutateBytes, OutcomeCounts
-from tests.fuzz.syntax_targets import DID, NSID, TextTarget, text_of
+from tests.fuzz.outcome_counts import OutcomeCounts
 
 NOW = 1_790_000_000.0
 MAX_SIZE = 2**32 - 1
@@ -180,8 +181,8 @@ def _parameters(events: EventFilter) -> list[tuple[str, str]]:
 class Acknowledgements(TextTarget):
     """Messages of a client of tap, one in each line: each change is delivered until it is acknowledged, and in order.
 
-    Before each message, the client takes up to three changes of three repos. Between two messages, it may lose the
-    connection: if the message is empty.
+    Before each message, the client takes up to three changes of three repos. An empty message stands for a lost
+    connection.
     """
 
     def __init__(self) -> None:
@@ -201,12 +202,13 @@ class Acknowledgements(TextTarget):
     def compare(self, data: bytes) -> None:
         """Deliver twelve changes. Raises `DifferenceError`."""
         self.counts.executions += 1
-        window = DeliveryWindow(DeliveryProgress(0, 0), one_per_repo=len(data) % 2 == 0)
+        one_per_repo = len(data) % 2 == 0
+        window = DeliveryWindow(DeliveryProgress(0, 0), one_per_repo=one_per_repo)
         left = {seq: _change(seq, live=len(data) % 3 > 0) for seq in range(1, CHANGES + 1)}
         window.add(left.values())
         in_flight: set[int] = set()
         for line in text_of(data).split("\n")[:200]:
-            self._take(window, left, in_flight)
+            self._take(window, left, in_flight, one_per_repo=one_per_repo)
             if not line:
                 self.counts.add("lost connections")
                 window.give_back(in_flight)
@@ -223,12 +225,16 @@ class Acknowledgements(TextTarget):
         window.give_back(in_flight)
         self._drain(window, left)
 
-    def _take(self, window: DeliveryWindow, left: dict[int, LoggedChange], in_flight: set[int]) -> None:
-        """Take changes, of which none is in flight, and none of a live change overtakes another one of its repo."""
+    def _take(
+        self, window: DeliveryWindow, left: dict[int, LoggedChange], in_flight: set[int], *, one_per_repo: bool
+    ) -> None:
+        """Take changes. None of them is in flight, and no live change overtakes an earlier one of its repo."""
         for change in window.take(3):
             earlier = [seq for seq in left if seq < change.seq and left[seq].did == change.did]
             if change.seq not in left or change.seq in in_flight or (change.live and earlier):
                 raise DifferenceError(f"{change} is delivered before {earlier}, with {in_flight} in flight")
+            if one_per_repo and any(left[seq].did == change.did for seq in in_flight):
+                raise DifferenceError(f"{change} is delivered with {in_flight} of the same repo in flight")
             in_flight.add(change.seq)
 
     def _drain(self, window: DeliveryWindow, left: dict[int, LoggedChange]) -> None:
@@ -246,10 +252,9 @@ def _change(seq: int, *, live: bool) -> LoggedChange:
 
 
 class Request(NamedTuple):
-    """The parts of a request that decide who is admitted."""
+    """The part of a request that decides if it is admitted."""
 
     headers: Mapping[str, str]
-    remote: str = "192.0.2.1"
 
 
 class Credentials(FuzzTarget):
@@ -288,9 +293,9 @@ class Credentials(FuzzTarget):
         except ValueError:
             credentials = b""
         right = scheme.lower() == "basic" and credentials == f"admin:{PASSWORD}".encode()
-        if response.status not in (
-            {200, 401} if right else {401}
-        ):  # base64 has several forms, of which one is accepted
+        usual = header == "Basic " + b64encode(f"admin:{PASSWORD}".encode()).decode()
+        allowed = {200} if usual else {200, 401} if right else {401}  # of several forms of base64, one is accepted
+        if response.status not in allowed:
             raise DifferenceError(f"status {response.status} for {header!r}")
         self.counts.add("admitted" if response.status == 200 else "refused")
 

@@ -23,13 +23,13 @@ from indexer.reasons import FetchFailure
 from indexer.sync.stored_identity import INVALID_HANDLE, StoredIdentity
 from tests.atproto.plc_operations import current_form, document_of
 from tests.fuzz.comparison import DifferenceError
-from tests.fuzz.fixed_response import FixedResponse, Response
-from tests.fuzz.json_mutation import mutate_json
-from tests.fuzz.outcome_counts import FuzzTarget, MutateBytes, OutcomeCounts
-from tests.fuzz.seed_files import published_lines, seed_files
+from tests.fuzz.examples import DID, HANDLE
+from tests.fuzz.fixed_response import FixedResponse, HostAnswers, Response
+from tests.fuzz.fuzz_target import FuzzTarget, MutateBytes
+from tests.fuzz.outcome_counts import OutcomeCounts
+from tests.fuzz.seed_files import published_lines, seed_files, some_of
 from tests.sync.signing_account import SigningAccount
 
-DID, HANDLE = "did:plc:ewvi7nxzyoun6zhxrhs64oiz", "alice.example.com"
 RATE = 1e9
 """Requests per second to the directory: no input waits for another one."""
 DNS_TIMEOUT = 0.05
@@ -38,21 +38,16 @@ HTTP_KINDS, RAW_KINDS, NEXT_RECORD = 100, 250, 255
 STATUSES = (200, 200, 200, 404, 410, 500)
 
 
-class DidDocuments(FuzzTarget):
+class DidDocuments(HostAnswers):
     """Responses of a directory: a usable identity, or a documented failure."""
 
     def __init__(self) -> None:
-        self._http = FixedResponse()
-        self._loop = asyncio.new_event_loop()
+        super().__init__(STATUSES)
         self._resolvers = [
             DidResolver(self._http, ["https://plc.test"], plc_rate=RATE, allow_private_hosts=local, clock=lambda: 1.0)
             for local in (False, True)
         ]
         self.counts = OutcomeCounts("documents", "with a key and a PDS", "with a handle", "refused", "denied")
-
-    def close(self) -> None:
-        """Close the event loop."""
-        self._loop.close()
 
     def seeds(self, _: Random, count: int) -> list[bytes]:
         """Return documents, each after one byte that selects the status, and published ones."""
@@ -69,17 +64,10 @@ class DidDocuments(FuzzTarget):
             bytes([n % len(STATUSES)]) + json.dumps(made[n % len(made)] | {"id": DID}).encode() for n in range(count)
         ]
 
-    def mutate(self, data: bytes, random: Random, mutate_bytes: MutateBytes) -> bytes:
-        """Return another status, or a mutated document."""
-        if random.random() < 0.05 or not data:
-            return bytes([random.randrange(256)]) + data[1:]
-        return data[:1] + mutate_json(data[1:], random, mutate_bytes)
-
     def compare(self, data: bytes) -> None:
         """Resolve a DID with this response. Raises `DifferenceError`."""
         self.counts.executions += 1
-        status, body = STATUSES[data[0] % len(STATUSES)] if data else 200, data[1:]
-        self._http.response = Response(status, body)
+        status = self.answer(data)
         for local, resolver in enumerate(self._resolvers):
             try:
                 identity = self._loop.run_until_complete(resolver.resolve(DID))
@@ -153,8 +141,7 @@ class Handles(FuzzTarget):
     def seeds(self, random: Random, count: int) -> list[bytes]:
         """Return answers of each kind, with the right DID, several DIDs, and other texts, a fifth of them published."""
         right = f"did={DID}".encode()
-        others = list(published_lines("atproto-interop-tests/syntax/did_syntax_*.txt"))
-        others = random.sample(others, min(len(others), count // 10))
+        others = some_of(published_lines("atproto-interop-tests/syntax/did_syntax_*.txt"), random, count // 10)
         texts = [
             [right],
             [right[:9], right[9:]],

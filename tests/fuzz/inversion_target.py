@@ -5,9 +5,8 @@ are wrong, and the nodes that are missing. So each of these is a commit that a h
 are frames of commits, new and published ones.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from random import Random
-from typing import TypeVar
 
 from indexer.atproto.car import split_car
 from indexer.atproto.commit import decode_commit
@@ -24,13 +23,13 @@ from tests.atproto.mst.oracle import Records
 from tests.atproto.mst.random_trees import KEYS, A, B, C, edited
 from tests.fuzz.commit_parts import split
 from tests.fuzz.comparison import DifferenceError
+from tests.fuzz.fuzz_target import Choices, FuzzTarget, MutateBytes
 from tests.fuzz.mutation import mutate_frame
-from tests.fuzz.outcome_counts import FuzzTarget, MutateBytes, OutcomeCounts
-from tests.fuzz.seed_files import published_commits
+from tests.fuzz.outcome_counts import OutcomeCounts
+from tests.fuzz.seed_files import published_commits, some_of
 from tests.fuzz.seeds import accounts, random_commit
 from tests.fuzz.slice_reference import is_tree
 
-T = TypeVar("T")
 VALUES = (A, B, C)
 MAX_RECORDS, MAX_EDITS, MAX_WRONG, MAX_MISSING = 48, 8, 3, 6
 
@@ -45,8 +44,7 @@ class Inversions(FuzzTarget):
 
     def seeds(self, random: Random, count: int) -> list[bytes]:
         """Return frames of commits, a fifth of them new and a fifth published if there are so many; then choices."""
-        published = list(published_commits(self._owners))
-        made = random.sample(published, min(len(published), count // 5))
+        made = some_of(published_commits(self._owners), random, count // 5)
         made += [random_commit(random.choice(self._owners), random).frame for _ in range(count // 5)]
         return made + [random.randbytes(random.choice((8, 40, 120))) for _ in range(count - len(made))]
 
@@ -105,21 +103,6 @@ class Inversions(FuzzTarget):
 
 def _name(verdict: Verdict) -> str:
     return verdict.name.lower().replace("_", " ")
-
-
-class Choices:
-    """Takes choices from bytes; 0 after the last one."""
-
-    def __init__(self, data: bytes) -> None:
-        self._bytes = iter(data)
-
-    def number(self, limit: int) -> int:
-        """Return a number below the limit."""
-        return next(self._bytes, 0) % limit
-
-    def of(self, values: Sequence[T]) -> T:
-        """Return one of the values."""
-        return values[self.number(len(values))]
 
 
 def _with_mistakes(right: list[NetOp], choices: Choices) -> Iterator[NetOp]:

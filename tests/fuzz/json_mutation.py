@@ -6,7 +6,7 @@ from copy import deepcopy
 from random import Random
 from typing import Any
 
-from tests.fuzz.outcome_counts import MutateBytes
+from tests.fuzz.fuzz_target import MutateBytes
 
 ANY_BYTES = 0.15
 """Share of mutations of the bytes of the text."""

@@ -16,10 +16,10 @@ from indexer.atproto.base58 import decode_base58, encode_base58
 from indexer.atproto.crypto import PublicKey, parse_did_key, parse_legacy_key, parse_multikey
 from indexer.errors import UpstreamError
 from tests.fuzz.comparison import DifferenceError
-from tests.fuzz.outcome_counts import FuzzTarget, MutateBytes, OutcomeCounts
+from tests.fuzz.fuzz_target import FuzzTarget, MutateBytes, text_of
+from tests.fuzz.outcome_counts import OutcomeCounts
 from tests.fuzz.seed_files import seed_files
 from tests.fuzz.seeds import accounts
-from tests.fuzz.syntax_targets import text_of
 
 CURVES: dict[str, ec.EllipticCurve] = {"k256": ec.SECP256K1(), "p256": ec.SECP256R1()}
 CODECS = {"secp256k1-pub": "k256", "p256-pub": "p256"}

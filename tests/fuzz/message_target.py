@@ -21,9 +21,10 @@ from indexer.sync.policy import KeyState
 from indexer.sync.repo_state import Head, Repo, SyncStatus
 from indexer.sync.repo_transitions import Outcome
 from tests.fuzz.comparison import OLDEST_REV, SMALL_LIMITS, DifferenceError
+from tests.fuzz.fuzz_target import FuzzTarget, MutateBytes
 from tests.fuzz.mutation import mutate_frame
-from tests.fuzz.outcome_counts import FuzzTarget, MutateBytes, OutcomeCounts
-from tests.fuzz.seed_files import published_frames
+from tests.fuzz.outcome_counts import OutcomeCounts
+from tests.fuzz.seed_files import published_frames, some_of
 from tests.fuzz.seeds import LINK, accounts, random_commit, random_value
 from tests.sync.signing_account import CONTEXT, encoded_frame
 
@@ -49,8 +50,7 @@ class Messages(FuzzTarget):
 
     def seeds(self, random: Random, count: int) -> list[bytes]:
         """Return messages of all kinds: new ones, and for a third of them published ones, if there are any."""
-        published = list(published_frames())
-        made = random.sample(published, min(len(published), count // 3))
+        made = some_of(published_frames(), random, count // 3)
         return made + [self._message(number, random) for number in range(count - len(made))]
 
     def mutate(self, data: bytes, random: Random, mutate_bytes: MutateBytes) -> bytes:

@@ -7,7 +7,7 @@ from typing import Any
 from indexer.atproto.cbor import CborError, decode, encode
 from indexer.atproto.cid import cid_of
 from tests.fuzz.commit_parts import CommitParts, split, split_export
-from tests.fuzz.outcome_counts import MutateBytes
+from tests.fuzz.fuzz_target import MutateBytes
 from tests.fuzz.seeds import LINK, key_of, random_commit, random_export, random_path, random_record, random_value
 from tests.sync.signing_account import SigningAccount
 

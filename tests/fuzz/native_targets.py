@@ -5,9 +5,9 @@ from random import Random
 from indexer.sync.native_core import NativeCore, load_core
 from tests.fuzz.comparison import Comparison
 from tests.fuzz.export_comparison import ExportComparison
+from tests.fuzz.fuzz_target import FuzzTarget, MutateBytes
 from tests.fuzz.mutation import mutate_export, mutate_frame
-from tests.fuzz.outcome_counts import FuzzTarget, MutateBytes
-from tests.fuzz.seed_files import published_exports, published_frames
+from tests.fuzz.seed_files import published_exports, published_frames, some_of
 from tests.fuzz.seeds import accounts, random_export, seeds
 
 
@@ -22,8 +22,7 @@ class Frames(FuzzTarget):
 
     def seeds(self, random: Random, count: int) -> list[bytes]:
         """Return published messages, a fifth if there are so many, and the frames of new signed commits."""
-        published = list(published_frames())
-        made = random.sample(published, min(len(published), count // 5))
+        made = some_of(published_frames(), random, count // 5)
         return made + [seed.frame for seed in seeds(self._owners, random, count - len(made))]
 
     def mutate(self, data: bytes, random: Random, mutate_bytes: MutateBytes) -> bytes:
@@ -42,8 +41,7 @@ class Exports(FuzzTarget):
 
     def seeds(self, random: Random, count: int) -> list[bytes]:
         """Return published exports, a fifth if there are so many, and those of new signed repos."""
-        published = list(published_exports(self._owners))
-        made = random.sample(published, min(len(published), count // 5))
+        made = some_of(published_exports(self._owners), random, count // 5)
         return made + [random_export(random.choice(self._owners), random) for _ in range(count - len(made))]
 
     def mutate(self, data: bytes, random: Random, mutate_bytes: MutateBytes) -> bytes:

@@ -1,16 +1,4 @@
-"""The base of all targets, and the counts of their inputs by outcome."""
-
-from collections.abc import Callable
-
-MutateBytes = Callable[[bytes], bytes]
-"""Returns mutated bytes: the fuzzer's own mutation."""
-
-
-class FuzzTarget:
-    """A target that holds nothing but memory."""
-
-    def close(self) -> None:
-        """Release what the target holds besides memory."""
+"""Counts of the inputs of a target by outcome."""
 
 
 class OutcomeCounts:

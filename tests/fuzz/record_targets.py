@@ -32,13 +32,14 @@ from tests.atproto.dag_cbor_oracle import Cid, canonical_value
 from tests.atproto.dag_cbor_oracle import encode as reference_encode
 from tests.fuzz import syntax_reference as reference
 from tests.fuzz.comparison import DifferenceError
+from tests.fuzz.examples import DID, HANDLE, NSID
+from tests.fuzz.fuzz_target import FuzzTarget, MutateBytes, text_of
 from tests.fuzz.json_mutation import mutate_json
 from tests.fuzz.mutation import mutate_export
-from tests.fuzz.outcome_counts import FuzzTarget, MutateBytes, OutcomeCounts
-from tests.fuzz.seed_files import published_exports, published_lines, seed_files
+from tests.fuzz.outcome_counts import OutcomeCounts
+from tests.fuzz.seed_files import published_exports, published_lines, seed_files, some_of
 from tests.fuzz.seeds import LINK, accounts, random_export, random_path, random_record, random_value
-from tests.fuzz.slice_reference import entries, is_tree
-from tests.fuzz.syntax_targets import DID, HANDLE, NSID, text_of
+from tests.fuzz.slice_reference import Slice, entries, hides, is_tree
 
 COLLECTION = "com.example.record"
 SHOWN_ITEMS = 1_000
@@ -52,8 +53,8 @@ class DagCbor(FuzzTarget):
 
     def seeds(self, random: Random, count: int) -> list[bytes]:
         """Return published objects, a half if there are so many, and random records."""
-        files = list(seed_files("cbor/**/*.dag-cbor", "cbor/**/*.cbor", "indigo/repos/*.cbor"))
-        published = random.sample(files, min(len(files), count // 2))
+        files = seed_files("cbor/**/*.dag-cbor", "cbor/**/*.cbor", "indigo/repos/*.cbor")
+        published = some_of(files, random, count // 2)
         return published + [random_record(random) for _ in range(count - len(published))]
 
     def mutate(self, data: bytes, random: Random, mutate_bytes: MutateBytes) -> bytes:
@@ -129,8 +130,7 @@ class Cids(FuzzTarget):
 
     def seeds(self, random: Random, count: int) -> list[bytes]:
         """Return published texts, a half if there are so many, and CIDs in both forms."""
-        published = list(published_lines("atproto-interop-tests/syntax/cid_syntax_*.txt"))
-        made = random.sample(published, min(len(published), count // 2))
+        made = some_of(published_lines("atproto-interop-tests/syntax/cid_syntax_*.txt"), random, count // 2)
         links = (LINK, b"\x01\x55\x12\x20" + bytes(32), b"\x01\x71\x00\x00", b"\x01\xa9\x02\x13\x40" + bytes(64))
         forms = [form for link in links for form in (link, cid_text(link).encode())]
         return made + [forms[number % len(forms)] for number in range(count - len(made))]
@@ -259,13 +259,14 @@ class RecordProofs(FuzzTarget):
         self.counts = OutcomeCounts("records", "absent", "incomplete", "refused")
 
     def seeds(self, random: Random, count: int) -> list[bytes]:
-        """Return proofs of records that exist and that do not; some are whole exports, also published ones."""
+        """Return proofs of records that exist and that do not; some are whole exports, or of another record."""
         made = [b"app.bsky.feed.post/self\n" + car for car in published_exports(self._owners)][: count // 10]
         while len(made) < count:
             owner = random.choice(self._owners)
             export = random_export(owner, random)
-            path = random.choice([*owner.repo.records, random_path(random)])
-            made.append(path.encode() + b"\n" + (export if random.random() < 0.2 else owner.repo.record_proof(path)))
+            path, other = random.choices([*owner.repo.records, random_path(random)], k=2)
+            proofs = (export, owner.repo.record_proof(path), owner.repo.record_proof(other))
+            made.append(path.encode() + b"\n" + random.choices(proofs, (2, 7, 1))[0])
         return made
 
     def mutate(self, data: bytes, random: Random, mutate_bytes: MutateBytes) -> bytes:
@@ -286,13 +287,19 @@ class RecordProofs(FuzzTarget):
             self.counts.add("refused")
             return
         except UnavailableError:
-            self.counts.add("incomplete")
-            return
+            found, outcome = None, "incomplete"
+        else:
+            outcome = "absent" if found is None else "records"
         roots, blocks = split_car(car, DEFAULT_LIMITS, max_bytes=len(car))
         root = decode_commit(blocks[roots[0]], roots[0]).data
-        if is_tree(blocks, root):
-            shown = dict(entries(blocks, root))
-            expected = blocks.get(shown.get(text_of(path).encode()) or b"")
-            if found != expected:
-                raise DifferenceError(f"reference: {expected!r}\nfound: {found!r}")
-        self.counts.add("absent" if found is None else "records")
+        if is_tree(blocks, root) and (outcome, found) != (expected := _shown(blocks, root, text_of(path).encode())):
+            raise DifferenceError(f"reference: {expected!r}\nfound: {(outcome, found)!r}")
+        self.counts.add(outcome)
+
+
+def _shown(blocks: Slice, root: bytes, key: bytes) -> tuple[str, bytes | None]:
+    """Return what a slice of a valid tree proves of a record, and its block."""
+    cid = dict(entries(blocks, root)).get(key)
+    if hides(blocks, root, key) or (cid is not None and cid not in blocks):
+        return "incomplete", None
+    return ("absent", None) if cid is None else ("records", blocks[cid])

@@ -18,9 +18,10 @@ from indexer.sync.scope import Scope
 from tests.fuzz import syntax_reference as reference
 from tests.fuzz.comparison import DifferenceError
 from tests.fuzz.database_targets import FuzzDatabase
+from tests.fuzz.examples import DID, IDENTIFIERS, PATTERNS
+from tests.fuzz.fuzz_target import FuzzTarget, MutateBytes, text_of
 from tests.fuzz.json_mutation import mutate_json
-from tests.fuzz.outcome_counts import FuzzTarget, MutateBytes, OutcomeCounts
-from tests.fuzz.syntax_targets import DID, IDENTIFIERS, PATTERNS, text_of
+from tests.fuzz.outcome_counts import OutcomeCounts
 
 CHANGES = (
     ("POST", "/repos/add", "dids"),
@@ -63,14 +64,15 @@ class TapRequests(FuzzTarget):
         self._database.close()
 
     def seeds(self, random: Random, count: int) -> list[bytes]:
-        """Return requests with valid and with invalid texts."""
+        """Return requests with valid and with invalid texts, some of them in a body of another form."""
         made = []
         for number in range(count):
             path = number % (len(CHANGES) + len(QUESTIONS))
             valid = random.choice((IDENTIFIERS[:2], (*IDENTIFIERS, "", "\0", "é"), PATTERNS))
             texts = random.sample(valid, random.randrange(len(valid) + 1))
             if path < len(CHANGES):
-                made.append(bytes([path]) + orjson.dumps({CHANGES[path][2]: texts}))
+                body = random.choice(({CHANGES[path][2]: texts}, {CHANGES[path][2]: texts}, {}, texts))
+                made.append(bytes([path]) + orjson.dumps(body))
             else:
                 made.append(bytes([path]) + random.choice((DID, "".join(texts[:1]))).encode())
         return made
@@ -82,6 +84,8 @@ class TapRequests(FuzzTarget):
     def compare(self, data: bytes) -> None:
         """Send a request. Raises `DifferenceError`."""
         self.counts.executions += 1
+        if self.counts.executions % KEPT_INPUTS == 0:
+            self._database.run(self._database.connection.execute("delete from indexer.repo"))
         path, body = (data or b"\0")[0] % (len(CHANGES) + len(QUESTIONS)), data[1:]
         if path < len(CHANGES):
             self._compare_change(*CHANGES[path], body)
@@ -89,12 +93,12 @@ class TapRequests(FuzzTarget):
             self._compare_answer(QUESTIONS[path - len(CHANGES)], text_of(body)[:2_000])
 
     def _compare_change(self, method: str, path: str, name: str, body: bytes) -> None:
-        """Send a change. An empty list is one of all collections, or an invalid choice."""
+        """Send a change. An empty list may be accepted (it selects all collections) or refused."""
         status, answer = self._database.run(self._send(method, path, body))
         texts = _texts(body, name)
         check = reference.is_did if name == "dids" else reference.is_pattern
         expected = HTTPStatus.BAD_REQUEST if texts is None or not all(map(check, texts)) else HTTPStatus.OK
-        if status != expected and (texts or status not in (HTTPStatus.OK, HTTPStatus.BAD_REQUEST)):
+        if status != expected and (texts != [] or status not in (HTTPStatus.OK, HTTPStatus.BAD_REQUEST)):
             raise DifferenceError(f"{path}: status {status} instead of {expected}: {answer!r}")
         self.counts.add("changes" if status == HTTPStatus.OK else "refused changes")
 
@@ -112,8 +116,6 @@ class TapRequests(FuzzTarget):
 
     async def _send(self, method: str, path: str, body: bytes) -> tuple[int, bytes]:
         """Send a request; return the status and the body of the answer."""
-        if self.counts.executions % KEPT_INPUTS == 0:
-            await self._database.connection.execute("delete from indexer.repo")
         url = URL(f"{self._server.make_url('/')}".rstrip("/") + path, encoded=True)
         async with self._client.request(method, url, data=body) as response:
             return response.status, await response.read()

@@ -1,7 +1,9 @@
 """Published vectors as inputs to start from, read in place. Commits and exports are signed again with our keys."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import cycle
+from random import Random
+from typing import TypeVar
 
 from indexer.atproto.car import split_car
 from indexer.atproto.limits import DEFAULT_LIMITS
@@ -11,6 +13,7 @@ from tests.fuzz.corpus import MAX_BYTES
 from tests.sync.signing_account import SigningAccount
 from tests.vectors import ROOT
 
+T = TypeVar("T")
 REPOS = ("indigo/repos/*.car", "repos/**/*.car", "jetstream-corpus/*.car")
 """The patterns of published exports."""
 
@@ -21,6 +24,12 @@ def seed_files(*patterns: str) -> Iterator[bytes]:
         for path in sorted(ROOT.glob(pattern)):
             if path.is_file() and path.stat().st_size <= MAX_BYTES:
                 yield path.read_bytes()
+
+
+def some_of(published: Iterable[T], random: Random, most: int) -> list[T]:
+    """Return `most` random inputs of these; all of them if there are fewer."""
+    inputs = list(published)
+    return random.sample(inputs, min(len(inputs), most))
 
 
 def published_frames() -> Iterator[bytes]:

@@ -56,6 +56,19 @@ def entries(blocks: Slice, cid: bytes) -> Iterator[tuple[bytes, bytes | None]]:
             yield from entries(blocks, tree)
 
 
+def hides(blocks: Slice, root: bytes, key: bytes) -> bool:
+    """Return True if a missing node is at the place of a key, so that a valid tree may have the key or not."""
+    hidden = False
+    for shown, value in entries(blocks, root):
+        if value is None:
+            hidden = True
+        elif shown < key:
+            hidden = False
+        else:
+            return hidden and shown != key
+    return hidden
+
+
 def _decoded(block: bytes) -> Node | None:
     try:
         return decode_node(block, DEFAULT_LIMITS)

@@ -7,10 +7,9 @@ from indexer.relay.event_time import event_seconds
 from indexer.relay.seek import TIMES_PER_SIGHTING, Sighting, seek
 from indexer.sync.frames import MAX_SEQ
 from tests.fuzz.comparison import DifferenceError
-from tests.fuzz.inversion_target import Choices
-from tests.fuzz.outcome_counts import FuzzTarget, MutateBytes, OutcomeCounts
-from tests.fuzz.seed_files import published_lines
-from tests.fuzz.syntax_targets import TextTarget, text_of
+from tests.fuzz.fuzz_target import Choices, FuzzTarget, MutateBytes, TextTarget, text_of
+from tests.fuzz.outcome_counts import OutcomeCounts
+from tests.fuzz.seed_files import published_lines, some_of
 
 MAX_PROBES = 60
 RESOLUTIONS = (1, 100, 1_000)
@@ -84,8 +83,7 @@ class EventTimes(TextTarget):
 
     def seeds(self, random: Random, count: int) -> list[bytes]:
         """Return published times, a half if there are so many, and some of our own."""
-        published = list(published_lines("atproto-interop-tests/syntax/datetime_*.txt"))
-        made = random.sample(published, min(len(published), count // 2))
+        made = some_of(published_lines("atproto-interop-tests/syntax/datetime_*.txt"), random, count // 2)
         return made + [DATETIMES[number % len(DATETIMES)].encode() for number in range(count - len(made))]
 
     def compare(self, data: bytes) -> None:

@@ -20,29 +20,10 @@ from indexer.errors import UpstreamError
 from indexer.sync.scope import covers
 from tests.fuzz import syntax_reference as reference
 from tests.fuzz.comparison import DifferenceError
-from tests.fuzz.outcome_counts import FuzzTarget, MutateBytes, OutcomeCounts
-from tests.fuzz.seed_files import published_lines
-
-DID, HANDLE, NSID, TID = "did:plc:ewvi7nxzyoun6zhxrhs64oiz", "alice.example.com", "app.bsky.feed.post", "3jzfcijpj2z2a"
-IDENTIFIERS = (DID, "did:web:bob.test", HANDLE, "xn--a.b-c.D", NSID, "com.example.a-b.C1", TID, "self", "a:b~_.-", "..")
-PATTERNS = ("*", NSID, "app.bsky.*", "app.*", "app.bsky.feed.*", "com.example.a.b")
-PIECES = (".", "-", "/", ":", "%", "*", "~", "0", "Z", "\n", "é", "a" * 64, ".a" * 130, "at://", ",")
-
-
-class TextTarget(FuzzTarget):
-    """A target whose inputs are texts. Bytes that are not UTF-8 become U+FFFD, as in decoded texts."""
-
-    def mutate(self, data: bytes, random: Random, mutate_bytes: MutateBytes) -> bytes:
-        """Return mutated bytes, or a text with a piece of syntax at some place."""
-        if random.random() < 0.6:
-            return mutate_bytes(data)
-        place = random.randrange(len(data) + 1)
-        return data[:place] + random.choice(PIECES).encode() + data[place + random.randrange(3) :]
-
-
-def text_of(data: bytes) -> str:
-    """Return the text of an input."""
-    return data.decode(errors="replace")
+from tests.fuzz.examples import DID, HANDLE, IDENTIFIERS, NSID, PATTERNS, TID
+from tests.fuzz.fuzz_target import TextTarget, text_of
+from tests.fuzz.outcome_counts import OutcomeCounts
+from tests.fuzz.seed_files import published_lines, some_of
 
 
 class Identifiers(TextTarget):
@@ -61,8 +42,7 @@ class Identifiers(TextTarget):
 
     def seeds(self, random: Random, count: int) -> list[bytes]:
         """Return published texts, a half if there are so many, and some of each kind."""
-        published = list(published_lines("atproto-interop-tests/syntax/[adhnrt]*_syntax_*.txt"))
-        made = random.sample(published, min(len(published), count // 2))
+        made = some_of(published_lines("atproto-interop-tests/syntax/[adhnrt]*_syntax_*.txt"), random, count // 2)
         texts = [*IDENTIFIERS, f"{NSID}/{TID}"]
         return made + [texts[number % len(texts)].encode() for number in range(count - len(made))]
 
@@ -111,8 +91,7 @@ class AtUris(TextTarget):
 
     def seeds(self, random: Random, count: int) -> list[bytes]:
         """Return published texts, a half if there are so many, and some with each number of parts."""
-        published = list(published_lines("atproto-interop-tests/syntax/aturi_syntax_*.txt"))
-        made = random.sample(published, min(len(published), count // 2))
+        made = some_of(published_lines("atproto-interop-tests/syntax/aturi_syntax_*.txt"), random, count // 2)
         texts = [
             f"at://{authority}{rest}"
             for authority in (DID, HANDLE, "ALICE.Test")

@@ -7,8 +7,8 @@ from importlib import import_module
 from random import Random
 from typing import NamedTuple, Protocol, cast
 
+from tests.fuzz.fuzz_target import MutateBytes
 from tests.fuzz.input_cost import DECODING, CostLimit
-from tests.fuzz.outcome_counts import MutateBytes
 
 
 class Counts(Protocol):

@@ -1,4 +1,4 @@
-"""Where the corpus of the fuzzer is, and that all rounds of a run share it."""
+"""The directory of the fuzzer's corpus, which all rounds of a run share."""
 
 import subprocess
 from pathlib import Path

@@ -4,13 +4,14 @@ import hmac
 import json
 import mmap
 import resource
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from math import inf
 from random import Random
-from typing import Any
+from typing import Any, NoReturn
 
+import orjson
 import pytest
 
 from indexer.atproto.car import split_car
@@ -18,8 +19,11 @@ from indexer.atproto.crypto import PrivateKey, PublicKey
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.mst import Node, Verdict
 from indexer.atproto.syntax import AtUri
+from indexer.errors import UnavailableError
 from indexer.identity import did_resolver, dns_records
 from indexer.pds import pds_client, repo_list
+from indexer.pds.repo_list import ListedAccount, RepoStatus
+from indexer.reasons import FetchFailure
 from indexer.relay.seek import Entry
 from indexer.service.feed import tap_routes
 from indexer.service.feed.answers import answer
@@ -31,7 +35,7 @@ from indexer.sync.frames import MAX_SEQ, decode_frame
 from indexer.sync.plan_resync import Completion
 from indexer.sync.plans import Batch, RecordChange, RepoWrite
 from indexer.sync.record_change import RecordConverter
-from indexer.sync.verify import VerifiedChange, verify_commit, verify_export_commit
+from indexer.sync.verify import VerifiedChange, verify_commit, verify_export_commit, verify_record
 from tests.fuzz import (
     block_targets,
     buffer_target,
@@ -68,9 +72,9 @@ SEEDS = 100
 SLOW_TARGETS = ("records", "lexicons", "buffers", "handles", "tap-requests")
 
 
-def marked(names: Iterable[str]) -> list[Any]:
-    """Return the parameters of a test, those of slow targets with the mark."""
-    return [pytest.param(name, marks=pytest.mark.slow) if name in SLOW_TARGETS else name for name in names]
+def marks_of(name: str) -> list[pytest.MarkDecorator]:
+    """Return the mark of a slow target."""
+    return [pytest.mark.slow] if name in SLOW_TARGETS else []
 
 
 @contextmanager
@@ -109,7 +113,7 @@ def test_first_and_mutated_inputs_reach_every_outcome_without_a_finding(name: st
 
 
 Wrong = Callable[[Any], Any]
-"""Returns the wrong result instead of a right one; the argument of a class is the class."""
+"""Returns the wrong result instead of a right one."""
 
 
 class ForgetfulCompletion(Completion):
@@ -167,6 +171,28 @@ async def too_late(search: Awaitable[Entry]) -> Entry:
     return replace(await search, cursor=MAX_SEQ + 1)
 
 
+def absent_if_incomplete(*given: Any) -> bytes | None:
+    try:
+        return verify_record(*given)
+    except UnavailableError:
+        return None
+
+
+def refuse_proof(*_: object) -> NoReturn:
+    raise UnavailableError(FetchFailure.BAD_ANSWER)
+
+
+class LenientJson:
+    """Reads JSON that is not an object as one with empty lists."""
+
+    JSONDecodeError = orjson.JSONDecodeError
+
+    @staticmethod
+    def loads(data: bytes) -> Any:
+        document = orjson.loads(data)
+        return document if isinstance(document, dict) else {"dids": [], "collections": []}
+
+
 STRANGER = PrivateKey.from_seed("k256", b"a key that no account has").public
 RESULTS: dict[str, tuple[Any, str, Wrong]] = {
     "messages": (message_target, "plan_batch", lambda plan: replace(plan, settled=plan.settled * 2)),
@@ -204,16 +230,41 @@ RESULTS: dict[str, tuple[Any, str, Wrong]] = {
     "lexicons": (database_targets, "parse_lexicon", lambda lexicon: replace(lexicon, record={"type": "object"})),
 }
 """A function of the product that a target uses, and what its result becomes."""
-CLASSES: dict[str, tuple[Any, str, Any]] = {
-    "at-uris": (syntax_targets, "AtUri", UnwrittenUri),
-    "signatures": (PublicKey, "verify", lambda *_: True),
-    "acknowledgements": (feed_targets, "DeliveryWindow", DeafWindow),
-    "buffers": (buffer_target, "Completion", ForgetfulCompletion),
-    "records": (database_targets, "RecordConverter", WrongConverter),
+REPLACEMENTS: dict[str, tuple[str, Any, str, Any]] = {
+    "AT-URI without text": ("at-uris", syntax_targets, "AtUri", UnwrittenUri),
+    "any signature is valid": ("signatures", PublicKey, "verify", lambda *_: True),
+    "no acknowledgement has an effect": ("acknowledgements", feed_targets, "DeliveryWindow", DeafWindow),
+    "several changes of a repo in flight": (
+        "acknowledgements",
+        feed_targets,
+        "DeliveryWindow",
+        lambda progress, **_: DeliveryWindow(progress),
+    ),
+    "a buffered event is lost": ("buffers", buffer_target, "Completion", ForgetfulCompletion),
+    "all records are the same": ("records", database_targets, "RecordConverter", WrongConverter),
+    "incomplete proof shows no record": ("record-proofs", record_targets, "verify_record", absent_if_incomplete),
+    "complete proof is refused": ("record-proofs", record_targets, "verify_record", refuse_proof),
+    "all accounts of a list are active": (
+        "repo-lists",
+        repo_list,
+        "ListedAccount",
+        lambda did, rev, _: ListedAccount(did, rev),
+    ),
+    "all repos are active": (
+        "repo-states",
+        repo_list,
+        "RepoStatus",
+        lambda _, status, rev: RepoStatus(True, status, rev),
+    ),
+    "no client is admitted": ("credentials", hmac, "compare_digest", lambda *_: False),
+    "malformed body is an empty list": ("tap-requests", tap_routes, "orjson", LenientJson),
 }
+"""Wrong code in the place of a class, a function or a module of the product that a target uses."""
+COMPARED = {name for name, row in TARGETS.items() if row.native}
+"""The targets that compare two cores: tests/fuzz/test_fuzz.py has wrong cores."""
 
 
-@pytest.mark.parametrize("name", marked(RESULTS))
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in RESULTS])
 def test_wrong_function_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, function, distort = RESULTS[name]
     right = getattr(module, function)
@@ -222,11 +273,18 @@ def test_wrong_function_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> 
         run_seeds(target)
 
 
-@pytest.mark.parametrize("name", marked(CLASSES))
-def test_wrong_class_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(*CLASSES[name])
+@pytest.mark.parametrize(
+    "bug", [pytest.param(bug, marks=marks_of(name)) for bug, (name, _, _, _) in REPLACEMENTS.items()]
+)
+def test_wrong_replacement_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, owner, attribute, wrong = REPLACEMENTS[bug]
+    monkeypatch.setattr(owner, attribute, wrong)
     with target_of(name) as target, pytest.raises(DifferenceError):
         run_seeds(target)
+
+
+def test_every_target_has_a_case_of_wrong_code() -> None:
+    assert RESULTS.keys() | {name for name, _, _, _ in REPLACEMENTS.values()} | COMPARED == TARGETS.keys()
 
 
 LIMIT = CostLimit(steps=200_000, steps_per_byte=100, memory=100_000, memory_per_byte=10)
