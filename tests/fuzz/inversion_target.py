@@ -62,14 +62,15 @@ class Inversions(FuzzTarget):
             self._compare_choices(data)
 
     def _compare_frame(self, event: CommitEvent) -> None:
-        """Invert the commit of a frame. If its tree is not valid, any verdict or documented error may follow."""
+        """Invert the commit of a frame. If its tree or an operation is not valid, any verdict or documented error may follow."""
         try:
             _, blocks = split_car(event.blocks, DEFAULT_LIMITS, max_bytes=DEFAULT_LIMITS.commit_blocks_bytes)
             root = decode_commit(blocks.get(event.commit, b""), event.commit).data
             ops = fold_operations(event.ops)
         except (UpstreamError, LegacyOperationsError):
             return
-        prev_data, valid = event.prev_data or EMPTY_TREE, is_tree(blocks, root)
+        # An empty key is malformed in the product, and a key like others in the reference.
+        prev_data, valid = event.prev_data or EMPTY_TREE, is_tree(blocks, root) and all(op.key for op in ops)
         try:
             found = invert(blocks, root, ops, prev_data, DEFAULT_LIMITS)
         except UpstreamError:
