@@ -70,7 +70,7 @@ TARGETS = {
     "cars": TargetRow("block_targets.Cars", limit=DECODING),
     "nodes": TargetRow("block_targets.Nodes", limit=DECODING),
     "commits": TargetRow("block_targets.Commits", limit=DECODING),
-    "inversions": TargetRow("inversion_target.Inversions"),
+    "inversions": TargetRow("inversion_target.Inversions", limit=CostLimit(steps=10_000_000)),  # the reference counts
     "did-documents": TargetRow("identity_targets.DidDocuments", limit=DECODING),
     "handles": TargetRow("identity_targets.Handles"),
     "records": TargetRow("database_targets.Records"),
