@@ -62,7 +62,7 @@ class Inversions(FuzzTarget):
             self._compare_choices(data)
 
     def _compare_frame(self, event: CommitEvent) -> None:
-        """Invert the commit of a frame. After a tree or an operation that is not valid, anything documented may follow."""
+        """Invert the commit of a frame. After an invalid tree or operation, any documented result may follow."""
         try:
             _, blocks = split_car(event.blocks, DEFAULT_LIMITS, max_bytes=DEFAULT_LIMITS.commit_blocks_bytes)
             root = decode_commit(blocks.get(event.commit, b""), event.commit).data
