@@ -11,12 +11,11 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from itertools import count
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from time import sleep
 from typing import NamedTuple
 
 from indexer import crash_points
@@ -26,8 +25,8 @@ from tests.background import running
 from tests.waiting import until
 
 SUPERVISION_SECONDS = 0.1
-STACKS, STACKS_SECONDS = signal.SIGUSR2, 1.0
-"""The signal with which a process writes the stacks of its threads to its log, and the time that it gets for this."""
+STACKS = signal.SIGUSR2
+"""At this signal, a process writes the stacks of its threads to its log."""
 RUN = ("run", "--no-migrate")
 
 _context = multiprocessing.get_context("forkserver")
@@ -118,7 +117,12 @@ class DaemonFork:
         """Wait until the process has killed itself."""
         process = self._process
         assert process is not None
-        await until(lambda: not process.is_alive(), lambda: f"no {death}: {self._log_with_stacks()}")
+        try:
+            await until(lambda: not process.is_alive())
+        except AssertionError:
+            os.kill(self.pid, STACKS)
+            await until(lambda: "most recent call first" in self.log_tail(), self.log_tail)
+            raise AssertionError(f"no {death}: {self.log_tail()}") from None
         self._join_killed()
 
     def has_died(self) -> bool:
@@ -158,13 +162,6 @@ class DaemonFork:
         """Return the URL of the health checks of the process that was started last."""
         started = [line for line in self.log.read_text().splitlines() if '"daemon.started"' in line]
         return str(json.loads(started[-1])["health"])
-
-    def _log_with_stacks(self) -> str:
-        """Let the process, if it lives, write the stacks of its threads to its log; return the end of the log."""
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, STACKS)
-            sleep(STACKS_SECONDS)
-        return self.log_tail()
 
     def _join_killed(self) -> None:
         assert self._process is not None

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from indexer.store.schema_version import schema_is_current
 from tests.background import running
 from tests.citus_server import CitusServer
 from tests.crashes.death_world import Act, DeathWorld, death_world
+from tests.crashes.passed_points import PassedPoints, record_points
 from tests.crashes.short_waits import forget_soon, wait_little
 from tests.daemon.running_daemon import publish_key_silently
 from tests.daemon.test_scope_crashes import DEATHS as SCOPE_DEATHS
@@ -203,45 +203,12 @@ async def test_killed_at_each_point(
         record_property("deaths", world.deaths.total())
 
 
-QUIET_SECONDS = 0.5
 RECORDED = 3
 """Processes whose points are recorded. A point that all of them pass is passed regularly."""
 MAX_TRIES, MAX_TRIES_BY_CHANCE = 5, 2
 """Processes that are to die at a point that is passed regularly, or by chance."""
 ALWAYS_PASSED = {"shard.claimed", "stream.entered", "batch.taken", "batch.settled"}
 """Points that each operation passes."""
-
-
-def record_points(prepare: Callable[[], None], file: Path) -> None:
-    """Prepare this process, and let it write each crash point that it passes to a file, a line for each."""
-    prepare()
-    crash_points.hooks.append(lambda point: _append(file, point))
-
-
-def _append(file: Path, point: str) -> None:
-    with file.open("a") as points:
-        points.write(f"{point}\n")
-
-
-class PassedPoints:
-    """The points that a process of the daemon has passed, from the file to which it writes them.
-
-    Attributes:
-        points: The points.
-    """
-
-    def __init__(self, file: Path, expected: set[str]) -> None:
-        file.write_text("")
-        self.points: set[str] = set()
-        self._file = file
-        self._expected = expected
-        self._changed_at = monotonic()
-
-    def are_complete(self) -> bool:
-        """Return True if the expected points were passed, and no new one was passed for a while."""
-        before, self.points = self.points, set(self._file.read_text().split())
-        self._changed_at = self._changed_at if self.points == before else monotonic()
-        return self._expected <= self.points and monotonic() > self._changed_at + QUIET_SECONDS
 
 
 async def points_passed_by(

@@ -46,7 +46,8 @@ INSTRUMENTED = [
     "indexer.sync",
 ]
 MANY = 10
-"""So many times the least number of inputs have every outcome. Fewer may lack one by chance, on a slow machine."""
+"""A run must have every outcome if it has this many times the least number of inputs. A shorter run, on a slow machine,
+may lack one by chance."""
 INPUT_TIMEOUT = 300
 """Seconds after which libFuzzer gives an input up. Slow inputs are found by their CPU time, long before."""
 

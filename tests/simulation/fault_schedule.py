@@ -152,7 +152,10 @@ class Forgery(AccountFault):
 
 @dataclass(frozen=True)
 class RepeatedMessages(Fault):
-    """Relays send the newest messages again, with their old sequence numbers or with new ones."""
+    """Relays send the newest messages again, with their old sequence numbers or with new ones.
+
+    They do so before the actions of the episode, and once more after it.
+    """
 
     count: int
     renumbered: bool
