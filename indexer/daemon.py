@@ -64,6 +64,7 @@ from indexer.service.resync.worker_pool import WorkerPool, pool_settings
 from indexer.setting_types import Address
 from indexer.settings import Settings
 from indexer.store import RESERVED_CONNECTIONS, RetentionPolicy, Store
+from indexer.sync.repo_state import StreamPoint
 from indexer.sync.scope import Track
 from indexer.sync.shard import Placement
 
@@ -194,6 +195,7 @@ class Daemon:
             self.scope,
             ReconciliationSettings(shard, settings.sweep_interval),
             self.identities if settings.upstream == "pds" else None,
+            self._stream_point,
         )
         self.key_lookups = KeyLookups(
             self.identities, self.inbox, timeout=KEY_LOOKUP_TIMEOUT_SECONDS, concurrency=KEY_LOOKUP_CONCURRENCY
@@ -429,6 +431,11 @@ class Daemon:
         if (connection := self.subscription.connection) is None:
             return ()
         return [http_origin(relay) for relay in dict.fromkeys([connection.relay, *self._settings.relays])]
+
+    def _stream_point(self, source: str) -> StreamPoint | None:
+        """Return the last stored message; None if the open stream is not that of this source."""
+        point = self.stream_position.last_stored()
+        return point if point is not None and http_origin(point.relay) == source else None
 
     def _reconciled_at(self) -> float | None:
         """Return when the last reconciliation of this process ended; None if none has ended."""

@@ -14,9 +14,9 @@ from indexer.cli.command import ExitCode, command, config_option, json_option, r
 from indexer.cli.database import open_store
 from indexer.cli.output import echo_result, literal_text, result_console, to_json
 from indexer.monitoring.readiness import describe_gap
-from indexer.relay.event_time import event_seconds
 from indexer.relay.live_position import live_position
 from indexer.settings import Settings
+from indexer.sync.event_time import event_seconds
 from indexer.sync.gap import OpenGap
 from indexer.sync.shard import BUCKETS, Shard
 from indexer.sync.stored_cursor import StoredCursor

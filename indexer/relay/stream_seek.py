@@ -4,10 +4,10 @@ import asyncio
 from dataclasses import dataclass, field
 
 from indexer.atproto.limits import Limits
-from indexer.relay.event_time import event_seconds
 from indexer.relay.seek import TIMES_PER_SIGHTING, Entry, Sighting, seek
 from indexer.relay.stream_socket import Ending, StreamSocket, StreamSocketError
 from indexer.relay.subscription import ConnectionSettings, open_stream
+from indexer.sync.event_time import event_seconds
 from indexer.sync.events import StreamError
 from indexer.sync.frames import decode_frame
 

@@ -31,6 +31,7 @@ _REPO: dict[str, tuple[str, Callable[[Repo], Any]]] = {
     "hosting_relay": ("text", lambda repo: repo.hosting_relay),
     "hosting_epoch": ("bigint", lambda repo: repo.hosting_epoch),
     "hosting_seq": ("bigint", lambda repo: repo.hosting_seq),
+    "hosting_time": ("float8", lambda repo: repo.hosting_time),
     "takedown": ("boolean", lambda repo: repo.takedown),
     "buffered_events": ("integer", lambda repo: repo.buffered_events),
     "buffered_bytes": ("bigint", lambda repo: repo.buffered_bytes),
@@ -47,7 +48,7 @@ _REPO: dict[str, tuple[str, Callable[[Repo], Any]]] = {
     "wanted_in": ("bigint", lambda repo: repo.wanted_in),
 }
 _REASONS = {str(reason): reason for reason in Desync}
-_TIMES = ("next_attempt_at", "synchronized_at", "erase_at", "unproven_since")
+_TIMES = ("hosting_time", "next_attempt_at", "synchronized_at", "erase_at", "unproven_since")
 
 REPO_COLUMNS: Columns = {name: type_ for name, (type_, _) in _REPO.items()}
 HEAD_COLUMNS: Columns = {name: REPO_COLUMNS[name] for name in ("did", "version", "rev", "data", "commit")}
@@ -96,6 +97,7 @@ def repo_of(row: asyncpg.Record) -> Repo:
         hosting_relay=row["hosting_relay"],
         hosting_epoch=row["hosting_epoch"],
         hosting_seq=row["hosting_seq"],
+        hosting_time=row["hosting_time"],
         takedown=row["takedown"],
         buffered_events=row["buffered_events"],
         buffered_bytes=row["buffered_bytes"],

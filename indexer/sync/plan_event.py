@@ -9,11 +9,12 @@ from indexer.atproto.mst import EMPTY_TREE
 from indexer.atproto.syntax import CollectionFilter
 from indexer.errors import UpstreamError
 from indexer.reasons import Desync, Rejection
+from indexer.sync.event_time import event_seconds
 from indexer.sync.events import AccountEvent, CommitEvent, IdentityEvent, RepoEvent, SyncEvent
 from indexer.sync.plans import NeedsKey, Plan, RecordChange
 from indexer.sync.policy import KeyState, PlanContext, is_future
 from indexer.sync.record_change import RecordConverter
-from indexer.sync.repo_state import DELETED, OUT_OF_SCOPE, PARKED, TOMBSTONED, Head, Repo, SyncStatus
+from indexer.sync.repo_state import DELETED, OUT_OF_SCOPE, PARKED, TOMBSTONED, Head, Repo, StreamPoint, SyncStatus
 from indexer.sync.repo_transitions import (
     Outcome,
     Trigger,
@@ -260,18 +261,15 @@ def _plan_sync(repo: Repo, head: Head, size: int, context: PlanContext) -> Plan:
 
 def _plan_account(repo: Repo, event: AccountEvent, context: PlanContext) -> Plan:
     """Apply a relay's report about the account, unless a later one has been applied (docs/protocol.md#accounts)."""
-    same_sequence = (repo.hosting_relay, repo.hosting_epoch) == (context.relay, context.epoch)
-    if same_sequence and event.seq <= repo.hosting_seq:
+    point = StreamPoint(context.relay, context.epoch, event.seq, event_seconds(event.time))
+    if _is_outdated(repo, point, one_host=context.host is not None):
         return Plan(repo, Outcome.REPLAYED)
     if not (repo.known or event.active):
         return Plan(repo, Outcome.IGNORED)  # nothing is stored; a message adds the repo when it is active again
     after = amend(
-        repo,
+        _stated_at(repo, point, context.now),
         active=event.active,
         hosting_status=_reported(event.status),
-        hosting_relay=context.relay,
-        hosting_epoch=context.epoch,
-        hosting_seq=event.seq,
         erase_at=_erase_at(repo, event, context),
         next_attempt_at=repo.next_attempt_at if repo.known else context.now + FIRST_COMMIT_SECONDS,
     )
@@ -280,6 +278,34 @@ def _plan_account(repo: Repo, event: AccountEvent, context: PlanContext) -> Plan
     if repo.active or repo.sync_status is SyncStatus.DESYNCHRONIZED:
         return Plan(unparked(after, context.now), Outcome.APPLIED)
     return Plan(reactivate(after, context.now), Outcome.APPLIED, why=Desync.REACTIVATED)
+
+
+def _is_outdated(repo: Repo, point: StreamPoint, *, one_host: bool) -> bool:
+    """Return True if the row has a statement about the account that is at least as new as the message at `point`.
+
+    Numbers are compared within one sequence, and times, which hosts choose, only between sequences. The hosts of an
+    account before and after a move may have different clocks. So the times are not compared on the streams of hosts.
+    """
+    if _is_same_sequence(repo, point):
+        return point.seq <= repo.hosting_seq
+    if one_host or point.time is None or repo.hosting_time is None:
+        return False
+    return point.time < repo.hosting_time
+
+
+def _is_same_sequence(repo: Repo, point: StreamPoint) -> bool:
+    return (repo.hosting_relay, repo.hosting_epoch) == (point.relay, point.epoch)
+
+
+def _stated_at(repo: Repo, point: StreamPoint | None, now: float) -> Repo:
+    """Return the row with a statement about the account that is as new as the message at `point`; None: not known.
+
+    A time after the arrival is wrong. Without this limit, a host could have all later messages ignored.
+    """
+    if point is None or (_is_same_sequence(repo, point) and point.seq < repo.hosting_seq):
+        return repo
+    at = None if point.time is None else min(point.time, now)
+    return repo._replace(hosting_relay=point.relay, hosting_epoch=point.epoch, hosting_seq=point.seq, hosting_time=at)
 
 
 def plan_existence(repo: Repo, now: float, deletion_grace: float, *, exists: bool) -> Repo:
@@ -298,18 +324,26 @@ def plan_erasure_later(repo: Repo, at: float) -> Repo:
     return repo if repo.active or repo.hosting_status != TOMBSTONED else amend(repo, erase_at=at)
 
 
-def plan_active(repo: Repo, now: float) -> Repo:
-    """Return the row of a repo that its relay reports as active; the same object if the relay did not hide it."""
+def plan_active(repo: Repo, now: float, point: StreamPoint | None = None) -> Repo:
+    """Return the row of a repo that its relay reports as active; the same object if the relay did not hide it.
+
+    The report is as new as the message at `point`: the last one of the relay's stream that was stored before it.
+    """
     hidden_by_relay = not repo.active and repo.hosting_status != TOMBSTONED and repo.tracked
-    return _active_again(repo, now) if hidden_by_relay else repo
+    return _active_again(_stated_at(repo, point, now), now) if hidden_by_relay else repo
 
 
-def plan_hidden(repo: Repo, status: str | None, now: float, deletion_grace: float) -> Repo:
-    """Return the row of a repo that its relay reports as inactive; the same object if it is hidden already."""
+def plan_hidden(
+    repo: Repo, status: str | None, now: float, deletion_grace: float, point: StreamPoint | None = None
+) -> Repo:
+    """Return the row of a repo that its relay reports as inactive; the same object if it is hidden already.
+
+    The report is as new as the message at `point`, as in `plan_active`.
+    """
     if not repo.active:
         return repo
     erase_at = now + deletion_grace if status == DELETED else None
-    return amend(repo, active=False, hosting_status=_reported(status), erase_at=erase_at)
+    return amend(_stated_at(repo, point, now), active=False, hosting_status=_reported(status), erase_at=erase_at)
 
 
 def plan_status_unknown(repo: Repo, now: float) -> Repo:

@@ -39,6 +39,20 @@ class Head(NamedTuple):
     commit: bytes
 
 
+class StreamPoint(NamedTuple):
+    """A message in the stream of a relay: it says how new a statement of this relay about an account is.
+
+    Attributes:
+        epoch: The epoch of the relay's sequence.
+        time: The `time` field of the message (Unix seconds); None if it is not known.
+    """
+
+    relay: str
+    epoch: int
+    seq: int
+    time: float | None
+
+
 class Repo(NamedTuple):
     """One row of the table `repo`, with the columns that planning needs.
 
@@ -49,8 +63,10 @@ class Repo(NamedTuple):
         latest_unverified_rev: The newest rev of a message whose signature could not be checked, or of a repo list. A
             resync prefers a source whose export has reached it. It never decides which records are stored.
         active: False if upstream hides the account, for the reason in `hosting_status`.
+        hosting_relay: The relay that made the last statement about the account, in an #account message or as the answer
+            to a request. The statement is as new as the message `hosting_seq` of its stream.
         hosting_epoch: The epoch of the sequence of `hosting_relay` that `hosting_seq` belongs to.
-        hosting_seq: The sequence number of the last #account message from `hosting_relay`.
+        hosting_time: The time of that message, but not after its arrival (Unix seconds); None if it is not known.
         takedown: True if the local operator hides the account.
         lease: Incremented by every claim, so that a worker can tell whether its claim still holds.
         next_attempt_at: Unix seconds; None means immediately, `PARKED` means after an event unparks the repo.
@@ -76,6 +92,7 @@ class Repo(NamedTuple):
     hosting_relay: str | None = None
     hosting_epoch: int = 0
     hosting_seq: int = 0
+    hosting_time: float | None = None
     takedown: bool = False
     buffered_events: int = 0
     buffered_bytes: int = 0

@@ -15,6 +15,7 @@ from indexer.localnet.http_server import Fault
 from indexer.localnet.local_account import LocalAccount
 from indexer.localnet.local_network import LocalNetwork
 from indexer.localnet.local_pds import LIST_REPOS
+from indexer.localnet.local_relay import message_frame
 from indexer.service.crawl.reconcile import ReconciliationSettings
 from indexer.service.live.stream_continuity import StreamContinuity
 from tests.daemon.running_daemon import POST, RunningDaemon, post, running_daemon
@@ -105,6 +106,25 @@ async def test_change_over_to_a_relay_that_lost_the_span_opens_a_gap(database: s
         await wait_until_equal_and_ready(daemon)
         assert await gaps(daemon) == [(network.relay_urls[1], "no-cursor", None, None, True)]
         assert daemon.counter("desynchronized", reason="behind") == 5
+
+
+async def test_old_account_message_of_another_relay_does_not_show_a_hidden_account(
+    database: str, tmp_path: Path
+) -> None:
+    """Its number is above that of the message that took the account down, and its time is before it."""
+    async with LocalNetwork(relays=2) as network, daemon_of(network, database, tmp_path) as daemon:
+        await until(lambda: relay_of(daemon) == network.relay_urls[0])
+        before = network.clock.now()
+        [account, *_] = await create_synchronized(daemon, 2)
+        account.takedown()
+        await until(lambda: is_taken_down(daemon, account, epoch=0))
+        network.relays[1].restart_sequence(5_000)
+        await network.relay.stop()
+        await until(lambda: relay_of(daemon) == network.relay_urls[1])
+        old = {"did": account.did, "active": True, "time": before, "seq": network.relays[1].seq + 1}
+        network.relays[1].inject(message_frame("#account", old))
+        await until(lambda: daemon.counter("events", kind="account", outcome="replayed") == 1)
+        assert await is_taken_down(daemon, account, epoch=0)
 
 
 async def test_reconciliation_asks_the_connected_relay(database: str, tmp_path: Path) -> None:

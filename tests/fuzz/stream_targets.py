@@ -3,8 +3,8 @@
 import asyncio
 from random import Random
 
-from indexer.relay.event_time import event_seconds
 from indexer.relay.seek import TIMES_PER_SIGHTING, Sighting, seek
+from indexer.sync.event_time import event_seconds
 from indexer.sync.frames import MAX_SEQ
 from tests.fuzz.comparison import DifferenceError
 from tests.fuzz.fuzz_target import Choices, FuzzTarget, MutateBytes, TextTarget, text_of

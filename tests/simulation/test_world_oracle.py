@@ -24,7 +24,6 @@ from tests.simulation.draw_schedule import draw_schedule
 from tests.simulation.expected_dead_letters import Row, dead_letters_of
 from tests.simulation.fault_injection import injected_kinds
 from tests.simulation.fault_schedule import (
-    BrokenConnection,
     ChangedScope,
     Damage,
     DamagedCommit,
@@ -41,7 +40,6 @@ from tests.simulation.fault_schedule import (
     LostWindow,
     RestartedSequence,
     Schedule,
-    StoppedRelay,
     UnreachableDirectory,
 )
 from tests.simulation.simulated_world import World
@@ -332,22 +330,6 @@ def test_wrong_record_of_a_hidden_repo_is_noticed() -> None:
     fields["records"][hidden].popitem()
     checks.check_snapshot(Snapshot(**fields))
     assert len(checks.violations) == 1
-
-
-@pytest.mark.parametrize(("failure", "differences"), [("repo-suspended", 0), ("timeout", 1)])
-def test_inactive_account_may_reappear_only_if_relays_changed_and_its_host_refuses(
-    checks: Checks, failure: str, differences: int
-) -> None:
-    found: dict[bool, set[int]] = {False: set(), True: set()}
-    shown = {"active": True, "hosting_status": None, "sync_status": "desynchronized", "sync_reason": "reactivated"}
-    for schedule in schedules():
-        truth = truth_of(schedule)
-        fields = truth_as_snapshot(truth)
-        for did in [did for did, true in truth.repos.items() if true.status == "suspended"][:1]:
-            fields["repos"][did].update({**shown, "failure": failure})
-            changed = any(has(episode, BrokenConnection) or has(episode, StoppedRelay) for episode in schedule.episodes)
-            found[changed].add(len(checks.differences(Snapshot(**fields), truth)))
-    assert found == {False: {1}, True: {differences}}
 
 
 def test_rev_that_does_not_exist_is_noticed(checks: Checks, fields: Mapping[str, Any], did: str) -> None:

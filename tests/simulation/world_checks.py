@@ -13,7 +13,7 @@ from tests.database_checks import assert_log_gives_records
 from tests.simulation.expected_dead_letters import dead_letters_of
 from tests.simulation.fault_schedule import UnreachableDatabase
 from tests.simulation.simulated_world import World
-from tests.simulation.world_oracle import REFUSALS, TrueRepo, Truth
+from tests.simulation.world_oracle import TrueRepo, Truth
 
 _REPOS = """
     select did, sync_status, sync_reason, rev, hosting_status, active, split_part(last_error, ':', 1) as failure,
@@ -66,12 +66,6 @@ class Snapshot:
 async def updates_without_effect(sql: asyncpg.Connection) -> list[asyncpg.Record]:
     """Return the logged updates that change nothing. No commit of a world has one, so each is a change logged twice."""
     return list(await sql.fetch(_REPEATED))
-
-
-def reappeared(row: asyncpg.Record, true: TrueRepo) -> bool:
-    """Return True if an old message shows the inactive account, and its host refuses to serve it."""
-    is_refused = row["active"] and row["sync_reason"] == "reactivated" and row["failure"] in REFUSALS.values()
-    return true.may_reappear and is_refused
 
 
 @dataclass
@@ -147,7 +141,7 @@ class Checks:
             row, true = snapshot.repos[did], truth.repos[did]
             state = row["active"], row["hosting_status"]
             is_refused = true.refusal is not None and row["rev"] is None and row["parked"]
-            if (is_refused and row["failure"] == true.refusal) or reappeared(row, true):
+            if is_refused and row["failure"] == true.refusal:
                 continue
             if state != (true.status is None, true.status):
                 found.append(f"{did} has the hosting status {state}, not {true.status}")
@@ -193,13 +187,8 @@ class Checks:
 
     async def _check_values(self) -> None:
         """Check the values of all visible records."""
-        repos = (await Snapshot.take(self.world.sql)).repos
         rows = await self.world.sql.fetch(_VALUES)
-        stored: dict[str, Any] = {
-            f"{did}/{path}": json.loads(value)
-            for did, path, value in rows
-            if not reappeared(repos[did], self.truth.repos[did])
-        }
+        stored: dict[str, Any] = {f"{did}/{path}": json.loads(value) for did, path, value in rows}
         expected = {
             f"{did}/{path}": dict(value)
             for did, repo in self.truth.repos.items()

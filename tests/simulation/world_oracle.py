@@ -13,7 +13,6 @@ import cbor2
 
 from tests.simulation.fault_schedule import (
     Action,
-    BrokenConnection,
     BrokenHost,
     ChangedScope,
     Commit,
@@ -32,7 +31,6 @@ from tests.simulation.fault_schedule import (
     RotateKey,
     Schedule,
     SetStatus,
-    StoppedRelay,
     UnreachableDirectory,
     Value,
 )
@@ -105,9 +103,6 @@ class TrueRepo:
         reasons: Reasons for which the repo may be desynchronized at some time.
         waited_for: True if the repo was synchronized before the first episode.
         certain: Reasons of which at least one must have been given.
-        may_reappear: True if a relay may say at the end that the inactive account is active, with an old message that
-            the daemon reads after a newer one of another relay, because it has changed over and back again. Then its
-            host refuses to serve it.
     """
 
     host: int = 0
@@ -118,7 +113,6 @@ class TrueRepo:
     reasons: set[str] = field(default_factory=lambda: {"new"})
     waited_for: bool = False
     certain: frozenset[str] = frozenset()
-    may_reappear: bool = False
 
     @property
     def refusal(self) -> str | None:
@@ -203,9 +197,7 @@ def truth_of(schedule: Schedule) -> Truth:
     scopes = tuple(Scope(collections) for collections in (schedule.collections, *changes))
     _add_reasons(repos, schedule, scopes)
     undisturbed = frozenset(action.did for action in schedule.first if repos[action.did].reasons == {"new"})
-    changes_over = any(isinstance(fault, BrokenConnection | StoppedRelay) for fault in schedule.faults)
     for repo in repos.values():
-        repo.may_reappear = changes_over and repo.status is not None
         if "identity" in repo.reasons:  # without a key, a break of the chain is not seen
             repo.certain = repo.certain and repo.certain | {"identity"}
         repo.reasons.add("lease-expired")  # a killed or slow worker has not finished

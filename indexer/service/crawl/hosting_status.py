@@ -4,6 +4,7 @@ A PDS confirms only what it hosts: it still knows accounts that have moved to an
 """
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
 from time import time
@@ -20,7 +21,7 @@ from indexer.reasons import Desync
 from indexer.service.current_scope import CurrentScope
 from indexer.store import Store
 from indexer.sync.plan_event import plan_active, plan_hidden, plan_status_unknown
-from indexer.sync.repo_state import Repo
+from indexer.sync.repo_state import Repo, StreamPoint
 
 MAX_ATTEMPTS = 4
 """Requests for the status of one account in one reconciliation."""
@@ -56,6 +57,7 @@ class HostingStatusChecks:
         scope: CurrentScope,
         stage: Work,
         identities: IdentityCache | None,
+        stream_point: Callable[[str], StreamPoint | None],
         *,
         first_retry: float,
     ) -> None:
@@ -68,6 +70,8 @@ class HostingStatusChecks:
             scope: The policy says when the records of a deleted account are erased.
             stage: Each request is progress of it.
             identities: The identities of accounts if the sources are PDSes; None if they are relays.
+            stream_point: Returns the last stored message of the source's stream; None if that stream is not open. What
+                the source says after it is at least as new.
             first_retry: Seconds before the failed requests are repeated; it doubles each time.
         """
         self._store = store
@@ -76,6 +80,7 @@ class HostingStatusChecks:
         self._scope = scope
         self._stage = stage
         self._identities = identities
+        self._stream_point = stream_point
         self._first_retry = first_retry
         self._failed: dict[str, dict[str, _FailedRequest]] = {}
 
@@ -92,6 +97,7 @@ class HostingStatusChecks:
         if before is None:
             self._failed.get(source, {}).pop(did, None)
             return False
+        point = self._stream_point(source)
         status = await self._fetch_status(source, did, active=active)
         if status is None or status.active != active:
             return False
@@ -100,8 +106,8 @@ class HostingStatusChecks:
             if _HOSTING(repo) != _HOSTING(before):
                 return repo
             if active:
-                return plan_active(repo, time())
-            return plan_hidden(repo, status.status, time(), self._scope.policy.deletion_grace)
+                return plan_active(repo, time(), point)
+            return plan_hidden(repo, status.status, time(), self._scope.policy.deletion_grace, point)
 
         changed = await self._store.update_repo(did, follow) is not None
         self._metrics.desynchronized(Desync.REACTIVATED, int(active and changed))

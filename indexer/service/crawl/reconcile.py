@@ -36,6 +36,7 @@ from indexer.service.open_gaps import OpenGaps
 from indexer.service.periodic import DatabaseAttempt
 from indexer.store import Store
 from indexer.sync.crawl_progress import CrawlProgress
+from indexer.sync.repo_state import StreamPoint
 from indexer.sync.scope import Track
 from indexer.sync.shard import Shard
 
@@ -133,6 +134,7 @@ class Reconciliation:
         scope: CurrentScope,
         settings: ReconciliationSettings,
         identities: IdentityCache | None = None,
+        stream_point: Callable[[str], StreamPoint | None] = lambda _source: None,
     ) -> None:
         """Create a reconciliation.
 
@@ -146,6 +148,7 @@ class Reconciliation:
             scope: If the present scope wants all repos, listed accounts that are unknown are tracked.
             settings: The settings.
             identities: The identities of accounts if the sources are PDSes; None if they are relays.
+            stream_point: Returns the last stored message of a source's stream; None if that stream is not open.
         """
         self._store = store
         self._outbound = outbound
@@ -157,7 +160,7 @@ class Reconciliation:
         self._buckets = settings.shard.buckets
         self.stage = StageProgress("reconciliation")
         self._statuses = HostingStatusChecks(
-            store, outbound, metrics, scope, self.stage, identities, first_retry=settings.first_retry
+            store, outbound, metrics, scope, self.stage, identities, stream_point, first_retry=settings.first_retry
         )
         self._requests = self.stage.add()
         self.crawl_progress: CrawlProgress | None = None

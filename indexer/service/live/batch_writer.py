@@ -15,7 +15,6 @@ from indexer.errors import RefusedWriteError
 from indexer.monitoring.conditions import MESSAGES_REFUSED, Conditions
 from indexer.monitoring.metrics import Metrics
 from indexer.reasons import Desync, Rejection
-from indexer.relay.event_time import event_seconds
 from indexer.service.current_scope import CurrentScope
 from indexer.service.live.account_limits import AccountLimits
 from indexer.service.live.batch_size import BatchSize
@@ -28,6 +27,7 @@ from indexer.service.live.stream_position import StreamPosition
 from indexer.service.live.verification_ahead import VerificationAhead
 from indexer.service.periodic import DatabaseAttempt
 from indexer.store import DatabaseError, Store
+from indexer.sync.event_time import event_seconds
 from indexer.sync.events import MalformedEvent, UnknownEvent
 from indexer.sync.native_core import NativeCore
 from indexer.sync.plan_batch import BatchPlan, ReceivedMessage, SettledMessage, is_quick, plan_batch, plan_refusal

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from indexer.relay.event_time import event_seconds
 from indexer.service.live.event_clock import MAX_AHEAD
+from indexer.sync.event_time import event_seconds
 from indexer.sync.shard import Shard
 from indexer.sync.stored_cursor import StoredCursor
 

@@ -11,10 +11,10 @@ from enum import Enum, auto
 from typing import Literal
 
 from indexer.reasons import GapReason
-from indexer.relay.event_time import event_seconds
 from indexer.relay.seek import Entry
 from indexer.service.live.resume_point import ResumePoint, known_until, resume_point
 from indexer.store import Store
+from indexer.sync.event_time import event_seconds
 from indexer.sync.gap import Gap
 from indexer.sync.shard import Shard
 from indexer.sync.watermark import Watermark

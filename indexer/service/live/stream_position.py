@@ -3,6 +3,8 @@
 from collections.abc import Callable
 
 from indexer.outbound import host_of
+from indexer.sync.event_time import event_seconds
+from indexer.sync.repo_state import StreamPoint
 from indexer.sync.watermark import Watermark
 
 
@@ -33,3 +35,10 @@ class StreamPosition:
         self.epoch = epoch
         self.host = host_of(relay) if self._upstream_is_pds else None
         self.watermark = watermark
+
+    def last_stored(self) -> StreamPoint | None:
+        """Return the last message that is stored with all before it; None if it is not known."""
+        position = self.watermark.position_if_done(())
+        if position.seq is None or not self.is_known():
+            return None
+        return StreamPoint(self.relay, self.epoch, position.seq, event_seconds(position.event_time))

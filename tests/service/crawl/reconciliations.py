@@ -1,5 +1,6 @@
 """Reconciliations with one host, and repos to compare."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from indexer.service.current_scope import CurrentScope
 from indexer.service.open_gaps import OpenGaps
 from indexer.store import Store
 from indexer.sync.crawl_progress import CrawlProgress
-from indexer.sync.repo_state import Repo
+from indexer.sync.repo_state import Repo, StreamPoint
 from indexer.sync.scope import Scope, Track
 from indexer.sync.shard import Shard
 from tests.outbound.scripted_host import ScriptedHost, http_response
@@ -39,11 +40,14 @@ def make_reconciliation(
     *sources: str,
     identities: IdentityCache | None = None,
     track: Track = Track.LISTED,
+    stream_point: Callable[[str], StreamPoint | None] = lambda _source: None,
 ) -> Reconciliation:
     """Return the reconciliation of a daemon whose stream from the first source, or else from `host`, is open."""
     metrics, scope = Metrics(), scope_of(store, track)
     gaps = OpenGaps(store, settings.shard, metrics)
-    return Reconciliation(store, outbound, metrics, gaps, lambda: sources or (host.url,), scope, settings, identities)
+    return Reconciliation(
+        store, outbound, metrics, gaps, lambda: sources or (host.url,), scope, settings, identities, stream_point
+    )
 
 
 def scope_of(store: Store, track: Track) -> CurrentScope:

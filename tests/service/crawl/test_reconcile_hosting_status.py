@@ -24,7 +24,7 @@ from indexer.reasons import Desync, FetchFailure
 from indexer.service.crawl.hosting_status import MAX_ATTEMPTS, HostingStatusChecks
 from indexer.store import Store
 from indexer.store.crawl_rows import ListDifferences
-from indexer.sync.repo_state import Repo, SyncStatus
+from indexer.sync.repo_state import Repo, StreamPoint, SyncStatus
 from indexer.sync.scope import Track
 from indexer.sync.shard import Shard
 from indexer.sync.stored_identity import StoredIdentity
@@ -68,13 +68,29 @@ async def test_account_that_became_active_unnoticed_is_shown_and_resynced(
     assert await sql.fetchval("select count(*) from atproto.changes where action = 'visible'") == 1
 
 
+async def test_answer_counts_as_new_as_the_stream_of_its_relay(
+    store: Store, host: ScriptedHost, outbound: OutboundClient
+) -> None:
+    hidden = {"active": False, "hosting_relay": "wss://r.test", "hosting_seq": 7}
+    await insert(store, stored("back", **hidden), stored("gone", hosting_relay="wss://r.test", hosting_seq=7))
+    host.pages[path()] = page((did("back"), STORED))
+    serve_status(host, "back", active=True)
+    serve_status(host, "gone", active=False)
+    points = {host.url: StreamPoint("wss://other.test", 2, 50, 1_767_225_601.5)}
+    await make_reconciliation(store, outbound, host, stream_point=points.get).reconcile(host.url, ignore_progress)
+    repos = (await store.repos([did("back"), did("gone")])).values()
+    assert sorted(repo.active for repo in repos) == [False, True]
+    stated = [StreamPoint(r.hosting_relay or "", r.hosting_epoch, r.hosting_seq, r.hosting_time) for r in repos]
+    assert stated == [*points.values()] * 2
+
+
 async def test_requests_for_an_account_whose_row_was_removed_meanwhile_are_not_repeated(
     store: Store, sql: asyncpg.Connection, host: ScriptedHost, outbound: OutboundClient
 ) -> None:
     await insert(store, stored("gone"))
     host.pages[status_path("gone")] = http_response(status=500)
     scope, stage = scope_of(store, Track.LISTED), StageProgress("reconciliation")
-    checks = HostingStatusChecks(store, outbound, Metrics(), scope, stage, None, first_retry=0.0)
+    checks = HostingStatusChecks(store, outbound, Metrics(), scope, stage, None, lambda _: None, first_retry=0.0)
     assert not await checks.follow(host.url, did("gone"), active=False)
     await sql.execute("delete from indexer.repo where did = $1", did("gone"))
     async with asyncio.timeout(10):

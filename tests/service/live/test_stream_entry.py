@@ -5,11 +5,11 @@ from datetime import UTC, datetime
 import pytest
 
 from indexer.reasons import GapReason
-from indexer.relay.event_time import event_seconds
 from indexer.relay.seek import Entry
 from indexer.service.live.resume_point import ResumePoint
 from indexer.service.live.stream_entry import OVERLAP_SECONDS, Continuity, StreamEntries, StreamEntry, continuity
 from indexer.store import Store
+from indexer.sync.event_time import event_seconds
 from indexer.sync.plans import Batch, Cursor
 from indexer.sync.shard import Shard
 
