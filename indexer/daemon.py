@@ -192,10 +192,10 @@ class Daemon:
             self.metrics,
             self.open_gaps,
             self._repo_list_sources,
+            self._stream_point,
             self.scope,
             ReconciliationSettings(shard, settings.sweep_interval),
             self.identities if settings.upstream == "pds" else None,
-            self._stream_point,
         )
         self.key_lookups = KeyLookups(
             self.identities, self.inbox, timeout=KEY_LOOKUP_TIMEOUT_SECONDS, concurrency=KEY_LOOKUP_CONCURRENCY
@@ -433,7 +433,7 @@ class Daemon:
         return [http_origin(relay) for relay in dict.fromkeys([connection.relay, *self._settings.relays])]
 
     def _stream_point(self, source: str) -> StreamPoint | None:
-        """Return the last stored message; None if the open stream is not that of this source."""
+        """Return the last stored message of the stream of this source; None if that stream is not open."""
         point = self.stream_position.last_stored()
         return point if point is not None and http_origin(point.relay) == source else None
 

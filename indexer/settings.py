@@ -320,7 +320,7 @@ class Settings(BaseSettings):
     repo_blocks: Whole = Field(DEFAULT_LIMITS.repo_blocks, description="Maximum number of blocks of an export.")
     clock_drift_seconds: Seconds = Field(
         DEFAULT_LIMITS.clock_drift_seconds,
-        description="Maximum time that a rev may be ahead of the clock of this machine.",
+        description="Maximum time that a rev, or the time of an #account message, may be ahead of the local clock.",
     )
     resync_buffer_events: Whole = Field(
         DEFAULT_LIMITS.resync_buffer_events, description="Maximum number of events in the resync buffer of one repo."

@@ -103,7 +103,9 @@ async def _reconcile_with_first_available(
     reconciliation_settings = ReconciliationSettings(shard, settings.sweep_interval)
     async with open_identities(settings, store, outbound, metrics) as identities:
         hosting = identities if settings.upstream == "pds" else None
-        reconciliation = Reconciliation(store, outbound, metrics, gaps, tuple, scope, reconciliation_settings, hosting)
+        reconciliation = Reconciliation(
+            store, outbound, metrics, gaps, tuple, lambda _source: None, scope, reconciliation_settings, hosting
+        )
         *others, last = map(http_origin, settings.relays)
         for relay in others:
             try:

@@ -64,9 +64,11 @@ class Repo(NamedTuple):
             resync prefers a source whose export has reached it. It never decides which records are stored.
         active: False if upstream hides the account, for the reason in `hosting_status`.
         hosting_relay: The relay that made the last statement about the account, in an #account message or as the answer
-            to a request. The statement is as new as the message `hosting_seq` of its stream.
+            to a request. The statement is as new as a certain message of its stream.
         hosting_epoch: The epoch of the sequence of `hosting_relay` that `hosting_seq` belongs to.
-        hosting_time: The time of that message, but not after its arrival (Unix seconds); None if it is not known.
+        hosting_seq: The sequence number of this message.
+        hosting_time: The latest `time` of such messages (Unix seconds), as far as it was possible when they arrived;
+            None if it is not known.
         takedown: True if the local operator hides the account.
         lease: Incremented by every claim, so that a worker can tell whether its claim still holds.
         next_attempt_at: Unix seconds; None means immediately, `PARKED` means after an event unparks the repo.

@@ -157,7 +157,9 @@ def draw_kill_at_point(world: DrawnWorld, taken: set[str]) -> Drawn:
     pairs = [(moment, cause) for moments, cause in causes for moment in moments]
     moment, cause = pairs[world.seed % len(pairs)]
     faults, actions = cause(world, taken) if cause else ((), ())
-    return [*faults, KilledAtPoint(moment, late=world.random.random() < 0.5)], actions
+    late = world.random.random() < 0.5
+    # If the account of the lost commit was never fetched, its first fetch passes other points.
+    return [*faults, KilledAtPoint(moment, late=late, quiet=cause is _lost)], actions
 
 
 def _failing_export(world: DrawnWorld, taken: set[str]) -> Drawn:

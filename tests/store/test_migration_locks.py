@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 BEFORE_NEW_VIEWS = "0029"
 """The migration after this one replaces public views."""
 BEFORE_NEW_COLUMNS, NEW_COLUMNS = "0031", "0032"
-"""The second migration changes the table of gaps, and replaces no view."""
+"""Migration 0032 changes the table of gaps, and replaces no view."""
 BEFORE_BOTH = "0026"
 """The migration after this one changes the table of repos, and a later one replaces the view of it."""
 READ = "select count(*) from atproto.records"

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexer.sync.plan_event import plan_active, plan_hidden
+from indexer.sync.plan_account import plan_active, plan_hidden
+from indexer.sync.plans import Plan
 from indexer.sync.repo_state import Repo, StreamPoint
 from indexer.sync.repo_transitions import Outcome
 from tests.sync.planning import plan
@@ -33,28 +34,39 @@ def is_replayed(repo: Repo, payload: dict[str, Any], relay: str, **context: Any)
     st.lists(st.booleans(), min_size=1, max_size=8),
     st.lists(st.sampled_from([RELAY, OTHER]), max_size=16),
     st.integers(-20, 20),
+    st.integers(-10_000, 240),
 )
 def test_the_latest_message_holds_however_the_program_changes_between_relays(
-    statuses: Sequence[bool], reads: Sequence[str], offset: int
+    statuses: Sequence[bool], reads: Sequence[str], offset: int, ahead: int
 ) -> None:
-    """Both relays pass on the same messages with numbers of their own. Each is read from its beginning, in order."""
+    """Both relays pass on the same messages with numbers of their own. Each is read from its beginning, in order.
+
+    The host of the account sends a message per second. Its clock is slow, or fast by at most four minutes.
+    """
     alice = SigningAccount()
     repo, passed = alice.row(), {RELAY: 0, OTHER: 0}
     for relay in reads:
         if (number := passed[relay]) < len(statuses):
             seq = 100 + number + (offset if relay == OTHER else 0)
-            sent = message(alice, seq, number - 60, active=statuses[number])
-            repo = plan(repo, "account", sent, None, CONTEXTS[relay]).repo
+            sent = message(alice, seq, number + ahead, active=statuses[number])
+            context = replace(CONTEXTS[relay], now=NOW + max(number, *passed.values()))
+            repo = plan(repo, "account", sent, None, context).repo
             passed[relay] += 1
     if any(passed.values()):
         assert repo.active == statuses[max(passed.values()) - 1]
 
 
 def test_time_in_the_future_does_not_stop_later_messages() -> None:
-    alice = SigningAccount()
+    alice, drift = SigningAccount(), CONTEXT.policy.limits.clock_drift_seconds
     hidden = plan(alice.row(), "account", message(alice, 5, 10_000_000), None).repo
-    assert hidden.hosting_time == NOW
-    assert not is_replayed(hidden, message(alice, 1, 1, active=True), OTHER, now=NOW + 2)
+    assert hidden.hosting_time == NOW + drift
+    assert not is_replayed(hidden, message(alice, 1, drift + 1, active=True), OTHER, now=NOW + drift + 1)
+
+
+def test_message_of_an_earlier_epoch_is_replayed_even_if_its_time_is_unknown() -> None:
+    alice = SigningAccount()
+    hidden = plan(alice.row(), "account", message(alice, 5, 0), None, replace(CONTEXT, epoch=3)).repo
+    assert is_replayed(hidden, message(alice, 900, 0, active=True) | {"time": "never"}, RELAY, epoch=2)
 
 
 @pytest.mark.parametrize(("stored", "sent"), [("never", "2026-09-21T00:00:00Z"), ("2026-09-21T00:00:00Z", "never")])
@@ -65,13 +77,16 @@ def test_message_of_another_relay_holds_if_a_time_is_unknown(stored: str, sent: 
 
 
 def test_times_of_two_hosts_are_not_compared() -> None:
-    """An account may move to a host whose clock is slow."""
+    """An account may move to a host whose clock is slow. Only the messages of its present host get so far."""
     alice = SigningAccount()
     former, later = replace(CONTEXT, host="former.test"), replace(CONTEXTS[OTHER], host="later.test")
     keys = [alice.key_state._replace(host=host, final=True, fetched_at=NOW) for host in ("former.test", "later.test")]
     hidden = plan(alice.row(), "account", message(alice, 5, 0), keys[0], former).repo
     assert not hidden.active
-    assert plan(hidden, "account", message(alice, 1, -60, active=True), keys[1], later).repo.active
+    earlier = message(alice, 1, -60, active=True)
+    assert plan(hidden, "account", earlier, keys[1], later).repo.active
+    restarted = plan(hidden, "account", earlier, keys[0], replace(former, epoch=1))
+    assert restarted == Plan(hidden, Outcome.REPLAYED), "it is the same clock"
 
 
 class TestAnswers:
@@ -96,6 +111,14 @@ class TestAnswers:
         before = SigningAccount().row(hosting_relay=RELAY, hosting_seq=60, hosting_time=NOW - 30)
         after = plan_hidden(before, None, NOW, 0, self.POINT)
         assert (after.active, after.hosting_seq, after.hosting_time) == (False, 60, NOW - 30)
+
+    @pytest.mark.parametrize("time", [None, NOW - 600])
+    def test_answer_of_a_relay_whose_stream_is_behind_keeps_the_time_of_the_last_message(
+        self, time: float | None
+    ) -> None:
+        before = SigningAccount().row(hosting_relay=OTHER, hosting_seq=60, hosting_time=NOW - 30)
+        after = plan_hidden(before, None, NOW, 0, self.POINT._replace(time=time))
+        assert (after.hosting_relay, after.hosting_seq, after.hosting_time) == (RELAY, 50, NOW - 30)
 
     def test_answer_of_a_relay_whose_stream_is_not_open_leaves_the_last_message(self) -> None:
         before = SigningAccount().row(hosting_relay=OTHER, hosting_seq=60, hosting_time=NOW - 30)

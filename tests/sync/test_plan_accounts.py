@@ -9,15 +9,15 @@ from indexer.atproto.cid import cid_of
 from indexer.atproto.syntax import tid_of
 from indexer.errors import UnavailableError
 from indexer.reasons import Desync, FetchFailure
-from indexer.sync.plan_event import (
+from indexer.sync.plan_account import (
     FIRST_COMMIT_SECONDS,
     plan_active,
     plan_erasure_later,
     plan_existence,
     plan_hidden,
-    plan_listed,
     plan_status_unknown,
 )
+from indexer.sync.plan_event import plan_listed
 from indexer.sync.plan_resync import plan_failure
 from indexer.sync.plans import Plan
 from indexer.sync.repo_state import OUT_OF_SCOPE, PARKED, TOMBSTONED, Head, Repo, SyncStatus

@@ -5,7 +5,8 @@ from dataclasses import replace
 from indexer.atproto.syntax import CollectionFilter
 from indexer.localnet.local_repo import Write
 from indexer.reasons import Desync
-from indexer.sync.plan_event import plan_active, plan_event
+from indexer.sync.plan_account import plan_active
+from indexer.sync.plan_event import plan_event
 from indexer.sync.plans import NeedsKey, Plan
 from indexer.sync.policy import UNAVAILABLE, PlanContext
 from indexer.sync.repo_state import OUT_OF_SCOPE, Repo, SyncStatus

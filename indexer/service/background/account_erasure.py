@@ -12,7 +12,7 @@ from indexer.monitoring.metrics import Metrics
 from indexer.pds import PdsClient
 from indexer.service.periodic import DatabaseAttempt, run_periodically
 from indexer.store import DatabaseError, ErasedBatch, Store
-from indexer.sync.plan_event import plan_erasure_later, plan_existence
+from indexer.sync.plan_account import plan_erasure_later, plan_existence
 from indexer.sync.shard import Shard
 from indexer.sync.stored_identity import StoredIdentity
 

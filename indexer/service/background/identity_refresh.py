@@ -16,7 +16,7 @@ from indexer.outbound import host_of
 from indexer.service.periodic import DatabaseAttempt, run_periodically
 from indexer.store import DatabaseError, Store
 from indexer.sync.backoff import backoff_seconds
-from indexer.sync.plan_event import plan_existence
+from indexer.sync.plan_account import plan_existence
 from indexer.sync.shard import Shard
 from indexer.sync.stored_identity import DueIdentity
 

@@ -20,7 +20,7 @@ from indexer.pds.repo_list import RepoStatus, fetch_repo_status
 from indexer.reasons import Desync
 from indexer.service.current_scope import CurrentScope
 from indexer.store import Store
-from indexer.sync.plan_event import plan_active, plan_hidden, plan_status_unknown
+from indexer.sync.plan_account import plan_active, plan_hidden, plan_status_unknown
 from indexer.sync.repo_state import Repo, StreamPoint
 
 MAX_ATTEMPTS = 4
@@ -70,8 +70,8 @@ class HostingStatusChecks:
             scope: The policy says when the records of a deleted account are erased.
             stage: Each request is progress of it.
             identities: The identities of accounts if the sources are PDSes; None if they are relays.
-            stream_point: Returns the last stored message of the source's stream; None if that stream is not open. What
-                the source says after it is at least as new.
+            stream_point: Returns the last stored message of the source's stream; None if that stream is not open. An
+                answer that is requested afterwards is at least as new.
             first_retry: Seconds before the failed requests are repeated; it doubles each time.
         """
         self._store = store

@@ -131,10 +131,10 @@ class Reconciliation:
         metrics: Metrics,
         gaps: OpenGaps,
         sources: Callable[[], Sequence[str]],
+        stream_point: Callable[[str], StreamPoint | None],
         scope: CurrentScope,
         settings: ReconciliationSettings,
         identities: IdentityCache | None = None,
-        stream_point: Callable[[str], StreamPoint | None] = lambda _source: None,
     ) -> None:
         """Create a reconciliation.
 
@@ -145,10 +145,10 @@ class Reconciliation:
             gaps: The open gaps of the shard.
             sources: Returns the base URLs of the relays to ask: the one whose stream is open, then the others in the
                 order of preference; none if no stream is open.
+            stream_point: Returns the last stored message of a source's stream; None if that stream is not open.
             scope: If the present scope wants all repos, listed accounts that are unknown are tracked.
             settings: The settings.
             identities: The identities of accounts if the sources are PDSes; None if they are relays.
-            stream_point: Returns the last stored message of a source's stream; None if that stream is not open.
         """
         self._store = store
         self._outbound = outbound

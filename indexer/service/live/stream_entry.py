@@ -112,8 +112,7 @@ def _resumed(relay: str, point: ResumePoint) -> StreamEntry | None:
 def _is_far_behind(point: ResumePoint, last_time: float | None) -> bool:
     """Return True if later messages than those after the stored cursor of this relay are stored from another one.
 
-    From the stored cursor, old messages would be processed again for hours, while new ones wait. The account messages
-    among them would also undo later ones of the other relay, as numbers of two relays are not compared.
+    From the stored cursor, old messages would be processed again for hours, while new ones wait.
     """
     cursor_time = event_seconds(point.event_time)
     return cursor_time is not None and last_time is not None and last_time - OVERLAP_SECONDS > cursor_time

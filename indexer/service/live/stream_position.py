@@ -37,7 +37,7 @@ class StreamPosition:
         self.watermark = watermark
 
     def last_stored(self) -> StreamPoint | None:
-        """Return the last message that is stored with all before it; None if it is not known."""
+        """Return the message at the position of the cursor; None if it is not known."""
         position = self.watermark.position_if_done(())
         if position.seq is None or not self.is_known():
             return None

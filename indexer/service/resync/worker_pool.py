@@ -24,7 +24,7 @@ from indexer.service.resync.attempt import ResyncAttempts
 from indexer.service.resync.lease import ClaimLostError, run_under_lease
 from indexer.service.resync.phase import Phase
 from indexer.store import DatabaseError, Store
-from indexer.sync.plan_event import plan_existence
+from indexer.sync.plan_account import plan_existence
 from indexer.sync.plan_resync import plan_failure
 from indexer.sync.plans import Batch, RepoWrite
 from indexer.sync.repo_state import Repo, SyncStatus

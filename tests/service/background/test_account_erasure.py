@@ -19,7 +19,8 @@ from indexer.localnet.local_pds import GET_LATEST_COMMIT
 from indexer.service.background.account_erasure import AccountErasure
 from indexer.store import Store
 from indexer.store.erase_records import ErasedBatch
-from indexer.sync.plan_event import plan_event, plan_existence
+from indexer.sync.plan_account import plan_existence
+from indexer.sync.plan_event import plan_event
 from indexer.sync.plans import Plan
 from indexer.sync.policy import PlanContext
 from indexer.sync.repo_state import Repo, SyncStatus

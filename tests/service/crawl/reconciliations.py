@@ -46,7 +46,7 @@ def make_reconciliation(
     metrics, scope = Metrics(), scope_of(store, track)
     gaps = OpenGaps(store, settings.shard, metrics)
     return Reconciliation(
-        store, outbound, metrics, gaps, lambda: sources or (host.url,), scope, settings, identities, stream_point
+        store, outbound, metrics, gaps, lambda: sources or (host.url,), stream_point, scope, settings, identities
     )
 
 

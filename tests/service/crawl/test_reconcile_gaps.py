@@ -56,7 +56,7 @@ class Reconciling:
         self.sources = list(sources)
         scope = scope_of(store, Track.LISTED)
         self.reconciliation = Reconciliation(
-            store, outbound, self.metrics, self.gaps, lambda: self.sources, scope, settings
+            store, outbound, self.metrics, self.gaps, lambda: self.sources, lambda _: None, scope, settings
         )
 
     async def __aenter__(self) -> Self:
@@ -131,7 +131,9 @@ async def test_interrupted_reconciliation_starts_again_after_a_gap_was_opened(
     host.pages[path()] = page((did(1), STORED), cursor="x")
     host.pages[path("x")] = FAILURE
     gaps, scope = OpenGaps(store, NO_WAIT.shard, Metrics()), scope_of(store, Track.LISTED)
-    reconciliation = Reconciliation(store, outbound, Metrics(), gaps, lambda: (host.url,), scope, NO_WAIT)
+    reconciliation = Reconciliation(
+        store, outbound, Metrics(), gaps, lambda: (host.url,), lambda _: None, scope, NO_WAIT
+    )
     with stamina.set_testing(True, attempts=1), pytest.raises(UnavailableError):
         await reconciliation.reconcile(host.url, ignore_progress)
     opened = await gaps.open(gap())

@@ -68,7 +68,7 @@ async def test_account_that_became_active_unnoticed_is_shown_and_resynced(
     assert await sql.fetchval("select count(*) from atproto.changes where action = 'visible'") == 1
 
 
-async def test_answer_counts_as_new_as_the_stream_of_its_relay(
+async def test_answer_is_recorded_with_the_position_of_the_relays_stream(
     store: Store, host: ScriptedHost, outbound: OutboundClient
 ) -> None:
     hidden = {"active": False, "hosting_relay": "wss://r.test", "hosting_seq": 7}

@@ -19,7 +19,7 @@ from indexer.service.crawl.scope_backfill import ScopeBackfill
 from indexer.service.current_scope import CurrentScope
 from indexer.store import Store
 from indexer.sync.crawl_progress import CrawlProgress
-from indexer.sync.plan_event import plan_active
+from indexer.sync.plan_account import plan_active
 from indexer.sync.repo_transitions import needs_export
 from indexer.sync.shard import Shard
 from tests.outbound.scripted_host import ScriptedHost, http_response

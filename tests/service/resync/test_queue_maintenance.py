@@ -20,7 +20,7 @@ from indexer.service.resync.queue_maintenance import MaintenanceSettings, QueueM
 from indexer.service.resync.worker_pool import WorkerPool, WorkerPoolSettings
 from indexer.store import Store
 from indexer.store.resync_queue import DENIED, HIDDEN
-from indexer.sync.plan_event import plan_active, plan_hidden
+from indexer.sync.plan_account import plan_active, plan_hidden
 from indexer.sync.repo_state import PARKED, Repo, SyncStatus
 from indexer.sync.repo_transitions import Trigger, amend, synchronize
 from indexer.sync.shard import Shard

@@ -1,0 +1,137 @@
+"""Plan what is said about an account: the hosting status, and whether its DID exists (docs/protocol.md#accounts).
+
+A relay says it in an `#account` message or as the answer to a request. The directory says whether the DID exists.
+"""
+
+from indexer.reasons import Desync
+from indexer.sync.event_time import event_seconds
+from indexer.sync.events import AccountEvent
+from indexer.sync.plans import Plan
+from indexer.sync.policy import PlanContext
+from indexer.sync.repo_state import DELETED, OUT_OF_SCOPE, TOMBSTONED, Repo, StreamPoint, SyncStatus
+from indexer.sync.repo_transitions import Outcome, Trigger, amend, desynchronize, reactivate, unparked
+
+FIRST_COMMIT_SECONDS = 3.0
+"""Time that the resync of a new account waits for its first commit, which may contain the whole repo."""
+_OWN_STATUSES = frozenset({OUT_OF_SCOPE, TOMBSTONED})
+
+
+def plan_account(repo: Repo, event: AccountEvent, context: PlanContext) -> Plan:
+    """Apply a relay's report about the account, unless a later one has been applied (docs/protocol.md#accounts)."""
+    point = StreamPoint(context.relay, context.epoch, event.seq, event_seconds(event.time))
+    if _is_outdated(repo, point, from_host=context.host is not None):
+        return Plan(repo, Outcome.REPLAYED)
+    if not (repo.known or event.active):
+        return Plan(repo, Outcome.IGNORED)  # nothing is stored; a message adds the repo when it is active again
+    after = amend(
+        _stated_at(repo, point, context.now + context.policy.limits.clock_drift_seconds),
+        active=event.active,
+        hosting_status=_reported(event.status),
+        erase_at=_erase_at(repo, event, context),
+        next_attempt_at=repo.next_attempt_at if repo.known else context.now + FIRST_COMMIT_SECONDS,
+    )
+    if not event.active:
+        return Plan(after, Outcome.APPLIED)
+    if repo.active or repo.sync_status is SyncStatus.DESYNCHRONIZED:
+        return Plan(unparked(after, context.now), Outcome.APPLIED)
+    return Plan(reactivate(after, context.now), Outcome.APPLIED, why=Desync.REACTIVATED)
+
+
+def plan_existence(repo: Repo, now: float, deletion_grace: float, *, exists: bool) -> Repo:
+    """Return the row after it is certain that the DID is gone, or exists; the same object if nothing changes.
+
+    A DID that is gone is treated like a deleted account. Nothing follows for a repo without stored records: its
+    DID may be too new for the directory.
+    """
+    if not exists and repo.active and repo.head is not None:
+        return amend(repo, active=False, hosting_status=TOMBSTONED, erase_at=now + deletion_grace)
+    return _active_again(repo, now) if exists and not repo.active and repo.hosting_status == TOMBSTONED else repo
+
+
+def plan_erasure_later(repo: Repo, at: float) -> Repo:
+    """Return the row of a repo whose DID is gone, to be erased at `at`; the same object if that changed meanwhile."""
+    return repo if repo.active or repo.hosting_status != TOMBSTONED else amend(repo, erase_at=at)
+
+
+def plan_active(repo: Repo, now: float, point: StreamPoint | None = None) -> Repo:
+    """Return the row of a repo that its relay reports as active; the same object if the relay did not hide it.
+
+    The report is as new as the message at `point`: the last one of the relay's stream that was stored before it.
+    """
+    hidden_by_relay = not repo.active and repo.hosting_status != TOMBSTONED and repo.tracked
+    return _active_again(_stated_at(repo, point, now), now) if hidden_by_relay else repo
+
+
+def plan_hidden(
+    repo: Repo, status: str | None, now: float, deletion_grace: float, point: StreamPoint | None = None
+) -> Repo:
+    """Return the row of a repo that its relay reports as inactive; the same object if it is hidden already.
+
+    The report is as new as the message at `point`, as in `plan_active`.
+    """
+    if not repo.active:
+        return repo
+    erase_at = now + deletion_grace if status == DELETED else None
+    return amend(_stated_at(repo, point, now), active=False, hosting_status=_reported(status), erase_at=erase_at)
+
+
+def plan_status_unknown(repo: Repo, now: float) -> Repo:
+    """Return the row of a repo that a relay neither lists nor tells the hosting status of: desynchronized.
+
+    It is the same object if the repo is hidden, or not synchronized anyway: then its host is asked.
+    """
+    if not repo.active or repo.sync_status is not SyncStatus.SYNCHRONIZED:
+        return repo
+    return desynchronize(repo, Trigger.STATUS_UNKNOWN, Desync.STATUS_UNKNOWN, now)
+
+
+def _is_outdated(repo: Repo, point: StreamPoint, *, from_host: bool) -> bool:
+    """Return True if the last statement about the account is at least as new as the message at `point`.
+
+    Numbers are compared within one sequence, and times, which hosts choose, between two. The times of two hosts
+    (`from_host`) are not compared: if an account moves, the clock of its new host may be slow.
+    """
+    same_relay = repo.hosting_relay == point.relay
+    if same_relay and repo.hosting_epoch >= point.epoch:
+        return (point.epoch, point.seq) <= (repo.hosting_epoch, repo.hosting_seq)
+    if (from_host and not same_relay) or point.time is None or repo.hosting_time is None:
+        return False
+    return point.time < repo.hosting_time
+
+
+def _stated_at(repo: Repo, point: StreamPoint | None, latest: float) -> Repo:
+    """Return the row with `point` as the place of its last statement; the same one for None or an earlier place.
+
+    The time only increases. A time after `latest` is stored as `latest`: otherwise, one message with a wrong time would
+    have all later ones of other relays ignored.
+    """
+    place = (repo.hosting_relay, repo.hosting_epoch)
+    if point is None or (place == (point.relay, point.epoch) and point.seq < repo.hosting_seq):
+        return repo
+    times = [time for time in (repo.hosting_time, point.time) if time is not None]
+    at = min(max(times), latest) if times else None
+    return repo._replace(hosting_relay=point.relay, hosting_epoch=point.epoch, hosting_seq=point.seq, hosting_time=at)
+
+
+def _reported(status: str | None) -> str | None:
+    """Return the hosting status that upstream reports; None for one that only this program may give.
+
+    Otherwise an account that its PDS hides with the status `tombstoned` would be shown as soon as its DID is looked up.
+    """
+    return None if status in _OWN_STATUSES else status
+
+
+def _active_again(repo: Repo, now: float) -> Repo:
+    """Return the row of a hidden account that is active again. Its records are no longer to be erased."""
+    after = amend(repo, active=True, hosting_status=None, erase_at=None)
+    return unparked(after, now) if repo.sync_status is SyncStatus.DESYNCHRONIZED else reactivate(after, now)
+
+
+def _erase_at(repo: Repo, event: AccountEvent, context: PlanContext) -> float | None:
+    """Return when to erase the records: the end of the grace period of a deletion; None for any other status.
+
+    A repeated deletion does not extend the grace period.
+    """
+    if event.active or event.status != DELETED:
+        return None
+    return context.now + context.policy.deletion_grace if repo.erase_at is None else repo.erase_at
