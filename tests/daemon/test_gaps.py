@@ -258,17 +258,26 @@ async def test_accounts_that_appeared_in_a_gap_are_found(database: str, tmp_path
             assert {account.did for account in born} <= set(await daemon.store.visible_repos())
 
 
-async def test_takedown_in_a_gap_is_found(database: str, tmp_path: Path) -> None:
-    async with LocalNetwork() as network:
+@pytest.mark.parametrize("asked", [0, 1])
+async def test_takedown_in_a_gap_is_found(database: str, tmp_path: Path, asked: int) -> None:
+    """The answer of the relay whose stream is open has its place in this stream, that of the other one has none."""
+    async with LocalNetwork(relays=2) as network:
         async with daemon_of(network, database, tmp_path) as daemon:
+            await until(lambda: relay_of(daemon) == network.relay_urls[0])
             active, hidden = await create_synchronized(daemon, 2)
             await daemon.wait_for_cursor()
-        network.relay.window = 1
+            before = await daemon.repo_row(hidden)
+        for relay in network.relays:
+            relay.window = 1
         hidden.takedown()
         active.create(POST, post("in the window"))
+        network.relays[0].faults.extend([Fault(LIST_REPOS, times=None, status=404)] * asked)
         async with daemon_of(network, database, tmp_path) as daemon:
-            await wait_until_equal_and_ready(daemon)
-            assert (await daemon.repo_row(hidden))["hosting_status"] == "takendown"
+            await until(lambda: is_taken_down(daemon, hidden, epoch=0), daemon.stages.probe.ready)
+            await until(lambda: is_equal(daemon))
+            after = await daemon.repo_row(hidden)
+            assert relay_of(daemon) == after["hosting_relay"] == network.relay_urls[0]
+            assert (after["hosting_seq"] > before["hosting_seq"]) == (asked == 0)
 
 
 async def test_only_tracked_accounts_are_compared_if_accounts_are_listed(database: str, tmp_path: Path) -> None:

@@ -63,6 +63,13 @@ def test_time_in_the_future_does_not_stop_later_messages() -> None:
     assert not is_replayed(hidden, message(alice, 1, drift + 1, active=True), OTHER, now=NOW + drift + 1)
 
 
+def test_message_of_another_relay_holds_if_its_time_is_the_latest_one() -> None:
+    """Two messages may have the same time, and this may be the second one."""
+    alice = SigningAccount()
+    hidden = plan(alice.row(), "account", message(alice, 5, 0), None).repo
+    assert not is_replayed(hidden, message(alice, 1, 0, active=True), OTHER)
+
+
 def test_message_of_an_earlier_epoch_is_replayed_even_if_its_time_is_unknown() -> None:
     alice = SigningAccount()
     hidden = plan(alice.row(), "account", message(alice, 5, 0), None, replace(CONTEXT, epoch=3)).repo
