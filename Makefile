@@ -87,7 +87,9 @@ simulate: venv ## Index random worlds with faults: make simulate SEED=17, or SEE
 	SIMULATION_FIRST_SEED=$(or $(SEED),$(FIRST),1) SIMULATION_SEEDS=$(or $(if $(SEED),1),$(SEEDS),100) \
 		$(PYTEST) tests/simulation $(if $(SEED),-k random_worlds)
 
-soak: venv $(if $(SEEDS),simulate) $(if $(DEATHS),crashes) ## Show that nothing grows in a world with faults: make soak MINUTES=120 LINKS=1; SEEDS=1000 DEATHS=5000: after so many worlds and deaths
+soak: venv ## Show that nothing grows in hours: make soak MINUTES=120 LINKS=1; SEEDS=1000 DEATHS=5000: simulate, crashes first
+	$(if $(SEEDS),$(MAKE) simulate)
+	$(if $(DEATHS),$(MAKE) crashes)
 	$(BIN)/python -m tests.soak --minutes $(or $(MINUTES),120) $(if $(SAMPLES),--samples $(SAMPLES)) $(if $(LINKS),--links)
 
 mutants: venv ## Show that the tests find every bug in tests/mutants (half an hour with JOBS=2); ONLY="sync high-s-*" JOBS=2

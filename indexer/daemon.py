@@ -433,7 +433,7 @@ class Daemon:
         return [http_origin(relay) for relay in dict.fromkeys([connection.relay, *self._settings.relays])]
 
     def _stream_point(self, source: str) -> StreamPoint | None:
-        """Return the last stored message of the stream of this source; None if that stream is not open."""
+        """Return the last stored message of the stream of this source; None if that is not known or not open."""
         point = self.stream_position.last_stored()
         return point if point is not None and http_origin(point.relay) == source else None
 

@@ -23,7 +23,7 @@ class Limits:
         tree_depth: Layers of a tree. The SHA-256 of a key allows no more than 128.
         repo_bytes: An export after decompression, in bytes.
         repo_blocks: Blocks of an export.
-        clock_drift_seconds: How far a rev may be in the future, in seconds.
+        clock_drift_seconds: How far a rev, or the time of an #account message, may be in the future, in seconds.
         resync_buffer_events: Events that are buffered for one repo during its resync.
         resync_buffer_bytes: Frames that are buffered for one repo during its resync, in bytes.
     """

@@ -1,6 +1,7 @@
-"""Plan what is said about an account: the hosting status, and whether its DID exists (docs/protocol.md#accounts).
+"""Plan the effect of reports about an account: its hosting status, and whether its DID exists.
 
-A relay says it in an `#account` message or as the answer to a request. The directory says whether the DID exists.
+A relay reports the status in an `#account` message or as the answer to a request. The directory says whether the DID
+exists (docs/protocol.md#accounts).
 """
 
 from indexer.reasons import Desync
@@ -19,12 +20,12 @@ _OWN_STATUSES = frozenset({OUT_OF_SCOPE, TOMBSTONED})
 def plan_account(repo: Repo, event: AccountEvent, context: PlanContext) -> Plan:
     """Apply a relay's report about the account, unless a later one has been applied (docs/protocol.md#accounts)."""
     point = StreamPoint(context.relay, context.epoch, event.seq, event_seconds(event.time))
-    if _is_outdated(repo, point, from_host=context.host is not None):
+    if _is_outdated(repo, point, compare_times=context.host is None):
         return Plan(repo, Outcome.REPLAYED)
     if not (repo.known or event.active):
         return Plan(repo, Outcome.IGNORED)  # nothing is stored; a message adds the repo when it is active again
     after = amend(
-        _stated_at(repo, point, context.now + context.policy.limits.clock_drift_seconds),
+        _with_place(repo, point, context.now + context.policy.limits.clock_drift_seconds),
         active=event.active,
         hosting_status=_reported(event.status),
         erase_at=_erase_at(repo, event, context),
@@ -56,10 +57,11 @@ def plan_erasure_later(repo: Repo, at: float) -> Repo:
 def plan_active(repo: Repo, now: float, point: StreamPoint | None = None) -> Repo:
     """Return the row of a repo that its relay reports as active; the same object if the relay did not hide it.
 
-    The report is as new as the message at `point`: the last one of the relay's stream that was stored before it.
+    The report is as new as `point`: the last message of the relay's stream that was stored before the request. None: it
+    is not known, and the place of the last report stays.
     """
     hidden_by_relay = not repo.active and repo.hosting_status != TOMBSTONED and repo.tracked
-    return _active_again(_stated_at(repo, point, now), now) if hidden_by_relay else repo
+    return _active_again(_with_place(repo, point, now), now) if hidden_by_relay else repo
 
 
 def plan_hidden(
@@ -67,12 +69,12 @@ def plan_hidden(
 ) -> Repo:
     """Return the row of a repo that its relay reports as inactive; the same object if it is hidden already.
 
-    The report is as new as the message at `point`, as in `plan_active`.
+    The report is as new as `point`, as in `plan_active`.
     """
     if not repo.active:
         return repo
     erase_at = now + deletion_grace if status == DELETED else None
-    return amend(_stated_at(repo, point, now), active=False, hosting_status=_reported(status), erase_at=erase_at)
+    return amend(_with_place(repo, point, now), active=False, hosting_status=_reported(status), erase_at=erase_at)
 
 
 def plan_status_unknown(repo: Repo, now: float) -> Repo:
@@ -85,31 +87,35 @@ def plan_status_unknown(repo: Repo, now: float) -> Repo:
     return desynchronize(repo, Trigger.STATUS_UNKNOWN, Desync.STATUS_UNKNOWN, now)
 
 
-def _is_outdated(repo: Repo, point: StreamPoint, *, from_host: bool) -> bool:
-    """Return True if the last statement about the account is at least as new as the message at `point`.
+def _is_outdated(repo: Repo, point: StreamPoint, *, compare_times: bool) -> bool:
+    """Return True if the report at `point` or a later one was applied before.
 
-    Numbers are compared within one sequence, and times, which hosts choose, between two. The times of two hosts
-    (`from_host`) are not compared: if an account moves, the clock of its new host may be slow.
+    Within one epoch of a relay, the numbers decide. Otherwise, the times do; with equal times, the report counts. On
+    the streams of PDSes, times are not compared: if an account moves, the clock of its new PDS may be slow.
     """
-    same_relay = repo.hosting_relay == point.relay
-    if same_relay and repo.hosting_epoch >= point.epoch:
-        return (point.epoch, point.seq) <= (repo.hosting_epoch, repo.hosting_seq)
-    if (from_host and not same_relay) or point.time is None or repo.hosting_time is None:
+    if _is_same_epoch(repo, point):
+        return point.seq <= repo.hosting_seq
+    if not compare_times or point.time is None or repo.hosting_time is None:
         return False
     return point.time < repo.hosting_time
 
 
-def _stated_at(repo: Repo, point: StreamPoint | None, latest: float) -> Repo:
-    """Return the row with `point` as the place of its last statement; the same one for None or an earlier place.
+def _is_same_epoch(repo: Repo, point: StreamPoint) -> bool:
+    return (repo.hosting_relay, repo.hosting_epoch) == (point.relay, point.epoch)
 
-    The time only increases. A time after `latest` is stored as `latest`: otherwise, one message with a wrong time would
-    have all later ones of other relays ignored.
+
+def _with_place(repo: Repo, point: StreamPoint | None, latest: float) -> Repo:
+    """Return the row with `point` as the place of the last report; the same row for None, or if it has a later one.
+
+    The latest time is kept. A time after `latest` counts as `latest`: otherwise, one wrong time would have all later
+    messages of other relays ignored.
     """
-    place = (repo.hosting_relay, repo.hosting_epoch)
-    if point is None or (place == (point.relay, point.epoch) and point.seq < repo.hosting_seq):
+    if point is None or (_is_same_epoch(repo, point) and point.seq < repo.hosting_seq):
         return repo
-    times = [time for time in (repo.hosting_time, point.time) if time is not None]
-    at = min(max(times), latest) if times else None
+    times = [] if point.time is None else [min(point.time, latest)]
+    if repo.hosting_time is not None:
+        times.append(repo.hosting_time)
+    at = max(times, default=None)
     return repo._replace(hosting_relay=point.relay, hosting_epoch=point.epoch, hosting_seq=point.seq, hosting_time=at)
 
 

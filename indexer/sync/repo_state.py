@@ -40,7 +40,7 @@ class Head(NamedTuple):
 
 
 class StreamPoint(NamedTuple):
-    """A message in the stream of a relay: it says how new a statement of this relay about an account is.
+    """The place of a message in the stream of a relay. It orders the reports about an account.
 
     Attributes:
         epoch: The epoch of the relay's sequence.
@@ -63,12 +63,12 @@ class Repo(NamedTuple):
         latest_unverified_rev: The newest rev of a message whose signature could not be checked, or of a repo list. A
             resync prefers a source whose export has reached it. It never decides which records are stored.
         active: False if upstream hides the account, for the reason in `hosting_status`.
-        hosting_relay: The relay that made the last statement about the account, in an #account message or as the answer
-            to a request. The statement is as new as a certain message of its stream.
+        hosting_relay: The relay that made the last report about the account with a known place in its stream: in an
+            #account message, or as the answer to a request.
         hosting_epoch: The epoch of the sequence of `hosting_relay` that `hosting_seq` belongs to.
-        hosting_seq: The sequence number of this message.
-        hosting_time: The latest `time` of such messages (Unix seconds), as far as it was possible when they arrived;
-            None if it is not known.
+        hosting_seq: The number of that #account message, or of the last message that was stored before the request.
+        hosting_time: The latest `time` of these messages (Unix seconds), at most what clocks may drift after they
+            arrived; None if it is not known.
         takedown: True if the local operator hides the account.
         lease: Incremented by every claim, so that a worker can tell whether its claim still holds.
         next_attempt_at: Unix seconds; None means immediately, `PARKED` means after an event unparks the repo.

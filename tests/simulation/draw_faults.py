@@ -158,7 +158,7 @@ def draw_kill_at_point(world: DrawnWorld, taken: set[str]) -> Drawn:
     moment, cause = pairs[world.seed % len(pairs)]
     faults, actions = cause(world, taken) if cause else ((), ())
     late = world.random.random() < 0.5
-    # If the account of the lost commit was never fetched, its first fetch passes other points.
+    # The first fetch of an account passes other points. So before, everything is fetched.
     return [*faults, KilledAtPoint(moment, late=late, quiet=cause is _lost)], actions
 
 

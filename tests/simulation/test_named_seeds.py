@@ -43,6 +43,9 @@ class NamedSeed(NamedTuple):
 
 
 NAMED = {
+    7: NamedSeed(
+        ("an old #account message of another relay shows a deleted account again",), (BrokenConnection, AccountChange)
+    ),
     13: NamedSeed(
         ("all repos are fetched after a change of the scope, as the stream is lost",), (BrokenConnection, ChangedScope)
     ),

@@ -70,8 +70,8 @@ class HostingStatusChecks:
             scope: The policy says when the records of a deleted account are erased.
             stage: Each request is progress of it.
             identities: The identities of accounts if the sources are PDSes; None if they are relays.
-            stream_point: Returns the last stored message of the source's stream; None if that stream is not open. An
-                answer that is requested afterwards is at least as new.
+            stream_point: Returns the last stored message of the source's stream; None if that is not known or not open.
+                An answer that is requested afterwards is at least as new.
             first_retry: Seconds before the failed requests are repeated; it doubles each time.
         """
         self._store = store

@@ -145,7 +145,7 @@ class Reconciliation:
             gaps: The open gaps of the shard.
             sources: Returns the base URLs of the relays to ask: the one whose stream is open, then the others in the
                 order of preference; none if no stream is open.
-            stream_point: Returns the last stored message of a source's stream; None if that stream is not open.
+            stream_point: Returns the last stored message of a source's stream; None if that is not known or not open.
             scope: If the present scope wants all repos, listed accounts that are unknown are tracked.
             settings: The settings.
             identities: The identities of accounts if the sources are PDSes; None if they are relays.

@@ -1,4 +1,4 @@
-"""Store the time of the last statement about an account, because numbers of different relays cannot be compared.
+"""Store the time of the last report about an account, because numbers of different relays cannot be compared.
 
 Without it, an old `#account` message of one relay undid a later one of another relay. A process of the previous release
 leaves the column as it is, so the time may be too early until the next message about the account.
@@ -15,7 +15,7 @@ STATEMENTS = (
     "alter table indexer.repo add column hosting_time timestamptz",
     """
     comment on column indexer.repo.hosting_time is
-        'The latest time of a message that hosting_seq has named, as far as it was possible; null: it is not known.'
+        'The latest time of the messages that hosting_seq has named, as far as it was possible; null: not known.'
     """,
 )
 
