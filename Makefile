@@ -83,8 +83,8 @@ fuzz: venv ## Fuzz all targets (tests/fuzz/targets.py), two at a time, until Ctr
 	then $(BIN)/python -m tests.fuzz --target $(or $(TARGET),all) --seconds $(or $(SECONDS),0) $(if $(CORPUS),--corpus $(CORPUS)); \
 	else echo "NOT FUZZED: there is no wheel of atheris for this machine and this Python"; fi
 
-simulate: venv ## Index random worlds with faults: make simulate SEED=17, or SEEDS=1000 FIRST=5000 (default: 100 from 1)
-	SIMULATION_FIRST_SEED=$(or $(SEED),$(FIRST),1) SIMULATION_SEEDS=$(or $(if $(SEED),1),$(SEEDS),100) \
+simulate: venv ## Index random worlds with faults: make simulate SEED=17 RUNS=20, or SEEDS=1000 FIRST=5000 (default: 100 from 1)
+	SIMULATION_FIRST_SEED=$(or $(SEED),$(FIRST),1) SIMULATION_SEEDS=$(or $(if $(SEED),1),$(SEEDS),100) SIMULATION_RUNS=$(or $(RUNS),1) \
 		$(PYTEST) tests/simulation $(if $(SEED),-k random_worlds)
 
 soak: venv ## Show that nothing grows in hours: make soak MINUTES=120 LINKS=1; SEEDS=1000 DEATHS=5000: simulate, crashes first

@@ -108,6 +108,9 @@ async def open_daemon(
         metrics: The metrics of the process, if there are any yet.
         others: Stages of the process that run outside the daemon.
         core: The core, if it is loaded already.
+
+    Raises:
+        DatabaseError: The database does not answer.
     """
     async with AsyncExitStack() as stack:
         metrics = metrics or Metrics()
@@ -121,7 +124,9 @@ async def open_daemon(
         core = core or core_of(settings)
         pds = make_pds_client(settings, outbound, core.native)
         webhook = await stack.enter_async_context(open_webhook(settings, metrics))
-        yield Daemon(settings, store, identities, pds, outbound, metrics, core, others, webhook)
+        daemon = Daemon(settings, store, identities, pds, outbound, metrics, core, others, webhook)
+        await daemon.scope.begin()
+        yield daemon
 
 
 class Daemon:
@@ -368,7 +373,6 @@ class Daemon:
         Returns:
             The number of received messages that could not be written in time.
         """
-        await self.scope.begin()
         tasks = {name: asyncio.create_task(stage, name=name) for name, stage in self._stages().items()}
         stopped: asyncio.Task[Any] = asyncio.create_task(stop.wait())
         try:

@@ -4,16 +4,22 @@ The first SIGTERM or SIGINT drains the daemon. The process ends within `INDEXER_
 at once.
 """
 
+import asyncio
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
+from functools import partial
+
 import structlog
 
 from indexer import __version__
-from indexer.daemon import open_daemon
+from indexer.daemon import Daemon, open_daemon
 from indexer.daemon_core import core_of
 from indexer.monitoring.metrics import Metrics
 from indexer.process_setup import StopRequest, raise_file_limit, stop_on_signals, tune_garbage_collector
 from indexer.settings import Settings
+from indexer.store import DatabaseError
 from indexer.store.embedded import database, postgres_stage
-from indexer.store.prepare_database import prepare_database
+from indexer.store.prepare_database import prepare_database, start_pause
 
 log = structlog.get_logger(__name__)
 
@@ -32,13 +38,13 @@ async def run(settings: Settings, *, migrate_first: bool = True) -> int:
     metrics, postgres = Metrics(), postgres_stage()
     with stop_on_signals(stop, settings.stop_timeout):
         async with database(url, settings.data_dir, on_restart=metrics.postgres_restarted, stage=postgres) as dsn:
-            if not await prepare_database(dsn, stop, migrate_first=migrate_first):
-                log.info("daemon.stopped")
-                return 0
-            async with (
-                open_daemon(settings, dsn, metrics, [postgres], core) as daemon,
-                daemon.serve_http() as address,
-            ):
+            async with AsyncExitStack() as stack:
+                opened = partial(open_daemon, settings, dsn, metrics, [postgres], core)
+                daemon = await _open_when_available(stack, opened, dsn, stop, migrate_first=migrate_first)
+                if daemon is None:
+                    log.info("daemon.stopped")
+                    return 0
+                address = await stack.enter_async_context(daemon.serve_http())
                 tune_garbage_collector()
                 log.info(
                     "daemon.started",
@@ -53,3 +59,25 @@ async def run(settings: Settings, *, migrate_first: bool = True) -> int:
     stop.step = "end threads"
     log.info("daemon.stopped")
     return 1 if unwritten else 0
+
+
+async def _open_when_available(
+    stack: AsyncExitStack,
+    opened: Callable[[], AbstractAsyncContextManager[Daemon]],
+    dsn: str,
+    stop: asyncio.Event,
+    *,
+    migrate_first: bool,
+) -> Daemon | None:
+    """Return the daemon, opened as soon as its database is prepared and answers; None if `stop` ended the wait."""
+    attempt = 0
+    while await prepare_database(dsn, stop, migrate_first=migrate_first):
+        attempt += 1
+        try:
+            return await stack.enter_async_context(opened())
+        except DatabaseError as error:
+            log.warning("database.waiting", error=error.detail)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(start_pause(attempt, dsn)):
+                await stop.wait()
+    return None

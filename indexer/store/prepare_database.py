@@ -59,8 +59,12 @@ async def _prepare(dsn: str, *, migrate_first: bool) -> None:
             if attempt > 1:
                 log.info("database.answered", database=address, attempts=attempt)
             return
-        pause = backoff_seconds(attempt, address, first=FIRST_PAUSE_SECONDS, maximum=MAX_PAUSE_SECONDS)
-        await asyncio.sleep(pause)
+        await asyncio.sleep(start_pause(attempt, dsn))
+
+
+def start_pause(attempt: int, dsn: str) -> float:
+    """Return the pause in seconds after this number of attempts to start with the database."""
+    return backoff_seconds(attempt, without_password(dsn), first=FIRST_PAUSE_SECONDS, maximum=MAX_PAUSE_SECONDS)
 
 
 async def _migrate(dsn: str) -> None:

@@ -5,6 +5,7 @@ The daemon recovers by itself: it is one process from the beginning to the end o
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 DATABASE_CUTS = 100
 """Each one comes a message later than the previous one. A batch takes about 20 messages, a resync about 60."""
 HTTP_CUTS = 20
+MESSAGES_PER_START, MIN_STARTS = 10, 15
 GROUP = 20
 """Cuts after which everything is compared."""
 
@@ -93,6 +95,34 @@ async def test_connections_to_the_database_break_at_each_message(
     async with proxy.serve(), death_world(database, tmp_path, {"database_url": proxy.dsn}) as world:
         cuts = await cut_repeatedly(world, proxy, DATABASE_CUTS, DATABASE_KINDS, write_and_lose)
     record_property("cuts", f"database: {cuts}")
+
+
+async def test_connections_to_the_database_break_while_the_daemon_starts(
+    database: str, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """Each daemon loses a connection some messages later than the one before, until one starts without a break."""
+    proxy = DatabaseProxy(database)
+    async with proxy.serve(), death_world(database, tmp_path, {"database_url": proxy.dsn}) as world:
+        starts = 0
+        while len(proxy.cuts) == starts:
+            starts += 1
+            proxy.cut_before(1 + MESSAGES_PER_START * starts)
+            before = starts_of(world)
+            world.daemon.start()
+            await until(partial(has_started, world, before), world.daemon.log_tail)
+            world.daemon.kill()
+        assert starts > MIN_STARTS
+        await world.settle()
+    record_property("cuts", f"database at the start: {starts - 1}")
+
+
+def starts_of(world: DeathWorld) -> int:
+    """Return how often a daemon has started."""
+    return world.daemon.log.read_text().count('"daemon.started"')
+
+
+def has_started(world: DeathWorld, before: int) -> bool:
+    return starts_of(world) > before
 
 
 @pytest.mark.parametrize("server", ["relay", "plc", "pds"])

@@ -1,7 +1,7 @@
 """Run the world of a schedule with a daemon, and check it."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -21,16 +21,19 @@ WORLDS_AT_ONCE = 4
 """Worlds that one test runs at the same time: most of the time, a world waits for hosts that do not answer."""
 
 
-async def run_seeds(seeds: Iterable[int], postgres: DatabaseServer, directory: Path) -> None:
+async def run_seeds(seeds: Sequence[int], postgres: DatabaseServer, directory: Path) -> None:
     """Run the worlds of these seeds at the same time, each on a database of its own.
 
     Raises:
         ExceptionGroup: The failures, each with the command that runs its world again.
     """
-    dsns = {seed: postgres.create(migrated=True) for seed in seeds}
-    runs = [_run_seed(seed, dsn, directory / str(seed)) for seed, dsn in dsns.items()]
+    dsns = [postgres.create(migrated=True) for _ in seeds]
+    runs = [
+        _run_seed(seed, dsn, directory / str(number))
+        for number, (seed, dsn) in enumerate(zip(seeds, dsns, strict=True))
+    ]
     results = await asyncio.gather(*runs, return_exceptions=True)
-    for dsn in dsns.values():
+    for dsn in dsns:
         postgres.drop(dsn)
     failures = [result for result in results if isinstance(result, Exception)]
     if failures:
@@ -44,7 +47,8 @@ async def _run_seed(seed: int, dsn: str, directory: Path) -> None:
         await simulate(schedule, dsn, directory)
     except Exception as error:
         faults = [" ".join(map(str, episode.faults)) for episode in (*schedule.episodes, schedule.ending)]
-        error.add_note("\n".join([f"Replay with: make simulate SEED={seed}", "Its episodes:", *faults]))
+        again = f"Run it again: make simulate SEED={seed}, with RUNS=20 if it does not always fail"
+        error.add_note("\n".join([again, "Its episodes:", *faults]))
         raise
 
 

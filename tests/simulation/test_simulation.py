@@ -1,6 +1,7 @@
 """A daemon indexes random worlds with faults, and its database never contradicts them.
 
-`make simulate SEED=17` runs one world, `make simulate SEEDS=1000 FIRST=5000` many. A failed test names its seeds.
+`make simulate SEED=17` runs one world, `make simulate SEEDS=1000 FIRST=5000` many, and RUNS=20 each of them so often. A
+failed test names its seeds.
 """
 
 import os
@@ -14,7 +15,8 @@ from tests.simulation.simulation_run import WORLDS_AT_ONCE, run_seeds
 
 FIRST = int(os.environ.get("SIMULATION_FIRST_SEED", "1"))
 COUNT = int(os.environ.get("SIMULATION_SEEDS", "100"))
-SEEDS = range(FIRST, FIRST + COUNT)
+RUNS = int(os.environ.get("SIMULATION_RUNS", "1"))
+SEEDS = [seed for seed in range(FIRST, FIRST + COUNT) for _ in range(RUNS)]
 
 pytestmark = [
     pytest.mark.slow,
@@ -26,7 +28,7 @@ pytestmark = [
 
 @pytest.mark.parametrize(
     "seeds",
-    [SEEDS[start : start + WORLDS_AT_ONCE] for start in range(0, COUNT, WORLDS_AT_ONCE)],
+    [SEEDS[start : start + WORLDS_AT_ONCE] for start in range(0, len(SEEDS), WORLDS_AT_ONCE)],
     ids=lambda seeds: f"{seeds[0]} to {seeds[-1]}",
 )
 async def test_random_worlds(seeds: Sequence[int], postgres: DatabaseServer, tmp_path: Path) -> None:
