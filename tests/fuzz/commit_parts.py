@@ -7,7 +7,7 @@ from typing import Any
 from indexer.atproto.car import split_car
 from indexer.atproto.cbor import CborError, decode, decode_pair, encode
 from indexer.atproto.cid import cid_of
-from indexer.atproto.commit import VERSION
+from indexer.atproto.commit import SIGNATURE_BYTES, VERSION
 from indexer.atproto.crypto import PrivateKey
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.mst.inversion import invert_by_rebuilding
@@ -18,6 +18,8 @@ from indexer.sync.events import RepoOp
 from indexer.sync.fold_operations import LegacyOperationsError, fold_operations
 
 MAX_RENAMES = 64
+_SIGNATURE_HEAD = b"\x63sig\x58\x40"
+"""The key `sig`, and the head of a byte string of 64 bytes."""
 NODE_START = b"\xa2\x61e"
 """The first bytes of a tree node: a map of two fields, the first of which is `e`."""
 
@@ -114,7 +116,9 @@ def signed(block: bytes, key: PrivateKey) -> bytes:
     if not isinstance(commit, dict):
         return block
     unsigned = {name: value for name, value in commit.items() if name != "sig"}
-    return encode(unsigned | {"sig": key.sign(encode(unsigned))})
+    # A signature may have the bytes of a CID, and `encode` would make a link of it.
+    with_zeros = encode(unsigned | {"sig": bytes(SIGNATURE_BYTES)})
+    return with_zeros.replace(_SIGNATURE_HEAD + bytes(SIGNATURE_BYTES), _SIGNATURE_HEAD + key.sign(encode(unsigned)), 1)
 
 
 def split_export(data: bytes) -> CommitParts | None:

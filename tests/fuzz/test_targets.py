@@ -15,6 +15,8 @@ import orjson
 import pytest
 
 from indexer.atproto.car import split_car
+from indexer.atproto.cid import cid_of
+from indexer.atproto.commit import decode_commit, encode_unsigned
 from indexer.atproto.crypto import PrivateKey, PublicKey
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.mst import Node, Verdict
@@ -50,7 +52,7 @@ from tests.fuzz import (
     stream_targets,
     syntax_targets,
 )
-from tests.fuzz.commit_parts import NODE_START
+from tests.fuzz.commit_parts import NODE_START, signed
 from tests.fuzz.comparison import DifferenceError
 from tests.fuzz.database_targets import FuzzDatabase
 from tests.fuzz.input_cost import MEMORY_INTERVAL, PROCESS_MEMORY, CostError, CostLimit, CostMeter
@@ -379,6 +381,14 @@ def test_published_commits_and_exports_are_signed_by_accounts_of_the_fuzzer() ->
     for number, data in enumerate(exports):
         owner, (roots, blocks) = owners[number % len(owners)], split_car(data, DEFAULT_LIMITS, max_bytes=len(data))
         assert verify_export_commit(roots[0], blocks.get, owner.key.public, owner.did)
+
+
+def test_signature_with_the_bytes_of_a_link_stays_a_byte_string(monkeypatch: pytest.MonkeyPatch) -> None:
+    sig = b"\x01\x71\x12\x20" + bytes(60)
+    owner = accounts()[0]
+    monkeypatch.setattr(type(owner.key), "sign", lambda _key, _data: sig)
+    block = signed(encode_unsigned(owner.did, owner.head.rev, owner.head.data), owner.key)
+    assert decode_commit(block, cid_of(block)).sig == sig
 
 
 def test_published_files_are_among_the_first_inputs_of_other_targets() -> None:

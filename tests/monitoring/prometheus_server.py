@@ -37,6 +37,11 @@ class PrometheusServer:
         assert answer["status"] == "success", answer
         return answer["data"]
 
+    async def is_ready(self) -> bool:
+        """Return True if it answers queries: it listens earlier."""
+        async with httpx.AsyncClient(base_url=self.url) as client:
+            return (await client.get("/-/ready")).is_success
+
     async def has(self, query: str) -> bool:
         """Return True if the query has a result now."""
         return bool((await self.get("query", query=query))["result"])
@@ -61,7 +66,9 @@ async def prometheus_server(
         async with asyncio.timeout(waiting.TIMEOUT):
             address = await _address(process.stderr)
         reading = asyncio.create_task(process.stderr.read())  # a full pipe would stop the server
-        yield PrometheusServer(f"http://{address}")
+        server = PrometheusServer(f"http://{address}")
+        await waiting.until(server.is_ready)
+        yield server
     finally:
         process.terminate()
         await process.wait()
