@@ -164,9 +164,9 @@ class Checks:
         assert not self.violations, [*self.violations, await self.world.sql.fetch(_REJECTED)]
         assert self.snapshots, "the database was never sampled"
         assert self.commits, "no transaction was checked"
-        assert self.world.daemon.ended == 0, "the daemon ended by itself"
         missing = list(Counter(self.world.schedule.faults) - self.world.fired)
         assert not missing, f"these faults did not happen: {missing}"
+        assert self.world.daemon.ended == 0, "the daemon ended by itself"
         rejected = map(tuple, await self.world.sql.fetch(_REJECTED))
         contradictions = dead_letters_of(self.world.schedule).contradictions(rejected)
         assert not contradictions, contradictions
