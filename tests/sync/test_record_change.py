@@ -48,7 +48,7 @@ def test_values_far_larger_than_their_source_are_omitted() -> None:
     assert 16 <= len(stored) < 30
     omitted = {(change.value, change.problem, change.original) for change in changes[len(stored) :]}
     assert omitted == {(None, Problem.OMITTED, None)}
-    assert {change.cid for change in changes} == {cid_of(block)}
+    assert {(change.cid, change.rev) for change in changes} == {(cid_of(block), REV)}
 
 
 def test_block_is_not_decoded_for_values_that_are_omitted_anyway() -> None:
