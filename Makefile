@@ -43,7 +43,7 @@ test-citus: venv ## Run the tests of daemon, crashes and demo on a Citus cluster
 	$(PYTEST) --hypothesis-profile quick --database citus $(CITUS_TESTS)
 
 overload: venv ## Send more than the database can write, for ten minutes: make overload MINUTES=10
-	$(BIN)/pytest tests/crashes/test_overload.py --minutes $(or $(MINUTES),10)
+	$(BIN)/pytest -n 2 tests/crashes/test_overload.py --minutes $(or $(MINUTES),10)
 
 crashes: venv ## Kill daemons at every crash point, and at random: make crashes DEATHS=5000
 	$(PYTEST) tests/crashes/test_crash_points.py tests/daemon/test_scope_crashes.py --deaths $(or $(DEATHS),200)
