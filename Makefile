@@ -146,6 +146,8 @@ release: ## Build the wheel, the source distribution and the image, and check al
 venv: $(INSTALLED) ## Create the virtual environment with everything pinned
 
 $(INSTALLED): pyproject.toml constraints.txt
+	@echo "Installing the packages pinned in constraints.txt into $(VENV)"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt uv
+	$(BIN)/uv pip install --python $(BIN)/python --constraint constraints.txt --editable '.[dev]'
 	touch $@

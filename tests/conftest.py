@@ -8,6 +8,7 @@ import asyncio
 import gc
 import logging
 import os
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 
@@ -41,6 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="postgres",
         help="where the databases of the tests are: on one Postgres server, or distributed over a Citus cluster",
     )
+    parser.addoption("--proof", metavar="PART", help="run the tests of this part of `make proof` instead of the others")
     parser.addoption("--minutes", type=float, default=0.1, help="how long the tests of overload send too much, each")
     parser.addoption("--deaths", type=int, default=0, help="random deaths of daemons in tests/crashes, at least 120")
 
@@ -128,15 +130,11 @@ async def no_task_left() -> AsyncIterator[None]:
     pytest.fail(f"left behind: {', '.join(sorted(str(task) for task in left))}")
 
 
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Store how the run ended: `.ci/repeat-failures` repeats the failures of complete runs only."""
-    cache = getattr(session.config, "cache", None)
-    if not hasattr(session.config, "workerinput") and cache is not None:
-        cache.set("indexer/exit-status", int(exitstatus))
-
-
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print what the passed crash tests have counted and measured."""
+    """Print why tests were skipped, a line for each reason, and what the passed crash tests have counted and measured."""
+    reasons = Counter(str(report.longrepr[2]) for report in terminalreporter.stats.get("skipped", ()))
+    for reason, count in sorted(reasons.items()):
+        terminalreporter.write_line(f"{count} skipped: {reason.removeprefix('Skipped: ')}")
     counted = [pair for report in terminalreporter.stats.get("passed", ()) for pair in report.user_properties]
     deaths = sum(int(str(value)) for name, value in counted if name == "deaths")
     if deaths:
@@ -154,6 +152,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    part, selected, others = config.getoption("--proof"), list[pytest.Item](), list[pytest.Item]()
+    for item in items:
+        proof = item.get_closest_marker("proof")
+        (selected if (proof.args[0] if proof else None) == part else others).append(item)
+    if others:
+        config.hook.pytest_deselected(items=others)
+        items[:] = selected
     for item in items:
         one_server = item.get_closest_marker("one_server")
         if one_server is not None and config.getoption("--database") == "citus":
