@@ -2,14 +2,13 @@
 
 Both sides have the same version and settings of Postgres, fsync included, and run one after the other. On each, a
 daemon follows a stream, another one resyncs repos, and single accounts are read. At the end of each part, the database
-is compared with the expected result. The program `--cluster` starts Citus; see `tests/citus`.
+is compared with the expected result. Citus must be installed on the machine (CONTRIBUTING.md).
 """
 
 import asyncio
 import os
 import sys
 import tempfile
-from asyncio.subprocess import PIPE
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -18,14 +17,14 @@ from pathlib import Path
 from random import Random
 from time import perf_counter
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import click
 import orjson
 from rich.table import Table
 
 from benchmarks import database_rows, harness, live, resync
-from benchmarks.harness import BenchmarkError, Database
+from benchmarks.harness import Database
 from benchmarks.live import LiveOptions
 from benchmarks.report import Figures, Report, console_of, generation_progress, machine, number, show
 from benchmarks.resync import ResyncOptions
@@ -34,10 +33,8 @@ from indexer.monitoring.log import configure_logging
 from indexer.store import Store
 from indexer.store.distribute import distribute
 from indexer.store.migrate import migrate
+from tests.citus_cluster import NOTICE, find_citus, new_cluster
 
-CLUSTER = Path(__file__).parents[2] / "shared" / "citus" / "cluster.py"
-BINARIES = "/usr/lib/postgresql/15/bin"
-"""The programs of Postgres for both sides: those that Citus is installed for."""
 SETTINGS = {
     "checkpoint_timeout": "15min",
     "fsync": "on",
@@ -50,8 +47,6 @@ SETTINGS = {
 }
 """Settings of Postgres, the same on every server of both sides."""
 READS = 200
-START_SECONDS = 120.0
-"""Maximum time until the cluster accepts connections."""
 COMPARISON_WIDTH = 100
 """Columns of a table with the figures of both sides."""
 
@@ -76,13 +71,6 @@ Measurement = Callable[[Server, Path], Coroutine[Any, Any, tuple[Report, list[st
     "--shards", type=int, show_default="as indexer distribute", help="Number of shards of each distributed table."
 )
 @click.option("--only", type=click.Choice(["live", "resync"]), help="Measure only this part.")
-@click.option(
-    "--cluster",
-    default=CLUSTER,
-    show_default="../shared/citus/cluster.py",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="The program that starts a cluster.",
-)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def main(
     repos: int,
@@ -97,13 +85,16 @@ def main(
     workers: int,
     shards: int | None,
     only: str | None,
-    cluster: Path,
     as_json: bool,
 ) -> None:
     """Compare the rates on one Postgres with those on Citus.
 
     Exit code 1: a database differs from the expected result at the end.
     """
+    binaries = find_citus()
+    if binaries is None:
+        click.echo(f"Skipped: {NOTICE}", err=True)
+        return
     stream = WorkloadSpec(repos, records, sigma=0.4, commits=fast + paced)
     if warm_up >= exports:
         raise click.UsageError("--warm-up must be less than --exports")
@@ -115,9 +106,9 @@ def main(
         parts["live"] = partial(measure_live, load_workload(stream, generation_progress), live_options)
     if only != "live":
         parts["resync"] = partial(measure_resync, load_workload(backfill, generation_progress), resync_options)
-    servers: dict[str, Server] = {"Postgres": one_server, "Citus": partial(citus, cluster, workers, shards)}
+    servers: dict[str, Server] = {"Postgres": one_server, "Citus": partial(citus, binaries, workers, shards)}
     configure_logging(level="warning")
-    os.environ["INDEXER_PG_BINDIR"] = BINARIES  # for the embedded server
+    os.environ["INDEXER_PG_BINDIR"] = str(binaries)  # for the embedded server
     report, differences = _measure(parts, servers)
     if as_json:
         click.echo(orjson.dumps(report | {"machine": machine()}))
@@ -230,32 +221,20 @@ async def one_server(directory: Path) -> AsyncIterator[Database]:
 
 
 @asynccontextmanager
-async def citus(program: Path, workers: int, shards: int | None, _: Path) -> AsyncIterator[Database]:
-    """Run a cluster, with an empty migrated database that is distributed.
-
-    Raises:
-        BenchmarkError: The cluster does not start.
-    """
-    settings = ";".join(f"{name}={value}" for name, value in SETTINGS.items())
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-B", program, "--json", "--workers", str(workers), "--conf", settings),
-        stdin=PIPE,
-        stdout=PIPE,
-    )
-    try:
-        async with asyncio.timeout(START_SECONDS):
-            line = await process.stdout.readline() if process.stdout else b""
-        if not line:
-            raise BenchmarkError("the cluster did not start; its reason is above")
-        cluster = orjson.loads(line)
-        dsn = f"postgresql://postgres@/postgres?host={quote(cluster['dir'])}&port={urlsplit(cluster['url']).port}"
-        await migrate(dsn)
-        await distribute(dsn, shards, lambda *_: None)
-        yield Database(dsn, tuple(cluster["pids"]), (dsn, *cluster["workers"]))
-    finally:
-        if process.stdin:
-            process.stdin.close()
-        await process.wait()
+async def citus(binaries: Path, workers: int, shards: int | None, _: Path) -> AsyncIterator[Database]:
+    """Run a cluster, with an empty migrated database that is distributed."""
+    with tempfile.TemporaryDirectory(prefix="indexer-benchmark-") as directory:
+        settings = SETTINGS | {"unix_socket_directories": directory}
+        with new_cluster(Path(directory), binaries, workers, settings) as cluster:
+            await cluster.introduce(workers=cluster.names[1:])
+            dsns = [
+                f"postgresql://postgres@/postgres?host={quote(directory)}&port={cluster.ports[n]}"
+                for n in cluster.names
+            ]
+            pids = [pid for name in cluster.names if (pid := cluster.pid_of(name)) is not None]
+            await migrate(dsns[0])
+            await distribute(dsns[0], shards, lambda *_: None)
+            yield Database(dsns[0], tuple(pids), tuple(dsns))
 
 
 if __name__ == "__main__":

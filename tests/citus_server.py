@@ -10,8 +10,8 @@ import asyncpg
 from asyncpg import exceptions
 
 from indexer.store.distribute import distribute
-from tests.citus_cluster import COORDINATOR, Cluster, running_cluster
-from tests.database_server import DatabaseServer, dsn_of
+from tests.citus_cluster import Cluster, running_cluster
+from tests.database_server import DatabaseServer
 
 SHARDS = 4
 """Shards of each table. More shards make each database, and each statement on all buckets, more expensive."""
@@ -53,15 +53,7 @@ class CitusServer(DatabaseServer):
     async def _create_empty(self, name: str) -> str:
         """Create a database that knows the nodes, without a schema."""
         dsn = await super()._create_empty(name)
-        for node in self._dsns:
-            connection = await asyncpg.connect(dsn_of(node, name))
-            await connection.execute("create extension citus")
-            await connection.close()
-        connection = await asyncpg.connect(dsn)
-        for node in self.cluster.names:
-            function = "citus_set_coordinator_host" if node == COORDINATOR else "citus_add_node"
-            await connection.execute(f"select {function}('127.0.0.1', {self.cluster.ports[node]})")
-        await connection.close()
+        await self.cluster.introduce(name)
         return dsn
 
     async def _migrate(self, dsn: str) -> None:

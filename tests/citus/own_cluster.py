@@ -23,6 +23,7 @@ def own_cluster(directories: pytest.TempPathFactory, settings: Mapping[str, obje
         memory_directory() as directory,
         running_cluster(directory or directories.mktemp("citus"), settings) as cluster,
     ):
+        asyncio.run(cluster.introduce())
         yield cluster
 
 

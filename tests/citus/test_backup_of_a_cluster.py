@@ -8,13 +8,12 @@ import pytest
 from indexer.errors import SettingsError
 from indexer.store import Store
 from indexer.store.distribute import distribute
-from indexer.store.embedded.cluster import find_binaries
 from indexer.store.migrate import migrate
-from tests.cli.command_line import error_line, run_indexer
+from tests.cli.command_line import run_indexer
 from tests.store.change_log_helpers import connected
 from tests.store.filled_tables import contents, fill
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.proof("cluster"), pytest.mark.timeout(300)]
 
 CHANGED = ("alembic_version", "distribution", "shard_owner", "stored_setting")
 """Tables that `indexer distribute` itself writes."""
@@ -58,15 +57,3 @@ async def test_a_backup_of_an_earlier_release_is_migrated_before_it_is_distribut
     result = await distribute(empty_database, None, lambda *_: None)
     assert (result.shards, result.was_complete) == (4, False)
     await (await Store.open(empty_database)).close()
-
-
-async def test_newer_programs_than_the_server_are_refused_before_the_restore(
-    database: str, empty_database: str, programs: str, tmp_path: Path
-) -> None:
-    file = tmp_path / "indexer.dump"
-    assert run_indexer("backup", str(file), INDEXER_DATABASE_URL=database).returncode == 0
-    refused = run_indexer("restore", str(file), INDEXER_DATABASE_URL=empty_database)
-    assert refused.returncode == 2, f"the programs of {find_binaries()} are not newer"
-    version = Path(programs).parent.name
-    assert f"the server is Postgres {version}, and pg_restore" in error_line(refused)
-    assert f"cannot restore into it; set INDEXER_PG_BINDIR to the programs of Postgres {version}" in error_line(refused)

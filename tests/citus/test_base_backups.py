@@ -18,7 +18,7 @@ from tests.daemon.running_daemon import RunningDaemon, running_daemon
 from tests.database_checks import assert_change_log_consistent, fetch
 from tests.waiting import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.proof("cluster"), pytest.mark.timeout(600)]
 
 ARCHIVE = "archive=../archive/$(basename $PWD); mkdir -p $archive && cp %p $archive/%f"
 """A command of each node, which runs in its data directory."""

@@ -8,7 +8,7 @@ from indexer.service.live.batch_writer import BATCH_SIZE, CLUSTER_BATCH_SIZE
 from tests.batch_sizes import first_batch_size
 
 
-@pytest.mark.slow
+@pytest.mark.proof("cluster")
 async def test_batches_are_larger_than_on_one_server(
     database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

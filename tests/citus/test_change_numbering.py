@@ -26,7 +26,7 @@ from tests.store.change_log_helpers import after, change, connected, log, rkeys
 from tests.store.repo_rows import did, insert, synchronized
 from tests.waiting import until
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.proof("cluster")
 
 NODE_OF = """
     select groupid from pg_dist_placement
@@ -190,28 +190,6 @@ async def test_last_changes_are_numbered_as_far_as_they_can_be_within_a_second(
         await commit
     await last.finish()
     assert await latest(sql) == seq + 1_005
-
-
-async def test_a_long_backlog_is_numbered_in_parts(store: Store, sql: asyncpg.Connection) -> None:
-    seq = await latest(sql)
-    for number in range(1_003):
-        await log(sql, change("backlog", number))
-    await number_once(store)
-    assert await latest(sql) == seq + 1_000
-    await number_once(store)
-    rows = await after(sql, seq, 2_000)
-    assert rkeys(rows) == [str(number) for number in range(1_003)]
-
-
-async def test_two_processes_number_each_batch_once(store: Store, sql: asyncpg.Connection) -> None:
-    seq = await latest(sql)
-    async with numbering(store), numbering(store):
-        for number in range(30):
-            await log(sql, change("both", number))
-        await until(lambda: has_changes(sql, seq, 30))
-    rows = await after(sql, seq)
-    assert [row["seq"] for row in rows] == list(range(seq + 1, seq + 31))
-    assert rkeys(rows) == [str(number) for number in range(30)]
 
 
 async def test_segment_is_not_truncated_before_its_changes_have_numbers(store: Store, sql: asyncpg.Connection) -> None:
@@ -389,10 +367,7 @@ async def test_no_number_is_early_late_or_out_of_order_while_nodes_are_killed(
         async with running(*(traffic.write(random.Random(seed + number)) for number in range(3))):
             for nodes in KILLS:
                 await more_commits(traffic)
-                for node in nodes:
-                    await asyncio.to_thread(cluster.kill, node)
-                for node in reversed(nodes):
-                    await asyncio.to_thread(cluster.start, node)
+                await asyncio.to_thread(cluster.kill_and_start, nodes)
             await more_commits(traffic)
         async with connected(database) as reader:
             await until(lambda: has_unnumbered(reader, 0))

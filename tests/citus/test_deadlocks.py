@@ -16,7 +16,7 @@ from tests.daemon.running_daemon import POST, post, running_daemon
 from tests.store.change_log_helpers import connected
 from tests.waiting import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.proof("cluster"), pytest.mark.timeout(600)]
 
 DEADLOCKS = 3 * MAX_FAILURES
 """After so many other errors in a row, the batch is halved, and then its message is rejected."""

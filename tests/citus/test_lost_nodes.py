@@ -18,7 +18,7 @@ from tests.database_proxy import DatabaseProxy
 from tests.store.change_log_helpers import connected
 from tests.waiting import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.proof("cluster"), pytest.mark.timeout(600)]
 
 FIRST = WORKERS[0]
 MAX_ATTEMPTS = 30

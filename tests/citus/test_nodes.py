@@ -3,31 +3,27 @@
 import asyncio
 import sys
 from asyncio.subprocess import PIPE
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
 
-import asyncpg
 import pytest
 
 from indexer.localnet.local_network import LocalNetwork
 from indexer.localnet.scenario import Scenario
-from indexer.store import DatabaseError, Store
 from indexer.store.distribute import distribute
 from indexer.store.distributed_tables import DISTRIBUTED
 from indexer.store.migrate import migrate
-from indexer.sync.plans import Batch, RepoWrite
 from tests.citus.own_cluster import own_cluster
 from tests.citus_cluster import COORDINATOR, WORKERS, Cluster
 from tests.cli.command_line import environment_without_settings, run_indexer
 from tests.daemon_process import daemon_process, log_tail
 from tests.database_checks import assert_change_log_consistent, wait_until_equal
 from tests.database_server import dsn_of
+from tests.store.change_log_helpers import connected
 from tests.store.filled_tables import contents, fill
-from tests.store.repo_rows import put, synchronized
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.proof("cluster"), pytest.mark.timeout(600)]
 
 CHANGED = ("alembic_version", "distribution", "shard_owner", "stored_setting")
 """Tables that the command itself writes."""
@@ -49,9 +45,6 @@ _WRITTEN_LATER = """
     ) where nodeport = $1
 """
 STEPS_BEFORE, STEPS_AFTER, MAX_STEPS = 40, 60, 100_000
-WRITERS = 4
-REPOS = 40
-"""Repos that each writer changes again and again while shards move."""
 
 
 @pytest.fixture(scope="module")
@@ -60,36 +53,20 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield cluster
 
 
-async def create_database(cluster: Cluster, name: str, workers: tuple[str, ...] = WORKERS) -> str:
-    """Create a database that knows the coordinator and these workers; return its DSN."""
+async def create_database(cluster: Cluster, name: str, workers: Sequence[str] = WORKERS) -> str:
+    """Create a database that knows the coordinator and these workers, with the latest schema; return its DSN."""
     for node in cluster.names:
-        await _execute(cluster.url_of(node), f"create database {name}")
-        await _execute(dsn_of(cluster.url_of(node), name), "create extension citus")
+        async with connected(cluster.url_of(node)) as sql:
+            await sql.execute(f"create database {name}")
+    await cluster.introduce(name, workers)
     dsn = dsn_of(cluster.url_of(COORDINATOR), name)
-    await _execute(dsn, f"select citus_set_coordinator_host('127.0.0.1', {cluster.ports[COORDINATOR]})")
-    for worker in workers:
-        await _execute(dsn, f"select citus_add_node('127.0.0.1', {cluster.ports[worker]})")
+    await migrate(dsn)
     return dsn
-
-
-async def _execute(dsn: str, statement: str) -> None:
-    async with _connected(dsn) as connection:
-        await connection.execute(statement)
-
-
-@asynccontextmanager
-async def _connected(dsn: str) -> AsyncIterator[asyncpg.Connection]:
-    connection = await asyncpg.connect(dsn)
-    try:
-        yield connection
-    finally:
-        connection.terminate()
 
 
 @pytest.mark.parametrize("node", [COORDINATOR, WORKERS[0]])
 async def test_a_node_is_killed_while_rows_are_copied(cluster: Cluster, node: str) -> None:
     dsn = await create_database(cluster, f"killed_{node}")
-    await migrate(dsn)
     await fill(dsn)
     before = await contents(dsn, without=CHANGED)
     command = await asyncio.create_subprocess_exec(
@@ -99,7 +76,7 @@ async def test_a_node_is_killed_while_rows_are_copied(cluster: Cluster, node: st
         stdout=PIPE,
         stderr=PIPE,
     )  # fmt: skip
-    async with _connected(dsn) as sql:
+    async with connected(dsn) as sql:
         while not await sql.fetchval(_COPIES):
             assert command.returncode is None
             await asyncio.sleep(0.005)
@@ -114,48 +91,14 @@ async def test_a_node_is_killed_while_rows_are_copied(cluster: Cluster, node: st
     assert await contents(dsn, without=CHANGED) == before
 
 
-async def test_a_node_that_is_added_later_is_used(cluster: Cluster) -> None:
-    dsn = await create_database(cluster, "grows", WORKERS[:1])
-    await migrate(dsn)
-    assert (await distribute(dsn, 4, lambda *_: None)).shards == 4
-    store = await Store.open(dsn, connections=WRITERS + 1)
-    moved = asyncio.Event()
-    try:
-        writers = [asyncio.create_task(_write_until(store, number, moved)) for number in range(WRITERS)]
-        async with _connected(dsn) as sql:
-            new = cluster.ports[WORKERS[1]]
-            await sql.execute(f"select citus_add_node('127.0.0.1', {new})")
-            await sql.execute("select citus_rebalance_start()")
-            await sql.execute("select citus_rebalance_wait()", timeout=500)
-            moved.set()
-            last = [await writer for writer in writers]
-            tables = [f"indexer.{table}" for table in DISTRIBUTED]
-            assert {row["name"]: row["count"] for row in await sql.fetch(_PLACED, new, tables)} == dict.fromkeys(
-                tables, 2
-            )
-            state = await sql.fetchval("select state from citus_rebalance_status() order by job_id desc limit 1")
-            assert state == "finished"
-            logged = await sql.fetchval("select count(*) from indexer.change")
-        assert sum(map(sum, last)) + WRITERS * REPOS == logged  # one more for each new repo
-        for number, versions in enumerate(last):
-            assert min(versions) > 1
-            stored = await store.repos([_did(number, repo) for repo in range(REPOS)])
-            assert [stored[_did(number, repo)].version for repo in range(REPOS)] == versions
-    finally:
-        moved.set()
-        await asyncio.gather(*writers, return_exceptions=True)
-        await store.close()
-
-
 async def test_a_daemon_indexes_while_shards_move_to_a_new_node(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tests.waiting.TIMEOUT", 300.0)
-    dsn = await create_database(cluster, "grows_with_daemon", WORKERS[:1])
-    await migrate(dsn)
+    dsn = await create_database(cluster, "grows", WORKERS[:1])
     await distribute(dsn, 4, lambda *_: None)
     new = cluster.ports[WORKERS[1]]
-    async with LocalNetwork() as network, daemon_process(network, dsn, tmp_path) as daemon, _connected(dsn) as sql:
+    async with LocalNetwork() as network, daemon_process(network, dsn, tmp_path) as daemon, connected(dsn) as sql:
         scenario = Scenario(network, seed=19, accounts=16)
         for step in range(STEPS_BEFORE):
             scenario.perform(step, MAX_STEPS)
@@ -179,36 +122,3 @@ async def test_a_daemon_indexes_while_shards_move_to_a_new_node(
         assert await sql.fetchval(_WRITTEN_LATER, new, moved_at) > 0, "the new node is written"
         assert daemon.returncode is None, log_tail(tmp_path)
     await assert_change_log_consistent(dsn)
-
-
-async def _write_until(store: Store, number: int, stop: asyncio.Event) -> list[int]:
-    """Write repos with one record each, round after round, until `stop`; return the last version of each.
-
-    A write that fails is repeated, as the daemon does: it took effect or not.
-    """
-    versions = [0] * REPOS
-    while not stop.is_set() or min(versions) < 2:
-        for repo in range(REPOS):
-            await _write(store, number, repo, versions[repo])
-            versions[repo] += 1
-    return versions
-
-
-async def _write(store: Store, number: int, repo: int, version: int) -> None:
-    row = synchronized((number, repo), version=version + 1)
-    change = put("app.test/a", f'{{"n": {version}}}', "update" if version else "create")
-    while await _stored_version(store, row.did) == version:
-        with suppress(DatabaseError):
-            assert not (await store.write(Batch((RepoWrite(version, row, (change,)),)))).skipped
-            return
-
-
-async def _stored_version(store: Store, did: str) -> int:
-    while True:
-        with suppress(DatabaseError):
-            row = (await store.repos([did])).get(did)
-            return row.version if row else 0
-
-
-def _did(number: int, repo: int) -> str:
-    return synchronized((number, repo)).did

@@ -9,14 +9,14 @@ import pytest
 from indexer.reasons import FetchFailure
 from indexer.store import DatabaseError, Store, crawl_rows, repo_requests
 from indexer.store.crawl_rows import ListDifferences
-from indexer.store.placement import MIN_DIVIDED, divide_by_shard, shard_of
+from indexer.store.placement import divide_by_shard, shard_of
 from indexer.sync.crawl_progress import CrawlProgress
 from indexer.sync.scope import Scope, Track
 from indexer.sync.shard import bucket_of
 from tests.store.change_log_helpers import connected
 from tests.store.repo_rows import did, head, insert, synchronized
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.proof("cluster")
 
 OLD, NEWER = "3laaaaaaaaa22", "3laaaaaaaab22"
 PROGRESS = CrawlProgress("sweep", "https://relay.test", cursor="after the page", began_at=1.0)
@@ -69,12 +69,6 @@ async def test_repos_of_a_page_are_added_in_a_transaction_for_each_shard(store: 
     assert len(added) == store.shards > 1
     assert all(len(shards_of(part, store.shards)) == 1 for part in added)
     assert last == [], "the progress is stored after all repos"
-
-
-async def test_few_repos_are_added_together_with_the_progress(store: Store, parts: list[list[str]]) -> None:
-    few = DIDS[: MIN_DIVIDED * store.shards - 1]
-    await store.add_listed(few, PROGRESS)
-    assert parts == [few]
 
 
 async def test_repos_that_were_added_before_the_scope_changed_are_counted(

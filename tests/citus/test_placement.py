@@ -14,7 +14,7 @@ ROWS = "select result from run_command_on_shards('numbers', 'select count(*) fro
 PLAN = "explain (costs off) select * from numbers where bucket = any($1::smallint[])"
 WORKERS = "select nodeid from pg_dist_node where isactive and noderole = 'primary' and shouldhaveshards order by 1"
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.proof("cluster")
 
 
 @pytest.fixture

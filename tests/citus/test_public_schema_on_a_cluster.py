@@ -1,11 +1,7 @@
 # ruff: noqa: S608 - a view cannot be a parameter
-"""The public schema on a cluster: what roles may read there, and which queries read one shard.
-
-`--log-cli-level=INFO` shows the plans.
-"""
+"""The public schema on a cluster: what roles may read there, and which queries read one shard."""
 
 import json
-import logging
 import secrets
 from collections.abc import AsyncIterator
 from typing import Any
@@ -23,9 +19,7 @@ from tests.lexicons.samples import DEFS_DOCUMENT, REVIEW, REVIEW_DOCUMENT, REVIE
 from tests.store.link_steps import LIKE, PATH, like, post, turn_on
 from tests.store.repo_rows import did, insert, put, synchronized
 
-pytestmark = pytest.mark.slow
-
-log = logging.getLogger(__name__)
+pytestmark = pytest.mark.proof("cluster")
 
 REPOS = 12
 """Repos with records; with so many, each shard has some."""
@@ -81,11 +75,8 @@ async def reader(filled: Store, database: str, sql: asyncpg.Connection) -> Async
 
 
 async def plan_of(sql: asyncpg.Connection, query: str, *values: object) -> str:
-    """Return and log the plan of a query."""
-    lines = await sql.fetch(f"explain (costs off) {query}", *values)
-    plan = "\n".join(line for (line,) in lines)
-    log.info("%s\n%s", query, plan)
-    return plan
+    """Return the plan of a query."""
+    return "\n".join(line for (line,) in await sql.fetch(f"explain (costs off) {query}", *values))
 
 
 def tasks_of(plan: str) -> int:
@@ -105,19 +96,14 @@ async def test_a_query_by_did_and_bucket_reads_one_shard(filled: Store, sql: asy
     assert tasks_of(await plan_of(sql, f"select * from {view} where did = $1", did(1))) == SHARDS, "without the bucket"
 
 
-@pytest.mark.parametrize(
-    "query",
-    [
-        "select rkey from atproto.records left join atproto.links l using (did, bucket, collection, rkey)",
-        "select rkey from atproto.records join atproto.repos using (did, bucket)",
-    ],
-)
-async def test_views_joined_by_did_and_bucket_read_one_shard(
-    filled: Store, sql: asyncpg.Connection, query: str
-) -> None:
-    wanted = f"{query} where did = $1 and bucket = atproto.bucket_of($1)"
-    assert tasks_of(await plan_of(sql, wanted, did(1))) == 1
-    assert len(await sql.fetch(wanted, did(1))) == 3
+async def test_views_joined_by_did_and_bucket_read_one_shard(filled: Store, sql: asyncpg.Connection) -> None:
+    for joined in (
+        "left join atproto.links l using (did, bucket, collection, rkey)",
+        "join atproto.repos using (did, bucket)",
+    ):
+        wanted = f"select rkey from atproto.records {joined} where did = $1 and bucket = atproto.bucket_of($1)"
+        assert tasks_of(await plan_of(sql, wanted, did(1))) == 1
+        assert len(await sql.fetch(wanted, did(1))) == 3
 
 
 async def test_a_prepared_query_reads_one_shard_however_often_it_runs(filled: Store, sql: asyncpg.Connection) -> None:
@@ -130,20 +116,14 @@ async def test_a_prepared_query_reads_one_shard_however_often_it_runs(filled: St
     assert tasks_of(await plan_of(sql, f"execute by_did('{did(1)}')")) == 1
 
 
-@pytest.mark.parametrize("view", VIEWS)
-async def test_a_reader_reads_each_view(reader: asyncpg.Connection, view: str) -> None:
-    rows = await reader.fetch(f"select * from atproto.{view}")
+async def test_a_reader_reads_each_view_and_calls_each_function_for_readers(reader: asyncpg.Connection) -> None:
     expected = {"repos": REPOS, "records": 3 * REPOS, "blobs": 2 * REPOS, "links": 2 * REPOS}
-    assert len(rows) == expected.get(view, len(rows))
-
-
-async def test_a_reader_reads_a_typed_view(reader: asyncpg.Connection) -> None:
+    for view in VIEWS:
+        rows = await reader.fetch(f"select * from atproto.{view}")
+        assert len(rows) == expected.get(view, len(rows)), view
     rows = await reader.fetch(f"select title, created_at, lexicon_problem from {REVIEWS} order by did")
     assert [tuple(row)[2] for row in rows] == [None] * REPOS
     assert {row["title"] for row in rows} == {"Grüße"}
-
-
-async def test_a_reader_calls_each_function_that_is_for_readers(reader: asyncpg.Connection) -> None:
     for name in ("register_reader", *READER_CALLS):
         await reader.fetch(READER_CALLS[name], did(1))
 
@@ -160,15 +140,10 @@ async def test_an_operator_calls_each_function_that_is_for_operators(
         await reader.fetch(call, did(1))
 
 
-async def test_every_public_function_is_called_here(sql: asyncpg.Connection) -> None:
-    functions = await sql.fetch("select proname from pg_proc where pronamespace = 'atproto'::regnamespace")
-    assert {name for (name,) in functions} == READER_CALLS.keys() | OPERATOR_CALLS.keys()
-
-
-@pytest.mark.parametrize("table", ["repo", "record", "identity", "link", "buffered_event", "change"])
-async def test_a_reader_cannot_name_a_private_table(reader: asyncpg.Connection, table: str) -> None:
-    with pytest.raises(asyncpg.InsufficientPrivilegeError, match="permission denied for schema indexer"):
-        await reader.fetch(f"select * from indexer.{table}")
+async def test_a_reader_cannot_name_a_private_table(reader: asyncpg.Connection) -> None:
+    for table in ("repo", "record", "identity", "link", "buffered_event", "change"):
+        with pytest.raises(asyncpg.InsufficientPrivilegeError, match="permission denied for schema indexer"):
+            await reader.fetch(f"select * from indexer.{table}")
 
 
 async def test_records_of_hidden_repos_are_not_shown(filled: Store, reader: asyncpg.Connection) -> None:
@@ -211,17 +186,6 @@ async def test_changes_are_read_with_the_values_of_their_records(filled: Store, 
     values: dict[str, Any] = {f"{row['did']}/{row['collection']}": row["value"] for row in rows if row["collection"]}
     assert len(values) == 3 * REPOS
     assert all(values.values())
-
-
-async def test_the_bytes_of_records_are_read_with_one_query(
-    filled: Store, reader: asyncpg.Connection, sql: asyncpg.Connection
-) -> None:
-    await sql.execute("update indexer.record set original = 'abc', value_problem = 'x' where collection = 'app.test'")
-    rows = await reader.fetch(
-        "with w as materialized (select did, collection, rkey from atproto.records where value_problem is not null) "
-        "select did, atproto.record_bytes(did, collection, rkey) as bytes from w"
-    )
-    assert sorted((row["did"], row["bytes"]) for row in rows) == sorted((did(name), b"abc") for name in range(REPOS))
 
 
 HIDE_SCHEMA = """

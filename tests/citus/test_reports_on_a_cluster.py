@@ -12,7 +12,7 @@ from tests.citus_server import SHARDS
 from tests.store.repo_rows import did, insert, put, synchronized
 from tests.store.test_report_queries import MANY_REPOS, assert_about
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.proof("cluster")
 
 MANY = 40_000
 
@@ -34,11 +34,8 @@ async def test_parts_are_the_shards_with_all_buckets(many: Store, sql: asyncpg.C
         assert tasks_of(await plan_of(sql, counted, part.buckets)) == 1
         assert part.estimated_rows == pytest.approx(await sql.fetchval(counted, part.buckets), rel=0.1)
         assert part.pages > part.estimated_rows * 100 // 8192
-
-
-async def test_parts_of_a_table_on_the_coordinator_are_the_table(sql: asyncpg.Connection) -> None:
-    [part] = await load_parts(sql, "indexer.cursor")
-    assert part.buckets == list(range(BUCKETS))
+    [whole] = await load_parts(sql, "indexer.cursor")  # on the coordinator
+    assert whole.buckets == list(range(BUCKETS))
 
 
 async def test_the_parts_of_an_estimate_share_its_time_limit(
@@ -114,20 +111,11 @@ async def test_large_tables_are_not_counted_for_clients_of_tap(
     assert await many.count_rows("repo") >= MANY * 95 // 100, "the estimate contains untracked repos"
 
 
-@pytest.mark.parametrize(
-    ("query", "others"),
-    [
-        (report_queries.REPO, ()),
-        (status_queries.ACCOUNT, (100,)),
-    ],
-)
-async def test_the_report_on_a_repo_reads_one_shard(
-    store: Store, sql: asyncpg.Connection, query: str, others: tuple[object, ...]
-) -> None:
+async def test_the_report_on_a_repo_reads_one_shard(store: Store, sql: asyncpg.Connection) -> None:
     await insert(store, synchronized(1), changes=(put("app.test/a"),))
-    plan = await plan_of(sql, query, did(1), bucket_of(did(1)), *others)
-    assert tasks_of(plan) == 1
-    assert await sql.fetchval(f"select records from ({query}) q", did(1), bucket_of(did(1)), *others) == 1  # noqa: S608
+    for query, *others in ((report_queries.REPO,), (status_queries.ACCOUNT, 100)):
+        assert tasks_of(await plan_of(sql, query, did(1), bucket_of(did(1)), *others)) == 1
+        assert await sql.fetchval(f"select records from ({query}) q", did(1), bucket_of(did(1)), *others) == 1  # noqa: S608
 
 
 async def test_records_of_a_repo_are_reported(store: Store) -> None:

@@ -22,7 +22,7 @@ from tests.database_checks import assert_change_log_consistent, wait_until_equal
 from tests.store.change_log_helpers import connected
 from tests.store.test_migrate import GRANTS, role, with_user
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.proof("cluster"), pytest.mark.timeout(300)]
 
 STEPS = 40
 COMMANDS = (

@@ -1,10 +1,9 @@
-"""Daemons on several machines share one cluster. Here they are processes with a data directory of their own."""
+"""Daemons on several machines share one cluster, whose nodes are killed. Here the machines are directories."""
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from functools import partial
 from itertools import count
 from pathlib import Path
 from random import Random
@@ -19,15 +18,16 @@ from indexer.localnet.scenario import Scenario
 from indexer.store import Store
 from indexer.sync.shard import BUCKETS, Shard
 from tests.background import running
-from tests.citus.log_consumer import LogConsumer
+from tests.citus.own_cluster import own_distributed_cluster
+from tests.citus_cluster import COORDINATOR, WORKERS, Cluster
 from tests.daemon_forks import DaemonFork, start_fork_server
 from tests.daemon_process import daemon_environment
-from tests.database_checks import assert_change_log_consistent
+from tests.database_checks import assert_change_log_consistent, fetch
 from tests.lost_commits import active_account, lose_commit
 from tests.passed_time import EXPIRE_LEASES, EXPIRE_WAITS
 from tests.waiting import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.proof("cluster"), pytest.mark.timeout(600)]
 
 STEPS = 240
 LOST_COMMITS = 4
@@ -36,6 +36,7 @@ STEP_SECONDS = 0.05
 MAX_UNOWNED_SECONDS = 10.0
 """Seconds for which a position may have no owner when daemons hand over. Seen: 1.2, beside other programs."""
 
+SEQ = "select coalesce(max(seq), 0) from indexer.cursor"
 _OWNERS = "select first_bucket, last_bucket from indexer.shard_owner where last_bucket < $1"
 
 
@@ -163,8 +164,7 @@ async def test_number_of_shards_changes_while_accounts_write(
 ) -> None:
     """Two daemons hand over to three: the new ones wait until the old ones have drained."""
     async with LocalNetwork() as network, AsyncExitStack() as stack:
-        machines, consumer = Machines(network, database, tmp_path), LogConsumer(database)
-        await stack.enter_async_context(consumer.reading())
+        machines = Machines(network, database, tmp_path)
         await stack.enter_async_context(machines.watched())
         scenario = Scenario(network, seed=31, accounts=16)
         before = [machines.daemon(shard=f"{index}/2") for index in range(2)]
@@ -185,7 +185,6 @@ async def test_number_of_shards_changes_while_accounts_write(
         enough.set()
         await load
         await wait_until_equal(machines, network, database, shards=3)
-        await machines.until(consumer.has_read_all)
         await assert_change_log_consistent(database)
         assert len(await machines.positions()) == BUCKETS
         assert machines.owners[BUCKETS] > 0
@@ -193,31 +192,35 @@ async def test_number_of_shards_changes_while_accounts_write(
         assert 0 < machines.unowned_seconds < MAX_UNOWNED_SECONDS
 
 
-async def test_resync_workers_join_and_leave_while_accounts_write(database: str, tmp_path: Path) -> None:
-    """One worker is killed and one is stopped under load; the others take over their repos."""
+@pytest.fixture
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Run a cluster that belongs to this test, with a distributed database."""
+    with own_distributed_cluster(tmp_path_factory) as cluster:
+        yield cluster
+
+
+KILLS = (WORKERS[:1], (COORDINATOR,), WORKERS, (COORDINATOR, WORKERS[0]))
+"""The nodes that are killed together."""
+
+
+async def test_nodes_are_killed_while_accounts_write(cluster: Cluster, tmp_path: Path) -> None:
+    """A daemon and a machine with the other roles go on as soon as the nodes answer again, and nothing is lost."""
+    dsn = cluster.url_of(COORDINATOR)
     async with LocalNetwork() as network, AsyncExitStack() as stack:
-        machines, consumer = Machines(network, database, tmp_path), LogConsumer(database)
-        await stack.enter_async_context(consumer.reading())
-        await stack.enter_async_context(machines.watched())
-        scenario = Scenario(network, seed=32, accounts=16)
-        for index in range(2):
-            await stack.enter_async_context(machines.daemon(shard=f"{index}/2", roles="live").supervised())
-        workers = [machines.daemon(roles="resync", log_level="debug") for _ in range(4)]
-        enough = asyncio.Event()
-        [load] = await stack.enter_async_context(running(act(network, scenario, enough)))
-        for worker in workers[:2]:
-            await stack.enter_async_context(worker.supervised())
-        for worker in workers[:2]:
-            await machines.until(partial(has_logged, worker, "resync.done"))
-        workers[0].kill()
-        await stack.enter_async_context(workers[2].supervised())
-        await workers[1].stop()
-        await stack.enter_async_context(workers[3].supervised())
-        for worker in workers[2:]:
-            await machines.until(partial(has_logged, worker, "resync.done"))
+        machines, enough = Machines(network, dsn, tmp_path), asyncio.Event()
+        for settings in ({"roles": "live"}, {"roles": "resync"}):
+            await stack.enter_async_context(machines.daemon(**settings).supervised())
+        load = act(network, Scenario(network, seed=32, accounts=16), enough)
+        [writing] = await stack.enter_async_context(running(load))
+        for nodes in KILLS:
+            [(before,)] = await fetch(dsn, SEQ)
+
+            async def goes_on(before: int = before) -> bool:
+                return bool((await fetch(dsn, SEQ))[0][0] > before)
+
+            await machines.until(goes_on)
+            await asyncio.to_thread(cluster.kill_and_start, nodes)
         enough.set()
-        await load
-        await wait_until_equal(machines, network, database, shards=2)
-        await machines.until(consumer.has_read_all)
-        await assert_change_log_consistent(database)
-        assert machines.owners[BUCKETS] > 0, "workers own no buckets, and the others own all"
+        await writing
+        await wait_until_equal(machines, network, dsn, shards=1)
+        await assert_change_log_consistent(dsn)

@@ -1,23 +1,21 @@
 """Decode and plan a frame with the Python code alone and with the native core, and compare the results."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import replace
 
-from indexer.atproto.crypto import PublicKey
 from indexer.atproto.limits import DEFAULT_LIMITS, Limits
 from indexer.atproto.mst import EMPTY_TREE
 from indexer.atproto.syntax import CollectionFilter
 from indexer.sync.events import CommitEvent, OtherShardEvent
 from indexer.sync.frames import decode_frame
+from indexer.sync.native_core import NativeCore
 from indexer.sync.plan_batch import BatchPlan, ReceivedMessage, plan_batch
 from indexer.sync.policy import KeyState, PlanContext, Policy
 from indexer.sync.prepared_commits import PreparedCommits, prepared_commits
 from indexer.sync.repo_state import Head, Repo, SyncStatus
-from indexer.sync.repo_transitions import Outcome
 from indexer.sync.scope import Scope
 from indexer.sync.shard import Placement, Shard
-from indexer.sync.verify import VerifiedCommit
+from tests.fuzz.outcome_counts import OutcomeCounts
 from tests.sync.signing_account import CONTEXT, SigningAccount
 
 OLDEST_REV = "2222222222222"
@@ -48,59 +46,11 @@ DECODERS = (
 """The limits and shards for which each frame is decoded."""
 
 DecodeCommit = Callable[[bytes], CommitEvent | OtherShardEvent | None]
-
-
-class Verification(Protocol):
-    """Commits that are being verified."""
-
-    def results(self) -> list[VerifiedCommit | None]:
-        """Return the verified commits; None for those that the Python code has to decide."""
-
-
-class Core(Protocol):
-    """The native core, or one that a test makes."""
-
-    def commit_decoder(self, limits: Limits, shard: Shard) -> DecodeCommit:
-        """Return a function that decodes a `#commit`; None for frames that the Python code has to decide."""
-
-    def begin_verification(self, commits: Sequence[tuple[CommitEvent, PublicKey]], policy: Policy) -> Verification:
-        """Begin to verify commits."""
+"""Decodes a `#commit`; None for frames that the Python code has to decide."""
 
 
 class DifferenceError(AssertionError):
     """The two events or the two plans of a frame differ."""
-
-
-@dataclass(slots=True)
-class Counts:
-    """The inputs so far.
-
-    Attributes:
-        executions: All inputs.
-        decoded: Inputs that the native core decoded, within the limits and for the shard of at least one decoder.
-        commits: Inputs that are a decoded `#commit`, which both sides got.
-        accepted: Commits that the native core verified, so that the whole plans were compared.
-        declined: Commits that the daemon applies, and that the native core left to the Python code.
-    """
-
-    executions: int = 0
-    decoded: int = 0
-    commits: int = 0
-    accepted: int = 0
-    declined: int = 0
-
-    @property
-    def unused(self) -> list[str]:
-        """The names of the counts of the native core that are 0: it left all of these to the Python code."""
-        return [name for name, count in (("decoded", self.decoded), ("accepted", self.accepted)) if count == 0]
-
-    def report(self) -> str:
-        """Return the counts except that of all inputs."""
-        return (
-            f"{self.decoded:,} decoded by the native core; {self.commits:,} commits to both sides; "
-            f"{self.accepted:,} verified by the native core and equal; "
-            f"{self.declined:,} applied ones left to the Python code"
-        )
 
 
 class Comparison:
@@ -110,12 +60,12 @@ class Comparison:
         counts: What was compared.
     """
 
-    def __init__(self, core: Core, owners: Sequence[SigningAccount]) -> None:
+    def __init__(self, core: NativeCore, owners: Sequence[SigningAccount]) -> None:
         self._core = core
         self._decoders = [(core.commit_decoder(limits, shard), limits, shard) for limits, shard in DECODERS]
         self._keys = {owner.did: owner.key_state._replace(final=True) for owner in owners}
         self._other_key = owners[0].key_state._replace(final=True)
-        self.counts = Counts()
+        self.counts = OutcomeCounts("decoded", "commits", "accepted")
 
     def compare(self, frame: bytes) -> None:
         """Give a frame to both sides. Its repo is in the state that the frame claims as the one before it.
@@ -127,20 +77,19 @@ class Comparison:
         """
         self.counts.executions += 1
         decoded = [self._is_decoded(frame, *decoder) for decoder in self._decoders]
-        self.counts.decoded += any(decoded)
+        self.counts.add("decoded", any(decoded))
         context = CONTEXTS[len(frame) % len(CONTEXTS)]
         event = decode_frame(frame, context.policy.limits)
         if not isinstance(event, CommitEvent):
             return
-        self.counts.commits += 1
+        self.counts.add("commits")
         key = self._key_state(event.did)
         expected = self._plan(frame, event, context, PreparedCommits())
         assert key.key is not None
         [verified] = self._core.begin_verification([(event, key.key)], context.policy).results()
         if verified is None:
-            self.counts.declined += expected.settled[0].outcome is Outcome.APPLIED
             return
-        self.counts.accepted += 1
+        self.counts.add("accepted")
         found = self._plan(frame, event, context, prepared_commits([(event, key.key)], [verified]))
         if found != expected:
             raise DifferenceError(f"Python: {expected}\nnative: {found}")

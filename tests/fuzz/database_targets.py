@@ -27,7 +27,7 @@ from tests.atproto.dag_cbor_oracle import Cid, canonical_value
 from tests.atproto.dag_cbor_oracle import encode as reference_encode
 from tests.database_server import DatabaseServer, memory_directory
 from tests.fuzz.comparison import DifferenceError
-from tests.fuzz.fuzz_target import FuzzTarget, MutateBytes
+from tests.fuzz.fuzz_target import FuzzTarget, MutateBytes, canonical
 from tests.fuzz.json_mutation import mutate_json
 from tests.fuzz.outcome_counts import OutcomeCounts
 from tests.fuzz.seed_files import seed_files
@@ -46,7 +46,7 @@ SAME_VALUE = frozenset({None, Problem.NOT_A_MAP, Problem.NO_TYPE, Problem.OTHER_
 class FuzzDatabase:
     """A database on a server of its own, which ends with the process. A statement that takes too long is an error."""
 
-    def __init__(self, statement_seconds: float = STATEMENT_SECONDS) -> None:
+    def __init__(self) -> None:
         self._directories = ExitStack()
         directory = self._directories.enter_context(memory_directory())
         if directory is None:
@@ -54,7 +54,7 @@ class FuzzDatabase:
         self._server = DatabaseServer(directory)
         dsn = self._server.create(migrated=True)
         self.run = self._server.run
-        self.run(_limit_statements(dsn, statement_seconds))
+        self.run(_limit_statements(dsn))
         self.store = self.run(Store.open(dsn, connections=2))
         self.connection: asyncpg.Connection = self.run(asyncpg.connect(dsn))
 
@@ -66,11 +66,11 @@ class FuzzDatabase:
         self._directories.close()
 
 
-async def _limit_statements(dsn: str, seconds: float) -> None:
+async def _limit_statements(dsn: str) -> None:
     """Set the time limit of all later sessions of the database."""
     connection = await asyncpg.connect(dsn)
     name = await connection.fetchval("select quote_ident(current_database())")
-    await connection.execute(f"alter database {name} set statement_timeout = '{seconds}s'")
+    await connection.execute(f"alter database {name} set statement_timeout = '{STATEMENT_SECONDS}s'")
     await connection.close()
 
 
@@ -106,7 +106,7 @@ class Records(FuzzTarget):
 
     def mutate(self, data: bytes, random: Random, mutate_bytes: MutateBytes) -> bytes:
         """Return mutated bytes, or a record with another value in it."""
-        value = _canonical(data)
+        value = canonical(data)
         if not isinstance(value, dict) or random.random() < 0.4:
             return mutate_bytes(data)
         key = random.choice([*value, "$type", "$link", "uri", "\0", "é" * 40])
@@ -215,14 +215,6 @@ def _stored_value(value: Any, collection: str) -> str | None:
     except (TypeError, ValueError, RecursionError, OverflowError):  # a value that no record can have
         return None
     return decode_record(block, collection, DEFAULT_LIMITS).json
-
-
-def _canonical(data: bytes) -> Any:
-    """Return the value of canonical DAG-CBOR; None for other bytes."""
-    try:
-        return canonical_value(data)
-    except (ValueError, RecursionError):
-        return None
 
 
 def _loads(text: str | None) -> Any:

@@ -3,7 +3,7 @@
 import tempfile
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from indexer.sync.policy import Policy
 from indexer.sync.scope import Scope
 from tests.fuzz.comparison import SMALL_LIMITS, DifferenceError
 from tests.fuzz.copy_format import change_rows, record_rows
+from tests.fuzz.outcome_counts import OutcomeCounts
 from tests.sync.signing_account import STORE_ALL, SigningAccount
 
 SMALL_BUFFERS = SpoolSizes(buffer_bytes=1_000, page_bytes=512)
@@ -62,35 +63,6 @@ class Reading(NamedTuple):
     ready: int = 0
 
 
-@dataclass(slots=True)
-class ExportCounts:
-    """The inputs so far.
-
-    Attributes:
-        executions: All inputs.
-        valid: Exports that the Python code verified.
-        proven: Exports that the native core verified.
-        ready: Records that the native core converted.
-    """
-
-    executions: int = 0
-    valid: int = 0
-    proven: int = 0
-    ready: int = 0
-
-    @property
-    def unused(self) -> list[str]:
-        """The names of the counts of the native core that are 0: it left all of these to the Python code."""
-        return [name for name, count in (("proven", self.proven), ("ready", self.ready)) if count == 0]
-
-    def report(self) -> str:
-        """Return the counts except that of all inputs."""
-        return (
-            f"{self.valid:,} valid exports, {self.proven:,} of them verified by the native core and equal, with "
-            f"{self.ready:,} records that it converted"
-        )
-
-
 class ExportComparison:
     """Compares the two readers on exports, one at a time.
 
@@ -102,7 +74,7 @@ class ExportComparison:
         self._core = core
         self._owners = owners
         self._directory = Path(tempfile.gettempdir())
-        self.counts = ExportCounts()
+        self.counts = OutcomeCounts("valid", "proven", "ready")
 
     def compare(self, data: bytes) -> None:
         """Give an export to both readers.
@@ -116,9 +88,9 @@ class ExportComparison:
         expected = _read(Spool(self._directory, limits, sizes), data, owner, variant)
         found = _read(NativeReader(self._core, self._directory, limits, sizes), data, owner, variant)
         self.counts.executions += 1
-        self.counts.valid += expected.error is None
-        self.counts.proven += found.proven
-        self.counts.ready += found.ready
+        self.counts.add("valid", expected.error is None)
+        self.counts.add("proven", found.proven)
+        self.counts.add("ready", found.ready)
         if found[:2] != expected[:2]:
             raise DifferenceError(f"Python: {expected}\nnative: {found}")
 

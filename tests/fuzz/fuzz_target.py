@@ -1,10 +1,11 @@
-"""The base classes of all targets, and the choices that the bytes of an input make."""
+"""The base classes of all targets, and how they read an input."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from random import Random
-from typing import TypeVar
+from typing import Any
 
-T = TypeVar("T")
+from tests.atproto.dag_cbor_oracle import canonical_value
+
 MutateBytes = Callable[[bytes], bytes]
 """Returns mutated bytes: the fuzzer's own mutation."""
 PIECES = (".", "-", "/", ":", "%", "*", "~", "0", "Z", "\n", "é", "a" * 64, ".a" * 130, "at://", ",")
@@ -33,16 +34,9 @@ def text_of(data: bytes) -> str:
     return data.decode(errors="replace")
 
 
-class Choices:
-    """Takes choices from bytes; 0 after the last one."""
-
-    def __init__(self, data: bytes) -> None:
-        self._bytes = iter(data)
-
-    def number(self, limit: int) -> int:
-        """Return a number below the limit."""
-        return next(self._bytes, 0) % limit
-
-    def of(self, values: Sequence[T]) -> T:
-        """Return one of the values."""
-        return values[self.number(len(values))]
+def canonical(data: bytes) -> Any:
+    """Return the value of canonical DAG-CBOR, as the reference reads it; None for other bytes."""
+    try:
+        return canonical_value(data)
+    except (ValueError, RecursionError):
+        return None

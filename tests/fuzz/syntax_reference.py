@@ -46,19 +46,18 @@ def is_pattern(text: str) -> bool:
     return text == "*" or is_nsid(text) or (first != text and (is_nsid(f"{first}.a") or is_nsid(f"{first}.a.a")))
 
 
-def matches(pattern: str, nsid: str) -> bool:
-    """Return True if a valid pattern selects the collection."""
-    return pattern in ("*", nsid) or (pattern.endswith(".*") and nsid.startswith(pattern[:-1]))
-
-
 def at_uri_parts(text: str) -> list[str] | None:
     """Return the authority, the collection and the record key of an AT-URI, as many as it has; None for other text."""
     scheme, _, rest = text.partition("//")
     parts = rest.split("/")
-    checks = (lambda authority: is_did(authority) or is_handle(authority), is_nsid, is_record_key)
+    checks = (_is_account, is_nsid, is_record_key)
     if scheme != "at:" or len(text) > 8_192 or len(parts) > len(checks):
         return None
     return parts if all(check(part) for check, part in zip(checks, parts, strict=False)) else None
+
+
+def _is_account(text: str) -> bool:
+    return is_did(text) or is_handle(text)
 
 
 def _is_label(text: str) -> bool:

@@ -1,26 +1,23 @@
-"""Texts that name something: identifiers, AT-URIs and patterns of collections, each against an obvious reference."""
+"""Texts that name something: identifiers and AT-URIs, each against an obvious reference."""
 
 from random import Random
 
 from indexer.atproto.syntax import (
     AtUri,
-    CollectionFilter,
     is_did,
     is_handle,
     is_nsid,
     is_record_key,
     is_tid,
     normalize_account,
-    normalize_nsid,
     split_path,
     tid_micros,
     tid_of,
 )
 from indexer.errors import UpstreamError
-from indexer.sync.scope import covers
 from tests.fuzz import syntax_reference as reference
 from tests.fuzz.comparison import DifferenceError
-from tests.fuzz.examples import DID, HANDLE, IDENTIFIERS, NSID, PATTERNS, TID
+from tests.fuzz.examples import DID, HANDLE, IDENTIFIERS, NSID, TID
 from tests.fuzz.fuzz_target import TextTarget, text_of
 from tests.fuzz.outcome_counts import OutcomeCounts
 from tests.fuzz.seed_files import published_lines, some_of
@@ -118,50 +115,3 @@ class AtUris(TextTarget):
         if AtUri.parse(str(normalized)) != normalized or normalized.normalized() != normalized:
             raise DifferenceError(f"{normalized!r} is not normalized")
         self.counts.add(("accounts", "collections", "records")[len(parts) - 1])
-
-
-class Patterns(TextTarget):
-    """Patterns of collections in the first line, and NSIDs in the others: the filter selects what a pattern selects."""
-
-    def __init__(self) -> None:
-        self.counts = OutcomeCounts("refused", "selected", "not selected", "patterns that cover another one")
-
-    def seeds(self, random: Random, count: int) -> list[bytes]:
-        """Return one to three patterns, before NSIDs and other texts."""
-        return [
-            "\n".join(
-                (",".join(random.sample(PATTERNS, random.randrange(1, 4))), *random.sample(IDENTIFIERS, 3), NSID)
-            ).encode()
-            for _ in range(count)
-        ]
-
-    def compare(self, data: bytes) -> None:
-        """Parse the patterns, and match the NSIDs. Raises `DifferenceError`."""
-        self.counts.executions += 1
-        first, *others = text_of(data).split("\n")
-        patterns, nsids = first.split(","), list(filter(reference.is_nsid, others))
-        valid = all(map(reference.is_pattern, patterns))
-        try:
-            selected = CollectionFilter(patterns)
-        except ValueError:
-            if valid:
-                raise
-            self.counts.add("refused")
-            return
-        if not valid or str(selected) != first or selected.matches_all != ("*" in patterns):
-            raise DifferenceError(f"the filter {selected} from {first!r}")
-        for nsid in nsids:
-            by_pattern = {pattern: reference.matches(pattern, nsid) for pattern in patterns}
-            if selected.matches(nsid) != any(by_pattern.values()):
-                raise DifferenceError(f"{selected} selects {nsid}: {selected.matches(nsid)}")
-            self._compare_covers(patterns, by_pattern)
-            self.counts.add("selected" if any(by_pattern.values()) else "not selected")
-            if normalize_nsid(normalize_nsid(nsid)) != normalize_nsid(nsid):
-                raise DifferenceError(f"{nsid} has no normalized form")
-
-    def _compare_covers(self, patterns: list[str], by_pattern: dict[str, bool]) -> None:
-        for outer in patterns[:10]:
-            covered = [inner for inner in patterns[:10] if covers(outer, inner)]
-            if any(by_pattern[inner] and not by_pattern[outer] for inner in covered):
-                raise DifferenceError(f"{outer} does not cover {covered}")
-            self.counts.add("patterns that cover another one", len(covered) > 1)

@@ -5,30 +5,18 @@ This module imports none of them: a process imports only its own one, which take
 
 from importlib import import_module
 from random import Random
-from typing import NamedTuple, Protocol, cast
+from typing import Literal, NamedTuple, Protocol, cast
 
 from tests.fuzz.fuzz_target import MutateBytes
 from tests.fuzz.input_cost import DECODING, CostLimit
-
-
-class Counts(Protocol):
-    """The inputs of a target so far."""
-
-    executions: int
-
-    @property
-    def unused(self) -> list[str]:
-        """The outcomes that never occurred: the target did not test what it is for."""
-
-    def report(self) -> str:
-        """Return the counts except that of all inputs."""
+from tests.fuzz.outcome_counts import OutcomeCounts
 
 
 class Target(Protocol):
     """Inputs of one kind."""
 
     @property
-    def counts(self) -> Counts:
+    def counts(self) -> OutcomeCounts:
         """The inputs so far."""
 
     def seeds(self, random: Random, count: int, /) -> list[bytes]:
@@ -49,12 +37,12 @@ class TargetRow(NamedTuple):
 
     Attributes:
         name: The module in this package, and the class.
-        native: It compares with the native core, and cannot run without it.
+        needs: The native core or a Postgres, without which it cannot run.
         limit: The most that an input may cost.
     """
 
     name: str
-    native: bool = False
+    needs: Literal["native core", "Postgres"] | None = None
     limit: CostLimit = CostLimit()
 
     def make(self) -> Target:
@@ -64,40 +52,22 @@ class TargetRow(NamedTuple):
 
 
 TARGETS = {
-    "frames": TargetRow("native_targets.Frames", native=True, limit=DECODING),
-    "exports": TargetRow("native_targets.Exports", native=True, limit=CostLimit(steps=10_000_000)),
+    "frames": TargetRow("native_targets.Frames", "native core", limit=DECODING),
+    "exports": TargetRow("native_targets.Exports", "native core", limit=CostLimit(steps=10_000_000)),
     "messages": TargetRow("message_target.Messages", limit=DECODING),
-    "cars": TargetRow("block_targets.Cars", limit=DECODING),
-    "nodes": TargetRow("block_targets.Nodes", limit=DECODING),
-    "commits": TargetRow("block_targets.Commits", limit=DECODING),
-    "inversions": TargetRow("inversion_target.Inversions", limit=CostLimit(steps=10_000_000)),  # the reference counts
-    "did-documents": TargetRow("identity_targets.DidDocuments", limit=DECODING),
-    "handles": TargetRow("identity_targets.Handles"),
-    "records": TargetRow("database_targets.Records"),
+    "commits": TargetRow("commit_target.Commits", limit=DECODING),
     "buffers": TargetRow("buffer_target.Buffers"),
-    "lexicons": TargetRow("database_targets.Lexicons"),
+    "did-documents": TargetRow("identity_targets.DidDocuments", limit=DECODING),
+    "records": TargetRow("database_targets.Records", "Postgres"),
+    "lexicons": TargetRow("database_targets.Lexicons", "Postgres"),
+    "record-proofs": TargetRow("record_proof_target.RecordProofs"),
     "identifiers": TargetRow("syntax_targets.Identifiers", limit=DECODING),
     "at-uris": TargetRow("syntax_targets.AtUris", limit=DECODING),
-    "patterns": TargetRow("syntax_targets.Patterns"),
-    "keys": TargetRow("key_targets.Keys", limit=DECODING),
-    "signatures": TargetRow("key_targets.Signatures", limit=DECODING),
-    "dag-cbor": TargetRow("record_targets.DagCbor"),
-    "cids": TargetRow("record_targets.Cids", limit=DECODING),
-    "links": TargetRow("record_targets.Links"),
-    "record-proofs": TargetRow("record_targets.RecordProofs"),
     "repo-lists": TargetRow("host_targets.RepoLists", limit=DECODING),
     "repo-states": TargetRow("host_targets.RepoStates", limit=DECODING),
-    "pauses": TargetRow("host_targets.Pauses", limit=DECODING),
-    "bodies": TargetRow("host_targets.Bodies", limit=CostLimit(memory=16 << 20)),
-    "addresses": TargetRow("host_targets.Addresses", limit=DECODING),
-    "did-webs": TargetRow("host_targets.DidWebs", limit=DECODING),
+    "did-webs": TargetRow("identity_targets.DidWebs", limit=DECODING),
     "subscriber-queries": TargetRow("feed_targets.SubscriberQueries"),
     "subscriber-messages": TargetRow("feed_targets.SubscriberMessages"),
-    "acknowledgements": TargetRow("feed_targets.Acknowledgements"),
-    "tap-requests": TargetRow("request_target.TapRequests", limit=CostLimit(steps=10_000_000)),
-    "credentials": TargetRow("feed_targets.Credentials"),
-    "stream-seeks": TargetRow("stream_targets.StreamSeeks"),
-    "event-times": TargetRow("stream_targets.EventTimes", limit=DECODING),
-    "settings-files": TargetRow("operator_targets.SettingsFiles", limit=CostLimit(steps=10_000_000)),
-    "log-texts": TargetRow("operator_targets.LogTexts"),
+    "log-texts": TargetRow("redaction_target.LogTexts"),
 }
+"""What has a property test with hypothesis and a reference, such as CAR files and tree nodes, is no target."""

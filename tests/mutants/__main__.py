@@ -1,101 +1,128 @@
-"""`python -m tests.mutants`: show that the tests kill every mutant."""
+"""`python -m tests.mutants`: show that the tests find each bug that was written by hand (docs/testing.md)."""
 
 import sys
 import tempfile
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
 from pathlib import Path
 from queue import SimpleQueue
+from time import monotonic
+from typing import NamedTuple
 
 import click
 
-from tests.mutants.mutant_runner import (
-    Outcome,
-    ProjectCopy,
-    SkippedTestsError,
-    UnusableTestsError,
-    kill,
-    without_broken_tests,
-)
-from tests.mutants.seeded_mutant import PROJECT, Mutant, load_mutants
+from tests.mutants.project_copy import PROJECT, ProjectCopy, UnusableTestsError
+
+HERE = Path(__file__).parent
+
+
+class Mutant(NamedTuple):
+    """A bug that tests must find.
+
+    Attributes:
+        name: Unique among all mutants.
+        bug: A sentence that says what is wrong.
+        file: The path of the changed file in the project.
+        old: The text that is replaced. It occurs once in the file.
+        new: The text in its place.
+        tests: The tests that find it, as arguments of pytest.
+    """
+
+    name: str
+    bug: str
+    file: str
+    old: str
+    new: str
+    tests: Sequence[str]
+
+
+class Outcome(NamedTuple):
+    """What is known of a mutant: the test that found it, or why none did."""
+
+    mutant: Mutant
+    killed_by: str | None
+    problem: str = ""
+    seconds: float = 0.0
+
+
+def load_mutants() -> Iterator[Mutant]:
+    """Yield all mutants, in the order of their files."""
+    for file in sorted([*HERE.glob("seeded.toml"), *HERE.glob("seeded/*.toml")]):
+        for name, row in tomllib.loads(file.read_text()).items():
+            yield Mutant(name, row["bug"], row["file"], row["old"], row["new"], row["tests"])
+
+
+def outcome_of(copy: ProjectCopy, mutant: Mutant, seconds: float) -> Outcome:
+    """Run the tests that the mutant names, until one fails. Each run of pytest has a limit of `seconds`."""
+    path, began = PROJECT / mutant.file, monotonic()
+    source = path.read_text() if path.exists() else ""
+    if (count := source.count(mutant.old)) != 1:
+        return Outcome(mutant, None, f"ITS PLACE IS GONE: the old text occurs {count} times in {mutant.file}")
+    try:
+        with copy.changed(mutant.file, source.replace(mutant.old, mutant.new)):
+            failed = copy.failed_tests(mutant.tests, seconds, "-x")
+    except UnusableTestsError as error:
+        return Outcome(mutant, None, f"ITS TESTS WERE NOT RUN: {error}", monotonic() - began)
+    problem = "" if failed else f"IT SURVIVED, a test is missing: {mutant.bug}"
+    return Outcome(mutant, failed[0] if failed else None, problem, monotonic() - began)
+
+
+def without_broken_tests(copy: ProjectCopy, outcomes: Sequence[Outcome], seconds: float) -> Iterator[Outcome]:
+    """Yield the outcomes, but no test finds a mutant if it fails without one, too."""
+    killers = sorted({_function(outcome.killed_by) for outcome in outcomes if outcome.killed_by})
+    broken = set(map(_function, copy.failed_tests(killers, seconds))) if killers else set()
+    for outcome in outcomes:
+        fails_always = outcome.killed_by is not None and _function(outcome.killed_by) in broken
+        problem = f"ITS TEST FAILS WITHOUT IT, TOO: {outcome.killed_by}"
+        yield outcome._replace(killed_by=None, problem=problem) if fails_always else outcome
+
+
+def _function(test: str) -> str:
+    """Return the name of a test without its parameters."""
+    return test.partition("[")[0]
 
 
 @click.command()
 @click.option("--jobs", default=1, show_default=True, help="Mutants that are tested at the same time.")
 @click.option("--seconds", default=900.0, show_default=True, help="Time limit of one run of tests.")
-@click.option("--named-only", is_flag=True, help="Run only the tests that the mutants name, not their tiers.")
-@click.option("--allow-skipped", is_flag=True, help="Do not fail for mutants whose tests are skipped on this machine.")
 @click.argument("only", nargs=-1)
-def main(jobs: int, seconds: float, named_only: bool, allow_skipped: bool, only: Sequence[str]) -> None:
-    """Run the tests on each mutant, or on those whose name or part is ONLY, which may contain `*`.
+def main(jobs: int, seconds: float, only: Sequence[str]) -> None:
+    """Run the tests on each mutant, or on those whose name is ONLY, which may contain `*`.
 
-    The exit code is 1 if one survives, or if the tests of its tier do not kill it.
+    The exit code is 1 if one is not found, or if its place in the source is gone.
     """
-    mutants = [mutant for mutant in load_mutants() if not only or _is_named(mutant, only)]
+    mutants = [one for one in load_mutants() if not only or any(fnmatch(one.name, pattern) for pattern in only)]
     if not mutants:
         raise click.UsageError(f"no mutant is named {' or '.join(only)}")
     with tempfile.TemporaryDirectory(prefix="indexer-mutants-") as directory:
         copies = SimpleQueue[ProjectCopy]()
         for number in range(jobs):
-            copies.put(ProjectCopy(PROJECT, Path(directory, str(number))))
+            copies.put(ProjectCopy(Path(directory, str(number))))
 
         def run(mutant: Mutant) -> Outcome:
             copy = copies.get()
             try:
-                return kill(copy, mutant, seconds, named_only=named_only)
-            except UnusableTestsError as error:
-                return Outcome(mutant, None, False, str(error), 0.0, isinstance(error, SkippedTestsError))
+                return outcome_of(copy, mutant, seconds)
             finally:
                 copies.put(copy)
 
         with ThreadPoolExecutor(jobs) as pool:
-            outcomes = [_shown(outcome) for outcome in pool.map(run, mutants)]
-        try:
-            sys.exit(summarize(without_broken_tests(copies.get(), outcomes, seconds), allow_skipped=allow_skipped))
-        except UnusableTestsError as error:
-            raise click.ClickException(str(error)) from None
-
-
-def _is_named(mutant: Mutant, only: Sequence[str]) -> bool:
-    return any(fnmatch(name, pattern) for name in (mutant.name, mutant.part) for pattern in only)
-
-
-def _shown(outcome: Outcome) -> Outcome:
-    click.echo(f"{outcome.mutant.name:38} {_result(outcome):34} {outcome.seconds:6.0f} s  {outcome.test}")
-    return outcome
-
-
-def _result(outcome: Outcome) -> str:
-    match outcome:
-        case Outcome(skipped=True):
-            return "NOT TESTED ON THIS MACHINE"
-        case Outcome(killed_by=None):
-            return "NOT KILLED"
-        case Outcome(named=True):
-            return f"killed by its tests ({outcome.killed_by})"
-        case Outcome(as_expected=True):
-            return f"killed by OTHER TESTS of {outcome.killed_by}"
-        case _:
-            return f"killed by {outcome.killed_by}, NOT BY {outcome.mutant.tier}"
-
-
-def summarize(outcomes: Sequence[Outcome], *, allow_skipped: bool) -> int:
-    """Print the totals; return the exit code."""
-    skipped = [outcome.mutant.name for outcome in outcomes if outcome.skipped]
-    named = [outcome for outcome in outcomes if outcome.named]
-    others = [outcome for outcome in outcomes if outcome.as_expected and not outcome.named]
-    wrong = [outcome for outcome in outcomes if not outcome.as_expected and not outcome.skipped]
-    click.echo(f"{len(outcomes)} mutants: {len(named)} were killed by the tests that they name, {len(others)} only by")
-    click.echo(f"other tests of their tier, {len(wrong)} not by their tier")
-    if skipped:
-        click.echo(f"NOT TESTED ON THIS MACHINE, because their tests are skipped: {', '.join(skipped)}")
-    for outcome in others:
-        click.echo(f"Name this test: {outcome.mutant.name} ({outcome.mutant.part}.toml): {outcome.test}")
+            outcomes = list(_shown(pool.map(run, mutants)))
+        outcomes = list(without_broken_tests(copies.get(), outcomes, 2 * seconds))
+    wrong = [outcome for outcome in outcomes if outcome.killed_by is None]
+    click.echo(f"{len(outcomes)} mutants: {len(outcomes) - len(wrong)} were found")
     for outcome in wrong:
-        mutant = outcome.mutant
-        click.echo(f"A test is missing: {mutant.name} ({mutant.file}): {mutant.bug} {outcome.test}")
-    return 1 if wrong or (skipped and not allow_skipped) else 0
+        click.echo(f"{outcome.mutant.name}: {outcome.problem}")
+    sys.exit(1 if wrong else 0)
+
+
+def _shown(outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
+    for outcome in outcomes:
+        found = f"found by {outcome.killed_by}" if outcome.killed_by else outcome.problem.partition("\n")[0]
+        click.echo(f"{outcome.mutant.name:38} {outcome.seconds:6.0f} s  {found}")
+        yield outcome
 
 
 if __name__ == "__main__":

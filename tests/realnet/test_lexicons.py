@@ -16,7 +16,7 @@ from tests.identity.name_server import NameServer
 from tests.lexicons.samples import REVIEW, REVIEW_DOCUMENT
 from tests.realnet.real_network import RealAccount, RealPds, real_network
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.proof("realnet"), pytest.mark.timeout(300)]
 
 
 def publish(pds: RealPds) -> RealAccount:
@@ -28,7 +28,6 @@ def publish(pds: RealPds) -> RealAccount:
     return account
 
 
-@pytest.mark.timeout(300)
 async def test_lexicon_on_a_real_pds_is_resolved_and_verified(tmp_path: Path) -> None:
     settings = OutboundSettings("test", allow_private_hosts=True, rates=RateLimits(host=1_000, total=1_000))
     with real_network(1, tmp_path) as network:

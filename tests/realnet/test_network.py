@@ -1,36 +1,24 @@
 """The daemon indexes Bluesky's own PDS and directory; the database must equal what the PDS lists."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from indexer.daemon import Daemon
-from indexer.outbound import OutboundClient, OutboundSettings, RateLimits
 from indexer.reasons import GapReason
-from indexer.service.crawl.discover import Discovery
-from indexer.service.crawl.reconcile import ReconciliationSettings
-from indexer.store import Store
 from indexer.sync.gap import Gap
 from tests.daemon_harness import run_daemon, settings_for, wait_for_cursor
 from tests.realnet.compare_with_pdses import records_of, visible_repos, wait_until_equal
 from tests.realnet.real_network import RealAccount, RealPds, real_network
 from tests.waiting import until
 
+pytestmark = [pytest.mark.proof("realnet"), pytest.mark.timeout(300)]
+
 THING, NOTE = "com.example.thing", "com.example.note"
-
-
-@pytest.fixture
-async def outbound() -> AsyncIterator[OutboundClient]:
-    client = OutboundClient(
-        OutboundSettings("test", allow_private_hosts=True, rates=RateLimits(host=1_000, total=1_000))
-    )
-    yield client
-    await client.close()
 
 
 def play_scenario(pds: RealPds) -> tuple[list[RealAccount], list[RealAccount]]:
@@ -84,9 +72,7 @@ def two_writes_per_path() -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-async def test_scenario_on_a_real_pds_is_indexed_from_its_stream(database: str, tmp_path: Path) -> None:
+async def test_scenario_on_a_real_pds_is_indexed_from_its_stream_and_its_list(database: str, tmp_path: Path) -> None:
     with real_network(1, tmp_path) as network:
         pds = network.pds[0]
         settings = settings_for(pds.stream_url, network.plc_url, tmp_path, resync_source="pds")
@@ -98,27 +84,8 @@ async def test_scenario_on_a_real_pds_is_indexed_from_its_stream(database: str, 
             metric: Callable[..., float | None] = running.metrics.registry.get_sample_value
             assert metric("indexer_desynchronized_total", {"reason": "chain-break"}) == 1, "the lost commit"
             await until(lambda: bool(metric("indexer_resync_total", {"result": "synchronized"})))
-            assert not {account.did for account in inactive} & (await visible_repos(database)).keys()
-            assert f"{THING}/lost" in expected[active[0].did]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-async def test_repo_list_reveals_older_accounts_and_a_lost_commit(
-    database: str, tmp_path: Path, store: Store, outbound: OutboundClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("indexer.daemon.ReconciliationSettings", partial(ReconciliationSettings, settle=0.1))
-    with real_network(1, tmp_path) as network:
-        pds = network.pds[0]
-        active, inactive = await asyncio.to_thread(play_scenario, pds)
-        settings = settings_for(pds.stream_url, network.plc_url, tmp_path, start="live", resync_source="pds")
-        async with run_daemon(settings, database) as running:
-            discovery = Discovery(store, outbound)
-            crawl_progress = await discovery.run(await discovery.begin(pds.url, ""), lambda _: None)
-            assert (crawl_progress.found, discovery.invalid_entries) == (len(active), 0)
-            expected = await records_of(*active)
-            await wait_until_equal(database, expected)
             writer = active[0]
+            assert f"{THING}/lost" in expected[writer.did]
             silent = {"action": "create", "collection": NOTE, "rkey": "silent", "record": {"$type": NOTE}}
             await asyncio.to_thread(writer.write_silently, [silent])
             expected[writer.did] = await asyncio.to_thread(writer.records)
@@ -141,8 +108,6 @@ def last_event(pds: RealPds) -> dict[str, Any]:
     return event
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
 async def test_account_that_migrates_to_another_pds_needs_no_resync(database: str, tmp_path: Path) -> None:
     """The new PDS announces the migration with a `#sync` of the old commit, which is invalid and rejected.
 
@@ -179,8 +144,6 @@ async def test_account_that_migrates_to_another_pds_needs_no_resync(database: st
             await wait_until_equal(database, await records_of(account))
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
 async def test_account_that_leaves_the_only_pds_is_not_hidden(database: str, tmp_path: Path) -> None:
     """The old PDS says that it is deactivated, on its stream and in its list. It does not host the account any more."""
     with real_network(2, tmp_path) as network:
@@ -212,8 +175,6 @@ def stream_url(pds: RealPds) -> str:
     return pds.stream_url.replace("127.0.0.1", "localhost")
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
 async def test_key_rotations_without_identity_messages(database: str, tmp_path: Path) -> None:
     """One account publishes its new key before its next commit, and the other one after it."""
     with real_network(1, tmp_path) as network:

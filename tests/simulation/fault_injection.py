@@ -67,11 +67,6 @@ def inject(world: World, fault: Fault) -> AbstractAsyncContextManager[None]:
     return _injections[type(fault)](world, fault)
 
 
-def injected_kinds() -> set[type[Fault]]:
-    """Return all faults that can be carried out."""
-    return set(_injections)
-
-
 def _carries_out(kind: type[F]) -> Callable[[Callable[[World, F], AsyncIterator[None]]], None]:
     def register(injection: Callable[[World, F], AsyncIterator[None]]) -> None:
         _injections[kind] = asynccontextmanager(injection)

@@ -47,7 +47,7 @@ async def _run_seed(seed: int, dsn: str, directory: Path) -> None:
         await simulate(schedule, dsn, directory)
     except Exception as error:
         faults = [" ".join(map(str, episode.faults)) for episode in (*schedule.episodes, schedule.ending)]
-        again = f"Run it again: make simulate SEED={seed}, with RUNS=20 if it does not always fail"
+        again = f"Run it again: make proof PART=simulation SEED={seed}, with RUNS=20 if it does not always fail"
         error.add_note("\n".join([again, "Its episodes:", *faults]))
         raise
 

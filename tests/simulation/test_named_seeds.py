@@ -1,4 +1,4 @@
-"""Worlds that once showed a bug, each with what it showed. `make simulate SEED=…` runs one of them.
+"""Worlds that once showed a bug, each with what it showed. `make proof PART=simulation SEED=…` runs one of them.
 
 A seed that failed is added here, with the faults that its bug needs. If the drawing of schedules changes, a seed may
 lose them: then another seed has to take its place.
@@ -24,8 +24,6 @@ from tests.simulation.fault_schedule import (
     UndecodableMessages,
 )
 from tests.simulation.simulation_run import run_seeds
-
-pytestmark = pytest.mark.one_server("its observer reads all tables in one snapshot")
 
 
 class NamedSeed(NamedTuple):
@@ -78,13 +76,10 @@ NAMED = {
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("fork_server")
-@pytest.mark.parametrize("seed", NAMED)
-async def test_named_seed(seed: int, postgres: DatabaseServer, tmp_path: Path) -> None:
-    await run_seeds([seed], postgres, tmp_path)
-
-
-@pytest.mark.parametrize("seed", NAMED)
-def test_named_seed_still_has_the_faults_that_its_bugs_need(seed: int) -> None:
-    named, faults = NAMED[seed], draw_schedule(seed).faults
-    assert set(named.faults) <= {type(fault) for fault in faults}
-    assert named.host in (None, *(fault.kind for fault in faults if isinstance(fault, BrokenHost)))
+@pytest.mark.one_server("its observer reads all tables in one snapshot")
+async def test_named_seeds(postgres: DatabaseServer, tmp_path: Path) -> None:
+    for seed, named in NAMED.items():
+        faults = draw_schedule(seed).faults
+        assert set(named.faults) <= {type(fault) for fault in faults}, f"seed {seed} has lost its faults"
+        assert named.host in (None, *(fault.kind for fault in faults if isinstance(fault, BrokenHost)))
+    await run_seeds(list(NAMED), postgres, tmp_path)

@@ -41,6 +41,7 @@ _REPEATED = """
         from atproto.changes where rkey is not null
     ) change where action = 'update' and cid = cid_before
 """
+"""Logged updates that change nothing. No commit of a world has one, so each is a change that was logged twice."""
 _OPEN_GAPS = "select count(*) from atproto.gaps where closed_at is null"
 
 
@@ -60,11 +61,6 @@ class Snapshot:
             for did, path, cid in await sql.fetch(_RECORDS):
                 records[did][path] = cid
             return cls(repos, records, await sql.fetchval(_OPEN_GAPS))
-
-
-async def updates_without_effect(sql: asyncpg.Connection) -> list[asyncpg.Record]:
-    """Return the logged updates that change nothing. No commit of a world has one, so each is a change logged twice."""
-    return list(await sql.fetch(_REPEATED))
 
 
 @dataclass
@@ -172,7 +168,7 @@ class Checks:
         assert not contradictions, contradictions
         await self._check_values()
         await assert_log_gives_records(self.world.sql)
-        assert await updates_without_effect(self.world.sql) == []
+        assert await self.world.sql.fetch(_REPEATED) == []
         assert await self.world.sql.fetchval("select count(*) from indexer.buffered_event") == 0
         excused = await self._changed_before_widened()
         await self._check_reasons(excused)

@@ -50,13 +50,6 @@ class Trend:
         return self.growth <= self.limit
 
 
-def fit_trend(name: str, times: Sequence[float], values: Sequence[float], limit: Limit) -> Trend:
-    """Return the trend of samples (times in seconds, ascending)."""
-    level = median(values)
-    slope = median_slope(_averaged(times), _averaged(values))
-    return Trend(name, level, slope, slope * (times[-1] - times[0]), limit.of(level))
-
-
 def fit_trends(samples: Sequence[Mapping[str, float]], limit_of: Mapping[str, Limit], time: str) -> list[Trend]:
     """Return the trends of all quantities that have a limit, in the order of their names.
 
@@ -67,11 +60,12 @@ def fit_trends(samples: Sequence[Mapping[str, float]], limit_of: Mapping[str, Li
         limit_of: The limits by quantity.
         time: The quantity that is the time.
     """
-    times = [sample[time] for sample in samples]
-    return [
-        fit_trend(name, times, [sample.get(name, 0.0) for sample in samples], limit)
-        for name, limit in sorted(limit_of.items())
-    ]
+    times, trends = [sample[time] for sample in samples], []
+    for name, limit in sorted(limit_of.items()):
+        values = [sample.get(name, 0.0) for sample in samples]
+        level, slope = median(values), median_slope(_averaged(times), _averaged(values))
+        trends.append(Trend(name, level, slope, slope * (times[-1] - times[0]), limit.of(level)))
+    return trends
 
 
 def median_slope(times: Sequence[float], values: Sequence[float]) -> float:

@@ -22,8 +22,6 @@ Sample = dict[str, float]
 MIB = 1024.0 * 1024
 INTERPRETER_FILE = "interpreter.json"
 INTERPRETER_SECONDS = 1.0
-SMALL_BATCHES = "small batches"
-"""The number of batches that the daemon has written with one statement."""
 CHANGE_LOG_TABLES = ("change", "change_batch")
 
 # The log has one table for each segment.
@@ -67,18 +65,12 @@ def report_interpreter() -> None:
     """Let this process, a daemon, write what only it knows to a file of its data directory, again and again."""
     file = Path(os.environ["INDEXER_DATA_DIR"], INTERPRETER_FILE)
     next_report = monotonic()
-    small_batches = 0
 
     def report(point: str) -> None:
-        nonlocal next_report, small_batches
-        small_batches += point == "small-batch.committed"
+        nonlocal next_report
         if point == "batch.settled" and monotonic() >= next_report:  # in the thread of the event loop
             next_report = monotonic() + INTERPRETER_SECONDS
-            counts = {
-                "tasks": len(all_tasks()),
-                "memory blocks of Python": sys.getallocatedblocks(),
-                SMALL_BATCHES: small_batches,
-            }
+            counts = {"tasks": len(all_tasks()), "memory blocks of Python": sys.getallocatedblocks()}
             new = file.with_suffix(".new")
             new.write_text(json.dumps(counts))
             new.replace(file)

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from random import Random
 from typing import get_args
 
@@ -54,7 +54,10 @@ COMMON_FAULTS: dict[type[Fault], Callable[[Random, str], Fault]] = {
     ChangedScope: lambda *_: ChangedScope((NOTE, LIKE)),
 }
 """Faults that concern everybody. They happen one at a time."""
-ALL_FAULTS = (*ACCOUNT_FAULTS, *COMMON_FAULTS)
+FAULT_INTERVAL = 15.0
+"""Seconds from the end of one fault to the next, at least."""
+FAULT_SECONDS = 3.0
+"""How long a fault lasts at least."""
 
 
 class SoakFaults:
@@ -65,25 +68,22 @@ class SoakFaults:
         failed: Faults that had no effect, each with the reason.
     """
 
-    def __init__(self, world: SoakWorld, kinds: Sequence[type[Fault]], interval: float, duration: float) -> None:
-        """Create it. There are `interval` seconds or more between faults. Each lasts for `duration` seconds or more."""
+    def __init__(self, world: SoakWorld) -> None:
         self.fired: Counter[str] = Counter()
         self.failed: list[str] = []
         self._world = world
-        self._kinds = kinds
-        self._interval = interval
-        self._duration = duration
 
     async def run(self, stop: asyncio.Event) -> None:
         """Let faults happen until `stop` is set, and wait until all of them have ended."""
+        kinds = (*ACCOUNT_FAULTS, *COMMON_FAULTS)
         async with asyncio.TaskGroup() as group:
             while not stop.is_set():
-                for kind in self._world.random.sample(self._kinds, len(self._kinds)):
+                for kind in self._world.random.sample(kinds, len(kinds)):
                     if kind in COMMON_FAULTS:
                         await self._disturb_all(kind)
                     else:
                         group.create_task(self._disturb_account(kind))
-                    if await _is_set_within(stop, self._interval):
+                    if await _is_set_within(stop, FAULT_INTERVAL):
                         break
 
     def _victim(self) -> LocalAccount:
@@ -131,7 +131,7 @@ class SoakFaults:
         before = world.fired[fault]
         async with inject(world, fault):
             act()
-            await asyncio.sleep(self._duration)
+            await asyncio.sleep(FAULT_SECONDS)
         effects = [effect for waiting, effect in world.unfinished if waiting is fault]
         world.unfinished[:] = [entry for entry in world.unfinished if entry[0] is not fault]
         for effect in effects:

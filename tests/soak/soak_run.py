@@ -5,7 +5,7 @@ import json
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 
@@ -18,22 +18,20 @@ from tests.background import running
 from tests.database_checks import apply_strictly
 from tests.simulation.drawn_world import EVERYTHING
 from tests.simulation.event_counts import wait_until_settled
-from tests.simulation.fault_schedule import Fault
 from tests.simulation.simulated_world import OBSERVER
 from tests.simulation.world_checks import Snapshot
 from tests.soak.growth_check import Trend, fit_trends
 from tests.soak.resource_use import (
     DATABASE_LIMITS,
     PROCESS_LIMITS,
-    SMALL_BATCHES,
     Sample,
     database_sample,
     limits_of,
     metrics_sample,
     process_sample,
 )
-from tests.soak.soak_faults import ALL_FAULTS, SoakFaults
-from tests.soak.soak_world import SoakWorld, WorldSize, reach_limits_soon
+from tests.soak.soak_faults import SoakFaults
+from tests.soak.soak_world import SoakWorld
 from tests.waiting import until
 
 TIME = "seconds"
@@ -41,6 +39,7 @@ CONSUMER = "soak"
 REPORT_SECONDS = 60.0
 ALWAYS_SAMPLED = PROCESS_LIMITS.keys() | DATABASE_LIMITS.keys()
 COMPARE_SECONDS = 1.0
+SAMPLE_SECONDS = 10.0
 READ_SECONDS = 1.0
 
 _NEXT = "select did, collection, rkey, action, cid from atproto.next_changes($1, 10000) order by seq"
@@ -58,28 +57,16 @@ class SoakPlan:
     Attributes:
         duration: The whole time, without that of the checks at the end.
         warm_up: The time at the beginning whose samples do not count.
-        sample_interval: The time from one sample to the next.
         rate: Commits per second.
-        fault_interval: The shortest time from the end of one fault to the next.
-        fault_duration: How long a fault lasts at least.
-        faults: The kinds of faults.
-        size: The size of the world.
         seed: Of everything that is drawn.
         links: True to keep links. Then no batch is written as a small one.
-        prepare: Called in each process of a daemon at first.
     """
 
     duration: float
     warm_up: float
-    sample_interval: float = 10.0
-    rate: float = 20.0
-    fault_interval: float = 15.0
-    fault_duration: float = 3.0
-    faults: Sequence[type[Fault]] = ALL_FAULTS
-    size: WorldSize = field(default_factory=WorldSize)
-    seed: int = 1
-    links: bool = False
-    prepare: Callable[[], None] = reach_limits_soon
+    rate: float
+    seed: int
+    links: bool
 
 
 @dataclass(slots=True)
@@ -89,7 +76,6 @@ class SoakResult:
     Attributes:
         seconds: How long it took, without the checks at the end.
         commits: Commits of the accounts.
-        small_batches: Batches that the daemon that was never killed has written with one statement.
         replaced: Accounts that were deleted, and created.
         changes: Changes that the consumer has read.
         fired: How often each kind of fault has happened.
@@ -99,7 +85,6 @@ class SoakResult:
 
     seconds: float
     commits: int
-    small_batches: int
     replaced: int
     changes: int
     fired: Mapping[str, int]
@@ -198,14 +183,14 @@ async def soak(
     plan: SoakPlan, dsn: str, directory: Path, samples: Path, stop: asyncio.Event, report: Callable[[str], None]
 ) -> SoakResult:
     """Run a soak on an empty database with the latest schema; end early if `stop` is set."""
-    world = SoakWorld(dsn, directory, plan.size, plan.seed, plan.prepare, links=plan.links)
+    world = SoakWorld(dsn, directory, plan.seed, links=plan.links)
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(world.running())
         await world.caught_up()
         client = await stack.enter_async_context(httpx.AsyncClient(timeout=waiting.TIMEOUT))
         sampler = Sampler(world, await stack.enter_async_context(_observer(world)), client, samples)
         reader = LogReader(await stack.enter_async_context(_observer(world)))
-        faults = SoakFaults(world, plan.faults, plan.fault_interval, plan.fault_duration)
+        faults = SoakFaults(world)
         await reader.register()
         await stack.enter_async_context(running(world.forget(), _report(plan, world, sampler, faults.fired, report)))
         failures = await _act(plan, world, sampler, reader, faults, stop)
@@ -214,8 +199,7 @@ async def soak(
         differences = faults.failed + missing_quantities(sampler.samples, plan.warm_up)
         differences += failures or await _check_end(world, reader)
     trends = trends_of(sampler.samples, plan.warm_up)
-    small = int(max((sample.get(SMALL_BATCHES, 0) for sample in sampler.samples), default=0))
-    return SoakResult(seconds, world.commits, small, world.replaced, reader.changes, faults.fired, trends, differences)
+    return SoakResult(seconds, world.commits, world.replaced, reader.changes, faults.fired, trends, differences)
 
 
 async def _act(
@@ -226,7 +210,7 @@ async def _act(
     try:
         async with running(world.act(plan.rate)), asyncio.TaskGroup() as group:
             group.create_task(_stop_after(plan.duration, stop))
-            group.create_task(sampler.follow(stop, plan.sample_interval))
+            group.create_task(sampler.follow(stop, SAMPLE_SECONDS))
             group.create_task(reader.follow(stop, READ_SECONDS))
             group.create_task(faults.run(stop))
     except* AssertionError as failed:
@@ -258,12 +242,9 @@ async def _report(
     while True:
         await asyncio.sleep(min(REPORT_SECONDS, plan.duration / 10))
         left = max(plan.duration - sampler.seconds, 0.0)
-        growing = ", ".join(trend.name for trend in trends_of(sampler.samples, plan.warm_up) if not trend.is_flat)
-        memory = sampler.samples[-1]["memory (RSS)"] / (1 << 20)
-        report(
-            f"{sampler.seconds:.0f} s, {left / 60:.1f} min left: {world.commits:,} commits, {fired.total()} faults, "
-            f"{memory:.0f} MiB" + (f"; above the limit now: {growing}" if growing else "")
-        )
+        growing = [trend.name for trend in trends_of(sampler.samples, plan.warm_up) if not trend.is_flat]
+        done = f"{world.commits:,} commits, {fired.total()} faults, above the limit now: {growing or 'nothing'}"
+        report(f"{sampler.seconds:.0f} s, {left / 60:.1f} min left: {done}")
 
 
 async def _check_end(world: SoakWorld, reader: LogReader) -> list[str]:

@@ -3,9 +3,8 @@
 import asyncio
 import os
 from base64 import b32encode
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -41,6 +40,10 @@ from tests.simulation.simulated_world import RECORD_EVENTS, World
 from tests.soak.resource_use import report_interpreter
 from tests.waiting import until
 
+ACCOUNTS, RECORDS = 40, 40
+"""The accounts that are not deleted, and the records of each of them."""
+LARGE = 3_000
+"""The records of one more account, whose export needs a file."""
 HOSTS = 3
 RELAYS = 2
 DAEMONS = 2
@@ -100,21 +103,6 @@ def reach_limits_soon() -> None:
     report_interpreter()
 
 
-@dataclass(frozen=True, slots=True)
-class WorldSize:
-    """The size of a world.
-
-    Attributes:
-        accounts: The number of accounts that are not deleted.
-        records: The records of each account.
-        large: The records of one more account, whose export needs a file.
-    """
-
-    accounts: int = 40
-    records: int = 40
-    large: int = 3_000
-
-
 class SoakWorld(World):
     """The world. It has two daemons, each with half of the accounts. `daemon` is the one that faults may kill.
 
@@ -126,21 +114,14 @@ class SoakWorld(World):
         replaced: How many accounts were deleted and created.
     """
 
-    def __init__(
-        self, dsn: str, directory: Path, size: WorldSize, seed: int, prepare: Callable[[], None], *, links: bool = False
-    ) -> None:
-        """Create it. `prepare`, a function of a module, is called in each process of a daemon at first.
-
-        With `links`, the daemons keep links. Then no batch is written as a small one.
-        """
+    def __init__(self, dsn: str, directory: Path, seed: int, *, links: bool) -> None:
+        """Create it. With `links`, the daemons keep links. Then no batch is written as a small one."""
         super().__init__(Schedule(seed, HOSTS, RELAYS, EVERYTHING, (), ()), dsn, directory)
         self.steady_directory = directory / "steady"
         self._links = links
         self.reserved: set[str] = set()
         self.commits = self.replaced = 0
         self.random = Random(seed)
-        self._size = size
-        self._prepare = prepare
         self._numbers = count()
         self._deleted: dict[str, float] = {}
         self._killed_directory = directory / "killed"
@@ -156,7 +137,8 @@ class SoakWorld(World):
                 await server.start()
                 stack.push_async_callback(server.stop)
             await stack.enter_async_context(self.proxy.serve())
-            self._create_accounts()
+            for records in (LARGE, *(RECORDS for _ in range(ACCOUNTS))):
+                self._join(records)
             self.steady = self._make_daemon(0, self.steady_directory)
             self.daemon = self._make_daemon(1, self._killed_directory)
             for daemon in (self.steady, self.daemon):
@@ -232,12 +214,7 @@ class SoakWorld(World):
         environment = self.environment(self.proxy.dsn) | SETTINGS
         environment |= {"INDEXER_DATA_DIR": str(directory), "INDEXER_SHARD": f"{number}/{DAEMONS}"}
         environment |= {"INDEXER_LINKS": "true"} if self._links else {}
-        return DaemonFork(environment, directory, self._prepare)
-
-    def _create_accounts(self) -> None:
-        self._join(self._size.large)
-        for _ in range(self._size.accounts):
-            self._join(self._size.records)
+        return DaemonFork(environment, directory, reach_limits_soon)
 
     def _step(self) -> None:
         """Let one account act."""
@@ -246,7 +223,7 @@ class SoakWorld(World):
             account = self.random.choice(free)
             self.perform(SetStatus(_now(), account.did, "deleted"))
             self._deleted[account.did] = monotonic()
-            self._join(self._size.records)
+            self._join(RECORDS)
             self.replaced += 1
         elif chance < REPLACE + ROTATE and free:
             self.rotate_key(self.random.choice(free))
