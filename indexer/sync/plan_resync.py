@@ -41,8 +41,17 @@ class Completion:
         stuck: True if the next event ends the chain, which is only possible after `lock`.
     """
 
-    def __init__(self, claimed: Repo, head: Head, key: KeyState, context: PlanContext) -> None:
+    def __init__(
+        self,
+        claimed: Repo,
+        head: Head,
+        key: KeyState,
+        context: PlanContext,
+        slice_bytes: int = SLICE_BYTES,
+        slice_changes: int = MAX_BATCH_CHANGES,
+    ) -> None:
         """Begin with the row as the worker claimed it, and with the head of the stored records."""
+        self._slice_bytes, self._slice_changes = slice_bytes, slice_changes
         self._locked: Repo | None = None
         self._scope_version = context.policy.scope.version
         self._repo = synchronize(claimed, Trigger.COMPLETED, head, context.now, self._scope_version)
@@ -74,7 +83,7 @@ class Completion:
         self._repo = completed._replace(unproven_since=reached.unproven_since)
 
     def plan_slice(self) -> bool:
-        """Plan the next events, up to `SLICE_BYTES`; return False after the last one that can be planned."""
+        """Plan the next events, up to the size of a slice; return False after the last one that can be planned."""
         self.changes, size = [], 0
         while self._events and self._repo.sync_status is SyncStatus.SYNCHRONIZED:
             event = self._events[0]
@@ -89,7 +98,7 @@ class Completion:
             self._lenient_commits += plan.lenient
             self._dead_letters += [dead_letter] if dead_letter else []
             size += len(event.frame) + sum([change.size for change in plan.changes])
-            if size > SLICE_BYTES or len(self.changes) > MAX_BATCH_CHANGES:
+            if size > self._slice_bytes or len(self.changes) > self._slice_changes:
                 return True
         return False
 

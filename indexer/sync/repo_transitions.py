@@ -1,8 +1,8 @@
 """The state machine of a repo: every change of a repo's sync status in this program is an entry of `TRANSITIONS`.
 
-`move` is the only Python function that sets a sync status, which `tests/sync/test_repo_transitions.py` checks. Two SQL
-statements set it themselves: the claim of a resync worker and the function `atproto.request_resync`.
-`tests/store/test_sync_status_writes.py` compares them with the table.
+`move` is the only Python function that sets a sync status. `tests/sync/test_repo_transitions.py` compares plans with
+the table. Two SQL statements set it themselves: the claim of a resync worker and the function `atproto.request_resync`.
+`tests/store/test_sync_status_writes.py` compares them with it.
 """
 
 from enum import StrEnum

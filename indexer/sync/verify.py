@@ -1,7 +1,7 @@
 """Verify commits, #sync events and exports against the account's signing key.
 
-Only this module and the native core create `VerifiedCommit`, and only this module `VerifiedSync` and `Snapshot`, which
-`tests/sync/test_verify.py` checks. So no plan is based on an unsigned commit or on a part of a tree.
+Only this module and the native core create `VerifiedCommit`, and only this module `VerifiedSync` and `Snapshot`. So no
+plan is based on an unsigned commit or on a part of a tree.
 
 If a check up to that of the signature fails, a function raises `UpstreamError`: the message is rejected and changes
 nothing. An error after a valid signature is a `flaw`: the repo has a newer commit that cannot be applied, so it needs a

@@ -2,9 +2,9 @@
 
 import contextlib
 import json
-import random
 import subprocess
 import sys
+from functools import partial
 from typing import Any
 
 import cbor2
@@ -26,84 +26,11 @@ from indexer.atproto.cbor import (
 )
 from indexer.atproto.cid import cid_of, cid_text
 from indexer.atproto.strict_cbor import decode_strict
-from tests.atproto.generated_cbor import CID, LINK, NOT_LINKS
-from tests.vectors import vectors
-
-DASL_FILES = (
-    "cid",
-    "concat",
-    "floats",
-    "indefinite",
-    "integer_range",
-    "map_keys",
-    "numeric_reduction",
-    "short_form",
-    "simple",
-    "tags",
-    "utf8",
-)
-APPLICABLE_TAGS = {"dag-cbor", "basic"}
-
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.text(max_size=10) | st.binary(max_size=20),
-    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=6), inner, max_size=5),
-    max_leaves=15,
-)
+from tests.atproto.generated_cbor import DATA, NOT_LINKS
 
 
 def json_bytes(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
-
-
-def is_canonical(data: bytes) -> bool:
-    try:
-        decode_canonical(data)
-    except CborError:
-        return False
-    return True
-
-
-@pytest.mark.parametrize("name", DASL_FILES)
-def test_strict_decoder_accepts_and_rejects_the_published_conformance_cases(name: str) -> None:
-    cases = json.loads(vectors(f"cbor/dasl-testing/{name}.json").read_text())
-    assert cases
-    wrong = []
-    for case in cases:
-        tags = set(case["tags"])
-        if not tags & APPLICABLE_TAGS or case["type"] == "invalid_out":
-            continue
-        if case["name"] == "negative zero float64":
-            continue  # accepted like any other float; `decode_json` rejects all floats
-        if is_canonical(bytes.fromhex(case["data"])) is not (case["type"] == "roundtrip"):
-            wrong.append((case["name"], case["type"], case["data"]))
-    assert wrong == []
-
-
-def test_strict_decoder_accepts_and_rejects_the_published_codec_fixtures() -> None:
-    folder = vectors("cbor/codec-fixtures")
-    valid = list(folder.glob("fixtures/*/*.dag-cbor"))
-    assert len(valid) > 50
-    with_cid_v0 = {"cid-QmRgutAxd8t7oGkSm4wmeuByG6M51wcTso6cubDdQtuEfL", "cid-arrayof"}
-    for path in valid:
-        data = path.read_bytes()
-        if path.parent.name not in with_cid_v0 and not path.parent.name.startswith("dagpb"):
-            assert is_canonical(data), path
-    invalid = [
-        case
-        for path in folder.glob("negative-fixtures/dag-cbor/decode/*.json")
-        for case in json.loads(path.read_text())
-        if "dagpb" not in path.name
-    ]
-    assert invalid
-    assert [case for case in invalid if is_canonical(bytes.fromhex(case["hex"]))] == []
-
-
-@given(VALUES)
-def test_both_decoders_return_the_value_that_another_library_encoded(value: Any) -> None:
-    data = cbor2.dumps(value, canonical=True)
-    if not is_canonical(data):  # cbor2 sorts the keys of a map in another order
-        return
-    assert decode(data) == decode_canonical(data) == value
 
 
 def test_links_and_byte_strings_are_told_apart() -> None:
@@ -118,11 +45,20 @@ def test_links_and_byte_strings_are_told_apart() -> None:
     assert encode({"l": cid}) == linked
 
 
-@pytest.mark.parametrize("count", [0, 1, 3])
-def test_frame_consists_of_two_objects(count: int) -> None:
-    with pytest.raises(CborError):
-        decode_pair(b"\xa0" * count)
+def test_frame_consists_of_two_objects() -> None:
     assert decode_pair(b"\xa0\xa0") == ({}, {})
+    for count in (0, 1, 3):
+        with pytest.raises(CborError):
+            decode_pair(b"\xa0" * count)
+
+
+def test_error_says_what_is_wrong() -> None:
+    with pytest.raises(CborError) as caught:
+        decode(b"\xd8\x2b\x01")
+    assert str(caught.value) == "Non-42 tags are not supported"
+    for data, last in ((b"", 0), (b"\x82\x01", 2), (b"\x63ab", 3), (b"\x19\x01", 2)):
+        with pytest.raises(ValueError, match=f"the data ends after byte {last}, inside an object"):
+            decode_strict(data, Link)
 
 
 BOMBS = [
@@ -154,11 +90,6 @@ def test_diagnosis_of_a_rejected_frame_compiles_no_regular_expression() -> None:
     assert explain(frame).startswith("CBOR (a str), but not strict DAG-CBOR")
 
 
-def test_strict_decoder_accepts_deep_nesting() -> None:
-    """It does not recurse then. Callers reject such a value because of its type."""
-    assert isinstance(decode_canonical(b"\x81" * 100_000 + b"\x00"), list)
-
-
 SMALL_STACK = """
 import threading
 from indexer.atproto.cbor import CborError, decode, decode_canonical, decode_json, decode_pair
@@ -185,12 +116,6 @@ print(len(rejected), len(accepted))
 """
 
 
-def test_error_says_only_what_is_wrong() -> None:
-    with pytest.raises(CborError) as caught:
-        decode(b"\xd8\x2b\x01")
-    assert str(caught.value) == "Non-42 tags are not supported"
-
-
 def test_deep_nesting_does_not_overflow_the_small_stack_of_a_thread() -> None:
     """In a separate process, because a stack overflow would end it."""
     done = subprocess.run([sys.executable, "-c", SMALL_STACK], capture_output=True, text=True, check=False)
@@ -200,53 +125,30 @@ def test_deep_nesting_does_not_overflow_the_small_stack_of_a_thread() -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        *(number + step for number in (0, 24, 1 << 8, 1 << 16, 1 << 32, 1 << 63) for step in (-1, 0, 1)),
-        *(-1 - number for number in (23, 24, 255, 256, 65_535, 65_536, (1 << 32) - 1, 1 << 32, (1 << 64) - 1)),
-        (1 << 64) - 1,
-        [1, [2, [], 3], {}, 4],
-        {"b": {"a": [1], "c": {}}, "d": {"": 1, "a": -2}},
+        [number + step for number in (0, 24, 1 << 8, 1 << 16, 1 << 32, 1 << 63) for step in (-1, 0, 1)],
+        [-1 - number for number in (23, 24, 255, 256, 65_535, 65_536, (1 << 32) - 1, 1 << 32, (1 << 64) - 1)],
+        [(1 << 64) - 1, [1, [2, [], 3], {}, 4], {"b": {"a": [1], "c": {}}, "d": {"": 1, "a": -2}}],
         [None, True, False, 1.5, -0.0, "", "text", b"", b"bytes"],
     ],
 )
-def test_strict_decoder_returns_the_value_that_another_library_encoded(value: Any) -> None:
-    data = cbor2.dumps(value, canonical=True) if not isinstance(value, list) else cbor2.dumps(value)
-    assert decode_strict(data, Link) == value
-    assert decode_canonical(data) == value
-
-
-def test_strict_decoder_makes_links_of_their_cids() -> None:
-    link = decode_strict(b"\x81" + LINK + b"\x58\x25\x00" + CID, Link)[0]
-    assert isinstance(link, Link)
-    assert link == CID
-
-
-def test_strict_decoder_names_the_byte_after_which_the_data_ends() -> None:
-    for data, last in ((b"", 0), (b"\x82\x01", 2), (b"\x63ab", 3), (b"\x19\x01", 2)):
-        with pytest.raises(ValueError, match=f"the data ends after byte {last}, inside an object"):
-            decode_strict(data, Link)
+def test_strict_decoders_return_the_values_that_another_library_encoded(value: list[Any]) -> None:
+    assert decode_strict(cbor2.dumps(value), Link) == decode_canonical(cbor2.dumps(value)) == value
 
 
 @pytest.mark.parametrize(
-    ("data", "items", "levels"),
+    ("text", "items", "levels"),
     [
-        (b"\x01", 1, 0),
-        (b"\x18\x20", 1, 0),
-        (b"\x1b" + bytes(7) + b"\x01", 1, 0),
-        (b"\x63abc", 1, 0),
-        (b"\x58\x03abc", 1, 0),
-        (b"\xf6", 1, 0),
-        (b"\x80", 1, 0),
-        (b"\xa0", 1, 0),
-        (b"\x82\x01\x02", 3, 1),
-        (b"\xa2\x61a\x01\x61b\x02", 5, 1),
-        (b"\xd8\x2a\x43\x00\x01\x02", 2, 0),
-        (b"\x83\xd8\x2a\x40\x01\x02", 5, 1),
-        (b"\x82\x81\x81\x81\x01\x02", 6, 4),
-        (b"\xa1\x61a\x82\x01\xa1\x61b\x80", 7, 3),
+        *[(text, 1, 0) for text in ("01", "1820", "1b0000000000000001", "63616263", "5803616263", "f6", "80", "a0")],
+        ("820102", 3, 1),
+        ("a2616101616202", 5, 1),
+        ("d82a43000102", 2, 0),
+        ("83d82a400102", 5, 1),
+        ("828181810102", 6, 4),
+        ("a161618201a1616280", 7, 3),
     ],
 )
-def test_items_of_the_first_objects_are_counted(data: bytes, items: int, levels: int) -> None:
-    rest = b"\x01\x02\x81\x03"
+def test_items_of_the_first_objects_are_counted(text: str, items: int, levels: int) -> None:
+    data, rest = bytes.fromhex(text), b"\x01\x02\x81\x03"
     assert count_items(data + rest, 100, levels) == (items, False)
     assert count_items(data + rest, 100, levels, objects=2) == (items + 1, False)
     assert count_items(data * 3, 100, levels, objects=3) == (3 * items, False)
@@ -257,12 +159,9 @@ def test_items_of_the_first_objects_are_counted(data: bytes, items: int, levels:
         assert count_items(data + rest, 100, levels - 1)[1]
 
 
-@pytest.mark.parametrize(
-    ("data", "items"),
-    [(b"", 0), (b"\x1c", 1), (b"\x5f", 1), (b"\xff", 1), (b"\x82", 1), (b"\x82\x01", 2), (b"\x19", 1), (b"\x63a", 1)],
-)
-def test_counting_ends_at_bytes_that_no_decoder_accepts(data: bytes, items: int) -> None:
-    assert count_items(data, 100, 8) == (items, False)
+def test_counting_ends_at_bytes_that_no_decoder_accepts() -> None:
+    for text, items in (("", 0), ("1c", 1), ("5f", 1), ("ff", 1), ("82", 1), ("8201", 2), ("19", 1), ("6361", 1)):
+        assert count_items(bytes.fromhex(text), 100, 8) == (items, False), text
 
 
 @pytest.mark.parametrize("data", NOT_LINKS)
@@ -272,40 +171,18 @@ def test_link_without_a_valid_cid_is_rejected(data: bytes) -> None:
     assert decode_json(b"\xa1\x61l" + data) is None
 
 
-@pytest.mark.parametrize(
-    "prefix", [b"\x01\x55\x12\x20", b"\x01\x71\x1b\x20", b"\x01\xb0\x01\x12\x20", b"\x01\x55\x00\x05"]
-)
-def test_link_may_contain_any_form_of_cid_v1(prefix: bytes) -> None:
-    cid = prefix + bytes(prefix[-1])
+@pytest.mark.parametrize("prefix", ["01551220", "01711b20", "01b0011220", "01550005", "01550000"])
+def test_link_may_contain_any_form_of_cid_v1(prefix: str) -> None:
+    cid = bytes.fromhex(prefix) + bytes(int(prefix[-2:], 16))
     linked = cbor2.dumps(cbor2.CBORTag(42, b"\x00" + cid))
-    assert type(decode_canonical(linked)) is Link
-    assert decode_canonical(linked) == cid
+    for decoder in (decode_canonical, partial(decode_strict, make_link=Link)):
+        assert type(decoder(linked)) is Link
+        assert decoder(linked) == cid
     assert decode_json(linked) == (cid, json_bytes({"$link": cid_text(cid)}))
 
 
-@given(st.binary(max_size=200))
+@given(DATA | st.binary(max_size=200))
 def test_arbitrary_bytes_raise_no_other_error(data: bytes) -> None:
     for decoder in (decode, decode_pair, decode_canonical, decode_json, explain, explain_frame):
         with contextlib.suppress(CborError):
             decoder(data)
-
-
-@given(VALUES, st.randoms())
-def test_flipped_bit_raises_no_other_error(value: Any, source: random.Random) -> None:
-    data = bytearray(cbor2.dumps(value, canonical=True))
-    data[source.randrange(len(data))] ^= 1 << source.randrange(8)
-    for decoder in (decode, decode_pair, decode_canonical, decode_json, explain, explain_frame):
-        with contextlib.suppress(CborError):
-            decoder(bytes(data))
-
-
-def test_byte_strings_have_their_json_form_and_need_no_other_decoder() -> None:
-    data = cbor2.dumps({"a": b"\x00\x00\x17\x00\x00\x17"})
-    assert decode_json(data) == ({"a": b"\x00\x00\x17\x00\x00\x17"}, b'{"a":{"$bytes":"AAAXAAAX"}}')
-
-
-def test_smallest_link_is_a_link() -> None:
-    smallest = b"\x01\x55\x00\x00"
-    value = decode_canonical(b"\xa1\x61a\xd8\x2a\x45\x00" + smallest)
-    assert isinstance(value["a"], Link)
-    assert value["a"] == smallest

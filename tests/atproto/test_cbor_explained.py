@@ -3,8 +3,6 @@
 import json
 from typing import Any
 
-import pytest
-
 from indexer.atproto.cbor import (
     MAX_SHOWN_BYTES,
     MAX_SHOWN_CHARACTERS,
@@ -28,21 +26,12 @@ def test_rejected_frame_is_explained_object_by_object() -> None:
     assert explain_frame(header * 1_000_000).count("then") == 2
 
 
-@pytest.mark.parametrize(
-    ("data", "words"),
-    [
-        (
-            b"\xa1\x61a\x18\x01",
-            "not strict DAG-CBOR: the number before byte 5 is not in its shortest form",
-        ),
-        (b"\xf7", "but not strict DAG-CBOR"),
-        (b"\xff\xff", "not CBOR at all"),
-        (b"\xa0", ""),
-    ],
-)
-def test_rejected_bytes_are_explained(data: bytes, words: str) -> None:
-    assert words in explain(data)
-    assert bool(explain(data)) is bool(words)
+def test_rejected_bytes_are_explained() -> None:
+    words = "not strict DAG-CBOR: the number before byte 5 is not in its shortest form"
+    assert words in explain(b"\xa1\x61a\x18\x01")
+    assert "but not strict DAG-CBOR" in explain(b"\xf7")
+    assert "not CBOR at all" in explain(b"\xff\xff")
+    assert explain(b"\xa0") == ""
 
 
 def test_abridged_value_is_bounded() -> None:

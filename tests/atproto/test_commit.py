@@ -62,32 +62,21 @@ def test_commit_may_have_23_fields_and_no_more() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("name", "values"),
     [
-        {"version": 2},
-        {"version": 4},
-        {"version": True},
-        {"version": "3"},
-        {"version": ...},
-        {"did": "alice.test"},
-        {"did": 7},
-        {"did": ...},
-        {"rev": "now"},
-        {"rev": ...},
-        {"data": ...},
-        {"data": None},
-        {"data": b"\x01\x71\x12\x20" + bytes(31)},
-        {"prev": "none"},
-        {"sig": b"short"},
-        {"sig": bytes(65)},
-        {"sig": "text"},
-        {"sig": None},
+        ("version", [2, 4, True, "3", ...]),
+        ("did", ["alice.test", 7, ...]),
+        ("rev", ["now", ...]),
+        ("data", [..., None, b"\x01\x71\x12\x20" + bytes(31)]),
+        ("prev", ["none"]),
+        ("sig", [b"short", bytes(65), "text", None]),
     ],
 )
-def test_commit_with_an_invalid_field_is_rejected(changes: dict[str, Any]) -> None:
-    with pytest.raises(UpstreamError) as caught:
-        decoded(signed(**changes))
-    assert caught.value.reason is Rejection.COMMIT_MALFORMED
+def test_commit_with_an_invalid_field_is_rejected(name: str, values: list[Any]) -> None:
+    for value in values:
+        with pytest.raises(UpstreamError) as caught:
+            decoded(signed(**{name: value}))
+        assert caught.value.reason is Rejection.COMMIT_MALFORMED
 
 
 @pytest.mark.parametrize("did", ["did:plc:ddata" + "a" * 19, "did:web:ddata.example", "did:web:crev.example"])
@@ -114,23 +103,15 @@ def test_block_that_is_not_a_canonical_map_is_rejected(block: bytes) -> None:
         decoded(block)
 
 
-def test_commit_with_a_long_integer_is_rejected() -> None:
+def test_commit_that_is_not_canonical_or_repeats_the_entry_sig_inside_a_value_is_rejected() -> None:
+    """It is unclear which of two entries `sig` is not part of the signed bytes."""
     block = signed()
     assert block.endswith(b"version\x03")
-    with pytest.raises(UpstreamError):
-        decoded(block[:-1] + b"\x18\x03")
-
-
-def test_commit_that_repeats_the_entry_sig_inside_a_value_is_rejected() -> None:
-    """It is unclear which of the two is not part of the signed bytes."""
-    block = signed()
     entry = block[block.index(b"\x63sig") : block.index(b"\x63sig") + 70]
-    with pytest.raises(UpstreamError):
-        decoded(
-            dag_cbor.encode(
-                {"sig": entry[6:], "did": DID, "rev": REV, "data": EMPTY_TREE, "prev": None, "version": 3, "zz": entry}
-            )
-        )
+    fields = {"did": DID, "rev": REV, "data": EMPTY_TREE, "prev": None, "version": 3}
+    for malformed in (block[:-1] + b"\x18\x03", dag_cbor.encode({"sig": entry[6:], **fields, "zz": entry})):
+        with pytest.raises(UpstreamError):
+            decoded(malformed)
 
 
 @given(st.integers(0, len(signed()) - 1), st.integers(0, 7))

@@ -1,7 +1,4 @@
-import json
-from base64 import b64decode
 from hashlib import sha256
-from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -15,48 +12,12 @@ from multiformats import multibase, multicodec
 from indexer.atproto.crypto import Curve, PrivateKey, PublicKey, parse_did_key, parse_legacy_key, parse_multikey
 from indexer.errors import UpstreamError
 from indexer.reasons import Rejection
-from tests.vectors import vectors
 
 CURVES: tuple[Curve, ...] = ("k256", "p256")
 ORDERS = {
     "k256": 0xFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFEBAAEDCE6AF48A03BBFD25E8CD0364141,
     "p256": 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551,
 }
-
-
-def padded(text: str) -> bytes:
-    return b64decode(text + "==")
-
-
-def signature_fixtures() -> list[dict[str, Any]]:
-    cases: list[dict[str, Any]] = json.loads(
-        vectors("atproto-interop-tests/crypto/signature-fixtures.json").read_text()
-    )
-    return cases
-
-
-def test_published_signatures_are_verified() -> None:
-    cases = signature_fixtures()
-    assert len(cases) == 6
-    for case in cases:
-        message, signature = padded(case["messageBase64"]), padded(case["signatureBase64"])
-        for key in (
-            parse_did_key(case["publicKeyDid"]),
-            parse_legacy_key(case["didDocSuite"], case["publicKeyMultibase"]),
-        ):
-            assert key.verify(signature, message) is case["validSignature"], case["comment"]
-
-
-@pytest.mark.parametrize("curve", ["K256", "P256"])
-def test_public_key_of_a_published_private_key_is_the_published_did_key(curve: str) -> None:
-    cases = json.loads(vectors(f"atproto-interop-tests/crypto/w3c_didkey_{curve}.json").read_text())
-    assert cases
-    for case in cases:
-        secret = bytes.fromhex(case["privateKeyBytesHex"]) if "privateKeyBytesHex" in case else None
-        if secret is None:
-            secret = multibase.decode("z" + case["privateKeyBytesBase58"])
-        name: Curve = "k256" if curve == "K256" else "p256"
-        assert PrivateKey(name, secret).public.did_key() == case["publicDidKey"]
 
 
 @given(st.sampled_from(CURVES), st.binary(min_size=1, max_size=8), st.binary(max_size=200))
@@ -104,17 +65,8 @@ def signature_with(curve: Curve, s: int, message: bytes) -> tuple[PublicKey, byt
 def test_second_number_of_a_signature_is_at_most_half_of_the_order(curve: Curve, from_half: int, valid: bool) -> None:
     key, signature = signature_with(curve, ORDERS[curve] // 2 + from_half, b"m")
     assert key.verify(signature, b"m") is valid
-
-
-@pytest.mark.parametrize("curve", CURVES)
-def test_smallest_second_number_of_a_signature_is_valid(curve: Curve) -> None:
-    key, signature = signature_with(curve, 1, b"m")
-    assert key.verify(signature, b"m")
-
-
-@given(st.sampled_from(CURVES), st.binary(min_size=64, max_size=64))
-def test_arbitrary_signature_is_invalid(curve: Curve, signature: bytes) -> None:
-    assert not PrivateKey.from_seed(curve, b"k").public.verify(signature, b"message")
+    key, smallest = signature_with(curve, 1, b"m")
+    assert key.verify(smallest, b"m")
 
 
 def test_p256_signature_is_verified_by_the_library_alone() -> None:
@@ -162,27 +114,21 @@ def test_legacy_key_is_a_compressed_or_an_uncompressed_point(curve: Curve) -> No
         parse_multikey(multibase.encode(multicodec.wrap("secp256k1-pub", point), "base58btc"))
 
 
+LEGACY = "zQYEBzXeuTM9UR3rfvNag6L3RNAs5pQZyYPsomTsgQhsxLdEgCrPTLgFna8yqCnxPpNT7DBk6Ym3dgPKNu86vt9GR"
+
+
 def test_published_legacy_key_is_parsed() -> None:
-    legacy = parse_legacy_key(
-        "EcdsaSecp256k1VerificationKey2019",
-        "zQYEBzXeuTM9UR3rfvNag6L3RNAs5pQZyYPsomTsgQhsxLdEgCrPTLgFna8yqCnxPpNT7DBk6Ym3dgPKNu86vt9GR",
-    )
+    legacy = parse_legacy_key("EcdsaSecp256k1VerificationKey2019", LEGACY)
     assert legacy.multikey() == "zQ3shXjHeiBuRCKmM36cuYnm7YEMzhGnCmCyW92sRJ9pribSF"
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "z",
-        "zQ3sh",
-        "mQ3shXjHeiBuRCKmM36cuYnm7YEMzhGnCmCyW92sRJ9pribSF",
-        "z6MkhaXgBZDvotDkL5257faiztiGiC2QtKLGpbnnEGta2doK",  # ed25519
-        "z" + "1" * 300,
-        "zQ3sh0OIl",
-        "zQ3shXjHeiBuRCKmM36cuYnm7YEMzhGnCmCyW92sRJ9pribSG",
-    ],
-)
+NOT_KEYS = """
+    z zQ3sh mQ3shXjHeiBuRCKmM36cuYnm7YEMzhGnCmCyW92sRJ9pribSF z6MkhaXgBZDvotDkL5257faiztiGiC2QtKLGpbnnEGta2doK
+    zQ3sh0OIl zQ3shXjHeiBuRCKmM36cuYnm7YEMzhGnCmCyW92sRJ9pribSG
+"""
+
+
+@pytest.mark.parametrize("text", ["", "z" + "1" * 300, *NOT_KEYS.split()])
 def test_text_that_is_not_a_key_is_rejected(text: str) -> None:
     for parse in (parse_multikey, lambda text: parse_did_key(f"did:key:{text}"), parse_did_key):
         with pytest.raises(UpstreamError) as caught:

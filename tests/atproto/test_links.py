@@ -22,10 +22,6 @@ def found(value: object) -> list[tuple[str, str, str]]:
     return [(link.path, link.target, link.kind) for link in links_of(json.dumps(value, ensure_ascii=False))]
 
 
-def test_a_like_has_one_strong_reference() -> None:
-    assert found({"subject": {"uri": POST, "cid": CID}}) == [(".subject.uri", POST, "strong-ref")]
-
-
 def test_paths_are_those_of_constellation() -> None:
     value = {
         "a": ALICE,
@@ -54,10 +50,6 @@ def test_texts_that_are_no_target_are_no_links(text: str) -> None:
     assert found({"a": text, "b": [text], "c": {"uri": text, "cid": CID}}) == []
 
 
-def test_handles_are_authorities_of_at_uris() -> None:
-    assert found({"a": "at://alice.test/app.bsky.feed.post/3l"})[0][2] == "at-uri"
-
-
 def test_a_target_is_one_link_for_each_path_of_a_record() -> None:
     """A strong reference is one even if the same path also has the AT-URI alone."""
     for value in ([{"uri": POST}, {"uri": POST, "cid": CID}], [{"uri": POST, "cid": CID}, {"uri": POST}]):
@@ -68,6 +60,8 @@ def test_only_the_member_uri_beside_a_cid_is_a_strong_reference() -> None:
     assert found({"uri": POST}) == [(".uri", POST, "at-uri")]
     assert found({"uri": POST, "cid": 7}) == [(".uri", POST, "at-uri")]
     assert found({"url": POST, "cid": CID}) == [(".url", POST, "at-uri")]
+    assert found({"subject": {"uri": POST, "cid": CID}}) == [(".subject.uri", POST, "strong-ref")]
+    assert found({"a": "at://alice.test/app.bsky.feed.post/3l"})[0][2] == "at-uri", "the authority may be a handle"
 
 
 def test_number_and_size_of_links_are_bounded() -> None:

@@ -9,17 +9,12 @@ async def fail() -> None:
     raise RuntimeError("a bug")
 
 
-async def test_run_raises_the_exception_of_a_task() -> None:
-    tasks = BackgroundTasks()
-    tasks.start(fail(), "failing")
-    with pytest.raises(RuntimeError, match="a bug"):
-        await tasks.run()
-
-
-async def test_run_raises_the_exception_of_a_task_that_failed_before() -> None:
+@pytest.mark.parametrize("before", [True, False])
+async def test_run_raises_the_exception_of_a_task(before: bool) -> None:
     tasks = BackgroundTasks()
     task = tasks.start(fail(), "failing")
-    await asyncio.wait([task])
+    if before:
+        await asyncio.wait([task])
     with pytest.raises(RuntimeError, match="a bug"):
         await tasks.run()
 

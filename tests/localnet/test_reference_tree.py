@@ -1,21 +1,13 @@
-import json
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexer.localnet.reference_tree import ReferenceNode, ReferenceTree, height
-from tests.localnet.independent_decoder import cid_from_text, decode_all, decode_car, decode_records
-from tests.vectors import vectors
+from indexer.localnet.reference_tree import ReferenceNode, ReferenceTree
+from tests.localnet.independent_decoder import cid_from_text, decode_records
 
 RECORD = cid_from_text("bafyreigikq7wl24jegwvx22wca5gfsbzmwdftbco5ba2qiqfyxrmmsyrvy")
 PATHS = st.integers(0, 400).map(lambda n: f"com.example.rec/{n}")
 RECORDS = st.dictionaries(PATHS, st.just(RECORD), max_size=60)
-
-
-def test_heights_match_published_vectors() -> None:
-    cases = json.loads(vectors("atproto-interop-tests/mst/key_heights.json").read_bytes())
-    assert [height(case["key"]) for case in cases] == [case["height"] for case in cases]
 
 
 @pytest.mark.parametrize(
@@ -29,38 +21,6 @@ def test_heights_match_published_vectors() -> None:
 )
 def test_small_trees_have_published_roots(rkeys: list[str], root: str) -> None:
     assert ReferenceTree({f"com.example.rec/{rkey}": RECORD for rkey in rkeys}).data == cid_from_text(root)
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["mst-test-suite/cars/exhaustive", "indigo/repos", "repos/atproto.dart", "repos/php-car", "jetstream-corpus"],
-)
-def test_trees_of_other_implementations_are_reproduced(name: str) -> None:
-    """The records of repos from other implementations give the same root and nodes."""
-    built = 0
-    for file in vectors(name).glob("*.car"):
-        root, blocks = decode_car(file.read_bytes())
-        (head,) = decode_all(blocks[root])
-        data = head.get("data", root)  # some files have no commit, only the tree
-        if "slice" in file.name:
-            continue
-        tree = ReferenceTree(decode_records(blocks, data))
-        assert tree.data == data, file.name
-        assert tree.blocks().items() <= blocks.items()
-        built += 1
-    assert built
-
-
-def test_proofs_contain_published_blocks() -> None:
-    cases = json.loads(vectors("atproto-interop-tests/firehose/commit-proof-fixtures.json").read_bytes())
-    for case in cases:
-        leaf = cid_from_text(case["leafValue"])
-        before = ReferenceTree(dict.fromkeys(case["keys"], leaf))
-        after = ReferenceTree(dict.fromkeys({*case["keys"], *case["adds"]} - {*case["dels"]}, leaf))
-        assert before.data == cid_from_text(case["rootBeforeCommit"])
-        assert after.data == cid_from_text(case["rootAfterCommit"])
-        proof = {node for path in case["adds"] + case["dels"] for node in after.proof(path)}
-        assert proof >= set(map(cid_from_text, case["blocksInProof"])), case["comment"]
 
 
 @given(st.sets(PATHS, max_size=60), st.sets(PATHS, min_size=1, max_size=3))

@@ -63,11 +63,11 @@ def test_malformed_body_is_an_error(encoding: str, garbage: bytes) -> None:
         decode(encoding, [COMPRESS[encoding](b"whole") + b"x" + garbage])
 
 
-@pytest.mark.parametrize("encoding", ["br", "zlib", "deflate", "gzip, gzip", "gzip, zstd", "\x00"])
-def test_unsupported_encodings_are_refused(encoding: str) -> None:
-    with pytest.raises(UnavailableError) as failure:
-        make_decoder(encoding)
-    assert failure.value.reason is FetchFailure.BAD_ANSWER
+def test_unsupported_encodings_are_refused() -> None:
+    for encoding in ("br", "zlib", "deflate", "gzip, gzip", "gzip, zstd", "\x00"):
+        with pytest.raises(UnavailableError) as failure:
+            make_decoder(encoding)
+        assert failure.value.reason is FetchFailure.BAD_ANSWER
 
 
 @both_encodings

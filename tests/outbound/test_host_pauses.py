@@ -1,7 +1,6 @@
 """Redirects, hosts that fail or ask for a pause, and names that share the limits of a host."""
 
 import asyncio
-import gzip
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from time import monotonic
@@ -9,12 +8,12 @@ from time import monotonic
 import pytest
 
 from indexer.errors import UnavailableError
-from indexer.outbound import OutboundClient, OutboundSettings, RateLimits, Response, Timeouts, host_of
+from indexer.outbound import OutboundClient, RateLimits, Response, Timeouts, host_of
 from indexer.outbound.host_limits import FAILURE_THRESHOLD
 from indexer.reasons import FetchFailure
 from tests.outbound.conftest import LOCAL
-from tests.outbound.http_requests import CHUNKED, failure_of, read_all, reset, writes
-from tests.outbound.scripted_host import Script, ScriptedHost, hang, http_response
+from tests.outbound.http_requests import failure_of, read_all, reset
+from tests.outbound.scripted_host import Script, ScriptedHost, http_response
 from tests.waiting import until
 
 # Redirects
@@ -31,13 +30,8 @@ async def test_at_most_three_redirects_are_followed(host: ScriptedHost, outbound
     host.pages["/3"] = http_response(status=302, headers={"Location": "/4"})
     assert (await failure_of(outbound.get(f"{host.url}/0", max_bytes=10))).reason is FetchFailure.HTTP_STATUS
     assert sum("get /4 " in request for request in host.requests) == 0
-
-
-async def test_redirect_loop_and_redirect_without_location(host: ScriptedHost, outbound: OutboundClient) -> None:
-    host.pages["/"] = http_response(status=302, headers={"Location": "/"})
-    assert (await failure_of(outbound.get(f"{host.url}/", max_bytes=10))).reason is FetchFailure.HTTP_STATUS
-    host.pages["/"] = http_response(status=302)
-    assert (await failure_of(outbound.get(f"{host.url}/", max_bytes=10))).reason is FetchFailure.HTTP_STATUS
+    host.pages["/0"] = http_response(status=302)
+    assert (await failure_of(outbound.get(f"{host.url}/0", max_bytes=10))).reason is FetchFailure.HTTP_STATUS
 
 
 @pytest.fixture
@@ -51,17 +45,6 @@ async def target() -> AsyncIterator[ScriptedHost]:
 async def cut_off(writer: asyncio.StreamWriter) -> None:
     writer.write(http_response(b"x", length=2))
     await writer.drain()
-
-
-REDIRECTED_FAILURES = pytest.mark.parametrize(
-    "page",
-    [
-        http_response(status=502),
-        http_response(status=429, headers={"Retry-After": "600"}),
-        http_response(status=503, headers={"Retry-After": "600"}),
-        cut_off,
-    ],
-)
 
 
 async def redirected_requests(outbound: OutboundClient, host: ScriptedHost, target: ScriptedHost) -> UnavailableError:
@@ -80,7 +63,14 @@ async def successful(request: Awaitable[Response]) -> None:
         raise UnavailableError(FetchFailure.HTTP_STATUS, f"{response.status}")
 
 
-@REDIRECTED_FAILURES
+@pytest.mark.parametrize(
+    "page",
+    [
+        http_response(status=502),
+        *[http_response(status=status, headers={"Retry-After": "600"}) for status in (429, 503)],
+        cut_off,
+    ],
+)
 async def test_failures_behind_a_redirect_do_not_pause_the_target(
     host: ScriptedHost, outbound: OutboundClient, target: ScriptedHost, page: bytes
 ) -> None:
@@ -103,46 +93,38 @@ async def test_direct_failures_count_although_others_were_redirected(host: Scrip
         assert [state.host for state in outbound.hosts.paused()] == [host_of(target.url)]
 
 
-async def test_pause_that_a_target_asks_for_counts_behind_a_configured_relay(
-    host: ScriptedHost, target: ScriptedHost
-) -> None:
-    target.pages["/page"] = http_response(status=429, headers={"Retry-After": "600"})
-    host.pages["/"] = http_response(status=302, headers={"Location": f"{target.url}/page"})
-    rates = RateLimits(configured_hosts={host_of(host.url): 10.0})
-    async with OutboundClient(replace(LOCAL, rates=rates)) as outbound:
-        failure = await failure_of(outbound.get(f"{host.url}/", max_bytes=10))
-        assert (failure.reason, failure.host) == (FetchFailure.THROTTLED, host_of(target.url))
-        await failure_of(outbound.get(f"{target.url}/honest", max_bytes=10))
-        assert len(target.requests) == 1
-
-
-async def test_failures_behind_a_configured_relay_do_not_pause_the_target(
+async def test_only_a_pause_that_a_target_asks_for_counts_behind_a_configured_relay(
     host: ScriptedHost, target: ScriptedHost
 ) -> None:
     target.pages["/page"] = http_response(status=502)
-    async with OutboundClient(
-        replace(LOCAL, rates=RateLimits(configured_hosts={host_of(host.url): 100.0}))
-    ) as outbound:
+    rates = RateLimits(configured_hosts={host_of(host.url): 100.0})
+    async with OutboundClient(replace(LOCAL, rates=rates)) as outbound:
         await redirected_requests(outbound, host, target)
         assert (await outbound.get(f"{target.url}/honest", max_bytes=10)).body == b"x"
+        target.pages["/page"] = http_response(status=429, headers={"Retry-After": "600"})
+        failure = await failure_of(outbound.get(f"{host.url}/", max_bytes=10))
+        assert (failure.reason, failure.host) == (FetchFailure.THROTTLED, host_of(target.url))
+        requests = len(target.requests)
+        await failure_of(outbound.get(f"{target.url}/honest", max_bytes=10))
+        assert len(target.requests) == requests
 
 
 # Pauses that hosts ask for
 
 
 @pytest.mark.parametrize(
-    ("headers", "seconds"),
+    ("status", "headers", "seconds"),
     [
-        ({"Retry-After": "7"}, 7),
-        ({"RateLimit-Limit": "3000", "RateLimit-Remaining": "0", "RateLimit-Reset": "40"}, 40),
-        ({}, 60),
-        ({"Content-Type": "text/html"}, 60),
+        (429, {"Retry-After": "7"}, 7),
+        (429, {"RateLimit-Limit": "3000", "RateLimit-Remaining": "0", "RateLimit-Reset": "40"}, 40),
+        (429, {}, 60),
+        (503, {"Retry-After": "7"}, 7),
     ],
 )
 async def test_host_gets_the_pause_that_it_asks_for(
-    host: ScriptedHost, outbound: OutboundClient, headers: dict[str, str], seconds: float
+    host: ScriptedHost, outbound: OutboundClient, status: int, headers: dict[str, str], seconds: float
 ) -> None:
-    host.pages["/"] = http_response(b"<html>Too many requests</html>", status=429, headers=headers)
+    host.pages["/"] = http_response(b"<html>Too many requests</html>", status=status, headers=headers)
     first = await failure_of(outbound.get(f"{host.url}/", max_bytes=10))
     second = await failure_of(outbound.get(f"{host.url}/other", max_bytes=10))
     assert first.reason is second.reason is FetchFailure.THROTTLED
@@ -151,12 +133,6 @@ async def test_host_gets_the_pause_that_it_asks_for(
     assert second.retry_after is not None
     assert seconds - 5 < second.retry_after <= seconds
     assert len(host.requests) == 1
-
-
-async def test_503_with_retry_after_asks_for_a_pause(host: ScriptedHost, outbound: OutboundClient) -> None:
-    host.pages["/"] = http_response(status=503, headers={"Retry-After": "7"})
-    failure = await failure_of(outbound.get(f"{host.url}/", max_bytes=10))
-    assert (failure.reason, failure.retry_after) == (FetchFailure.THROTTLED, 7)
 
 
 # Hosts that fail
@@ -170,26 +146,13 @@ async def finish(request: Awaitable[object]) -> None:
         assert error.reason is not FetchFailure.HOST_PAUSED  # noqa: PT017 - most requests do not fail
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        pytest.param(hang, marks=pytest.mark.slow),
-        pytest.param(writes(http_response(b"half", length=8), every=60), marks=pytest.mark.slow),
-        pytest.param(writes(CHUNKED, b"1\r\nx\r\n", every=0.02, forever=True), marks=pytest.mark.slow),
-        reset,
-        b"SSH-2.0-OpenSSH_9.9\r\n",
-        http_response(gzip.compress(b"x" * 100, mtime=0)[:-3], headers={"Content-Encoding": "gzip"}),
-        http_response(b"<html>", status=500),
-        http_response(b"<html>", status=502),
-        http_response(status=503),
-    ],
-)
+@pytest.mark.parametrize("page", [reset, b"SSH-2.0-OpenSSH_9.9\r\n", http_response(b"<html>", status=500)])
 async def test_host_is_paused_after_failures(
     host: ScriptedHost, outbound: OutboundClient, page: bytes | Script
 ) -> None:
     host.pages["/"] = page
     for _ in range(FAILURE_THRESHOLD):
-        await finish(read_all(outbound, f"{host.url}/", timeout=0.4, min_rate=1_000))
+        await finish(read_all(outbound, f"{host.url}/"))
     requests = len(host.requests)
     failure = await failure_of(outbound.get(f"{host.url}/other", max_bytes=10))
     assert failure.reason is FetchFailure.HOST_PAUSED
@@ -205,7 +168,6 @@ async def test_host_is_paused_after_failures(
         http_response(b"{}"),
         http_response(status=501),
         http_response(b'{"error": "RepoNotFound"}', status=400),
-        http_response(b"<html>", status=404),
         http_response(b"x" * 2_000),
         http_response(b"not what it says", headers={"Content-Encoding": "gzip"}),
         http_response(status=302, headers={"Location": "ftp://127.0.0.1/"}),
@@ -221,66 +183,6 @@ async def test_host_is_not_paused_after_other_responses(
     assert outbound.hosts.paused() == []
 
 
-async def test_unreachable_host_is_paused(outbound: OutboundClient) -> None:
-    async with ScriptedHost() as closed:
-        url = closed.url
-    for _ in range(FAILURE_THRESHOLD):
-        assert (await failure_of(outbound.get(url, max_bytes=10))).reason is FetchFailure.UNREACHABLE
-    assert (await failure_of(outbound.get(url, max_bytes=10))).reason is FetchFailure.HOST_PAUSED
-
-
-@pytest.mark.slow
-async def test_results_of_requests_are_reported(host: ScriptedHost) -> None:
-    results: list[str] = []
-    host.pages |= {
-        "/": http_response(status=302, headers={"Location": "/there"}),
-        "/there": http_response(b"{}"),
-        "/not": http_response(status=404),
-        "/broken": http_response(status=500),
-        "/large": http_response(b"x" * 100),
-        "/hang": hang,
-        "/reset": reset,
-        "/odd": http_response(b"?", headers={"Content-Encoding": "br"}),
-        "/wait": http_response(status=429),
-    }
-    settings = replace(LOCAL, rates=RateLimits(host=1_000))
-    async with OutboundClient(settings, on_request=results.append) as outbound:
-        for page in host.pages:
-            await finish(outbound.get(f"{host.url}{page}", max_bytes=10))
-        for url in (host.url, "gopher://pds.example/"):
-            await finish(outbound.get(url, max_bytes=10))
-    counted = "3xx 2xx 2xx 4xx 5xx too-large timeout unreachable bad-answer 4xx throttled refused-address"
-    assert results == counted.split()
-
-
-async def test_connections_to_all_hosts_are_limited(host: ScriptedHost) -> None:
-    running = maximum = 0
-    full = asyncio.Event()
-
-    async def resolve(_name: str, _port: int) -> list[str]:
-        return ["127.0.0.1"]
-
-    async def hold(writer: asyncio.StreamWriter) -> None:
-        nonlocal running, maximum
-        running += 1
-        maximum = max(maximum, running)
-        if running == 20:
-            full.set()
-        await full.wait()
-        running -= 1
-        writer.write(http_response(b"{}", headers={"Connection": "close"}))
-        await writer.drain()
-
-    host.pages["/"] = hold
-    rates = RateLimits(host=100_000, host_concurrency=300, total=100_000, total_concurrency=20)
-    settings = OutboundSettings("test", allow_private_hosts=True, rates=rates)
-    urls = [f"http://{number}.example:{host.port}/" for number in range(60)]
-    async with OutboundClient(settings, resolve=resolve) as outbound:
-        responses = await asyncio.gather(*[outbound.get(url, max_bytes=10) for url in urls])
-    assert {response.body for response in responses} == {b"{}"}
-    assert maximum == 20
-
-
 # Names that share an address or a registered domain
 
 
@@ -292,7 +194,7 @@ class NamesOfOneHost:
     ) -> None:
         self.host = host
         self.addresses = addresses
-        rates = RateLimits(host=20, host_concurrency=100, total=100_000)
+        rates = RateLimits(host=40, host_concurrency=200, total=100_000)
         self.client = OutboundClient(replace(LOCAL, rates=rates, timeouts=Timeouts()), resolve=self.resolve)
 
     async def resolve(self, name: str, _port: int) -> Sequence[str]:
@@ -309,14 +211,13 @@ class NamesOfOneHost:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("status", [200, 404])
-async def test_names_of_one_address_share_its_rate(host: ScriptedHost, status: int) -> None:
-    """Of 32 names in different domains, 20 are the burst; the others take half a second."""
-    host.pages["/"] = http_response(b"x", status=status)
+async def test_names_of_one_address_share_its_rate(host: ScriptedHost) -> None:
+    """Of 60 names in different domains, 40 are the burst; the others take half a second, whether they answer or not."""
     names = NamesOfOneHost(host)
     async with names.client:
-        assert await names.seconds([f"x.victim{number}.example" for number in range(32)]) >= 0.5
-        assert await names.seconds([f"x.victim{number}.example" for number in range(32)]) >= 0.5
+        for status in (404, 200):
+            host.pages["/"] = http_response(b"x", status=status)
+            assert await names.seconds([f"x.victim{number}.example" for number in range(60)]) >= 0.5
 
 
 def own_address(name: str) -> list[str]:
@@ -331,11 +232,11 @@ async def test_names_of_one_registered_domain_share_its_rate_until_they_answer()
         host.pages["/"] = http_response(status=404)
         names = NamesOfOneHost(host, own_address)
         async with names.client:
-            hosts = [f"x{number}.victim.example.com" for number in range(2, 102)]
-            assert await names.seconds(hosts[:32]) >= 0.5
+            hosts = [f"x{number}.victim.example.com" for number in range(2, 122)]
+            assert await names.seconds(hosts[:60]) >= 0.5
             host.pages["/"] = http_response(b"x")
-            assert await names.seconds(hosts) >= 4, "errors are no answers"
-            assert await names.seconds(hosts) < 4
+            assert await names.seconds(hosts) >= 2, "errors are no answers"
+            assert await names.seconds(hosts) < 2
 
 
 @pytest.mark.slow
@@ -346,8 +247,8 @@ async def test_names_that_lead_to_a_host_do_not_use_up_its_rate(host: ScriptedHo
     async with names.client:
         honest = f"http://pds.honest.example:{host.port}/honest"
         await names.client.get(honest, max_bytes=10)
-        flood = asyncio.create_task(names.seconds([f"x.hostile{number}.example" for number in range(60)]))
-        await until(lambda: len(host.requests) >= 20)
+        flood = asyncio.create_task(names.seconds([f"x.hostile{number}.example" for number in range(120)]))
+        await until(lambda: len(host.requests) >= 40)
         for _ in range(10):
             await names.client.get(honest, max_bytes=10)
         assert not flood.done()

@@ -65,40 +65,20 @@ def test_teredo_addresses_are_refused(server: int, port: int, client: int) -> No
     assert not is_public(str(IPv6Address(number)))
 
 
-@pytest.mark.parametrize(
-    "address",
-    [
-        "::",
-        "::1",
-        "::127.0.0.1",
-        "::93.184.216.34",
-        "64:ff9b:1::5db8:d822",
-        "100::1",
-        "2001::1",
-        "2001:db8::1",
-        "3fff::1",
-        "4000::1",
-        "5f00::1",
-        "fc00::1",
-        "fd00:ec2::254",
-        "fe80::1",
-        "fe80::1%1",
-        "fec0::1",
-        "ff02::1",
-        "ff0e::1",
-        "pds.example",
-        "2130706433",
-        "0177.0.0.1",
-        "",
-    ],
-)
+REFUSED = """
+    :: ::1 ::127.0.0.1 ::93.184.216.34 64:ff9b:1::5db8:d822 100::1 2001::1 2001:db8::1 3fff::1 4000::1 5f00::1 fc00::1
+    fd00:ec2::254 fe80::1 fe80::1%1 fec0::1 ff02::1 ff0e::1 pds.example 2130706433 0177.0.0.1
+"""
+
+
+@pytest.mark.parametrize("address", ["", *REFUSED.split()])
 def test_addresses_that_are_not_public_are_refused(address: str) -> None:
     assert not is_public(address)
 
 
-@pytest.mark.parametrize("address", ["93.184.216.34", "1.1.1.1", "2606:4700:4700::1111", "2a00:1450:4001::1"])
-def test_public_addresses_are_allowed(address: str) -> None:
-    assert is_public(address)
+def test_public_addresses_are_allowed() -> None:
+    for address in ("93.184.216.34", "1.1.1.1", "2606:4700:4700::1111", "2a00:1450:4001::1"):
+        assert is_public(address)
 
 
 @pytest.mark.parametrize(

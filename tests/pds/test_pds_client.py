@@ -102,17 +102,11 @@ async def test_inactive_repo_is_a_permanent_failure(
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
-        pytest.param(Fault(GET_REPO, hang=True), FetchFailure.TIMEOUT, marks=pytest.mark.slow),
         (Fault(GET_REPO, cut=1_000), FetchFailure.UNREACHABLE),
         (Fault(GET_REPO, status=200, headers=CAR), FetchFailure.EXPORT_INCOMPLETE),
         (Fault(GET_REPO, status=200, headers={"Content-Type": "text/html"}, body=b"<html>"), FetchFailure.BAD_ANSWER),
-        (
-            Fault(GET_REPO, status=200, headers={"Content-Type": "application/json"}, body=b"{}"),
-            FetchFailure.BAD_ANSWER,
-        ),
         (Fault(GET_REPO, status=404, body=b"<html>"), FetchFailure.HTTP_STATUS),
         (Fault(GET_REPO, status=500), FetchFailure.HTTP_STATUS),
-        (Fault(GET_REPO, status=501), FetchFailure.HTTP_STATUS),
         (Fault(GET_REPO, status=429, body=b"<html>"), FetchFailure.THROTTLED),
         (Fault(GET_REPO, status=302, headers={"Location": "ftp://127.0.0.1/"}), FetchFailure.REFUSED_ADDRESS),
     ],
@@ -130,39 +124,30 @@ async def test_failed_export_leaves_no_file_and_the_next_one_succeeds(
 
 @pytest.mark.parametrize(("smaller", "complete"), [(0, True), (1, False), (6_000, False)])
 async def test_download_stops_at_the_first_byte_above_the_limit(
-    account: LocalAccount, pds: PdsClient, smaller: int, *, complete: bool
+    account: LocalAccount, pds: PdsClient, tmp_path: Path, smaller: int, *, complete: bool
 ) -> None:
+    """It can be continued. Otherwise it leaves no file."""
     size = sum(map(len, account.repo.export()))
     account.pds.faults.append(Fault(GET_REPO, rate=20 * size))
     async with pds.open_export(account.did, account.pds.url) as download:
         assert await download.fetch(size - smaller) == complete
         assert complete or await download.fetch()
         assert download.complete
-
-
-async def test_download_that_is_not_continued_leaves_no_file(
-    account: LocalAccount, pds: PdsClient, tmp_path: Path
-) -> None:
-    account.pds.faults.append(Fault(GET_REPO, rate=10_000))
     async with pds.open_export(account.did, account.pds.url) as download:
-        assert not await download.fetch(1_000)
+        assert await download.fetch(size - smaller) == complete
     assert list((tmp_path / "spool").iterdir()) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("limits", "detail"),
-    [
-        ({}, None),
-        ({"export_min_rate": 100_000}, r"\d+ bytes in \d+ s$"),
-        ({"export_timeout": 0.3}, "TimeoutError$"),
-    ],
+    [({}, None), ({"export_min_rate": 100_000}, r"\d+ bytes in \d+ s$"), ({"export_timeout": 0.3}, "TimeoutError$")],
 )
 async def test_slow_export(
     account: LocalAccount, outbound: OutboundClient, tmp_path: Path, limits: dict[str, float], detail: str | None
 ) -> None:
-    """Send the export in about three seconds."""
-    account.pds.faults.append(Fault(GET_REPO, rate=sum(map(len, account.repo.export())) // 3))
+    """Send the export in about a second and a half."""
+    account.pds.faults.append(Fault(GET_REPO, rate=sum(map(len, account.repo.export())) * 2 // 3))
     pds = PdsClient(outbound, DEFAULT_LIMITS, tmp_path / "spool", Spool, **limits)
     if detail is None:
         async with pds.fetch_export(account.did, account.pds.url) as spool:
@@ -196,22 +181,23 @@ async def test_export_that_is_not_a_car_file_or_too_large(
     assert (await failure_of(small, account)).reason is FetchFailure.TOO_LARGE
 
 
+CID, REV = b"bafyreie5cvv4h45feadgeuwhbcutmh6t2ceseocckahdoe6uat64zmz454", b"3l3qo2vuowo2b"
+DEEP = b'{"cid": ' + b"[" * 1_015 + b"]" * 1_015 + b', "rev": "' + REV + b'"}'  # nearly as deep as orjson decodes
+
+
 @pytest.mark.parametrize(
     "body",
     [
-        b"",
-        b"<html>",
-        b"[]",
-        b"null",
-        b"{}",
+        *b" <html> [] null {}".split(b" "),
         b'{"cid": 1, "rev": 2}',
-        b'{"cid": "bafy", "rev": "3l3qo2vuowo2b"}',
-        b'{"cid": "bafyreie5cvv4h45feadgeuwhbcutmh6t2ceseocckahdoe6uat64zmz454", "rev": "now"}',
-        b'{"cid": "bafkreie5cvv4h45feadgeuwhbcutmh6t2ceseocckahdoe6uat64zmz45!", "rev": "3l3qo2vuowo2b"}',
+        b'{"cid": "bafy", "rev": "' + REV + b'"}',
+        b'{"cid": "' + CID + b'", "rev": "now"}',
+        b'{"cid": "' + CID[:-1] + b'!", "rev": "' + REV + b'"}',
         b'{"active": "yes"}',
         b"[" * 60_000,
-        b'{"cid": ' + b"[" * 1_015 + b"]" * 1_015 + b', "rev": "3l3qo2vuowo2b"}',  # nearly as deep as orjson decodes
+        DEEP,
     ],
+    ids=len,
 )
 async def test_invalid_latest_commit_is_refused(account: LocalAccount, pds: PdsClient, body: bytes) -> None:
     account.pds.faults.append(Fault("", status=200, body=body, times=None))
@@ -232,13 +218,10 @@ async def test_record_with_its_proof(account: LocalAccount, pds: PdsClient) -> N
     assert failure.value.reason is FetchFailure.REPO_TAKENDOWN
 
 
-@pytest.mark.parametrize("host", ["", "pds.example", "//", "https://[::1", "at://did:plc:x", "http://\x00/"])
-async def test_invalid_host_is_refused(account: LocalAccount, pds: PdsClient, host: str) -> None:
-    with pytest.raises(UnavailableError) as failure:
-        await pds.fetch_latest_commit(account.did, host)
-    assert failure.value.reason is FetchFailure.REFUSED_ADDRESS
-
-
-async def test_path_and_query_of_the_host_are_not_used(account: LocalAccount, pds: PdsClient) -> None:
+async def test_only_the_origin_of_the_host_is_used(account: LocalAccount, pds: PdsClient) -> None:
+    for host in ("", "pds.example", "//", "https://[::1", "at://did:plc:x", "http://\x00/"):
+        with pytest.raises(UnavailableError) as failure:
+            await pds.fetch_latest_commit(account.did, host)
+        assert failure.value.reason is FetchFailure.REFUSED_ADDRESS
     await pds.fetch_latest_commit(account.did, f"{account.pds.url}/path?query#fragment")
     assert account.pds.requests["/xrpc/com.atproto.sync.getLatestCommit"] == 1

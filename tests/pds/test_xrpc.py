@@ -24,12 +24,12 @@ from indexer.reasons import FetchFailure
         (["RepoNotFound"], FetchFailure.HTTP_STATUS),
     ],
 )
-@pytest.mark.parametrize("status", [400, 403, 404, 500])
-def test_name_of_the_error_decides_and_not_the_status(status: int, name: object, reason: FetchFailure) -> None:
-    error = xrpc_error(status, json.dumps({"error": name, "message": "Could not find it"}).encode())
-    assert error.reason is reason
-    assert str(status) in error.detail
-    assert "Could not find it" in error.detail
+def test_name_of_the_error_decides_and_not_the_status(name: object, reason: FetchFailure) -> None:
+    for status in (400, 403, 404, 500):
+        error = xrpc_error(status, json.dumps({"error": name, "message": "Could not find it"}).encode())
+        assert error.reason is reason
+        assert str(status) in error.detail
+        assert "Could not find it" in error.detail
 
 
 @given(st.integers(300, 599), st.binary(max_size=100) | st.sampled_from([b"[" * 50_000, b"[]", b'"x"', b"null", b"1"]))

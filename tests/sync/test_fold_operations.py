@@ -19,12 +19,12 @@ def create(new: bytes | None, prev: bytes | None = None, path: str = PATH) -> Re
     return RepoOp("create", path, new, prev)
 
 
-def update(new: bytes | None, prev: bytes | None = None, path: str = PATH) -> RepoOp:
-    return RepoOp("update", path, new, prev)
+def update(new: bytes | None, prev: bytes | None = None) -> RepoOp:
+    return RepoOp("update", PATH, new, prev)
 
 
-def delete(prev: bytes | None = None, path: str = PATH) -> RepoOp:
-    return RepoOp("delete", path, None, prev)
+def delete(prev: bytes | None = None) -> RepoOp:
+    return RepoOp("delete", PATH, None, prev)
 
 
 @pytest.mark.parametrize(
@@ -70,8 +70,8 @@ def test_paths_that_do_not_change_are_left_out(ops: list[RepoOp]) -> None:
 
 
 def test_paths_are_in_the_order_of_first_appearance() -> None:
-    ops = [create(A, path="b/1"), delete(B, path="a/2"), create(C, path="c/3"), update(D, path="b/1")]
-    assert fold_operations(ops) == [NetOp(b"b/1", None, D), NetOp(b"a/2", B, None), NetOp(b"c/3", None, C)]
+    ops = [create(A, path="b/1"), create(B, path="a/2"), create(C, path="c/3"), create(D, path="b/1")]
+    assert fold_operations(ops) == [NetOp(key, None, cid) for key, cid in ((b"b/1", D), (b"a/2", B), (b"c/3", C))]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """The native core accepts nothing with another result than the reference, and decides all ordinary commits."""
 
 from collections.abc import Callable, Iterator, Sequence
-from hashlib import sha256
 from random import Random
 from typing import Any
 
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from indexer.atproto import cbor
 from indexer.atproto.car import split_car
 from indexer.atproto.cid import RAW, cid_of
-from indexer.atproto.crypto import Curve, PrivateKey, PublicKey
+from indexer.atproto.crypto import Curve, PublicKey
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.syntax import CollectionFilter
 from indexer.errors import UpstreamError
@@ -20,17 +19,21 @@ from indexer.localnet import dag_cbor
 from indexer.localnet.local_repo import Write, car, car_header, car_section
 from indexer.reasons import Desync, Rejection
 from indexer.sync.events import CommitEvent, RepoOp
-from indexer.sync.frames import decode_frame
 from indexer.sync.native_core import NativeCore
+from indexer.sync.plan_batch import MAX_BATCH_BYTES, commits_within, plan_batch
 from indexer.sync.plans import RecordChange
-from indexer.sync.policy import Policy
+from indexer.sync.policy import KeyState, Policy
+from indexer.sync.prepared_commits import CommitsBeingVerified, PreparedCommits, commits_to_verify
 from indexer.sync.record_change import RecordConverter
+from indexer.sync.repo_state import Repo
 from indexer.sync.scope import Scope
 from indexer.sync.verify import VerifiedCommit, verify_commit
-from tests.native_module import native_core, shared_core
+from tests.native_module import native_core, native_module, shared_core
 from tests.profiles import scaled
-from tests.sync import test_published
-from tests.sync.signing_account import POST, STORE_ALL, SigningAccount, decoded_event
+from tests.sync import published_frames, test_plan_batch
+from tests.sync.signing_account import CONTEXT, POST, STORE_ALL, SigningAccount, decoded_event
+
+native_module()  # without it, the module is skipped
 
 CURVES: tuple[Curve, ...] = ("k256", "p256")
 _P256_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
@@ -40,11 +43,6 @@ ORDERS = {"k256": _K256_ORDER, "p256": _P256_ORDER}
 ACTIONS = st.tuples(st.sampled_from(["create", "update", "delete"]), st.integers(0, 30))
 COMMITS = st.lists(st.lists(ACTIONS, min_size=1, max_size=6), min_size=1, max_size=6)
 """For each commit the actions on records, each with a number that selects the record."""
-
-
-@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
-def core(request: pytest.FixtureRequest) -> NativeCore:
-    return native_core(request.param)
 
 
 def reference(event: CommitEvent, key: PublicKey) -> VerifiedCommit | tuple[Rejection, str]:
@@ -107,7 +105,10 @@ def test_all_ordinary_commits_are_decided_with_the_results_of_the_reference(
         assert without_converted(commit) == reference(event, account.key.public)
 
 
-def test_a_batch_returns_a_result_for_each_commit_in_order(core: NativeCore) -> None:
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_batch_returns_a_result_for_each_commit_in_order(threads: int) -> None:
+    core = native_core(threads)
+    assert core.begin_verification([], STORE_ALL).results() == []
     account, other = SigningAccount(), SigningAccount("bob")
     events = [decoded_event("commit", account.commit_post(f"p{number}")) for number in range(100)]
     keys = [other.key.public if number % 7 == 0 else account.key.public for number in range(100)]
@@ -117,12 +118,8 @@ def test_a_batch_returns_a_result_for_each_commit_in_order(core: NativeCore) -> 
     ]
 
 
-def test_no_commits_give_no_results(core: NativeCore) -> None:
-    assert core.begin_verification([], STORE_ALL).results() == []
-
-
 @pytest.mark.parametrize("curve", CURVES)
-def test_every_flipped_bit_of_a_slice_is_left_to_the_reference(curve: Curve) -> None:
+def test_every_flipped_bit_and_every_cut_of_a_slice_is_left_to_the_reference(curve: Curve) -> None:
     account = SigningAccount(curve=curve)
     account.commit_post("first")
     event = decoded_event("commit", account.commit_post("second"))
@@ -132,17 +129,7 @@ def test_every_flipped_bit_of_a_slice_is_left_to_the_reference(curve: Curve) -> 
             changed = bytearray(event.blocks)
             changed[index] ^= 1 << bit
             assert not accepted(shared_core(), event._replace(blocks=bytes(changed)), account.key.public)
-
-
-def test_every_truncated_slice_agrees_with_the_reference() -> None:
-    account = SigningAccount()
-    event = decoded_event("commit", account.commit_post("a"))
-    decided = [
-        size
-        for size in range(len(event.blocks) + 1)
-        if accepted(shared_core(), event._replace(blocks=event.blocks[:size]), account.key.public)
-    ]
-    assert decided == [len(event.blocks)]
+        assert not accepted(shared_core(), event._replace(blocks=event.blocks[:index]), account.key.public)
 
 
 def other_bytes(data: bytes) -> bytes:
@@ -207,56 +194,6 @@ def test_a_missing_block_is_left_to_the_reference_if_it_is_needed() -> None:
     assert needed >= 4
 
 
-def headers(root: bytes) -> Iterator[bytes]:
-    """Yield other headers, each with its size before it."""
-    for header in (
-        {"roots": [], "version": 1},
-        {"roots": [root, root], "version": 1},
-        {"roots": [root], "version": 2},
-        {"roots": [root], "version": 1, "x": 1},
-        {"roots": [cid_of(b"")], "version": 1},
-    ):
-        encoded = dag_cbor.encode(header)
-        assert len(encoded) < 0x80
-        yield bytes([len(encoded)]) + encoded
-    usual = car_header(root)
-    yield bytes([usual[0] | 0x80, 0]) + usual[1:]
-    yield b""
-
-
-def test_unusual_headers_are_left_to_the_reference() -> None:
-    account = SigningAccount()
-    event = decoded_event("commit", account.commit_post("a"))
-    (root,), _ = split_car(event.blocks, DEFAULT_LIMITS, max_bytes=len(event.blocks))
-    sections = event.blocks[len(car_header(root)) :]
-    assert accepted(shared_core(), event._replace(blocks=car_header(root) + sections), account.key.public)
-    for header in headers(root):
-        assert not accepted(shared_core(), event._replace(blocks=header + sections), account.key.public)
-
-
-def test_unusual_sections_agree_with_the_reference() -> None:
-    account = SigningAccount()
-    event = decoded_event("commit", account.commit_post("a"))
-    raw = RAW + sha256(b"raw").digest()
-    empty = RAW + sha256(b"").digest()
-    decided = [
-        accepted(shared_core(), event._replace(blocks=event.blocks + section), account.key.public)
-        for section in (
-            car_section(raw, b"raw"),
-            car_section(empty, b""),
-            car_section(raw, b"other"),
-            car_section(b"\x01\x55\x00\x00", b"identity"),
-            car_section(b"\x12\x20" + sha256(b"").digest(), b""),
-            b"\x00",
-            b"\x80\x00",
-            b"\xa7\x00" + raw + b"raw",
-            b"\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01",
-            b"\x24" + raw,
-        )
-    ]
-    assert decided == [True, True] + [False] * 8
-
-
 @pytest.mark.parametrize("curve", CURVES)
 def test_only_the_low_s_signature_of_the_right_key_is_accepted(curve: Curve) -> None:
     account, other = SigningAccount(curve=curve), SigningAccount("bob", curve)
@@ -290,102 +227,37 @@ def test_only_the_low_s_signature_of_the_right_key_is_accepted(curve: Curve) -> 
     assert not accepted(shared_core(), event, wrong_curve.key.public)
 
 
-def signed_commit(unsigned: bytes, key: PrivateKey, sig_at: int, rest: dict[bytes, bytes]) -> tuple[bytes, bytes]:
-    """Return the CID of a commit with the entry `sig` at an offset of its unsigned bytes, and the slice."""
-    head = bytes([(unsigned[0] + 1) & 0xFF])
-    block = head + unsigned[1:sig_at] + b"\x63sig\x58\x40" + key.sign(unsigned) + unsigned[sig_at:]
-    return cid_of(block), car({cid_of(block): block} | rest)
-
-
-def commit_fields(account: SigningAccount, **fields: Any) -> bytes:
+def test_signed_commits_of_unusual_forms_agree_with_the_reference() -> None:
+    account = SigningAccount()
+    event = decoded_event("commit", account.commit_post("a"))
+    _, blocks = split_car(event.blocks, DEFAULT_LIMITS, max_bytes=len(event.blocks))
     usual = {"did": account.did, "rev": account.repo.head.rev, "data": account.repo.head.data, "prev": None}
-    present = {name: value for name, value in (usual | {"version": 3} | fields).items() if value is not ...}
-    return dag_cbor.encode(present)
+    forms: dict[str, list[Any]] = {
+        "prev": [None, cid_of(b"before"), ..., b"before", RAW + b"csigX@" + bytes(26)],
+        "version": [3, 2, ...],
+        "other": [..., 1],
+        "did": [account.did, "did:plc:", "did:plc:aaaaaaaaaaaaaaaaaaaaaaaa", 1],
+        "rev": [event.rev, "3zzzzzzzzzzzz", "3zzzzzzzzzzz1"],
+        "data": [account.repo.head.data, b"data", None],
+    }
+    for name, values in forms.items():
+        for value in values:
+            fields: dict[str, Any] = usual | {"version": 3} | {name: value}
+            unsigned = dag_cbor.encode({name: value for name, value in fields.items() if value is not ...})
+            at = unsigned.index(b"\x64data")  # the entry `sig` is before it
+            signature = b"\x63sig\x58\x40" + account.key.sign(unsigned)
+            block = bytes([unsigned[0] + 1]) + unsigned[1:at] + signature + unsigned[at:]
+            changed = event._replace(commit=cid_of(block), blocks=car({cid_of(block): block} | blocks))
+            decided = value == values[0] or value == cid_of(b"before")
+            assert accepted(shared_core(), changed, account.key.public) is decided, fields
 
 
-@pytest.mark.parametrize(
-    ("fields", "decided"),
-    [
-        ({}, True),
-        ({"prev": cid_of(b"before")}, True),
-        ({"prev": ...}, False),
-        ({"prev": b"before"}, False),
-        ({"prev": RAW + b"csigX@" + bytes(26)}, False),
-        ({"version": 2}, False),
-        ({"version": ...}, False),
-        ({"other": 1}, False),
-        ({"did": "did:plc:"}, False),
-        ({"did": "did:plc:aaaaaaaaaaaaaaaaaaaaaaaa"}, False),
-        ({"did": 1}, False),
-        ({"rev": "3zzzzzzzzzzzz"}, False),
-        ({"rev": "3zzzzzzzzzzz1"}, False),
-        ({"data": b"data"}, False),
-        ({"data": None}, False),
-    ],
-)
-def test_signed_commits_of_unusual_forms_agree_with_the_reference(fields: dict[str, Any], decided: bool) -> None:
-    account = SigningAccount()
-    event = decoded_event("commit", account.commit_post("a"))
-    _, blocks = split_car(event.blocks, DEFAULT_LIMITS, max_bytes=len(event.blocks))
-    unsigned = commit_fields(account, **fields)
-    sig_at = unsigned.index(b"\x64data")
-    commit, slice_ = signed_commit(unsigned, account.key, sig_at, blocks)
-    assert accepted(shared_core(), event._replace(commit=commit, blocks=slice_), account.key.public) == decided
-
-
-@settings(max_examples=scaled(500))
-@given(st.data())
-def test_signed_commits_with_changed_bytes_agree_with_the_reference(data: st.DataObject) -> None:
-    """The signature is valid: only the decoder can reject them."""
-    account = SigningAccount(curve=data.draw(st.sampled_from(CURVES)))
-    event = decoded_event("commit", account.commit_post("a"))
-    _, blocks = split_car(event.blocks, DEFAULT_LIMITS, max_bytes=len(event.blocks))
-    unsigned = bytearray(commit_fields(account))
-    sig_at = unsigned.index(b"\x64data")
-    for _ in range(data.draw(st.integers(0, 2))):
-        index = data.draw(st.integers(0, len(unsigned) - 1))
-        match data.draw(st.sampled_from(["flip", "set", "insert", "remove"])):
-            case "flip":
-                unsigned[index] ^= 1 << data.draw(st.integers(0, 7))
-            case "set":
-                unsigned[index] = data.draw(st.integers(0, 255))
-            case "insert":
-                unsigned.insert(index, data.draw(st.integers(0, 255)))
-            case "remove":
-                del unsigned[index]
-    commit, slice_ = signed_commit(bytes(unsigned), account.key, sig_at, blocks)
-    accepted(shared_core(), event._replace(commit=commit, blocks=slice_), account.key.public)
-
-
-@settings(max_examples=scaled(300))
-@given(st.data())
-def test_signed_trees_with_changed_bytes_agree_with_the_reference(data: st.DataObject) -> None:
-    """A root with changed bytes is signed; its hash is right."""
-    account = SigningAccount()
-    account.commit(*[Write.create(f"{POST}/r{number}", {"number": number}) for number in range(8)])
-    event = decoded_event("commit", account.commit_post("a"))
-    _, blocks = split_car(event.blocks, DEFAULT_LIMITS, max_bytes=len(event.blocks))
-    root = bytearray(blocks[account.repo.head.data])
-    index = data.draw(st.integers(0, len(root) - 1))
-    root[index] = data.draw(st.integers(0, 255))
-    changed = bytes(root)
-    unsigned = commit_fields(account, data=cid_of(changed))
-    commit, slice_ = signed_commit(
-        unsigned, account.key, unsigned.index(b"\x64data"), blocks | {cid_of(changed): changed}
-    )
-    accepted(shared_core(), event._replace(commit=commit, blocks=slice_), account.key.public)
-
-
-def test_several_operations_on_one_path_are_left_to_the_reference() -> None:
+def test_a_hidden_deletion_and_several_operations_on_one_path_are_left_to_the_reference() -> None:
     account = SigningAccount()
     path = f"{POST}/a"
     event = decoded_event("commit", account.commit(Write.create(path, {"n": 1}), Write.update(path, {"n": 2})))
     assert len(event.ops) == 2
     assert not accepted(shared_core(), event, account.key.public)
-
-
-def test_a_hidden_deletion_is_left_to_the_reference() -> None:
-    account = SigningAccount()
     account.commit(*[Write.create(f"{POST}/r{number}", {"number": number}) for number in range(100)])
     event = decoded_event("commit", account.commit_with_hidden_deletion(f"{POST}/r5a", f"{POST}/r50"))
     expected = reference(event, account.key.public)
@@ -394,36 +266,51 @@ def test_a_hidden_deletion_is_left_to_the_reference() -> None:
     assert not accepted(shared_core(), event, account.key.public)
 
 
+@settings(max_examples=scaled(50))
+@given(test_plan_batch.STEPS)
+def test_a_batch_is_planned_alike_with_and_without_the_core(steps: list[tuple[str, str]]) -> None:
+    """Its commits are verified ahead, in parts."""
+    batch, accounts = test_plan_batch.messages(steps)
+    keys = {account.did: account.key_state for account in accounts.values()}
+    current = {account.did: account.row() for account in accounts.values()}
+    stale = {did: state._replace(stale=True) for did, state in keys.items()}
+    cases: list[tuple[dict[str, Repo], dict[str, KeyState]]] = [({}, keys), (current, keys), ({}, stale)]
+    for rows, known in cases:
+        commits = commits_within(batch, MAX_BATCH_BYTES)
+        all_rows = {commit.did: Repo(commit.did) for commit in commits} | rows
+        chosen = commits_to_verify(commits, all_rows.__getitem__, known.get, CONTEXT)
+        running, prepared = CommitsBeingVerified(shared_core(), chosen, CONTEXT), PreparedCommits()
+        while 0 < len(part := running.next_results(2)) <= 2:
+            prepared |= part
+        assert all(event in prepared for event, _ in chosen)
+        assert plan_batch(batch, rows, known.get, CONTEXT, prepared) == plan_batch(batch, rows, known.get, CONTEXT)
+
+
 def test_published_commits_are_decided() -> None:
     """The frames of the public relay, and the same frames with a bit of each byte of the slice changed."""
     decided = 0
-    for frame in test_published.commits():
-        event = decode_frame(frame, DEFAULT_LIMITS)
-        assert isinstance(event, CommitEvent)
-        key = test_published.keys()[event.did]
+    for _, event in published_frames.commits():
+        key = published_frames.keys()[event.did]
         decided += accepted(shared_core(), event, key)
         for index in range(0, len(event.blocks), 97):
             changed = bytearray(event.blocks)
             changed[index] ^= 1 << index % 8
             assert not accepted(shared_core(), event._replace(blocks=bytes(changed)), key)
-    assert decided == len(test_published.commits()) > 60
+    assert decided == len(published_frames.commits()) > 60
 
 
-SELECTIONS = [("*",), (POST,), ("app.bsky.*",), ("com.example.*", "app.bsky.graph.follow")]
-
-
-@pytest.mark.parametrize("patterns", SELECTIONS)
 @pytest.mark.parametrize("store_values", [True, False])
-def test_only_selected_records_are_converted(patterns: tuple[str, ...], store_values: bool) -> None:
-    policy = Policy(Scope(collections=CollectionFilter(patterns)), DEFAULT_LIMITS, store_values=store_values)
+def test_only_selected_records_are_converted(store_values: bool) -> None:
     account = SigningAccount()
     paths = [f"{POST}/a", "app.bsky.graph.follow/b", "com.example.thing/c", "com.examples.thing/d"]
     event = decoded_event("commit", account.commit(*[Write.create(path, {"path": path}) for path in paths]))
-    assert accepted(shared_core(), event, account.key.public, policy)
-    (commit,) = shared_core().begin_verification([(event, account.key.public)], policy).results()
-    assert commit is not None
-    selected = [store_values and policy.scope.collections.matches(path.partition("/")[0]) for path in paths]
-    assert [change.converted is not None for change in commit.changes] == selected
+    for patterns in (["*"], [POST], ["app.bsky.*"], ["com.example.*", "app.bsky.graph.follow"]):
+        policy = Policy(Scope(collections=CollectionFilter(patterns)), DEFAULT_LIMITS, store_values=store_values)
+        assert accepted(shared_core(), event, account.key.public, policy)
+        (commit,) = shared_core().begin_verification([(event, account.key.public)], policy).results()
+        assert commit is not None
+        selected = [store_values and policy.scope.collections.matches(path.partition("/")[0]) for path in paths]
+        assert [change.converted is not None for change in commit.changes] == selected
 
 
 @pytest.mark.parametrize(

@@ -72,10 +72,13 @@ def test_all_selected_records_are_converted() -> None:
 
 
 def test_chunk_ends_after_the_maximum_of_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values are kept for one chunk only."""
     monkeypatch.setattr("indexer.sync.new_records.CHUNK_RECORDS", 3)
-    chunks = chunks_of(export_of(account_with_posts(), "04", "06").new_records(STORE_ALL, 10_000))
+    with patch.object(RecordConverter, "forget_values") as forget:
+        chunks = chunks_of(export_of(account_with_posts(), "04", "06").new_records(STORE_ALL, 10_000))
     assert [rkeys(chunk) for chunk in chunks] == [RKEYS[:3], RKEYS[3:6], RKEYS[6:]]
     assert [chunk.missing for chunk in chunks] == [0, 1, 1]
+    assert forget.call_count == 5, "before each chunk, and before it is known that there are no more"
 
 
 @pytest.mark.parametrize(("less", "records"), [(0, 2), (1, 2), (-1, 3)])
@@ -88,13 +91,4 @@ def test_chunk_ends_with_the_record_that_takes_it_to_the_maximum_of_bytes(
     monkeypatch.setattr("indexer.sync.new_records.CHUNK_BYTES", two - less)
     chunks = chunks_of(export.new_records(STORE_ALL, 10_000))
     assert [rkeys(chunk) for chunk in chunks] == [RKEYS[n : n + records] for n in range(0, 7, records)]
-    assert [chunk.size for chunk in chunks[:2]] == [
-        sum(change.size for change in chunk.changes()) for chunk in chunks[:2]
-    ]
-
-
-def test_values_are_kept_for_one_chunk_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("indexer.sync.new_records.CHUNK_RECORDS", 3)
-    with patch.object(RecordConverter, "forget_values") as forget:
-        chunks_of(export_of(account_with_posts()).new_records(STORE_ALL, 10_000))
-    assert forget.call_count == 5, "before each chunk, and before it is known that there are no more"
+    assert all(chunk.size == sum(change.size for change in chunk.changes()) for chunk in chunks)

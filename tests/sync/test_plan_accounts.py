@@ -1,7 +1,6 @@
 """Plan the effects of #account and #identity, of new accounts, and of repo lists."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -94,13 +93,14 @@ class TestAccounts:
         again = plan(deleted, "account", second, None, replace(CONTEXT, now=NOW + 3_600))
         assert (again.outcome, again.repo.erase_at) == (Outcome.APPLIED, deleted.erase_at)
 
-    def test_a_reactivated_account_is_resynchronized(self) -> None:
+    def test_a_reactivated_account_is_resynchronized_at_once(self) -> None:
         alice = SigningAccount()
-        hidden = alice.row(active=False)
+        hidden = alice.row(active=False, attempts=3, synchronized_at=NOW - 7_200)
         planned = plan(hidden, "account", alice.account_event(active=True), None)
-        assert (planned.repo.sync_status, planned.repo.sync_reason) == (DESYNCHRONIZED, Desync.REACTIVATED)
         assert (planned.outcome, planned.why) == (Outcome.APPLIED, Desync.REACTIVATED)
-        assert planned.repo.head == hidden.head
+        after = planned.repo
+        assert (after.sync_status, after.sync_reason, after.head) == (DESYNCHRONIZED, Desync.REACTIVATED, hidden.head)
+        assert after.next_attempt_at is None
 
     @pytest.mark.parametrize("host_answers", ["during", "between", "deactivated"])
     def test_flapping_account_causes_few_exports(self, host_answers: str) -> None:
@@ -126,19 +126,6 @@ class TestAccounts:
                     repo = plan_failure(repo, repo, failure, context.now)
         assert 1 <= attempts <= 3
         assert repo.active
-
-    def test_first_reactivation_is_resynchronized_at_once(self) -> None:
-        alice = SigningAccount()
-        hidden = alice.row(active=False, attempts=3, synchronized_at=NOW - 7_200)
-        planned = plan(hidden, "account", alice.account_event(active=True), None)
-        assert planned.repo.sync_status is DESYNCHRONIZED
-        assert planned.repo.next_attempt_at is None
-
-    def test_account_and_identity_events_unpark_a_repo(self) -> None:
-        alice = SigningAccount()
-        parked = alice.row(DESYNCHRONIZED, next_attempt_at=PARKED, active=False)
-        assert plan(parked, "account", alice.account_event(active=True), None).repo.next_attempt_at == NOW
-        assert plan(parked._replace(active=True), "identity", alice.identity_event(), None).repo.next_attempt_at == NOW
 
     def test_the_resync_of_a_new_account_waits_for_its_first_commit(self) -> None:
         alice = SigningAccount()
@@ -182,21 +169,24 @@ def test_a_repo_whose_did_is_gone_is_hidden_and_erased_after_the_grace_period() 
         version=ROW.version + 1, active=False, hosting_status=TOMBSTONED, erase_at=NOW + TOMBSTONE_GRACE
     )
     assert plan_existence(gone, NOW + 60, TOMBSTONE_GRACE, exists=False) is gone
+    assert plan_erasure_later(gone, NOW + 9_000) == gone._replace(version=gone.version + 1, erase_at=NOW + 9_000)
+    for repo in (ROW, ROW._replace(active=False, hosting_status="deleted"), gone._replace(active=True)):
+        assert plan_erasure_later(repo, NOW + 9_000) is repo
+    again = plan_existence(gone, NOW + 60, TOMBSTONE_GRACE, exists=True)
+    assert (again.active, again.hosting_status, again.erase_at) == (True, None, None)
+    assert (again.sync_status, again.sync_reason) == (SyncStatus.DESYNCHRONIZED, Desync.REACTIVATED)
 
 
-@pytest.mark.parametrize(
-    ("fields", "exists"),
-    [
-        ({}, True),
-        ({"head": None}, False),
-        ({"active": False, "hosting_status": "deactivated"}, True),
-        ({"active": False, "hosting_status": "deactivated"}, False),
-        ({"hosting_status": TOMBSTONED}, True),
-    ],
-)
-def test_whether_a_did_exists_changes_no_other_repo(fields: dict[str, Any], exists: bool) -> None:
-    repo = ROW._replace(**fields)
-    assert plan_existence(repo, NOW, TOMBSTONE_GRACE, exists=exists) is repo
+def test_whether_a_did_exists_changes_no_other_repo() -> None:
+    deactivated = ROW._replace(active=False, hosting_status="deactivated")
+    for repo, exists in (
+        (ROW, True),
+        (ROW._replace(head=None), False),
+        (deactivated, True),
+        (deactivated, False),
+        (ROW._replace(hosting_status=TOMBSTONED), True),
+    ):
+        assert plan_existence(repo, NOW, TOMBSTONE_GRACE, exists=exists) is repo
 
 
 @pytest.mark.parametrize("status", [TOMBSTONED, OUT_OF_SCOPE])
@@ -207,20 +197,6 @@ def test_account_that_upstream_hides_with_a_status_of_this_program_stays_hidden(
         assert (hidden.active, hidden.hosting_status) == (False, None)
         assert plan_existence(hidden, NOW, TOMBSTONE_GRACE, exists=True) is hidden
         assert plan_active(hidden, NOW).active, "a reconciliation shows it when the relay says so"
-
-
-def test_a_repo_whose_did_exists_again_is_resynchronized() -> None:
-    gone = plan_existence(ROW, NOW, TOMBSTONE_GRACE, exists=False)
-    after = plan_existence(gone, NOW + 60, TOMBSTONE_GRACE, exists=True)
-    assert (after.active, after.hosting_status, after.erase_at) == (True, None, None)
-    assert (after.sync_status, after.sync_reason) == (SyncStatus.DESYNCHRONIZED, Desync.REACTIVATED)
-
-
-def test_the_erasure_of_a_repo_whose_did_is_gone_can_be_postponed() -> None:
-    gone = plan_existence(ROW, NOW, TOMBSTONE_GRACE, exists=False)
-    assert plan_erasure_later(gone, NOW + 9_000) == gone._replace(version=gone.version + 1, erase_at=NOW + 9_000)
-    for repo in (ROW, ROW._replace(active=False, hosting_status="deleted"), gone._replace(active=True)):
-        assert plan_erasure_later(repo, NOW + 9_000) is repo
 
 
 # Repo lists
@@ -240,32 +216,20 @@ STORED, NEWER = tid_of(1_000), tid_of(2_000)
 ROW = Repo("did:plc:x", 7, SyncStatus.SYNCHRONIZED, None, Head(STORED, cid_of(b"data"), cid_of(b"commit")))
 
 
-@pytest.mark.parametrize(
-    ("repo", "rev"),
-    [
-        (ROW, STORED),
-        (ROW, tid_of(500)),
-        (ROW._replace(active=False), NEWER),
-        (ROW._replace(sync_status=SyncStatus.DESYNCHRONIZED, sync_reason=Desync.NEW), NEWER),
-    ],
-)
-def test_a_listed_rev_that_is_not_newer_changes_nothing(repo: Repo, rev: str) -> None:
-    assert plan_listed(repo, rev, NOW) is repo
-
-
-def test_a_newer_listed_rev_is_noted_during_a_resync() -> None:
-    fetching = ROW._replace(sync_status=SyncStatus.IN_PROGRESS)
-    noted = plan_listed(fetching, NEWER, NOW)
-    assert noted == fetching._replace(version=noted.version, latest_unverified_rev=NEWER)
-    assert noted.version > fetching.version
-    assert plan_listed(noted, NEWER, NOW) is noted
-
-
 def test_a_newer_listed_rev_causes_a_resync_and_counts_as_unverified() -> None:
     after = plan_listed(ROW, NEWER, NOW)
     assert (after.sync_status, after.sync_reason) == (SyncStatus.DESYNCHRONIZED, Desync.BEHIND)
     assert (after.head, after.latest_verified_rev, after.latest_unverified_rev) == (ROW.head, None, NEWER)
     assert after.version > ROW.version
+    fetching = ROW._replace(sync_status=SyncStatus.IN_PROGRESS)
+    noted = plan_listed(fetching, NEWER, NOW)
+    assert noted == fetching._replace(version=noted.version, latest_unverified_rev=NEWER)
+    assert noted.version > fetching.version
+    waiting = ROW._replace(sync_status=SyncStatus.DESYNCHRONIZED, sync_reason=Desync.NEW)
+    for repo, rev in (
+        (noted, NEWER), (ROW, STORED), (ROW, tid_of(500)), (ROW._replace(active=False), NEWER), (waiting, NEWER)
+    ):  # fmt: skip
+        assert plan_listed(repo, rev, NOW) is repo
 
 
 def test_repo_of_which_no_hosting_status_is_known_is_fetched_again() -> None:
@@ -274,11 +238,6 @@ def test_repo_of_which_no_hosting_status_is_known_is_fetched_again() -> None:
     assert (after.active, after.head) == (True, ROW.head)
     for repo in (after, ROW._replace(active=False), ROW._replace(sync_status=SyncStatus.IN_PROGRESS)):
         assert plan_status_unknown(repo, NOW) is repo
-
-
-@pytest.mark.parametrize("repo", [ROW, ROW._replace(active=False, hosting_status=TOMBSTONED)])
-def test_a_repo_list_does_not_activate_a_tombstoned_repo(repo: Repo) -> None:
-    assert plan_active(repo, NOW) is repo
 
 
 def test_an_account_listed_as_active_becomes_active_and_is_resynchronized() -> None:
@@ -290,3 +249,5 @@ def test_an_account_listed_as_active_becomes_active_and_is_resynchronized() -> N
     )
     after = plan_active(waiting, NOW)
     assert (after.active, after.sync_reason, after.next_attempt_at) == (True, Desync.NEW, NOW)
+    for repo in (ROW, ROW._replace(active=False, hosting_status=TOMBSTONED)):
+        assert plan_active(repo, NOW) is repo

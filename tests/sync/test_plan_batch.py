@@ -20,11 +20,11 @@ from indexer.sync.plan_batch import (
     plan_batch,
     plan_refusal,
 )
-from indexer.sync.plans import DeadLetter, NeedsKey, RecordChange
-from indexer.sync.policy import UNAVAILABLE, KeyState
+from indexer.sync.plans import DeadLetter, NeedsKey, RecordChange, RepoWrite
+from indexer.sync.policy import KeyState, Policy
 from indexer.sync.prepared_commits import PreparedCommits
 from indexer.sync.repo_state import PARKED, Repo, SyncStatus
-from indexer.sync.repo_transitions import Outcome
+from indexer.sync.repo_transitions import TRANSITIONS, Outcome
 from indexer.sync.scope import Scope
 from indexer.sync.verify import VerifiedCommit
 from tests.profiles import scaled
@@ -78,7 +78,10 @@ def run(
         plan = plan_batch(batch, rows, lambda did: key_states[did]._replace(final=True), CONTEXT)
         assert not plan.waiting
         for write in plan.writes:
-            assert write.expected_version == rows.get(write.repo.did, Repo(write.repo.did)).version
+            before, after = rows.get(write.repo.did, Repo(write.repo.did)), write.repo.sync_status
+            assert write.expected_version == before.version
+            if len(batch) == 1 and after is not before.sync_status:
+                assert (plan.settled[0].outcome, after) in TRANSITIONS[before.sync_status].values()
             rows[write.repo.did] = write.repo
             changes += write.changes
         outcomes += [settled.outcome for settled in plan.settled]
@@ -164,38 +167,22 @@ def test_rejected_messages_become_dead_letters_and_change_nothing() -> None:
     assert plan.writes == ()
 
 
-def test_buffered_frames_are_written_with_the_row_that_counts_them() -> None:
-    alice = SigningAccount("alice")
-    row = Repo(alice.did, version=3, sync_status=SyncStatus.IN_PROGRESS, lease=1)
-    batch = [received_message("commit", alice.commit_post("a")), received_message("commit", alice.commit_post("b"))]
-    (write,) = plan_of(batch, alice.key_state, {alice.did: row}).writes
-    assert [event.frame for event in write.buffered] == [message.frame for message in batch]
-    assert write.repo.buffered_events == 2
-    assert write.repo.buffered_bytes == sum(len(message.frame) for message in batch)
-    assert (write.expected_version, write.live, write.advances, write.lenient_commits) == (3, True, False, 0)
-    assert [event.seq for event in write.buffered] == [message.seq for message in batch]
-
-
 def test_buffered_frames_are_written_unless_the_resync_ends_in_the_same_batch() -> None:
     alice = SigningAccount("alice")
     row = Repo(alice.did, version=3, sync_status=SyncStatus.IN_PROGRESS, lease=1)
-    batch = [received_message("commit", alice.commit_post("a")), received_message("identity", alice.identity_event())]
+    commits = [received_message("commit", alice.commit_post(rkey)) for rkey in "ab"]
+    batch = [*commits, received_message("identity", alice.identity_event())]
     (write,) = plan_of(batch, alice.key_state, {alice.did: row}).writes
-    assert [event.frame for event in write.buffered] == [batch[0].frame]
+    assert [(event.seq, event.frame) for event in write.buffered] == [(sent.seq, sent.frame) for sent in commits]
+    assert write.repo.buffered_events == 2
+    assert write.repo.buffered_bytes == sum(len(message.frame) for message in commits)
+    assert (write.expected_version, write.live, write.advances, write.lenient_commits) == (3, True, False, 0)
     batch += [received_message("account", alice.account_event(active=active)) for active in (False, True)]
     (write,) = plan_of(batch, alice.key_state, {alice.did: row}).writes
     assert (write.repo.sync_reason, write.buffered) == (Desync.REACTIVATED, ())
 
 
-def test_write_says_that_nothing_but_the_head_changes() -> None:
-    alice = SigningAccount("alice")
-    row = alice.row()
-    message = received_message("commit", alice.commit_post("a"))
-    (write,) = plan_of([message], alice.key_state, {alice.did: row}).writes
-    assert (write.expected_version, write.live, write.advances) == (row.version, True, True)
-
-
-def test_write_counts_lenient_commits() -> None:
+def test_write_counts_lenient_commits_and_says_that_nothing_but_the_head_changes() -> None:
     alice = SigningAccount("alice")
     alice.commit(*(Write.create(f"{POST}/{number:03}", {"n": number}) for number in range(200)))
     row = alice.row()
@@ -206,6 +193,9 @@ def test_write_counts_lenient_commits() -> None:
     context = replace(CONTEXT, policy=replace(STORE_ALL, lenient=True))
     (write,) = plan_batch(batch, {alice.did: row}, lambda _: alice.key_state, context).writes
     assert (write.lenient_commits, write.advances) == (2, False)
+    row, message = alice.row(), received_message("commit", alice.commit_post("a"))
+    (write,) = plan_of([message], alice.key_state, {alice.did: row}).writes
+    assert (write.expected_version, write.live, write.lenient_commits, write.advances) == (row.version, True, 0, True)
 
 
 def test_row_of_a_new_repo_says_that_the_stream_added_it_for_this_scope() -> None:
@@ -275,58 +265,35 @@ def test_message_whose_effects_cannot_be_stored_causes_a_resync_and_a_dead_lette
     assert plan_refusal(message, None, "too large", CONTEXT).writes == ()
 
 
-def test_an_unavailable_key_settles_all_messages() -> None:
-    alice = SigningAccount("alice")
-    batch = [received_message("commit", alice.first_commit()), received_message("commit", alice.commit_post("a"))]
-    plan = plan_of(batch, UNAVAILABLE)
-    assert [(item.outcome, item.why) for item in plan.settled] == [
-        (Outcome.DESYNCHRONIZED, Desync.IDENTITY),
-        (Outcome.IGNORED, Desync.IDENTITY),
-    ]
-
-
-def test_batch_takes_no_more_messages_than_its_bytes_allow() -> None:
+def plan_too_many(commits: Sequence[Sequence[Write]], policy: Policy = STORE_ALL) -> tuple[RepoWrite, int]:
+    """Plan too many commits for a batch; return the write of the planned ones, and the bytes of their messages."""
     alice = SigningAccount()
-    row, block = alice.row(), b"\x7a" + (300_000).to_bytes(4) + b"\x01" * 300_000
-    sent = [
-        received_message("commit", alice.commit(*[Write.create(f"a.b.c/{number}{n}", block) for n in range(4)]))
-        for number in range(10)
-    ]
-    plan = plan_batch(sent, {alice.did: row}, {alice.did: alice.key_state}.get, CONTEXT)
+    row = alice.row()
+    sent = [received_message("commit", alice.commit(*writes)) for writes in commits]
+    plan = plan_batch(sent, {alice.did: row}, {alice.did: alice.key_state}.get, replace(CONTEXT, policy=policy))
     planned = [settled.received for settled in plan.settled]
     assert [*planned, *plan.postponed] == sent
     assert plan.postponed
     [write] = plan.writes
-    one_commit = sum(change.size for change in write.changes) // len(planned)
-    size = sum(change.size for change in write.changes) + sum(len(message.frame) for message in planned)
-    assert MAX_BATCH_BYTES < size < MAX_BATCH_BYTES + 2 * one_commit
+    return write, sum(len(message.frame) for message in planned)
+
+
+def test_batch_takes_no_more_messages_than_its_bytes_allow() -> None:
+    block = b"\x7a" + (300_000).to_bytes(4) + b"\x01" * 300_000
+    write, received = plan_too_many([[Write.create(f"a.b.c/{m}{n}", block) for n in range(4)] for m in range(10)])
+    sizes = [change.size for change in write.changes]
+    assert MAX_BATCH_BYTES < sum(sizes) + received < MAX_BATCH_BYTES + 2 * sum(sizes[:4])
 
 
 def test_batch_takes_no_more_messages_than_its_changes_allow() -> None:
-    alice = SigningAccount()
-    row = alice.row()
-    sent = [
-        received_message("commit", alice.commit(*[Write.create(f"a.b.c/{number}-{n}", {}) for n in range(200)]))
-        for number in range(30)
-    ]
-    plan = plan_batch(sent, {alice.did: row}, {alice.did: alice.key_state}.get, CONTEXT)
-    assert [*[settled.received for settled in plan.settled], *plan.postponed] == sent
-    [write] = plan.writes
+    write, _ = plan_too_many([[Write.create(f"a.b.c/{m}-{n}", {}) for n in range(200)] for m in range(30)])
     assert MAX_BATCH_CHANGES < len(write.changes) <= MAX_BATCH_CHANGES + 200
-    assert plan.postponed
 
 
 def test_batch_takes_no_more_messages_than_its_links_allow() -> None:
-    alice = SigningAccount()
-    row = alice.row()
-    context = replace(CONTEXT, policy=replace(CONTEXT.policy, links=True))
     value = {"a": [f"did:web:{number}.test" for number in range(100)]}
-    sent = [received_message("commit", alice.commit(Write.create(f"a.b.c/{number}", value))) for number in range(70)]
-    plan = plan_batch(sent, {alice.did: row}, {alice.did: alice.key_state}.get, context)
-    assert [*[settled.received for settled in plan.settled], *plan.postponed] == sent
-    [write] = plan.writes
+    write, _ = plan_too_many([[Write.create(f"a.b.c/{m}", value)] for m in range(70)], replace(STORE_ALL, links=True))
     assert MAX_BATCH_CHANGES < sum(1 + len(change.links or ()) for change in write.changes) <= MAX_BATCH_CHANGES + 101
-    assert plan.postponed
 
 
 @settings(max_examples=scaled(50))

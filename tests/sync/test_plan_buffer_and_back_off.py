@@ -79,15 +79,16 @@ def test_the_back_off_grows_when_resyncs_overflow_repeatedly() -> None:
     assert waits[-1] > 4 * waits[0]
 
 
-@pytest.mark.parametrize("kind", ["commit", "sync", "account", "identity"])
-def test_an_event_unparks_a_parked_repo(kind: str) -> None:
+def test_an_event_unparks_a_parked_repo() -> None:
     alice = SigningAccount()
     repo = alice.row(DESYNCHRONIZED, next_attempt_at=PARKED, attempts=2, last_error="repo-not-found")
     assert isinstance(plan_event(repo, decoded_event("commit", alice.commit_post("a")), 1_000, None, CONTEXT), NeedsKey)
-    payloads = {
-        "commit": alice.commit_post("b"),
-        "sync": alice.sync_event(),
-        "account": alice.account_event(active=True),
-        "identity": alice.identity_event(),
-    }
-    assert plan(repo, kind, payloads[kind], alice.key_state).repo.next_attempt_at == NOW
+    for kind, payload in (
+        ("commit", alice.commit_post("b")),
+        ("sync", alice.sync_event()),
+        ("account", alice.account_event(active=True)),
+        ("identity", alice.identity_event()),
+    ):
+        assert plan(repo, kind, payload, alice.key_state).repo.next_attempt_at == NOW
+    hidden = repo._replace(active=False)
+    assert plan(hidden, "account", alice.account_event(active=True), None).repo.next_attempt_at == NOW

@@ -31,44 +31,14 @@ def test_commits_of_a_chain_are_applied() -> None:
     assert planned.repo.version == 6
 
 
-def test_changes_have_the_actions_of_the_writes() -> None:
-    alice = SigningAccount()
-    alice.commit_post("a")
-    alice.commit_post("b")
-    before = alice.row()
-    payload = alice.commit(
-        Write.create(f"{POST}/c", {}), Write.update(f"{POST}/a", {"x": 1}), Write.delete(f"{POST}/b")
-    )
-    actions = {change.rkey: change.action for change in plan(before, "commit", payload, alice.key_state).changes}
-    assert actions == {"a": "update", "b": "delete", "c": "create"}
-
-
 def test_only_selected_collections_are_written_but_the_head_advances() -> None:
     alice = SigningAccount()
     before = alice.row()
     context = replace(CONTEXT, policy=replace(STORE_ALL, scope=Scope(collections=CollectionFilter(["com.example.*"]))))
-    payload = alice.commit(Write.create(f"{POST}/a", {}), Write.create("com.example.note/a", {}))
-    planned = plan(before, "commit", payload, alice.key_state, context)
+    writes = [Write.create(path, {}) for path in (f"{POST}/a", "com.example.note/a", "not a path")]
+    planned = plan(before, "commit", alice.commit(*writes), alice.key_state, context)
     assert [change.collection for change in planned.changes] == ["com.example.note"]
     assert planned.repo.head == alice.head
-
-
-def test_values_are_not_stored_if_the_policy_says_so() -> None:
-    alice = SigningAccount()
-    before = alice.row()
-    context = replace(CONTEXT, policy=replace(STORE_ALL, store_values=False))
-    change = plan(before, "commit", alice.commit_post("a"), alice.key_state, context).changes[0]
-    assert change.cid is not None
-    assert (change.value, change.problem, change.original) == (None, None, None)
-
-
-def test_a_path_with_invalid_syntax_is_not_stored_and_does_not_break_the_chain() -> None:
-    alice = SigningAccount()
-    before = alice.row()
-    payload = alice.commit(Write.create("not a path", {}), Write.create(f"{POST}/a", {}))
-    planned = plan(before, "commit", payload, alice.key_state)
-    assert planned.repo.head == alice.head
-    assert [change.rkey for change in planned.changes] == ["a"]
 
 
 @pytest.mark.parametrize(
@@ -94,20 +64,14 @@ def test_a_missed_commit_breaks_the_chain(status: SyncStatus, outcome: Outcome, 
         assert planned.repo.head == before.head
 
 
-def test_commit_on_another_tree_breaks_the_chain_although_since_is_the_stored_rev() -> None:
-    alice = SigningAccount()
-    before = alice.row()
-    alice.commit_post("missed")
-    payload = alice.commit_post("a") | {"since": before.head and before.head.rev}
-    planned = plan(before, "commit", payload, alice.key_state)
-    assert (planned.outcome, planned.why, planned.changes) == (Outcome.DESYNCHRONIZED, Desync.CHAIN_BREAK, ())
-
-
 def test_since_is_not_compared_with_the_stored_rev() -> None:
     alice = SigningAccount()
     before = alice.row()
     payload = alice.commit_post("a") | {"since": "3jzfcijpj2z2a"}
     assert plan(before, "commit", payload, alice.key_state).outcome is Outcome.APPLIED
+    payload = alice.commit_post("on another tree") | {"since": before.head and before.head.rev}
+    planned = plan(before, "commit", payload, alice.key_state)
+    assert (planned.outcome, planned.why, planned.changes) == (Outcome.DESYNCHRONIZED, Desync.CHAIN_BREAK, ())
 
 
 def test_a_plan_names_the_flaw_of_a_commit() -> None:
@@ -161,34 +125,24 @@ def test_a_commit_with_a_rev_from_the_future_is_rejected() -> None:
     assert planned.detail == payload["rev"]
 
 
-def test_commits_of_an_inactive_account_are_ignored() -> None:
+def test_commits_of_an_inactive_account_are_ignored_and_those_of_a_taken_down_repo_applied() -> None:
     alice = SigningAccount()
-    before = alice.row(active=False)
-    assert plan(before, "commit", alice.commit_post("a"), alice.key_state) == Plan(before, Outcome.IGNORED)
-
-
-def test_a_taken_down_repo_is_still_synchronized() -> None:
-    alice = SigningAccount()
-    before = alice.row(takedown=True)
-    assert plan(before, "commit", alice.commit_post("a"), alice.key_state).outcome is Outcome.APPLIED
+    inactive, taken_down, payload = alice.row(active=False), alice.row(takedown=True), alice.commit_post("a")
+    assert plan(inactive, "commit", payload, alice.key_state) == Plan(inactive, Outcome.IGNORED)
+    assert plan(taken_down, "commit", payload, alice.key_state).outcome is Outcome.APPLIED
 
 
 class TestFirstCommit:
     def test_a_first_commit_synchronizes_only_an_empty_repo(self) -> None:
         alice = SigningAccount()
-        first = alice.first_commit()
-        assert plan(alice.row(DESYNCHRONIZED, latest_verified_rev=None), "commit", first, alice.key_state).outcome is (
-            Outcome.REPLAYED
-        )
+        first, rev = alice.first_commit(), alice.head.rev
+        stored = alice.row(DESYNCHRONIZED, latest_verified_rev=None)
+        assert plan(stored, "commit", first, alice.key_state).outcome is Outcome.REPLAYED
         fresh = Repo(alice.did, version=1)
-        assert plan(fresh, "commit", first, alice.key_state).repo.sync_status is SYNCHRONIZED
-        outdated = fresh._replace(latest_verified_rev=alice.repo.head.rev + "z")
+        for repo in (fresh, fresh._replace(latest_verified_rev=rev)):
+            assert plan(repo, "commit", first, alice.key_state).repo.sync_status is SYNCHRONIZED
+        outdated = fresh._replace(latest_verified_rev=rev + "z")
         assert plan(outdated, "commit", first, alice.key_state).outcome is Outcome.IGNORED
-
-    def test_a_first_commit_synchronizes_a_repo_whose_latest_verified_rev_is_its_own(self) -> None:
-        alice = SigningAccount()
-        seen = Repo(alice.did, version=1, latest_verified_rev=alice.head.rev)
-        assert plan(seen, "commit", alice.first_commit(), alice.key_state).repo.sync_status is SYNCHRONIZED
 
     def test_the_records_of_a_first_commit_are_written(self) -> None:
         alice = SigningAccount()

@@ -1,4 +1,5 @@
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,6 @@ from indexer.sync.plan_resync import Completion, plan_failure
 from indexer.sync.plans import Batch, BufferedEvent, Plan, RecordChange, RepoWrite
 from indexer.sync.policy import UNAVAILABLE, KeyState, PlanContext
 from indexer.sync.repo_state import PARKED, Head, Repo, SyncStatus
-from indexer.sync.repo_transitions import release
 from tests.sync.hidden_deletion import high_path
 from tests.sync.signing_account import CONTEXT, NOW, POST, RELAY, SigningAccount, decoded_event, encoded_frame
 
@@ -75,6 +75,16 @@ def completed(account: SigningAccount, head: Head, events: list[BufferedEvent], 
     return write
 
 
+def assert_desynchronized(write: RepoWrite, reason: Desync) -> None:
+    assert (write.repo.sync_status, write.repo.sync_reason) == (SyncStatus.DESYNCHRONIZED, reason)
+
+
+def planned(repo: Repo, kind: str, payload: dict[str, Any], key: KeyState | None) -> Plan:
+    plan = plan_event(repo, decoded_event(kind, payload), 1_000, key, CONTEXT)
+    assert isinstance(plan, Plan)
+    return plan
+
+
 def test_only_buffered_events_newer_than_the_export_are_applied() -> None:
     alice = SigningAccount()
     before = alice.commit_post("before")
@@ -100,7 +110,7 @@ def test_a_chain_break_in_the_buffer_keeps_the_state_before_it() -> None:
     alice.commit_post("missed")
     events = buffered(alice, applied, alice.commit_post("after the break"), alice.commit_post("further"))
     write = completed(alice, head, events, latest_unverified_rev=alice.repo.head.rev)
-    assert (write.repo.sync_status, write.repo.sync_reason) == (SyncStatus.DESYNCHRONIZED, Desync.DRAIN_BREAK)
+    assert_desynchronized(write, Desync.DRAIN_BREAK)
     assert write.repo.head == applied_head
     assert write.repo.latest_unverified_rev == alice.repo.head.rev, "the newest rev is in the discarded events"
     assert [change.rkey for change in write.changes] == ["applied"]
@@ -133,7 +143,7 @@ def test_an_export_older_than_a_verified_rev_does_not_complete_the_resync() -> N
     head = alice.head
     rev = alice.commit_post("ignored while desynchronized")["rev"]
     write = completed(alice, head, [], latest_verified_rev=rev)
-    assert (write.repo.sync_status, write.repo.sync_reason) == (SyncStatus.DESYNCHRONIZED, Desync.STALE_EXPORT)
+    assert_desynchronized(write, Desync.STALE_EXPORT)
     newer = completed(alice, alice.head, [], latest_verified_rev=rev)
     assert newer.repo.sync_status is SyncStatus.SYNCHRONIZED
 
@@ -144,7 +154,7 @@ def test_an_export_older_than_a_rev_listed_meanwhile_causes_one_more_resync() ->
     head, known = alice.head, alice.commit_post("buffered")
     listed = alice.commit_post("missed by the stream")["rev"]
     write = completed(alice, head, buffered(alice, known), latest_unverified_rev=listed)
-    assert (write.repo.sync_status, write.repo.sync_reason) == (SyncStatus.DESYNCHRONIZED, Desync.BEHIND)
+    assert_desynchronized(write, Desync.BEHIND)
     assert write.repo.latest_unverified_rev == listed
     equal = completed(alice, alice.head, [], latest_unverified_rev=listed)
     assert equal.repo.sync_status is SyncStatus.SYNCHRONIZED, "the export is as new as the list"
@@ -159,11 +169,8 @@ def test_buffered_events_with_an_unavailable_key_cause_another_resync() -> None:
     [write] = plan_completion(
         claimed(alice), claimed(alice), head, buffered(alice, alice.commit_post("a")), UNAVAILABLE, CONTEXT
     ).writes
-    assert (write.repo.sync_status, write.repo.sync_reason, write.changes) == (
-        SyncStatus.DESYNCHRONIZED,
-        Desync.IDENTITY,
-        (),
-    )
+    assert_desynchronized(write, Desync.IDENTITY)
+    assert write.changes == ()
 
 
 def test_a_buffered_event_signed_by_a_newer_key_is_not_rejected() -> None:
@@ -172,11 +179,10 @@ def test_a_buffered_event_signed_by_a_newer_key_is_not_rejected() -> None:
     head, old = alice.head, alice.key_state
     alice.key = PrivateKey.from_seed("k256", b"rotated")
     payload = alice.commit_post("signed by the new key")
-    planned = plan_event(claimed(alice), decoded_event("commit", payload), 1_000, UNAVAILABLE, CONTEXT)
-    assert isinstance(planned, Plan)
-    assert planned.buffer
-    [write] = plan_completion(claimed(alice), planned.repo, head, buffered(alice, payload), old, CONTEXT).writes
-    assert (write.repo.sync_status, write.repo.sync_reason) == (SyncStatus.DESYNCHRONIZED, Desync.IDENTITY)
+    plan = planned(claimed(alice), "commit", payload, UNAVAILABLE)
+    assert plan.buffer
+    [write] = plan_completion(claimed(alice), plan.repo, head, buffered(alice, payload), old, CONTEXT).writes
+    assert_desynchronized(write, Desync.IDENTITY)
 
 
 def test_an_invalid_buffered_event_is_rejected_without_the_others() -> None:
@@ -184,18 +190,15 @@ def test_an_invalid_buffered_event_is_rejected_without_the_others() -> None:
     alice = SigningAccount()
     head = alice.head
     damaged, good = alice.commit_post("damaged") | {"blocks": b"no CAR"}, alice.sync_event()
-    planned = plan_event(claimed(alice), decoded_event("commit", damaged), 1_000, UNAVAILABLE, CONTEXT)
-    assert isinstance(planned, Plan)
-    assert planned.buffer
-    batch = plan_completion(
-        claimed(alice), planned.repo, head, buffered(alice, damaged, good), alice.key_state, CONTEXT
-    )
+    plan = planned(claimed(alice), "commit", damaged, UNAVAILABLE)
+    assert plan.buffer
+    batch = plan_completion(claimed(alice), plan.repo, head, buffered(alice, damaged, good), alice.key_state, CONTEXT)
     [dead_letter] = batch.dead_letters
     assert (dead_letter.relay, dead_letter.seq, dead_letter.did, dead_letter.kind) == (RELAY, 0, alice.did, "commit")
     assert dead_letter.reason is Rejection.CAR_MALFORMED
     assert dead_letter.frame == encoded_frame("commit", damaged)
     [write] = batch.writes
-    assert (write.repo.sync_status, write.repo.sync_reason) == (SyncStatus.DESYNCHRONIZED, Desync.SYNC_EVENT)
+    assert_desynchronized(write, Desync.SYNC_EVENT)
 
 
 def test_a_buffered_event_above_a_lowered_limit_is_rejected_and_causes_another_resync() -> None:
@@ -210,7 +213,7 @@ def test_a_buffered_event_above_a_lowered_limit_is_rejected_and_causes_another_r
         (7, Rejection.FRAME_TOO_LARGE)
     ]
     [write] = batch.writes
-    assert (write.repo.sync_status, write.repo.sync_reason) == (SyncStatus.DESYNCHRONIZED, Desync.STALE_EXPORT)
+    assert_desynchronized(write, Desync.STALE_EXPORT)
     listed = claimed(alice, latest_unverified_rev=payload["rev"])
     [write] = plan_completion(claimed(alice), listed, head, events, alice.key_state, context).writes
     assert write.repo.sync_reason is Desync.BEHIND, "a rejected event has no rev"
@@ -220,11 +223,8 @@ def test_a_commit_buffered_before_the_account_became_inactive_is_applied() -> No
     """It is newer than the export. Ignored, it would make the export look like a stale one."""
     alice = SigningAccount()
     head, payload = alice.head, alice.commit_post("before")
-    planned = plan_event(claimed(alice), decoded_event("commit", payload), 1_000, alice.key_state, CONTEXT)
-    assert isinstance(planned, Plan)
-    deactivated = decoded_event("account", alice.account_event(active=False, status="deactivated"))
-    hidden = plan_event(planned.repo, deactivated, 1_000, alice.key_state, CONTEXT)
-    assert isinstance(hidden, Plan)
+    repo = planned(claimed(alice), "commit", payload, alice.key_state).repo
+    hidden = planned(repo, "account", alice.account_event(active=False, status="deactivated"), None)
     events = buffered(alice, payload)
     [write] = plan_completion(claimed(alice), hidden.repo, head, events, alice.key_state, CONTEXT).writes
     assert (write.repo.sync_status, write.repo.head) == (SyncStatus.SYNCHRONIZED, alice.head)
@@ -241,16 +241,9 @@ def test_an_account_reactivated_during_its_resync_is_resynchronized_again() -> N
         alice.commit_post("ignored"),
         alice.account_event(active=True),
     ):
-        planned = plan_event(
-            repo, decoded_event("commit" if "ops" in payload else "account", payload), 1_000, alice.key_state, CONTEXT
-        )
-        assert isinstance(planned, Plan)
-        repo = planned.repo
-    assert (repo.sync_status, repo.sync_reason, repo.buffered_events) == (
-        SyncStatus.DESYNCHRONIZED,
-        Desync.REACTIVATED,
-        0,
-    )
+        repo = planned(repo, "commit" if "ops" in payload else "account", payload, alice.key_state).repo
+    assert (repo.sync_status, repo.sync_reason) == (SyncStatus.DESYNCHRONIZED, Desync.REACTIVATED)
+    assert repo.buffered_events == 0
     assert repo.next_attempt_at is not None
     assert repo.next_attempt_at > CONTEXT.now, "it also broke when this resync was requested"
 
@@ -270,20 +263,18 @@ def test_every_failure_sets_the_last_error_and_the_next_attempt(reason: FetchFai
         assert NOW + 45 <= row.next_attempt_at <= NOW + 150
 
 
-@pytest.mark.parametrize("kind", ["identity", "account", "commit"])
-def test_a_repo_that_changed_during_its_resync_is_not_parked(kind: str) -> None:
+def test_a_repo_that_changed_during_its_resync_is_not_parked() -> None:
     alice = SigningAccount()
     before = claimed(alice)
-    payloads = {
-        "identity": alice.identity_event(),
-        "account": alice.account_event(active=True),
-        "commit": alice.commit_post("a"),
-    }
-    planned = plan_event(before, decoded_event(kind, payloads[kind]), 1_000, alice.key_state, CONTEXT)
-    assert isinstance(planned, Plan)
-    row = plan_failure(planned.repo, before, UnavailableError(FetchFailure.REPO_NOT_FOUND), NOW)
-    assert row.next_attempt_at is not None
-    assert NOW < row.next_attempt_at <= NOW + 150
+    for kind, payload in (
+        ("identity", alice.identity_event()),
+        ("account", alice.account_event(active=True)),
+        ("commit", alice.commit_post("a")),
+    ):
+        changed = planned(before, kind, payload, alice.key_state).repo
+        row = plan_failure(changed, before, UnavailableError(FetchFailure.REPO_NOT_FOUND), NOW)
+        assert row.next_attempt_at is not None
+        assert NOW < row.next_attempt_at <= NOW + 150
 
 
 def test_throttling_does_not_count_as_attempt_and_waits_for_retry_after() -> None:
@@ -295,47 +286,24 @@ def test_throttling_does_not_count_as_attempt_and_waits_for_retry_after() -> Non
     assert failed.attempts == 2
 
 
-def test_a_released_repo_is_due_immediately() -> None:
-    alice = SigningAccount()
-    row = release(claimed(alice, last_error="before"))
-    assert (row.sync_status, row.next_attempt_at, row.attempts) == (SyncStatus.DESYNCHRONIZED, None, 1)
-
-
-def test_buffered_events_are_planned_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("indexer.sync.plan_resync.SLICE_BYTES", 5_000)
-    alice = SigningAccount()
-    head = alice.head
-    events = buffered(alice, *[alice.commit_post(f"{number:02}", "x" * 1_000) for number in range(20)])
-    completion = Completion(claimed(alice), head, alice.key_state, CONTEXT)
-    completion.add(events)
-    slices = []
-    while completion.plan_slice():
-        slices.append([change.rkey for change in completion.changes])
-    slices.append([change.rkey for change in completion.changes])
-    assert len(slices) > 5
-    assert [rkey for rkeys in slices for rkey in rkeys] == [f"{number:02}" for number in range(20)]
-    completion.lock(claimed(alice))
-    [write] = completion.end().writes
-    assert (write.repo.head, write.repo.sync_status) == (alice.head, SyncStatus.SYNCHRONIZED)
-
-
 @pytest.mark.parametrize("limit", ["bytes", "changes"])
-def test_a_slice_ends_with_the_event_that_exceeds_its_limit(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slice_ends_with_the_event_that_exceeds_its_limit(limit: str) -> None:
     alice = SigningAccount()
     head = alice.head
-    events = buffered(alice, *[alice.commit_post(f"{number}") for number in range(3)])
+    events = buffered(alice, *[alice.commit_post(f"{number}") for number in range(5)])
     alone = Completion(claimed(alice), head, alice.key_state, CONTEXT)
     alone.add(events[:1])
     [change] = plan_slices(alone)
-    if limit == "bytes":
-        monkeypatch.setattr("indexer.sync.plan_resync.SLICE_BYTES", len(events[0].frame) + change.size)
-    else:
-        monkeypatch.setattr("indexer.sync.plan_resync.MAX_BATCH_CHANGES", 1)
-    completion = Completion(claimed(alice), head, alice.key_state, CONTEXT)
+    limits = {"slice_bytes": len(events[0].frame) + change.size} if limit == "bytes" else {"slice_changes": 1}
+    completion = Completion(claimed(alice), head, alice.key_state, CONTEXT, **limits)
     completion.add(events)
     assert completion.plan_slice()
     assert [change.rkey for change in completion.changes] == ["0", "1"]
-    assert completion.waiting_bytes == len(events[2].frame)
+    assert completion.waiting_bytes == sum(len(event.frame) for event in events[2:])
+    assert [change.rkey for change in plan_slices(completion)] == ["2", "3", "4"]
+    completion.lock(claimed(alice))
+    [write] = completion.end().writes
+    assert (write.repo.head, write.repo.sync_status) == (alice.head, SyncStatus.SYNCHRONIZED)
 
 
 def test_an_event_that_ends_the_chain_is_planned_only_after_the_row_is_locked() -> None:

@@ -32,10 +32,24 @@ def test_an_unknown_repo_is_added_by_an_authentic_commit_that_writes_a_signal() 
     assert (added.outcome, added.why, added.repo.known) == (Outcome.DESYNCHRONIZED, Desync.NEW, True)
     legacy = {name: value for name, value in written.items() if name != "prevData"}
     assert plan(unknown, "commit", legacy, alice.key_state, context).repo.known, "it may lack the signal"
-    unchecked = plan(unknown, "commit", written, UNAVAILABLE, context)
-    assert unchecked == Plan(unknown, Outcome.IGNORED), "anybody may have made the commit up"
-    deleted = alice.commit(Write.delete(path))
-    assert plan(unknown, "commit", deleted, None, context) == Plan(unknown, Outcome.IGNORED)
+    event = decoded_event("commit", written)
+    assert plan_event(unknown, event, 0, None, context) == NeedsKey(alice.did, refresh=False)
+    forged = SigningAccount("mallory").key_state._replace(final=True)
+    for key in (UNAVAILABLE, forged):
+        assert not plan(unknown, "commit", written, key, context).repo.known, "anybody may have made the commit up"
+
+
+def test_other_messages_add_no_repo_and_cause_no_key_lookup() -> None:
+    alice, context = SigningAccount(), signals("app.bsky.feed.like", f"{POST}.*", "a.b.c")
+    alice.commit(Write.create("a.b.c/d", {}))
+    for kind, payload in (
+        ("commit", alice.commit_post("a")),
+        ("commit", alice.commit(Write.delete("a.b.c/d"))),
+        ("sync", alice.sync_event()),
+        ("account", alice.account_event(active=True)),
+        ("identity", alice.identity_event()),
+    ):
+        assert plan(Repo(alice.did), kind, payload, None, context) == Plan(Repo(alice.did), Outcome.IGNORED)
 
 
 def test_an_authentic_commit_adds_an_unknown_repo() -> None:

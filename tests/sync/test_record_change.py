@@ -30,13 +30,18 @@ def converted(converter: RecordConverter, change: VerifiedChange) -> RecordChang
     return result
 
 
-def test_block_that_many_paths_name_is_decoded_once() -> None:
+def test_block_that_many_paths_of_a_collection_name_is_decoded_once_until_values_are_forgotten() -> None:
     block = record(10)
     converter = RecordConverter(STORE_ALL, REV, len(block))
     with patch("indexer.sync.record_change.decode_record", wraps=decode_record) as decode:
         changes = [converted(converter, create(number, block)) for number in range(50)]
-    assert decode.call_count == 1
-    assert len({id(change.value) for change in changes}) == 1
+        assert decode.call_count == 1
+        assert len({id(change.value) for change in changes}) == 1
+        other = converted(converter, VerifiedChange(b"a.b.c/a", None, cid_of(block), block))
+        assert (decode.call_count, other.problem) == (2, Problem.OTHER_TYPE)
+        converter.forget_values()
+        converted(converter, create(2, block))
+        assert decode.call_count == 3
 
 
 def test_values_far_larger_than_their_source_are_omitted() -> None:
@@ -120,19 +125,14 @@ def test_change_has_the_action_the_rev_and_the_cid() -> None:
     assert converter.convert(VerifiedChange(b"a.b.c/\xff", None, cid, block)) is None
 
 
-def test_record_with_a_problem_keeps_its_bytes() -> None:
-    block = dag_cbor.encode({"$type": POST, "text": "\0"})
-    converter = RecordConverter(STORE_ALL, REV, 1_000)
-    expected = RecordChange("create", POST, "a", REV, cid_of(block), None, Problem.NUL, block)
-    assert converter.convert(VerifiedChange(PATH, None, cid_of(block), block)) == expected
-
-
-def test_omitted_record_keeps_neither_value_nor_bytes() -> None:
+def test_record_with_a_problem_keeps_its_bytes_unless_it_is_omitted() -> None:
     block = dag_cbor.encode({"$type": POST, "text": "\0" + "x" * 100})
+    change = VerifiedChange(PATH, None, cid_of(block), block)
+    expected = RecordChange("create", POST, "a", REV, cid_of(block), None, Problem.NUL, block)
+    assert RecordConverter(STORE_ALL, REV, 1_000).convert(change) == expected
     converter = RecordConverter(STORE_ALL, REV, 1_000)
     converter.count_converted(0, converter.bytes_left)
-    expected = RecordChange("create", POST, "a", REV, cid_of(block), problem=Problem.OMITTED)
-    assert converter.convert(VerifiedChange(PATH, None, cid_of(block), block)) == expected
+    assert converter.convert(change) == expected._replace(problem=Problem.OMITTED, original=None)
 
 
 def test_items_of_records_are_counted() -> None:
@@ -172,23 +172,3 @@ def test_values_up_to_the_maximum_of_bytes_are_stored() -> None:
             assert (change.value is not None) is stored
             assert len(change.links or ()) == (2 if policy.links and stored else 0)
             assert converter.bytes_left == 0
-
-
-def test_forgotten_values_are_decoded_again() -> None:
-    block = record(10)
-    converter = RecordConverter(STORE_ALL, REV, 1_000)
-    with patch("indexer.sync.record_change.decode_record", wraps=decode_record) as decode:
-        converted(converter, create(1, block))
-        converter.forget_values()
-        converted(converter, create(2, block))
-    assert decode.call_count == 2
-
-
-def test_block_is_decoded_for_each_collection() -> None:
-    block = record(10)
-    converter = RecordConverter(STORE_ALL, REV, 1_000)
-    problems = [
-        converted(converter, VerifiedChange(f"{collection}/a".encode(), None, cid_of(block), block)).problem
-        for collection in (POST, "a.b.c")
-    ]
-    assert problems == [None, Problem.OTHER_TYPE]

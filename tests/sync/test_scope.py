@@ -1,75 +1,17 @@
-"""The scope in plans: which repos an event adds, and which records a narrower scope deletes."""
+"""Scopes: what a change of the scope wants, and which records a narrower scope deletes."""
 
 from dataclasses import replace
 
-import pytest
-
-from indexer.atproto.crypto import PrivateKey
 from indexer.atproto.syntax import CollectionFilter
 from indexer.reasons import Desync
 from indexer.sync.narrowing import plan_narrowing
-from indexer.sync.plan_event import plan_event
-from indexer.sync.plans import NeedsKey, Plan, RecordChange, RepoWrite
-from indexer.sync.policy import UNAVAILABLE, KeyState, PlanContext
+from indexer.sync.plans import RecordChange, RepoWrite
 from indexer.sync.repo_state import Head, Repo, SyncStatus
-from indexer.sync.repo_transitions import Outcome, amend, needs_export, widen
+from indexer.sync.repo_transitions import amend, needs_export, widen
 from indexer.sync.scope import Scope, Track, covers, filter_of
-from tests.sync.signing_account import CONTEXT, POST, STORE_ALL, SigningAccount, decoded_event
 
 HEAD = Head("3laaaaaaaaa22", b"data", b"commit")
 SYNCHRONIZED = Repo("did:plc:a", 3, SyncStatus.SYNCHRONIZED, None, HEAD, attempts=2, scope_version=1)
-
-
-def signal_context(*patterns: str) -> PlanContext:
-    scope = Scope(5, Track.SIGNAL, signal_collections=filter_of(patterns))
-    return replace(CONTEXT, policy=replace(STORE_ALL, scope=scope))
-
-
-@pytest.mark.parametrize("patterns", [[POST], ["app.bsky.*"], ["com.example.a", POST]])
-def test_commit_with_a_record_of_a_signal_collection_adds_its_repo(patterns: list[str]) -> None:
-    alice = SigningAccount()
-    alice.first_commit()
-    event, context = decoded_event("commit", alice.commit_post("a")), signal_context(*patterns)
-    assert isinstance(plan_event(Repo(alice.did), event, 0, None, context), NeedsKey), "nothing unverified adds a repo"
-    planned = plan_event(Repo(alice.did), event, 0, alice.key_state, context)
-    assert isinstance(planned, Plan)
-    assert (planned.outcome, planned.repo.known, planned.repo.sync_reason) == (Outcome.DESYNCHRONIZED, True, Desync.NEW)
-
-
-def test_other_messages_add_no_repo_and_cause_no_key_lookup() -> None:
-    alice = SigningAccount()
-    context = signal_context("app.bsky.feed.like", "app.bsky.feed.post.*")
-    alice.first_commit()
-    messages = {
-        "commit": alice.commit_post("a"),
-        "sync": alice.sync_event(),
-        "account": alice.account_event(active=True),
-        "identity": alice.identity_event(),
-    }
-    for kind, payload in messages.items():
-        planned = plan_event(Repo(alice.did), decoded_event(kind, payload), 0, None, context)
-        assert isinstance(planned, Plan), "no key is looked up"
-        assert (planned.outcome, planned.repo.known) == (Outcome.IGNORED, False), kind
-
-
-def test_deletion_of_a_signal_record_adds_no_repo() -> None:
-    alice = SigningAccount()
-    alice.first_commit()
-    payload = alice.commit_post("a")
-    payload["ops"] = [op | {"action": "delete", "cid": None} for op in payload["ops"]]
-    planned = plan_event(Repo(alice.did), decoded_event("commit", payload), 0, None, signal_context(POST))
-    assert isinstance(planned, Plan)
-    assert planned.outcome is Outcome.IGNORED
-
-
-def test_commit_that_cannot_be_verified_adds_no_repo() -> None:
-    alice, other = SigningAccount(), PrivateKey.from_seed("k256", b"a key that no account has")
-    alice.first_commit()
-    event, context = decoded_event("commit", alice.commit_post("a")), signal_context(POST)
-    for key_state in (UNAVAILABLE, KeyState(other.public, final=True)):
-        planned = plan_event(Repo(alice.did), event, 0, key_state, context)
-        assert isinstance(planned, Plan)
-        assert not planned.repo.known
 
 
 def test_widened_repo_needs_an_export_and_no_back_off() -> None:
@@ -82,26 +24,13 @@ def test_widened_repo_needs_an_export_and_no_back_off() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("outer", "inner", "expected"),
-    [
-        ("*", "a.b.c", True),
-        ("*", "a.b.*", True),
-        ("a.b.c", "a.b.c", True),
-        ("a.b.c", "a.b.d", False),
-        ("a.b.*", "a.b.c", True),
-        ("a.b.*", "a.b.c.*", True),
-        ("a.b.*", "a.b.*", True),
-        ("a.b.*", "a.bc.d", False),
-        ("a.b.c.*", "a.b.*", False),
-        ("a.b.c", "a.b.c.d", False),
-        ("a.b.c", "*", False),
-    ],
-)
-def test_pattern_covers_another_one_if_it_matches_all_its_collections(
-    outer: str, inner: str, *, expected: bool
-) -> None:
-    assert covers(outer, inner) is expected
+def test_pattern_covers_another_one_if_it_matches_all_its_collections() -> None:
+    covered = "* a.b.c, * a.b.*, a.b.c a.b.c, a.b.* a.b.c, a.b.* a.b.c.*, a.b.* a.b.*"
+    others = "a.b.c a.b.d, a.b.* a.bc.d, a.b.c.* a.b.*, a.b.c a.b.c.d, a.b.c *"
+    for pairs, expected in ((covered, True), (others, False)):
+        for pair in pairs.split(", "):
+            outer, inner = pair.split()
+            assert covers(outer, inner) is expected, pair
 
 
 ALL, LISTED = Scope(), Scope(track=Track.LISTED)
@@ -111,25 +40,14 @@ def signal_scope(*patterns: str) -> Scope:
     return Scope(track=Track.SIGNAL, signal_collections=filter_of(patterns))
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "expected"),
-    [
-        (ALL, ALL, False),
-        (ALL, LISTED, True),
-        (ALL, signal_scope("a.b.*"), True),
-        (LISTED, ALL, False),
-        (LISTED, LISTED, False),
-        (LISTED, signal_scope("a.b.*"), False),
-        (signal_scope("a.b.c"), ALL, False),
-        (signal_scope("a.b.c"), LISTED, True),
-        (signal_scope("a.b.c"), signal_scope("a.b.*"), False),
-        (signal_scope("a.b.c", "d.e.f"), signal_scope("a.b.*"), True),
-        (signal_scope("a.b.*"), signal_scope("a.b.c"), True),
-        (signal_scope("a.b.c", "d.e.f"), signal_scope("d.e.f", "a.b.c", "g.h.i"), False),
-    ],
-)
-def test_repos_may_be_out_of_a_scope_that_wants_fewer(before: Scope, after: Scope, *, expected: bool) -> None:
-    assert after.may_want_fewer_repos(before) is expected
+def test_repos_may_be_out_of_a_scope_that_wants_fewer() -> None:
+    one, all_, two = signal_scope("a.b.c"), signal_scope("a.b.*"), signal_scope("a.b.c", "d.e.f")
+    fewer = [(ALL, LISTED), (ALL, all_), (one, LISTED), (two, all_), (all_, one)]
+    not_fewer = [(ALL, ALL), (LISTED, ALL), (LISTED, LISTED), (LISTED, all_), (one, ALL), (one, all_)]
+    not_fewer.append((two, signal_scope("d.e.f", "a.b.c", "g.h.i")))
+    for pairs, expected in ((fewer, True), (not_fewer, False)):
+        for before, after in pairs:
+            assert after.may_want_fewer_repos(before) is expected, (str(before), str(after))
 
 
 def test_scopes_choose_the_same_whatever_the_order_of_their_patterns() -> None:

@@ -33,14 +33,6 @@ def test_the_position_is_below_every_pending_number(numbers: set[int], data: st.
     assert len(watermark) == 0
 
 
-def test_position_if_done_changes_nothing() -> None:
-    watermark = Watermark(5)
-    watermark.add(7)
-    assert watermark.position_if_done([7]) == Position(7, None)
-    assert watermark.position == 5
-    assert len(watermark) == 1
-
-
 def test_the_position_has_the_time_of_its_own_message() -> None:
     watermark = Watermark(5, "five")
     for seq, event_time in ((7, "seven"), (8, None), (9, "nine")):

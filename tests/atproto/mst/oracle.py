@@ -223,26 +223,3 @@ def _subtree_of(row: Row, layer: int) -> bytes:
             gaps[-1].append(item)
     left, *trees = [_subtree_of(gap, layer - 1) if gap else None for gap in gaps]
     return cid_of(encode([entry.key for entry in entries], [entry.value for entry in entries], left, trees))
-
-
-def read_car(data: bytes) -> tuple[bytes, Blocks]:
-    """Return the root and the blocks of a valid CAR file whose CIDs all have 36 bytes."""
-    size, position = _read_varint(data, 0)
-    root = cbor2.loads(data[position : position + size])["roots"][0].value[1:]
-    position += size
-    blocks: Blocks = {}
-    while position < len(data):
-        size, position = _read_varint(data, position)
-        blocks[data[position : position + 36]] = data[position + 36 : position + size]
-        position += size
-    return root, blocks
-
-
-def _read_varint(data: bytes, position: int) -> tuple[int, int]:
-    value = 0
-    for shift in count(0, 7):
-        value |= (data[position] & 0x7F) << shift
-        position += 1
-        if data[position - 1] < 0x80:
-            return value, position
-    raise AssertionError
