@@ -1,9 +1,8 @@
-"""Queries and messages of Jetstream subscribers."""
+"""Messages of Jetstream subscribers."""
 
 import json
 from dataclasses import replace
 from random import Random
-from urllib.parse import urlencode
 
 from indexer.service.feed.jetstream_options import (
     ALL_EVENTS,
@@ -12,12 +11,11 @@ from indexer.service.feed.jetstream_options import (
     BadOptionsError,
     EventFilter,
     parse_message,
-    parse_query,
 )
 from tests.fuzz import syntax_reference as reference
 from tests.fuzz.comparison import DifferenceError
 from tests.fuzz.examples import DID, NSID
-from tests.fuzz.fuzz_target import FuzzTarget, MutateBytes, TextTarget, text_of
+from tests.fuzz.fuzz_target import FuzzTarget, MutateBytes, text_of
 from tests.fuzz.json_mutation import mutate_json
 from tests.fuzz.outcome_counts import OutcomeCounts
 
@@ -25,67 +23,6 @@ NOW = 1_790_000_000.0
 MAX_SIZE = 2**32 - 1
 CHANGES = 12
 PASSWORD = "pässword:x"
-
-
-class SubscriberQueries(TextTarget):
-    """Queries of `/subscribe`, after a line with the header `Socket-Encoding`: options that can be repeated."""
-
-    def __init__(self) -> None:
-        self.counts = OutcomeCounts("refused", "all events", "with a filter", "with a cursor", "compressed")
-
-    def seeds(self, random: Random, count: int) -> list[bytes]:
-        """Return queries of up to four parameters."""
-        parameters = [
-            ("wantedCollections", NSID),
-            ("wantedCollections", "app.bsky.*"),
-            ("wantedCollections", "no pattern"),
-            ("wantedDids", DID),
-            ("wantedDids", "did:web:a.b"),
-            ("maxMessageSizeBytes", "1000"),
-            ("maxMessageSizeBytes", "-1"),
-            ("cursor", "1725911162329308"),
-            ("cursor", "-1"),
-            ("cursor", f"{2 * NOW * 1e6:.0f}"),
-            ("compress", "true"),
-            ("requireHello", "true"),
-            ("live", "true"),
-            ("other", "é"),
-        ]
-        lines = ("", "zstd", "gzip")
-        return [
-            f"{lines[n % 3]}\n{urlencode(random.sample(parameters, random.randrange(5)))}".encode()
-            for n in range(count)
-        ]
-
-    def compare(self, data: bytes) -> None:
-        """Parse a query. Raises `DifferenceError`."""
-        self.counts.executions += 1
-        encoding, _, query = text_of(data).partition("\n")
-        try:
-            options = parse_query(query, encoding, NOW)
-        except BadOptionsError as error:
-            _check_message(error)
-            self.counts.add("refused")
-            return
-        _check_filter(options.events)
-        if options.cursor is not None and options.cursor > NOW * 1e6:
-            raise DifferenceError(f"a cursor in the future: {options.cursor}")
-        again = [
-            *_parameters(options.events),
-            ("cursor", "" if options.cursor is None else f"{options.cursor}"),
-            ("compress", f"{options.compress}".lower()),
-            ("requireHello", f"{options.require_hello}".lower()),
-            ("live", f"{options.events.live_only}".lower()),
-        ]
-        repeated = parse_query(urlencode(again), "", NOW)
-        if (
-            _described(repeated.events) != _described(options.events)
-            or replace(repeated, events=options.events) != options
-        ):
-            raise DifferenceError(f"{options} becomes {repeated}")
-        self.counts.add("all events" if options.events.selects_all else "with a filter")
-        self.counts.add("with a cursor", options.cursor is not None)
-        self.counts.add("compressed", options.compress)
 
 
 class SubscriberMessages(FuzzTarget):
@@ -156,13 +93,3 @@ def _check_filter(found: EventFilter) -> None:
 def _described(events: EventFilter) -> tuple[tuple[str, ...], frozenset[str], int, bool]:
     """Return the parts of a filter, which can be compared."""
     return events.collections.patterns if events.collections else (), events.dids, events.max_bytes, events.live_only
-
-
-def _parameters(events: EventFilter) -> list[tuple[str, str]]:
-    """Return the parameters of a query for a filter."""
-    patterns, dids, max_bytes, _ = _described(events)
-    return [
-        *(("wantedCollections", pattern) for pattern in patterns),
-        *(("wantedDids", did) for did in sorted(dids)),
-        ("maxMessageSizeBytes", f"{max_bytes}"),
-    ]

@@ -60,13 +60,11 @@ TARGETS = {
     "did-documents": TargetRow("identity_targets.DidDocuments", limit=DECODING),
     "records": TargetRow("database_targets.Records", "Postgres"),
     "lexicons": TargetRow("database_targets.Lexicons", "Postgres"),
-    "record-proofs": TargetRow("record_proof_target.RecordProofs"),
     "identifiers": TargetRow("syntax_targets.Identifiers", limit=DECODING),
     "at-uris": TargetRow("syntax_targets.AtUris", limit=DECODING),
     "repo-lists": TargetRow("host_targets.RepoLists", limit=DECODING),
     "repo-states": TargetRow("host_targets.RepoStates", limit=DECODING),
     "did-webs": TargetRow("identity_targets.DidWebs", limit=DECODING),
-    "subscriber-queries": TargetRow("feed_targets.SubscriberQueries"),
     "subscriber-messages": TargetRow("feed_targets.SubscriberMessages"),
     "log-texts": TargetRow("redaction_target.LogTexts"),
 }

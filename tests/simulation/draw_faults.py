@@ -71,7 +71,6 @@ GAP = [*in_both("gap.opened", "crawl.page", "gap.closed"), *map(Moment, ("crawl.
 """Moments after a lost window."""
 NARROWING = in_both("scope.narrowed")
 WIDENING = in_both("scope.requested")
-MOMENTS = [*LIVE, *IDENTITY, *RESYNC, *FAILED_RESYNC, *GAP, *NARROWING, *WIDENING]
 
 
 def _lost(world: DrawnWorld, taken: set[str]) -> Drawn:
