@@ -84,12 +84,11 @@ async def test_scenario_on_a_real_pds_is_indexed_from_its_stream_and_its_list(da
             metric: Callable[..., float | None] = running.metrics.registry.get_sample_value
             assert metric("indexer_desynchronized_total", {"reason": "chain-break"}) == 1, "the lost commit"
             await until(lambda: bool(metric("indexer_resync_total", {"result": "synchronized"})))
-            writer = active[0]
-            assert f"{THING}/lost" in expected[writer.did]
+            assert f"{THING}/lost" in expected[active[0].did]
             silent = {"action": "create", "collection": NOTE, "rkey": "silent", "record": {"$type": NOTE}}
-            await asyncio.to_thread(writer.write_silently, [silent])
-            expected[writer.did] = await asyncio.to_thread(writer.records)
-            assert f"{NOTE}/silent" in expected[writer.did]
+            await asyncio.to_thread(active[1].write_silently, [silent])
+            expected[active[1].did] = await asyncio.to_thread(active[1].records)
+            assert f"{NOTE}/silent" in expected[active[1].did]
             await running.open_gaps.open(Gap(pds.stream_url, "0/1", GapReason.CURSOR_OUTDATED))
             await wait_until_equal(database, expected)
             assert running.reconciliation.progress is not None
