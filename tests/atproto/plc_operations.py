@@ -30,9 +30,4 @@ def document_of(did: str, operation: dict[str, Any]) -> dict[str, Any]:
         {"id": f"#{name}", "type": service["type"], "serviceEndpoint": service["endpoint"]}
         for name, service in operation["services"].items()
     ]
-    return {
-        "id": did,
-        "alsoKnownAs": operation["alsoKnownAs"],
-        "verificationMethod": methods,
-        "service": services,
-    }
+    return {"id": did, "alsoKnownAs": operation["alsoKnownAs"], "verificationMethod": methods, "service": services}

@@ -7,19 +7,15 @@ from multiformats import multibase
 
 from indexer.atproto.base58 import decode_base58, encode_base58
 
+BYTES = st.binary(max_size=80) | st.tuples(st.integers(0, 5), st.binary(max_size=40)).map(
+    lambda parts: bytes(parts[0]) + parts[1]
+)
 
-@given(st.binary(max_size=80))
-def test_same_text_as_the_library(data: bytes) -> None:
+
+@given(BYTES, st.text("123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz", max_size=80))
+def test_same_text_and_bytes_as_the_library(data: bytes, text: str) -> None:
     assert "z" + encode_base58(data) == multibase.encode(data, "base58btc")
-
-
-@given(st.tuples(st.integers(0, 5), st.binary(max_size=40)).map(lambda parts: bytes(parts[0]) + parts[1]))
-def test_decoding_returns_what_was_encoded(data: bytes) -> None:
     assert decode_base58(encode_base58(data)) == data
-
-
-@given(st.text("123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz", max_size=80))
-def test_same_bytes_as_the_library(text: str) -> None:
     assert decode_base58(text) == multibase.decode("z" + text)
 
 

@@ -9,11 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-from indexer.atproto.cbor import (
-    Link,
-    decode_canonical,
-    decode_json,
-)
+from indexer.atproto.cbor import Link, decode_canonical, decode_json
 from indexer.atproto.cid import cid_text
 from indexer.atproto.strict_cbor import decode_strict
 from tests.atproto import dag_cbor_oracle as oracle

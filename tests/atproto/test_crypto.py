@@ -3,7 +3,6 @@ from hashlib import sha256
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.utils import encode_dss_signature
-from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from hypothesis import given
 from hypothesis import strategies as st
@@ -67,17 +66,6 @@ def test_second_number_of_a_signature_is_at_most_half_of_the_order(curve: Curve,
     assert key.verify(signature, b"m") is valid
     key, smallest = signature_with(curve, 1, b"m")
     assert key.verify(smallest, b"m")
-
-
-def test_p256_signature_is_verified_by_the_library_alone() -> None:
-    """The 64 bytes are converted to DER, which `cryptography` verifies without the code under test."""
-    theirs = ec.generate_private_key(ec.SECP256R1())
-    point = theirs.public_key().public_bytes(Encoding.X962, PublicFormat.UncompressedPoint)
-    ours = PrivateKey("p256", theirs.private_numbers().private_value.to_bytes(32, "big"))
-    assert ours.public == PublicKey("p256", point)
-    signature = ours.sign(b"m")
-    r, s = int.from_bytes(signature[:32], "big"), int.from_bytes(signature[32:], "big")
-    theirs.public_key().verify(encode_dss_signature(r, s), b"m", ec.ECDSA(SHA256()))
 
 
 @pytest.mark.parametrize("curve", CURVES)

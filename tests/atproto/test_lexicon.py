@@ -3,15 +3,7 @@ from typing import Any
 
 import pytest
 
-from indexer.atproto.lexicon import (
-    MAX_FIELDS,
-    UNLIMITED,
-    FieldKind,
-    Lexicon,
-    parse_lexicon,
-    record_fields,
-    references,
-)
+from indexer.atproto.lexicon import MAX_FIELDS, UNLIMITED, FieldKind, Lexicon, parse_lexicon, record_fields, references
 from tests.lexicons.published import published_documents
 from tests.lexicons.samples import (
     DEFS,

@@ -45,18 +45,6 @@ async def test_forged_signatures_of_one_host_spend_only_its_share(world: World) 
     assert world.refreshes["signature", "over-budget"] + world.refreshes["signature", "too-soon"] > 50_000
 
 
-@pytest.mark.slow
-async def test_refreshes_of_all_hosts_together_are_limited(world: World) -> None:
-    identities = world.identities(max_entries=2_000, refresh_rate=5.0)
-    forged = dids(1_000)
-    await look_up_on_separate_hosts(world, identities, forged)
-    known = world.requests
-    for _ in range(60):
-        await refresh_all(identities, forged)
-        world.now += 1
-    assert 5 * 68 < world.requests - known <= 5 * (10 + 59)
-
-
 async def test_background_refreshes_are_limited(world: World) -> None:
     identities = world.identities(max_entries=500)
     many = dids(200)

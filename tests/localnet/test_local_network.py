@@ -53,30 +53,6 @@ async def test_frames_and_exports_have_the_form_of_the_reference_pds() -> None:
     assert decode_records(blocks, decode_all(blocks[root])[0]["data"]) == {path: op["cid"]}
 
 
-async def test_clients_write_and_list_records() -> None:
-    async with LocalNetwork() as net, httpx.AsyncClient() as client:
-        account = net.create_account("ada.test")
-
-        async def post(method: str, **fields: Any) -> httpx.Response:
-            url = f"{account.pds.url}/xrpc/com.atproto.repo.{method}"
-            return await client.post(url, json={"repo": account.did, "collection": NOTE, **fields})
-
-        for number in range(3):
-            await post("createRecord", rkey=f"r{number}", record={"n": number})
-        await post("putRecord", rkey="r1", record={"n": 7})
-        await post("deleteRecord", rkey="r0")
-        assert (await post("createRecord", rkey="r1", record={})).status_code == 400, "it exists"
-        found, parameters = [], {"repo": account.did, "collection": NOTE, "limit": "1"}
-        while True:
-            url = f"{account.pds.url}/xrpc/com.atproto.repo.listRecords"
-            page = (await client.get(url, params=parameters)).json()
-            found += [record["value"] for record in page["records"]]
-            if "cursor" not in page:
-                break
-            parameters["cursor"] = page["cursor"]
-        assert found == [{"$type": NOTE, "n": 2}, {"$type": NOTE, "n": 7}]
-
-
 class NoHttp:
     async def get(self, url: str, **_: Any) -> Any:
         raise UnavailableError(FetchFailure.NO_SUCH_HOST, url)

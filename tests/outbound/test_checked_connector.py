@@ -123,10 +123,7 @@ async def test_names_that_cannot_be_resolved(world: OutboundWorld, public_client
         return []
 
     assert (await failure_of(public_client, "https://unknown.example/")).reason is FetchFailure.UNREACHABLE
-    for resolve, reason in (
-        (never_resolve, FetchFailure.TIMEOUT),
-        (resolve_to_nothing, FetchFailure.REFUSED_ADDRESS),
-    ):
+    for resolve, reason in ((never_resolve, FetchFailure.TIMEOUT), (resolve_to_nothing, FetchFailure.REFUSED_ADDRESS)):
         settings = replace(DEFAULT, timeouts=Timeouts(connect=0.2))
         async with OutboundClient(settings, resolve=resolve, tls=world.trust) as client:
             assert (await failure_of(client, "https://pds.example/")).reason is reason

@@ -106,11 +106,7 @@ TRICKLE = writes(CHUNKED, b"1\r\nx\r\n", every=0.02, forever=True)
     ],
 )
 async def test_host_that_is_too_slow(
-    host: ScriptedHost,
-    script: Script,
-    seconds: float,
-    min_rate: float,
-    detail: str,
+    host: ScriptedHost, script: Script, seconds: float, min_rate: float, detail: str
 ) -> None:
     host.pages["/"] = script
     async with impatient(read=0.2, rate_grace=0.1) as outbound:

@@ -14,26 +14,12 @@ from indexer.localnet.local_repo import car
 from indexer.pds.native_reader import NativeReader
 from indexer.reasons import FetchFailure
 from tests.native_module import native_core, native_module
-from tests.pds.native_exports import (
-    DID,
-    KEYS,
-    SMALL_BUFFERS,
-    post,
-    posts,
-    repo,
-)
+from tests.pds.native_exports import DID, KEYS, SMALL_BUFFERS, post, posts, repo
 from tests.pds.unreadable_file import make_unreadable, open_descriptors
 from tests.sync.signing_account import STORE_ALL
 
 native_module()  # without it, the module is skipped
 pytestmark = pytest.mark.slow
-
-
-def test_a_full_disk_is_reported(tmp_path: Path) -> None:
-    reader = NativeReader(native_core(), tmp_path / "missing", DEFAULT_LIMITS, SMALL_BUFFERS)
-    with pytest.raises(UnavailableError) as caught:
-        reader.write(car(repo(posts(20))))
-    assert caught.value.reason is FetchFailure.SPOOL_FULL
 
 
 def test_the_file_has_no_name_and_is_freed_although_the_export_is_still_referenced(tmp_path: Path) -> None:

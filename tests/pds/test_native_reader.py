@@ -68,16 +68,6 @@ def test_pieces_and_buffers_of_any_size_give_the_same(tmp_path: Path, step: int)
         assert ready(both(tmp_path, data, sizes=sizes, step=step)) == 60
 
 
-def test_order_and_repetition_of_blocks_do_not_matter(tmp_path: Path) -> None:
-    blocks = repo(posts(300))
-    [commit, *others] = [car_section(cid, block) for cid, block in blocks.items()]
-    sections = [*others[3::4], *others, commit, *others[::7]]
-    raw = RAW + cid_of(b"extra")[4:]
-    native = both(tmp_path, car_header(next(iter(blocks))) + b"".join(sections) + car_section(raw, b"extra"))
-    assert native.proven
-    assert ready(native) == 300
-
-
 # Records whose value the reference computes, or which have an unusual shape. `$type` of a record is its collection.
 UNUSUAL: dict[str, bytes] = {
     "float": b"\xa1\x61a\xfb" + bytes(7) + b"\x01",

@@ -89,10 +89,7 @@ async def test_invalid_entries_are_counted_and_skipped(host: ScriptedHost, outbo
         {"did": DID, "rev": 1},
         {"did": DID, "rev": REV, "active": "yes"},
     ]
-    valid = [
-        {"did": DID, "rev": REV, "status": "new", "more": 1},
-        {"did": DID, "head": "", "rev": "", "active": True},
-    ]
+    valid = [{"did": DID, "rev": REV, "status": "new", "more": 1}, {"did": DID, "head": "", "rev": "", "active": True}]
     host.pages[ALL] = http_response(orjson.dumps({"repos": [*invalid, *valid]}))
     page = await list_repos(outbound, host.url, "", None)
     assert page.accounts == (ListedAccount(DID, REV), ListedAccount(DID, None))

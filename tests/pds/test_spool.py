@@ -106,10 +106,7 @@ def test_full_disk_is_a_failure_that_does_not_count_as_attempt(tmp_path: Path, m
 
     monkeypatch.setattr("indexer.pds.spool.TemporaryFile", open_full_device)
     export = car([os.urandom(1_000_000) for _ in range(2)])
-    with (
-        Spool(tmp_path, DEFAULT_LIMITS) as spool,
-        pytest.raises(UnavailableError, match="No space left") as failure,
-    ):
+    with Spool(tmp_path, DEFAULT_LIMITS) as spool, pytest.raises(UnavailableError, match="No space left") as failure:
         write_all(spool, export)
     assert failure.value.reason is FetchFailure.SPOOL_FULL
     assert not failure.value.reason.counts_as_attempt

@@ -130,16 +130,6 @@ async def test_a_window_of_a_large_relay_needs_few_probes() -> None:
 
 
 @pytest.mark.slow
-async def test_an_exhausted_search_enters_earlier_and_not_later() -> None:
-    events = regular(10_000, seqs=100)
-    entries = [await seek(7_000.0, StreamInMemory(events), resolution=100, max_probes=n) for n in range(1, 40)]
-    cursors = [entry.cursor or 0 for entry in entries]
-    assert cursors == sorted(cursors)
-    assert cursors[0] == 0
-    assert 690_000 < cursors[-1] < 700_000
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("target", [300.0, 650.0, 900.0])
 async def test_a_row_of_events_with_old_times_does_not_move_the_entry_past_the_target(target: float) -> None:
     events = regular(20_000, seconds=0.05, seqs=10)

@@ -108,12 +108,3 @@ async def test_a_relay_that_cannot_be_reached_ends_the_search() -> None:
         host.pages[f"{PATH}?cursor=0"] = hang
         with pytest.raises(TimeoutError):
             await stream_seek(connect_timeout=0.1)(f"ws://127.0.0.1:{host.port}", BEGIN)
-
-
-async def test_a_relay_that_breaks_the_connection_before_a_message_ends_the_search(net: LocalNetwork) -> None:
-    probe = asyncio.create_task(stream_seek(message_timeout=30).probe(net.relay_url, 0))
-    while not probe.done():
-        net.relay.abort_connections()
-        await asyncio.wait([probe], timeout=0.01)
-    with pytest.raises(ConnectionError):
-        probe.result()

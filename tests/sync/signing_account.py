@@ -11,6 +11,8 @@ from indexer.localnet.local_repo import LocalChange, LocalRepo, Write
 from indexer.reasons import Desync
 from indexer.sync.frames import decode_frame
 from indexer.sync.plan_batch import ReceivedMessage
+from indexer.sync.plan_event import plan_event
+from indexer.sync.plans import Plan
 from indexer.sync.policy import KeyState, PlanContext, Policy
 from indexer.sync.repo_state import Head, Repo, SyncStatus
 from indexer.sync.scope import Scope
@@ -22,6 +24,7 @@ RELAY = "wss://relay.test"
 POST = "app.bsky.feed.post"
 STORE_ALL = Policy(Scope(), DEFAULT_LIMITS)
 CONTEXT = PlanContext(STORE_ALL, RELAY, NOW)
+IN_PROGRESS, SYNCHRONIZED, DESYNCHRONIZED = SyncStatus.IN_PROGRESS, SyncStatus.SYNCHRONIZED, SyncStatus.DESYNCHRONIZED
 
 
 class SigningAccount:
@@ -67,13 +70,7 @@ class SigningAccount:
 
     def sync_event(self) -> dict[str, Any]:
         self.ticks += 1
-        return {
-            "seq": self.ticks,
-            "did": self.did,
-            "rev": self.repo.head.rev,
-            "blocks": self.repo.sync(),
-            "time": TIME,
-        }
+        return {"seq": self.ticks, "did": self.did, "rev": self.repo.head.rev, "blocks": self.repo.sync(), "time": TIME}
 
     def account_event(self, *, active: bool, status: str | None = None) -> dict[str, Any]:
         self.ticks += 1
@@ -120,3 +117,12 @@ def received_message(kind: str, payload: dict[str, Any]) -> ReceivedMessage:
     frame = encoded_frame(kind, payload)
     event: Any = decode_frame(frame, DEFAULT_LIMITS)
     return ReceivedMessage(event.seq, frame, event)
+
+
+def plan(
+    repo: Repo, kind: str, payload: dict[str, Any], key_state: KeyState | None, context: PlanContext = CONTEXT
+) -> Plan:
+    """Return the plan of one event, which needs no key lookup."""
+    planned = plan_event(repo, decoded_event(kind, payload), 1_000, key_state, context)
+    assert isinstance(planned, Plan), planned
+    return planned

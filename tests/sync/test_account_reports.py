@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from indexer.sync.plan_account import plan_active, plan_hidden
 from indexer.sync.repo_state import Repo, StreamPoint
 from indexer.sync.repo_transitions import Outcome
-from tests.sync.planning import plan
-from tests.sync.signing_account import CONTEXT, NOW, RELAY, SigningAccount
+from tests.sync.signing_account import CONTEXT, NOW, RELAY, SigningAccount, plan
 
 OTHER = "wss://other.test"
 CONTEXTS = {relay: replace(CONTEXT, relay=relay) for relay in (RELAY, OTHER)}

@@ -5,13 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexer.sync.changes import (
-    ChangeLogEntry,
-    RepoVisibility,
-    change_log_entries,
-    effective_changes,
-    visibility_of,
-)
+from indexer.sync.changes import ChangeLogEntry, RepoVisibility, change_log_entries, effective_changes, visibility_of
 from indexer.sync.plans import Action, RecordChange, RepoWrite
 from indexer.sync.repo_state import Head, Repo, SyncStatus
 

@@ -1,10 +1,11 @@
 """The choice of the core, and what Python code does with the answers of a native one."""
 
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
-from indexer.atproto.limits import DEFAULT_LIMITS, Limits
+from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.errors import SettingsError
 from indexer.sync.native_core import INTERFACE, NativeCore, frame_decoder, load_core
 from indexer.sync.shard import Shard
@@ -37,37 +38,14 @@ def test_a_core_of_another_interface_is_an_error_only_if_it_was_chosen(monkeypat
         load_core("native", 2)
 
 
-class ScriptedModule:
-    """A module of a native core that returns this event for each frame.
-
-    Attributes:
-        buckets: The buckets that a decoder of frames was created with.
-    """
-
-    __version__ = "1.2.3"
-    Export = None
-
-    def __init__(self, event: object = None) -> None:
-        self.buckets: list[object] = []
-        self._event = event
-
-    def Core(self, *_: object) -> SimpleNamespace:  # noqa: N802
-        return SimpleNamespace()
-
-    def FrameDecoder(self, _events: object, _limits: Limits, buckets: object) -> SimpleNamespace:  # noqa: N802
-        self.buckets.append(buckets)
-        return SimpleNamespace(decode=lambda _: self._event)
-
-
 def test_event_that_the_core_decoded_is_not_decoded_again() -> None:
-    event = decoded_event("commit", SigningAccount().commit_post("a"))
-    decode = frame_decoder(NativeCore(ScriptedModule(event), 1), DEFAULT_LIMITS, Shard())
-    assert decode(b"no frame") is event
+    event, module = decoded_event("commit", SigningAccount().commit_post("a")), Mock(__version__="1.2.3")
+    module.FrameDecoder.return_value.decode.return_value = event
+    assert frame_decoder(NativeCore(module, 1), DEFAULT_LIMITS, Shard())(b"no frame") is event
 
 
 def test_core_of_a_process_with_all_repos_does_not_compare_buckets() -> None:
-    module = ScriptedModule()
-    core, half = NativeCore(module, 1), Shard(1, 2)
+    module, half = Mock(__version__="1.2.3"), Shard(1, 2)
     for shard in (Shard(), half):
-        frame_decoder(core, DEFAULT_LIMITS, shard)
-    assert module.buckets == [None, half.buckets]
+        frame_decoder(NativeCore(module, 1), DEFAULT_LIMITS, shard)
+    assert [call.args[2] for call in module.FrameDecoder.call_args_list] == [None, half.buckets]

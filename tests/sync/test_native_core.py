@@ -1,7 +1,8 @@
 """The native core accepts nothing with another result than the reference, and decides all ordinary commits."""
 
 from collections.abc import Callable, Iterator, Sequence
-from random import Random
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from indexer.atproto.syntax import CollectionFilter
 from indexer.errors import UpstreamError
 from indexer.localnet import dag_cbor
 from indexer.localnet.local_repo import Write, car, car_header, car_section
+from indexer.pds.native_reader import NativeReader
+from indexer.pds.spool import SpoolSizes
 from indexer.reasons import Desync, Rejection
 from indexer.sync.events import CommitEvent, RepoOp
 from indexer.sync.native_core import NativeCore
@@ -28,7 +31,7 @@ from indexer.sync.record_change import RecordConverter
 from indexer.sync.repo_state import Repo
 from indexer.sync.scope import Scope
 from indexer.sync.verify import VerifiedCommit, verify_commit
-from tests.native_module import native_core, native_module, shared_core
+from tests.native_module import module_core, native_core, native_module, shared_core
 from tests.profiles import scaled
 from tests.sync import published_frames, test_plan_batch
 from tests.sync.signing_account import CONTEXT, POST, STORE_ALL, SigningAccount, decoded_event
@@ -165,18 +168,6 @@ def test_a_changed_field_is_left_to_the_reference(name: str) -> None:
     account.commit_post("a")
     event = decoded_event("commit", account.commit_post("b"))
     assert not accepted(shared_core(), FIELDS[name](event), account.key.public)
-
-
-def test_the_order_of_blocks_and_repeated_blocks_change_nothing() -> None:
-    account = SigningAccount()
-    account.commit(*[Write.create(f"{POST}/r{number}", {"number": number}) for number in range(30)])
-    event = decoded_event("commit", account.commit_post("x"))
-    (root,), blocks = split_car(event.blocks, DEFAULT_LIMITS, max_bytes=len(event.blocks))
-    sections = [car_section(cid, block) for cid, block in blocks.items()]
-    for seed in range(20):
-        Random(seed).shuffle(sections)
-        changed = car_header(root) + b"".join([*sections, *sections[: seed % 3]])
-        assert accepted(shared_core(), event._replace(blocks=changed), account.key.public)
 
 
 def test_a_missing_block_is_left_to_the_reference_if_it_is_needed() -> None:
@@ -343,3 +334,50 @@ def test_a_block_that_many_paths_name_is_converted_once() -> None:
     assert len({id(change.block) for change in commit.changes}) == 1
     problems = {change and change.problem for change in record_changes(commit, STORE_ALL)}
     assert "omitted" in problems
+
+
+# Panics, each a bug: an exception of its caller, whichever thread it happens in
+
+SIZE_OF_NO_MEMORY = 1 << 63
+"""A page of this size is more than the core can allocate."""
+
+
+def is_panic(error: BaseException) -> bool:
+    """Return True for the exception that PyO3 makes of a panic. It has no public name."""
+    return type(error).__name__ == "PanicException"
+
+
+@pytest.fixture(params=[1, 4], ids=["one thread", "four threads"])
+def core(request: pytest.FixtureRequest) -> Any:
+    return module_core(request.param)
+
+
+def test_core_goes_on_after_panics_in_many_threads_at_once(core: Any) -> None:
+    """Callers in other threads neither wait forever nor get the panic."""
+
+    def call(number: int) -> BaseException | list[Any] | None:
+        try:
+            begun = core.panic(50) if number % 2 else core.begin([], [], DEFAULT_LIMITS)
+            return begun.next_results(1)  # type: ignore[no-any-return]
+        except BaseException as error:  # noqa: BLE001 - a panic is no Exception
+            return error
+
+    with ThreadPoolExecutor(8) as threads:
+        results = list(threads.map(call, range(200)))
+    assert all(isinstance(result, BaseException) and is_panic(result) for result in results[1::2])
+    assert results[::2] == [[]] * 100
+
+
+def test_panic_while_an_export_is_read_ends_each_further_call(tmp_path: Path) -> None:
+    account = SigningAccount()
+    account.commit(*[Write.create(f"{POST}/r{number}", {"number": number}) for number in range(9)])
+    reader = NativeReader(native_core(), tmp_path, DEFAULT_LIMITS, SpoolSizes(1, SIZE_OF_NO_MEMORY))
+    reader.write(b"".join(account.repo.export()))
+    with pytest.raises(BaseException, match="capacity overflow") as raised:
+        reader.block(account.repo.head.cid)
+    assert is_panic(raised.value)
+    calls: list[Callable[[], object]] = [reader.finish, lambda: reader.write(b"x"), lambda: len(reader)]
+    for call in calls:
+        with pytest.raises(RuntimeError, match="an earlier call has panicked"):
+            call()
+    reader.close()

@@ -21,8 +21,7 @@ from indexer.sync.plan_resync import plan_failure
 from indexer.sync.plans import Plan
 from indexer.sync.repo_state import OUT_OF_SCOPE, PARKED, TOMBSTONED, Head, Repo, SyncStatus
 from indexer.sync.repo_transitions import Outcome, Trigger, move, synchronize
-from tests.sync.planning import DESYNCHRONIZED, SYNCHRONIZED, plan
-from tests.sync.signing_account import CONTEXT, NOW, RELAY, SigningAccount
+from tests.sync.signing_account import CONTEXT, DESYNCHRONIZED, NOW, RELAY, SYNCHRONIZED, SigningAccount, plan
 
 
 class TestNewAccounts:

@@ -10,8 +10,17 @@ from indexer.sync.plan_event import plan_event
 from indexer.sync.plans import NeedsKey
 from indexer.sync.repo_state import PARKED, Head, Repo
 from indexer.sync.repo_transitions import STABLE_SECONDS, Outcome, Trigger, desynchronize
-from tests.sync.planning import DESYNCHRONIZED, IN_PROGRESS, SYNCHRONIZED, plan
-from tests.sync.signing_account import CONTEXT, NOW, STORE_ALL, SigningAccount, decoded_event
+from tests.sync.signing_account import (
+    CONTEXT,
+    DESYNCHRONIZED,
+    IN_PROGRESS,
+    NOW,
+    STORE_ALL,
+    SYNCHRONIZED,
+    SigningAccount,
+    decoded_event,
+    plan,
+)
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,17 @@ from indexer.sync.plans import Plan
 from indexer.sync.repo_state import Repo, SyncStatus
 from indexer.sync.repo_transitions import Outcome
 from indexer.sync.scope import Scope
-from tests.sync.planning import DESYNCHRONIZED, IN_PROGRESS, SYNCHRONIZED, plan
-from tests.sync.signing_account import CONTEXT, NOW, POST, STORE_ALL, SigningAccount
+from tests.sync.signing_account import (
+    CONTEXT,
+    DESYNCHRONIZED,
+    IN_PROGRESS,
+    NOW,
+    POST,
+    STORE_ALL,
+    SYNCHRONIZED,
+    SigningAccount,
+    plan,
+)
 
 
 def test_commits_of_a_chain_are_applied() -> None:

@@ -10,8 +10,7 @@ from indexer.sync.plans import NeedsKey, Plan
 from indexer.sync.policy import MAX_IDENTITY_AGE, UNAVAILABLE
 from indexer.sync.repo_state import Repo
 from indexer.sync.repo_transitions import Outcome
-from tests.sync.planning import plan
-from tests.sync.signing_account import CONTEXT, SigningAccount, decoded_event
+from tests.sync.signing_account import CONTEXT, SigningAccount, decoded_event, plan
 
 
 @pytest.mark.parametrize("kind", ["commit", "sync", "account", "identity"])

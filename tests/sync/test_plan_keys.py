@@ -10,8 +10,16 @@ from indexer.sync.plans import NeedsKey, Plan
 from indexer.sync.policy import UNAVAILABLE, KeyState
 from indexer.sync.repo_state import TOMBSTONED, Repo, SyncStatus
 from indexer.sync.repo_transitions import Outcome
-from tests.sync.planning import DESYNCHRONIZED, IN_PROGRESS, SYNCHRONIZED, plan
-from tests.sync.signing_account import CONTEXT, NOW, SigningAccount, decoded_event
+from tests.sync.signing_account import (
+    CONTEXT,
+    DESYNCHRONIZED,
+    IN_PROGRESS,
+    NOW,
+    SYNCHRONIZED,
+    SigningAccount,
+    decoded_event,
+    plan,
+)
 
 
 @pytest.mark.parametrize("status", SyncStatus)

@@ -7,8 +7,7 @@ from indexer.localnet.local_repo import Write, car
 from indexer.reasons import Desync
 from indexer.sync.repo_transitions import Outcome
 from tests.sync.hidden_deletion import high_path
-from tests.sync.planning import SYNCHRONIZED, plan
-from tests.sync.signing_account import CONTEXT, NOW, POST, STORE_ALL, SigningAccount
+from tests.sync.signing_account import CONTEXT, NOW, POST, STORE_ALL, SYNCHRONIZED, SigningAccount, plan
 
 LENIENT = replace(CONTEXT, policy=replace(STORE_ALL, lenient=True))
 VICTIM, HIGH, HIGH_TOO = f"{POST}/110", high_path(f"{POST}/100-"), high_path(f"{POST}/050-")

@@ -5,8 +5,7 @@ from indexer.reasons import Desync, Rejection
 from indexer.sync.plans import Plan
 from indexer.sync.repo_state import Repo
 from indexer.sync.repo_transitions import Outcome
-from tests.sync.planning import SYNCHRONIZED, plan
-from tests.sync.signing_account import NOW, SigningAccount
+from tests.sync.signing_account import NOW, SYNCHRONIZED, SigningAccount, plan
 
 
 def test_a_sync_with_the_stored_data_is_ignored_or_advances_the_rev() -> None:

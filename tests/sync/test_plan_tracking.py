@@ -12,8 +12,18 @@ from indexer.sync.policy import UNAVAILABLE, PlanContext
 from indexer.sync.repo_state import OUT_OF_SCOPE, Repo, SyncStatus
 from indexer.sync.repo_transitions import Outcome
 from indexer.sync.scope import Scope, Track
-from tests.sync.planning import DESYNCHRONIZED, LISTED, plan
-from tests.sync.signing_account import CONTEXT, NOW, POST, STORE_ALL, SigningAccount, decoded_event
+from tests.sync.signing_account import (
+    CONTEXT,
+    DESYNCHRONIZED,
+    NOW,
+    POST,
+    STORE_ALL,
+    SigningAccount,
+    decoded_event,
+    plan,
+)
+
+LISTED = Scope(track=Track.LISTED)
 
 
 def signals(*collections: str) -> PlanContext:

@@ -54,10 +54,7 @@ def test_only_a_whole_tree_or_a_completed_resync_synchronizes() -> None:
         for trigger, (_, after) in row.items()
         if after is SyncStatus.SYNCHRONIZED and status is not after
     }
-    assert synchronizing == {
-        (SyncStatus.DESYNCHRONIZED, Trigger.WHOLE),
-        (SyncStatus.IN_PROGRESS, Trigger.COMPLETED),
-    }
+    assert synchronizing == {(SyncStatus.DESYNCHRONIZED, Trigger.WHOLE), (SyncStatus.IN_PROGRESS, Trigger.COMPLETED)}
 
 
 # Functions that change rows

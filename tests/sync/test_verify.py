@@ -14,13 +14,7 @@ from indexer.localnet import dag_cbor
 from indexer.localnet.local_repo import Write, car, car_header, car_section
 from indexer.reasons import Desync, FetchFailure, Rejection
 from indexer.sync.events import CommitEvent
-from indexer.sync.verify import (
-    VerifiedCommit,
-    verify_commit,
-    verify_record,
-    verify_snapshot,
-    verify_sync,
-)
+from indexer.sync.verify import VerifiedCommit, verify_commit, verify_record, verify_snapshot, verify_sync
 from tests.profiles import scaled
 from tests.sync.signing_account import POST, SigningAccount, decoded_event
 
@@ -173,10 +167,7 @@ def test_a_malformed_tree_node_under_a_valid_signature_is_a_flaw() -> None:
     bad_node = dag_cbor.encode({"e": [], "l": cid_of(b"nowhere")})
     fields = {"did": account.did, "rev": payload["rev"], "data": cid_of(bad_node), "prev": None, "version": 3}
     block = dag_cbor.encode(fields | {"sig": account.key.sign(dag_cbor.encode(fields))})
-    forged = payload | {
-        "commit": cid_of(block),
-        "blocks": car({cid_of(block): block, cid_of(bad_node): bad_node}),
-    }
+    forged = payload | {"commit": cid_of(block), "blocks": car({cid_of(block): block, cid_of(bad_node): bad_node})}
     assert verify(forged, account.key.public).flaw is Desync.STRUCTURE
 
 

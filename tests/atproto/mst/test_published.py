@@ -1,18 +1,16 @@
 """Published trees, repos and commits of other implementations: nodes, walks and inversion."""
 
-import base64
 import json
 import tarfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import cbor2
 import pytest
 
 from indexer.atproto.limits import DEFAULT_LIMITS
-from indexer.atproto.mst import EMPTY_TREE, NetOp, Verdict, invert
+from indexer.atproto.mst import NetOp, Verdict, invert
 from indexer.atproto.mst.node import common_prefix, key_height
 from indexer.atproto.mst.walk import MissingNodeError, leaves, walk
 from indexer.errors import UpstreamError
@@ -164,26 +162,3 @@ def test_commit_proof_fixtures_are_inverted(name: str) -> None:
         assert (prev_data, root) == tuple(cid_from_text(fixture[f"root{when}Commit"]) for when in ("Before", "After"))
         proof = {cid: blocks[cid] for cid in map(cid_from_text, fixture["blocksInProof"])}
         assert checked_verdict(proof, root, oracle.difference(before, after), prev_data) is Verdict.OK
-
-
-def firehose_commit(seq: int) -> tuple[Blocks, bytes, list[NetOp]]:
-    """Return the blocks, the root and the operations of a published commit. It has no prevData."""
-    message: dict[str, Any] = json.loads(vectors(f"indigo/firehose-commits/firehose_commit_{seq}.json").read_text())
-    encoded = message["blocks"]["$bytes"]
-    commit, blocks = decode_car(base64.b64decode(encoded + "=" * (-len(encoded) % 4)))
-    ops = [NetOp(op["path"].encode(), None, cid_from_text(op["cid"]["$link"])) for op in message["ops"]]
-    return blocks, cbor2.loads(blocks[commit])["data"].value[1:], ops
-
-
-def test_real_commits_with_too_few_blocks_are_undecidable() -> None:
-    """Unless the previous tree is a subtree that is not in the slice, as in the second one."""
-    blocks, root, ops = firehose_commit(4621317030)
-    inversion = invert(blocks, root, ops, EMPTY_TREE, DEFAULT_LIMITS)
-    assert (inversion.verdict, inversion.root, inversion.ops_hold) == (Verdict.UNDECIDABLE, None, True)
-    blocks, root, ops = firehose_commit(4623075231)
-    node = oracle.decode(blocks[root])
-    assert node.keys == [ops[0].key]
-    (prev_data,) = filter(None, [node.left, *node.trees])
-    assert prev_data not in blocks
-    assert checked_verdict(blocks, root, ops, prev_data) is Verdict.OK
-    assert invert(blocks, root, ops, EMPTY_TREE, DEFAULT_LIMITS).verdict is Verdict.UNDECIDABLE

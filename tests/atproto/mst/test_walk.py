@@ -53,13 +53,6 @@ def test_tree_with_one_node_missing_is_incomplete(records: dict[bytes, bytes], d
         list(leaves(blocks.get, root))
 
 
-def test_walks_yield_values_of_any_form_of_cid_v1() -> None:
-    cids = [b"\x01\x55\x12\x20" + bytes(32), b"\x01\x71\x13\x40" + bytes(64), b"\x01\x71\x1b\x20" + bytes(32)]
-    records = dict(zip(sorted(KEYS_BY_HEIGHT[0]), cids, strict=False))
-    root, blocks = oracle.build(records)
-    assert walked(blocks, root) == dict(leaves(blocks.get, root)) == records
-
-
 class NodeStore:
     """Nodes that are created one by one and may break the rules of a tree."""
 
