@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
+INSTALL := $(BIN)/uv pip install --python $(BIN)/python --constraint constraints.txt
 PYTEST := $(BIN)/pytest -n 3 --dist worksteal
 
 # Write cached bytecode even if the environment disables it: collecting the tests takes half the time with it.
@@ -39,6 +40,7 @@ format: venv ## Format the code and apply the safe fixes of the linter
 	$(BIN)/ruff format
 
 docs: venv ## Generate the generated parts of docs/ and config/
+	$(INSTALL) --editable '.[docs]'
 	$(BIN)/python -m docs.generate
 
 screenshots: venv ## Take the pictures of the status page in docs/images/ again (three minutes)
@@ -86,6 +88,7 @@ proof-clients: venv
 	$(PYTEST) --proof clients
 
 proof-browser: venv
+	$(INSTALL) --editable '.[docs]'
 	tests/monitoring/install_prometheus.sh
 	tests/monitoring/install_chromium.sh
 	$(PYTEST) --proof browser
@@ -99,7 +102,7 @@ proof-cluster: venv # tests/citus, and again what a cluster may change
 	$(PYTEST) --hypothesis-profile quick --database citus $(CLUSTER_TESTS)
 
 proof-fuzz: venv # all targets, two at a time, for SECONDS, or until Ctrl-C with SECONDS=0; TARGET=cars: one
-	$(BIN)/uv pip install --python $(BIN)/python --only-binary :all: --constraint constraints.txt atheris
+	$(INSTALL) --only-binary :all: atheris
 	$(BIN)/python -m tests.fuzz --target $(or $(TARGET),all) --seconds $(or $(SECONDS),600) $(if $(CORPUS),--corpus $(CORPUS))
 
 proof-mutants: mutants
@@ -108,7 +111,7 @@ mutants: venv ## Show that the tests find each bug in tests/mutants/seeded (ONLY
 	$(BIN)/python -m tests.mutants --jobs $(or $(JOBS),2) $(ONLY)
 
 proof-mutmut: venv # the tests find each changed expression of atproto and sync; ONLY=indexer/sync/verify.py
-	$(BIN)/uv pip install --python $(BIN)/python --constraint constraints.txt mutmut
+	$(INSTALL) mutmut
 	$(BIN)/python -m tests.mutants.general_mutants --jobs $(or $(JOBS),2) $(ONLY)
 
 proof-soak: venv
@@ -160,5 +163,5 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@echo "Installing the packages pinned in constraints.txt into $(VENV)"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt uv
-	$(BIN)/uv pip install --python $(BIN)/python --constraint constraints.txt --editable '.[dev]'
+	$(INSTALL) --editable '.[dev]'
 	touch $@

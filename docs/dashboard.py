@@ -6,6 +6,7 @@ schema.
 
 import json
 from itertools import count
+from typing import TypeAlias
 
 from grafana_foundation_sdk.builders import common, dashboard, prometheus, stat, table, timeseries
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
@@ -72,7 +73,7 @@ def dashboard_json() -> str:
     return json.dumps(builder.build(), cls=JSONEncoder, indent=2, sort_keys=True) + "\n"
 
 
-AnyPanel = timeseries.Panel | stat.Panel | table.Panel
+AnyPanel: TypeAlias = timeseries.Panel | stat.Panel | table.Panel
 
 
 def _build(panel: Panel) -> AnyPanel:

@@ -30,13 +30,6 @@ from indexer.store.server_facts import ServerFacts, load_server_facts
 from indexer.sync.events import InfoEvent, StreamError
 from indexer.sync.shard import Placement
 
-TIMEOUT = 20.0
-"""Seconds that a check may take, besides the wait for the facts about the database."""
-DATABASE_TIMEOUT = 60.0
-"""Seconds until the facts about the database are known: the embedded Postgres may have to start."""
-CONNECT_TIMEOUT, MESSAGE_TIMEOUT = 10.0, 5.0
-"""Seconds to connect to a relay, and to wait for its next message."""
-
 MIN_FREE_BYTES, FEW_FREE_BYTES = 10**9, 10 * 10**9
 """Free space of the data directory, in bytes. Less than the first is a failure, less than the second a warning."""
 MIN_SHARED_BUFFERS, MIN_WAL_SIZE = 256 * 2**20, 2 * 2**30
@@ -95,6 +88,23 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Maximum times, in seconds.
+
+    Attributes:
+        check: For a check, besides the wait for the facts about the database.
+        database: Until the facts about the database are known: the embedded Postgres may have to start.
+        connect: To connect to a relay.
+        message: To wait for the next message of a relay.
+    """
+
+    check: float = 20.0
+    database: float = 60.0
+    connect: float = 10.0
+    message: float = 5.0
+
+
+@dataclass(frozen=True, slots=True)
 class Context:
     """The data and clients of the checks.
 
@@ -105,6 +115,7 @@ class Context:
     settings: Settings
     outbound: OutboundClient
     facts: "asyncio.Task[ServerFacts]"
+    timeouts: Timeouts
 
     async def facts_if_available(self) -> ServerFacts | None:
         """Return the facts about the database; None if it is not available, which its own check reports."""
@@ -126,13 +137,17 @@ class Check:
     action: str
 
 
-async def run_checks(settings: Settings, on_done: Callable[[int, int], None] = lambda *_: None) -> list[Finding]:
+async def run_checks(
+    settings: Settings, on_done: Callable[[int, int], None] = lambda *_: None, timeouts: Timeouts | None = None
+) -> list[Finding]:
     """Run all checks concurrently, and return their findings in the order of the checks.
 
     Args:
         settings: The settings to check.
         on_done: Called after each check, with the number of checks that are done, and of all checks.
+        timeouts: Default: those of `Timeouts`.
     """
+    timeouts = timeouts or Timeouts()
     checks = _checks()
     numbers = count(1)
 
@@ -141,8 +156,8 @@ async def run_checks(settings: Settings, on_done: Callable[[int, int], None] = l
         on_done(next(numbers), len(checks))
         return findings
 
-    async with open_outbound_client(settings) as outbound, _facts_task(settings) as facts:
-        context = Context(settings, outbound, facts)
+    async with open_outbound_client(settings) as outbound, _facts_task(settings, timeouts) as facts:
+        context = Context(settings, outbound, facts, timeouts)
         found = await asyncio.gather(*map(run, checks))
     return [finding for findings in found for finding in findings]
 
@@ -166,11 +181,11 @@ def _checks() -> list[Check]:
 
 
 @asynccontextmanager
-async def _facts_task(settings: Settings) -> "AsyncIterator[asyncio.Task[ServerFacts]]":
+async def _facts_task(settings: Settings, timeouts: Timeouts) -> "AsyncIterator[asyncio.Task[ServerFacts]]":
     """Read the facts about the database in a task."""
 
     async def read() -> ServerFacts:
-        async with asyncio.timeout(DATABASE_TIMEOUT), open_database(settings) as dsn:
+        async with asyncio.timeout(timeouts.database), open_database(settings) as dsn:
             return await load_server_facts(dsn)
 
     task = asyncio.create_task(read(), name="database facts")
@@ -185,7 +200,7 @@ async def _facts_task(settings: Settings) -> "AsyncIterator[asyncio.Task[ServerF
 async def _bounded(check: Check, context: Context) -> Sequence[Finding]:
     """Run a check; a timeout or an expected error is a failure."""
     try:
-        async with asyncio.timeout(DATABASE_TIMEOUT + TIMEOUT):
+        async with asyncio.timeout(context.timeouts.database + context.timeouts.check):
             return await check.run(context)
     except TimeoutError as error:
         return [Finding(check.name, Level.FAIL, f"no answer in time {error}".rstrip(), check.action)]
@@ -367,7 +382,9 @@ async def _check_clock(context: Context) -> Sequence[Finding]:
     ahead_by_host = {}
     with suppress(UnavailableError):  # the check of the relay reports it
         asked_at = time()
-        answer = await context.outbound.get(f"{relay}/xrpc/_health", max_bytes=DOCUMENT_BYTES, timeout=TIMEOUT)
+        answer = await context.outbound.get(
+            f"{relay}/xrpc/_health", max_bytes=DOCUMENT_BYTES, timeout=context.timeouts.check
+        )
         with suppress(ValueError, TypeError):  # no readable header
             date = parsedate_to_datetime(answer.headers.get("Date", "")).timestamp()
             ahead_by_host[relay] = date + 0.5 - (asked_at + time()) / 2
@@ -399,7 +416,7 @@ async def _relay_finding(context: Context, relay: str) -> Finding:
         return Finding("relay", Level.FAIL, f"{relay}: {str(error) or type(error).__name__}", RELAY_ACTION)
     if isinstance(event, StreamError):
         return Finding("relay", Level.FAIL, f"{relay} sends an error: {event.error}", RELAY_ACTION)
-    sent = f"no message for {MESSAGE_TIMEOUT:g} s" if event is None else f"a message with number {event.seq}"
+    sent = f"no message for {context.timeouts.message:g} s" if event is None else f"a message with number {event.seq}"
     return Finding("relay", Level.OK, f"{relay} opened the stream and sent {sent}")
 
 
@@ -448,8 +465,8 @@ async def _first_event(context: Context, relay: str, cursor: int | None) -> Any:
         cursor,
         settings.limits,
         settings.user_agent,
-        connect_timeout=CONNECT_TIMEOUT,
-        message_timeout=MESSAGE_TIMEOUT,
+        connect_timeout=context.timeouts.connect,
+        message_timeout=context.timeouts.message,
     )
 
 
@@ -460,7 +477,10 @@ async def _check_directories(context: Context) -> Sequence[Finding]:
 async def _directory_finding(context: Context, url: str) -> Finding:
     try:
         response = await context.outbound.get(
-            f"{url}/{EXAMPLE_DID}", max_bytes=DOCUMENT_BYTES, timeout=TIMEOUT, accept="application/did+ld+json"
+            f"{url}/{EXAMPLE_DID}",
+            max_bytes=DOCUMENT_BYTES,
+            timeout=context.timeouts.check,
+            accept="application/did+ld+json",
         )
     except UnavailableError as error:
         return Finding("directory", Level.FAIL, f"{url}: {error}", DIRECTORY_ACTION)

@@ -127,9 +127,9 @@ class _Sink(io.RawIOBase):
 
 
 class ParquetWriter:
-    """Writes Parquet with the same columns; `value` is JSON text."""
+    """Writes Parquet with the same columns; `value` is JSON text. A row group has about `group_bytes`."""
 
-    def __init__(self, file: IO[bytes]) -> None:
+    def __init__(self, file: IO[bytes], group_bytes: int = ROW_GROUP_BYTES) -> None:
         import pyarrow as pa  # noqa: PLC0415 - a large optional library
         import pyarrow.parquet as pq  # noqa: PLC0415
 
@@ -139,13 +139,14 @@ class ParquetWriter:
         self._sink = _Sink(file)
         self._writer = pq.ParquetWriter(self._sink, self._schema, compression="zstd")
         self._group: list[ExportedRecord] = []
+        self._group_bytes = group_bytes
         self._bytes = 0
 
     def write(self, page: Sequence[ExportedRecord]) -> None:
         """Add a page of records to the present row group, and write the group if it is large enough."""
         self._group += page
         self._bytes += sum(ROW_BYTES + len(record.value or "") for record in page)
-        if self._bytes >= ROW_GROUP_BYTES:
+        if self._bytes >= self._group_bytes:
             self._write_group()
 
     def finish(self) -> None:

@@ -1,7 +1,5 @@
 """A local network whose repos are synchronized with a database, and audits that compare the two."""
 
-import asyncio
-import subprocess
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
@@ -17,7 +15,6 @@ from indexer.localnet.local_network import LocalNetwork
 from indexer.localnet.local_repo import Write
 from indexer.settings import Settings
 from indexer.store import Store
-from tests.cli.command_line import run_indexer
 from tests.daemon_harness import run_daemon, settings_for
 from tests.database_checks import fetch
 from tests.waiting import until
@@ -95,15 +92,12 @@ class AuditWorld:
         assert result.reason_skipped is not None
         return result.reason_skipped
 
-    async def run_command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Run `indexer audit`."""
-        return await asyncio.to_thread(run_indexer, "audit", *arguments, **self.environment())
-
     def environment(self) -> dict[str, str]:
         return {
             "INDEXER_DATABASE_URL": self.dsn,
             "INDEXER_DATA_DIR": str(self.directory),
             "INDEXER_PLC_URL": self.network.plc_url,
+            "INDEXER_RELAYS": self.network.relay_url,
             "INDEXER_ALLOW_PRIVATE_HOSTS": "true",
         }
 

@@ -1,5 +1,6 @@
 """Run commands as a user does, or in the test process."""
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -44,8 +45,14 @@ def error_line(result: subprocess.CompletedProcess[str]) -> str:
 class Session:
     """Runs commands in the test process. The settings come from the environment."""
 
-    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
         self._capsys = capsys
+        self._monkeypatch = monkeypatch
+
+    def configure(self, **environment: str) -> None:
+        """Set environment variables for the following commands."""
+        for name, value in environment.items():
+            self._monkeypatch.setenv(name, value)
 
     def __call__(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         self._capsys.readouterr()
@@ -53,3 +60,7 @@ class Session:
         output = self._capsys.readouterr()
         check_json_lines(arguments, output.out)
         return subprocess.CompletedProcess(arguments, code, output.out, output.err)
+
+    async def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run a command in a thread, beside the servers of an asynchronous test."""
+        return await asyncio.to_thread(self, *arguments)

@@ -24,16 +24,23 @@ def session_without_database(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     for name in os.environ:
         if name.startswith("INDEXER_"):
             monkeypatch.delenv(name)
-    monkeypatch.setenv("INDEXER_DATABASE_URL", "postgresql://127.0.0.1:1/none")
     monkeypatch.setattr("indexer.monitoring.log.configure_logging", lambda *_: None)
-    return Session(capsys)
+    session = Session(capsys, monkeypatch)
+    session.configure(INDEXER_DATABASE_URL="postgresql://127.0.0.1:1/none")
+    return session
 
 
 @pytest.fixture
-def session(session_without_database: Session, database: str, monkeypatch: pytest.MonkeyPatch) -> Session:
+def session(session_without_database: Session, database: str) -> Session:
     """Run commands on an empty database."""
-    monkeypatch.setenv("INDEXER_DATABASE_URL", database)
+    session_without_database.configure(INDEXER_DATABASE_URL=database)
     return session_without_database
+
+
+@pytest.fixture
+def short_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure rates over a short time."""
+    monkeypatch.setattr("indexer.cli.status_commands.SAMPLE_SECONDS", 0.01)
 
 
 @pytest.fixture
@@ -58,6 +65,13 @@ async def stored_account(database: str) -> None:
 async def world(database: str, tmp_path: Path) -> AsyncIterator[AuditWorld]:
     async with audit_world(database, tmp_path) as world:
         yield world
+
+
+@pytest.fixture
+def world_session(world: AuditWorld, session: Session) -> Session:
+    """Run commands on the database of the world, with the settings of its network."""
+    session.configure(**world.environment())
+    return session
 
 
 @pytest.fixture

@@ -1,10 +1,7 @@
 import asyncio
-import os
-import pty
 import signal
 import subprocess
 import sys
-from contextlib import suppress
 from functools import partial
 
 import pytest
@@ -14,13 +11,15 @@ from indexer.localnet.http_server import Fault
 from indexer.localnet.local_account import LocalAccount
 from indexer.localnet.local_pds import GET_REPO
 from tests.cli.audit_world import POST, UNKNOWN_DID, AuditWorld
-from tests.cli.command_line import PROJECT, error_line, run_indexer
+from tests.cli.command_line import PROJECT, Session, environment_without_settings, error_line
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 
 
-async def test_audit_prints_differences_and_writes_nothing(world: AuditWorld, ada: LocalAccount) -> None:
+async def test_audit_prints_differences_and_writes_nothing(
+    world: AuditWorld, ada: LocalAccount, world_session: Session
+) -> None:
     bob, cyd = world.create_account("bob"), world.create_account("cyd")
     await world.synchronize()
     message = b'{"error": "RepoNotFound", "message": "\\u001b[2J"}'
@@ -31,7 +30,7 @@ async def test_audit_prints_differences_and_writes_nothing(world: AuditWorld, ad
     name = (await world.sql("select current_database()"))[0][0]
     await world.sql(f"alter database {name} set default_transaction_read_only = on")
     before = await world.all_rows()
-    result = await world.run_command(ada.did, bob.did, cyd.did, UNKNOWN_DID, ada.did)
+    result = await world_session.run("audit", ada.did, bob.did, cyd.did, UNKNOWN_DID, ada.did)
     assert await world.all_rows() == before
     uri = f"at://{ada.did}/{POST}"
     *lines, repos, records, skipped = result.stdout.splitlines()
@@ -52,60 +51,39 @@ async def test_audit_prints_differences_and_writes_nothing(world: AuditWorld, ad
     assert not list((world.directory / "spool").iterdir())
 
 
-async def test_random_sample_is_audited_by_default(world: AuditWorld, ada: LocalAccount) -> None:
-    bob = world.create_account("bob")
-    await world.synchronize()
-    result = await world.run_command()
-    records = len(ada.records) - 1 + len(bob.records)
-    assert result.stdout == f"repos: 2 compared, 2 equal\nrecords: {records} compared, differences: 0\n"
-    assert (result.returncode, result.stderr) == (0, "")
-    result = await world.run_command("--sample", "1")
-    assert result.stdout.startswith("repos: 1 compared, 1 equal\n")
-    assert result.returncode == 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        ((UNKNOWN_DID, "--sample", "5"), "Give either DIDs or --sample, not both; see indexer audit"),
-        (
-            ("--sample", "0"),
-            "Invalid value for '--sample': 0 is not in the range 1<=x<=1000000; see indexer audit",
-        ),
-        (("someone.example",), "Invalid value for '[DID…]': 'someone.example' is not a DID; see indexer audit"),
-    ],
-)
-def test_bad_argument_has_exit_code_2(arguments: tuple[str, ...], expected: str) -> None:
-    result = run_indexer("audit", *arguments, INDEXER_DATABASE_URL="postgresql://127.0.0.1:1/none")
-    assert result.returncode == 2
-    assert error_line(result) == f"{expected} --help"
-
-
-async def test_audit_without_a_synchronized_repo_fails(world: AuditWorld) -> None:
+async def test_random_sample_is_audited_by_default(world: AuditWorld, world_session: Session) -> None:
     for arguments in ((), ("--json",)):
-        result = await world.run_command(*arguments)
+        result = await world_session.run("audit", *arguments)
         assert result.returncode == 1
         assert error_line(result) == "no repo is synchronized, so there is nothing to compare"
+    for name in ("ada", "bob"):
+        world.create_account(name)
+    await world.synchronize()
+    result = await world_session.run("audit")
+    assert result.stdout == "repos: 2 compared, 2 equal\nrecords: 10 compared, differences: 0\n"
+    assert (result.returncode, result.stderr) == (0, "")
+    result = await world_session.run("audit", "--sample", "1")
+    assert result.stdout.startswith("repos: 1 compared, 1 equal\n")
 
 
-async def test_exit_code_is_that_of_the_worst_result(world: AuditWorld) -> None:
+async def test_exit_code_is_that_of_the_worst_result(world: AuditWorld, world_session: Session) -> None:
     ada, bob, cyd = (world.create_account(name) for name in ("ada", "bob", "cyd"))
     await world.synchronize()
-    assert (await world.run_command(ada.did, bob.did)).returncode == 0
-    assert (await world.run_command(ada.did, UNKNOWN_DID)).returncode == 4
+    assert (await world_session.run("audit", ada.did, bob.did)).returncode == 0
+    assert (await world_session.run("audit", ada.did, UNKNOWN_DID)).returncode == 4
     bob.deactivate()
-    result = await world.run_command(ada.did, bob.did, UNKNOWN_DID)
+    result = await world_session.run("audit", ada.did, bob.did, UNKNOWN_DID)
     assert f"{bob.did} not compared: repo-deactivated: 400 RepoDeactivated" in result.stdout
     assert result.returncode == 1
     await world.delete_post(cyd, "002")
-    assert (await world.run_command(ada.did, bob.did, cyd.did, UNKNOWN_DID)).returncode == 5
+    assert (await world_session.run("audit", ada.did, bob.did, cyd.did, UNKNOWN_DID)).returncode == 5
 
 
-async def test_only_the_first_of_many_differences_are_listed(world: AuditWorld) -> None:
+async def test_only_the_first_of_many_differences_are_listed(world: AuditWorld, world_session: Session) -> None:
     ada = world.create_account("ada", posts=250)
     await world.synchronize()
     await world.sql("delete from indexer.record")
-    result = await world.run_command(ada.did)
+    result = await world_session.run("audit", ada.did)
     *lines, more, _, records = result.stdout.splitlines()
     assert lines == [
         f"at://{ada.did}/{POST}/{number:03} missing in the database" for number in range(MAX_LISTED_DIFFERENCES)
@@ -123,7 +101,7 @@ async def test_interrupted_audit_exits_without_output(world: AuditWorld) -> None
         sys.executable,
         *("-m", "indexer", "audit", ada.did),
         cwd=PROJECT,
-        env=os.environ | world.environment(),
+        env=environment_without_settings() | world.environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
@@ -133,41 +111,3 @@ async def test_interrupted_audit_exits_without_output(world: AuditWorld) -> None
     output, errors = await asyncio.wait_for(process.communicate(), 30)
     assert (process.returncode, output, errors.strip()) == (130, b"", b"")
     assert not list((world.directory / "spool").iterdir())
-
-
-@pytest.mark.parametrize("same_terminal", [False, True])
-async def test_progress_bar_does_not_mix_with_results(world: AuditWorld, same_terminal: bool) -> None:
-    """On the same terminal, the bar is cleared before each result."""
-    ada = world.create_account("ada")
-    await world.synchronize()
-    await world.delete_post(ada, "002")
-    terminal, inner = pty.openpty()
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *("-m", "indexer", "audit", ada.did),
-        cwd=PROJECT,
-        env=os.environ | world.environment() | {"TERM": "xterm", "COLUMNS": "100"},
-        stdout=inner if same_terminal else subprocess.PIPE,
-        stderr=inner,
-    )
-    os.close(inner)
-    (results, _), shown = await asyncio.gather(process.communicate(), asyncio.to_thread(read_terminal, terminal))
-    line = f"at://{ada.did}/{POST}/002 missing in the database"
-    if same_terminal:
-        before, _, _ = shown.partition(line)
-        assert before.endswith("\x1b[2K"), "the terminal's line was cleared"
-    else:
-        assert results.decode().startswith(line)
-        assert line not in shown
-    assert "0/1" in shown
-    assert "-:--:--" in shown
-
-
-def read_terminal(terminal: int) -> str:
-    """Return everything that is written until the other end is closed."""
-    output = bytearray()
-    with suppress(OSError):
-        while chunk := os.read(terminal, 1 << 16):
-            output += chunk
-    os.close(terminal)
-    return output.decode()

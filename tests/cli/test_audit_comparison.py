@@ -5,6 +5,7 @@ from random import Random
 from typing import Any
 
 import asyncpg
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,10 +15,7 @@ from indexer.atproto.crypto import PrivateKey
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.syntax import CollectionFilter
 from indexer.cli.audit_comparison import RepoComparison, equal_json
-from indexer.cli.audit_result import NOT_IN_DATABASE, AuditSummary, RepoAudit
-from indexer.errors import UnavailableError
 from indexer.localnet.local_repo import LocalRepo
-from indexer.reasons import FetchFailure
 from indexer.store import RecordRow
 from indexer.sync.policy import Policy
 from indexer.sync.record_change import RecordConverter
@@ -159,6 +157,7 @@ def random_json(random: Random, depth: int = 3) -> str:
     return "{" + ",".join(f'"{key}" :{item}' for key, item in zip(keys, items, strict=True)) + "}"
 
 
+@pytest.mark.slow
 async def test_equality_of_json_is_that_of_jsonb(sql: asyncpg.Connection) -> None:
     random = Random(5)
     pairs = [(one, other) for one in TEXTS + NUMBERS for other in TEXTS + NUMBERS]
@@ -176,19 +175,3 @@ async def test_equality_of_json_is_that_of_jsonb(sql: asyncpg.Connection) -> Non
         assert equal_json(formatted, one), one
     assert not equal_json(None, "null")
     assert equal_json(None, None)
-
-
-def test_summary_counts_skipped_repos_by_kind_of_reason() -> None:
-    summary = AuditSummary()
-    unreachable = str(UnavailableError(FetchFailure.UNREACHABLE, "one: two"))
-    for result in (
-        RepoAudit("did:web:a", 5),
-        RepoAudit("did:web:b", 7, differences=2),
-        RepoAudit("did:web:c", reason_skipped=unreachable),
-        RepoAudit("did:web:d", reason_skipped=NOT_IN_DATABASE),
-        RepoAudit("did:web:e", 3, differences=1, reason_skipped="export-lacks-records: 2 records"),
-    ):
-        summary.add(result)
-    assert (summary.repos, summary.equal, summary.records, summary.differences) == (2, 1, 15, 3)
-    assert summary.reasons_skipped == {"unreachable": 1, "not in the database": 1, "export-lacks-records": 1}
-    assert (summary.skipped, summary.unknown) == (3, 1)

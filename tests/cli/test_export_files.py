@@ -1,14 +1,13 @@
-import asyncio
 import gc
 import json
 import os
 import sys
 from collections.abc import AsyncIterator
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 
-import asyncpg
 import pyarrow.parquet as pq
 import pytest
 from pyarrow.lib import ArrowInvalid
@@ -17,9 +16,9 @@ from indexer.atproto.cid import cid_text
 from indexer.cli import export_files
 from indexer.cli.export_files import Format, JsonLinesWriter, ParquetWriter, export
 from indexer.reasons import FetchFailure
-from indexer.store import DatabaseError, ExportedRecord, Store, collection_export, connections
+from indexer.store import DatabaseError, ExportedRecord, Store, collection_export
 from indexer.sync.plans import Batch, RecordChange, RepoWrite
-from tests.cli.command_line import Session, error_line, run_indexer
+from tests.cli.command_line import Session, error_line
 from tests.store.repo_rows import delete, did, head, insert, put, synchronized
 
 pytestmark = pytest.mark.slow
@@ -36,10 +35,6 @@ async def store(database: str) -> AsyncIterator[Store]:
     await insert(store, synchronized(2, takedown=True), changes=(put("app.test/hidden"),))
     yield store
     await store.close()
-
-
-async def collect(pages: AsyncIterator[list[ExportedRecord]]) -> list[ExportedRecord]:
-    return [record async for page in pages for record in page]
 
 
 def rows_of(path: Path) -> list[dict[str, object]]:
@@ -65,13 +60,6 @@ async def test_every_visible_record_is_exported(store: Store, tmp_path: Path, fo
     assert [path.name for path in tmp_path.iterdir()] == [file.name]
 
 
-@pytest.mark.parametrize("form", FORMATS)
-async def test_collection_without_records_is_an_empty_file(store: Store, tmp_path: Path, form: Format) -> None:
-    file = tmp_path / f"out.{form}"
-    assert await export(store, "app.none", form, file) == 0
-    assert rows_of(file) == []
-
-
 async def test_export_is_read_in_pages_as_of_one_point_in_time(
     store: Store, database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,23 +77,6 @@ async def test_export_is_read_in_pages_as_of_one_point_in_time(
     assert sorted(found) == [f"{n} {{}}" for n in range(10)]
 
 
-async def test_page_may_take_longer_than_other_statements(
-    database: str, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A cluster sends the first page when it has read the whole collection."""
-    monkeypatch.setattr(connections, "STATEMENT_TIMEOUT", 0.5)
-    store = await Store.open(database, connections=1)
-    try:
-        await insert(store, synchronized(1), changes=(put("app.test/a", VALUE),))
-        await sql.execute("begin; lock table indexer.record")
-        export_ = asyncio.create_task(collect(store.export_collection("app.test")))
-        await asyncio.wait([export_], timeout=1.5)
-        await sql.execute("rollback")
-        assert [record.rkey for record in await export_] == ["a"]
-    finally:
-        await store.close()
-
-
 async def test_failed_export_leaves_the_previous_file(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,20 +86,17 @@ async def test_failed_export_leaves_the_previous_file(
     def fail(*_: object) -> None:
         raise OSError("no space left")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(JsonLinesWriter, "write", fail)
-        with pytest.raises(OSError, match="no space"):
-            await export(store, "app.test", "jsonl", file)
+    monkeypatch.setattr(JsonLinesWriter, "write", fail)
+    with pytest.raises(OSError, match="no space"):
+        await export(store, "app.test", "jsonl", file)
     assert file.read_text() == "before"
     assert [path.name for path in tmp_path.iterdir()] == [file.name]
-    assert await export(store, "app.test", "jsonl", file) == 2
 
 
 async def test_parquet_that_is_cut_off_on_stdout_is_not_a_complete_file(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The library writes the footer when the writer is deleted, also after an error."""
-    monkeypatch.setattr(export_files, "ROW_GROUP_BYTES", 1)
     [page] = [page async for page in store.export_collection("app.test")]
 
     async def fail_after_one_page(_: str) -> AsyncIterator[list[ExportedRecord]]:
@@ -136,6 +104,7 @@ async def test_parquet_that_is_cut_off_on_stdout_is_not_a_complete_file(
         raise DatabaseError(FetchFailure.UNREACHABLE, "connection lost")
 
     monkeypatch.setattr(store, "export_collection", fail_after_one_page)
+    monkeypatch.setattr(export_files, "ParquetWriter", partial(ParquetWriter, group_bytes=1))
     file = BytesIO()
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(buffer=file))
     with pytest.raises(DatabaseError):
@@ -146,13 +115,11 @@ async def test_parquet_that_is_cut_off_on_stdout_is_not_a_complete_file(
         pq.read_table(BytesIO(file.getvalue()))
 
 
-async def test_row_groups_have_a_maximum_size(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(export_files, "ROW_GROUP_BYTES", 1_000)
-    monkeypatch.setattr(export_files, "ROW_BYTES", 0)
+async def test_row_groups_have_a_maximum_size(store: Store) -> None:
     [[record, *_]] = [page async for page in store.export_collection("app.test")]
     file = BytesIO()
-    writer = ParquetWriter(file)
-    for size in (400, 700, 100, 100, 2_000, 1):
+    writer = ParquetWriter(file, group_bytes=10_000)
+    for size in (4_000, 7_000, 1_000, 1_000, 20_000, 1):
         writer.write([record._replace(value="x" * size)])
     writer.finish()
     metadata = pq.read_metadata(file)
@@ -184,19 +151,13 @@ def test_file_that_is_a_pipe_is_refused_and_stays(
     assert pipe.is_fifo()
 
 
-async def test_export_command(store: Store, database: str, tmp_path: Path) -> None:
-    result = run_indexer("export", "--collection", "app.test.more", INDEXER_DATABASE_URL=database)
-    assert (result.returncode, result.stderr) == (0, "records: 1\n")
-    assert {json.loads(line)["rkey"] for line in result.stdout.splitlines()} == {"b"}
+async def test_export_command(store: Store, session: Session, tmp_path: Path) -> None:
+    result = await session.run("export", "--collection", "app.test.more", "-o", str(tmp_path / "out.jsonl"))
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "records: 1\n")
+    assert [row["rkey"] for row in rows_of(tmp_path / "out.jsonl")] == ["b"]
     file = tmp_path / "out.parquet"
-    arguments = ("export", "--collection", "app.test.more", "--format", "parquet", "-o", str(file))
-    result = run_indexer(*arguments, INDEXER_DATABASE_URL=database)
-    assert (result.returncode, result.stdout) == (0, "")
-    assert len(rows_of(file)) == 1
-    result = run_indexer("export", "--collection", "not an nsid", INDEXER_DATABASE_URL=database)
-    assert (result.returncode, result.stdout) == (2, "")
-    result = run_indexer(
-        "export", "--collection", "app.test.more", "-o", f"{tmp_path}/none/out", INDEXER_DATABASE_URL=database
-    )
-    assert result.returncode == 1
-    assert len(result.stderr.splitlines()) == 1
+    result = await session.run("export", "--collection", "app.test.none", "--format", "parquet", "-o", str(file))
+    assert (result.returncode, result.stderr) == (0, "records: 0\n")
+    assert rows_of(file) == []
+    result = await session.run("export", "--collection", "app.test.more", "-o", f"{tmp_path}/none/out")
+    assert (result.returncode, len(result.stderr.splitlines())) == (1, 1)

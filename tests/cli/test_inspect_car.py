@@ -1,10 +1,12 @@
+import subprocess
+import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from indexer.atproto.cid import cid_of
+from indexer.atproto.cid import cid_of, cid_text
 from indexer.atproto.crypto import PrivateKey, PublicKey
 from indexer.atproto.limits import DEFAULT_LIMITS, Limits
 from indexer.atproto.mst import MissingNodeError
@@ -13,10 +15,12 @@ from indexer.cli.inspect_car import InspectedRecord, open_export
 from indexer.errors import UnavailableError, UpstreamError
 from indexer.localnet.local_repo import LocalRepo, Write, car_header, car_section
 from indexer.reasons import FetchFailure, Rejection
+from tests.cli.command_line import PROJECT, Session, error_line
 from tests.vectors import vectors
 
 DID = "did:plc:" + "a" * 24
 KEY = PrivateKey.from_seed("k256", b"inspection")
+OTHER_KEY = PrivateKey.from_seed("p256", b"other").public
 FLOAT = b"\xa1\x61x\xfb\x3f\xf8\x00\x00\x00\x00\x00\x00"
 NOTES = 200
 NOT_STRICT = b"\xa2\x61b\x01\x61a\x01"  # a map with keys out of order
@@ -27,7 +31,7 @@ def repo() -> LocalRepo:
     repo = LocalRepo(DID, KEY, "3jzfcijpj2z2a")
     writes = [
         Write.create(f"com.example.note/{number:03}", {"$type": "com.example.note", "n": number})
-        for number in range(200)
+        for number in range(NOTES)
     ]
     repo.write(writes, KEY, "3jzfcijpj2z2b")
     return repo
@@ -72,11 +76,6 @@ async def test_the_order_of_blocks_does_not_matter(repo: LocalRepo, file: Path) 
     assert len(await list_records(write(file, [header, *reversed(sections)]))) == NOTES
 
 
-async def test_signature_of_another_key_is_rejected(repo: LocalRepo, file: Path) -> None:
-    other = PrivateKey.from_seed("p256", b"other").public
-    assert (await rejection_of(write(file, repo.export()), other)).reason is Rejection.SIGNATURE_INVALID
-
-
 async def is_complete(file: Path) -> bool:
     try:
         return not any(record.problem for record in await list_records(file))
@@ -112,16 +111,18 @@ async def test_records_that_are_not_strict_dag_cbor_are_explained(file: Path) ->
     assert unusual.problem == Problem.NUMBER
 
 
-@pytest.mark.parametrize(("block", "words"), [(NOT_STRICT, "CBOR (a map with"), (b"\xa1\x61", "not CBOR at all")])
-async def test_commit_that_is_not_strict_dag_cbor_is_explained(block: bytes, words: str, file: Path) -> None:
-    error = await rejection_of(write(file, [car_header(cid_of(block)), car_section(cid_of(block), block)]))
-    assert error.reason is Rejection.COMMIT_MALFORMED
-    assert words in error.detail
-
-
-async def test_root_that_is_not_in_the_file_is_rejected(file: Path) -> None:
-    sections = [car_header(cid_of(b"x")), car_section(cid_of(b"\xa0"), b"\xa0")]
-    assert (await rejection_of(write(file, sections))).reason is Rejection.COMMIT_MISSING
+@pytest.mark.parametrize(
+    ("block", "reason", "words"),
+    [
+        (NOT_STRICT, Rejection.COMMIT_MALFORMED, "CBOR (a map with"),
+        (b"\xa1\x61", Rejection.COMMIT_MALFORMED, "not CBOR at all"),
+        (None, Rejection.COMMIT_MISSING, ""),
+    ],
+)
+async def test_bad_commit_is_explained(block: bytes | None, reason: Rejection, words: str, file: Path) -> None:
+    root = cid_of(block or b"missing")
+    error = await rejection_of(write(file, [car_header(root), car_section(cid_of(block or b"x"), block or b"x")]))
+    assert (error.reason, words in error.detail) == (reason, True)
 
 
 @pytest.mark.parametrize("limit", [{"repo_blocks": 100}, {"repo_bytes": 10_000}, {"block_bytes": 100}])
@@ -135,3 +136,52 @@ async def test_real_exports_are_complete(name: str) -> None:
     records = await list_records(vectors(name))
     assert len(records) > 20
     assert not any(record.problem == Problem.MISSING for record in records)
+
+
+def test_command_lists_a_valid_export_and_says_whether_the_signature_was_checked(
+    repo: LocalRepo, file: Path, session_without_database: Session
+) -> None:
+    write(file, repo.export())
+    result = session_without_database("inspect", str(file), "--key", KEY.public.did_key())
+    assert (result.returncode, result.stderr) == (0, "")
+    head, _, records = result.stdout.partition("\n\n")
+    assert f"did        {DID}\n" in head
+    assert head.endswith("signature  valid")
+    assert records.splitlines() == [f"{cid_text(cid_of(block))} {path}" for path, block in sorted(repo.records.items())]
+    assert "signature  not checked" in session_without_database("inspect", str(file)).stdout
+
+
+def test_command_rejects_an_invalid_export_with_the_reason(
+    repo: LocalRepo, file: Path, session_without_database: Session
+) -> None:
+    write(file, repo.export())
+    session = session_without_database
+    for key, code, expected in (
+        (OTHER_KEY.did_key(), 1, f"{file} is invalid: signature-invalid"),
+        ("did:key:nonsense", 2, "Invalid value for '--key': "),
+    ):
+        result = session("inspect", str(file), "--key", key)
+        assert result.returncode == code
+        assert error_line(result).startswith(expected)
+    file.write_bytes(file.read_bytes()[:-1])
+    result = session("inspect", str(file))
+    assert result.returncode == 1
+    assert error_line(result).startswith(f"{file} is invalid: export-incomplete: ")
+
+
+@pytest.mark.slow
+def test_closed_output_pipe_is_not_reported_as_an_error(file: Path) -> None:
+    repo = LocalRepo(DID, KEY, "3jzfcijpj2z2a")
+    repo.write([Write.create(f"com.example.note/{n}", FLOAT) for n in range(3_000)], KEY, "3jzfcijpj2z2b")
+    write(file, repo.export())
+    process = subprocess.Popen(
+        [sys.executable, "-m", "indexer", "inspect", str(file)],
+        cwd=PROJECT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    with process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(30) == 1
+        assert process.stderr.read() == b""

@@ -1,6 +1,3 @@
-import contextlib
-import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -10,25 +7,12 @@ import click
 import pytest
 
 from indexer import __version__
-from indexer.cli.command import ExitCode
 from indexer.cli.json_fields import JSON_LINES
 from indexer.cli.main import COMMANDS, load_command, main
-from tests.cli.command_line import PROJECT, environment_without_settings, error_line, run_indexer
+from tests.cli.command_line import PROJECT, Session, environment_without_settings, error_line
+from tests.cli.stored_account import DID
 
-
-def test_program_and_every_command_have_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help"]) == 0
-    page = capsys.readouterr().out
-    for name, (_, short_help) in COMMANDS.items():
-        assert name in page
-        command = load_command(name)
-        assert command.get_short_help_str(limit=1_000) == short_help
-        subcommands = getattr(command, "commands", {})
-        for arguments in ([name], *([name, subcommand] for subcommand in subcommands)):
-            assert main([*arguments, "--help"]) == 0
-            assert "--config" in capsys.readouterr().out
-
-
+FULL_HELP = "Usage: indexer [OPTIONS] [COMMAND]"
 WITHOUT_JSON = {"run", "demo", "completion", "export"}
 """Commands that print no data, or print it in a format that their options choose."""
 
@@ -42,58 +26,16 @@ def leaf_commands(commands: Mapping[str, click.Command], prefix: str = "") -> It
             yield f"{prefix}{name}", found
 
 
-def test_every_command_that_prints_data_has_json_with_listed_fields() -> None:
+def test_every_command_has_help_and_one_that_prints_data_has_json_with_listed_fields(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     found = dict(leaf_commands({name: load_command(name) for name in COMMANDS}))
+    for name in found:
+        assert main([*name.split(), "--help"]) == 0
+        assert "--config" in capsys.readouterr().out
     with_json = {name for name, command in found.items() for option in command.params if option.name == "as_json"}
     assert found.keys() - with_json == WITHOUT_JSON
     assert JSON_LINES.keys() == with_json
-
-
-def test_names_of_json_fields_are_in_snake_case() -> None:
-    paths = [path for lines in JSON_LINES.values() for fields in lines.values() for path in fields]
-    assert [path for path in paths if not re.fullmatch(r"[a-z_]+((\[\])?\.[a-z_]+)*", path)] == []
-
-
-def test_every_exit_code_has_a_meaning() -> None:
-    assert all(code.text.endswith(".") for code in ExitCode)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("no_color", "coloured"), [("", True), ("1", False)])
-def test_output_on_a_terminal_has_colours_unless_the_user_does_not_want_them(
-    no_color: str, coloured: bool, tmp_path: Path
-) -> None:
-    environment = {"NO_COLOR": no_color, "TERM": "xterm", "INDEXER_RESYNC_WORKERS": "many"}
-    output = run_on_terminal(["doctor"], **environment)
-    assert "fail" in output
-    assert ("\x1b[1;31m" in output) == coloured
-    assert ("\x1b[31m" in output) is False
-    result = run_indexer("doctor", **environment)
-    assert "\x1b" not in result.stdout, "without a terminal"
-
-
-def run_on_terminal(arguments: list[str], **environment: str) -> str:
-    """Run the program with a terminal as stdout; return what it wrote there."""
-    terminal, stdout = os.openpty()
-    program = [sys.executable, "-m", "indexer", *arguments]
-    subprocess.run(
-        program, cwd=PROJECT, env=environment_without_settings() | environment, stdout=stdout, check=False, timeout=60
-    )
-    os.close(stdout)
-    output = b""
-    with contextlib.suppress(OSError):  # the end of a terminal whose other side is closed
-        while part := os.read(terminal, 65_536):
-            output += part
-    os.close(terminal)
-    return output.decode()
-
-
-def test_program_without_a_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 0
-    output = capsys.readouterr()
-    assert main(["--help"]) == 0
-    assert output.out == capsys.readouterr().out
-    assert output.err == ""
 
 
 SLOW_LIBRARIES = {
@@ -107,11 +49,10 @@ SLOW_LIBRARIES = {
     ("variables", "arguments", "expected"),
     [
         ({}, ["--version"], f"indexer, version {__version__}\nnative core: "),
-        ({}, ["--help"], "Usage: indexer [OPTIONS] [COMMAND]"),
-        ({}, [], "Usage: indexer [OPTIONS] [COMMAND]"),
+        ({}, [], FULL_HELP),
         ({"_INDEXER_COMPLETE": "bash_complete", "COMP_WORDS": "indexer mi", "COMP_CWORD": "1"}, [], "plain,migrate\n"),
     ],
-    ids=["version", "help", "no arguments", "completion"],
+    ids=["version", "help", "completion"],
 )
 def test_version_help_and_completion_load_no_slow_library(
     variables: dict[str, str], arguments: list[str], expected: str
@@ -123,58 +64,54 @@ def test_version_help_and_completion_load_no_slow_library(
     )
     result = subprocess.run(
         [sys.executable, "-c", program],
-        cwd=PROJECT,
-        env=environment_without_settings() | variables,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+        cwd=PROJECT, env=environment_without_settings() | variables, capture_output=True, text=True, check=False,
+    )  # fmt: skip
     assert (result.returncode, result.stderr.strip()) == (0, "")
     assert result.stdout.startswith(expected)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "expected"),
+    "arguments",
     [
-        (["fly"], "No such command 'fly'; see indexer --help"),
-        (["statu"], "No such command 'statu'. Did you mean 'status'?; see indexer --help"),
-        (["run", "--fast"], "No such option '--fast'; see indexer run --help"),
-        (["run", "now"], "Got unexpected extra argument (now); see indexer run --help"),
-        (["cursor"], "Missing command; see indexer cursor --help\n"),
-        (["inspect"], "Missing argument 'FILE.car'; see indexer inspect --help"),
-        (["demo", "--seconds", "many"], "Invalid value for '--seconds': 'many' is not a valid number; see"),
+        "fly", "run --fast", "run now", "cursor", "inspect", "inspect absent.car", "demo --seconds many",
+        *(f"demo --serve {address}" for address in ("127.0.0.1", "localhost:0", "localhost:65001", ":2470")),
+        "add", f"add {DID} --file {__file__}", f"add {DID} -", "add someone.example",
+        "resync", f"resync {DID} --all", "resync someone.example",
+        "repo nobody", "record https://example.com", f"record at://{DID}", f"record at://{DID}/com.example.note/..",
+        "discover --relay https://a.example --pds https://b.example", "discover --relay a.example",
+        "discover --pds https://a.example/xrpc", "discover --pds https://[::1", "discover --collection notes",
+        f"audit {DID} --sample 5", "audit --sample 0", "audit someone.example", "export --collection notes",
+        *(f"cursor reset wss://a.example --yes --to={to}" for to in ("yesterday", "-1", "1" * 30, 2**63)),
+        "rejected --reason nonsense", "rejected --did someone.example", "rejected --limit 0", "rejected show",
+        "rejected show one", f"rejected show {2**63}", "rejected replay", "rejected replay 1 --reason future-rev",
+        "scope track nobody", "lexicon add nowhere.json", "lexicon add ./like", "lexicon add one.two",
     ],
-)
-def test_bad_argument_is_reported_in_one_line(
-    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+)  # fmt: skip
+def test_bad_argument_is_reported_in_one_line_before_anything_is_opened(
+    arguments: str, session_without_database: Session
 ) -> None:
-    assert main(arguments) == 2
-    output = capsys.readouterr()
-    assert output.out == ""
-    assert output.err.startswith(f"indexer: {expected}")
-    assert output.err.count("\n") == 1
+    result = session_without_database(*arguments.split())
+    assert result.returncode == 2
+    assert error_line(result)
 
 
-@pytest.mark.slow
-def test_bad_settings_are_reported_in_one_line_by_every_command(tmp_path: Path) -> None:
-    file = tmp_path / "some.car"
-    file.write_bytes(b"")
-    result = run_indexer("inspect", str(file), INDEXER_RESYNC_WORKERS="many")
-    assert result.returncode == 2
-    expected = "INDEXER_RESYNC_WORKERS: 'many' is not allowed; it must be a whole number from 1 to 1000"
-    assert error_line(result) == expected
-    result = run_indexer("demo", INDEXER_LOG_FORMAT="loud")
-    assert result.returncode == 2
-    assert error_line(result) == "INDEXER_LOG_FORMAT: 'loud' is not allowed; it must be json, console, or auto"
-    (tmp_path / "bad.toml").write_text("shard = '9/4'")
-    for arguments in (["--config", f"{tmp_path}/bad.toml", "run"], ["run", "--config", f"{tmp_path}/bad.toml"]):
-        result = run_indexer(*arguments)
+def test_bad_settings_are_reported_in_one_line(session_without_database: Session, tmp_path: Path) -> None:
+    session = session_without_database
+    file = tmp_path / "bad.toml"
+    file.write_text("shard = '9/4'")
+    for arguments in (["--config", str(file), "run"], ["run", "--config", str(file)]):
+        result = session(*arguments)
         assert result.returncode == 2
-        assert error_line(result).startswith(f"'shard' in {tmp_path}/bad.toml: '9/4' is not allowed")
+        assert error_line(result).startswith(f"'shard' in {file}: '9/4' is not allowed")
+    (tmp_path / "some.car").touch()
+    session.configure(INDEXER_RESYNC_WORKERS="many")
+    expected = "INDEXER_RESYNC_WORKERS: 'many' is not allowed; it must be a whole number from 1 to 1000"
+    assert error_line(session("inspect", f"{tmp_path}/some.car")) == expected
+    session.configure(INDEXER_LOG_FORMAT="loud")
+    assert error_line(session("demo")).startswith("INDEXER_LOG_FORMAT: 'loud' is not allowed")
 
 
-@pytest.mark.slow
-def test_control_characters_in_an_argument_are_escaped_in_the_error(tmp_path: Path) -> None:
-    result = run_indexer("inspect", str(tmp_path / "a\n\x1b[2Jb.car"))
+def test_control_characters_in_an_argument_are_escaped_in_the_error(session_without_database: Session) -> None:
+    result = session_without_database("inspect", "a\n\x1b[2Jb.car")
     assert result.returncode == 2
     assert error_line(result).isprintable()

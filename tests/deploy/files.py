@@ -2,43 +2,40 @@
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from indexer.settings import OTHER_VARIABLES, Settings, variable
+from tests.source_code import PROJECT
 from tests.yaml_files import read_yaml
 
-ROOT = Path(__file__).parents[2]
-KUBERNETES = ROOT / "deploy/kubernetes"
-SETUP = "run tests/deploy/setup.sh"
-VARIABLES = OTHER_VARIABLES | set(map(variable, Settings.model_fields))
-
-
-def dockerfile() -> str:
-    """Return the Dockerfile, with continued lines joined."""
-    return (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
+KUBERNETES = PROJECT / "deploy/kubernetes"
+SYSTEMD = PROJECT / "deploy/systemd"
+UNIT = SYSTEMD / "indexer.service"
+BASE, DEMO, CITUS = COMPOSE_FILES = "docker-compose.yml", "docker-compose.demo.yml", "docker-compose.citus.yml"
 
 
 def instruction(name: str) -> str:
     """Return the argument of the last instruction of the Dockerfile with this name."""
-    return str(re.findall(rf"^{name} +(.+)$", dockerfile(), re.MULTILINE)[-1]).strip()
+    text = (PROJECT / "Dockerfile").read_text().replace("\\\n", " ")
+    return str(re.findall(rf"^{name} +(.+)$", text, re.MULTILINE)[-1]).strip()
 
 
-def image_environment() -> dict[str, str]:
-    return dict(word.split("=", 1) for word in instruction("ENV").split())
-
-
-def compose(name: str) -> dict[str, Any]:
-    """Return a Compose file with its merge keys resolved, and without the interpolation of variables."""
-    return read_yaml(ROOT / name)
+def services(name: str) -> dict[str, Any]:
+    """Return the services of a Compose file with merge keys resolved, and without the interpolation of variables."""
+    found: dict[str, Any] = read_yaml(PROJECT / name)["services"]
+    return found
 
 
 def manifests() -> dict[str, dict[str, Any]]:
     """Return the Kubernetes objects that the kustomization lists, by kind."""
-    kustomization = read_yaml(KUBERNETES / "kustomization.yaml")
-    found = [read_yaml(KUBERNETES / name) for name in kustomization["resources"]]
+    found = [read_yaml(KUBERNETES / name) for name in read_yaml(KUBERNETES / "kustomization.yaml")["resources"]]
     assert len({item["kind"] for item in found}) == len(found)
     return {item["kind"]: item for item in found}
+
+
+def entry(key: str) -> str:
+    """Return the value of a key of the systemd unit, which has it once."""
+    (value,) = re.findall(rf"^{key}=(.*)$", UNIT.read_text(), re.MULTILINE)
+    return str(value)
 
 
 def seconds(text: str) -> float:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from indexer.monitoring.conditions import CONDITION_KINDS
+from indexer.reasons import Desync, FetchFailure, GapReason, Rejection
 from indexer.settings import OTHER_VARIABLES, Settings, variable
 from tests.source_code import source_files
 
@@ -16,8 +18,8 @@ DOCS = ROOT / "docs"
 PAGES = [*sorted(DOCS.rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 SOURCE_FOLDERS = ("indexer", "tests", "benchmarks", "migrations", "examples")
 SOURCE_TYPES = frozenset({".py", ".sql", ".mako", ".ini", ".toml", ".sh", ".js", ".mjs", ".ts"})
-# docs/settings.md explains why this variable can be in the environment.
-KUBERNETES_VARIABLES = frozenset({"INDEXER_PORT"})
+SETTINGS = OTHER_VARIABLES | set(map(variable, Settings.model_fields)) | {"INDEXER_PORT", "INDEXER_TEST_PG_CONFIG"}
+"""Also a variable of Kubernetes that docs/settings.md explains, and one of the tests."""
 
 FENCED = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^#{1,6} +(.+?) *#*$", re.MULTILINE)
@@ -25,14 +27,10 @@ LINK = re.compile(r"\]\(([^)\s]+)\)|^\[[^\]]+\]: +(\S+)", re.MULTILINE)
 DOCS_PATH = re.compile(r"\bdocs/[\w./-]+\.md(?:#[\w-]+)?")
 TEST_PATH = re.compile(r"\btests/[\w/-]+(?:\.\w+)?")
 MODULE_PATH = re.compile(r"`((?:indexer|tests|benchmarks|migrations|examples)/[\w./-]+)`")
+TEST_NAME = re.compile(r"(?:(tests/[\w/]+\.py)|[`…])::(?:Test\w+::)?(test_\w+)")
 SETTING = re.compile(r"\bINDEXER_[A-Z_]+\b")
 
-PUBLIC_SECTION = re.compile(r"\bRFC \d+,? §§? ?[\d.]+")
-PRIVATE_REFERENCE = re.compile(r"§|\bspec(?:ification)? ?\d|\bspec/|\b(?:ES|LX|CAR|RP|SY|ID|DM|SEC)-\d{1,2}\b")
-
-# Each of the traps in docs/gotchas.md, and each row of a table in docs/glossary.md.
-TRAP = re.compile(r"^### .+?(?=^##|\Z)", re.MULTILINE | re.DOTALL)
-ROW = re.compile(r"^\| (?!term \||-)(.+?) \| (.+) \|$", re.MULTILINE)
+RUNBOOK_ROW = re.compile(r"^\| `([\w-]+)` \|", re.MULTILINE)
 
 
 def name_of(page: Path) -> str:
@@ -86,13 +84,24 @@ def sources() -> Iterator[Path]:
             yield path
 
 
-def missing_tests(page: Path) -> list[str]:
-    return [path for path in TEST_PATH.findall(page.read_text()) if not (ROOT / path).exists()]
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_paths_and_settings_of_a_page_exist(page: Path) -> None:
+    text = page.read_text()
+    assert broken_links(prose(page), page) == []
+    named = {*TEST_PATH.findall(text), *MODULE_PATH.findall(prose(page))}
+    assert [path for path in named if not (ROOT / path).exists()] == []
+    assert set(SETTING.findall(text)) - SETTINGS == set()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_links_of_the_documentation_resolve(page: Path) -> None:
-    assert broken_links(prose(page), page) == []
+def test_test_functions_that_a_page_names_exist(page: Path) -> None:
+    """As in `tests/x/test_y.py::test_z`, `::test_of_the_file_before`, `…::test_of_the_file_before`."""
+    file, missing = "", []
+    for path, name in TEST_NAME.findall(page.read_text()):
+        file = path or file
+        if f"def {name}(" not in (ROOT / file).read_text():
+            missing.append(f"{file}::{name}")
+    assert missing == []
 
 
 def test_references_to_the_documentation_resolve() -> None:
@@ -107,48 +116,7 @@ def test_references_to_the_documentation_resolve() -> None:
     assert problems == []
 
 
-def test_sources_refer_to_public_documents_only() -> None:
-    problems = [
-        f"{name_of(path)}:{number}: {line.strip()}"
-        for path in sources()
-        if PRIVATE_REFERENCE.search(PUBLIC_SECTION.sub("", text := path.read_text()))
-        for number, line in enumerate(text.splitlines(), 1)
-        if PRIVATE_REFERENCE.search(PUBLIC_SECTION.sub("", line))
-    ]
-    assert problems == []
-
-
-@pytest.mark.parametrize("name", ["gotchas.md", "invariants.md"])
-def test_tests_that_a_page_names_exist(name: str) -> None:
-    page = DOCS / name
-    assert TEST_PATH.search(page.read_text())
-    assert missing_tests(page) == []
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_paths_that_a_page_names_exist(page: Path) -> None:
-    assert [path for path in MODULE_PATH.findall(prose(page)) if not (ROOT / path).exists()] == []
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_settings_that_a_page_names_exist(page: Path) -> None:
-    known = OTHER_VARIABLES | KUBERNETES_VARIABLES | set(map(variable, Settings.model_fields))
-    assert set(SETTING.findall(page.read_text())) - known == set()
-
-
-def test_every_trap_names_consequence_behaviour_and_test() -> None:
-    traps = TRAP.findall((DOCS / "gotchas.md").read_text())
-    assert traps
-    for trap in traps:
-        assert re.findall(r"^- \*\*(\w+):\*\* ", trap, re.MULTILINE) == ["Trap", "Consequence", "Here", "Test"], trap
-        assert TEST_PATH.search(trap.partition("**Test:**")[2]), trap
-
-
-def test_every_term_is_defined_once_and_linked() -> None:
-    page = DOCS / "glossary.md"
-    rows = ROW.findall(page.read_text())
-    terms = Counter(term for term, _ in rows)
-    assert len(rows) > 100
-    assert [term for term, count in terms.items() if count > 1] == []
-    assert [term for term, meaning in rows if not LINK.search(meaning)] == []
-    assert broken_links(page.read_text(), page) == []
+def test_runbook_has_a_row_for_every_reason_and_condition() -> None:
+    reasons = {str(reason) for kind in (Rejection, Desync, FetchFailure, GapReason) for reason in kind}
+    reasons |= {kind.name for kind in CONDITION_KINDS}
+    assert reasons - set(RUNBOOK_ROW.findall((DOCS / "runbook.md").read_text())) == set()

@@ -11,7 +11,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import asyncpg
 import pytest
-from sqlalchemy import inspect, select
+from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
 
 from docs.generate import PROJECT
@@ -25,10 +25,6 @@ from tests.waiting import until
 
 CID = "bafkreihdwdcefgh4dqkjv67uzcmw7ojee6xedzdetojuzjevtenxquvyku"
 DIRECTORY = PROJECT / "examples" / "public_schema"
-SCALARS = {"string", "boolean", "number", "Int8", "Date", "DateOrInfinity"}
-COLUMNS = """
-    select table_name || '.' || column_name, data_type from information_schema.columns where table_schema = 'atproto'
-"""
 NODE_POSTGRES_TYPES = {
     "DateOrInfinity": {"Date", "number"},
     "Int8": {"string"},
@@ -56,15 +52,6 @@ async def connection(database: str) -> AsyncIterator[AsyncConnection]:
     async with engine.connect() as connection:
         yield connection
     await engine.dispose()
-
-
-async def test_every_column_of_every_public_view_is_in_the_models(models: ModuleType, sql: asyncpg.Connection) -> None:
-    mapped = {
-        f"{mapper.local_table.name}.{column.name}"
-        for mapper in models.PublicView.registry.mappers
-        for column in inspect(mapper).columns
-    }
-    assert mapped == {name for name, _ in await sql.fetch(COLUMNS)}
 
 
 @pytest.mark.slow
@@ -102,16 +89,7 @@ def values_of(declared: str) -> set[str]:
     return NODE_POSTGRES_TYPES.get(type_, {type_}) | ({null} if null else set())
 
 
-async def test_every_column_of_every_public_view_has_a_typescript_type(sql: asyncpg.Connection) -> None:
-    found = declared_types()
-    assert found.keys() == {name for name, _ in await sql.fetch(COLUMNS)}
-    assert {type_.removesuffix(" | null") for type_ in found.values()} <= SCALARS | {"Json"}
-    assert (found["changes.seq"], found["changes.collection"]) == ("Int8", "string | null")
-    assert found["repos.next_attempt_at"] == "DateOrInfinity | null"
-    assert (found["records.value"], found["repos.visible"], found["records.rkey"]) == ("Json", "boolean", "string")
-
-
-@pytest.mark.slow
+@pytest.mark.proof("clients")
 @needs_clients
 def test_typescript_types_compile_strictly_in_a_program_that_uses_node_postgres() -> None:
     compiler = NPM_DIRECTORY / "node_modules" / "typescript" / "bin" / "tsc"
@@ -119,7 +97,7 @@ def test_typescript_types_compile_strictly_in_a_program_that_uses_node_postgres(
     assert (result.returncode, result.stdout) == (0, "")
 
 
-@pytest.mark.slow
+@pytest.mark.proof("clients")
 @needs_clients
 async def test_node_postgres_returns_values_of_the_declared_typescript_types(
     store: Store, sql: asyncpg.Connection, database: str

@@ -14,7 +14,7 @@ from tests.feed_clients.node_process import NodeProcess, needs_clients, node_pro
 from tests.service.feed.jetstream_client import describe, feed
 from tests.waiting import until
 
-pytestmark = [pytest.mark.slow, needs_clients]
+pytestmark = [pytest.mark.proof("clients"), needs_clients]
 
 
 class NpmClient:
@@ -41,9 +41,6 @@ class NpmClient:
         """Return the next events of records as `operation collection/rkey`, and the others as their kind."""
         events = [await self.next() for _ in range(count)]
         return [describe(event) if kind in {"create", "update", "delete"} else kind for kind, event in events]
-
-    def update_options(self, **payload: Any) -> None:
-        self._process.send(payload)
 
 
 @asynccontextmanager
@@ -85,30 +82,3 @@ async def test_client_gets_every_event_once_in_order_through_restarts(database: 
                 f"create {LIKE}/c",
             ]
             assert "close" in events
-
-
-async def test_client_gets_account_and_identity_events_and_filters(database: str, tmp_path: Path) -> None:
-    async with LocalNetwork(pds=2) as network, feed(database, tmp_path, network) as (daemon, address):
-        ada, bob = daemon.create_account("ada.test", records=1), daemon.create_account("bob.test", records=1)
-        await daemon.wait_until_equal()
-        async with npm_client(address, cursor=1, wantedCollections=[LIKE], wantedDids=[bob.did]) as client:
-            assert await client.take(1) == ["open"]
-            ada.create(LIKE, post("of another account"))
-            bob.create(POST, post("in another collection"))
-            bob.create(LIKE, post("wanted"), rkey="a")
-            assert await client.take(1) == [f"create {LIKE}/a"]
-            bob.deactivate()
-            kind, event = await client.next()
-            assert kind == "account"
-            assert event["account"].items() >= {"active": False, "did": bob.did, "status": "deactivated"}.items()
-            bob.activate()
-            kind, event = await client.next()
-            assert (kind, event["account"]["active"]) == ("account", True)
-            bob.migrate(next(pds for pds in network.pdses if pds is not bob.pds))
-            kind, event = await client.next()
-            assert (kind, event["identity"]["did"]) == ("identity", bob.did)
-            client.update_options(wantedDids=[ada.did], wantedCollections=[POST])
-            await daemon.wait_until_equal()
-            ada.create(POST, post("wanted now"), rkey="b")
-            assert await client.take(1) == [f"create {POST}/b"]
-        await daemon.wait_until_equal()

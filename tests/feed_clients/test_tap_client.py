@@ -14,10 +14,10 @@ from indexer.localnet.local_network import LocalNetwork
 from indexer.service.background.account_erasure import AccountErasure
 from tests.daemon.running_daemon import POST, RunningDaemon, post, running_daemon
 from tests.feed_clients.node_process import Line, needs_clients, node_process
-from tests.service.feed.test_tap_feed import wait_until_delivered
+from tests.service.feed.tap_client import wait_until_delivered
 from tests.waiting import until
 
-pytestmark = [pytest.mark.slow, needs_clients]
+pytestmark = [pytest.mark.proof("clients"), needs_clients]
 PASSWORD = "correct-horse"
 
 
@@ -113,25 +113,6 @@ async def test_tap_client_gets_all_events_in_order_through_restarts_of_both_side
             assert firsts == sorted(firsts), "repeated events do not count"
 
 
-async def test_tap_client_that_connects_after_the_log_was_trimmed_gets_all_records(
-    database: str, tmp_path: Path
-) -> None:
-    async with LocalNetwork() as network, served(database, tmp_path, network) as (daemon, url):
-        account = network.create_account("ada.test")
-        for number in range(20):
-            account.create(POST, post(number), rkey=f"{number:03}")
-        await daemon.wait_for_cursor()
-        await daemon.execute("select setval('indexer.trimmed_seq', atproto.latest_seq())")
-        async with node_process("tap_indexer.mjs", url, PASSWORD) as client:
-            await until(lambda: len(events(client.lines)) == 20, lambda: client.lines)
-            account.delete(f"{POST}/000")
-            await until(lambda: len(events(client.lines)) == 21, lambda: client.lines)
-            await wait_until_delivered(daemon)
-            assert final_texts(client.lines) == {account.did: {f"{number:03}": str(number) for number in range(1, 20)}}
-            assert [identity["did"] for identity in events(client.lines, "identity")] == [account.did]
-            assert problems(client.lines) == []
-
-
 async def test_methods_of_the_tap_client_work(database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(composition, "AccountErasure", partial(AccountErasure, interval=0.1))
     async with (
@@ -165,16 +146,6 @@ async def test_methods_of_the_tap_client_work(database: str, tmp_path: Path, mon
         unknown = {"method": "getRepoInfo", "failed": "Failed to get repo info: Not Found"}
         assert await call("getRepoInfo", account.did) == unknown
         assert problems(client.lines) == [refused, unknown]
-
-
-async def test_tap_client_with_a_bad_password_gets_one_clear_error(database: str, tmp_path: Path) -> None:
-    async with (
-        LocalNetwork() as network,
-        served(database, tmp_path, network) as (_, url),
-        node_process("tap_indexer.mjs", url, "wrong") as client,
-    ):
-        await until(lambda: bool(client.lines))
-        assert client.lines == [{"failed": "Error: Unexpected server response: 401"}]
 
 
 async def test_webhook_handler_of_tap_gets_all_events_in_order_although_it_fails_at_first(

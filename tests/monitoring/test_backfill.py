@@ -31,15 +31,10 @@ def test_rate_is_averaged_over_a_limited_time() -> None:
 
 def test_time_between_two_seldom_counts_is_used_if_it_is_longer() -> None:
     counted = RepoCounts()
-    counted.set(COUNTS, inf, 0.0)
-    assert counted.since(50 * RATE_SECONDS) == 0.0
-
-
-def test_no_time_is_left_if_no_repo_waits() -> None:
-    counted = RepoCounts()
     done = Counts({**dict.fromkeys(SyncStatus, 0), SyncStatus.SYNCHRONIZED: 7}, {}, 0, 0, 0, [], ended=1)
     counted.set(done, 0.0, 10.0)
-    assert counted.backfill() == Backfill(0, 1.0, 0.1, None)
+    assert counted.backfill() == Backfill(0, 1.0, 0.1, None), "no time is left if no repo waits"
+    assert counted.since(50 * RATE_SECONDS) == 10.0
 
 
 def scope_of(*numbers: int, ended: int) -> ScopeStatus | None:
@@ -56,17 +51,8 @@ def test_rate_of_added_collections_is_that_at_which_their_repos_become_fewer() -
     assert scope_of(500, ended=0) == ScopeStatus(500, None, None)
     assert scope_of(500, 480, 460, ended=100) == ScopeStatus(waiting=460, repos_per_second=2.0, seconds_left=230.0)
     assert scope_of(500, 500, ended=100) == ScopeStatus(500, 0.0, None)
-
-
-def test_rate_of_added_collections_begins_anew_when_the_scope_changes() -> None:
-    assert scope_of(0, 0, 900, ended=100) == ScopeStatus(900, None, None)
+    assert scope_of(0, 0, 900, ended=100) == ScopeStatus(900, None, None), "it begins anew when the scope changes"
     assert scope_of(0, 0, 900, 880, ended=100) == ScopeStatus(880, 2.0, 440.0)
-
-
-def test_rate_of_added_collections_is_limited_by_the_resyncs() -> None:
-    """A list completes many repos at once, and says nothing about the others."""
-    assert scope_of(1_000_000, 5_000, ended=50) == ScopeStatus(5_000, 5.0, 1_000.0)
-
-
-def test_no_time_is_left_if_no_repo_waits_for_added_collections() -> None:
+    limited = scope_of(1_000_000, 5_000, ended=50)  # a list completes many repos at once
+    assert limited == ScopeStatus(5_000, 5.0, 1_000.0), "it is limited by the resyncs"
     assert scope_status_of(0, 40, 10.0, 9.0) == ScopeStatus(0, 4.0, None)

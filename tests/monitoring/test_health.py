@@ -1,9 +1,10 @@
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -45,63 +46,61 @@ def metrics() -> Metrics:
     return Metrics()
 
 
-@pytest.fixture
-def conditions() -> Conditions:
-    return Conditions()
+Serve = Callable[..., AbstractAsyncContextManager[Address]]
+FREE = Address("127.0.0.1", 0)
 
 
 @pytest.fixture
-async def client(probe: FakeProbe, metrics: Metrics, conditions: Conditions) -> AsyncIterator[aiohttp.ClientSession]:
-    limits = HttpLimits(scrape_interval=0.0)
+def serve(probe: FakeProbe, metrics: Metrics) -> Serve:
+    """Return a function that serves on a free port during a block, with the given limits and routes."""
+
+    def serve(
+        limits: HttpLimits | None = None, address: Address = FREE, registry: Any = metrics.registry, **options: Any
+    ) -> AbstractAsyncContextManager[Address]:
+        return serve_health(address, probe, registry, Conditions(), limits or HttpLimits(), **options)
+
+    return serve
+
+
+@pytest.fixture
+async def client(serve: Serve) -> AsyncIterator[aiohttp.ClientSession]:
     async with (
-        serve_health(Address("127.0.0.1", 0), probe, metrics.registry, conditions, limits) as address,
+        serve(HttpLimits(scrape_interval=0.0)) as address,
         aiohttp.ClientSession(f"http://{address}") as session,
     ):
         yield session
 
 
-async def test_checks_of_a_ready_daemon_return_200(client: aiohttp.ClientSession) -> None:
-    for path in ("/healthz", "/readyz"):
+async def test_status_of_the_checks_and_the_reasons(client: aiohttp.ClientSession, probe: FakeProbe) -> None:
+    async def get(path: str) -> tuple[int, dict[str, Any]]:
         async with client.get(path) as response:
-            assert (response.status, await response.json()) == (200, {"status": "ok"})
+            return response.status, await response.json()
 
-
-async def test_lagging_daemon_is_alive_but_not_ready_for_all_reasons(
-    client: aiohttp.ClientSession, probe: FakeProbe
-) -> None:
+    ok = (200, {"status": "ok"})
+    assert [await get(path) for path in ("/healthz", "/readyz")] == [ok, ok]
     probe.reasons = [
         ReadinessReason("relay-disconnected", "no relay is connected", 12.5),
         ReadinessReason("lag", "the newest event is 300 s old", 300.0),
     ]
-    async with client.get("/healthz") as response:
-        assert response.status == 200
-    async with client.get("/readyz") as response:
-        assert response.status == 503
-        assert await response.json() == {
+    assert await get("/healthz") == ok
+    assert await get("/readyz") == (
+        503,
+        {
             "status": "unavailable",
             "reason": "no relay is connected",
             "reasons": [
                 {"code": "relay-disconnected", "message": "no relay is connected", "value": 12.5},
                 {"code": "lag", "message": "the newest event is 300 s old", "value": 300.0},
             ],
-        }
-
-
-async def test_daemon_with_a_stalled_stage_is_neither_alive_nor_ready(
-    client: aiohttp.ClientSession, probe: FakeProbe
-) -> None:
+        },
+    )
+    probe.reasons = []
     probe.stalls = [ReadinessReason("stage-stalled", f"{name} stalled", 130.5) for name in ("inbox", "batch writer")]
     for path in ("/healthz", "/readyz"):
-        async with client.get(path) as response:
-            assert response.status == 503
-            assert await response.json() == {
-                "status": "unavailable",
-                "reason": "inbox stalled",
-                "reasons": [
-                    {"code": "stage-stalled", "message": "inbox stalled", "value": 130.5},
-                    {"code": "stage-stalled", "message": "batch writer stalled", "value": 130.5},
-                ],
-            }
+        status, body = await get(path)
+        assert (status, body["reason"]) == (503, "inbox stalled")
+        assert [reason["message"] for reason in body["reasons"]] == ["inbox stalled", "batch writer stalled"]
+    assert await get("/xrpc/_health") == (200, {"version": __version__})
 
 
 async def test_metrics_are_served_in_both_formats(client: aiohttp.ClientSession, metrics: Metrics) -> None:
@@ -116,32 +115,23 @@ async def test_metrics_are_served_in_both_formats(client: aiohttp.ClientSession,
         assert (await response.text()).endswith("# EOF\n")
 
 
-async def test_xrpc_health_returns_the_version(client: aiohttp.ClientSession) -> None:
-    async with client.get("/xrpc/_health") as response:
-        assert await response.json() == {"version": __version__}
-
-
 async def test_unknown_paths_and_methods_are_rejected(client: aiohttp.ClientSession) -> None:
-    async with client.get("/nothing") as response:
-        assert response.status == 404
-    async with client.post("/healthz") as response:
-        assert response.status == 405
+    async with client.get("/nothing") as unknown, client.post("/healthz") as wrong_method:
+        assert (unknown.status, wrong_method.status) == (404, 405)
 
 
-async def test_address_in_use_raises_os_error(probe: FakeProbe, metrics: Metrics, conditions: Conditions) -> None:
-    async with serve_health(Address("127.0.0.1", 0), probe, metrics.registry, conditions) as address:
+async def test_address_in_use_raises_os_error(serve: Serve) -> None:
+    async with serve() as address:
         with pytest.raises(OSError, match=str(address.port)):
-            async with serve_health(address, probe, metrics.registry, conditions):
+            async with serve(address=address):
                 pass
 
 
 @pytest.mark.parametrize("host", ["nowhere.invalid", "192.0.2.77"])
-async def test_address_of_another_machine_is_a_wrong_setting(
-    probe: FakeProbe, metrics: Metrics, conditions: Conditions, host: str
-) -> None:
+async def test_address_of_another_machine_is_a_wrong_setting(serve: Serve, host: str) -> None:
     address = Address(host, 2580)
     with pytest.raises(SettingsError, match=f"INDEXER_HTTP_BIND: cannot listen at {address}: "):
-        async with serve_health(address, probe, metrics.registry, conditions):
+        async with serve(address=address):
             raise AssertionError("not reached")
 
 
@@ -181,14 +171,10 @@ async def echo(request: web.Request) -> web.StreamResponse:
     return websocket
 
 
-async def test_new_connections_do_not_close_websockets_which_have_a_limit_of_their_own(
-    probe: FakeProbe, metrics: Metrics, conditions: Conditions
-) -> None:
+async def test_new_connections_do_not_close_websockets_which_have_a_limit_of_their_own(serve: Serve) -> None:
     limits = HttpLimits(max_connections=4, max_websockets=2, backlog=2)
-    address_ = Address("127.0.0.1", 0)
-    routes = [web.get("/echo", echo)]
     async with (
-        serve_health(address_, probe, metrics.registry, conditions, limits, routes) as address,
+        serve(limits, routes=[web.get("/echo", echo)]) as address,
         aiohttp.ClientSession(f"http://{address}") as session,
         session.ws_connect("/echo") as first,
         session.ws_connect("/echo") as second,
@@ -204,13 +190,11 @@ async def test_new_connections_do_not_close_websockets_which_have_a_limit_of_the
             connection.close()
 
 
-async def test_websockets_of_a_route_without_a_password_leave_some_to_those_with_one(
-    probe: FakeProbe, metrics: Metrics, conditions: Conditions
-) -> None:
+async def test_websockets_of_a_route_without_a_password_leave_some_to_those_with_one(serve: Serve) -> None:
     limits = HttpLimits(max_websockets=RESERVED_WEBSOCKETS + 2)
     routes = [web.get("/open", echo), web.get("/guarded", echo)]
     async with (
-        serve_health(Address("127.0.0.1", 0), probe, metrics.registry, conditions, limits, routes) as address,
+        serve(limits, routes=routes) as address,
         aiohttp.ClientSession(f"http://{address}") as session,
         session.ws_connect("/open"),
         session.ws_connect("/open"),
@@ -222,13 +206,9 @@ async def test_websockets_of_a_route_without_a_password_leave_some_to_those_with
             assert await websocket.receive_str() == "hello"
 
 
-async def test_websockets_are_closed_with_a_reason_when_the_server_ends(
-    probe: FakeProbe, metrics: Metrics, conditions: Conditions
-) -> None:
+async def test_websockets_are_closed_with_a_reason_when_the_server_ends(serve: Serve) -> None:
     async with AsyncExitStack() as stack:
-        address = await stack.enter_async_context(
-            serve_health(Address("127.0.0.1", 0), probe, metrics.registry, conditions, routes=[web.get("/echo", echo)])
-        )
+        address = await stack.enter_async_context(serve(routes=[web.get("/echo", echo)]))
         async with aiohttp.ClientSession(f"http://{address}") as session, session.ws_connect("/echo") as websocket:
             closing = asyncio.create_task(stack.aclose())
             message = await websocket.receive()
@@ -237,11 +217,9 @@ async def test_websockets_are_closed_with_a_reason_when_the_server_ends(
 
 
 @pytest.mark.slow
-async def test_half_sent_requests_cannot_keep_more_connections_than_the_limit(
-    probe: FakeProbe, metrics: Metrics, conditions: Conditions
-) -> None:
+async def test_half_sent_requests_cannot_keep_more_connections_than_the_limit(serve: Serve) -> None:
     limits, before = HttpLimits(), open_files()
-    async with serve_health(Address("127.0.0.1", 0), probe, metrics.registry, conditions) as address:
+    async with serve() as address:
         with structlog.testing.capture_logs() as lines:
             sockets = await half_send_requests(address, 400)
             async with aiohttp.ClientSession(f"http://{address}") as session, session.get("/healthz") as response:
@@ -257,17 +235,15 @@ async def test_half_sent_requests_cannot_keep_more_connections_than_the_limit(
 
 
 @pytest.mark.slow
-async def test_half_sent_request_is_closed_after_the_header_timeout(
-    probe: FakeProbe, metrics: Metrics, conditions: Conditions
-) -> None:
+async def test_half_sent_request_is_closed_after_the_header_timeout(serve: Serve) -> None:
     limits = HttpLimits(header_timeout=0.5)
-    async with serve_health(Address("127.0.0.1", 0), probe, metrics.registry, conditions, limits) as address:
+    async with serve(limits) as address:
         [connection] = await half_send_requests(address, 1)
         await until(lambda: not is_open(connection))
         connection.close()
 
 
-async def test_repeated_scrapes_compute_the_metrics_once(probe: FakeProbe, conditions: Conditions) -> None:
+async def test_repeated_scrapes_compute_the_metrics_once(serve: Serve) -> None:
     class CountingRegistry(CollectorRegistry):
         collected = 0
 
@@ -275,9 +251,9 @@ async def test_repeated_scrapes_compute_the_metrics_once(probe: FakeProbe, condi
             self.collected += 1
             return iter(())
 
-    registry, limits = CountingRegistry(), HttpLimits(scrape_interval=60.0)
+    registry = CountingRegistry()
     async with (
-        serve_health(Address("127.0.0.1", 0), probe, registry, conditions, limits) as address,
+        serve(HttpLimits(scrape_interval=60.0), registry=registry) as address,
         aiohttp.ClientSession(f"http://{address}") as session,
     ):
         for number in range(100):
@@ -287,10 +263,8 @@ async def test_repeated_scrapes_compute_the_metrics_once(probe: FakeProbe, condi
     assert registry.collected == 2  # one per format
 
 
-async def test_malformed_request_is_answered_without_a_log_line(
-    probe: FakeProbe, metrics: Metrics, conditions: Conditions, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with serve_health(Address("127.0.0.1", 0), probe, metrics.registry, conditions) as address:
+async def test_malformed_request_is_answered_without_a_log_line(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    async with serve() as address:
         reader, writer = await asyncio.open_connection(*address)
         writer.write(b"GET /healthz HTTP/9.9\r\nno colon\r\n\r\n")
         assert b" 400 " in await reader.readline()

@@ -1,6 +1,8 @@
 import asyncio
+from collections import Counter
 
 from indexer.monitoring.recent_read import RecentRead
+from indexer.monitoring.recent_totals import WINDOW_SECONDS, RecentTotals
 from indexer.reasons import FetchFailure
 from indexer.store import DatabaseError
 
@@ -45,3 +47,12 @@ async def test_read_that_takes_too_long_is_ended() -> None:
     recent = RecentRead(Reads(hang=True), interval=0.0, timeout=0.01)
     await recent.refresh()
     assert recent.error == "the database did not answer within 0 s"
+
+
+def test_growth_is_counted_within_the_window() -> None:
+    recent = RecentTotals[str](0.0)
+    assert recent.add(2.0, {"a": 3, "b": 1}) == Counter(a=3, b=1)
+    assert recent.add(30.0, {"a": 5, "b": 1}) == Counter(a=5, b=1)
+    assert recent.add(2.0 + WINDOW_SECONDS, {"a": 6, "b": 1}) == Counter(a=3)
+    assert recent.add(30.0 + WINDOW_SECONDS, {"a": 6, "b": 1}) == Counter(a=1)
+    assert recent.add(1_000.0, {"a": 6, "b": 1}) == Counter()
