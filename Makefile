@@ -62,6 +62,12 @@ PARTS := daemon native crashes simulation overload realnet clients browser deplo
 proof: venv ## Run everything that `make test` leaves out, for hours, or one part: make proof PART=crashes DEATHS=5000
 	@$(MAKE) --no-print-directory --keep-going $(addprefix proof-,$(or $(PART),$(PARTS)))
 
+# Tests that depend on the core: formats, planning, the live path, daemons, deaths, worlds and the demo.
+NATIVE_TESTS := tests/atproto tests/sync tests/pds tests/store/test_native_rows.py tests/service/live tests/daemon \
+	tests/crashes tests/simulation tests/cli/test_demo.py
+# Tests whose result may differ on a cluster.
+CLUSTER_TESTS := tests/crashes/test_crash_points.py tests/daemon tests/service/background/test_shard_ownership.py
+
 proof-%: venv
 	$(PYTEST) --proof $*
 
@@ -99,7 +105,8 @@ proof-deploy: venv
 
 proof-cluster: venv # tests/citus, and again what a cluster may change
 	$(PYTEST) --proof cluster
-	$(PYTEST) --hypothesis-profile quick --database citus $(CLUSTER_TESTS)
+	$(PYTEST) --database citus $(CLUSTER_TESTS)
+	$(PYTEST) --database citus --proof daemon $(CLUSTER_TESTS)
 
 proof-fuzz: venv # all targets, two at a time, for SECONDS, or until Ctrl-C with SECONDS=0; TARGET=cars: one
 	$(INSTALL) --only-binary :all: atheris

@@ -147,8 +147,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         )
     for cuts in [value for name, value in counted if name == "cuts"]:
         terminalreporter.write_line(f"connections that were broken, by the next message: {cuts}")
-    for seconds in [value for name, value in counted if name == "seconds in doubt"]:
-        terminalreporter.write_line(f"seconds until a daemon was ready again after transactions in doubt: {seconds}")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
