@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from indexer.atproto.limits import DEFAULT_LIMITS, Limits
 from indexer.atproto.mst import EMPTY_TREE
 from indexer.atproto.syntax import CollectionFilter
+from indexer.errors import UpstreamError
 from indexer.sync.events import CommitEvent, OtherShardEvent
 from indexer.sync.frames import decode_frame
 from indexer.sync.native_core import NativeCore
@@ -18,6 +20,7 @@ from indexer.sync.shard import Placement, Shard
 from tests.fuzz.outcome_counts import OutcomeCounts
 from tests.sync.signing_account import CONTEXT, SigningAccount
 
+T = TypeVar("T")
 OLDEST_REV = "2222222222222"
 SMALL_LIMITS = replace(
     DEFAULT_LIMITS,
@@ -51,6 +54,14 @@ DecodeCommit = Callable[[bytes], CommitEvent | OtherShardEvent | None]
 
 class DifferenceError(AssertionError):
     """The two events or the two plans of a frame differ."""
+
+
+def accepted(decode: Callable[[], T]) -> T | None:
+    """Return what a decoder returns; None if it raises the only error that it may raise."""
+    try:
+        return decode()
+    except UpstreamError:
+        return None
 
 
 class Comparison:

@@ -1,18 +1,23 @@
 """The base classes of all targets, and how they read an input."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from random import Random
-from typing import Any
+from typing import Any, TypeVar
 
 from tests.atproto.dag_cbor_oracle import canonical_value
 
+T = TypeVar("T")
 MutateBytes = Callable[[bytes], bytes]
 """Returns mutated bytes: the fuzzer's own mutation."""
 PIECES = (".", "-", "/", ":", "%", "*", "~", "0", "Z", "\n", "é", "a" * 64, ".a" * 130, "at://", ",")
 
 
 class FuzzTarget:
-    """A target that holds nothing but memory."""
+    """A target that holds nothing but memory, and whose inputs have no form."""
+
+    def mutate(self, data: bytes, _: Random, mutate_bytes: MutateBytes, /) -> bytes:
+        """Return mutated bytes."""
+        return mutate_bytes(data)
 
     def close(self) -> None:
         """Release what the target holds besides memory."""
@@ -40,3 +45,18 @@ def canonical(data: bytes) -> Any:
         return canonical_value(data)
     except (ValueError, RecursionError):
         return None
+
+
+class Choices:
+    """Takes choices from bytes; 0 after the last one."""
+
+    def __init__(self, data: bytes) -> None:
+        self._bytes = iter(data)
+
+    def number(self, limit: int) -> int:
+        """Return a number below the limit."""
+        return next(self._bytes, 0) % limit
+
+    def of(self, values: Sequence[T]) -> T:
+        """Return one of the values."""
+        return values[self.number(len(values))]

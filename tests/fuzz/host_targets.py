@@ -1,14 +1,24 @@
-"""Answers of hosts to requests: lists and states of repos, and errors."""
+"""Answers of hosts to requests: lists and states of repos, errors, pauses, compressed bodies, and their addresses."""
 
+import gzip
 import json
+from collections.abc import Callable, Iterable
+from email.utils import formatdate
+from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
+
+from backports import zstd
 
 from indexer.atproto.cid import cid_text
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.errors import UnavailableError
+from indexer.outbound.content_decoding import make_decoder
+from indexer.outbound.public_addresses import is_public, network_of
+from indexer.outbound.registered_domain import registered_domain
+from indexer.outbound.retry_after import MAX_SECONDS, retry_after_seconds
 from indexer.pds.pds_client import PdsClient
 from indexer.pds.repo_list import ListedAccount, RepoStatus, fetch_repo_status, list_repos
 from indexer.reasons import FetchFailure
@@ -17,7 +27,9 @@ from tests.fuzz import syntax_reference as reference
 from tests.fuzz.comparison import DifferenceError
 from tests.fuzz.examples import DID, TID
 from tests.fuzz.fixed_response import HostAnswers
+from tests.fuzz.fuzz_target import FuzzTarget, MutateBytes, TextTarget, text_of
 from tests.fuzz.outcome_counts import OutcomeCounts
+from tests.fuzz.seed_files import published_lines
 from tests.fuzz.seeds import LINK
 
 HOST = "https://pds.test"
@@ -35,6 +47,38 @@ FAILURES = frozenset(
 )
 """The reasons that the answer of a host can be."""
 CURSOR = "cursor-before"
+MAX_BODY = 1 << 20
+MAX_PIECE = 65_536
+NOW = 1_790_000_000.0
+ADDRESSES = (
+    "8.8.8.8",
+    "127.0.0.1",
+    "10.1.2.3",
+    "169.254.169.254",
+    "100.64.0.1",
+    "224.0.0.1",
+    "2606:4700::1111",
+    "::1",
+    "fe80::1%eth0",
+    "::",
+    "::ffff:8.8.8.8",
+    "::ffff:10.0.0.1",
+    "64:ff9b::8.8.8.8",
+    "2002:7f00:1::",
+    "2001:0:1::5efe:7f00:1",
+    "2a00::5efe:808:808",
+    "ff02::1",
+    "a.example.com",
+    "a.b.co.uk:8080",
+    "localhost",
+    "com",
+    "xn--p1ai",
+    "github.io",
+    "a.github.io",
+    "[::1]:80",
+    "1.2.3.4:80",
+    "0x7f.1",
+)
 
 
 class RepoLists(HostAnswers):
@@ -164,3 +208,148 @@ def _check_failure(error: UnavailableError, status: int) -> None:
         raise DifferenceError(f"undocumented reason {error.reason} for the status {status}") from error
     if len(str(error)) > 500:
         raise DifferenceError(f"a message of {len(str(error))} characters") from error
+
+
+class Pauses(TextTarget):
+    """Headers `Retry-After` and `RateLimit-Reset`, after one byte that selects the status: a pause of 1 s to 1 h."""
+
+    def __init__(self) -> None:
+        self.counts = OutcomeCounts("no pause", "default", "longest", "other pauses")
+
+    def seeds(self, random: Random, count: int) -> list[bytes]:
+        """Return headers with numbers, times and dates."""
+        dates = [formatdate(NOW + offset, usegmt=usegmt) for offset in (-10, 90, 10**6) for usegmt in (True, False)]
+        texts = [*dates, "", "0", "30", "-5", "1e9", "nan", "inf", f"{NOW + 60:.0f}", "soon", "7" * 400, "1_0"]
+        texts += [text_of(line) for line in published_lines("atproto-interop-tests/syntax/datetime_syntax_*.txt")]
+        return [bytes([n % 3]) + "\n".join(random.choices(texts, k=2)).encode() for n in range(count)]
+
+    def compare(self, data: bytes) -> None:
+        """Read the headers as the HTTP library gives them. Raises `DifferenceError`."""
+        self.counts.executions += 1
+        status = (429, 503, 500)[(data or b"\0")[0] % 3]
+        first, _, second = data[1:].decode(errors="surrogateescape").partition("\n")
+        pause = retry_after_seconds(status, {"retry-after": first, "ratelimit-reset": second}, NOW)
+        if (pause is None and status == 429) or (pause is not None and status == 500):
+            raise DifferenceError(f"a pause of {pause} seconds for the status {status}")
+        if pause is not None and not 1 <= pause <= MAX_SECONDS:
+            raise DifferenceError(f"a pause of {pause} seconds")
+        digits = first.isascii() and first.isdigit() and len(first) < 10
+        if digits and status != 500 and pause != min(max(int(first), 1), MAX_SECONDS):
+            raise DifferenceError(f"a pause of {pause} seconds instead of {first}")
+        names = {None: "no pause", 60.0: "default", MAX_SECONDS: "longest"}
+        self.counts.add(names.get(pause, "other pauses"))
+
+
+class Bodies(FuzzTarget):
+    """Bodies, after one byte that selects the content encoding: in pieces, they are what the library reads at once."""
+
+    ENCODINGS = ("gzip", "zstd", "identity", "br")
+    AT_ONCE: tuple[Callable[[bytes], bytes], ...] = (gzip.decompress, zstd.decompress, lambda data: data)
+
+    def __init__(self) -> None:
+        self.counts = OutcomeCounts("decoded", "larger than the limit", "refused", "cut off")
+
+    def seeds(self, random: Random, count: int) -> list[bytes]:
+        """Return bodies of one or two members, some of which are cut off or become large."""
+        made = []
+        for number in range(count):
+            texts = [random.choice((b"", b"text" * 10, random.randbytes(3_000), bytes(1 << 21)))]
+            texts += [b"another member"] * random.randrange(2)
+            encoding = number % len(self.ENCODINGS)
+            body = b"".join(map((gzip.compress, zstd.compress, bytes, bytes)[encoding], texts))[:16_000]
+            made.append(bytes([encoding]) + (body if number % 5 else body[: len(body) // 2]))
+        return made
+
+    def mutate(self, data: bytes, random: Random, mutate_bytes: MutateBytes) -> bytes:
+        """Return mutated bytes, or the encoding of a mutated text."""
+        if random.random() < 0.5 or not data:
+            return mutate_bytes(data)
+        encoding = data[0] % 2
+        return bytes([encoding]) + (gzip.compress, zstd.compress)[encoding](mutate_bytes(data[-200:])) + data[-40:]
+
+    def compare(self, data: bytes) -> None:
+        """Decode a body. Raises `DifferenceError`."""
+        self.counts.executions += 1
+        encoding, body = (data or b"\2")[0] % len(self.ENCODINGS), data[1:]
+        step = len(data) % 700 + 1
+        whole = self._decoded(encoding, [body])
+        pieces = self._decoded(encoding, (body[start : start + step] for start in range(0, len(body), step)))
+        if MAX_BODY in (len(whole.text), len(pieces.text)):  # the reader stops there, and sees no later mistake
+            self.counts.add("larger than the limit")
+        elif whole != pieces:
+            raise DifferenceError(f"whole: {whole!r:.300}\nin pieces of {step}: {pieces!r:.300}")
+        elif whole.failure is not None:
+            self.counts.add("cut off" if whole.failure is FetchFailure.UNREACHABLE else "refused")
+        elif whole.text != (self.AT_ONCE[encoding](body) if body else b""):
+            raise DifferenceError(f"another text of {len(whole.text)} bytes")
+        else:
+            self.counts.add("decoded")
+
+    def _decoded(self, encoding: int, chunks: Iterable[bytes]) -> "Decoded":
+        """Return the first `MAX_BODY` bytes of a text, or the failure."""
+        text = bytearray()
+        try:
+            decoder = make_decoder(self.ENCODINGS[encoding])
+            for chunk in chunks:
+                for piece in decoder.feed(chunk):
+                    text += piece
+                    if encoding < 2 and len(piece) > MAX_PIECE:
+                        raise DifferenceError(f"a piece of {len(piece)} bytes")
+                    if len(text) >= MAX_BODY:
+                        return Decoded(bytes(text[:MAX_BODY]))
+            decoder.close()
+        except UnavailableError as error:
+            if error.reason not in (FetchFailure.BAD_ANSWER, FetchFailure.UNREACHABLE):
+                raise DifferenceError(f"undocumented reason {error.reason}") from error
+            return Decoded(b"", error.reason)
+        return Decoded(bytes(text))
+
+
+class Decoded(NamedTuple):
+    """The text of a body, or why there is none."""
+
+    text: bytes
+    failure: FetchFailure | None = None
+
+
+class Addresses(TextTarget):
+    """Addresses and host names: no address that the library calls special is public, and each has one owner."""
+
+    def __init__(self) -> None:
+        self.counts = OutcomeCounts("public", "refused", "no addresses")
+
+    def seeds(self, _: Random, count: int) -> list[bytes]:
+        """Return addresses of all kinds, and names."""
+        return [ADDRESSES[number % len(ADDRESSES)].encode() for number in range(count)]
+
+    def compare(self, data: bytes) -> None:
+        """Classify an address or a name. Raises `DifferenceError`."""
+        self.counts.executions += 1
+        text = text_of(data)[:300].lower()  # as those of URLs are
+        domain = registered_domain(text)
+        if domain not in text:
+            raise DifferenceError(f"{text!r} belongs to {domain!r}")
+        public = is_public(text)
+        try:
+            ip = ip_address(text)
+        except ValueError:
+            if public:
+                raise
+            self.counts.add("no addresses")
+            return
+        inner = _represented(ip)
+        if public and (not inner.is_global or inner.is_multicast or inner.is_private or inner.is_link_local):
+            raise DifferenceError(f"{text} is no public address")
+        network, plain = ip_network(network_of(text)), ip_address(text.partition("%")[0])
+        if network.version == plain.version and plain not in network:
+            raise DifferenceError(f"{text} is not in its network {network}")
+        self.counts.add("public" if public else "refused")
+
+
+def _represented(ip: IPv4Address | IPv6Address) -> IPv4Address | IPv6Address:
+    """Return the IPv4 address that an IPv6 address represents; other addresses as they are."""
+    if isinstance(ip, IPv4Address):
+        return ip
+    if ip in ip_network("64:ff9b::/96"):
+        return IPv4Address(ip.packed[-4:])
+    return ip.ipv4_mapped or ip.sixtofour or ip

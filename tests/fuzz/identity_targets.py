@@ -1,31 +1,41 @@
-"""DID documents, and the hosts that a DID names."""
+"""DID documents, the hosts that a DID names, and the answers that verify handles: TXT records and HTTP bodies."""
 
 import asyncio
 import json
 from random import Random
 from urllib.parse import urlsplit
 
+import dns.flags
+import dns.message
+import dns.rrset
+from dns.rdataclass import IN
+from dns.rdatatype import RdataType
+from dns.rdtypes.ANY.TXT import TXT
 from yarl import URL
 
 from indexer.atproto.crypto import parse_did_key
 from indexer.atproto.did_document import MAX_URL_CHARACTERS
-from indexer.atproto.syntax import is_handle
+from indexer.atproto.syntax import is_did, is_handle
 from indexer.errors import UnavailableError
 from indexer.identity.did_resolver import DidResolver, web_host
+from indexer.identity.handle_verifier import HandleVerifier
 from indexer.reasons import FetchFailure
-from indexer.sync.stored_identity import StoredIdentity
+from indexer.sync.stored_identity import INVALID_HANDLE, StoredIdentity
 from tests.atproto.plc_operations import current_form, document_of
 from tests.fuzz import syntax_reference as reference
 from tests.fuzz.comparison import DifferenceError
 from tests.fuzz.examples import DID, HANDLE
-from tests.fuzz.fixed_response import FixedResponse, HostAnswers
-from tests.fuzz.fuzz_target import TextTarget, text_of
+from tests.fuzz.fixed_response import FixedResponse, HostAnswers, Response
+from tests.fuzz.fuzz_target import FuzzTarget, TextTarget, text_of
 from tests.fuzz.outcome_counts import OutcomeCounts
 from tests.fuzz.seed_files import published_lines, seed_files, some_of
 from tests.sync.signing_account import SigningAccount
 
 RATE = 1e9
 """Requests per second to the directory: no input waits for another one."""
+DNS_TIMEOUT = 0.05
+"""Seconds to wait for a valid message. Malformed ones are ignored, as they may be forged."""
+HTTP_KINDS, RAW_KINDS, NEXT_RECORD = 100, 250, 255
 STATUSES = (200, 200, 200, 404, 410, 500)
 
 
@@ -158,3 +168,128 @@ class DidWebs(TextTarget):
             self.counts.add("asked at the directory")
         else:
             raise DifferenceError(f"{did} is asked for at {url}")
+
+
+class Handles(FuzzTarget):
+    """Answers for one handle. The first byte of an input selects what the rest of it is.
+
+    0 to 99: the body of `/.well-known/atproto-did`, without TXT records. 100 to 249: the strings of TXT records, each
+    after a byte with its size; size 255 begins the next record. 250 to 255: the bytes of a DNS message after its ID.
+    """
+
+    def __init__(self) -> None:
+        self._http = FixedResponse()
+        self._loop = asyncio.new_event_loop()
+        self._server = AnsweringServer()
+        bound = self._loop.run_until_complete(
+            self._loop.create_datagram_endpoint(lambda: self._server, local_addr=("127.0.0.1", 0))
+        )
+        address = bound[0].get_extra_info("sockname")[:2]
+        self._verifier = HandleVerifier(self._http, [address], allow_private_hosts=False, dns_timeout=DNS_TIMEOUT)
+        self.counts = OutcomeCounts("verified by DNS", "verified by HTTP", "invalid", "unavailable")
+
+    def close(self) -> None:
+        """Stop the DNS server."""
+        self._server.close()
+        self._loop.run_until_complete(asyncio.sleep(0))
+        self._loop.close()
+
+    def seeds(self, random: Random, count: int) -> list[bytes]:
+        """Return answers of each kind, with the right DID, several DIDs, and other texts, a fifth of them published."""
+        right = f"did={DID}".encode()
+        others = some_of(published_lines("atproto-interop-tests/syntax/did_syntax_*.txt"), random, count // 10)
+        texts = [
+            [right],
+            [right[:9], right[9:]],
+            [right, b"\xff", b"v=spf1"],
+            [right, b"\xff", b"did=did:web:a.b"],
+            [b""],
+            *([b"did=" + text] for text in others if len(text) < NEXT_RECORD - 4),
+        ]
+        made = [b"d" + b"".join(bytes([len(t)]) + t if t != b"\xff" else t for t in text) for text in texts]
+        made += [
+            bytes([n]) + body
+            for n in range(len(STATUSES))
+            for body in (DID.encode(), b" " + DID.encode() + b"\n", b"<html>", b"")
+        ]
+        made += [b"\0" + text for text in others]
+        query = dns.message.make_query(f"_atproto.{HANDLE}", "TXT")
+        made += [b"\xfa", b"\xfa" + _reply(query, [[right]]).to_wire()[2:]]
+        return [made[n % len(made)] for n in range(count)]
+
+    def compare(self, data: bytes) -> None:
+        """Verify the handle with this answer. Raises `DifferenceError`."""
+        self.counts.executions += 1
+        kind, rest = (data[0] if data else 0), data[1:]
+        self._http.response = Response(STATUSES[kind % len(STATUSES)], rest if kind < HTTP_KINDS else b"")
+        self._server.answer(b"" if kind < HTTP_KINDS else rest, raw=kind >= RAW_KINDS)
+        try:
+            found = self._loop.run_until_complete(self._verifier.verify_handle(DID, HANDLE))
+        except UnavailableError:
+            self.counts.add("unavailable")
+            return
+        by_http = STATUSES[kind % len(STATUSES)] == 200 and _text(rest).strip() == DID
+        right = by_http if kind < HTTP_KINDS else _txt_dids(rest) == {DID}
+        if kind < RAW_KINDS and found != (HANDLE if right else INVALID_HANDLE):
+            raise DifferenceError(f"handle {found!r}")
+        method = "HTTP" if kind < HTTP_KINDS else "DNS"
+        self.counts.add("invalid" if found == INVALID_HANDLE else f"verified by {method}")
+
+
+class AnsweringServer(asyncio.DatagramProtocol):
+    """A DNS server that gives the same answer to each query."""
+
+    def __init__(self) -> None:
+        self._answer, self._raw = b"", False
+
+    def connection_made(self, transport: asyncio.DatagramTransport) -> None:  # type: ignore[override]
+        self._transport = transport
+
+    def close(self) -> None:
+        """Stop the server."""
+        self._transport.close()
+
+    def answer(self, data: bytes, *, raw: bool) -> None:
+        """Answer with the TXT records in the data, or with the data itself after the ID of the query."""
+        self._answer, self._raw = data, raw
+
+    def datagram_received(self, data: bytes, address: tuple[str, int]) -> None:
+        """Answer a query."""
+        if self._raw:
+            self._transport.sendto(data[:2] + self._answer, address)
+        else:
+            reply = _reply(dns.message.from_wire(data), _txt_records(self._answer))
+            self._transport.sendto(reply.to_wire(max_size=65_535), address)
+
+
+def _txt_records(data: bytes) -> list[list[bytes]]:
+    """Return the strings of each TXT record in an input; a record has at least one string."""
+    records: list[list[bytes]] = [[]]
+    while data:
+        size, data = data[0], data[1:]
+        if size == NEXT_RECORD:
+            records.append([])
+        else:
+            records[-1].append(data[:size])
+            data = data[size:]
+    return [strings for strings in records if strings]
+
+
+def _txt_dids(data: bytes) -> set[str]:
+    """Return the DIDs that the TXT records of an input name."""
+    texts = [_text(b"".join(strings)) for strings in _txt_records(data)]
+    return {text[4:] for text in texts if text[:4] == "did=" and is_did(text[4:])}
+
+
+def _text(data: bytes) -> str:
+    return "".join(chr(byte) if byte < 128 else "\ufffd" for byte in data)
+
+
+def _reply(query: dns.message.Message, records: list[list[bytes]]) -> dns.message.Message:
+    """Return the response to a query for TXT records. Equal records occur once."""
+    reply = dns.message.make_response(query)
+    reply.flags |= dns.flags.RA
+    found = [TXT(IN, RdataType.TXT, strings) for strings in records]
+    if found:
+        reply.answer.append(dns.rrset.from_rdata_list(query.question[0].name, 60, found))
+    return reply

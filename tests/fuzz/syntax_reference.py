@@ -46,6 +46,11 @@ def is_pattern(text: str) -> bool:
     return text == "*" or is_nsid(text) or (first != text and (is_nsid(f"{first}.a") or is_nsid(f"{first}.a.a")))
 
 
+def matches(pattern: str, nsid: str) -> bool:
+    """Return True if a valid pattern selects the collection."""
+    return pattern in ("*", nsid) or (pattern.endswith(".*") and nsid.startswith(pattern[:-1]))
+
+
 def at_uri_parts(text: str) -> list[str] | None:
     """Return the authority, the collection and the record key of an AT-URI, as many as it has; None for other text."""
     scheme, _, rest = text.partition("//")

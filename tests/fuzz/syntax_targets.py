@@ -1,23 +1,26 @@
-"""Texts that name something: identifiers and AT-URIs, each against an obvious reference."""
+"""Texts that name something: identifiers, AT-URIs and patterns of collections, each against an obvious reference."""
 
 from random import Random
 
 from indexer.atproto.syntax import (
     AtUri,
+    CollectionFilter,
     is_did,
     is_handle,
     is_nsid,
     is_record_key,
     is_tid,
     normalize_account,
+    normalize_nsid,
     split_path,
     tid_micros,
     tid_of,
 )
 from indexer.errors import UpstreamError
+from indexer.sync.scope import covers
 from tests.fuzz import syntax_reference as reference
 from tests.fuzz.comparison import DifferenceError
-from tests.fuzz.examples import DID, HANDLE, IDENTIFIERS, NSID, TID
+from tests.fuzz.examples import DID, HANDLE, IDENTIFIERS, NSID, PATTERNS, TID
 from tests.fuzz.fuzz_target import TextTarget, text_of
 from tests.fuzz.outcome_counts import OutcomeCounts
 from tests.fuzz.seed_files import published_lines, some_of
@@ -115,3 +118,40 @@ class AtUris(TextTarget):
         if AtUri.parse(str(normalized)) != normalized or normalized.normalized() != normalized:
             raise DifferenceError(f"{normalized!r} is not normalized")
         self.counts.add(("accounts", "collections", "records")[len(parts) - 1])
+
+
+class Patterns(TextTarget):
+    """Patterns of collections in the first line, and NSIDs in the others: the filter selects what a pattern selects."""
+
+    def __init__(self) -> None:
+        self.counts = OutcomeCounts("refused", "selected", "not selected")
+
+    def seeds(self, random: Random, count: int) -> list[bytes]:
+        """Return one to three patterns, before NSIDs and other texts."""
+        firsts = [",".join(random.sample(PATTERNS, random.randrange(1, 4))) for _ in range(count)]
+        return ["\n".join((first, *random.sample(IDENTIFIERS, 3), NSID)).encode() for first in firsts]
+
+    def compare(self, data: bytes) -> None:
+        """Parse the patterns, and match the NSIDs. Raises `DifferenceError`."""
+        self.counts.executions += 1
+        first, *others = text_of(data).split("\n")
+        patterns = first.split(",")
+        valid = all(map(reference.is_pattern, patterns))
+        try:
+            selected = CollectionFilter(patterns)
+        except ValueError:
+            if valid:
+                raise
+            self.counts.add("refused")
+            return
+        if not valid or str(selected) != first or selected.matches_all != ("*" in patterns):
+            raise DifferenceError(f"the filter {selected} from {first!r}")
+        for nsid in filter(reference.is_nsid, others):
+            by = {pattern: reference.matches(pattern, nsid) for pattern in patterns}
+            if selected.matches(nsid) != any(by.values()) or normalize_nsid(nsid) != normalize_nsid(
+                normalize_nsid(nsid)
+            ):
+                raise DifferenceError(f"{selected} selects {nsid}: {selected.matches(nsid)}")
+            if any(by[inner] and not by[outer] and covers(outer, inner) for outer in patterns[:10] for inner in by):
+                raise DifferenceError(f"a pattern in {patterns} does not cover another one, which selects {nsid}")
+            self.counts.add("selected" if any(by.values()) else "not selected")
