@@ -6,11 +6,16 @@ from contextlib import asynccontextmanager
 import asyncpg
 
 from indexer.store.change_log import log_changes
+from indexer.store.change_log_segments import TrimPlan, trim
 from indexer.sync.changes import ChangeLogEntry
 from tests.store.repo_rows import did
 
 NEXT = "select * from atproto.next_changes($1, $2)"
 AFTER = "select * from atproto.changes_after($1, $2)"
+BATCHES = """
+    select first_seq, size, (extract(epoch from time) * 1000000)::bigint as time from indexer.change_batch
+    where first_seq is not null order by first_seq
+"""
 
 
 def change(name: object, number: int = 0) -> ChangeLogEntry:
@@ -34,6 +39,14 @@ async def log(connection: asyncpg.Connection, *changes: ChangeLogEntry) -> None:
         await log_changes(connection, changes)
 
 
+async def fill_segments(connection: asyncpg.Connection, count: int) -> None:
+    """Write one change to each segment, with the segment's number as rkey. The last one is the current segment."""
+    for segment in range(count):
+        await log(connection, change(segment, segment))
+        if segment + 1 < count:
+            await trim(connection, TrimPlan((), (), segment + 1))
+
+
 async def after(connection: asyncpg.Connection, seq: int | None = 0, count: int = 1_000) -> list[asyncpg.Record]:
     """Return the rows of `changes_after`."""
     rows: list[asyncpg.Record] = await connection.fetch(AFTER, seq, count)
@@ -43,3 +56,8 @@ async def after(connection: asyncpg.Connection, seq: int | None = 0, count: int 
 def rkeys(rows: list[asyncpg.Record]) -> list[str]:
     """Return the rkeys of changes."""
     return [row["rkey"] for row in rows]
+
+
+async def batches(connection: asyncpg.Connection) -> list[tuple[int, int, int]]:
+    """Return the first number, the size and the time in microseconds of each batch of changes."""
+    return [tuple(row) for row in await connection.fetch(BATCHES)]

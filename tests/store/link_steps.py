@@ -10,9 +10,9 @@ import asyncpg
 from indexer.service.background.link_maintenance import LinkMaintenance
 from indexer.store import RecountPosition, Store
 from indexer.sync.plans import Batch, RecordChange, RepoWrite
-from indexer.sync.repo_state import Repo, SyncStatus
+from indexer.sync.repo_state import Repo
 from indexer.sync.shard import Shard
-from tests.store.repo_rows import did, head, put
+from tests.store.repo_rows import completed, did, put
 
 ALL = range(256)
 SHARD = Shard(0, 1)
@@ -78,8 +78,4 @@ async def finish_resync(
         locked = await transaction.lock()
         assert locked is not None
         await transaction.write_drained(drained)
-        done = locked._replace(
-            version=locked.version + 1, sync_status=SyncStatus.SYNCHRONIZED, sync_reason=None, head=head(),
-            synchronized_at=1.5,
-        )  # fmt: skip
-        await transaction.finish(Batch((RepoWrite(locked.version, done, live=False),)))
+        await transaction.finish(Batch((RepoWrite(locked.version, completed(locked), live=False),)))

@@ -7,7 +7,7 @@ import asyncpg
 
 from indexer.atproto.cid import cid_of
 from indexer.store import Store
-from indexer.sync.plans import Action, Batch, RecordChange, RepoWrite
+from indexer.sync.plans import Action, Batch, BufferedEvent, RecordChange, RepoWrite
 from indexer.sync.repo_state import Head, Repo, SyncStatus
 
 
@@ -30,6 +30,14 @@ def synchronized(name: object, **fields: Any) -> Repo:
     )._replace(**fields)
 
 
+def completed(repo: Repo) -> Repo:
+    """Return the next row of a repo whose resync is completed."""
+    return repo._replace(
+        version=repo.version + 1, sync_status=SyncStatus.SYNCHRONIZED, sync_reason=None, head=head("3lbbbbbbbbb22"),
+        synchronized_at=1.5,
+    )  # fmt: skip
+
+
 def put(path: str, text: str = "{}", action: Action = "create", rev: str = "3laaaaaaaaa22") -> RecordChange:
     collection, rkey = path.split("/")
     return RecordChange(action, collection, rkey, rev, cid_of(text.encode()), text)
@@ -43,6 +51,14 @@ def delete(path: str, rev: str = "3laaaaaaaaa22") -> RecordChange:
 async def insert(store: Store, *repos: Repo, changes: tuple[RecordChange, ...] = ()) -> None:
     """Insert repos, each with these record changes."""
     assert not (await store.write(Batch(tuple(RepoWrite(0, repo, changes) for repo in repos)))).skipped
+
+
+async def buffer_event(store: Store, claimed: Repo, *changes: RecordChange) -> Repo:
+    """Store a buffered event of a repo in progress, as the live path does; return the row."""
+    buffering = claimed._replace(version=claimed.version + 1, buffered_events=1, buffered_bytes=5)
+    event = BufferedEvent(claimed.did, "wss://relay.test", 5, b"frame")
+    assert not (await store.write(Batch((RepoWrite(claimed.version, buffering, changes, (event,)),)))).skipped
+    return buffering
 
 
 async def waiting_for_locks(sql: asyncpg.Connection, count: int) -> bool:

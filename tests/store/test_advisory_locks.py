@@ -2,7 +2,6 @@
 
 import asyncio
 
-import asyncpg
 import pytest
 
 from indexer.service.background.shard_ownership import ShardOwnership
@@ -10,6 +9,7 @@ from indexer.store import Store
 from indexer.store.migrate import migrate
 from indexer.store.schema_version import schema_is_current
 from indexer.sync.shard import Shard
+from tests.background import running
 from tests.store.change_log_helpers import connected
 
 pytestmark = pytest.mark.slow
@@ -21,30 +21,23 @@ FORMER_LOCKS = """
 """The advisory locks of earlier releases."""
 
 
-async def test_advisory_locks_of_a_consumer_do_not_delay_a_restarted_daemon(database: str) -> None:
-    store = await Store.open(database)
-    try:
-        async with connected(database) as hostile:
-            await hostile.execute("set session authorization atproto_reader")
-            await hostile.execute(FORMER_LOCKS)
-            ownership = ShardOwnership(store, Shard(0, 1))
-            task = asyncio.create_task(ownership.run())
-            try:
-                await asyncio.wait_for(ownership.owned.wait(), 20)
-                advisory = await hostile.fetchval("select count(*) from pg_locks where locktype = 'advisory'")
-                assert advisory == 257, "the daemon takes none itself"
-            finally:
-                task.cancel()
-                await asyncio.wait([task])
-    finally:
-        await store.close()
-
-
-async def test_advisory_locks_do_not_delay_a_migration(empty_database: str) -> None:
+async def test_advisory_locks_of_a_consumer_delay_neither_a_migration_nor_a_restarted_daemon(
+    empty_database: str,
+) -> None:
     async with connected(empty_database) as hostile:
         await hostile.execute(FORMER_LOCKS)
         await asyncio.wait_for(migrate(empty_database), 60)
-    assert await schema_is_current(empty_database)
+        assert await schema_is_current(empty_database)
+        store = await Store.open(empty_database)
+        ownership = ShardOwnership(store, Shard(0, 1))
+        async with running(ownership.run()):
+            await asyncio.wait_for(ownership.owned.wait(), 20)
+            advisory = await hostile.fetchval("select count(*) from pg_locks where locktype = 'advisory'")
+            assert advisory == 257, "the daemon takes none itself"
+            ids = "select count(*) from pg_stat_activity where datname = current_database() and pid <> pg_backend_pid()"
+            holding = await hostile.fetchval(f"{ids} and (backend_xid is not null or backend_xmin is not null)")
+            assert holding == 0, "a transaction with an ID would keep vacuum from removing dead rows"
+        await store.close()
 
 
 async def test_a_migration_waits_for_another_one(empty_database: str) -> None:
@@ -64,15 +57,3 @@ async def test_a_migration_waits_for_another_one(empty_database: str) -> None:
         await first.execute("rollback")
         await second
     assert await schema_is_current(empty_database)
-
-
-async def test_ownership_does_not_delay_vacuum(database: str, sql: asyncpg.Connection) -> None:
-    """A transaction that stays open with an ID would keep vacuum from removing dead rows."""
-    store = await Store.open(database)
-    try:
-        async with store.shard_lock(range(256)) as lock:
-            assert await lock.claim()
-            ids = "select count(*) from pg_stat_activity where datname = current_database() and pid <> pg_backend_pid()"
-            assert await sql.fetchval(f"{ids} and (backend_xid is not null or backend_xmin is not null)") == 0
-    finally:
-        await store.close()

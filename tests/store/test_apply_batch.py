@@ -2,17 +2,16 @@ import asyncio
 import json
 import random
 from collections.abc import Iterable
-from math import inf
 from time import time
 
 import asyncpg
 import pytest
 
-from indexer.atproto.cid import cid_of, cid_text
+from indexer.atproto.cid import cid_text
 from indexer.errors import RefusedWriteError
 from indexer.reasons import Desync, Rejection
 from indexer.store import DatabaseError, Store, dead_letters
-from indexer.store.apply_batch import ADVANCE_REPOS, MIN_COPIED, MIN_SPLIT
+from indexer.store.apply_batch import MIN_COPIED
 from indexer.sync.plans import Batch, BufferedEvent, Cursor, DeadLetter, RecordChange, RepoWrite
 from indexer.sync.repo_state import PARKED, Repo, SyncStatus
 from tests.store.repo_rows import delete, did, head, in_progress, insert, put, synchronized
@@ -40,7 +39,7 @@ async def terminate_all_but(connection: asyncpg.Connection) -> None:
     )
 
 
-async def test_rows_are_read_as_they_were_written(store: Store) -> None:
+async def test_rows_are_read_as_they_were_written(store: Store, sql: asyncpg.Connection) -> None:
     rows = [
         Repo(did(1), version=1),
         Repo(did(1), version=7, next_attempt_at=PARKED, last_error="http-status: 500", attempts=3),
@@ -66,9 +65,10 @@ async def test_rows_are_read_as_they_were_written(store: Store) -> None:
     repos = {did(number): row._replace(did=did(number)) for number, row in enumerate(rows)}
     await insert(store, *repos.values())
     assert await store.repos([*repos, did("unknown")]) == repos
+    assert await sql.fetchval("select count(*) from atproto.repos where next_attempt_at = 'infinity'") == 1
 
 
-@pytest.mark.parametrize("min_copied", [1, MIN_COPIED])
+@pytest.mark.parametrize("min_copied", [1, pytest.param(MIN_COPIED, marks=pytest.mark.slow)])
 async def test_random_batches_give_the_same_records_as_a_dictionary(
     store: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch, min_copied: int
 ) -> None:
@@ -107,105 +107,41 @@ async def test_random_batches_give_the_same_records_as_a_dictionary(
         assert [tuple(row) for row in rows] == [(action, path, cid and cid_text(cid)) for action, path, cid in log[one]]
 
 
-@pytest.mark.slow
-async def test_batches_of_any_size_give_the_same_rows(store: Store, sql: asyncpg.Connection) -> None:
-    """Write the same commits one by one and several per transaction: records, changes and versions are equal."""
-    numbers = random.Random(5)
-    commits: list[tuple[int, list[RecordChange]]] = []
-    present: set[tuple[int, str]] = set()
-    for _ in range(30):
-        owner, changes = numbers.randrange(4), []
-        for path in numbers.choices(
-            ["app.test/a", "app.test/b", "app.test.more/a", "b.c/d"], k=numbers.randrange(1, 4)
-        ):
-            if (owner, path) not in present:
-                changes.append(put(path, f'"{len(commits)}"'))
-            else:
-                changes.append(numbers.choice([delete(path), put(path, f'"{len(commits)}"', "update")]))
-            (present.discard if changes[-1].action == "delete" else present.add)((owner, path))
-        commits.append((owner, changes))
-
-    async def play(size: int) -> list[object]:
-        dids = [did((size, owner)) for owner in range(4)]
-        repos = {owner: Repo(dids[owner]) for owner in range(4)}
-        for start in range(0, len(commits), size):
-            writes: dict[int, RepoWrite] = {}
-            for owner, changes in commits[start : start + size]:
-                before = writes.get(owner, RepoWrite(repos[owner].version, repos[owner]))
-                repos[owner] = synchronized((size, owner), version=repos[owner].version + 1)
-                writes[owner] = RepoWrite(before.expected_version, repos[owner], (*before.changes, *changes))
-            assert not (await store.write(Batch(tuple(writes.values())))).skipped
-        log = (
-            "select action, collection, rkey, cid, rev, live from atproto.changes where did = $1 "
-            "and rkey is not null order by seq"
-        )
-        return [
-            (
-                await store.visible_records(one),
-                [tuple(row) for row in await sql.fetch(log, one)],
-                (await store.repos([one]))[one].version,
-            )
-            for one in dids
-        ]
-
-    one_by_one = await play(1)
-    for size in (2, 3, 7, 30):
-        assert await play(size) == one_by_one
-
-
 async def test_a_write_on_another_version_is_skipped_and_the_cursor_is_not_saved(
     store: Store, sql: asyncpg.Connection
 ) -> None:
-    await insert(store, synchronized("same"), synchronized("changed"))
+    await insert(store, synchronized("same"), synchronized("changed"), synchronized("inserted"))
     await store.write(Batch((RepoWrite(1, synchronized("changed", version=2)),)))
     claimed = await in_progress(store, "claimed")
-    buffered = (BufferedEvent(claimed.did, RELAY, 5, b"frame"),)
-    skipped = (
-        await store.write(
-            Batch(
-                (
-                    RepoWrite(1, synchronized("same", version=2), (put("app.test/a"),)),
-                    RepoWrite(
-                        1, synchronized("changed", version=2, latest_verified_rev="3lzzzzzzzzzzz"), (put("app.test/a"),)
-                    ),
-                    RepoWrite(0, synchronized("new")),
-                    RepoWrite(claimed.version - 1, claimed, (), buffered),
-                ),
-                tuple(dead_letter(seq, did=did(name)) for seq, name in ((1, "same"), (2, "changed"), (3, "other"))),
-                cursor=Cursor(RELAY, "0/1", 9),
-            )
-        )
-    ).skipped
-    assert skipped == {did("changed"), claimed.did}
+    changed = synchronized("changed", version=2, latest_verified_rev="3lzzzzzzzzzzz")
+    writes = (
+        RepoWrite(1, synchronized("same", version=2), (put("app.test/a"),)),
+        RepoWrite(1, changed, (put("app.test/a"),)),
+        RepoWrite(0, synchronized("new")),
+        RepoWrite(0, Repo(did("inserted"), version=1)),
+        RepoWrite(claimed.version - 1, claimed, (), (BufferedEvent(claimed.did, RELAY, 5, b"frame"),)),
+    )
+    letters = tuple(dead_letter(seq, did=did(name)) for seq, name in ((1, "same"), (2, "changed"), (3, "other")))
+    skipped = (await store.write(Batch(writes, letters, cursor=Cursor(RELAY, "0/1", 9)))).skipped
+    assert skipped == {did("changed"), did("inserted"), claimed.did}
     assert [row[0] for row in await sql.fetch("select seq from atproto.rejected order by seq")] == [1, 3]
     assert await store.visible_records(did("same")) != {}
     assert await store.visible_records(did("changed")) == {}
     assert (await store.repos([did("changed")]))[did("changed")].latest_verified_rev is None
+    assert (await store.repos([did("inserted")]))[did("inserted")] == synchronized("inserted")
     assert await sql.fetchval("select count(*) from indexer.buffered_event") == 0
     assert await sql.fetchval("select array_agg(did) from indexer.change where rkey is not null") == [did("same")]
     assert await store.cursors() == []
 
 
-async def test_a_repo_inserted_meanwhile_is_not_overwritten(store: Store) -> None:
-    await insert(store, synchronized(1))
-    assert (await store.write(Batch((RepoWrite(0, Repo(did(1), version=1)),)))).skipped == {did(1)}
-    assert (await store.repos([did(1)]))[did(1)] == synchronized(1)
-
-
+@pytest.mark.slow
 async def test_of_two_writes_on_one_version_one_is_skipped(store: Store) -> None:
     repos = [synchronized(n) for n in range(20)]
     await insert(store, *repos)
 
     async def write(error: str, order: Iterable[Repo]) -> frozenset[str]:
-        return (
-            await store.write(
-                Batch(
-                    tuple(
-                        RepoWrite(1, repo._replace(version=2, last_error=error), (put("app.test/a"),)) for repo in order
-                    )
-                )
-            )
-        ).skipped
+        after = [repo._replace(version=2, last_error=error) for repo in order]
+        return (await store.write(Batch(tuple(RepoWrite(1, repo, (put("app.test/a"),)) for repo in after)))).skipped
 
     first, second = await asyncio.gather(write("first", repos), write("second", reversed(repos)))
     rows = await store.repos([repo.did for repo in repos])
@@ -224,30 +160,33 @@ async def test_a_batch_that_fails_writes_nothing(store: Store, sql: asyncpg.Conn
         await store.write(batch)
     for table in ("repo", "record", "change", "dead_letter", "cursor"):
         assert await sql.fetchval(f"select count(*) from indexer.{table}") == 0  # noqa: S608
+    with pytest.raises(RefusedWriteError, match="closed"):  # even if its text is like that of a lost connection
+        await store.write(Batch(cursor=Cursor(RELAY, "0/1", "the connection is closed")))  # type: ignore[arg-type]
 
 
-async def test_the_cursor_never_decreases(store: Store, sql: asyncpg.Connection) -> None:
+async def test_the_cursor_never_decreases_within_an_epoch(store: Store, sql: asyncpg.Connection) -> None:
     for seq, event_time in ((5, "five"), (3, "three"), (7, None), (9, "a time\0 of any form")):
         await store.write(Batch(cursor=Cursor(RELAY, "0/1", seq, event_time)))
         assert [cursor.seq for cursor in await store.cursors()] == [max(5, seq)]
     await store.write(Batch(cursor=Cursor(RELAY, "1/2", 4)))
     rows = await sql.fetch("select shard, seq, event_time from atproto.cursors order by shard")
     assert [tuple(row) for row in rows] == [("0/1", 9, "a time\ufffd of any form"), ("1/2", 4, None)]
+    for epoch, seq in ((1, 3), (0, 901), (1, 2)):
+        await store.write(Batch(cursor=Cursor(RELAY, "0/1", seq, epoch=epoch)))
+    assert {(str(cursor.shard), cursor.epoch, cursor.seq) for cursor in await store.cursors()} == {
+        ("0/1", 1, 3),
+        ("1/2", 0, 4),
+    }
 
 
+@pytest.mark.slow
 async def test_time_of_the_cursor_goes_back_only_from_before_the_clock_was_set_back(store: Store) -> None:
     now = time()
-    for seq, caught_up_at, stored in ((1, now - 9, now - 9), (2, now - 99, now - 9), (3, now + 86_400, now + 86_400)):
+    for seq, caught_up_at, stored in (
+        (1, now - 9, now - 9), (2, now - 99, now - 9), (3, now + 86_400, now + 86_400), (4, now, now)
+    ):  # fmt: skip
         await store.write(Batch(cursor=Cursor(RELAY, "0/1", seq, caught_up_at=caught_up_at)))
         assert [cursor.caught_up_at for cursor in await store.cursors()] == pytest.approx([stored])
-    await store.write(Batch(cursor=Cursor(RELAY, "0/1", 4, caught_up_at=now)))
-    assert [cursor.caught_up_at for cursor in await store.cursors()] == pytest.approx([now])
-
-
-async def test_a_new_epoch_replaces_the_cursor(store: Store) -> None:
-    for epoch, seq in ((0, 900), (1, 3), (0, 901), (1, 2)):
-        await store.write(Batch(cursor=Cursor(RELAY, "0/1", seq, epoch=epoch)))
-    assert [(cursor.epoch, cursor.seq) for cursor in await store.cursors()] == [(1, 3)]
 
 
 async def test_events_are_buffered_until_the_resync_ends(store: Store, sql: asyncpg.Connection) -> None:
@@ -265,40 +204,39 @@ async def test_events_are_buffered_until_the_resync_ends(store: Store, sql: asyn
     assert await sql.fetchval("select lease_until from indexer.repo") is None
 
 
-async def test_dead_letters_are_stored_whole_and_limited_in_number(
-    store: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dead_letters, "MAX_ROWS", 5)
+async def test_a_message_that_is_received_again_has_one_dead_letter(store: Store, sql: asyncpg.Connection) -> None:
+    """Apart from characters that Postgres cannot store, it is stored as it is."""
     hostile = dead_letter(0, seq=None, did="did:\0", kind="#\0", detail="half a pair \ud800 and \0")
-    await store.write(Batch(dead_letters=(hostile,)))
-    row = await sql.fetchrow("select seq, did, kind, detail, frame from indexer.dead_letter")
-    assert tuple(row or ()) == (None, "did:\ufffd", "#\ufffd", "half a pair ? and \ufffd", b"frame")
-    for start in range(1, 13, 3):
-        await store.write(Batch(dead_letters=tuple(dead_letter(n) for n in range(start, start + 3))))
-        assert await sql.fetchval("select count(*) from atproto.rejected") <= 5
-    assert [row[0] for row in await sql.fetch("select seq from atproto.rejected order by id")] == [8, 9, 10, 11, 12]
+    letter = dead_letter(7)
+    others = [dead_letter(7, frame=b"other"), dead_letter(8), dead_letter(7, epoch=1)]
+    for _ in range(3):
+        await store.write(Batch(dead_letters=(hostile, letter, *others)))
+    assert await sql.fetchval("select count(*) from indexer.dead_letter where seq is not null") == 4
+    rows = await sql.fetch("select did, kind, detail, frame from indexer.dead_letter where seq is null")
+    assert [tuple(row) for row in rows] == [("did:\ufffd", "#\ufffd", "half a pair ? and \ufffd", b"frame")] * 3
 
 
-async def test_many_dead_letters_of_one_reason_do_not_remove_others(
+@pytest.mark.slow
+async def test_the_dead_letters_of_each_relay_and_reason_are_limited_in_number_and_bytes(
     store: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The limits, also the one in bytes, apply per relay and reason."""
+    async def left() -> list[int]:
+        return [row[0] for row in await sql.fetch("select seq from atproto.rejected order by seq")]
+
+    monkeypatch.setattr(dead_letters, "MAX_ROWS", 5)
+    others = (dead_letter(1, reason=Rejection.FUTURE_REV), dead_letter(2, relay="wss://other.test"))
+    await store.write(Batch(dead_letters=(*others, dead_letter(3))))
+    for start in range(4, 16, 3):
+        await store.write(Batch(dead_letters=tuple(dead_letter(n) for n in range(start, start + 3))))
+        assert len(await left()) <= 7
+    assert await left() == [1, 2, *range(11, 16)]
     monkeypatch.setattr(dead_letters, "MAX_BYTES", 100)
-    await store.write(
-        Batch(
-            dead_letters=(
-                dead_letter(1, reason=Rejection.FUTURE_REV),
-                dead_letter(2, relay="wss://other.test"),
-                dead_letter(3),
-            )
-        )
-    )
-    for seq in range(10, 20):
+    for seq in range(20, 30):
         await store.write(Batch(dead_letters=(dead_letter(seq, frame=bytes(40)),)))
-    rows = await sql.fetch("select seq from atproto.rejected order by seq")
-    assert [row[0] for row in rows] == [1, 2, 18, 19]
+    assert await left() == [1, 2, 28, 29]
 
 
+@pytest.mark.slow
 async def test_each_batch_with_changes_sends_one_notification(
     store: Store, sql: asyncpg.Connection, database: str
 ) -> None:
@@ -312,13 +250,7 @@ async def test_each_batch_with_changes_sends_one_notification(
     assert [await received.get(), await received.get()] == ["", "end"]
 
 
-async def test_a_record_without_a_value_has_its_original_bytes(store: Store, sql: asyncpg.Connection) -> None:
-    change = RecordChange("create", "app.test", "a", "3laaaaaaaaa22", cid_of(b"x"), None, "not-dag-cbor", b"\xff\0")
-    await insert(store, synchronized(1), changes=(change,))
-    row = await sql.fetchrow("select value, value_problem, original from indexer.record")
-    assert tuple(row or ()) == (None, "not-dag-cbor", b"\xff\0")
-
-
+@pytest.mark.slow
 async def test_a_lost_connection_is_a_database_error(store: Store, sql: asyncpg.Connection) -> None:
     await insert(store, synchronized(1))
     with pytest.raises(DatabaseError):  # noqa: PT012 - the end of the block raises it, too
@@ -328,52 +260,7 @@ async def test_a_lost_connection_is_a_database_error(store: Store, sql: asyncpg.
     assert await store.repos([did(1)]) == {did(1): synchronized(1)}
 
 
-async def test_a_parked_repo_has_an_infinite_next_attempt(store: Store, sql: asyncpg.Connection) -> None:
-    await insert(store, Repo(did(1), version=1, next_attempt_at=inf))
-    assert await sql.fetchval("select next_attempt_at = 'infinity' from atproto.repos")
-
-
-async def test_a_value_that_cannot_be_stored_is_no_database_error(store: Store) -> None:
-    """Even if its text is like that of a lost connection."""
-    with pytest.raises(RefusedWriteError, match="closed"):
-        await store.write(Batch(cursor=Cursor(RELAY, "0/1", "the connection is closed")))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("stored", [(), ("r07",)])
-async def test_many_new_records_are_written_whether_or_not_one_exists(
-    store: Store, sql: asyncpg.Connection, stored: tuple[str, ...]
-) -> None:
-    await insert(store, synchronized(1), changes=tuple(put(f"app.test/{rkey}", '"old"') for rkey in stored))
-    rkeys = [f"r{number:02}" for number in range(MIN_COPIED)]
-    creates = tuple(put(f"app.test/{rkey}", f'"{rkey}"') for rkey in reversed(rkeys))
-    assert not (await store.write(Batch((RepoWrite(1, synchronized(1, version=2), creates),)))).skipped
-    rows = await sql.fetch("select rkey, value #>> '{}' as value, cid from indexer.record order by rkey")
-    assert [tuple(row) for row in rows] == [(rkey, rkey, cid_of(f'"{rkey}"'.encode())) for rkey in rkeys]
-    log = await sql.fetch("select rkey, action from atproto.changes where rkey is not null order by seq")
-    expected = [(rkey, "update" if rkey in stored else "create") for rkey in reversed(rkeys)]
-    assert [tuple(row) for row in log] == [*((rkey, "create") for rkey in stored), *expected]
-
-
-async def test_a_repo_with_unproven_records_does_not_keep_others_from_being_copied(
-    store: Store, sql: asyncpg.Connection
-) -> None:
-    proven, unproven = synchronized(1, version=2), synchronized(2, version=2, unproven_since=1.0)
-    await insert(store, synchronized(1), synchronized(2), changes=(put("app.test/old"),))
-    creates = tuple(put(f"app.test/{number}") for number in range(MIN_COPIED))
-    writes = (
-        RepoWrite(1, proven, creates),
-        RepoWrite(1, unproven, (put("app.test/old", '"new"'), put("app.test/new"))),
-    )
-    assert not (await store.write(Batch(writes))).skipped
-    # COPY runs in a savepoint, which has a transaction ID of its own.
-    copied = await sql.fetch(
-        "select c.did, c.rkey from indexer.record c join indexer.repo r using (did, bucket) "
-        "where c.xmin <> r.xmin and c.rkey <> 'old'"
-    )
-    assert {tuple(row) for row in copied} == {(proven.did, change.rkey) for change in creates}
-    assert await sql.fetchval("select value from indexer.record where did = $1 and rkey = 'old'", did(2)) == '"new"'
-
-
+@pytest.mark.slow
 async def test_large_records_are_written_in_several_statements_with_the_same_result(
     store: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -402,6 +289,7 @@ async def test_large_records_are_written_in_several_statements_with_the_same_res
     assert not await sql.fetch("select from indexer.record")
 
 
+@pytest.mark.slow
 async def test_row_of_which_only_the_head_advances_is_stored_completely(store: Store) -> None:
     await insert(store, synchronized(1), synchronized(2))
     before = await store.repos([did(1), did(2)])
@@ -411,28 +299,3 @@ async def test_row_of_which_only_the_head_advances_is_stored_completely(store: S
     assert not (await store.write(Batch((write,)))).skipped
     assert await store.repos([did(1), did(2)]) == {did(1): after, did(2): before[did(2)]}
     assert (await store.write(Batch((write,)))).skipped == {did(1)}, "the row has another version by now"
-
-
-@pytest.mark.parametrize("repos", [30, 200])
-async def test_the_heads_of_many_repos_are_written_by_shard_with_the_same_result(
-    store: Store, repos: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With as many rows as on a cluster of eight shards, and with fewer; one row has changed meanwhile."""
-    store.shards, sent = 8, list[int]()
-    fetch = asyncpg.Connection.fetch
-
-    async def count(connection: asyncpg.Connection, query: str, *arguments: list[object]) -> list[asyncpg.Record]:
-        if query == ADVANCE_REPOS:
-            sent.append(len(arguments[1]))
-        return await fetch(connection, query, *arguments)
-
-    await insert(store, *[synchronized(n) for n in range(repos)])
-    changed = synchronized(0)._replace(version=2)
-    assert (await store.write(Batch((RepoWrite(1, changed),)))).skipped == frozenset()
-    monkeypatch.setattr(asyncpg.Connection, "fetch", count)
-    after = [synchronized(n)._replace(version=2, head=head("3later")) for n in range(repos)]
-    writes = tuple([RepoWrite(1, repo, advances=True) for repo in after])
-    assert (await store.write(Batch(writes))).skipped == {did(0)}
-    assert await store.repos([did(n) for n in range(repos)]) == {repo.did: repo for repo in [changed, *after[1:]]}
-    assert sum(sent) == repos
-    assert len(sent) == (8 if repos >= 8 * MIN_SPLIT else 1)

@@ -2,10 +2,10 @@
 
 import asyncio
 import random
-from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from itertools import count, islice
 from time import monotonic
 from typing import Any
 
@@ -25,12 +25,11 @@ from indexer.store.apply_small_batch import (
     small_batch,
 )
 from indexer.store.store import SMALL_BATCH_PAUSE
-from indexer.sync.plans import Action, Batch, Cursor, DeadLetter, RecordChange, RepoWrite
+from indexer.sync.plans import Batch, Cursor, DeadLetter, RecordChange, RepoWrite
 from indexer.sync.repo_state import Repo
 from indexer.sync.shard import Placement
-from tests.database_proxy import DatabaseProxy
+from tests.store.change_log_helpers import connected
 from tests.store.repo_rows import delete, did, head, insert, put, synchronized, waiting_for_locks
-from tests.tcp_proxy import Messages
 from tests.waiting import until
 
 RELAY = "wss://relay.test"
@@ -38,6 +37,7 @@ OWNERS = range(4)
 PATHS = ["app.test/a", "app.test/b", "app.test.more/a", "b.c/d"]
 STORED = put("app.test/stored", '"stored"')
 TABLES = {
+    "change_batch": "segment, size",
     "repo": "did, version, rev, data, commit, sync_status",
     "record": "did, collection, rkey, cid, rev, value::text, value_problem, original",
     "change": "did, collection, rkey, action, cid, rev, live",
@@ -98,89 +98,76 @@ def random_batches(seed: int) -> list[Batch]:
     return batches
 
 
-def several_statements_fail(patch: pytest.MonkeyPatch) -> None:
-    """Let a test fail that writes a batch with the statements of `apply_batch`."""
-    patch.setattr("indexer.store.store.apply", lambda *_, **__: pytest.fail("written with several statements"))
+@pytest.fixture
+def small_writes(store: Store, monkeypatch: pytest.MonkeyPatch) -> list[asyncpg.Connection]:
+    """Let the store keep no links; return a list of the connections of all batches that one statement writes."""
+    used: list[asyncpg.Connection] = []
+
+    async def recording_apply_small(connection: asyncpg.Connection, batch: SmallBatch) -> AppliedBatch:
+        used.append(connection)
+        return await apply_small(connection, batch)
+
+    monkeypatch.setattr("indexer.store.store.apply_small", recording_apply_small)
+    store.keeps_links = False
+    return used
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
+async def played(store: Store, sql: asyncpg.Connection, batches: list[Batch], *, links: bool | None) -> tuple[Any, ...]:
+    """Write the batches to the initial rows; return what the store says, and all rows."""
+    await sql.execute("truncate indexer.repo, indexer.record, indexer.change, indexer.change_batch, indexer.cursor")
+    await insert(store, *[synchronized(owner) for owner in OWNERS])
+    await insert(store, synchronized("stored"), changes=(STORED,))
+    store.keeps_links = links
+    return [await store.write(batch) for batch in batches], await content(sql), await numbered(sql)
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))])
 async def test_one_statement_writes_the_same_rows_as_several(
-    store: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch, seed: int
+    store: Store, sql: asyncpg.Connection, small_writes: list[asyncpg.Connection], seed: int
 ) -> None:
-    async def play(*, links: bool | None) -> tuple[Any, ...]:
-        await sql.execute("truncate indexer.repo, indexer.record, indexer.change, indexer.change_batch, indexer.cursor")
-        await insert(store, *[synchronized(owner) for owner in OWNERS])
-        store.keeps_links = links
-        with monkeypatch.context() as patch:
-            if links is False:
-                several_statements_fail(patch)
-            applied = [await store.write(batch) for batch in random_batches(seed)]
-        return applied, await content(sql), await numbered(sql)
-
-    by_several = await play(links=None)
-    assert by_several == await play(links=False)
-
-
-async def test_a_batch_without_changes_writes_no_change_log(store: Store, sql: asyncpg.Connection) -> None:
-    await insert(store, synchronized(1))
-    batches = await sql.fetchval("select count(*) from indexer.change_batch")
-    assert await written_by_one(sql, Batch((advance(synchronized(1)),), cursor=cursor())) == Counter()
-    assert await sql.fetchval("select count(*) from indexer.change_batch") == batches
-    assert (await store.repos([did(1)]))[did(1)].version == 2
-
-
-async def written_by_one(sql: asyncpg.Connection, batch: Batch) -> Counter[Action]:
-    """Write a batch with one statement; return the numbers of changes by action."""
-    small = small_batch(batch)
-    assert small is not None
-    return (await apply_small(sql, small)).changes
+    batches = random_batches(seed)
+    by_several = await played(store, sql, batches, links=None)
+    assert not small_writes
+    assert by_several == await played(store, sql, batches, links=False)
+    assert len(small_writes) == len(batches)
 
 
 NOT_AS_PLANNED: dict[str, RepoWrite] = {
-    "another version": advance(synchronized(1, version=2), put("app.test/new")),
+    "another version": advance(synchronized("stored", version=2), put("app.test/new")),
     "unknown repo": advance(synchronized("unknown"), put("app.test/new")),
-    "created record exists": advance(synchronized(1), put("app.test/new"), put("app.test/stored", '"other"')),
-    "updated record does not exist": advance(synchronized(1), put("app.test/none", "{}", "update")),
-    "deleted record does not exist": advance(synchronized(1), delete("app.test/none"), delete("app.test/stored")),
+    "created record exists": advance(synchronized("stored"), put("app.test/new"), put("app.test/stored", '"other"')),
+    "updated record does not exist": advance(synchronized("stored"), put("app.test/none", "{}", "update")),
+    "deleted record does not exist": advance(
+        synchronized("stored"), delete("app.test/none"), delete("app.test/stored")
+    ),
     "created record exists, and updated one does not": advance(
-        synchronized(1), put("app.test/stored", '"other"'), put("app.test/none", "{}", "update")
+        synchronized("stored"), put("app.test/stored", '"other"'), put("app.test/none", "{}", "update")
     ),
 }
 
 
-@pytest.mark.parametrize("name", NOT_AS_PLANNED)
-async def test_nothing_is_written_if_a_row_is_not_as_planned(store: Store, sql: asyncpg.Connection, name: str) -> None:
-    await insert(store, synchronized(1), changes=(STORED,))
-    await insert(store, synchronized(2))
-    before = await content(sql)
-    ordinary = advance(synchronized(2), put("app.test/a"))
-    with pytest.raises(NotAsPlannedError):
-        await written_by_one(sql, Batch((ordinary, NOT_AS_PLANNED[name]), cursor=cursor()))
-    assert await content(sql) == before
-
-
-@pytest.mark.parametrize("name", NOT_AS_PLANNED)
-async def test_a_batch_that_is_not_as_planned_is_written_with_several_statements(
-    store: Store, sql: asyncpg.Connection, name: str
+@pytest.mark.slow
+async def test_a_batch_that_is_not_as_planned_is_written_with_several_statements_only(
+    store: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def play(*, links: bool | None) -> tuple[Any, ...]:
-        await sql.execute("truncate indexer.repo, indexer.record, indexer.change, indexer.change_batch, indexer.cursor")
-        await insert(store, synchronized(1), changes=(STORED,))
-        await insert(store, synchronized(2))
-        store.keeps_links = links
-        ordinary = advance(synchronized(2), put("app.test/a"))
-        applied = await store.write(Batch((ordinary, NOT_AS_PLANNED[name]), cursor=cursor()))
-        return applied, await content(sql), await numbered(sql)
-
-    assert await play(links=False) == await play(links=None)
+    monkeypatch.setattr("indexer.store.store.SMALL_BATCH_PAUSE", 0.0)
+    for name, other in NOT_AS_PLANNED.items():
+        batch = Batch((ORDINARY, other), cursor=cursor())
+        by_several = await played(store, sql, [batch], links=None)
+        await played(store, sql, [], links=False)
+        small, before = small_batch(batch), await content(sql)
+        assert small is not None
+        with pytest.raises(NotAsPlannedError):
+            await apply_small(sql, small)
+        assert await content(sql) == before, name
+        assert await played(store, sql, [batch], links=False) == by_several, name
 
 
 async def test_a_repo_that_changes_meanwhile_is_skipped(store: Store, sql: asyncpg.Connection, database: str) -> None:
     """The statement waits for the lock of the repo before it writes a record."""
     await insert(store, synchronized(1), changes=(STORED,))
     store.keeps_links = False
-    other = await asyncpg.connect(database)
-    async with other.transaction():
+    async with connected(database) as other, other.transaction():
         await other.execute("update indexer.repo set version = 7")
         update = put("app.test/stored", '"new"', "update")
         writing = asyncio.create_task(store.write(Batch((advance(synchronized(1), update),), cursor=cursor())))
@@ -189,46 +176,26 @@ async def test_a_repo_that_changes_meanwhile_is_skipped(store: Store, sql: async
     assert (await writing).skipped == {did(1)}
     assert await sql.fetchval("select rev from indexer.record") == "theirs"
     assert await sql.fetchval("select count(*) from indexer.cursor") == 0
-    await other.close()
 
 
 async def test_value_that_the_database_cannot_store_is_refused_and_opens_only_one_connection(
-    store: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+    store: Store, sql: asyncpg.Connection, small_writes: list[asyncpg.Connection]
 ) -> None:
     await insert(store, synchronized(1))
-    store.keeps_links = False
-    before, used = await content(sql), used_connections(monkeypatch)
+    before = await content(sql)
     for _ in range(3):
         with pytest.raises(RefusedWriteError):
             await store.write(Batch((advance(synchronized(1), put("app.test/a", '"\\u0000"')),), cursor=cursor()))
     assert await content(sql) == before
-    assert len(used) == 1
+    assert len(small_writes) == 1
 
 
-def one_statement_fails(patch: pytest.MonkeyPatch) -> None:
-    """Let a test fail that writes a batch with one statement."""
-    patch.setattr("indexer.store.store.apply_small", lambda *_: pytest.fail("written with one statement"))
-
-
-@pytest.mark.parametrize(
-    ("links", "placement"), [(None, Placement.PLAIN), (True, Placement.PLAIN), (False, Placement.DISTRIBUTED)]
-)
+@pytest.mark.slow
 async def test_one_statement_writes_no_links_and_no_distributed_tables(
-    store: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch, links: bool | None, placement: Placement
+    store: Store, sql: asyncpg.Connection, small_writes: list[asyncpg.Connection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await insert(store, synchronized(1))
-    store.keeps_links, store.placement = links, placement
-    one_statement_fails(monkeypatch)
-    await store.write(Batch((ORDINARY,), cursor=cursor()))
-    assert await sql.fetchval("select count(*) from indexer.record") == 1
-
-
-async def test_links_that_are_kept_since_the_wait_for_a_connection_are_written(
-    store: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await insert(store, synchronized(1))
-    store.keeps_links = False
-    one_statement_fails(monkeypatch)
+    """Links may be kept since the wait for a connection."""
+    await insert(store, *[synchronized(number) for number in range(1, 5)])
     connect, connected = asyncpg.connect, list[asyncpg.Connection]()
 
     async def connect_meanwhile(*arguments: Any, **named: Any) -> asyncpg.Connection:
@@ -237,76 +204,40 @@ async def test_links_that_are_kept_since_the_wait_for_a_connection_are_written(
         return connected[-1]
 
     monkeypatch.setattr("indexer.store.connections.asyncpg.connect", connect_meanwhile)
-    await store.write(Batch((ORDINARY,), cursor=cursor()))
+    cases = ((None, Placement.PLAIN), (True, Placement.PLAIN), (False, Placement.DISTRIBUTED), (False, Placement.PLAIN))
+    for number, (links, placement) in enumerate(cases, 1):
+        assert not connected
+        store.keeps_links, store.placement = links, placement
+        await store.write(Batch((advance(synchronized(number), put("app.test/a")),), cursor=cursor(number)))
+        assert await sql.fetchval("select count(*) from indexer.record") == number
     assert connected
-    assert await sql.fetchval("select count(*) from indexer.record") == 1
-
-
-def used_connections(patch: pytest.MonkeyPatch) -> list[asyncpg.Connection]:
-    """Return a list that will contain the connection of each statement for a small batch."""
-    used: list[asyncpg.Connection] = []
-
-    async def recording_apply_small(connection: asyncpg.Connection, batch: SmallBatch) -> AppliedBatch:
-        used.append(connection)
-        return await apply_small(connection, batch)
-
-    patch.setattr("indexer.store.store.apply_small", recording_apply_small)
-    return used
-
-
-async def write_small(store: Store, count: int) -> None:
-    """Write this number of small batches, each for a new repo."""
-    for number in range(count):
-        repo = synchronized(f"small batch {number} at {monotonic()}")
-        await insert(store, repo)
-        assert not (await store.write(Batch((advance(repo, put("app.test/a")),), cursor=cursor()))).skipped
-
-
-async def test_the_statement_is_not_planned_at_each_call(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("indexer.store.connections.SMALL_BATCH_PLAN_SECONDS", 60)
-    store.keeps_links = False
-    used = used_connections(monkeypatch)
-    await write_small(store, 8)
-    plans = "select generic_plans, custom_plans from pg_prepared_statements where statement = $1"
-    assert [tuple(row) for row in await used[-1].fetch(plans, WRITE)] == [(8, 0)]
+    assert not small_writes
 
 
 @pytest.mark.slow
-async def test_the_statement_is_planned_again_after_some_time(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan for small tables may be slow once they have grown."""
-    store.keeps_links = False
-    used = used_connections(monkeypatch)
-    monkeypatch.setattr("indexer.store.connections.SMALL_BATCH_PLAN_SECONDS", 0.01)
-    no_plan = "select not exists (select from pg_prepared_statements where statement = $1)"
-    for _ in range(2):
-        await write_small(store, 1)
-        await until(lambda: used[-1].fetchval(no_plan, WRITE))
-    assert used[0] is used[1]
-
-
-@pytest.mark.slow
-async def test_a_lost_connection_is_opened_again(
-    store: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+async def test_the_statement_is_planned_once_but_again_after_some_time(
+    store: Store, small_writes: list[asyncpg.Connection]
 ) -> None:
-    await insert(store, synchronized(1), synchronized(2))
-    store.keeps_links = False
-    several_statements_fail(monkeypatch)
-    used = used_connections(monkeypatch)
-    await store.write(Batch((ORDINARY,), cursor=cursor()))
-    await sql.fetchval("select pg_terminate_backend($1, 5000)", used[0].get_server_pid())
-    await until(used[0].is_closed)
-    assert not (await store.write(Batch((advance(synchronized(2)),), cursor=cursor(2)))).skipped
-    assert used[1] is not used[0]
+    """A plan for small tables may be slow once they have grown."""
+    numbers = count(1)
 
+    async def plans() -> list[int]:
+        query = "select custom_plans from pg_prepared_statements where statement = $1"
+        return [custom for (custom,) in await small_writes[-1].fetch(query, WRITE)]
 
-@pytest.mark.slow
-async def test_the_connection_is_closed_with_the_store(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = await Store.open(database)
-    store.keeps_links = False
-    used = used_connections(monkeypatch)
-    await write_small(store, 1)
-    await store.close()
-    assert used[0].is_closed()
+    async def write_until_planned() -> bool:
+        for number in islice(numbers, 7):  # by default, the first five are planned at each call
+            await insert(store, synchronized(number))
+            await store.write(Batch((advance(synchronized(number)),), cursor=cursor(number)))
+        return await plans() == [0]
+
+    async def is_forgotten() -> bool:
+        return await plans() == []
+
+    for _ in range(2):
+        await until(write_until_planned)
+        await until(is_forgotten)
+    assert len(set(small_writes)) == 1
 
 
 @asynccontextmanager
@@ -314,49 +245,29 @@ async def write_that_waits(
     store: Store, sql: asyncpg.Connection, database: str
 ) -> AsyncIterator[asyncio.Task[AppliedBatch]]:
     """Write a small batch, whose statement waits for the lock of the repo to the end of the block; yield its task."""
-    lock = await asyncpg.connect(database)
-    async with lock.transaction():
+    async with connected(database) as lock, lock.transaction():
         await lock.execute("update indexer.repo set version = version")
         writing = asyncio.create_task(store.write(Batch((ORDINARY,), cursor=cursor())))
         await until(lambda: waiting_for_locks(sql, 1))
         yield writing
-    await lock.close()
 
 
-async def test_the_pool_is_closed_if_the_close_of_the_store_is_cancelled(
-    database: str, sql: asyncpg.Connection
-) -> None:
-    store = await Store.open(database)
-    store.keeps_links = False
-    await insert(store, synchronized(1))
-    async with write_that_waits(store, sql, database) as writing:
-        closing = asyncio.create_task(store.close())
-        await asyncio.sleep(0)
-        closing.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await closing
-    await writing
-    with pytest.raises(DatabaseError, match="clos"):
-        await store.repos([did(1)])
-    await store.close()
-
-
+@pytest.mark.slow
 async def test_no_batch_is_written_with_one_statement_for_a_while_after_one_was_not_as_planned(
-    store: Store, monkeypatch: pytest.MonkeyPatch
+    store: Store, small_writes: list[asyncpg.Connection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise many would be written twice while a collection is added to the scope."""
     await insert(store, synchronized(1), synchronized(2))
-    store.keeps_links = False
     other = advance(synchronized(1), put("app.test/none", "{}", "update"))
     assert not (await store.write(Batch((other,), cursor=cursor()))).skipped
-    with monkeypatch.context() as patch:
-        one_statement_fails(patch)
-        assert not (await store.write(Batch((advance(other.repo),), cursor=cursor(2)))).skipped
+    assert not (await store.write(Batch((advance(other.repo),), cursor=cursor(2)))).skipped
+    assert len(small_writes) == 1
     monkeypatch.setattr("indexer.store.store.monotonic", lambda: monotonic() + SMALL_BATCH_PAUSE)
-    several_statements_fail(monkeypatch)
     assert not (await store.write(Batch((advance(synchronized(2)),), cursor=cursor(3)))).skipped
+    assert len(small_writes) == 2
 
 
+@pytest.mark.slow
 async def test_other_statements_write_the_batch_if_the_connection_for_small_ones_cannot_be_opened(
     store: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -374,84 +285,45 @@ async def test_other_statements_write_the_batch_if_the_connection_for_small_ones
     assert await sql.fetchval("select count(*) from indexer.record") == 1
 
 
-async def test_a_session_that_ends_during_the_statement_is_replaced_and_the_pool_writes_meanwhile(
-    store: Store, sql: asyncpg.Connection, database: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.slow
+async def test_a_session_that_ends_is_replaced_and_the_pool_writes_meanwhile(
+    store: Store,
+    sql: asyncpg.Connection,
+    database: str,
+    small_writes: list[asyncpg.Connection],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    await insert(store, synchronized(1), synchronized(2))
-    store.keeps_links = False
-    before, used = await content(sql), used_connections(monkeypatch)
+    """If it ends between two statements, the next one has a new session at once."""
+    await insert(store, *[synchronized(number) for number in (1, 2, 3)])
+    before = await content(sql)
     async with write_that_waits(store, sql, database) as writing:
-        await sql.execute("select pg_terminate_backend($1)", used[0].get_server_pid())
+        await sql.execute("select pg_terminate_backend($1)", small_writes[0].get_server_pid())
         with pytest.raises(DatabaseError, match="terminating connection"):
             await writing
     assert await content(sql) == before
-    with monkeypatch.context() as patch:
-        one_statement_fails(patch)
-        assert not (await store.write(Batch((ORDINARY,), cursor=cursor()))).skipped
+    assert not (await store.write(Batch((ORDINARY,), cursor=cursor()))).skipped
+    assert len(small_writes) == 1
     monkeypatch.setattr("indexer.store.store.monotonic", lambda: monotonic() + SMALL_BATCH_PAUSE)
-    several_statements_fail(monkeypatch)
-    assert not (await store.write(Batch((advance(synchronized(2)),), cursor=cursor(2)))).skipped
-    assert used[1] is not used[0]
-
-
-class HangsWhenAStatementIsClosed(DatabaseProxy):
-    """Hangs before the first message of a client that closes a prepared statement, as soon as `armed` is set."""
-
-    armed = False
-
-    def messages(self) -> tuple[Messages, Messages]:
-        of_client, of_server = super().messages()
-        split = of_client.split
-
-        def watched(data: bytes) -> Iterator[tuple[str, bytes]]:
-            for kind, message in split(data):
-                if self.armed and kind == "Close":
-                    self.hang()
-                yield kind, message
-
-        of_client.split = watched  # type: ignore[method-assign]
-        return of_client, of_server
+    for number in (2, 3):
+        assert not (await store.write(Batch((advance(synchronized(number)),), cursor=cursor(number)))).skipped
+        await sql.fetchval("select pg_terminate_backend($1, 5000)", small_writes[-1].get_server_pid())
+        await until(small_writes[-1].is_closed)
+    assert len(set(small_writes)) == 3
 
 
 @pytest.mark.slow
-async def test_the_round_trip_that_closes_an_old_plan_has_a_time_limit(
-    store: Store, database: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The driver applies none to it."""
-    await insert(store, synchronized(1), synchronized(2))
-    monkeypatch.setattr("indexer.store.connections.SMALL_BATCH_PLAN_SECONDS", 0.01)
-    monkeypatch.setattr("indexer.store.connections.STATEMENT_TIMEOUT", 1.0)
-    monkeypatch.setattr("indexer.store.kept_connection.CANCEL_TIMEOUT", 0.1)
-    proxy = HangsWhenAStatementIsClosed(database)
-    async with proxy.serve():
-        behind_proxy = await Store.open(proxy.dsn)
-        behind_proxy.keeps_links = False
-        used = used_connections(monkeypatch)
-        await behind_proxy.write(Batch((ORDINARY,), cursor=cursor()))
-        await asyncio.sleep(0.1)  # the plan becomes old: a query that finds out would close it
-        proxy.armed = True
-        async with asyncio.timeout(10):
-            with pytest.raises(DatabaseError, match="no answer in time"):
-                await behind_proxy.write(Batch((advance(synchronized(2)),), cursor=cursor(2)))
-        assert proxy.mode == "hang"
-        assert used[0].is_closed()
-        proxy.open()
-        await behind_proxy.close()
-
-
 async def test_a_cancelled_statement_writes_nothing(
-    store: Store, sql: asyncpg.Connection, database: str, monkeypatch: pytest.MonkeyPatch
+    store: Store, sql: asyncpg.Connection, database: str, small_writes: list[asyncpg.Connection]
 ) -> None:
     await insert(store, synchronized(1))
-    store.keeps_links = False
-    before, used = await content(sql), used_connections(monkeypatch)
+    before = await content(sql)
     async with write_that_waits(store, sql, database) as writing:
         writing.cancel()
         await until(lambda: waiting_for_locks(sql, 0))
     with pytest.raises(asyncio.CancelledError):
         await writing
     assert await content(sql) == before
-    assert used[0].is_closed()  # Postgres may receive the cancellation when the next statement runs
+    assert small_writes[0].is_closed()  # Postgres may receive the cancellation when the next statement runs
     assert not (await store.write(Batch((ORDINARY,), cursor=cursor()))).skipped
 
 

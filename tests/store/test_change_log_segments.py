@@ -19,7 +19,7 @@ from indexer.store.change_log_segments import (
     plan_trim,
     trim,
 )
-from tests.store.change_log_helpers import NEXT, after, change, connected, log, rkeys
+from tests.store.change_log_helpers import NEXT, after, change, connected, fill_segments, log, rkeys
 
 pytestmark = pytest.mark.slow
 
@@ -27,6 +27,8 @@ NOW = 1_000_000.0
 DAY = 86_400.0
 POLICY = RetentionPolicy(7 * DAY, 6_000, 14 * DAY)
 EMPTY = [Segment(number, 100, None, None) for number in range(SEGMENTS)]
+OLD = (Segment(3, 500, 10, NOW - 8 * DAY), Segment(4, 500, 15, NOW - 7 * DAY - 1), Segment(0, 500, 20, NOW))
+LARGE = (Segment(5, 3_000, 10, NOW - 3), Segment(1, 3_000, 15, NOW - 2), Segment(0, 500, 20, NOW))
 
 
 def consumer(name: str = "one", seq: int = 0, since: float | None = NOW) -> ConsumerState:
@@ -39,26 +41,22 @@ def log_of(*segments: Segment, consumers: tuple[ConsumerState, ...] = (), opened
     return ChangeLogState(segments[-1].number, opened_at, [named.get(s.number, s) for s in EMPTY], consumers)
 
 
-def test_a_log_within_the_limits_is_not_trimmed() -> None:
-    log = log_of(Segment(3, 500, 10, NOW - 6 * DAY), Segment(0, 500, 20, NOW))
-    assert plan_trim(log, POLICY, NOW) == TrimPlan((), (), None)
-
-
-def test_segments_beyond_the_age_limit_are_truncated() -> None:
-    log = log_of(Segment(3, 500, 10, NOW - 8 * DAY), Segment(4, 500, 15, NOW - 7 * DAY - 1), Segment(0, 500, 20, NOW))
-    assert plan_trim(log, POLICY, NOW).truncate == (3, 4)
-    assert plan_trim(log, replace(POLICY, max_age=0), NOW).truncate == ()
-
-
-def test_the_oldest_segment_beyond_the_size_limit_is_truncated() -> None:
-    log = log_of(Segment(5, 3_000, 10, NOW - 3), Segment(1, 3_000, 15, NOW - 2), Segment(0, 500, 20, NOW))
-    assert plan_trim(log, POLICY, NOW).truncate == (5,)
-    assert plan_trim(log, replace(POLICY, max_bytes=10_000), NOW).truncate == ()
-
-
-def test_the_current_segment_is_never_truncated() -> None:
-    log = log_of(Segment(0, 50_000, 20, NOW - 70 * DAY))
-    assert plan_trim(log, POLICY, NOW) == TrimPlan((), (), 1)
+@pytest.mark.parametrize(
+    ("segments", "policy", "expected"),
+    [
+        ((Segment(3, 500, 10, NOW - 6 * DAY), Segment(0, 500, 20, NOW)), POLICY, TrimPlan((), (), None)),
+        (OLD, POLICY, TrimPlan((), (3, 4), None)),
+        (OLD, replace(POLICY, max_age=0), TrimPlan((), (), None)),
+        (LARGE, POLICY, TrimPlan((), (5,), None)),
+        (LARGE, replace(POLICY, max_bytes=10_000), TrimPlan((), (), None)),
+        ((Segment(0, 50_000, 20, NOW - 70 * DAY),), POLICY, TrimPlan((), (), 1)),
+    ],
+    ids=["within limits", "old", "no age limit", "large", "higher limit", "current segment"],
+)
+def test_segments_beyond_the_limits_of_age_and_size_are_truncated_but_never_the_current_one(
+    segments: tuple[Segment, ...], policy: RetentionPolicy, expected: TrimPlan
+) -> None:
+    assert plan_trim(log_of(*segments), policy, NOW) == expected
 
 
 @pytest.mark.parametrize(
@@ -138,16 +136,8 @@ def test_after_a_consumer_was_disconnected_the_one_large_segment_waits_for_the_o
     assert plan_trim(caught_up, POLICY, NOW).truncate == (SEGMENTS - 1,)
 
 
-async def fill(sql: asyncpg.Connection, *, segments: int) -> None:
-    """Write one change to each segment, with the segment's number as rkey. The last one is the current segment."""
-    for segment in range(segments):
-        await log(sql, change(segment, segment))
-        if segment + 1 < segments:
-            await trim(sql, TrimPlan((), (), segment + 1))
-
-
 async def test_a_request_for_trimmed_changes_fails(store: Store, sql: asyncpg.Connection) -> None:
-    await fill(sql, segments=3)
+    await fill_segments(sql, 3)
     done = await trim(sql, TrimPlan((), (0, 2), None))
     assert done.truncate == (0,), "the current segment is not truncated"
     assert rkeys(await after(sql, None)) == rkeys(await after(sql, 1)) == ["1", "2"]
@@ -164,7 +154,7 @@ async def test_a_request_for_trimmed_changes_fails(store: Store, sql: asyncpg.Co
 
 async def test_a_request_for_trimmed_changes_fails_in_an_older_snapshot(database: str, sql: asyncpg.Connection) -> None:
     """A truncated table is empty for every snapshot, which must not look like a log without new changes."""
-    await fill(sql, segments=2)
+    await fill_segments(sql, 2)
     async with connected(database) as old:
         await old.execute("begin isolation level repeatable read")
         await old.execute("select count(*) from pg_class")
@@ -174,7 +164,7 @@ async def test_a_request_for_trimmed_changes_fails_in_an_older_snapshot(database
 
 
 async def test_a_consumer_registered_before_the_truncation_loses_nothing(sql: asyncpg.Connection) -> None:
-    await fill(sql, segments=2)
+    await fill_segments(sql, 2)
     plan = plan_trim(await load_state(sql), RetentionPolicy(0.001, 2**40, 0), 2e9)
     assert plan.truncate == (0,)
     await sql.execute("select atproto.register_reader('one', 0)")
@@ -187,7 +177,7 @@ async def test_a_truncation_gives_up_on_locks_and_blocks_no_writer(
     store: Store, database: str, sql: asyncpg.Connection
 ) -> None:
     """The locks are those of a backup that has read everything, and of a writer that has not committed."""
-    await fill(sql, segments=2)
+    await fill_segments(sql, 2)
     async with connected(database) as backup, connected(database) as slow:
         await backup.execute("begin; select count(*) from atproto.changes")
         trimming = asyncio.create_task(trim(sql, TrimPlan((), (0,), None)))
@@ -205,7 +195,7 @@ async def test_a_disconnected_consumer_gets_errors_until_it_registers_again(
     store: Store, sql: asyncpg.Connection
 ) -> None:
     await sql.execute("select atproto.register_reader('one'), atproto.register_reader('two')")
-    await fill(sql, segments=2)
+    await fill_segments(sql, 2)
     assert rkeys(await sql.fetch(NEXT, "two", 10)) == ["0", "1"]
     await sql.execute("update indexer.change_batch set time = now() - interval '15 days'")
     _, done = await store.trim_change_log(POLICY, await sql.fetchval("select date_part('epoch', now())"))

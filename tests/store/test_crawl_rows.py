@@ -24,15 +24,10 @@ async def test_differences_are_repos_that_are_behind_and_repos_that_are_hidden(s
     stored["announced and fetched"] = synchronized("announced and fetched", head=head(STORED), from_stream=True)
     await insert(store, *stored.values())
     listed = {
-        "announced": NEWER,
+        **dict.fromkeys(("announced", "newer", "hidden", "broken", "gone", "unknown"), NEWER),
         "announced and fetched": STORED,
-        "newer": NEWER,
         "same": STORED,
         "older": OLD,
-        "hidden": NEWER,
-        "broken": NEWER,
-        "gone": NEWER,
-        "unknown": NEWER,
     }
     differences = await store.find_differences({did(name): rev for name, rev in listed.items()})
     assert differences == ListDifferences([did("newer")], [did("hidden")], [did("unknown")], [did("announced")])

@@ -12,8 +12,9 @@ from asyncpg.exceptions import TargetServerAttributeNotMatched
 
 from indexer.errors import IndexerError, SettingsError
 from indexer.reasons import FetchFailure
-from indexer.store import DatabaseError, Store
+from indexer.store import DatabaseCheck, DatabaseError, Store
 from indexer.store.database_errors import database_errors, opening, without_password
+from tests.database_proxy import DatabaseProxy
 
 END_OTHER_TRANSACTIONS = """
     select bool_and(pg_terminate_backend(pid, 5000)) from pg_stat_activity
@@ -22,6 +23,7 @@ END_OTHER_TRANSACTIONS = """
 MAX_SESSIONS = 500
 
 
+@pytest.mark.slow
 async def test_a_session_ended_by_the_server_is_a_database_error_at_any_moment(
     database: str, sql: asyncpg.Connection
 ) -> None:
@@ -43,20 +45,19 @@ async def test_a_session_ended_by_the_server_is_a_database_error_at_any_moment(
     assert causes["InternalClientError"], causes
 
 
-@pytest.mark.parametrize("limit", ["statement_timeout", "lock_timeout"])
+@pytest.mark.slow
 async def test_a_statement_that_the_server_cancels_after_a_time_limit_is_a_timeout(
-    database: str, sql: asyncpg.Connection, limit: str
+    database: str, sql: asyncpg.Connection
 ) -> None:
     """So that `DatabaseAttempt` does not report it as an answer: the stage still waits."""
-    connection = await asyncpg.connect(database, server_settings={limit: "50ms"})
-    try:
-        async with sql.transaction():
-            await sql.execute("lock table indexer.repo in access exclusive mode")
+    async with sql.transaction():
+        await sql.execute("lock table indexer.repo in access exclusive mode")
+        for limit in ("statement_timeout", "lock_timeout"):
+            connection = await asyncpg.connect(database, server_settings={limit: "50ms"})
             with pytest.raises(DatabaseError) as caught, database_errors():
                 await connection.fetch("select from indexer.repo")
-        assert caught.value.reason is FetchFailure.TIMEOUT
-    finally:
-        await connection.close()
+            assert caught.value.reason is FetchFailure.TIMEOUT
+            await connection.close()
 
 
 def raised(error: BaseException) -> IndexerError:
@@ -72,49 +73,42 @@ def raised(error: BaseException) -> IndexerError:
     return caught.value
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        ConnectionRefusedError(errno.ECONNREFUSED, "Connect call failed"),
-        OSError(errno.EHOSTUNREACH, "No route to host"),
-        TimeoutError(),
-        socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution"),
-        asyncpg.CannotConnectNowError("the database system is starting up"),
-        asyncpg.TooManyConnectionsError("sorry, too many clients already"),
-        TargetServerAttributeNotMatched("None of the hosts match"),
-        asyncpg.InternalServerError("postmaster was shut down, exiting"),
-        asyncpg.InternalServerError("server closed the connection unexpectedly"),
-        asyncpg.InternalServerError("could not commit transaction for shard 102015 on at least one active node"),
-    ],
-)
-def test_outage_is_a_transient_error_that_names_the_database(error: BaseException) -> None:
-    assert isinstance(raised(error), DatabaseError)
+OUTAGES = [
+    ConnectionRefusedError(errno.ECONNREFUSED, "Connect call failed"),
+    OSError(errno.EHOSTUNREACH, "No route to host"),
+    TimeoutError(),
+    socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution"),
+    asyncpg.CannotConnectNowError("the database system is starting up"),
+    asyncpg.TooManyConnectionsError("sorry, too many clients already"),
+    TargetServerAttributeNotMatched("None of the hosts match"),
+    asyncpg.InternalServerError("postmaster was shut down, exiting"),
+    asyncpg.InternalServerError("server closed the connection unexpectedly"),
+    asyncpg.InternalServerError("could not commit transaction for shard 102015 on at least one active node"),
+]
+WRONG_SETTINGS = [
+    socket.gaierror(socket.EAI_NONAME, "Name or service not known"),
+    asyncpg.InvalidPasswordError('password authentication failed for user "me"'),
+    asyncpg.InvalidAuthorizationSpecificationError("no pg_hba.conf entry"),
+    asyncpg.InvalidCatalogNameError('database "mine" does not exist'),
+    asyncpg.InsufficientPrivilegeError('permission denied for database "mine"'),
+    asyncpg.UndefinedObjectError('unrecognized configuration parameter "foo"'),
+    ssl.SSLCertVerificationError("certificate verify failed"),
+]
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        socket.gaierror(socket.EAI_NONAME, "Name or service not known"),
-        asyncpg.InvalidPasswordError('password authentication failed for user "me"'),
-        asyncpg.InvalidAuthorizationSpecificationError("no pg_hba.conf entry"),
-        asyncpg.InvalidCatalogNameError('database "mine" does not exist'),
-        asyncpg.InsufficientPrivilegeError('permission denied for database "mine"'),
-        asyncpg.UndefinedObjectError('unrecognized configuration parameter "foo"'),
-        ssl.SSLCertVerificationError("certificate verify failed"),
-    ],
-)
-def test_wrong_setting_is_a_settings_error_that_names_the_setting_and_the_database(error: BaseException) -> None:
+@pytest.mark.parametrize("error", [*OUTAGES, *WRONG_SETTINGS])
+def test_outage_is_transient_and_a_wrong_setting_is_named(error: BaseException) -> None:
     found = raised(error)
-    assert isinstance(found, SettingsError)
-    assert str(found).startswith("INDEXER_DATABASE_URL: ")
+    if error in OUTAGES:
+        assert isinstance(found, DatabaseError)
+    else:
+        assert isinstance(found, SettingsError)
+        assert str(found).startswith("INDEXER_DATABASE_URL: ")
 
 
-def test_internal_error_that_names_no_lost_node_is_no_outage() -> None:
+def test_internal_error_that_names_no_lost_node_is_no_outage_and_a_lost_privilege_is_a_setting() -> None:
     with pytest.raises(asyncpg.InternalServerError), database_errors():
         raise asyncpg.InternalServerError("invalid memory alloc request size 1073741824")
-
-
-def test_lost_privilege_of_a_running_daemon_is_a_settings_error() -> None:
     with pytest.raises(SettingsError, match="lacks a privilege: permission denied for table repo"), database_errors():
         raise asyncpg.InsufficientPrivilegeError("permission denied for table repo")
 
@@ -132,34 +126,20 @@ def test_address_has_no_password_in_any_form_of_the_url(dsn: str, shown: str) ->
     assert without_password(dsn) == shown
 
 
-async def failing_end(seconds: float = 60.0, *, limit: float | None = None) -> None:
-    """Wait in a block whose end fails, as the rollback of the driver does if the connection is lost meanwhile."""
-    with database_errors():
-        async with asyncio.timeout(limit):
-            try:
-                await asyncio.sleep(seconds)
-            finally:
-                raise ConnectionResetError("the rollback failed")
-
-
-async def test_cancellation_is_not_lost_if_the_rollback_fails() -> None:
-    """A stage that retries after errors of the database would never end, and a stop would last until its timeout."""
-    task = asyncio.create_task(failing_end())
-    await asyncio.sleep(0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-
-
 @pytest.mark.parametrize("limit", [None, 0.01], ids=["no-limit", "time-limit"])
 async def test_failed_rollback_without_a_cancellation_is_a_database_error(limit: float | None) -> None:
-    with pytest.raises(DatabaseError):
-        await failing_end(60.0 if limit else 0.0, limit=limit)
+    with pytest.raises(DatabaseError), database_errors():  # noqa: PT012
+        async with asyncio.timeout(limit):
+            try:
+                await asyncio.sleep(60.0 if limit else 0.0)
+            finally:
+                raise ConnectionResetError("the rollback failed")
 
 
 async def test_cancellation_is_not_lost_if_the_server_ends_the_session_meanwhile(
     store: Store, sql: asyncpg.Connection
 ) -> None:
+    """A stage that retries after errors of the database would never end, and a stop would last until its timeout."""
     entered = asyncio.Event()
 
     async def use() -> None:
@@ -173,3 +153,17 @@ async def test_cancellation_is_not_lost_if_the_server_ends_the_session_meanwhile
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+async def test_check_reports_an_outage_a_hang_and_the_end_of_each(database: str) -> None:
+    proxy = DatabaseProxy(database)
+    async with proxy.serve():
+        check = DatabaseCheck(proxy.dsn, 0.2)
+        for fail, error in ((proxy.refuse, "unreachable"), (proxy.hang, "no answer for 0.2 s")):
+            assert await check.run() is None
+            fail()
+            for _ in range(2):  # on the open connection, and while it connects
+                assert error in (await check.run() or "")
+            proxy.open()
+        assert await check.run() is None
+        check.close()

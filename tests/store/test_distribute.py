@@ -1,32 +1,27 @@
 """`indexer distribute` on a Citus cluster: where rows are afterwards, interruptions, and errors for the operator."""
 
 import asyncio
-import json
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
 
-import asyncpg
 import pytest
 
 from indexer.errors import SettingsError
 from indexer.store import Store
-from indexer.store.cluster_nodes import ClusterNode, UnsuitableClusterError, check_nodes
-from indexer.store.distribute import Distribution, default_shards, distribute
+from indexer.store.distribute import Distribution, distribute
 from indexer.store.distributed_tables import DISTRIBUTED
 from indexer.store.migrate import migrate
 from indexer.store.schema import metadata
 from indexer.sync.shard import Placement
 from tests.citus_server import CitusServer
 from tests.cli.command_line import environment_without_settings, error_line, run_indexer
+from tests.store.change_log_helpers import connected
 from tests.store.filled_tables import REPOS, UNFILLED, contents, fill
 from tests.store.repo_rows import insert, put, synchronized
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.proof("cluster"), pytest.mark.timeout(300)]
 
 CHANGED = ("alembic_version", "distribution", "shard_owner", "stored_setting")
 """Tables that the command itself writes."""
@@ -101,29 +96,6 @@ WITHOUT_TRIGGER = """
         )
 """
 """Tables, no shards, without a trigger of the statement (not 1) for inserts (4), deletes (8) and updates (16)."""
-DEATHS = (
-    "before insert into indexer.distribution",
-    "after oldest_compatible_schema",
-    "before alter database",
-    "during create_distributed_table('indexer.resync_queue'",
-    "before citus_split_shard",
-    "during citus_split_shard",
-    "before truncate_local_data",
-    "during truncate_local_data",
-    "before indexer.repo",
-    "during indexer.repo",
-    "after indexer.repo",
-    "during indexer.record",
-    "after indexer.record",
-    "during indexer.link_recount",
-    "during citus_add_local_table",
-    "after citus_add_local_table",
-    "after create trigger use_two_phases",
-    "after create constraint trigger",
-    "before revoke execute",
-    "before set finished_at",
-)
-"""The moments at which the command is killed, in the order of its statements."""
 
 
 @pytest.fixture(scope="module")
@@ -148,17 +120,29 @@ async def distributed(dsn: str, shards: int | None = 4) -> Distribution:
     return await distribute(dsn, shards, lambda *_: None)
 
 
-async def test_each_shard_has_neighbouring_positions(plain: str) -> None:
+async def test_nothing_is_lost_and_a_second_call_changes_nothing(plain: str) -> None:
+    """Each shard has neighbouring positions, and each node half of the shards."""
+    before = await contents(plain, without=CHANGED)
+    assert {table for table, (rows, _) in before.items() if not rows} == UNFILLED.keys() - set(CHANGED)
     steps: list[tuple[str, int, int]] = []
-    result = await distribute(plain, 8, lambda *step: steps.append(step))
-    assert (result.shards, result.was_complete, result.split_from) == (8, False, None)
-    sql = await asyncpg.connect(plain)
-    try:
+    first = await distribute(plain, 8, lambda *step: steps.append(step))
+    assert (first.shards, first.was_complete, first.split_from) == (8, False, None)
+    assert first.tables["record"] > REPOS
+    assert steps[0][0] == "repo"
+    assert steps[-1][1] == steps[-1][2] > 1_000_000
+    assert await contents(plain, without=CHANGED) == before
+    async with connected(plain) as sql:
         places = await sql.fetch(PLACES)
-        tables = {row["name"].removeprefix("indexer.") for row in places}
         buckets = [tuple(row[0]) for row in await sql.fetch(BUCKETS_OF_SHARDS)]
-    finally:
-        await sql.close()
+        assert await sql.fetch(LOCAL_SIZES, DISTRIBUTED) == []
+        oldest = await sql.fetchval("select value from indexer.stored_setting where name = 'oldest_compatible_schema'")
+        assert oldest == await sql.fetchval("select version_num from indexer.alembic_version"), "older ones cannot run"
+        state = [await sql.fetch(query) for query in STATE]
+        second = await distributed(plain, None)
+        assert (second.was_complete, second.tables, second.shards) == (True, {}, 8)
+        assert [await sql.fetch(query) for query in STATE] == state
+    assert await contents(plain, without=CHANGED) == before
+    tables = {row["name"].removeprefix("indexer.") for row in places}
     assert tables == set(DISTRIBUTED)
     for table in tables:
         ranges = [tuple(row)[1:] for row in places if row["name"] == f"indexer.{table}"]
@@ -167,26 +151,6 @@ async def test_each_shard_has_neighbouring_positions(plain: str) -> None:
         assert len(ports) == 8
         assert ports == [ports[0]] * 4 + [ports[-1]] * 4
     assert buckets == [Placement.DISTRIBUTED.buckets(range(start, start + 32)) for start in range(0, 256, 32)]
-    assert steps[0][0] == "repo"
-    assert steps[-1][1] == steps[-1][2] > 1_000_000
-
-
-async def test_nothing_is_lost_and_a_second_call_changes_nothing(plain: str) -> None:
-    before = await contents(plain, without=CHANGED)
-    assert {table for table, (rows, _) in before.items() if not rows} == UNFILLED.keys() - set(CHANGED)
-    first = await distributed(plain)
-    assert first.tables["record"] > REPOS
-    assert await contents(plain, without=CHANGED) == before
-    sql = await asyncpg.connect(plain)
-    try:
-        assert await sql.fetch(LOCAL_SIZES, DISTRIBUTED) == []
-        state = [await sql.fetch(query) for query in STATE]
-        second = await distributed(plain, None)
-        assert (second.was_complete, second.tables, second.shards) == (True, {}, 4)
-        assert [await sql.fetch(query) for query in STATE] == state
-    finally:
-        await sql.close()
-    assert await contents(plain, without=CHANGED) == before
 
 
 async def test_shards_are_split_by_a_later_call(plain: str) -> None:
@@ -195,12 +159,9 @@ async def test_shards_are_split_by_a_later_call(plain: str) -> None:
     result = await distributed(plain, 8)
     assert (result.shards, result.was_complete, result.tables, result.split_from) == (8, False, {}, 2)
     assert await contents(plain, without=CHANGED) == before
-    sql = await asyncpg.connect(plain)
-    try:
+    async with connected(plain) as sql:
         places = await sql.fetch(PLACES)
         buckets = [tuple(row[0]) for row in await sql.fetch(BUCKETS_OF_SHARDS)]
-    finally:
-        await sql.close()
     for table in DISTRIBUTED:
         ports = [tuple(row)[-1] for row in places if row["name"] == f"indexer.{table}"]
         assert ports == [ports[0]] * 4 + [ports[-1]] * 4, "the parts of a shard stay on its node"
@@ -208,59 +169,30 @@ async def test_shards_are_split_by_a_later_call(plain: str) -> None:
     again = await distributed(plain, 8)
     assert (again.shards, again.was_complete, again.split_from) == (8, True, None)
     store = await Store.open(plain)
-    assert store.shards == 8
-    await store.close()
-
-
-async def test_split_shows_its_progress(plain: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also within a shard, whose parts are not visible before it is cut."""
-    sql = await asyncpg.connect(plain)
     try:
-        await sql.execute(ADD_MANY_RECORDS)
+        assert (store.shards, store.placement) == (8, Placement.DISTRIBUTED)
+        repos = [synchronized(number) for number in range(20)]
+        await insert(store, *repos, changes=(put("app.test/a"),))
+        assert len(await store.repos([repo.did for repo in repos])) == 20
     finally:
-        await sql.close()
-    await distributed(plain, 2)
-    steps: list[tuple[str, int, int]] = []
-    monkeypatch.setattr("indexer.store.distribute.PROGRESS_SECONDS", 0.02)
-    await distribute(plain, 8, lambda *step: steps.append(step))
-    assert [step for step, _ in groupby(name for name, _, _ in steps)] == ["shard 1 of 2", "shard 2 of 2"]
-    done = [bytes_ for _, bytes_, _ in steps]
-    assert done == sorted(done)
-    [total] = {total for _, _, total in steps}
-    assert (done[0], done[-1]) == (0, total)
-    assert total > 100 * MANY
-    assert len({bytes_ for bytes_ in done if 0 < bytes_ < total}) > 10
-
-
-def test_command_says_what_it_has_split(plain: str) -> None:
-    texts = ("Distributed buffered_event (about ", "Every table is distributed already. Each table has 2 shards on ")
-    for text in texts:
-        assert run_indexer("distribute", "--shards", "2", INDEXER_DATABASE_URL=plain).stdout.startswith(text)
-    split = run_indexer("distribute", "--shards", "4", INDEXER_DATABASE_URL=plain)
-    assert split.stdout.startswith("Split 2 shards of each table into 4. Each table has 4 shards on 2 nodes: ")
-    again = run_indexer("distribute", "--shards", "8", "--json", INDEXER_DATABASE_URL=plain)
-    assert json.loads(again.stdout)["split_from"] == 4
+        await store.close()
 
 
 async def test_split_that_has_cut_no_shard_is_taken_back(plain: str) -> None:
     """It may fail for good, for example because no node has the space."""
     await distributed(plain, 4)
-    sql = await asyncpg.connect(plain)
-    try:
+    async with connected(plain) as sql:
         await sql.execute("update indexer.distribution set shards = 8, finished_at = null")  # as it begins
         with pytest.raises(SettingsError):
             await Store.open(plain)
         with pytest.raises(SettingsError, match="have 4 shards, and shards cannot be joined"):
             await distributed(plain, 2)
-    finally:
-        await sql.close()
     assert (await distributed(plain, 4)).shards == 4
     await (await Store.open(plain)).close()
 
 
 async def test_positions_of_shards_become_positions_of_all_buckets(plain: str) -> None:
-    sql = await asyncpg.connect(plain)
-    try:
+    async with connected(plain) as sql:
         await sql.execute(FOUR_SHARDS)
         await distributed(plain)
         cursors = await sql.fetch("select relay, shard, epoch, seq from indexer.cursor order by 1")
@@ -268,8 +200,6 @@ async def test_positions_of_shards_become_positions_of_all_buckets(plain: str) -
         crawls = await sql.fetch(
             "select purpose, shard, cursor, found, finished_at, last_gap from indexer.crawl_progress order by purpose"
         )
-    finally:
-        await sql.close()
     assert [tuple(row) for row in cursors] == [
         ("wss://new.test", "0/1", 3, 7),
         ("wss://relay.test", "0/1", 1, 40),
@@ -281,38 +211,8 @@ async def test_positions_of_shards_become_positions_of_all_buckets(plain: str) -
     assert [tuple(row) for row in crawls] == [("recheck", "0/1", None, 0, None, 0), ("sweep", "0/1", None, 0, None, 0)]
 
 
-@pytest.mark.timeout(600)
-async def test_killed_at_any_step_and_called_again_it_continues(plain: str) -> None:
-    before = await contents(plain, without=CHANGED)
-    for number, moment in enumerate(DEATHS):
-        killed = _run_dying(plain, moment)
-        assert killed.returncode == -signal.SIGKILL, (moment, killed.stderr)
-        if number >= DEATHS.index("before alter database"):
-            with pytest.raises(SettingsError, match="distribution is not complete"):
-                await Store.open(plain)
-    done = run_indexer("distribute", "--json", INDEXER_DATABASE_URL=plain)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["shards"] == 4
-    assert await contents(plain, without=CHANGED) == before
-    assert await _without_trigger(plain) == []
-    await (await Store.open(plain)).close()
-
-
-def _run_dying(dsn: str, moment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "tests.store.dying_distribution", "distribute"],
-        env=environment_without_settings() | {"DIE_AT": moment, "INDEXER_DATABASE_URL": dsn},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-
-
 async def test_killed_in_the_middle_of_a_large_table_it_copies_no_other_table_again(plain: str) -> None:
-    sql = await asyncpg.connect(plain)
-    try:
+    async with connected(plain) as sql:
         await sql.execute(ADD_MANY_RECORDS)
         await sql.execute("analyze indexer.record")
         before = await contents(plain, without=CHANGED)
@@ -329,8 +229,6 @@ async def test_killed_in_the_middle_of_a_large_table_it_copies_no_other_table_ag
         await command.wait()
         await sql.execute(END_SESSIONS)
         complete = {row["name"].removeprefix("indexer.") for row in await sql.fetch(PLACES)}
-    finally:
-        await sql.close()
     assert "repo" in complete
     assert "record" not in complete
     again = await distributed(plain)
@@ -340,8 +238,7 @@ async def test_killed_in_the_middle_of_a_large_table_it_copies_no_other_table_ag
 
 
 async def test_one_of_several_databases_by_bucket_is_refused(plain: str) -> None:
-    sql = await asyncpg.connect(plain)
-    try:
+    async with connected(plain) as sql:
         await sql.execute(TWO_OF_FOUR_SHARDS)
         result = run_indexer("distribute", INDEXER_DATABASE_URL=plain)
         assert result.returncode == 2
@@ -351,21 +248,18 @@ async def test_one_of_several_databases_by_bucket_is_refused(plain: str) -> None
         assert await sql.fetch("select from indexer.distribution") == []
         await sql.execute("insert into indexer.cursor (relay, shard, epoch, seq) values ('wss://a.test', '0/4', 1, 1)")
         await sql.execute("insert into indexer.cursor (relay, shard, epoch, seq) values ('wss://b.test', '3/4', 1, 1)")
-    finally:
-        await sql.close()
     await distributed(plain)
 
 
 async def test_every_plain_table_forces_two_phases(plain: str) -> None:
     """Whichever write comes first."""
     await distributed(plain)
-    assert await _without_trigger(plain) == []
     local = [table.fullname for table in metadata.sorted_tables if table.name not in {*DISTRIBUTED, "distribution"}]
     assert len(local) > 15
-    sql = await asyncpg.connect(plain)
-    sent: list[str] = []
-    sql.add_log_listener(lambda _, message: sent.append(str(message)))
-    try:
+    async with connected(plain) as sql:
+        sent: list[str] = []
+        sql.add_log_listener(lambda _, message: sent.append(str(message)))
+        assert await sql.fetch(WITHOUT_TRIGGER) == []
         await sql.execute("set citus.log_remote_commands = on")
         for table in local:
             writes = [f"delete from {table} where false", WRITE_ONE_REPO]  # noqa: S608
@@ -379,17 +273,6 @@ async def test_every_plain_table_forces_two_phases(plain: str) -> None:
         await sql.execute(WRITE_ONE_REPO)
         assert sent
         assert not any("PREPARE TRANSACTION" in one for one in sent)
-    finally:
-        await sql.close()
-
-
-async def _without_trigger(dsn: str) -> list[str]:
-    """Return the tables of the coordinator whose writes Citus does not notice."""
-    sql = await asyncpg.connect(dsn)
-    try:
-        return [row["name"] for row in await sql.fetch(WITHOUT_TRIGGER)]
-    finally:
-        await sql.close()
 
 
 def test_the_operator_gets_one_line(citus: CitusServer, plain: str, database: str) -> None:
@@ -414,49 +297,3 @@ async def test_a_session_of_a_daemon_is_named(plain: str) -> None:
     await distributed(plain)
     with pytest.raises(SettingsError, match="have 4 shards, and shards cannot be joined"):
         await distributed(plain, 2)
-
-
-async def test_the_previous_release_no_longer_runs(plain: str) -> None:
-    await distributed(plain)
-    sql = await asyncpg.connect(plain)
-    try:
-        oldest = await sql.fetchval("select value from indexer.stored_setting where name = 'oldest_compatible_schema'")
-        assert oldest == await sql.fetchval("select version_num from indexer.alembic_version")
-    finally:
-        await sql.close()
-
-
-async def test_the_store_writes_to_a_distributed_database(plain: str) -> None:
-    await distributed(plain)
-    store = await Store.open(plain)
-    try:
-        assert store.placement is Placement.DISTRIBUTED
-        for number in range(20):
-            await insert(store, synchronized(number), changes=(put("app.test/a"),))
-        assert len(await store.repos([synchronized(number).did for number in range(20)])) == 20
-    finally:
-        await store.close()
-
-
-NODE = ClusterNode(1, "node:5432", True, True, 150_020, "13.2-1", 100, 100, "logical", True)
-
-
-@pytest.mark.parametrize(
-    ("other", "problem"),
-    [
-        (replace(NODE, connections=50), "node:5432 needs max_connections = 100 or more; it has 50"),
-        (replace(NODE, prepared=0), "node:5432 needs max_prepared_transactions = 100 or more; it has 0"),
-        (replace(NODE, citus="12.1-1"), "node:5432 has Citus 12.1-1, and the coordinator Citus 13.2-1"),
-        (replace(NODE, postgres=140_011), "node:5432: the server is Postgres 14"),
-        (replace(NODE, is_owner=False), "the role must own the database on node:5432"),
-    ],
-)
-def test_what_a_node_lacks(other: ClusterNode, problem: str) -> None:
-    check_nodes([NODE, NODE])
-    with pytest.raises(UnsuitableClusterError) as error:
-        check_nodes([NODE, other])
-    assert str(error.value).startswith(problem)
-
-
-def test_shards_are_a_power_of_two() -> None:
-    assert [default_shards(nodes) for nodes in (1, 2, 3, 5, 64, 100)] == [2, 4, 8, 16, 128, 256]

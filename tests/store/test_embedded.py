@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 
@@ -99,38 +99,57 @@ def starter(data_dir: Path, first: str = "") -> Iterator[tuple[subprocess.Popen[
             process.stdin.close()
 
 
-async def test_rows_and_dsn_are_the_same_after_a_restart(tmp_path: Path) -> None:
-    async with database(None, tmp_path, QUICK) as first:
-        await fetch(first, "create table stored as select 7 as seven")
-    async with database(None, tmp_path, QUICK) as second:
-        assert await fetch(second, "select seven from stored") == 7
-    assert first == second
-    assert not list((tmp_path / "postgres" / "socket").iterdir())
+@pytest.fixture(scope="session")
+def new_cluster(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a data directory in which a server has run."""
+    directory = tmp_path_factory.mktemp("cluster")
+
+    async def start() -> None:
+        async with database(None, directory, QUICK):
+            pass
+
+    asyncio.run(start())
+    return directory
 
 
-async def test_the_server_listens_on_its_unix_socket_only(tmp_path: Path) -> None:
-    async with database(None, tmp_path, {**QUICK, "listen_addresses": "*"}) as dsn:
-        assert await fetch(dsn, "show listen_addresses") == ""
-        assert await fetch(dsn, "select inet_server_addr()") is None
-        links = [*Path(f"/proc/{recorded_pid(tmp_path)}/fd").iterdir()]
+@pytest.fixture
+def data_dir(new_cluster: Path, tmp_path: Path) -> Path:
+    """Return a copy of it: to create a cluster takes longer."""
+    (tmp_path / "postgres").mkdir()
+    subprocess.run(["cp", "-a", new_cluster / "postgres" / "data", tmp_path / "postgres"], check=True)
+    return tmp_path
+
+
+async def test_a_new_server_listens_on_its_unix_socket_only_and_keeps_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It replaces an incomplete cluster, sorts text by bytes, and ignores the environment and the directory."""
+    for name, value in {"PGPORT": "6000", "PGHOST": "localhost", "PGDATABASE": "elsewhere", "LC_ALL": "tlh"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    incomplete, socket_directory = (tmp_path / "relative" / "postgres" / name for name in ("data.init", "socket"))
+    incomplete.mkdir(parents=True)
+    (incomplete / "PG_VERSION").write_text("18\n")
+    async with database(None, Path("relative"), {**QUICK, "listen_addresses": "*"}) as first:
+        monkeypatch.chdir("/")
+        assert not incomplete.exists()
+        links = [*Path(f"/proc/{recorded_pid(tmp_path / 'relative')}/fd").iterdir()]
         sockets = {link.readlink().name for link in links if link.readlink().name.startswith("socket:")}
         rows = [row.split() for row in Path("/proc/net/unix").read_text().splitlines()[1:]]
-        unix = {f"socket:[{row[6]}]" for row in rows}
         assert sockets
-        assert sockets <= unix, "a socket of another family"
-        assert (tmp_path / "postgres" / "socket").stat().st_mode & 0o777 == 0o700
-
-
-async def test_the_cluster_sorts_text_by_bytes(tmp_path: Path) -> None:
-    async with database(None, tmp_path, QUICK) as dsn:
-        assert (
-            await fetch(dsn, "select datcollate || ' ' || datctype from pg_database where datname = 'indexer'") == "C C"
-        )
-        assert await fetch(dsn, "show server_encoding") == "UTF8"
-        assert (
-            await fetch(dsn, "select string_agg(x, '' order by x) from unnest(array['a', 'B', 'ä', '_']) x") == "B_aä"
-        )
-        assert await fetch(dsn, "show timezone") == "UTC"
+        assert sockets <= {f"socket:[{row[6]}]" for row in rows}, "a socket of another family"
+        assert socket_directory.stat().st_mode & 0o777 == 0o700
+        letters = "select string_agg(x, '' order by x) from unnest(array['a', 'B', 'ä', '_']) x"
+        assert await fetch(first, letters) == "B_aä"
+        shown = ("listen_addresses", "server_encoding", "timezone", "max_connections")
+        found = [await fetch(first, f"show {name}") for name in shown]
+        assert found == ["", "UTF8", "UTC", "300"]
+        assert await fetch(first, "select current_database()") == "indexer"
+        await fetch(first, "create table stored as select 7 as seven")
+    assert not list(socket_directory.iterdir())
+    async with database(None, tmp_path / "relative", QUICK) as second:
+        assert await fetch(second, "select seven from stored") == 7
+    assert first == second
 
 
 async def test_an_inaccessible_data_directory_with_a_long_path_keeps_its_permissions(tmp_path: Path) -> None:
@@ -156,107 +175,83 @@ async def test_an_inaccessible_data_directory_with_a_long_path_keeps_its_permiss
     assert closed.stat().st_uid == os.getuid()
 
 
-async def test_working_directory_and_environment_have_no_effect(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PGPORT", "6000")
-    monkeypatch.setenv("PGHOST", "localhost")
-    monkeypatch.setenv("PGDATABASE", "elsewhere")
-    monkeypatch.setenv("LC_ALL", "tlh")
-    async with database(None, Path("relative"), QUICK) as dsn:
-        monkeypatch.chdir("/")
-        assert await fetch(dsn, "select current_database()") == "indexer"
-
-
-async def test_a_killed_server_is_restarted_and_the_restarts_are_counted(tmp_path: Path) -> None:
+async def test_a_killed_server_is_restarted_and_the_restarts_are_counted(data_dir: Path) -> None:
     restarts: list[int] = []
 
-    async with database(None, tmp_path, QUICK, lambda: restarts.append(recorded_pid(tmp_path))) as dsn:
+    async with database(None, data_dir, QUICK, lambda: restarts.append(recorded_pid(data_dir))) as dsn:
         await fetch(dsn, "create table stored as select 7 as seven")
         for _ in range(2):
-            killed = recorded_pid(tmp_path)
+            killed = recorded_pid(data_dir)
             os.kill(killed, signal.SIGKILL)
             assert await fetch_eventually(dsn, "select seven from stored") == 7
-            await until(lambda: bool(restarts) and restarts[-1] == recorded_pid(tmp_path))  # before the next kill
+            await until(lambda: bool(restarts) and restarts[-1] == recorded_pid(data_dir))  # before the next kill
             assert restarts[-1] != killed
     assert len(restarts) == 2
 
 
-async def test_concurrent_starts_share_one_server_until_the_last_one_ends(tmp_path: Path) -> None:
+async def test_concurrent_starts_share_one_server_until_the_last_one_ends(data_dir: Path) -> None:
     async with AsyncExitStack() as stays, AsyncExitStack() as goes:
         first, second = await asyncio.gather(
-            goes.enter_async_context(database(None, tmp_path, QUICK)),
-            stays.enter_async_context(database(None, tmp_path, QUICK)),
+            goes.enter_async_context(database(None, data_dir, QUICK)),
+            stays.enter_async_context(database(None, data_dir, QUICK)),
         )
         assert first == second
         connection = await asyncpg.connect(second)
-        before = recorded_pid(tmp_path)
+        before = recorded_pid(data_dir)
         await goes.aclose()
         assert await connection.fetchval("select 7") == 7, "the session continues"
-        assert recorded_pid(tmp_path) == before
+        assert recorded_pid(data_dir) == before
         await connection.close()
     assert not is_running(before)
-    assert not (tmp_path / "postgres" / "data" / "postmaster.pid").exists()
+    assert not (data_dir / "postgres" / "data" / "postmaster.pid").exists()
 
 
-async def test_another_process_uses_the_server_and_keeps_it_when_the_one_that_started_it_is_killed(
-    tmp_path: Path,
-) -> None:
-    with starter(tmp_path) as (process, dsn):
-        async with database(None, tmp_path, QUICK) as found:
+async def test_the_server_ends_with_its_last_user_also_if_users_are_killed(data_dir: Path) -> None:
+    with starter(data_dir) as (process, dsn):
+        async with database(None, data_dir, QUICK) as found:
             assert found == dsn
             assert await fetch(found, "select seven from stored") == 7
         assert await fetch(dsn, "select 1") == 1, "the first user still needs it"
-        async with database(None, tmp_path, QUICK) as found:
-            connection, before = await asyncpg.connect(found), recorded_pid(tmp_path)
+        async with database(None, data_dir, QUICK) as found:
+            connection, before = await asyncpg.connect(found), recorded_pid(data_dir)
             process.kill()
             process.wait()
             assert await connection.fetchval("select seven from stored") == 7
-            assert recorded_pid(tmp_path) == before
+            assert recorded_pid(data_dir) == before
             await connection.close()
     assert not is_running(before)
-
-
-async def test_the_server_ends_with_its_killed_user_and_the_next_start_has_all_rows(tmp_path: Path) -> None:
-    with starter(tmp_path) as (process, _):
-        pid = recorded_pid(tmp_path)
+    with starter(data_dir) as (process, _):
+        last = recorded_pid(data_dir)
         process.kill()
-    await until(lambda: not is_running(pid))
-    async with database(None, tmp_path, QUICK) as dsn:
+    await until(lambda: not is_running(last))
+    async with database(None, data_dir, QUICK) as dsn:
         assert await fetch(dsn, "select seven from stored") == 7
 
 
-async def test_users_restart_the_server_when_its_parent_is_killed(tmp_path: Path) -> None:
-    async with database(None, tmp_path, QUICK) as dsn, database(None, tmp_path, QUICK):
-        await fetch(dsn, "create table stored as select 7 as seven")
-        before = recorded_pid(tmp_path)
+async def test_the_parent_ignores_signals_and_users_restart_the_server_when_it_is_killed(data_dir: Path) -> None:
+    async with database(None, data_dir, QUICK) as dsn, database(None, data_dir, QUICK):
+        connection, before = await asyncpg.connect(dsn), recorded_pid(data_dir)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            os.kill(parent_pid(before), number)
+        async with database(None, data_dir, QUICK) as found:
+            assert found == dsn
+        await connection.execute("create table stored as select 7 as seven")
         os.kill(parent_pid(before), signal.SIGKILL)
         await until(lambda: not is_running(before))
+        connection.terminate()
         assert await fetch_eventually(dsn, "select seven from stored") == 7
-        after = recorded_pid(tmp_path)
+        after = recorded_pid(data_dir)
     assert not is_running(after)
 
 
-async def test_signals_to_the_parent_do_not_end_a_server_that_is_used(tmp_path: Path) -> None:
-    async with database(None, tmp_path, QUICK) as dsn:
-        connection = await asyncpg.connect(dsn)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            os.kill(parent_pid(recorded_pid(tmp_path)), number)
-        async with database(None, tmp_path, QUICK) as found:
-            assert found == dsn
-        assert await connection.fetchval("select 7") == 7
-        await connection.close()
-
-
-async def test_a_server_without_a_parent_is_stopped_and_replaced(tmp_path: Path) -> None:
-    with starter(tmp_path) as (process, _):
-        old = recorded_pid(tmp_path)
+async def test_a_server_without_a_parent_is_stopped_and_replaced(data_dir: Path) -> None:
+    with starter(data_dir) as (process, _):
+        old = recorded_pid(data_dir)
         os.kill(old, signal.SIGSTOP)  # it does not react to the end of its parent
         os.kill(parent_pid(old), signal.SIGKILL)
         process.kill()
-    starting = asyncio.create_task(started_pid(tmp_path))
-    await until(lambda: is_locked(tmp_path / "postgres" / "lock"))
+    starting = asyncio.create_task(started_pid(data_dir))
+    await until(lambda: is_locked(data_dir / "postgres" / "lock"))
     assert is_running(old)
     os.kill(old, signal.SIGCONT)
     assert await starting != old
@@ -278,14 +273,14 @@ async def started_pid(data_dir: Path) -> int:
         return recorded_pid(data_dir)
 
 
-async def test_another_process_with_the_recorded_pid_is_not_killed(tmp_path: Path) -> None:
-    async with database(None, tmp_path, QUICK):
+async def test_another_process_with_the_recorded_pid_is_not_killed(data_dir: Path) -> None:
+    async with database(None, data_dir, QUICK):
         pass
     other = await asyncio.create_subprocess_exec("bash", "-c", "exec -a postgres sleep 60")  # looks like a server
     try:
         for pid in (other.pid, os.getpid()):
-            (tmp_path / "postgres" / "data" / "postmaster.pid").write_text(f"{pid}\n{tmp_path}\n0\n5432\n\n\n")
-            async with database(None, tmp_path, QUICK) as dsn:
+            (data_dir / "postgres" / "data" / "postmaster.pid").write_text(f"{pid}\n{data_dir}\n0\n5432\n\n\n")
+            async with database(None, data_dir, QUICK) as dsn:
                 assert await fetch(dsn, "select 1") == 1
         assert other.returncode is None
     finally:
@@ -293,86 +288,62 @@ async def test_another_process_with_the_recorded_pid_is_not_killed(tmp_path: Pat
         await other.wait()
 
 
-async def test_a_cluster_of_another_major_version_is_a_settings_error(tmp_path: Path) -> None:
-    async with database(None, tmp_path, QUICK):
-        pass
-    (tmp_path / "postgres" / "data" / "PG_VERSION").write_text("9\n")
-    with pytest.raises(SettingsError, match=r"needs PostgreSQL 9, but the binaries have version \d+") as caught:
-        async with database(None, tmp_path, QUICK):
-            pass
-    assert "\n" not in str(caught.value)
+async def test_a_failed_start_names_the_cause_and_a_later_start_succeeds(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def start(**settings: str) -> None:
+        async with database(None, data_dir, QUICK | settings) as dsn:
+            assert await fetch(dsn, "select 1") == 1
 
-
-async def test_an_incomplete_cluster_is_replaced(tmp_path: Path) -> None:
-    incomplete = tmp_path / "postgres" / "data.init"
-    incomplete.mkdir(parents=True)
-    (incomplete / "PG_VERSION").write_text("18\n")
-    async with database(None, tmp_path, QUICK) as dsn:
-        assert await fetch(dsn, "select 1") == 1
-    assert not incomplete.exists()
-
-
-async def test_a_failed_start_names_the_cause_and_a_later_start_succeeds(tmp_path: Path) -> None:
+    async with database("postgresql://elsewhere/x", data_dir / "none") as dsn:
+        assert dsn == "postgresql://elsewhere/x"
+    assert not (data_dir / "none").exists(), "no server is started for a URL"
     with pytest.raises(UnavailableError, match="shared_buffers"):
-        async with database(None, tmp_path, {"shared_buffers": "plenty"}):
-            pass
-    async with database(None, tmp_path, QUICK) as dsn:
-        assert await fetch(dsn, "select 1") == 1
+        await start(shared_buffers="plenty")
+    await start()
+    with monkeypatch.context() as patch:
+        patch.setenv("INDEXER_PG_BINDIR", str(data_dir))
+        with pytest.raises(SettingsError, match="INDEXER_PG_BINDIR"):
+            await start()
+    (data_dir / "postgres" / "data" / "PG_VERSION").write_text("9\n")
+    with pytest.raises(SettingsError, match=r"needs PostgreSQL 9, but the binaries have version \d+\."):
+        await start()
 
 
-async def test_the_server_has_connections_for_several_processes(tmp_path: Path) -> None:
-    async with database(None, tmp_path, QUICK) as dsn:
-        assert await fetch(dsn, "show max_connections") == "300"
-
-
-async def test_missing_binaries_are_a_settings_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("INDEXER_PG_BINDIR", str(tmp_path))
-    with pytest.raises(SettingsError, match="INDEXER_PG_BINDIR"):
-        async with database(None, tmp_path / "data", QUICK):
-            pass
-
-
-async def test_the_log_is_limited_while_the_server_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_log_is_limited_while_the_server_runs(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the log cannot be rotated, for example without space for the copy, the server goes on."""
     monkeypatch.setattr(cluster, "LOG_POLL_SECONDS", 0.05)
     monkeypatch.setattr(cluster, "MAX_LOG_BYTES", 20_000)
-    log = tmp_path / "postgres" / "postgres.log"
-    async with database(None, tmp_path, QUICK) as dsn:
+    log, former = (data_dir / "postgres" / name for name in ("postgres.log", "postgres.log.1"))
+    former.mkdir()
+
+    async with database(None, data_dir, QUICK) as dsn:
         connection = await asyncpg.connect(dsn)
-        async with asyncio.timeout(30):
-            while not log.with_suffix(".log.1").exists() or b"no_such_column" not in log.read_bytes():
-                with pytest.raises(asyncpg.UndefinedColumnError):
-                    await connection.fetchval(f"select no_such_column, '{'x' * 5000}'")
+
+        async def fill_log(is_done: Callable[[], bool]) -> None:
+            async with asyncio.timeout(30):
+                while not is_done():
+                    with pytest.raises(asyncpg.UndefinedColumnError):
+                        await connection.fetchval(f"select no_such_column, '{'x' * 5000}'")
+
+        await fill_log(lambda: log.stat().st_size > 500_000)
+        former.rmdir()
+        await fill_log(lambda: former.is_file() and b"no_such_column" in log.read_bytes())
         assert not log.read_bytes().startswith(b"\0"), "the server appends"
         await connection.close()
 
 
-async def test_log_that_cannot_be_rotated_does_not_end_the_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """For example, if the disk has no space for the copy."""
-    monkeypatch.setattr(cluster, "LOG_POLL_SECONDS", 0.05)
-    log = tmp_path / "postgres" / "postgres.log"
-    log.with_suffix(".log.1").mkdir(parents=True)
-    log.write_bytes(b"x" * (cluster.MAX_LOG_BYTES + 1))
-    async with database(None, tmp_path, QUICK) as dsn:
-        connection = await asyncpg.connect(dsn)
-        assert await connection.fetchval("select 1 from pg_sleep(0.5)") == 1, "the parent looks at the log ten times"
-        await connection.close()
-    assert log.stat().st_size > cluster.MAX_LOG_BYTES
-
-
-async def test_only_the_owner_may_read_the_logs(tmp_path: Path) -> None:
+async def test_only_the_owner_may_read_the_logs(data_dir: Path) -> None:
     """The logs of an earlier release were readable for everyone."""
-    logs = [tmp_path / "postgres" / name for name in ("postgres.log", "postgres.log.1")]
-    logs[0].parent.mkdir()
+    logs = [data_dir / "postgres" / name for name in ("postgres.log", "postgres.log.1")]
     for log in logs:
         log.write_bytes(b"x" * (cluster.MAX_LOG_BYTES + 1))
         log.chmod(0o644)
-    async with database(None, tmp_path, QUICK):
+    async with database(None, data_dir, QUICK):
         assert [stat.S_IMODE(log.stat().st_mode) for log in logs] == [0o600, 0o600]
 
 
-@pytest.mark.slow
+@pytest.mark.proof("deploy")
 @as_root
 async def test_as_root_inaccessible_binaries_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     closed = tmp_path / "closed"
@@ -391,7 +362,7 @@ async def test_as_root_inaccessible_binaries_are_copied(tmp_path: Path, monkeypa
     assert closed.stat().st_mode & 0o777 == 0o700
 
 
-@pytest.mark.slow
+@pytest.mark.proof("deploy")
 @as_root
 @pytest.mark.skipif(not Path(PYTHON_FOR_ALL).exists(), reason="the test's own Python may be inaccessible to nobody")
 async def test_a_cluster_of_an_ordinary_user_can_be_used_by_root() -> None:
@@ -418,9 +389,3 @@ async def test_a_cluster_of_an_ordinary_user_can_be_used_by_root() -> None:
             assert await fetch(dsn, "select seven from stored") == 7
     finally:
         shutil.rmtree(directory)
-
-
-async def test_no_server_is_started_for_a_url(tmp_path: Path) -> None:
-    async with database("postgresql://elsewhere/x", tmp_path) as dsn:
-        assert dsn == "postgresql://elsewhere/x"
-    assert list(tmp_path.iterdir()) == []

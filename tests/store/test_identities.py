@@ -9,8 +9,6 @@ import asyncpg
 import pytest
 
 from indexer.store import Store
-from indexer.store.identities import CLAIM_HANDLES
-from indexer.store.migrate import migrate
 from indexer.sync.plans import Batch
 from indexer.sync.stored_identity import INVALID_HANDLE, HandleCheck, HandleClaim, StoredIdentity
 from tests.store.change_log_helpers import connected
@@ -51,8 +49,14 @@ async def test_identities_are_read_as_saved_and_the_latest_reading_stays(store: 
     later = identity(1, "after.test", round(time()) + 1.0)  # asked after the announcement, so it removes the mark
     await store.save_identities([one, later])
     assert await store.load_identities([did(1), did(3)]) == {did(1): later}
+    odd = replace(identity(4, "nul\0.test"), pds="https://\ud800", fetched_at=time() + 86_400)
+    await store.save_identities([odd])
+    assert (await store.load_identities([did(4)]))[did(4)].handle == "nul\ufffd.test"
+    await store.save_identities([identity(4, "after.test", time())])  # the clock was set back
+    assert (await store.load_identities([did(4)]))[did(4)].handle == "after.test"
 
 
+@pytest.mark.slow
 async def test_new_identities_are_saved_in_the_same_way_on_a_distributed_database(
     store: Store, sql: asyncpg.Connection
 ) -> None:
@@ -70,7 +74,7 @@ async def test_new_identities_are_saved_in_the_same_way_on_a_distributed_databas
     assert saved[0] == saved[1]
 
 
-@pytest.mark.parametrize("stale_before", [False, True])
+@pytest.mark.parametrize("stale_before", [False, pytest.param(True, marks=pytest.mark.slow)])
 async def test_change_that_is_announced_after_the_lookup_asked_keeps_its_mark(
     store: Store, sql: asyncpg.Connection, stale_before: bool
 ) -> None:
@@ -90,6 +94,7 @@ async def test_change_that_is_announced_after_the_lookup_asked_keeps_its_mark(
     assert await sql.fetchval("select refresh_at from indexer.identity") is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("announced_again", [False, True])
 async def test_postponed_refresh_keeps_a_mark_only_for_a_later_announcement(
     store: Store, announced_again: bool
@@ -108,6 +113,7 @@ async def test_postponed_refresh_keeps_a_mark_only_for_a_later_announcement(
     assert [one.did for one in due] == [did(1)] * announced_again
 
 
+@pytest.mark.slow
 async def test_change_that_is_announced_during_a_back_off_keeps_its_mark(store: Store) -> None:
     """The time of the announcement is not stored then. So the identity is looked up once more, soon."""
     announced = Batch(stale_identities=frozenset({did(1)}))
@@ -116,6 +122,8 @@ async def test_change_that_is_announced_during_a_back_off_keeps_its_mark(store: 
     await store.postpone_refresh(did(1), time() + 1_000, 1)
     asked_at = time()
     await store.write(announced)
+    assert await store.due_identities(ALL, 10, time() + 999, web=False) == [], "the back-off is not shorter"
+    assert len(await store.due_identities(ALL, 10, time() + 1_001, web=False)) == 1
     await store.save_identities([identity(1, "later.test", asked_at)])
     saved = (await store.load_identities([did(1)]))[did(1)]
     assert (saved.handle, saved.stale) == ("later.test", True)
@@ -125,22 +133,7 @@ async def test_change_that_is_announced_during_a_back_off_keeps_its_mark(store: 
     assert await store.due_identities(ALL, 10, NOON, web=False) == []
 
 
-async def test_identity_that_was_read_before_the_clock_was_set_back_is_replaced(store: Store) -> None:
-    await store.save_identities([identity(1, "before.test", time() + 86_400)])
-    await store.save_identities([identity(1, "after.test", time())])
-    assert (await store.load_identities([did(1)]))[did(1)].handle == "after.test"
-
-
-async def test_announcements_do_not_shorten_the_back_off_of_a_refresh(store: Store) -> None:
-    await store.save_identities([identity(1, "alice.test")])
-    for _ in range(2):
-        await store.write(Batch(stale_identities=frozenset({did(1)})))
-        await store.postpone_refresh(did(1), time() + 100, 1)
-    await store.write(Batch(stale_identities=frozenset({did(1)})))
-    assert await store.due_identities(ALL, 10, time() + 99, web=False) == []
-    assert len(await store.due_identities(ALL, 10, time() + 101, web=False)) == 1
-
-
+@pytest.mark.slow
 async def test_handle_check_does_not_deadlock_with_a_save(store: Store, database: str, sql: asyncpg.Connection) -> None:
     """The check confirms the handle of the last row, which the first row had. The save has locked the first row."""
     names = sorted([1, 2, 3], key=did)
@@ -159,30 +152,61 @@ async def test_handle_check_does_not_deadlock_with_a_save(store: Store, database
     assert did(names[0]) in {claim.did for claim in due}
 
 
-async def test_an_identity_with_nul_characters_is_stored(store: Store) -> None:
-    await store.save_identities([replace(identity(1, "nul\0.test"), pds="https://\ud800")])
-    assert (await store.load_identities([did(1)]))[did(1)].handle == "nul\ufffd.test"
+async def did_of(store: Store, sql: asyncpg.Connection, handle: str) -> str | None:
+    """Return the DID of a verified handle, of which the store and the public function agree."""
+    found: str | None = await sql.fetchval("select atproto.did_of($1)", handle)
+    assert await store.did_of_handle(handle) == found
+    return found
 
 
-async def test_a_claimed_handle_is_not_shown_before_it_is_verified(store: Store, sql: asyncpg.Connection) -> None:
+async def test_a_claimed_handle_is_shown_only_while_it_is_verified(store: Store, sql: asyncpg.Connection) -> None:
     await insert(store, synchronized(1), synchronized(2))
     await store.save_identities([identity(1, "alice.test"), identity(2, None)])
     assert (await shown(sql, 1), await shown(sql, 2)) == (None, INVALID_HANDLE)
-    assert await store.did_of_handle("alice.test") is None
+    assert await did_of(store, sql, "alice.test") is None
     assert await claimed(store) == [HandleClaim(did(1), "alice.test", None, 0)]
-    await save_check(store, 1, "alice.test")
+    await save_check(store, 1, "alice.test", due_at=NOON + 300)
     assert await shown(sql, 1) == "alice.test"
-    assert await store.did_of_handle("alice.test") == did(1)
+    assert await did_of(store, sql, "alice.test") == did(1)
+    for name in ("Alice.TEST", "@alice.test"):
+        assert await sql.fetchval("select atproto.did_of($1)", name) == did(1)
+    for unknown in (INVALID_HANDLE, "bob.test", "", None):
+        assert await sql.fetchval("select atproto.did_of($1)", unknown) is None
     assert (await store.load_identities([did(1)]))[did(1)] == identity(1, "alice.test")
+    await store.save_identities([identity(1, "alice.test", 6.0)])
+    assert await shown(sql, 1) == "alice.test", "the same claim keeps its verification"
+    assert await claimed(store) == []
+    await store.save_identities([identity(1, "after.test", 7.0)])
+    assert await shown(sql, 1) is None
+    assert await did_of(store, sql, "alice.test") is None
+    [claim] = await claimed(store)
+    assert claim == HandleClaim(did(1), "after.test", None, 0)
+    await store.save_identities([identity(1, "last.test", 8.0)])
+    await store.save_handle_check(HandleCheck(claim, "after.test", 0, 2 * NOON))
+    assert await shown(sql, 1) is None, "the check of an earlier claim is ignored"
+    await save_check(store, 1, INVALID_HANDLE)
+    assert await shown(sql, 1) == INVALID_HANDLE
+    assert {await did_of(store, sql, handle) for handle in ("last.test", INVALID_HANDLE)} == {None}
+    await store.save_identities([identity(1, None, 9.0)])
+    assert await shown(sql, 1) == INVALID_HANDLE
+    assert await claimed(store, now=2 * NOON) == []
 
 
-async def test_a_handle_is_claimed_once_until_its_lease_expires(store: Store) -> None:
+@pytest.mark.slow
+async def test_a_handle_is_claimed_once_until_its_lease_expires_or_its_check_is_due(store: Store) -> None:
+    """Attempts are stored. A handle that is not verified is due when the document is read again."""
     await store.save_identities([identity(1, "alice.test")])
-    assert len(await claimed(store)) == 1
-    assert await claimed(store, now=NOON + 599) == []
-    assert len(await claimed(store, now=NOON + 601)) == 1
+    assert [len(await claimed(store, now=NOON + seconds)) for seconds in (0, 599, 601)] == [1, 0, 1]
+    await save_check(store, 1, None, due_at=NOON + 300, attempts=3)
+    assert await claimed(store, now=NOON + 299) == []
+    assert await claimed(store, now=NOON + 301) == [HandleClaim(did(1), "alice.test", None, 3)]
+    await save_check(store, 1, INVALID_HANDLE, due_at=NOON + 300, attempts=5)
+    assert await claimed(store) == []
+    await store.save_identities([identity(1, "alice.test", 6.0)])
+    assert await claimed(store) == [HandleClaim(did(1), "alice.test", INVALID_HANDLE, 5)]
 
 
+@pytest.mark.slow
 async def test_of_two_concurrent_claims_one_gets_the_handle(
     store: Store, database: str, sql: asyncpg.Connection
 ) -> None:
@@ -194,70 +218,24 @@ async def test_of_two_concurrent_claims_one_gets_the_handle(
     assert sorted([len(await claim) for claim in claims]) == [0, 1]
 
 
-async def test_an_invalid_handle_has_no_did(store: Store, sql: asyncpg.Connection) -> None:
-    await insert(store, synchronized(1))
-    await store.save_identities([identity(1, "alice.test")])
-    await save_check(store, 1, INVALID_HANDLE)
-    assert await shown(sql, 1) == INVALID_HANDLE
-    assert await store.did_of_handle("alice.test") is None
-    assert await store.did_of_handle(INVALID_HANDLE) is None
-
-
-async def test_attempts_and_the_time_of_the_next_check_are_stored(store: Store) -> None:
-    await store.save_identities([identity(1, "alice.test")])
-    await save_check(store, 1, None, due_at=NOON + 300, attempts=3)
-    assert await claimed(store, now=NOON + 299) == []
-    assert await claimed(store, now=NOON + 301) == [HandleClaim(did(1), "alice.test", None, 3)]
-
-
-async def test_saving_the_same_claim_keeps_its_verification(store: Store, sql: asyncpg.Connection) -> None:
-    await insert(store, synchronized(1))
-    await store.save_identities([identity(1, "alice.test")])
-    await save_check(store, 1, "alice.test", due_at=NOON + 300)
-    await store.save_identities([identity(1, "alice.test", 6.0)])
-    assert await shown(sql, 1) == "alice.test"
-    assert await claimed(store) == []
-
-
-async def test_an_unverified_handle_is_due_when_the_document_is_read_again(store: Store) -> None:
-    await store.save_identities([identity(1, "alice.test")])
-    await save_check(store, 1, INVALID_HANDLE, due_at=NOON + 300, attempts=5)
-    assert await claimed(store) == []
-    await store.save_identities([identity(1, "alice.test", 6.0)])
-    assert await claimed(store) == [HandleClaim(did(1), "alice.test", INVALID_HANDLE, 5)]
-
-
-async def test_another_claim_is_not_verified(store: Store, sql: asyncpg.Connection) -> None:
-    await insert(store, synchronized(1))
-    await store.save_identities([identity(1, "alice.test")])
-    await save_check(store, 1, "alice.test", due_at=NOON + 300)
-    await store.save_identities([identity(1, "after.test", 6.0)])
-    assert await shown(sql, 1) is None
-    assert await store.did_of_handle("alice.test") is None
-    assert await claimed(store) == [HandleClaim(did(1), "after.test", None, 0)]
-    await store.save_identities([identity(1, None, 7.0)])
-    assert await shown(sql, 1) == INVALID_HANDLE
-    assert await claimed(store, now=2 * NOON) == []
-
-
-async def test_a_check_of_an_earlier_claim_is_ignored(store: Store, sql: asyncpg.Connection) -> None:
-    await insert(store, synchronized(1))
-    await store.save_identities([identity(1, "alice.test")])
-    [claim] = await claimed(store)
-    await store.save_identities([identity(1, "after.test", 6.0)])
-    await store.save_handle_check(HandleCheck(claim, "alice.test", 0, 2 * NOON))
-    assert await shown(sql, 1) is None
-    assert [claim.claimed for claim in await claimed(store)] == ["after.test"]
-
-
-async def test_a_handle_verified_for_another_account_is_checked_again(store: Store) -> None:
+@pytest.mark.slow
+async def test_a_handle_belongs_to_the_account_for_which_it_was_verified_last(
+    store: Store, sql: asyncpg.Connection
+) -> None:
+    """The other account is checked again, also if both were claimed at the same time."""
     for name in (1, 2):
         await store.save_identities([identity(name, "alice.test")])
         await save_check(store, name, "alice.test", due_at=NOON + 300)
-    assert await store.did_of_handle("alice.test") == did(2)
+    assert await did_of(store, sql, "alice.test") == did(2)
     assert [claim.did for claim in await claimed(store)] == [did(1)]
+    await store.save_identities([identity(3, "bob.test"), identity(4, "bob.test")])
+    claims = await claimed(store)
+    for claim in claims:
+        await store.save_handle_check(HandleCheck(claim, "bob.test", 0, NOON))
+    assert await did_of(store, sql, "bob.test") == claims[1].did
 
 
+@pytest.mark.slow
 async def test_the_handle_that_became_due_last_is_claimed_first(store: Store, sql: asyncpg.Connection) -> None:
     await store.save_identities([identity(name, f"h{name}.test") for name in range(5)])
     for name in range(5):
@@ -265,64 +243,3 @@ async def test_the_handle_that_became_due_last_is_claimed_first(store: Store, sq
             "update indexer.identity set handle_due_at = to_timestamp($2) where did = $1", did(name), NOON - 10 + name
         )
     assert {claim.did for claim in await claimed(store, 2)} == {did(4), did(3)}
-
-
-@pytest.mark.slow
-async def test_due_handles_are_found_by_index(store: Store, sql: asyncpg.Connection) -> None:
-    await sql.execute(
-        "insert into indexer.identity (did, bucket, claimed_handle, fetched_at, stale, handle_attempts, handle_due_at) "
-        "select 'did:plc:' || n, n % 256, 'h' || n || '.test', now(), false, 0, to_timestamp(n) "
-        "from generate_series(1, 20000) n"
-    )
-    await sql.execute("analyze indexer.identity")
-    explain = "explain (analyze, costs off) " + CLAIM_HANDLES
-    plan = "\n".join(row[0] for row in await sql.fetch(explain, list(ALL), 10, 1e4, 1e9, list(ALL)))
-    assert "identity_handle_due" in plan
-    assert "Seq Scan" not in plan
-    plan = "\n".join(
-        row[0]
-        for row in await sql.fetch(
-            "explain select did from indexer.identity where handle = 'h7.test' and handle <> 'handle.invalid'"
-        )
-    )
-    assert "identity_handle" in plan
-
-
-@pytest.mark.slow
-async def test_handles_stored_before_verification_are_migrated_as_claims(empty_database: str) -> None:
-    await migrate(empty_database, "0006")
-    async with connected(empty_database) as sql:
-        await sql.execute(
-            "insert into indexer.identity (did, bucket, handle, fetched_at, stale) "
-            "values ($1, indexer.bucket_of($1), 'alice.test', now(), false)",
-            did(1),
-        )
-    await migrate(empty_database)
-    store = await Store.open(empty_database)
-    try:
-        assert await store.did_of_handle("alice.test") is None
-        assert await claimed(store) == [HandleClaim(did(1), "alice.test", None, 0)]
-    finally:
-        await store.close()
-
-
-async def did_of(sql: asyncpg.Connection, handle: str | None) -> str | None:
-    found: str | None = await sql.fetchval("select atproto.did_of($1)", handle)
-    return found
-
-
-async def test_did_of_finds_only_verified_handles(store: Store, sql: asyncpg.Connection) -> None:
-    await insert(store, synchronized(1), synchronized(2))
-    await store.save_identities([identity(1, "alice.test"), identity(2, None)])
-    assert await did_of(sql, "alice.test") is None
-    await save_check(store, 1, "alice.test")
-    assert {await did_of(sql, name) for name in ("alice.test", "Alice.TEST", "@alice.test")} == {did(1)}
-    assert {await did_of(sql, name) for name in (INVALID_HANDLE, "bob.test", "", None)} == {None}
-
-
-async def test_did_of_names_the_account_whose_handle_was_verified_last(store: Store, sql: asyncpg.Connection) -> None:
-    await store.save_identities([identity(1, "alice.test"), identity(2, "alice.test")])
-    claims = await claimed(store)
-    for claim in claims:
-        await store.save_handle_check(HandleCheck(claim, "alice.test", 0, NOON))
-    assert await did_of(sql, "alice.test") == claims[1].did

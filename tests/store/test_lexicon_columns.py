@@ -56,12 +56,6 @@ def test_new_fields_follow_and_present_ones_keep_their_columns() -> None:
     ]
 
 
-def test_field_with_another_type_gets_its_columns_anew() -> None:
-    before = {view.field.name: view for view in plan_columns([field("a"), field("b")], {})}
-    after = plan_columns([field("a", FieldKind.STRONG_REF), field("b")], before)
-    assert [view.columns for view in after] == [("a_uri", "a_cid"), ("b",)]
-
-
 fields = st.lists(
     st.builds(
         field, st.text(max_size=80) | st.sampled_from(["uri", "Uri", "uri_2", "a", "aUri"]), st.sampled_from(FieldKind)

@@ -1,18 +1,37 @@
 """Links of records and their counts: after every kind of write they are those of the visible records."""
 
 import asyncio
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable
 from time import time
+from typing import Any
 
 import asyncpg
 import pytest
 
 from indexer.atproto.links import links_of
 from indexer.store import Store
-from indexer.sync.plans import Batch, RepoWrite
+from indexer.sync.plans import Batch, RecordChange, RepoWrite
+from indexer.sync.repo_state import Repo, SyncStatus
 from indexer.sync.shard import bucket_of
+from tests.store.change_log_helpers import connected
 from tests.store.link_checks import assert_links_exact
-from tests.store.link_steps import ALL, LIKE, PATH, claim_again, count, finish_resync, like, post, settle, turn_on
-from tests.store.repo_rows import delete, did, in_progress, insert, put, synchronized
+from tests.store.link_steps import (
+    ALL,
+    LIKE,
+    PATH,
+    claim_again,
+    count,
+    finish_resync,
+    like,
+    maintenance,
+    post,
+    settle,
+    turn_on,
+)
+from tests.store.repo_rows import completed, delete, did, in_progress, insert, put, synchronized
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -31,13 +50,9 @@ async def test_links_follow_creates_updates_and_deletes(store: Store, sql: async
     await assert_links_exact(sql)
     assert await sql.fetchval("select count(*) from indexer.link_delta") == 0
     assert await sql.fetchval("select count(*) from indexer.link_count where count = 0") == 0
-
-
-async def test_the_last_of_several_changes_of_a_record_counts(store: Store, sql: asyncpg.Connection) -> None:
-    await turn_on(store)
-    changes = (like("a"), delete(f"{LIKE}/a"), like("a", "two"), like("b"), delete(f"{LIKE}/b"))
-    await insert(store, synchronized(1), changes=changes)
-    assert (await count(sql), await count(sql, "two")) == (0, 1)
+    repeated = (like("x"), delete(f"{LIKE}/x"), like("x", "four"), like("y", "four"), delete(f"{LIKE}/y"))
+    await insert(store, synchronized(2), changes=repeated)
+    assert (await count(sql), await count(sql, "four")) == (0, 1), "the last of several changes of a record counts"
     await assert_links_exact(sql)
 
 
@@ -49,51 +64,21 @@ async def test_links_found_while_planning_are_those_of_the_value(store: Store, s
     assert await count(sql) == 2
 
 
-@pytest.mark.parametrize("hide", ["takedown", "account", "sql"])
-async def test_links_of_a_hidden_repo_are_neither_shown_nor_counted(
-    store: Store, sql: asyncpg.Connection, hide: str
-) -> None:
+async def test_links_of_a_hidden_repo_are_neither_shown_nor_counted(store: Store, sql: asyncpg.Connection) -> None:
     await turn_on(store)
     changes = tuple(like(number) for number in range(5))
     await insert(store, synchronized(1), synchronized(2), changes=changes)
-
-    async def set_visible(version: int, *, visible: bool) -> None:
-        fields = {"takedown": not visible} if hide == "takedown" else {"active": visible}
-        if hide == "sql":
-            await sql.execute("select atproto.request_takedown($1, $2)", did(1), not visible)
-        else:
-            assert not (
-                await store.write(Batch((RepoWrite(version, synchronized(1, version=version + 1, **fields)),)))
-            ).skipped
-
     await settle(store)
-    for settled in (True, False):
-        version = await sql.fetchval("select version from indexer.repo where did = $1", did(1))
-        await set_visible(version, visible=False)
-        assert await count(sql) == 5
+    for version, (visible, settled) in enumerate(((False, True), (True, True), (False, False), (True, False)), 1):
+        write = RepoWrite(version, synchronized(1, version=version + 1, active=visible))
+        assert not (await store.write(Batch((write,)))).skipped
+        assert await count(sql) == (10 if visible else 5)
         if settled:
             await settle(store)
-        assert await count(sql) == 5
-        await assert_links_exact(sql)
-        await set_visible(version + 1, visible=True)
-        if settled:
-            await settle(store)
-        assert await count(sql) == 10
+            assert await count(sql) == (10 if visible else 5)
         await assert_links_exact(sql)
     await settle(store)
     assert await sql.fetchval("select count(*) from indexer.link_recount") == 0
-    await assert_links_exact(sql)
-
-
-async def test_records_written_to_a_hidden_repo_count_when_it_is_shown(store: Store, sql: asyncpg.Connection) -> None:
-    await turn_on(store)
-    await insert(store, synchronized(1, takedown=True), changes=(like("a"),))
-    await settle(store)
-    assert await count(sql) == 0
-    await store.write(Batch((RepoWrite(1, synchronized(1, version=2), (like("b"), like("a", action="update"))),)))
-    assert await count(sql) == 2
-    await settle(store)
-    assert await count(sql) == 2
     await assert_links_exact(sql)
 
 
@@ -101,6 +86,9 @@ async def test_links_follow_a_resync_in_all_its_ways(store: Store, sql: asyncpg.
     """New records are copied, others are merged, and buffered events are drained."""
     await turn_on(store)
     claimed = await in_progress(store, 1)
+    async with store.resync(claimed) as transaction:
+        await transaction.write((like("a"),))  # and is abandoned
+    assert await assert_links_exact(sql) == 0
     await finish_resync(store, claimed, (like("a"), like("b"), like("c")), drained=(like("d"), delete(f"{LIKE}/a")))
     assert await count(sql) == 3
     again = await claim_again(store, claimed)
@@ -128,15 +116,6 @@ async def test_a_takedown_during_a_resync_is_counted(store: Store, sql: asyncpg.
     assert await count(sql) == 0
     await sql.execute("select atproto.request_takedown($1, false)", did(1))
     assert await count(sql) == 2
-    await assert_links_exact(sql)
-
-
-async def test_an_abandoned_resync_leaves_links_as_they_were(store: Store, sql: asyncpg.Connection) -> None:
-    await turn_on(store)
-    claimed = await in_progress(store, 1)
-    async with store.resync(claimed) as transaction:
-        await transaction.write((like("a"),))
-    assert await count(sql) == 0
     await assert_links_exact(sql)
 
 
@@ -193,3 +172,133 @@ async def test_two_writers_of_links_to_one_target_do_not_wait_for_each_other(
 
     await finish_resync(store, claimed, (like("b"),), before_lock=write_elsewhere)
     assert await count(sql) == 3
+
+
+class EverythingAtOnce:
+    """Writers of every kind on the same few repos, each in a task of its own, until the checker has seen enough."""
+
+    def __init__(self, store: Store, seed: int) -> None:
+        self.store = store
+        self.numbers = random.Random(seed)
+        self.done = asyncio.Event()
+        self.writes: Counter[str] = Counter()
+
+    async def repeat(self, name: str, action: Callable[[], Awaitable[object]]) -> None:
+        """Run an action again and again; count how often it changed something."""
+        while not self.done.is_set():
+            if await action():
+                self.writes[name] += 1
+            await asyncio.sleep(0)
+
+    def any_did(self) -> str:
+        return did(self.numbers.randrange(8))
+
+    async def any_repo(self, status: SyncStatus) -> Repo | None:
+        name = self.any_did()
+        repo = (await self.store.repos([name])).get(name)
+        return repo if repo is not None and repo.sync_status is status else None
+
+    async def replace(self, repo: Repo, *changes: RecordChange, **fields: Any) -> bool:
+        """Write a row as the batch writer does, unless it has changed."""
+        after = repo._replace(version=repo.version + 1, **fields)
+        return not (await self.store.write(Batch((RepoWrite(repo.version, after, changes),)))).skipped
+
+    def some_changes(self, stored: set[str] | None = None) -> tuple[RecordChange, ...]:
+        """Return changes of random records; with `stored`, those that fit the stored records."""
+        changes = []
+        for rkey in self.numbers.sample("abcdef", 3):
+            known = stored is None or rkey in stored
+            if known and self.numbers.random() < 0.4:
+                changes.append(delete(f"{LIKE}/{rkey}"))
+            else:
+                action: Any = "update" if known else "create"
+                changes.append(like(rkey, self.numbers.choice(["one", "two"]), action=action))
+        return tuple(changes)
+
+    async def live(self) -> bool:
+        repo = await self.any_repo(SyncStatus.SYNCHRONIZED)
+        return repo is not None and await self.replace(repo, *self.some_changes())
+
+    async def resync(self) -> bool:
+        await self.store.request_resyncs([self.any_did()])
+        for claimed in await self.store.claim(1, ALL, 10.0, 1e10):
+            async with self.store.resync(claimed) as transaction:
+                paths = [path.decode() async for chunk in transaction.stored() for path, _ in chunk]
+                if not await transaction.holds_claim():
+                    return False
+                await transaction.write(self.some_changes({path.partition("/")[2] for path in paths}))
+                locked = await transaction.lock()
+                if locked is None:
+                    return False
+                await transaction.finish(Batch((RepoWrite(locked.version, completed(locked), live=False),)))
+                return True
+        return False
+
+    async def take_down(self, sql: asyncpg.Connection) -> bool:
+        query = "select atproto.request_takedown($1, $2)"
+        return bool(await sql.fetchval(query, self.any_did(), self.numbers.random() < 0.5))
+
+    async def change_scope(self, sql: asyncpg.Connection) -> bool:
+        name = self.any_did()
+        await sql.execute("select atproto.untrack(array[$1])", name)
+        await asyncio.sleep(0.005)
+        return bool(await sql.fetchval("select atproto.track(array[$1])", name))
+
+    async def delete_account(self) -> bool:
+        repo = await self.any_repo(SyncStatus.SYNCHRONIZED)
+        return repo is not None and await self.replace(repo, active=False, hosting_status="deleted", erase_at=5.0)
+
+    async def restore_account(self) -> bool:
+        repo = await self.any_repo(SyncStatus.DESYNCHRONIZED)
+        return repo is not None and await self.replace(
+            repo, active=True, hosting_status=None, erase_at=None, next_attempt_at=None
+        )
+
+    async def erase(self) -> bool:
+        erased = await self.store.erase_batch(ALL, time() + 10)
+        return erased is not None and erased.records > 0
+
+    async def is_complete(self) -> bool:
+        return (await self.store.link_state(ALL)).done
+
+    async def check(self, sql: asyncpg.Connection, times: int) -> None:
+        """Compare a number of snapshots with the records, after the backfill is complete."""
+        try:
+            await until(self.is_complete)
+            for _ in range(times):
+                await assert_links_exact(sql)
+        finally:
+            self.done.set()
+
+
+@pytest.mark.timeout(300)
+async def test_every_snapshot_is_exact_while_everything_runs_at_once(
+    store: Store, sql: asyncpg.Connection, database: str
+) -> None:
+    """Live writes, resyncs, takedowns, the scope, deletions, erasures, the backfill and the maintenance of counts."""
+    for number in range(8):
+        await insert(store, synchronized(number), changes=tuple(like(rkey) for rkey in "abcdef"))
+    many = await Store.open(database, connections=6)
+    world, task = EverythingAtOnce(many, 11), maintenance(many)
+    try:
+        async with (
+            connected(database) as other, connected(database) as third, asyncio.timeout(240),
+            asyncio.TaskGroup() as tasks,
+        ):  # fmt: skip
+            for name, action in {
+                "live": world.live,
+                "resync": world.resync,
+                "takedown": lambda: world.take_down(other),
+                "scope": lambda: world.change_scope(third),
+                "deletion": world.delete_account,
+                "restoration": world.restore_account,
+                "erasure": world.erase,
+                "maintenance": task.run_once,
+            }.items():
+                tasks.create_task(world.repeat(name, action))
+            tasks.create_task(world.check(sql, 40))
+        assert world.writes.keys() >= {"live", "resync", "takedown", "scope", "deletion", "erasure"}
+        await settle(store)
+        await assert_links_exact(sql)
+    finally:
+        await many.close()

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import asyncpg
 import pytest
 from structlog.testing import capture_logs
 
@@ -22,7 +21,7 @@ from tests.store.filled_tables import REPOS, fill
 from tests.store.repo_rows import did, insert, put, synchronized
 from tests.waiting import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.proof("cluster"), pytest.mark.timeout(300)]
 
 LATER = '''
 """Change the schema in each way that a later migration may need."""
@@ -115,8 +114,7 @@ def later(full: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.usefixtures("later")
 async def test_a_later_migration_changes_all_nodes(full: str) -> None:
-    sql = await asyncpg.connect(full)
-    try:
+    async with connected(full) as sql:
         indexes = await sql.fetch(INDEXES)
         assert not await schema_is_current(full)
         await migrate(full)
@@ -132,8 +130,6 @@ async def test_a_later_migration_changes_all_nodes(full: str) -> None:
         assert await sql.fetchval("select pg_relation_size('indexer.later')") == 0
         triggers = "select tgrelid::regclass::text from pg_trigger where tgname = 'use_two_phases'"
         assert "indexer.later_setting" in {name for (name,) in await sql.fetch(triggers)}
-    finally:
-        await sql.close()
     await assert_writable(full)
 
 
@@ -141,12 +137,9 @@ async def test_a_migration_that_fails_changes_no_node(full: str, later: Path) ->
     later.write_text(later.read_text().replace('"drop index', '"select 1 / 0", "drop index'))
     with pytest.raises(Exception, match="division by zero"):
         await migrate(full)
-    sql = await asyncpg.connect(full)
-    try:
+    async with connected(full) as sql:
         assert await sql.fetchval("select to_regclass('indexer.later')") is None
         assert await sql.fetchval(COLUMNS_ON_SHARDS) == 0
-    finally:
-        await sql.close()
     await assert_writable(full)
 
 

@@ -11,6 +11,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from indexer.store.migrate import migrate
+from indexer.store.migration_locks import LockTimes
 from indexer.store.schema_version import schema_is_current
 from tests.background import running
 from tests.store.change_log_helpers import connected
@@ -21,20 +22,17 @@ pytestmark = pytest.mark.slow
 
 BEFORE_NEW_VIEWS = "0029"
 """The migration after this one replaces public views."""
-BEFORE_NEW_COLUMNS, NEW_COLUMNS = "0031", "0032"
-"""Migration 0032 changes the table of gaps, and replaces no view."""
 BEFORE_BOTH = "0026"
 """The migration after this one changes the table of repos, and a later one replaces the view of it."""
 READ = "select count(*) from atproto.records"
 READ_SLOWLY = f"{READ}, pg_sleep(0.05)"
-READ_GAPS = "select count(*) from atproto.gaps"
 READ_REPOS = "select count(*) from atproto.repos"
 WAITS_FOR_VIEW = """
     select exists (select from pg_locks where not granted and mode = 'AccessExclusiveLock' and locktype = 'relation')
 """
 WAITS = "select exists (select from pg_stat_activity where application_name = $1 and wait_event_type = 'Lock')"
 STEADY = "steady reader"
-HELD_SECONDS = 1.5
+HELD_SECONDS = 0.5
 
 
 @pytest.fixture
@@ -56,39 +54,8 @@ def waits(lines: list[MutableMapping[str, Any]], session: asyncpg.Connection) ->
     )
 
 
-async def test_a_migration_that_waits_for_a_consumer_names_it_and_lets_others_read(
-    empty_database: str, consumer: asyncpg.Connection
-) -> None:
-    with capture_logs() as lines:
-        migration = asyncio.create_task(migrate(empty_database))
-        await until(lambda: migration.done() or waits(lines, consumer))
-        assert not await schema_is_current(empty_database)
-        async with connected(empty_database) as other:
-            for _ in range(3):
-                await other.execute(READ)
-        await consumer.execute("commit")
-        await migration
-    assert await schema_is_current(empty_database)
-    assert {line["event"] for line in lines} == {"database.migration-waiting"}
-    assert await consumer.fetchval("select 1") == 1, "its session is as before"
-
-
-async def test_a_consumer_whose_transaction_stays_open_does_not_prevent_a_migration(
-    empty_database: str, consumer: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("indexer.store.migration_locks.CONSUMER_SECONDS", 1.0)
-    with capture_logs() as lines:
-        await migrate(empty_database)
-    assert await schema_is_current(empty_database)
-    assert [line["event"] for line in lines if line["pid"] == consumer.get_server_pid()][-1] == "consumer.session-ended"
-    await until(consumer.is_closed)
-
-
-async def test_consumers_whose_transactions_overlap_do_not_prevent_a_migration(
-    empty_database: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_consumers_whose_transactions_overlap_do_not_prevent_a_migration(empty_database: str) -> None:
     """None waits for another one for longer than `HELD_SECONDS`, and without a migration one is open at any time."""
-    monkeypatch.setattr("indexer.store.migration_locks.LOCK_SECONDS", HELD_SECONDS / 2)
     await migrate(empty_database, BEFORE_NEW_VIEWS)
     has_read = [asyncio.Event(), asyncio.Event()]
 
@@ -107,56 +74,47 @@ async def test_consumers_whose_transactions_overlap_do_not_prevent_a_migration(
         with capture_logs() as lines:
             async with running(consume(dsn, *has_read), consume(dsn, *has_read[::-1])):
                 await until(lambda: any(event.is_set() for event in has_read))
-                async with running(migrate(empty_database)) as [migration]:
+                async with running(migrate(empty_database, times=LockTimes(HELD_SECONDS / 2))) as [migration]:
                     await until(lambda: sql.fetchval(WAITS_FOR_VIEW))
                     await until(migration.done, lambda: lines)
         assert "consumer.session-ended" not in {line["event"] for line in lines}
     assert await schema_is_current(empty_database)
 
 
-@pytest.mark.parametrize("attributes", ["superuser", "createrole in role atproto_reader"])
-async def test_only_sessions_of_consumers_are_ended_for_a_migration(
-    empty_database: str, consumer: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch, attributes: str
+async def test_only_sessions_of_consumers_that_block_a_migration_are_ended_for_it(
+    empty_database: str, consumer: asyncpg.Connection
 ) -> None:
-    """An administrator who is no superuser may be a member of the roles that they have created."""
-    monkeypatch.setattr("indexer.store.migration_locks.CONSUMER_SECONDS", 0.0)
+    """None is ended while a session that stays blocks it, too. An administrator may be a member of their roles.
+
+    The sessions for which it waits are named, and others read meanwhile.
+    """
     async with (
-        role(empty_database, attributes, "administrator") as name,
-        connected(with_user(empty_database, name)) as backup,
+        role(empty_database, "superuser", "administrator") as superuser,
+        role(empty_database, "createrole in role atproto_reader", "creator") as creator,
+        connected(with_user(empty_database, superuser)) as backup,
+        connected(with_user(empty_database, creator)) as report,
+        role(empty_database, "in role atproto_reader", "bystander") as bystander,
+        connected(with_user(empty_database, bystander)) as idle,
     ):
+        await idle.execute("begin; select count(*) from pg_catalog.pg_class")
         await backup.execute(f"begin; {READ}")
+        await report.execute(f"begin; {READ}")
         with capture_logs() as lines:
-            migration = asyncio.create_task(migrate(empty_database))
-            await until(lambda: migration.done() or waits(lines, backup))
-            assert not migration.done()
-            assert waits(lines, consumer), "to end its session would be in vain"
-            assert await backup.fetchval("select 1") == 1
-            await backup.execute("commit")
+            migration = asyncio.create_task(migrate(empty_database, times=LockTimes(0.3, 0.0)))
+            for session in (backup, report):
+                await until(lambda: migration.done() or waits(lines, session))  # noqa: B023
+                assert not migration.done()
+                assert waits(lines, consumer), "to end its session would be in vain"
+                async with connected(empty_database) as other:
+                    await other.execute(READ)
+                assert not await schema_is_current(empty_database)
+                await session.execute("commit")
+                lines.clear()
             await migration
+        assert await idle.fetchval("select 1") == 1
     assert await schema_is_current(empty_database)
-    assert [line["event"] for line in lines if line["pid"] == consumer.get_server_pid()][-1] == "consumer.session-ended"
-
-
-async def test_a_consumer_that_blocks_nothing_is_not_ended_for_a_migration(
-    empty_database: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("indexer.store.migration_locks.CONSUMER_SECONDS", 0.0)
-    await migrate(empty_database, BEFORE_NEW_COLUMNS)
-    async with (
-        role(empty_database, "in role atproto_reader") as name,
-        connected(with_user(empty_database, name)) as consumer,
-        connected(empty_database) as backup,
-    ):
-        await consumer.execute(f"begin; {READ}")
-        await backup.execute(f"begin; {READ_GAPS}")
-        with capture_logs() as lines:
-            migration = asyncio.create_task(migrate(empty_database, NEW_COLUMNS))
-            await until(lambda: migration.done() or waits(lines, backup))
-            assert not migration.done()
-            await backup.execute("commit")
-            await migration
-        assert {line["pid"] for line in lines} == {backup.get_server_pid()}
-        assert await consumer.fetchval("select 1") == 1
+    assert {line["pid"] for line in lines if line["event"] == "consumer.session-ended"} == {consumer.get_server_pid()}
+    await until(consumer.is_closed)
 
 
 async def test_a_reader_of_a_view_and_a_migration_do_not_wait_for_each_other(empty_database: str) -> None:

@@ -10,9 +10,9 @@ import pytest
 from indexer.atproto.record import Problem
 from indexer.errors import RefusedWriteError
 from indexer.store import NewRepoRecords, RecordsExistError, Store
-from indexer.sync.plans import Batch, BufferedEvent, RecordChange, RepoWrite
-from indexer.sync.repo_state import Repo, SyncStatus
-from tests.store.repo_rows import did, head, insert, put, synchronized
+from indexer.sync.plans import Batch, RecordChange, RepoWrite
+from indexer.sync.repo_state import Repo
+from tests.store.repo_rows import buffer_event, completed, did, insert, put, synchronized
 
 ALL = range(256)
 SCOPE = 0
@@ -50,37 +50,22 @@ class ReadyChunk(Chunk):
         bucket = int16(sha256(owner.encode()).digest()[0])
         self.record_rows = [
             row(
-                text(owner),
-                text(change.collection),
-                text(change.rkey),
-                bucket,
-                change.cid,
-                text(change.rev),
-                None if change.value is None else b"\x01" + change.value.encode(),
-                text(change.problem),
+                text(owner), text(change.collection), text(change.rkey), bucket, change.cid, text(change.rev),
+                None if change.value is None else b"\x01" + change.value.encode(), text(change.problem),
                 change.original,
             )
             for change in changes
-        ]
+        ]  # fmt: skip
 
     def change_rows(self, segment: int, batch: int, first_ordinal: int) -> bytes:
         bucket = int16(sha256(self._did.encode()).digest()[0])
         return b"".join(
             row(
-                int16(segment),
-                struct.pack(">q", batch),
-                struct.pack(">i", ordinal),
-                bucket,
-                b"\0",
-                b"create",
-                text(self._did),
-                text(change.collection),
-                text(change.rkey),
-                text(change.rev),
-                change.cid,
+                int16(segment), struct.pack(">q", batch), struct.pack(">i", ordinal), bucket, b"\0", b"create",
+                text(self._did), text(change.collection), text(change.rkey), text(change.rev), change.cid,
             )
             for ordinal, change in enumerate(self._changes, first_ordinal)
-        )
+        )  # fmt: skip
 
 
 def int16(number: int) -> bytes:
@@ -104,29 +89,17 @@ async def claim_new(store: Store, *names: object) -> list[Repo]:
     return [claimed[did(name)] for name in names]
 
 
-def completed(*rows: Repo) -> Batch:
+def end(*rows: Repo) -> Batch:
     """Return the batch that ends the resyncs of these repos."""
-    writes = [
-        RepoWrite(
-            row.version,
-            row._replace(
-                version=row.version + 1,
-                sync_status=SyncStatus.SYNCHRONIZED,
-                sync_reason=None,
-                head=head("3lbbbbbbbbb22"),
-            ),
-        )
-        for row in rows
-    ]
-    return Batch(tuple(writes))
+    return Batch(tuple(RepoWrite(row.version, completed(row)) for row in rows))
 
 
-async def write(store: Store, claimed: Sequence[Repo], parts: Sequence[NewRepoRecords]) -> bool:
+async def write(store: Store, claimed: Sequence[Repo], parts: Sequence[NewRepoRecords], scope: int = SCOPE) -> bool:
     """Write new repos as a resync does; return True if they were committed."""
-    async with store.write_new_repos(SCOPE) as transaction:
+    async with store.write_new_repos(scope) as transaction:
         rows = await transaction.eligible(claimed)
         await transaction.create([part for part in parts if part.did in rows])
-        return await transaction.finish(completed(*rows.values()))
+        return await transaction.finish(end(*rows.values()))
 
 
 UNUSUAL = [
@@ -152,18 +125,13 @@ async def test_ready_made_rows_store_the_same_as_rows_of_the_driver(store: Store
         assert len(ready) == len(UNUSUAL)
     ends = await sql.fetch("select did from atproto.changes where action = 'completed'")
     assert {row["did"] for row in ends} == {repo.did for repo in claimed}
+    sizes = await sql.fetch("select size from indexer.change_batch order by id")
+    assert [row["size"] for row in sizes] == [2 * len(UNUSUAL), 3], "one batch has the records of all repos"
     buckets = await sql.fetch("select bucket from indexer.record where did = $1", did("ready"))
     assert {row["bucket"] for row in buckets} == {sha256(did("ready").encode()).digest()[0]}
 
 
-async def test_one_batch_of_the_change_log_has_the_records_of_all_repos(store: Store, sql: asyncpg.Connection) -> None:
-    claimed = await claim_new(store, 1, 2, 3)
-    parts = [NewRepoRecords(repo.did, ReadyChunk(repo.did, [put("app.test/a"), put("app.test/b")])) for repo in claimed]
-    assert await write(store, claimed, parts)
-    sizes = await sql.fetch("select size from indexer.change_batch order by id")
-    assert [row["size"] for row in sizes] == [6, 3]
-
-
+@pytest.mark.slow
 async def test_repo_that_needs_a_transaction_of_its_own_is_not_eligible(store: Store, sql: asyncpg.Connection) -> None:
     """Records of an account that was erased only in part, a lost claim, and a buffered event."""
     stale, lost, buffered, new = claimed = await claim_new(store, "stale", "lost", "buffered", "new")
@@ -171,34 +139,27 @@ async def test_repo_that_needs_a_transaction_of_its_own_is_not_eligible(store: S
     await insert(store, other, changes=(put("app.test/left"),))
     await sql.execute("update indexer.record set did = $1, bucket = indexer.bucket_of($1)", stale.did)
     await sql.execute("update indexer.repo set lease = lease + 1 where did = $1", lost.did)
-    event = BufferedEvent(buffered.did, "wss://relay.test", 1, b"frame")
-    after = buffered._replace(version=buffered.version + 1, buffered_events=1, buffered_bytes=5)
-    assert not (await store.write(Batch((RepoWrite(buffered.version, after, buffered=(event,)),)))).skipped
+    await buffer_event(store, buffered)
     async with store.write_new_repos(SCOPE) as transaction:
         assert list(await transaction.eligible(claimed)) == [new.did]
 
 
-async def test_nothing_is_written_if_a_row_changes_before_the_end(store: Store, sql: asyncpg.Connection) -> None:
+async def test_nothing_is_written_if_a_row_or_the_scope_changes_before_the_end(
+    store: Store, sql: asyncpg.Connection
+) -> None:
     claimed = await claim_new(store, "changed", "unchanged")
+    assert not await write(store, claimed[:1], [NewRepoRecords(did("changed"), Chunk([put("app.test/a")]))], SCOPE + 1)
     async with store.write_new_repos(SCOPE) as transaction:
         rows = await transaction.eligible(claimed)
         await transaction.create([NewRepoRecords(repo.did, Chunk([put("app.test/a")])) for repo in claimed])
         await sql.execute("update indexer.repo set version = version + 1 where did = $1", did("changed"))
-        assert not await transaction.finish(completed(*rows.values()))
+        assert not await transaction.finish(end(*rows.values()))
     assert await sql.fetchval("select count(*) from indexer.record") == 0
     assert await sql.fetchval("select count(*) from indexer.change") == 0
     assert await sql.fetchval("select count(*) from indexer.repo where sync_status = 'in-progress'") == 2
 
 
-async def test_nothing_is_written_if_the_scope_has_changed(store: Store, sql: asyncpg.Connection) -> None:
-    claimed = await claim_new(store, "new")
-    async with store.write_new_repos(SCOPE + 1) as transaction:
-        rows = await transaction.eligible(claimed)
-        await transaction.create([NewRepoRecords(did("new"), Chunk([put("app.test/a")]))])
-        assert not await transaction.finish(completed(*rows.values()))
-    assert await sql.fetchval("select count(*) from indexer.record") == 0
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("ready", [True, False])
 async def test_record_that_appears_meanwhile_ends_the_transaction(
     store: Store, sql: asyncpg.Connection, *, ready: bool
@@ -217,6 +178,7 @@ async def test_record_that_appears_meanwhile_ends_the_transaction(
     assert await sql.fetchval("select value from indexer.record") == '"earlier"'
 
 
+@pytest.mark.slow
 async def test_value_that_the_database_refuses_is_named(store: Store) -> None:
     claimed = await claim_new(store, "new")
     with pytest.raises(RefusedWriteError):

@@ -11,7 +11,7 @@ import pytest
 from indexer.atproto.syntax import CollectionFilter
 from indexer.store import Store
 from indexer.sync.crawl_progress import CrawlProgress
-from indexer.sync.repo_state import CHOSEN, Repo
+from indexer.sync.repo_state import Repo
 from indexer.sync.scope import Scope, Track
 from indexer.sync.shard import Shard
 from tests.store.change_log_helpers import after
@@ -113,15 +113,10 @@ async def test_pattern_without_a_list_is_decided_by_complete_repos_only(store: S
     assert await tracked(store, *names) == {"stored", "new", "fetched"}
     assert not scope.unlisted_signals
     assert (await store.set_collections([POST])).unlisted_signals == ["app.bsky.feed.*"]
-
-
-async def test_any_record_is_a_signal_of_the_pattern_for_all(store: Store) -> None:
-    await store.begin_scope(Scope())
     await insert(store, synchronized("one", wanted_in=1), changes=(put("zz.test/x"),))
     await insert(store, synchronized("empty", wanted_in=1))
-    scope = await store.change_scope(track=Track.SIGNAL, signal_collections=["*"])
-    await untrack_all(store, scope)
-    assert await tracked(store, "one", "empty") == {"one"}
+    await untrack_all(store, await store.change_scope(track=Track.SIGNAL, signal_collections=["*"]))
+    assert await tracked(store, "one", "empty", *names) == {"one", "stored", "new", "fetched"}, "any record is a signal"
 
 
 async def test_changed_scope_ends_the_search_and_tracks_what_it_wants_again(store: Store) -> None:
@@ -171,7 +166,3 @@ async def test_database_and_program_agree_which_changes_want_fewer_repos(store: 
             fewer = changed.repos_narrowed_in == changed.version
             assert fewer == changed.may_want_fewer_repos(replace(before)), (before, changed)
         before = changed
-
-
-def test_chosen_is_the_largest_bigint() -> None:
-    assert CHOSEN == 9223372036854775807

@@ -1,10 +1,14 @@
-"""No process uses a database whose distribution is not complete."""
+"""No process uses a database whose distribution is not complete, and no cluster that lacks something."""
+
+from dataclasses import replace
 
 import asyncpg
 import pytest
 
 from indexer.errors import SettingsError
 from indexer.store import Store
+from indexer.store.cluster_nodes import ClusterNode, UnsuitableClusterError, check_nodes
+from indexer.store.distribute import default_shards
 from tests.cli.command_line import error_line, run_indexer
 
 pytestmark = pytest.mark.slow
@@ -17,23 +21,40 @@ PRETEND_SHARDS = """
 """With both, a plain database counts as distributed. Statements on shards do not work in it."""
 
 
+@pytest.mark.one_server("the database of a cluster has shards")
 async def test_an_interrupted_distribution_must_be_completed_first(database: str, sql: asyncpg.Connection) -> None:
+    """So does that of a restored backup of a cluster, also if the restore was killed when the tables were complete."""
+    await sql.execute(COMPLETE_ROW)
+    with pytest.raises(SettingsError, match=INCOMPLETE):
+        await Store.open(database)
     await sql.execute("delete from indexer.distribution")
     await sql.execute("insert into indexer.distribution (shards) values (4)")
     await sql.execute(PRETEND_SHARDS)
     with pytest.raises(SettingsError, match=INCOMPLETE):
         await Store.open(database)
-    for command in ("status", "run"):
-        result = run_indexer(command, INDEXER_DATABASE_URL=database)
-        assert result.returncode == 2
-        assert INCOMPLETE in error_line(result)
+    result = run_indexer("run", INDEXER_DATABASE_URL=database)
+    assert result.returncode == 2
+    assert INCOMPLETE in error_line(result)
     await sql.execute("update indexer.distribution set finished_at = now()")
     await (await Store.open(database)).close()
 
 
-@pytest.mark.one_server("the database of a cluster has shards")
-async def test_a_restored_backup_of_a_cluster_must_be_distributed_first(database: str, sql: asyncpg.Connection) -> None:
-    """Also if the restore was killed when the tables were complete."""
-    await sql.execute(COMPLETE_ROW)
-    with pytest.raises(SettingsError, match=INCOMPLETE):
-        await Store.open(database)
+NODE = ClusterNode(1, "node:5432", True, True, 150_020, "13.2-1", 100, 100, "logical", True)
+
+
+@pytest.mark.parametrize(
+    ("other", "problem"),
+    [
+        (replace(NODE, connections=50), "node:5432 needs max_connections = 100 or more; it has 50"),
+        (replace(NODE, prepared=0), "node:5432 needs max_prepared_transactions = 100 or more; it has 0"),
+        (replace(NODE, citus="12.1-1"), "node:5432 has Citus 12.1-1, and the coordinator Citus 13.2-1"),
+        (replace(NODE, postgres=140_011), "node:5432: the server is Postgres 14"),
+        (replace(NODE, is_owner=False), "the role must own the database on node:5432"),
+    ],
+)
+def test_what_a_node_lacks(other: ClusterNode, problem: str) -> None:
+    check_nodes([NODE, NODE])
+    with pytest.raises(UnsuitableClusterError) as error:
+        check_nodes([NODE, other])
+    assert str(error.value).startswith(problem)
+    assert [default_shards(nodes) for nodes in (1, 2, 3, 5, 64, 100)] == [2, 4, 8, 16, 128, 256]

@@ -1,10 +1,9 @@
 """The daemon waits at its start for a database that does not answer."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from functools import partial
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import urlsplit
 
 import pytest
 from structlog.testing import capture_logs
@@ -14,7 +13,9 @@ from indexer.store import prepare_database as prepare_module
 from indexer.store.migrate import migrate
 from indexer.store.prepare_database import prepare_database
 from indexer.store.schema_version import schema_is_current
+from tests.database_proxy import DatabaseProxy
 from tests.store.change_log_helpers import connected
+from tests.tcp_proxy import Messages
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -26,103 +27,65 @@ WAITING = """
 """
 
 
-async def free_port() -> int:
-    """Return a port of loopback that no server listens on."""
-    server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
-    port: int = server.sockets[0].getsockname()[1]
-    server.close()
-    await server.wait_closed()
-    return port
+class HangsAtStatement(DatabaseProxy):
+    """Hangs before the first message of a client that contains some bytes, as if the machine had stopped."""
 
+    def __init__(self, dsn: str, part: bytes) -> None:
+        super().__init__(dsn)
+        self.part = part
+        self.hangs = asyncio.Event()
 
-@asynccontextmanager
-async def forwarded(dsn: str, port: int, hang_at: bytes | None = None) -> AsyncIterator[asyncio.Event]:
-    """Forward connections to the port to the socket of the server.
+    def messages(self) -> tuple[Messages, Messages]:
+        of_client, of_server = super().messages()
+        split = of_client.split
 
-    From the first statement with `hang_at` on, nothing is forwarded any more, as if the machine had stopped. Yield an
-    event that is set then.
-    """
-    hangs, ended = asyncio.Event(), asyncio.Event()
-    query = parse_qs(urlsplit(dsn).query)
-    socket = f"{query['host'][0]}/.s.PGSQL.{query['port'][0]}"
+        def watched(data: bytes) -> Iterator[tuple[str, bytes]]:
+            for kind, message in split(data):
+                if self.part in message:
+                    self.hang()
+                    self.hangs.set()
+                yield kind, message
 
-    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while data := await reader.read(1 << 16):
-            if hang_at is not None and hang_at in data:
-                hangs.set()
-            if hangs.is_set():
-                await ended.wait()
-            writer.write(data)
-            await writer.drain()
-        writer.close()
-
-    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        server_reader, server_writer = await asyncio.open_unix_connection(socket)
-        await asyncio.gather(copy(reader, server_writer), copy(server_reader, writer))
-
-    async with await asyncio.start_server(forward, "127.0.0.1", port):
-        try:
-            yield hangs
-        finally:
-            ended.set()
+        of_client.split = watched  # type: ignore[method-assign]
+        return of_client, of_server
 
 
 async def test_daemon_waits_until_the_database_answers_and_says_so(empty_database: str) -> None:
-    port = await free_port()
-    dsn = f"postgresql://postgres:hunter2@127.0.0.1:{port}{urlsplit(empty_database).path}"
-    with capture_logs() as lines:
-        waiting = asyncio.create_task(prepare_database(dsn, asyncio.Event(), migrate_first=True))
-        await until(lambda: [line["event"] for line in lines] == ["database.waiting"])
-        async with forwarded(empty_database, port):
+    """A stop ends the wait."""
+    proxy = DatabaseProxy(empty_database)
+    async with proxy.serve():
+        proxy.refuse()
+        dsn, stop = proxy.dsn.replace("//postgres@", "//postgres:hunter2@"), asyncio.Event()
+        for stopped in (True, False):
+            with capture_logs() as lines:
+                waiting = asyncio.create_task(prepare_database(dsn, stop, migrate_first=not stopped))
+                await until(lambda: [line["event"] for line in lines] == ["database.waiting"])
+                if stopped:
+                    stop.set()
+                    assert not await waiting
+                    stop.clear()
+        with capture_logs() as more:
+            proxy.open()
             assert await waiting
-            # The server closes its side of the last connection after the client.
-            await until(lambda: len(asyncio.all_tasks()) == 1)
-    events = [line["event"] for line in lines if line["event"] != "database.migrating"]
-    assert events == ["database.waiting", "database.migrated", "database.answered"]
-    assert f"the database postgresql://postgres@127.0.0.1:{port}/" in lines[0]["error"]
-    assert "hunter2" not in str(lines)
+    assert [line["event"] for line in more if line["event"] != "database.migrating"] == [
+        "database.migrated",
+        "database.answered",
+    ]
+    assert f"the database postgresql://postgres@127.0.0.1:{proxy.port}/" in lines[0]["error"]
+    assert "hunter2" not in str([*lines, *more])
     assert await schema_is_current(empty_database)
 
 
-async def test_stop_ends_the_wait_for_the_database() -> None:
-    stop, port = asyncio.Event(), await free_port()
-    with capture_logs() as lines:
-        waiting = asyncio.create_task(
-            prepare_database(f"postgresql://127.0.0.1:{port}/none", stop, migrate_first=False)
-        )
-        await until(lambda: bool(lines))
-        stop.set()
-        assert not await waiting
-
-
-async def test_stop_ends_an_attempt_that_has_no_answer() -> None:
-    """The server accepts connections and never answers."""
-    stop, connected = asyncio.Event(), asyncio.Event()
-
-    async def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connected.set()
-        await stop.wait()
-        writer.close()
-
-    async with await asyncio.start_server(accept, "127.0.0.1", 0) as server:
-        dsn = f"postgresql://127.0.0.1:{server.sockets[0].getsockname()[1]}/none"
-        waiting = asyncio.create_task(prepare_database(dsn, stop, migrate_first=True))
-        await connected.wait()
-        stop.set()
-        assert not await waiting
-
-
-@pytest.mark.parametrize("statement", [b"alembic_version", b"lock table", b"select indexer.recreate_lexicon_views()"])
-async def test_stop_ends_a_check_and_a_migration_on_a_server_that_hangs(empty_database: str, statement: bytes) -> None:
-    stop, port = asyncio.Event(), await free_port()
-    dsn = f"postgresql://postgres@127.0.0.1:{port}{urlsplit(empty_database).path}"
-    async with forwarded(empty_database, port, hang_at=statement) as hangs:
-        waiting = asyncio.create_task(prepare_database(dsn, stop, migrate_first=True))
-        await hangs.wait()
+@pytest.mark.parametrize("statement", [b"user", b"alembic_version", b"select indexer.recreate_lexicon_views()"])
+async def test_stop_ends_a_start_on_a_server_that_hangs(empty_database: str, statement: bytes) -> None:
+    """While it connects, checks the version, and migrates."""
+    stop, proxy = asyncio.Event(), HangsAtStatement(empty_database, statement)
+    async with proxy.serve():
+        waiting = asyncio.create_task(prepare_database(proxy.dsn, stop, migrate_first=True))
+        await proxy.hangs.wait()
         stop.set()
         async with asyncio.timeout(MAX_STOP_SECONDS):
             assert not await waiting
-    await until(lambda: len(asyncio.all_tasks()) == 1)
 
 
 async def test_stop_ends_the_wait_for_a_migration_of_another_process(empty_database: str) -> None:

@@ -12,6 +12,7 @@ import asyncpg
 from docs.generate import VIEWS, public_schema_signatures
 from indexer.store.embedded import database
 from indexer.store.migrate import migrate
+from tests.store.change_log_helpers import connected
 
 SNAPSHOT = Path(__file__).with_name("public_schema.txt")
 COLUMNS = """
@@ -28,15 +29,11 @@ async def test_nothing_is_removed_from_the_public_schema(sql: asyncpg.Connection
     promised, present = SNAPSHOT.read_text().splitlines(), await public_schema_signatures(sql)
     assert [line for line in promised if line not in present] == [], "the public schema has lost a column or function"
     assert present == promised, "the public schema has grown; run python -m tests.store.test_public_schema"
-
-
-async def test_columns_keep_their_positions(sql: asyncpg.Connection) -> None:
-    """`select *` and `create or replace view` need this: new columns come last."""
-    for view in VIEWS:
-        promised = [line.split()[0] for line in SNAPSHOT.read_text().splitlines() if line.startswith(f"{view}.")]
-        present = [f"{view}.{name}" for name, _ in await sql.fetch(COLUMNS, view)]
-        assert promised
-        assert present[: len(promised)] == promised
+    for view in VIEWS:  # `select *` and `create or replace view` need that new columns come last
+        columns = [line.split()[0] for line in promised if line.startswith(f"{view}.")]
+        assert columns
+        found = [f"{view}.{name}" for name, _ in await sql.fetch(COLUMNS, view)]
+        assert found[: len(columns)] == columns
 
 
 async def test_functions_of_the_change_log_return_the_columns_of_its_view(sql: asyncpg.Connection) -> None:
@@ -49,11 +46,8 @@ async def test_functions_of_the_change_log_return_the_columns_of_its_view(sql: a
 async def write_snapshot(directory: Path) -> None:
     async with database(None, directory) as dsn:
         await migrate(dsn)
-        connection = await asyncpg.connect(dsn)
-        try:
+        async with connected(dsn) as connection:
             SNAPSHOT.write_text("\n".join(await public_schema_signatures(connection)) + "\n")
-        finally:
-            await connection.close()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Reports: counts, one repo, one record, and random samples."""
+"""Reports: counts, one repo, one record, random samples, and the queries of the status page."""
 
-import asyncio
 import json
+from dataclasses import replace
 from itertools import chain, repeat
 from typing import Any
 
@@ -10,14 +10,17 @@ import pytest
 
 from indexer.atproto.cid import cid_text
 from indexer.atproto.syntax import CollectionFilter
-from indexer.reasons import Desync
-from indexer.store import DatabaseError, Store, report_queries
-from indexer.store.table_parts import load_parts
-from indexer.sync.plans import Batch, Cursor
+from indexer.reasons import Desync, Rejection
+from indexer.store import DatabaseError, Store, report_queries, status_queries
+from indexer.store.table_parts import estimate_rows, load_parts
+from indexer.sync.plans import Batch, Cursor, DeadLetter
 from indexer.sync.repo_state import PARKED, Repo, SyncStatus
 from indexer.sync.scope import Scope, Track
+from indexer.sync.shard import BUCKETS
 from indexer.sync.stored_identity import HandleCheck, HandleClaim, StoredIdentity
 from tests.store.repo_rows import did, head, in_progress, insert, put, synchronized
+
+LETTER = DeadLetter("wss://one.example", 7, None, "commit", Rejection.FIELD_INVALID, "no rev", b"frame", 0)
 
 
 async def pages_of_repos(sql: asyncpg.Connection) -> int:
@@ -26,6 +29,9 @@ async def pages_of_repos(sql: asyncpg.Connection) -> int:
 
 
 async def test_counts(store: Store, sql: asyncpg.Connection) -> None:
+    empty = await store.counts()
+    assert empty.statuses == dict.fromkeys(SyncStatus, 0)
+    assert (empty.reasons, empty.queued, empty.parked, empty.records, empty.cursors) == ({}, 0, 0, 0, [])
     await in_progress(store, "in progress", sync_reason=Desync.SYNC_EVENT)
     await insert(
         store,
@@ -50,6 +56,7 @@ async def test_counts(store: Store, sql: asyncpg.Connection) -> None:
     assert counts.cursors == [Cursor("wss://relay.test", "0/1", 9, "now")]
 
 
+@pytest.mark.slow
 async def test_counts_of_repos_that_left_the_queue_since_a_time(store: Store, sql: asyncpg.Connection) -> None:
     """They are synchronized or parked. A repo that was synchronized and broke again counts, too."""
     await insert(
@@ -73,6 +80,7 @@ async def widen(store: Store) -> int:
     return (await store.set_collections(["app.test.one", "app.test.two"])).complete_from
 
 
+@pytest.mark.slow
 async def test_repos_wait_for_an_added_collection_until_they_are_complete(store: Store) -> None:
     widened = Desync.SCOPE_WIDENED
     await insert(
@@ -91,12 +99,6 @@ async def test_repos_wait_for_an_added_collection_until_they_are_complete(store:
     complete_from = await widen(store)
     await insert(store, synchronized("complete", scope_version=complete_from))
     assert (await store.counts()).incomplete == 3
-
-
-async def test_counts_of_an_empty_database(store: Store) -> None:
-    counts = await store.counts()
-    assert counts.statuses == dict.fromkeys(SyncStatus, 0)
-    assert (counts.reasons, counts.queued, counts.parked, counts.records, counts.cursors) == ({}, 0, 0, 0, [])
 
 
 MANY_REPOS = """
@@ -161,6 +163,7 @@ async def test_repos_are_counted_whatever_the_time_limit(
     assert counts.statuses[SyncStatus.SYNCHRONIZED] > counts.statuses[SyncStatus.DESYNCHRONIZED]
 
 
+@pytest.mark.slow
 async def test_count_that_waits_for_a_lock_ends_with_a_database_error(
     store: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,7 +177,7 @@ async def test_count_that_waits_for_a_lock_ends_with_a_database_error(
     assert (await store.counts()).statuses[SyncStatus.SYNCHRONIZED] == 1
 
 
-async def test_a_repo_report_has_status_reason_and_error(store: Store) -> None:
+async def test_reports_on_a_repo_and_on_a_visible_record(store: Store) -> None:
     await insert(
         store,
         Repo(did(1), version=1, next_attempt_at=PARKED, last_error="repo-not-found", attempts=1, head=head()),
@@ -199,18 +202,15 @@ async def test_a_repo_report_has_status_reason_and_error(store: Store) -> None:
     }
     assert {name: report[name] for name in expected} == expected
     assert await store.repo_report(did("unknown")) is None
-
-
-async def test_a_record_is_read_from_the_public_view(store: Store) -> None:
     change = put("app.test/a", '{"n": 1}')
-    await insert(store, synchronized(1), synchronized(2, takedown=True), changes=(change,))
-    record = await store.record(did(1), "app.test", "a")
+    await insert(store, synchronized(2), synchronized(3, takedown=True), changes=(change,))
+    record = await store.record(did(2), "app.test", "a")
     assert record is not None
-    assert record["uri"] == f"at://{did(1)}/app.test/a"
+    assert record["uri"] == f"at://{did(2)}/app.test/a"
     assert record["cid"] == cid_text(change.cid or b"")
     assert record["value"] == {"n": 1}
-    assert await store.record(did(1), "app.test", "b") is None
-    assert await store.record(did(2), "app.test", "a") is None
+    assert await store.record(did(2), "app.test", "b") is None
+    assert await store.record(did(3), "app.test", "a") is None
 
 
 async def pages_of(sql: asyncpg.Connection, dids: list[str]) -> set[int]:
@@ -224,7 +224,7 @@ async def pages_of(sql: asyncpg.Connection, dids: list[str]) -> set[int]:
     "reads the places of rows in a table; tests/citus/test_reports_on_a_cluster.py has that of shards"
 )
 async def test_a_sample_is_spread_over_the_table_and_reads_little_of_it(store: Store, sql: asyncpg.Connection) -> None:
-    await insert(store, *[synchronized(number) for number in range(20_000)])
+    await sql.execute(MANY_REPOS.replace("$1", "30000"))
     pages = await pages_of_repos(sql)
     samples = [await store.sample_synchronized(40) for _ in range(4)]
     assert [len(set(sample)) for sample in samples] == [40] * 4
@@ -237,7 +237,7 @@ async def test_a_sample_is_spread_over_the_table_and_reads_little_of_it(store: S
     statement = f"explain (analyze, format json) {report_queries.sample(100 * 160 / pages)}"
     plan = await sql.fetchval(statement, 40, list(range(256)))
     [read] = [node for node in nodes_of(plan) if node["Node Type"] == "Sample Scan"]
-    assert read["Actual Rows"] < 20_000 / 4
+    assert read["Actual Rows"] < 30_000 / 4
 
 
 def nodes_of(plan: str) -> list[dict[str, Any]]:
@@ -264,21 +264,66 @@ async def test_a_sample_has_only_active_synchronized_repos_however_few(store: St
 
 
 @pytest.mark.slow
-async def test_a_sample_without_qualified_repos_reads_a_limited_part_of_the_table(
-    store: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(report_queries, "MAX_SAMPLE_PAGES", 16)
-    await insert(store, *[Repo(did(number), version=1) for number in range(20_000)])
-    percentages = []
-    sample = report_queries.sample
+@pytest.mark.one_server("the sessions on the nodes report the rows")
+async def test_rows_are_estimated_before_the_first_vacuum_and_as_the_table_grows(sql: asyncpg.Connection) -> None:
+    rows = MANY_REPOS.replace("$1", "2000")
+    [part] = await load_parts(sql, "indexer.cursor")
+    assert (part.buckets, part.pages, part.estimated_rows) == (list(range(BUCKETS)), 0, 0)
+    await sql.execute("alter table indexer.repo set (autovacuum_enabled = false)")
+    await sql.execute(rows)
+    await sql.execute("select pg_stat_force_next_flush()")
+    assert await estimate_rows(sql, "indexer.repo") == 2_000
+    await sql.execute("vacuum analyze indexer.repo")
+    assert await estimate_rows(sql, "indexer.repo") == 2_000
+    await sql.execute(rows.replace("'did:plc:'", "'did:plc:more'"))
+    assert await estimate_rows(sql, "indexer.repo") == pytest.approx(4_000, rel=0.05)
 
-    def recorded(percentage: float) -> str:
-        percentages.append(percentage)
-        return sample(percentage)
 
-    monkeypatch.setattr(report_queries, "sample", recorded)
-    pages = await pages_of_repos(sql)
-    async with asyncio.timeout(20):
-        assert await store.sample_synchronized(1) == []
-    of_parts = list(dict.fromkeys(percentages))
-    assert of_parts == [pytest.approx(100 * read / pages) for read in (4, 16)]
+@pytest.mark.slow
+async def test_dead_letters_are_counted_by_reason_with_the_newest_one(store: Store, sql: asyncpg.Connection) -> None:
+    forged = replace(LETTER, did=did(1), reason=Rejection.SIGNATURE_INVALID, detail="<b>forged</b>")
+    await store.write(Batch(dead_letters=(LETTER, replace(LETTER, seq=8, detail="later"))))
+    await sql.execute("update indexer.dead_letter set time = now() - interval '2 hours' where seq = 7")
+    await store.write(Batch(dead_letters=(forged,)))
+    found = (await store.delivery_state()).rejections
+    assert [(entry.reason, entry.stored, entry.last_hour, entry.detail) for entry in found] == [
+        ("signature-invalid", 1, 1, "<b>forged</b>"),
+        ("field-invalid", 2, 1, "later"),
+    ]
+    assert (found[0].did, found[1].seq, found[1].relay) == (did(1), 8, "wss://one.example")
+    await sql.execute("select atproto.register_reader('one')")
+    [consumer] = (await store.delivery_state()).consumers
+    assert (consumer.name, consumer.behind, consumer.cut_off) == ("one", 0, False)
+
+
+@pytest.mark.slow
+async def test_account_is_found_by_did_and_by_verified_handle(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    await insert(store, synchronized(1), changes=(put("app.test/a"), put("app.test/b")))
+    await store.save_identities([StoredIdentity(did(1), "alice.test", "https://pds.test", "did:key:zabc", 5.5)])
+    assert await store.account_state("alice.test") is None, "not verified yet"
+    await store.save_handle_check(HandleCheck(HandleClaim(did(1), "alice.test", None, 0), "alice.test", 0, 9.0))
+    state = await store.account_state("alice.test")
+    assert state == await store.account_state(did(1))
+    assert state is not None
+    assert (state["did"], state["records"], state["synchronized_at"]) == (did(1), 2, 1.5)
+    assert (state["visible"], state["parked"], state["next_attempt_at"]) == (True, False, None)
+    assert await store.account_state(did(2)) is None
+    await insert(
+        store,
+        Repo(did(2), version=1, next_attempt_at=PARKED, head=head(), last_error="repo-not-found"),
+        changes=tuple(put(f"app.test/{number}") for number in range(9)),
+    )
+    monkeypatch.setattr(status_queries, "MAX_COUNTED_RECORDS", 2)
+    state = await store.account_state(did(2))
+    assert state is not None
+    assert (state["parked"], state["next_attempt_at"], state["last_error"]) == (True, None, "repo-not-found")
+    assert state["records"] == 3, "records are counted only to a limit"
+
+
+@pytest.mark.slow
+async def test_statements_have_a_time_limit_that_ends_with_the_transaction(sql: asyncpg.Connection) -> None:
+    before = await sql.fetchval("show statement_timeout")
+    async with sql.transaction():
+        await status_queries.load_delivery_state(sql)
+        assert await sql.fetchval("show statement_timeout") == f"{status_queries.TIMEOUT_SECONDS}s"
+    assert await sql.fetchval("show statement_timeout") == before

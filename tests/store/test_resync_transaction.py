@@ -1,7 +1,6 @@
 """The transaction of a resync: compare, write differences, drain the buffer, commit or roll back."""
 
 import asyncio
-import random
 
 import asyncpg
 import pytest
@@ -12,19 +11,11 @@ from indexer.errors import BrokenInvariantError
 from indexer.store import Store, resync_transaction
 from indexer.sync.plans import Batch, BufferedEvent, RecordChange, RepoWrite
 from indexer.sync.repo_state import Repo, SyncStatus
-from indexer.sync.snapshot_diff import Difference, SnapshotDiff, without_value
-from tests.store.repo_rows import delete, did, head, in_progress, insert, put, synchronized
+from indexer.sync.snapshot_diff import without_value
+from tests.store.repo_rows import completed, delete, did, in_progress, insert, put, synchronized
 
 RELAY = "wss://relay.test"
 ALL = range(256)
-
-
-async def completed(store: Store, repo: Repo) -> Repo:
-    """Return the row of the repo after a resync during which no event arrived."""
-    row = (await store.repos([repo.did]))[repo.did]
-    return row._replace(
-        version=row.version + 1, sync_status=SyncStatus.SYNCHRONIZED, sync_reason=None, head=head("3lbbbbbbbbb22")
-    )
 
 
 async def stored(store: Store, claimed: Repo) -> list[tuple[bytes, bytes]]:
@@ -41,6 +32,8 @@ async def test_stored_records_come_in_path_order(store: Store, monkeypatch: pyte
     (claimed,) = await store.claim(1, ALL, 10.0, 100.0)
     async with store.resync(claimed) as transaction:
         chunks = [chunk async for chunk in transaction.stored()]
+        # An open cursor uses memory of the server until the end of the transaction.
+        assert await transaction.connection.fetchval("select count(*) from pg_cursors where name <> ''") == 0
     assert max(map(len, chunks)) == 2
     assert min(map(len, chunks)) > 0
     assert [path for chunk in chunks for path, _ in chunk] == sorted(path.encode() for path in paths)
@@ -55,75 +48,23 @@ async def test_stored_record_without_its_value_differs_from_the_same_record_of_a
     assert await stored(store, claimed) == [(b"app.test/a", without_value(cid)), (b"app.test/b", cid)]
 
 
-async def test_reading_many_collections_leaves_no_cursor_open(store: Store) -> None:
-    """An open cursor uses memory of the server until the end of the transaction."""
-    names = [f"a.b.c{n}{more}" for n in range(30) for more in ("", ".x")]
-    await insert(
-        store,
-        synchronized(1, sync_status=SyncStatus.DESYNCHRONIZED),
-        changes=tuple(put(f"{name}/self") for name in names),
-    )
-    (claimed,) = await store.claim(1, ALL, 10.0, 100.0)
-    async with store.resync(claimed) as transaction:
-        [chunk] = [chunk async for chunk in transaction.stored()]
-        assert [path for path, _ in chunk] == sorted(f"{name}/self".encode() for name in names)
-        assert await transaction.connection.fetchval("select count(*) from pg_cursors where name <> ''") == 0
-
-
-@pytest.mark.parametrize(
-    "change",
-    [put("app.test/there"), put("app.test/absent", action="update"), delete("app.test/absent")],
-    ids=lambda change: change.action,
-)
-async def test_a_difference_that_does_not_fit_the_stored_records_is_a_bug(
-    store: Store, sql: asyncpg.Connection, change: RecordChange
-) -> None:
+@pytest.mark.slow
+async def test_a_difference_that_does_not_fit_the_stored_records_is_a_bug(store: Store) -> None:
     """If the claim is lost, it is no bug, because another worker may have changed the records."""
     repo = synchronized(1)._replace(sync_status=SyncStatus.DESYNCHRONIZED)
     await insert(store, repo, changes=(put("app.test/there"),))
     (claimed,) = await store.claim(1, ALL, 10.0, 100.0)
-    with pytest.raises(BrokenInvariantError, match="changed since they were compared"):
+    wrong = [put("app.test/there"), put("app.test/absent", action="update"), delete("app.test/absent")]
+    for change in wrong:
+        with pytest.raises(BrokenInvariantError, match="changed since they were compared"):
+            async with store.resync(claimed) as transaction:
+                await transaction.write([put("app.test/new"), change])
+    await store.expire_leases(ALL, 200.0)
+    for change in wrong:
         async with store.resync(claimed) as transaction:
             await transaction.write([put("app.test/new"), change])
-    await store.expire_leases(ALL, 200.0)
-    async with store.resync(claimed) as transaction:
-        await transaction.write([put("app.test/new"), change])
-        assert await transaction.lock() is None
+            assert await transaction.lock() is None
     assert list(await store.visible_records(did(1))) == ["app.test/there"]
-
-
-@pytest.mark.slow
-async def test_writes_between_chunks_do_not_change_what_is_read(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Merge the table with a snapshot and write each chunk, as a resync does; then the table equals the snapshot."""
-    monkeypatch.setattr(resync_transaction, "CHUNK_SIZE", 3)
-    numbers = random.Random(3)
-    names = [f"{c}/{n}" for c in ("app.test", "app.test-x", "app.test.more", "b.c", "z.z") for n in range(9)]
-    for round_ in range(4):
-        before = {path: put(path, '"stored"') for path in numbers.sample(names, numbers.randrange(len(names)))}
-        snapshot = {path: put(path, numbers.choice(['"stored"', '"fetched"'])) for path in numbers.sample(names, 20)}
-        repo = synchronized(round_)._replace(sync_status=SyncStatus.DESYNCHRONIZED)
-        await insert(store, repo, changes=tuple(before.values()))
-        (claimed,) = await store.claim(1, ALL, 1e10, 100.0)
-        diff = SnapshotDiff(iter(sorted((path.encode(), change.cid or b"") for path, change in snapshot.items())))
-        async with store.resync(claimed) as transaction:
-
-            async def write(differences: list[Difference]) -> None:
-                await transaction.write(
-                    [
-                        snapshot[d.path.decode()]._replace(action="update" if d.old else "create")  # noqa: B023
-                        if d.new
-                        else delete(d.path.decode())
-                        for d in differences
-                    ]
-                )
-
-            async for chunk in transaction.stored():
-                await write(list(diff.compare(chunk)))
-            await write(list(diff.remaining()))
-            locked = await transaction.lock()
-            assert locked == claimed
-            await transaction.finish(Batch((RepoWrite(claimed.version, await completed(store, claimed)),)))
-        assert await store.visible_records(repo.did) == {path: change.cid for path, change in snapshot.items()}
 
 
 async def test_changes_become_visible_with_the_commit(store: Store, sql: asyncpg.Connection) -> None:
@@ -139,7 +80,7 @@ async def test_changes_become_visible_with_the_commit(store: Store, sql: asyncpg
         locked = await transaction.lock()
         assert locked == buffering
         assert [event.seq for event in await transaction.buffered()] == [9, 8]
-        end = await completed(store, claimed)
+        end = completed(buffering)
         await transaction.finish(Batch((RepoWrite(buffering.version, end, (drained._replace(action="update"),)),)))
         assert await store.visible_records(did(1)) == {}
     assert await store.repos([did(1)]) == {did(1): end}
@@ -154,36 +95,31 @@ async def test_changes_become_visible_with_the_commit(store: Store, sql: asyncpg
     ]
 
 
-@pytest.mark.parametrize("finish", [False, True])
-async def test_a_block_that_raises_or_does_not_finish_writes_nothing(
-    store: Store, sql: asyncpg.Connection, *, finish: bool
-) -> None:
+async def test_a_block_that_raises_or_does_not_finish_writes_nothing(store: Store, sql: asyncpg.Connection) -> None:
     claimed = await in_progress(store, 1)
 
     class LeftBlockError(Exception):
         pass
 
-    with pytest.raises(LeftBlockError):  # noqa: PT012
-        async with store.resync(claimed) as transaction:
-            await transaction.write([put("app.test/a")])
-            await transaction.lock()
-            if finish:
-                await transaction.finish(Batch((RepoWrite(claimed.version, await completed(store, claimed)),)))
-            raise LeftBlockError
+    for finish in (False, True):
+        with pytest.raises(LeftBlockError):  # noqa: PT012
+            async with store.resync(claimed) as transaction:
+                await transaction.write([put("app.test/a")])
+                await transaction.lock()
+                if finish:
+                    await transaction.finish(Batch((RepoWrite(claimed.version, completed(claimed)),)))
+                raise LeftBlockError
     async with store.resync(claimed) as transaction:
         await transaction.write([put("app.test/a")])
+    with pytest.raises(BrokenInvariantError):  # another version
+        async with store.resync(claimed) as transaction:
+            await transaction.finish(Batch((RepoWrite(claimed.version - 1, claimed),)))
     assert await store.repos([did(1)]) == {did(1): claimed}
     assert await sql.fetchval("select count(*) from indexer.record") == 0
     assert await sql.fetchval("select count(*) from indexer.change where rkey is not null") == 0
 
 
-async def test_finishing_on_another_version_is_a_bug(store: Store) -> None:
-    claimed = await in_progress(store, 1)
-    with pytest.raises(BrokenInvariantError):
-        async with store.resync(claimed) as transaction:
-            await transaction.finish(Batch((RepoWrite(claimed.version - 1, claimed),)))
-
-
+@pytest.mark.slow
 async def test_resyncs_leave_connections_to_the_live_path(store: Store) -> None:
     """With five connections, two resyncs run at the same time, and the third one waits."""
     entered: list[int] = []
@@ -205,6 +141,7 @@ async def test_resyncs_leave_connections_to_the_live_path(store: Store) -> None:
     assert sorted(entered) == list(range(5))
 
 
+@pytest.mark.slow
 async def test_a_record_with_special_characters_is_stored_unchanged(store: Store) -> None:
     claimed = await in_progress(store, 1)
     text = '{"quote": "\\"", "braces": "{a,b}", "null": null, "text": "\\\\ \\n é 🦋", "long": "' + "x" * 200_000 + '"}'
@@ -212,7 +149,7 @@ async def test_a_record_with_special_characters_is_stored_unchanged(store: Store
     async with store.resync(claimed) as transaction:
         await transaction.write([odd])
         await transaction.lock()
-        await transaction.finish(Batch((RepoWrite(claimed.version, await completed(store, claimed)),)))
+        await transaction.finish(Batch((RepoWrite(claimed.version, completed(claimed)),)))
     record = await store.record(did(1), "app.test", "NULL")
     assert record is not None
     assert record["value"]["braces"] == "{a,b}"
@@ -220,6 +157,7 @@ async def test_a_record_with_special_characters_is_stored_unchanged(store: Store
     assert await stored(store, claimed) == [(b"app.test/NULL", odd.cid)]
 
 
+@pytest.mark.slow
 async def test_lost_claim_is_recognized_while_the_row_is_locked(store: Store, sql: asyncpg.Connection) -> None:
     """The new owner may wait for a record that this transaction has written: to wait for its lock were a deadlock."""
     repo = synchronized(1)._replace(sync_status=SyncStatus.DESYNCHRONIZED)
