@@ -14,15 +14,16 @@ CHECK_TIMEOUT = 5.0
 class DatabaseCheck:
     """Executes a trivial statement on a connection of its own, so that it never waits for one of the pool."""
 
-    def __init__(self, dsn: str) -> None:
+    def __init__(self, dsn: str, seconds: float = CHECK_TIMEOUT) -> None:
         self._dsn = dsn
+        self._seconds = seconds
         self._connection: asyncpg.Connection | None = None
 
     async def run(self) -> str | None:
         """Return None if the database answers in time, else the error."""
         try:
             with database_errors():
-                async with asyncio.timeout(CHECK_TIMEOUT):
+                async with asyncio.timeout(self._seconds):
                     if self._connection is None:
                         self._connection = await asyncpg.connect(
                             self._dsn, server_settings={"application_name": "indexer database check"}
@@ -30,7 +31,7 @@ class DatabaseCheck:
                     await self._connection.execute("select 1")
         except DatabaseError as error:
             self.close()
-            return f"no answer for {CHECK_TIMEOUT:g} s" if error.reason is FetchFailure.TIMEOUT else str(error)
+            return f"no answer for {self._seconds:g} s" if error.reason is FetchFailure.TIMEOUT else str(error)
         return None
 
     def close(self) -> None:

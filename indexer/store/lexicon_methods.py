@@ -17,14 +17,18 @@ from indexer.store.lexicon_indexes import BuildProgress, LexiconIndex
 from indexer.store.lexicon_rows import AddedLexicon, StoredLexicon
 
 T = TypeVar("T")
-LEXICON_ATTEMPTS = 5
-"""Attempts to change typed views while queries use them. Each one waits for at most two seconds."""
 LEXICON_PAUSE = 1.0
 """Seconds between these attempts, in which other queries on the views proceed."""
 
 
 class LexiconMethods(Connections):
-    """Lexicons, their typed views, and indexes on these."""
+    """Lexicons, their typed views, and indexes on these.
+
+    Attributes:
+        lexicon_attempts: Attempts to change typed views while queries use them. Each waits for at most two seconds.
+    """
+
+    lexicon_attempts = 5
 
     async def lexicons(self) -> dict[str, StoredLexicon]:
         """Return all stored lexicons by NSID."""
@@ -81,14 +85,14 @@ class LexiconMethods(Connections):
 
     async def _change_views(self, change: Callable[[Connection], Awaitable[T]]) -> T:
         """Run `change` in a transaction, again if queries use the views. It waits briefly, so no query waits long."""
-        for attempt in range(1, LEXICON_ATTEMPTS + 1):
+        for attempt in range(1, self.lexicon_attempts + 1):
             try:
                 async with self._transaction() as connection:
                     return await change(connection)
             except DatabaseError as error:
                 if not isinstance(error.__cause__, asyncpg.LockNotAvailableError | asyncpg.DeadlockDetectedError):
                     raise
-                if attempt == LEXICON_ATTEMPTS:
+                if attempt == self.lexicon_attempts:
                     text = "open transactions use a typed view that has to change; end them, or try again later"
                     raise DatabaseError(FetchFailure.TIMEOUT, text) from error
             await sleep(LEXICON_PAUSE)

@@ -24,7 +24,7 @@ from indexer.reasons import FetchFailure
 from indexer.store import schema_version
 from indexer.store.database_errors import DatabaseError, connect, opening, unusable, without_password
 from indexer.store.distributed_tables import adapt, use_sequential_changes
-from indexer.store.migration_locks import MigrationLocks
+from indexer.store.migration_locks import LOCK_TIMES, LockTimes, MigrationLocks
 from indexer.store.placement import load_placement
 from indexer.store.requirements import missing_roles, missing_to_migrate
 from indexer.store.schema import metadata
@@ -89,7 +89,9 @@ _CREATE_LOCK = f"""
 _LOCK = f"lock table {metadata.schema}.migration_lock in exclusive mode"
 
 
-async def migrate(dsn: str, revision: str = "head", on_version: OnVersion = _ignore) -> None:
+async def migrate(
+    dsn: str, revision: str = "head", on_version: OnVersion = _ignore, times: LockTimes = LOCK_TIMES
+) -> None:
     """Upgrade the schema in one transaction. Waits for another process that does the same.
 
     The transaction is repeated if a concurrent migration of another database of the server fails it, because roles
@@ -99,6 +101,7 @@ async def migrate(dsn: str, revision: str = "head", on_version: OnVersion = _ign
         dsn: The database.
         revision: The version to upgrade to; `head` is the latest one.
         on_version: Called when the migration begins, and after each version that is applied.
+        times: How long it waits for locks.
 
     Raises:
         SchemaVersionError: A newer release created the schema, and this release cannot use it.
@@ -107,7 +110,7 @@ async def migrate(dsn: str, revision: str = "head", on_version: OnVersion = _ign
     """
     if not await schema_version.needs_upgrade(dsn):
         return
-    conflicts, locks = 0, MigrationLocks(dsn)
+    conflicts, locks = 0, MigrationLocks(dsn, times)
     while conflicts < MAX_ATTEMPTS:
         with opening(dsn):
             async with _only_migration_of_this_process():

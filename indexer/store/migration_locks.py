@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 
 import asyncpg
 import structlog
@@ -11,13 +12,9 @@ from indexer.store.blocking_sessions import end_sessions_before_migration
 from indexer.store.database_errors import CONNECT_TIMEOUT, DatabaseError, connect, database_errors
 from indexer.sync.backoff import backoff_seconds
 
-LOCK_SECONDS = 2.0
-"""Time for which a migration first waits for a lock. Queries of the same table or view wait behind it."""
 MAX_LOCK_SECONDS = 64.0
-"""Longest time for which it waits for a lock, if the sessions that hold it will end soon: more than `CONSUMER_SECONDS`,
-so that no number of consumers whose queries overlap can keep it waiting."""
-CONSUMER_SECONDS = 60.0
-"""Age of the transaction of a consumer at which its session is ended for a migration: the limit of its role."""
+"""Longest time for which it waits for a lock, if the sessions that hold it will end soon: more than
+`LockTimes.consumer_seconds`, so that no number of consumers whose queries overlap can keep it waiting."""
 MAX_PAUSE_SECONDS = 10.0
 """Longest time until a migration that got no lock is repeated."""
 WATCH_SECONDS = 0.5
@@ -45,6 +42,22 @@ _BLOCKING = "select array_remove(pg_blocking_pids($1), 0)"  # 0 is a prepared tr
 log = structlog.get_logger(__name__)
 
 
+@dataclass(frozen=True)
+class LockTimes:
+    """How long a migration waits for locks, and when it ends sessions.
+
+    Attributes:
+        lock_seconds: Time for which it first waits for a lock. Queries of the same table or view wait behind it.
+        consumer_seconds: Age of the transaction of a consumer at which its session is ended: the limit of its role.
+    """
+
+    lock_seconds: float = 2.0
+    consumer_seconds: float = 60.0
+
+
+LOCK_TIMES = LockTimes()
+
+
 class MigrationLocks:
     """Limits the time for which a migration waits for a lock, and makes way for it between its attempts.
 
@@ -52,9 +65,10 @@ class MigrationLocks:
     Otherwise it is short, because every query of the same table or view waits behind the migration.
     """
 
-    def __init__(self, dsn: str) -> None:
+    def __init__(self, dsn: str, times: LockTimes) -> None:
         self._dsn = dsn
-        self._seconds = LOCK_SECONDS
+        self._times = times
+        self._seconds = times.lock_seconds
         self._attempts = 0
         self._blocking: list[int] = []
 
@@ -88,7 +102,7 @@ class MigrationLocks:
         """Log for which sessions the migration waited, end those of consumers that are too old, and pause."""
         connection = await connect(self._dsn)
         try:
-            sessions = await end_sessions_before_migration(connection, self._blocking, CONSUMER_SECONDS)
+            sessions = await end_sessions_before_migration(connection, self._blocking, self._times.consumer_seconds)
         finally:
             await connection.close()
         for session in sessions:
@@ -99,8 +113,8 @@ class MigrationLocks:
                 log.warning("database.migration-waiting", role=session.role, pid=session.pid, seconds=seconds)
         if not self._blocking:
             log.warning("database.migration-waiting", role=None, pid=None, seconds=None)
-        elif any(session.is_old(CONSUMER_SECONDS) for session in sessions if not session.ended):
-            self._seconds = LOCK_SECONDS
+        elif any(session.is_old(self._times.consumer_seconds) for session in sessions if not session.ended):
+            self._seconds = self._times.lock_seconds
         else:
             self._seconds = min(2 * self._seconds, MAX_LOCK_SECONDS)
         self._attempts += 1
