@@ -24,7 +24,7 @@ from tests.daemon.running_daemon import POST, post
 from tests.daemon_process import daemon_environment, daemon_process, log_tail
 from tests.database_checks import assert_change_log_consistent, wait_until_equal
 from tests.service.feed.jetstream_client import feed, subscribed
-from tests.service.feed.test_tap_feed import channel
+from tests.service.feed.tap_client import channel
 from tests.waiting import until
 
 STEPS = 40

@@ -31,34 +31,21 @@ class ScriptedWork:
             raise error
 
 
-async def test_work_is_repeated_until_it_fails() -> None:
-    work = ScriptedWork(None, None, EndOfTestError())
-    with pytest.raises(EndOfTestError):
-        await run_periodically(work, 0.0, Work())
-    assert work.calls == 3
-
-
-async def test_database_error_is_suppressed_and_work_repeated() -> None:
-    work = ScriptedWork(DatabaseError(FetchFailure.TIMEOUT, "busy"), None, EndOfTestError())
+async def test_work_is_repeated_until_it_fails_but_not_because_of_the_database() -> None:
+    work = ScriptedWork(None, DatabaseError(FetchFailure.TIMEOUT, "busy"), None, EndOfTestError())
     with capture_logs() as lines, pytest.raises(EndOfTestError):
         await asyncio.create_task(run_periodically(work, 0.0, Work()), name="erasure")
-    assert work.calls == 3
+    assert work.calls == 4
     assert lines == [
         {"event": "database.operation-failed", "log_level": "debug", "task": "erasure", "error": "timeout: busy"}
     ]
 
 
-async def test_loop_pauses_between_calls() -> None:
-    began = monotonic()
+@pytest.mark.parametrize("wait_first", [False, True])
+async def test_loop_pauses_between_calls_and_before_the_first_one_if_asked_to(*, wait_first: bool) -> None:
+    began, work = monotonic(), ScriptedWork(*[None] * (not wait_first), EndOfTestError())
     with pytest.raises(EndOfTestError):
-        await run_periodically(ScriptedWork(None, EndOfTestError()), 0.05, Work())
-    assert monotonic() - began >= 0.05
-
-
-async def test_loop_pauses_before_the_first_call_if_asked_to() -> None:
-    began = monotonic()
-    with pytest.raises(EndOfTestError):
-        await run_periodically(ScriptedWork(EndOfTestError()), 0.05, Work(), wait_first=True)
+        await run_periodically(work, 0.05, Work(), wait_first=wait_first)
     assert monotonic() - began >= 0.05
 
 
@@ -76,47 +63,24 @@ async def test_each_call_is_work_of_the_stage_and_the_pause_is_not() -> None:
     await asyncio.wait([running])
 
 
-async def attempt_that_fails(work: Work, reason: FetchFailure) -> None:
-    with DatabaseAttempt(work):
-        raise DatabaseError(reason, "the database")
-
-
-async def test_stage_whose_statement_timed_out_still_waits_for_the_database() -> None:
-    work = Work()
-    await attempt_that_fails(work, FetchFailure.TIMEOUT)
-    began = work.waits_since
-    assert began is not None
-    await attempt_that_fails(work, FetchFailure.TIMEOUT)
-    assert work.waits_since == began, "the second attempt continues the same wait"
-    with DatabaseAttempt(work):
-        assert work.waits_since == began
-    assert work.waits_since is None
-
-
-async def test_stage_that_got_an_error_from_the_database_does_not_wait_but_fails() -> None:
-    work = Work()
-    await attempt_that_fails(work, FetchFailure.UNREACHABLE)
-    failing_since = work.failing_since
-    assert (work.waits_since, work.last_error) == (None, "unreachable: the database")
-    await attempt_that_fails(work, FetchFailure.UNREACHABLE)
-    assert failing_since is not None
-    assert work.failing_since == failing_since
-    with DatabaseAttempt(work):
-        pass
-    assert [work.last_error, work.failing_since] == [None, None]
-
-
-async def test_attempt_reports_a_database_error() -> None:
-    with capture_logs() as lines, DatabaseAttempt() as attempt:
-        raise DatabaseError(FetchFailure.UNREACHABLE, "refused")
-    assert attempt.error == "unreachable: refused"
-    assert [line["event"] for line in lines] == ["database.operation-failed"]
-
-
-async def test_attempt_without_an_error_logs_nothing() -> None:
-    with capture_logs() as lines, DatabaseAttempt() as attempt:
+@pytest.mark.parametrize("reason", [FetchFailure.TIMEOUT, FetchFailure.UNREACHABLE])
+async def test_stage_waits_for_a_database_that_does_not_answer_and_fails_at_another_error(reason: FetchFailure) -> None:
+    """A second attempt continues the same wait, or the same failure."""
+    work, states = Work(), []
+    for _ in range(2):
+        with DatabaseAttempt(work) as attempt:
+            raise DatabaseError(reason, "the database")
+        assert attempt.error == f"{reason}: the database"
+        states.append((work.waits_since, work.failing_since, work.last_error))
+    assert states[0] == states[1]
+    if reason is FetchFailure.TIMEOUT:
+        assert states[0][0] is not None
+    else:
+        assert (states[0][0], states[0][1] is None, states[0][2]) == (None, False, "unreachable: the database")
+    with capture_logs() as lines, DatabaseAttempt(work) as attempt:
         pass
     assert (attempt.error, lines) == (None, [])
+    assert (work.waits_since, work.failing_since, work.last_error) == (None, None, None)
 
 
 @pytest.mark.parametrize("error", [UnavailableError(FetchFailure.TIMEOUT), ValueError(), asyncio.CancelledError()])

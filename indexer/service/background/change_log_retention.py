@@ -21,11 +21,11 @@ class ChangeLogRetention:
     """Applies the retention policy. All processes do this; the work is done only once.
 
     The log is trimmed and reported every `interval` seconds. In between, its size is checked, and the log is trimmed
-    when it has used half of the reserve that the policy leaves, and every `RETRY_SECONDS` while it is above its limit:
+    when it has used half of the reserve that the policy leaves, and every `retry` seconds while it is above its limit:
     a trim frees nothing if a writer or a consumer holds what it needs, or if it only opens a new segment. A registered
-    consumer is logged when it begins to lag
-    by more than `lag_alarm` seconds, and when it no longer does. If the log reaches twice its size, sessions of
-    consumers are ended whose transactions prevent trimming and have been open for `max_transaction_seconds`.
+    consumer is logged when it begins to lag by more than `lag_alarm` seconds, and when it no longer does. If the log
+    reaches twice its size, sessions of consumers are ended whose transactions prevent trimming and have been open for
+    `max_transaction_seconds`.
 
     Attributes:
         stage: Its progress. Each check of the change log is work.
@@ -40,6 +40,7 @@ class ChangeLogRetention:
         *,
         lag_alarm: float,
         interval: float = 60.0,
+        retry: float = RETRY_SECONDS,
         max_transaction_seconds: float = 60.0,
     ) -> None:
         self._store = store
@@ -47,6 +48,7 @@ class ChangeLogRetention:
         self._metrics = metrics
         self._lag_alarm = lag_alarm
         self._interval = interval
+        self._retry = retry
         self._max_transaction_seconds = max_transaction_seconds
         self._next_report = -inf
         self._next_retry = -inf
@@ -61,7 +63,7 @@ class ChangeLogRetention:
         while True:
             with DatabaseAttempt(self.stage) as attempt:
                 await self._trim_if_due()
-            await asyncio.sleep(RETRY_SECONDS if attempt.error else self._policy.check_seconds)
+            await asyncio.sleep(self._retry if attempt.error else self._policy.check_seconds)
 
     async def trim(self) -> None:
         """Apply the retention policy once, report its result, and update the metrics.
@@ -92,11 +94,11 @@ class ChangeLogRetention:
             await self._trim(time())
 
     def _retries(self, size: int) -> bool:
-        """Return True if a log of this size is above its limit, and the last trim was `RETRY_SECONDS` ago."""
+        """Return True if a log of this size is above its limit, and the last trim was long enough ago."""
         return size > self._policy.max_bytes and monotonic() >= self._next_retry
 
     async def _trim(self, now: float) -> tuple[ChangeLogState, TrimPlan]:
-        self._next_retry = monotonic() + RETRY_SECONDS
+        self._next_retry = monotonic() + self._retry
         before, plan = await self._store.trim_change_log(self._policy, now)
         for consumer in before.consumers:
             if consumer.name in plan.disconnect:

@@ -31,9 +31,11 @@ class ShardOwnership:
         last_error: Why it does not hold them; None if it does.
     """
 
-    def __init__(self, store: Store, shard: Shard) -> None:
+    def __init__(self, store: Store, shard: Shard, *, retry: float = RETRY_SECONDS) -> None:
+        """Create the stage. `retry` is the pause between two attempts, in seconds."""
         self._store = store
         self._shard = shard
+        self._retry = retry
         self.stage = StageProgress("shard lock")
         self.owned = asyncio.Event()
         self.owned_since: float | None = None
@@ -51,7 +53,7 @@ class ShardOwnership:
             with DatabaseAttempt(self.stage) as attempt:
                 await self._acquire_and_hold()
             self.last_error = attempt.error or self.last_error
-            await asyncio.sleep(RETRY_SECONDS)
+            await asyncio.sleep(self._retry)
 
     async def _acquire_and_hold(self) -> None:
         """Wait until no other process holds a bucket of the shard; then hold the locks until the session ends."""
@@ -63,7 +65,7 @@ class ShardOwnership:
                     log.warning("shard-lock.waiting", shard=str(self._shard), holders=holders)
                     waited = True
                 self.last_error = f"another process holds buckets of shard {self._shard}, and this one waits: {holders}"
-                await asyncio.sleep(RETRY_SECONDS)
+                await asyncio.sleep(self._retry)
             if waited or self._lost:
                 log.info("shard-lock.acquired", shard=str(self._shard))
             self.last_error = None

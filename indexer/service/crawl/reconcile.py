@@ -62,14 +62,18 @@ class ReconciliationSettings:
         poll: How often to look for a connected relay, an open gap and the end of the interval.
         first_retry: Pause after the first failure; it doubles with each one, up to `max_retry`. Failed
             requests for the hosting status of single accounts are repeated after the same pauses.
+        max_pending_pages: Pages that wait for their second comparison.
+        max_unlisted: Accounts that one reconciliation asks for because the list lacks them.
     """
 
-    shard: Shard
-    interval: float
+    shard: Shard = Shard()  # noqa: RUF009 - immutable
+    interval: float = 86_400.0
     settle: float = 30.0
     poll: float = 5.0
     first_retry: float = 5.0
     max_retry: float = 600.0
+    max_pending_pages: int = MAX_PENDING_PAGES
+    max_unlisted: int = MAX_UNLISTED
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +217,9 @@ class Reconciliation:
             self.stage.moved()
             pending.append(await self._compare(page, self._listed_so_far(progress)))
             while pending and (
-                page.cursor is None or len(pending) > MAX_PENDING_PAGES or pending[0].due_at <= monotonic()
+                page.cursor is None
+                or len(pending) > self._settings.max_pending_pages
+                or pending[0].due_at <= monotonic()
             ):
                 await self._wait_until(pending[0].due_at)
                 progress = await self._compare_again(progress, pending.popleft(), may_close_gaps)
@@ -372,7 +378,7 @@ class Reconciliation:
             page := await self._store.active_repos(listed.asked_until, self._buckets, _PAGE_SIZE)
         ):
             for did in [did for did in page if did not in listed.accounts]:
-                if asked >= MAX_UNLISTED:
+                if asked >= self._settings.max_unlisted:
                     log.warning("reconciliation.many-unlisted", relay=progress.source, asked=asked)
                     self._unlisted_after = listed.asked_until
                     return hidden

@@ -129,6 +129,9 @@ class ScopeBackfill:
         recheck: Sequence[float] = RECHECK_SECONDS,
         recheck_poll: float = RECHECK_POLL_SECONDS,
         first_retry: float = RETRY_SECONDS,
+        give_up: float = GIVE_UP_SECONDS,
+        max_waiting: int = MAX_WAITING,
+        page_size: int = PAGE_SIZE,
     ) -> None:
         """Create the backfill. `sources` returns the base URLs of the relays to ask; none if no stream is open."""
         self._store = store
@@ -142,6 +145,9 @@ class ScopeBackfill:
         self._settle = settle
         self._recheck = recheck
         self._recheck_poll = recheck_poll
+        self._give_up = give_up
+        self._max_waiting = max_waiting
+        self._page_size = page_size
         self._recheck_at = 0.0
         self._compared = 0
         self._search_at = 0.0
@@ -178,7 +184,7 @@ class ScopeBackfill:
         began_at = monotonic()
         if began_at < self._search_at:
             return 0
-        requested = await self._store.request_incomplete(scope, self._buckets, MAX_WAITING, time())
+        requested = await self._store.request_incomplete(scope, self._buckets, self._max_waiting, time())
         if not requested:
             self._search_at = began_at + (monotonic() - began_at) / MAX_SEARCH_SHARE
         return requested
@@ -188,10 +194,12 @@ class ScopeBackfill:
         read = self._read
         if read.version != scope.version:
             return 0
-        page = await self._store.incomplete_repos(scope, self._buckets, read.requested_until, PAGE_SIZE)
+        page = await self._store.incomplete_repos(scope, self._buckets, read.requested_until, self._page_size)
         unread = {pattern for pattern in scope.added_after(0) if is_nsid(pattern) and pattern not in read.lists}
         lacking = [repo for repo in page if may_lack(repo, scope, read.lists, unread)]
-        requested = await self._store.request_listed(lacking, self._buckets, MAX_WAITING, time()) if lacking else 0
+        requested = (
+            await self._store.request_listed(lacking, self._buckets, self._max_waiting, time()) if lacking else 0
+        )
         if requested == len(lacking):
             read.requested_until = page[-1].did if page else ""
         return requested
@@ -215,7 +223,7 @@ class ScopeBackfill:
                 except DatabaseError:
                     raise
                 except UnavailableError as error:
-                    if self._retries.failed(pattern, error) >= GIVE_UP_SECONDS:
+                    if self._retries.failed(pattern, error) >= self._give_up:
                         log.warning("scope.list-given-up", collection=pattern)
                         lists[pattern] = None
         if self._scope.scope.version != scope.version or len(lists) < len(listable):
@@ -317,7 +325,7 @@ class ScopeBackfill:
     async def _mark_complete(self, scope: Scope, lists: Lists) -> int:
         """Mark all repos that lack no records; return how many. Repos that change meanwhile are fetched."""
         after, complete = "", 0
-        while page := await self._store.incomplete_repos(scope, self._buckets, after, PAGE_SIZE):
+        while page := await self._store.incomplete_repos(scope, self._buckets, after, self._page_size):
             after = page[-1].did
             lacking_none = [repo for repo in page if not may_lack(repo, scope, lists)]
             complete += await self._store.mark_complete(lacking_none, scope)

@@ -45,6 +45,7 @@ class SignalDiscovery:
         *,
         interval: float = 1.0,
         settle: float = SETTLE_SECONDS,
+        retry: float = RETRY_SECONDS,
     ) -> None:
         """Create the discovery.
 
@@ -56,6 +57,7 @@ class SignalDiscovery:
             reconciled_at: Returns when the last reconciliation of this process ended; None if none has.
             interval: Pause between two checks of the scope, in seconds.
             settle: Time from a change that wants fewer repos to the reading of the lists, in seconds.
+            retry: Pause before a list is read again that could not be read, in seconds.
         """
         self.stage = StageProgress("signal discovery")
         self._checks = self.stage.add()
@@ -65,6 +67,7 @@ class SignalDiscovery:
         self._reconciled_at = reconciled_at
         self._interval = interval
         self._settle = settle
+        self._retry = retry
         self._due: tuple[int, float | None] | None = None
         self._done: tuple[int, float | None] | None = None
         self._read: set[str] = set()
@@ -97,7 +100,7 @@ class SignalDiscovery:
         if self._read >= collections:
             self._done = due
         else:
-            self._retry_at = monotonic() + RETRY_SECONDS
+            self._retry_at = monotonic() + self._retry
 
     async def _discover(self, sources: Sequence[str], collection: str, scope: Scope) -> bool:
         """Read the list of the first relay that offers it; return False if that cannot be read, or none offers it.
@@ -125,5 +128,5 @@ class SignalDiscovery:
                 listed, added = progress.listed, progress.found
                 log.info("scope.discovered", relay=source, collection=collection, listed=listed, added=added)
             return True
-        log.warning("scope.list-failed", collection=collection, error=str(failure), retry_seconds=RETRY_SECONDS)
+        log.warning("scope.list-failed", collection=collection, error=str(failure), retry_seconds=self._retry)
         return False

@@ -24,7 +24,6 @@ MAX_IN_FLIGHT = 1_000
 """Events that one client may have before it acknowledges the first of them, so that clients share the work."""
 TAKE = 100
 RETRY_SECONDS = 60.0
-"""An event is sent again if it is not acknowledged for so long."""
 DATABASE_RETRY_SECONDS = 1.0
 HEARTBEAT_SECONDS = 30.0
 """Interval of pings. A client that does not answer in half of this time is disconnected."""
@@ -37,13 +36,14 @@ class Channel:
 
     Attributes:
         clients: The number of connected clients.
+        retry_seconds: An event is sent again if it is not acknowledged for so long. New connections use it.
     """
 
-    def __init__(self, feed: TapFeed, metrics: Metrics, *, retry_seconds: float = RETRY_SECONDS) -> None:
+    def __init__(self, feed: TapFeed, metrics: Metrics) -> None:
         self.clients = 0
         self._feed = feed
         self._metrics = metrics
-        self._retry_seconds = retry_seconds
+        self.retry_seconds = RETRY_SECONDS
 
     async def connect(self, request: web.Request) -> web.StreamResponse:
         """Serve one client until its connection ends, or until this process no longer owns the feed.
@@ -71,7 +71,7 @@ class Channel:
         """
         deliveries = asyncio.create_task(self._feed.deliveries())
         sent = partial(self._metrics.feed_events, "tap")
-        client = _Client(websocket, deliveries, self._retry_seconds, sent, acks=acks)
+        client = _Client(websocket, deliveries, self.retry_seconds, sent, acks=acks)
         tasks = [
             asyncio.create_task(work()) for work in (client.receive, client.send, client.retry, client.wait_for_end)
         ]

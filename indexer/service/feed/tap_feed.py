@@ -210,6 +210,7 @@ class TapFeed:
     Attributes:
         stage: Its progress. A read of the log and a write of acknowledgements are work.
         refused: The events that clients do not acknowledge although they acknowledge others.
+        max_unacknowledged: The maximum number of changes in the window.
     """
 
     def __init__(self, store: Store, conditions: Conditions, *, one_per_repo: bool = False) -> None:
@@ -225,6 +226,7 @@ class TapFeed:
         self._waiting = 0
         self._wanted = asyncio.Event()
         self.refused: list[RefusedEvent] = []
+        self.max_unacknowledged = MAX_UNACKNOWLEDGED
 
     async def deliveries(self) -> Deliveries:
         """Wait until this process owns the feed; return its deliveries. The consumer is registered if it is not yet."""
@@ -311,7 +313,7 @@ class TapFeed:
     async def _read(self, session: FeedSession, deliveries: Deliveries) -> bool:
         """Fill the window; return False if changes have been trimmed that were not delivered."""
         window = deliveries.window
-        most = MAX_UNACKNOWLEDGED if window.snapshot_read_to is None else MAX_UNACKNOWLEDGED // 2
+        most = self.max_unacknowledged if window.snapshot_read_to is None else self.max_unacknowledged // 2
         while (room := most - len(window)) > 0:
             limit = min(room, READ_BATCH)
             changes = await session.changes_after(window.read_to, limit)
@@ -327,7 +329,7 @@ class TapFeed:
         """Fill the other half of the window with the next repos and records of the snapshot."""
         window = deliveries.window
         while (after := window.snapshot_read_to) is not None:
-            room = min(MAX_UNACKNOWLEDGED // 2 - window.snapshot_events, READ_BATCH)
+            room = min(self.max_unacknowledged // 2 - window.snapshot_events, READ_BATCH)
             if room <= 0:
                 return
             page = await session.snapshot_after(after, room)

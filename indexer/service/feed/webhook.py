@@ -30,6 +30,8 @@ class Webhook:
 
     Attributes:
         stage: Its progress. A request is work.
+        first_retry: Seconds after which an event is sent again for the first time.
+        max_retry: The longest pause until an event is sent again, in seconds.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class Webhook:
         metrics: Metrics,
     ) -> None:
         self.stage = StageProgress("webhook")
+        self.first_retry, self.max_retry = FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS
         self._feed = feed
         self._client = client
         self._url = url
@@ -75,7 +78,7 @@ class Webhook:
             try:
                 failure = await self._failure(event)
             except UnavailableError as paused:
-                deliveries.give_back_after(min(paused.retry_after or MAX_RETRY_SECONDS, MAX_RETRY_SECONDS), change.seq)
+                deliveries.give_back_after(min(paused.retry_after or self.max_retry, self.max_retry), change.seq)
                 continue
             self._metrics.feed_events("webhook")
             if failure is None:
@@ -106,5 +109,5 @@ class Webhook:
             "sent again, and later events of this repo wait"
         )
         self._conditions.report(WEBHOOK_FAILING, message=message)
-        seconds = backoff_seconds(attempts, change.did, first=FIRST_RETRY_SECONDS, maximum=MAX_RETRY_SECONDS)
+        seconds = backoff_seconds(attempts, change.did, first=self.first_retry, maximum=self.max_retry)
         deliveries.give_back_after(seconds, change.seq)

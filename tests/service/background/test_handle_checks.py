@@ -104,13 +104,6 @@ async def test_verified_handles_are_shown_and_resolve(scenario: HandleScenario) 
         assert await scenario.store.did_of_handle("ann.test") is None
 
 
-async def test_handle_is_verified_by_its_well_known_page(scenario: HandleScenario) -> None:
-    await scenario.claim("ann", "ann.test")
-    scenario.loopback.host.pages[WELL_KNOWN_PATH] = http_response(did("ann").encode())
-    async with scenario.checking():
-        await scenario.until_shown("ann", "ann.test")
-
-
 async def test_handle_that_cannot_be_checked_stays_unknown_and_is_retried(scenario: HandleScenario) -> None:
     await scenario.claim("ann", "ann.test")
     scenario.names.rcode = dns.rcode.SERVFAIL
@@ -154,19 +147,19 @@ def attempted(scenario: HandleScenario, attempts: int) -> Callable[[], Awaitable
 
 
 async def test_slow_name_servers_do_not_delay_other_checks(scenario: HandleScenario) -> None:
-    """A check of a silent name takes a second, and enough checks run at the same time to reach the rate."""
+    """A check of a silent name takes 0.3 s, and enough checks run at the same time to reach the rate."""
     for number in range(150):
         await scenario.claim(number, f"silent{number}.test")
     await scenario.claim("ann", "ann.test")
     scenario.answer("ann", "ann.test")
     scenario.names.silent = "_atproto.silent"
     scenario.loopback.host.pages[WELL_KNOWN_PATH] = http_response(status=404)
-    async with scenario.checking(intervals=replace(QUICK, check=1.0), dns_timeout=1.0):
+    async with scenario.checking(intervals=replace(QUICK, check=0.3), dns_timeout=0.3):
         await asyncio.wait_for(scenario.until_shown("ann", "ann.test"), 10.0)
 
 
 async def test_handles_of_one_domain_do_not_delay_those_of_others(scenario: HandleScenario) -> None:
-    """400 accounts claim newer handles of one domain; 10 handles are checked per second."""
+    """400 accounts claim newer handles of one domain; 50 handles are checked per second."""
     honest = [f"honest{number}" for number in range(5)]
     for name in honest:
         await scenario.claim(name, f"{name}.{name}.test")
@@ -174,7 +167,7 @@ async def test_handles_of_one_domain_do_not_delay_those_of_others(scenario: Hand
     for number in range(400):
         await scenario.claim(number, f"h{number}.hostile.test")
         scenario.answer(number, f"h{number}.hostile.test")
-    async with scenario.checking(rate=10.0):
+    async with scenario.checking(rate=50.0, intervals=replace(QUICK, check=1.6)):
         for name in honest:
             await scenario.until_shown(name, f"{name}.{name}.test")
         assert max(hostile_before(scenario, f"_atproto.{name}.{name}.test") for name in honest) < 60
@@ -197,15 +190,6 @@ def hostile_before(scenario: HandleScenario, name: str) -> int:
     return len(hostile(scenario.names.queries[: scenario.names.queries.index(name)]))
 
 
-async def test_single_domain_gets_the_whole_rate(scenario: HandleScenario) -> None:
-    for number in range(200):
-        await scenario.claim(number, f"h{number}.example.test")
-        scenario.answer(number, f"h{number}.example.test")
-    async with scenario.checking():
-        for number in range(200):
-            await scenario.until_shown(number, f"h{number}.example.test")
-
-
 async def test_rate_is_limited(scenario: HandleScenario) -> None:
     for number in range(10):
         await scenario.claim(number, f"h{number}.test")
@@ -214,18 +198,3 @@ async def test_rate_is_limited(scenario: HandleScenario) -> None:
     async with scenario.checking(rate=20.0):
         await until(lambda: len({name for name in scenario.names.queries if name.startswith("_atproto")}) == 10)
     assert monotonic() - began >= 9 / 20.0 * 0.9
-
-
-async def test_unexpected_exception_ends_run(scenario: HandleScenario, monkeypatch: pytest.MonkeyPatch) -> None:
-    await scenario.claim("ann", "ann.test")
-    scenario.loopback.missing_hosts.add("ann.test")
-    async with scenario.checking() as task:
-        await scenario.until_shown("ann", INVALID_HANDLE)
-
-        async def bug(_did: str, _claimed: str) -> str:
-            raise ZeroDivisionError
-
-        monkeypatch.setattr(HandleVerifier, "verify_handle", lambda _self, did, claimed: bug(did, claimed))
-        await scenario.make_due("ann")
-        with pytest.raises(ExceptionGroup):
-            await asyncio.wait_for(task, 10)

@@ -17,13 +17,14 @@ from indexer.monitoring.metrics import Metrics
 from indexer.reasons import FetchFailure
 from indexer.service.background.identity_refresh import BATCH_SIZE, MAX_PER_HOST, IdentityRefresh, fair_batch
 from indexer.store import Store
-from indexer.store.identities import DUE_IDENTITIES
 from indexer.sync.plans import Batch
 from indexer.sync.shard import Shard
 from indexer.sync.stored_identity import DueIdentity, StoredIdentity
 from tests.store.repo_rows import did
 from tests.sync.signing_account import STORE_ALL
 from tests.waiting import until
+
+pytestmark = pytest.mark.slow
 
 KEY = PrivateKey.from_seed("k256", b"identity refresh").public.did_key()
 FAILING = [f"did:web:x{number}.hostile.example.com" for number in range(105)]
@@ -77,7 +78,6 @@ async def is_fresh(sql: asyncpg.Connection, did: str) -> bool:
     return not await sql.fetchval("select stale from indexer.identity where did = $1", did)
 
 
-@pytest.mark.slow
 async def test_failing_identities_delay_no_honest_one(store: Store, sql: asyncpg.Connection) -> None:
     """More identities than a batch has fail; they were announced first and are announced again all the time."""
     network = Network(store)
@@ -116,32 +116,3 @@ def test_a_batch_is_shared_among_hosts() -> None:
     batch = fair_batch([*one_pds, *others])
     assert len(batch) == BATCH_SIZE
     assert sum(identity in others for identity in batch) == BATCH_SIZE - 1
-
-
-async def test_due_identities_are_the_oldest_and_the_newest(store: Store) -> None:
-    network = Network(store)
-    everyone = [did(number) for number in range(30)]
-    for number in everyone:
-        await network.announce(number)
-    due = await store.due_identities(range(256), 5, 1e10, web=False)
-    assert [identity.did for identity in due] == [*everyone[:5], *everyone[-5:]]
-    assert await store.due_identities(range(256), 5, 1e10, web=True) == []
-    await store.postpone_refresh(everyone[0], 2e10, 3)
-    assert everyone[0] not in [identity.did for identity in await store.due_identities(range(256), 50, 1e10, web=False)]
-    [postponed] = [
-        identity for identity in await store.due_identities(range(256), 50, 3e10, web=False) if identity.failures
-    ]
-    assert postponed == DueIdentity(everyone[0], "https://pds.test", 3)
-
-
-@pytest.mark.slow
-async def test_due_identities_are_found_by_index(sql: asyncpg.Connection) -> None:
-    await sql.execute(
-        "insert into indexer.identity (did, bucket, fetched_at, stale, handle_attempts, refresh_at) "
-        "select 'did:plc:' || n, n % 256, now(), false, 0, to_timestamp(n) from generate_series(1, 20000) n"
-    )
-    await sql.execute("analyze indexer.identity")
-    rows = await sql.fetch(f"explain (analyze, costs off) {DUE_IDENTITIES}", False, 1e9, list(range(256)), 10)
-    plan = "\n".join(row[0] for row in rows)
-    assert plan.count("identity_refresh") == 2, plan
-    assert "Seq Scan" not in plan

@@ -1,15 +1,12 @@
 import asyncio
-from io import StringIO
 from pathlib import Path
 
 import asyncpg
 import pytest
-from rich.console import Console
 from structlog.testing import capture_logs
 
 from indexer.cli.command import ExitCode
-from indexer.cli.status_report import Sample, Status, status_of
-from indexer.cli.status_tables import status_tables
+from indexer.cli.status_report import Sample, status_of
 from indexer.localnet.local_network import LocalNetwork
 from indexer.service.background.shard_ownership import ShardOwnership
 from indexer.store import Store, shard_lock
@@ -32,12 +29,11 @@ PRETEND_PARTS = """
 DISTRIBUTE = f"{COMPLETE_ROW} on conflict do nothing; {PRETEND_PARTS}; {PRETEND_SHARDS}"
 
 
-async def test_overlapping_shards_wait_for_each_other(database: str) -> None:
-    store = await Store.open(database)
+async def test_overlapping_shards_wait_for_each_other(store: Store) -> None:
     first, second, other = (
-        ShardOwnership(store, Shard(0, 1)),
-        ShardOwnership(store, Shard(1, 2)),
-        ShardOwnership(store, Shard(0, 2)),
+        ShardOwnership(store, Shard(0, 1), retry=0.05),
+        ShardOwnership(store, Shard(1, 2), retry=0.05),
+        ShardOwnership(store, Shard(0, 2), retry=0.05),
     )
     running = asyncio.create_task(first.run())
     await first.owned.wait()
@@ -52,14 +48,11 @@ async def test_overlapping_shards_wait_for_each_other(database: str) -> None:
     for task in waiting:
         task.cancel()
     await asyncio.wait(waiting)
-    await store.close()
 
 
-async def test_locks_are_acquired_again_after_the_session_ends(database: str) -> None:
+async def test_locks_are_acquired_again_after_the_session_ends(store: Store, sql: asyncpg.Connection) -> None:
     """The log shows the beginning and the end of the time without the locks, each time."""
-    sql = await asyncpg.connect(database)
-    store = await Store.open(database)
-    ownership = ShardOwnership(store, Shard(3, 4))
+    ownership = ShardOwnership(store, Shard(3, 4), retry=0.05)
     with capture_logs() as lines:
         running = asyncio.create_task(ownership.run())
         await ownership.owned.wait()
@@ -76,19 +69,6 @@ async def test_locks_are_acquired_again_after_the_session_ends(database: str) ->
             assert [line["event"] for line in lines] == ["shard-lock.lost", "shard-lock.acquired"] * times
     running.cancel()
     await asyncio.wait([running])
-    await store.close()
-    await sql.close()
-
-
-@pytest.mark.one_server("the database of a cluster is distributed from the beginning")
-async def test_a_store_knows_the_placement_of_its_database(database: str, sql: asyncpg.Connection) -> None:
-    for placement in (Placement.PLAIN, Placement.DISTRIBUTED):
-        store = await Store.open(database)
-        async with store.shard_lock(Shard().positions) as lock:
-            assert store.placement is placement
-            assert await lock.claim()
-            await sql.execute(DISTRIBUTE)
-        await store.close()
 
 
 @pytest.mark.one_server("the database of a cluster is distributed from the beginning")
@@ -114,11 +94,10 @@ async def test_nothing_is_written_while_another_process_holds_the_buckets(
     async with running_daemon(database, tmp_path) as daemon:
         account = daemon.create_account("ada.test")
         await daemon.wait_until_equal()
-        [holder] = await sql.fetch(OWNERS)
-        await sql.execute(END_SESSION, holder["pid"])
-        await until(lambda: not daemon.stages.shard_ownership.owned.is_set())
         async with shard_lock.open_lock(sql, range(7, 8), daemon.store.placement) as lock:
-            assert await lock.claim()
+            [holder] = await daemon.execute(OWNERS)
+            await daemon.execute(END_SESSION, holder["pid"])
+            await until(lock.claim)
             account.create(POST, post("meanwhile"))
             ownership, inbox = daemon.stages.shard_ownership, daemon.stages.inbox
             await until(lambda: "another process" in str(ownership.last_error) and inbox.unsettled == 1)
@@ -141,16 +120,11 @@ async def test_second_daemon_on_a_shard_waits_visibly_and_takes_over(database: s
                 [reason] = [reason for reason in second.stages.probe.ready() if reason.code == "shard-lock"]
                 assert "this one waits: session" in reason.message
                 assert second.stages.subscription.connection is None, "it does not consume"
-                sessions = await first.store.shard_sessions()
-                assert [(session.positions, session.owns) for session in sessions] == [
-                    ((0, 255), True),
-                    ((0, 255), False),
-                ]
-                status = await status_of_store(first.store)
+                sample = Sample(0.0, await first.store.counts())
+                status = status_of(first.store.address, Shard(), sample, sample)
                 assert [(daemon.shard, daemon.state) for daemon in status.daemons] == [
                     ("0/1", "owns"), ("0/1", "waits"),
                 ]  # fmt: skip
-                assert "waits" in rendered(status)
                 assert first.stages.probe.ready() == []
                 [owner] = await first.execute(OWNERS)
                 await first.execute(END_SESSION, owner["pid"])
@@ -160,14 +134,3 @@ async def test_second_daemon_on_a_shard_waits_visibly_and_takes_over(database: s
         events = [line["event"] for line in lines]
         assert events.count("shard-lock.waiting") >= 1
         assert "shard-lock.acquired" in events
-
-
-async def status_of_store(store: Store) -> Status:
-    sample = Sample(0.0, await store.counts())
-    return status_of(store.address, Shard(), sample, sample)
-
-
-def rendered(status: Status) -> str:
-    output = StringIO()
-    Console(width=200, file=output).print(status_tables(status))
-    return output.getvalue()

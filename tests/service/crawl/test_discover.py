@@ -7,7 +7,6 @@ import asyncpg
 import pytest
 import stamina
 
-from indexer.concurrency.stage_progress import StageProgress, Work
 from indexer.errors import UnavailableError
 from indexer.outbound import OutboundClient
 from indexer.service.crawl.discover import Discovery
@@ -15,9 +14,11 @@ from indexer.store import Store
 from indexer.sync.crawl_progress import CrawlProgress
 from indexer.sync.repo_state import CHOSEN
 from tests.outbound.scripted_host import ScriptedHost
-from tests.service.crawl.repo_list_responses import FAILURE, page, path, requested_cursors
+from tests.service.crawl.crawl_scenario import FAILURE, page, path, requested_cursors
 from tests.store.repo_rows import did, insert, synchronized
 from tests.waiting import until
+
+pytestmark = pytest.mark.slow
 
 REV = "3laaaaaaaaa22"
 
@@ -80,16 +81,6 @@ async def test_accounts_and_progress_of_a_page_are_saved_in_one_transaction(
     assert await tracked(sql) == set()
 
 
-async def test_each_source_and_collection_has_its_own_progress(
-    store: Store, host: ScriptedHost, outbound: OutboundClient
-) -> None:
-    discovery = Discovery(store, outbound)
-    await store.save_crawl_progress(CrawlProgress("discover", host.url, "com.example.a", "x", 7, 3, began_at=5.0))
-    assert (await discovery.begin(host.url, "com.example.a")).cursor == "x"
-    assert (await discovery.begin(host.url, "com.example.b")).cursor is None
-    assert (await discovery.begin("https://other.example", "com.example.a")).cursor is None
-
-
 async def test_host_that_does_not_answer_is_work_without_progress_until_it_does(
     store: Store, sql: asyncpg.Connection, host: ScriptedHost, outbound: OutboundClient
 ) -> None:
@@ -108,34 +99,3 @@ async def test_host_that_does_not_answer_is_work_without_progress_until_it_does(
     await running
     assert discovery.stage.seconds_without_progress(began) == 0.0
     assert await tracked(sql) == {did(1)}
-
-
-async def test_no_request_is_sent_during_a_pause_that_the_host_asked_for(
-    store: Store, host: ScriptedHost, outbound: OutboundClient
-) -> None:
-    host.pages[path()] = b"HTTP/1.1 429 Status\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n"
-    with stamina.set_testing(True, attempts=3), pytest.raises(UnavailableError, match="throttled"):
-        await discover(store, outbound, host)
-    assert requested_cursors(host) == [None]
-
-
-class CountedStage(StageProgress):
-    """A stage that counts its activities."""
-
-    added = 0
-
-    def add(self) -> Work:
-        self.added += 1
-        return super().add()
-
-
-async def test_repeated_crawls_are_one_activity_of_the_stage(
-    store: Store, host: ScriptedHost, outbound: OutboundClient
-) -> None:
-    """A stage keeps its activities as long as the process runs."""
-    host.pages[path()] = page((did(1), REV))
-    stage = CountedStage("crawls")
-    discovery = Discovery(store, outbound, stage)
-    for _ in range(3):
-        await discovery.run(await discovery.begin(host.url, ""), lambda _: None)
-    assert (len(host.requests), stage.added) == (3, 1)

@@ -1,250 +1,207 @@
 """Reconciliation closes gaps."""
 
-import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from time import time
-from typing import Self
+from typing import NamedTuple
 
-import asyncpg
 import pytest
 import stamina
 
 from indexer.errors import UnavailableError
-from indexer.monitoring.metrics import Metrics
-from indexer.outbound import OutboundClient
 from indexer.reasons import Desync, GapReason
 from indexer.service.crawl.reconcile import Reconciliation, ReconciliationSettings
 from indexer.service.open_gaps import OpenGaps
-from indexer.store import Store
 from indexer.sync.crawl_progress import CrawlProgress
 from indexer.sync.gap import Gap
 from indexer.sync.repo_state import SyncStatus
-from indexer.sync.scope import Track
 from indexer.sync.shard import Shard
 from tests.outbound.scripted_host import ScriptedHost, http_response
-from tests.service.crawl.reconciliations import (
+from tests.service.crawl.crawl_scenario import (
+    FAILURE,
     NEWER,
     NO_WAIT,
     STORED,
-    behind,
-    ignore_progress,
-    scope_of,
+    Crawl,
+    after,
+    page,
+    path,
+    requested_cursors,
+    running,
     status_path,
     stored,
 )
-from tests.service.crawl.repo_list_responses import FAILURE, page, path, requested_cursors
 from tests.store.repo_rows import did, insert
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 
-CLOSED_BY = "select closed_by from atproto.gaps order by opened_at"
+
+def gap(shard: str = "0/1") -> Gap:
+    return Gap("wss://relay.test", shard, GapReason.CURSOR_OUTDATED, first_seq=6)
 
 
-def gap(relay: str = "wss://relay.test", shard: str = "0/1") -> Gap:
-    return Gap(relay, shard, GapReason.CURSOR_OUTDATED, first_seq=6)
+class Reconciling(NamedTuple):
+    """A running reconciliation and its gaps."""
 
-
-class Reconciling:
-    """A running reconciliation and its gaps. The stream of the first source is open."""
-
-    def __init__(
-        self, store: Store, outbound: OutboundClient, *sources: str, settings: ReconciliationSettings = NO_WAIT
-    ) -> None:
-        self.metrics = Metrics()
-        self.gaps = OpenGaps(store, settings.shard, self.metrics)
-        self.sources = list(sources)
-        scope = scope_of(store, Track.LISTED)
-        self.reconciliation = Reconciliation(
-            store, outbound, self.metrics, self.gaps, lambda: self.sources, lambda _: None, scope, settings
-        )
-
-    async def __aenter__(self) -> Self:
-        await self.gaps.refresh()
-        self._task = asyncio.create_task(self.reconciliation.run())
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        assert not self._task.done()
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+    gaps: OpenGaps
+    reconciliation: Reconciliation
 
     async def wait_until_closed(self) -> None:
         await until(lambda: self.gaps.gaps == [])
 
 
-async def test_gap_starts_a_reconciliation_that_closes_it(
-    store: Store, sql: asyncpg.Connection, host: ScriptedHost, outbound: OutboundClient
-) -> None:
-    await insert(store, stored("behind"))
-    host.pages[path()] = page((did(1), STORED), cursor="x")
-    host.pages[path("x")] = page((did("behind"), NEWER))
-    async with Reconciling(store, outbound, host.url) as reconciling:
-        assert host.requests == []
-        await reconciling.gaps.open(gap())
-        assert reconciling.metrics.registry.get_sample_value("indexer_gaps_open") == 1
-        await reconciling.wait_until_closed()
-        assert reconciling.metrics.registry.get_sample_value("indexer_gaps_open") == 0
-    assert await behind(sql) == {did("behind"): NEWER}
-    assert [row[0] for row in await sql.fetch(CLOSED_BY)] == [host.url]
-    assert requested_cursors(host) == [None, "x"]
+@asynccontextmanager
+async def reconciling(
+    crawl: Crawl, sources: Sequence[str] | None = None, settings: ReconciliationSettings = NO_WAIT
+) -> AsyncIterator[Reconciling]:
+    """Run a reconciliation. The stream of the first source, or else of the host, is open."""
+    gaps = crawl.gaps(settings)
+    await gaps.refresh()
+    reconciliation = crawl.reconciliation(settings, gaps=gaps, sources=sources)
+    async with running(reconciliation):
+        yield Reconciling(gaps, reconciliation)
 
 
-async def test_gap_opened_during_a_reconciliation_needs_another_one(
-    store: Store, sql: asyncpg.Connection, host: ScriptedHost, outbound: OutboundClient
-) -> None:
+async def closed_by(crawl: Crawl) -> list[str | None]:
+    return [row[0] for row in await crawl.sql.fetch("select closed_by from atproto.gaps order by opened_at")]
+
+
+async def test_gap_starts_a_reconciliation_that_closes_it(crawl: Crawl) -> None:
+    await insert(crawl.store, stored("behind"))
+    crawl.lists((did(1), STORED), cursor="x")
+    crawl.host.pages[path("x")] = page((did("behind"), NEWER))
+    async with reconciling(crawl) as process:
+        assert crawl.host.requests == []
+        await process.gaps.open(gap())
+        assert crawl.metrics.registry.get_sample_value("indexer_gaps_open") == 1
+        await process.wait_until_closed()
+        assert crawl.metrics.registry.get_sample_value("indexer_gaps_open") == 0
+    assert await crawl.behind() == {did("behind"): NEWER}
+    assert await closed_by(crawl) == [crawl.host.url]
+    assert requested_cursors(crawl.host) == [None, "x"]
+
+
+async def test_gap_opened_during_a_reconciliation_needs_another_one(crawl: Crawl) -> None:
     """The first page was read before the second gap was opened."""
-    opened_again = asyncio.Event()
 
-    async def open_again(writer: asyncio.StreamWriter) -> None:
-        if not opened_again.is_set():
-            opened_again.set()
-            await reconciling.gaps.open(gap())
-        writer.write(page((did(2), STORED)))
-        await writer.drain()
+    async def open_again() -> None:
+        crawl.host.pages[path("x")] = page((did(2), STORED))
+        await process.gaps.open(gap())
 
-    host.pages[path()] = page((did(1), STORED), cursor="x")
-    host.pages[path("x")] = open_again
-    async with Reconciling(store, outbound, host.url) as reconciling:
-        await reconciling.gaps.open(gap())
-        await opened_again.wait()
-        await reconciling.wait_until_closed()
-    assert requested_cursors(host) == [None, "x", None, "x"]
-    assert await sql.fetchval("select count(*) from atproto.gaps where closed_at is not null") == 2
+    crawl.lists((did(1), STORED), cursor="x")
+    crawl.host.pages[path("x")] = after(open_again, page((did(2), STORED)))
+    async with reconciling(crawl) as process:
+        await process.gaps.open(gap())
+        await until(lambda: process.gaps.newest == 2)
+        await process.wait_until_closed()
+    assert requested_cursors(crawl.host) == [None, "x", None, "x"]
+    assert await closed_by(crawl) == [crawl.host.url] * 2
 
 
-async def test_gap_is_not_closed_by_a_reconciliation_that_began_before_it(
-    store: Store, host: ScriptedHost, outbound: OutboundClient
-) -> None:
+async def test_gap_is_not_closed_by_a_reconciliation_that_began_before_it(crawl: Crawl) -> None:
     """The interrupted reconciliation is not resumed: its first page was read too early."""
-    await store.save_crawl_progress(CrawlProgress("sweep", host.url, "", "x", 7, 3, began_at=time()))
-    await store.open_gap(gap())
-    host.pages[path()] = page((did(1), STORED))
-    async with Reconciling(store, outbound, host.url) as reconciling:
-        await reconciling.wait_until_closed()
-    assert requested_cursors(host) == [None]
+    await crawl.store.save_crawl_progress(CrawlProgress("sweep", crawl.host.url, "", "x", 7, 3, began_at=time()))
+    await crawl.store.open_gap(gap())
+    crawl.lists((did(1), STORED))
+    async with reconciling(crawl) as process:
+        await process.wait_until_closed()
+    assert requested_cursors(crawl.host) == [None]
 
 
-async def test_interrupted_reconciliation_starts_again_after_a_gap_was_opened(
-    store: Store, host: ScriptedHost, outbound: OutboundClient
-) -> None:
-    host.pages[path()] = page((did(1), STORED), cursor="x")
-    host.pages[path("x")] = FAILURE
-    gaps, scope = OpenGaps(store, NO_WAIT.shard, Metrics()), scope_of(store, Track.LISTED)
-    reconciliation = Reconciliation(
-        store, outbound, Metrics(), gaps, lambda: (host.url,), lambda _: None, scope, NO_WAIT
-    )
+async def test_interrupted_reconciliation_starts_again_after_a_gap_was_opened(crawl: Crawl) -> None:
+    crawl.lists((did(1), STORED), cursor="x")
+    crawl.host.pages[path("x")] = FAILURE
+    gaps = crawl.gaps()
+    reconciliation = crawl.reconciliation(gaps=gaps)
     with stamina.set_testing(True, attempts=1), pytest.raises(UnavailableError):
-        await reconciliation.reconcile(host.url, ignore_progress)
+        await crawl.reconcile(reconciliation)
     opened = await gaps.open(gap())
-    host.pages[path("x")] = page((did(2), STORED))
-    progress = await reconciliation.reconcile(host.url, ignore_progress)
-    assert requested_cursors(host) == [None, "x", None, "x"]
+    crawl.host.pages[path("x")] = page((did(2), STORED))
+    progress = await crawl.reconcile(reconciliation)
+    assert requested_cursors(crawl.host) == [None, "x", None, "x"]
     assert progress.last_gap == opened.id
 
 
-async def test_gap_stays_open_while_no_stream_is_open(
-    store: Store, host: ScriptedHost, outbound: OutboundClient
-) -> None:
-    await store.open_gap(gap())
-    host.pages[path()] = page((did(1), STORED))
-    async with Reconciling(store, outbound) as reconciling:
-        await reconciling.gaps.refresh()
-        assert host.requests == []
-        reconciling.sources.append(host.url)
-        await reconciling.wait_until_closed()
+async def test_gap_stays_open_while_no_stream_is_open(crawl: Crawl) -> None:
+    await crawl.store.open_gap(gap())
+    crawl.lists((did(1), STORED))
+    sources: list[str] = []
+    async with reconciling(crawl, sources) as process:
+        await process.gaps.refresh()
+        assert crawl.host.requests == []
+        sources.append(crawl.host.url)
+        await process.wait_until_closed()
 
 
-async def test_gap_stays_open_if_the_stream_changes_to_another_relay(
-    store: Store, sql: asyncpg.Connection, host: ScriptedHost, outbound: OutboundClient
-) -> None:
+async def test_gap_stays_open_if_the_stream_changes_to_another_relay(crawl: Crawl) -> None:
+    sources = [crawl.host.url]
     async with ScriptedHost() as other:
 
-        async def change_relay(writer: asyncio.StreamWriter) -> None:
-            reconciling.sources[:] = [other.url, host.url]
-            writer.write(page((did(1), STORED)))
-            await writer.drain()
+        async def change_relay() -> None:
+            sources[:] = [other.url, crawl.host.url]
 
-        host.pages[path()] = change_relay
+        crawl.host.pages[path()] = after(change_relay, page((did(1), STORED)))
         other.pages[path()] = page((did(1), STORED))
-        async with Reconciling(store, outbound, host.url) as reconciling:
-            await reconciling.gaps.open(gap())
-            await reconciling.wait_until_closed()
-        assert [row[0] for row in await sql.fetch(CLOSED_BY)] == [other.url]
-        assert len(host.requests) == 1
+        async with reconciling(crawl, sources) as process:
+            await process.gaps.open(gap())
+            await process.wait_until_closed()
+        assert await closed_by(crawl) == [other.url]
+        assert len(crawl.host.requests) == 1
 
 
-async def test_next_relay_is_compared_once_if_the_connected_one_does_not_answer(
-    store: Store, sql: asyncpg.Connection, host: ScriptedHost, outbound: OutboundClient
-) -> None:
-    await insert(store, stored("behind"))
+async def test_next_relay_is_compared_once_if_the_connected_one_does_not_answer(crawl: Crawl) -> None:
+    await insert(crawl.store, stored("behind"))
     async with ScriptedHost() as other:
-        host.pages[path()] = FAILURE
+        crawl.host.pages[path()] = FAILURE
         other.pages[path()] = page((did("behind"), NEWER))
         with stamina.set_testing(True, attempts=1):
-            async with Reconciling(store, outbound, host.url, other.url) as reconciling:
-                await reconciling.gaps.open(gap())
-                await until(lambda: len(host.requests) == 3)
-                assert await behind(sql) == {did("behind"): NEWER}
+            async with reconciling(crawl, [crawl.host.url, other.url]) as process:
+                await process.gaps.open(gap())
+                await until(lambda: len(crawl.host.requests) == 3)
+                assert await crawl.behind() == {did("behind"): NEWER}
                 assert len(other.requests) == 1
-                assert reconciling.gaps.newest == 1, "only the relay whose stream is open closes the gap"
-                assert f"failed and will be retried: {host.url}: http-status" in (
-                    reconciling.reconciliation.progress or ""
-                )
-                host.pages[path()] = page((did("behind"), NEWER))
-                await reconciling.wait_until_closed()
+                assert process.gaps.newest == 1, "only the relay whose stream is open closes the gap"
+                failed = f"failed and will be retried: {crawl.host.url}: http-status"
+                assert failed in (process.reconciliation.progress or "")
+                crawl.lists((did("behind"), NEWER))
+                await process.wait_until_closed()
 
 
-async def test_next_relay_is_compared_in_each_interval_if_the_connected_one_does_not_answer(
-    store: Store, host: ScriptedHost, outbound: OutboundClient
-) -> None:
-    async with ScriptedHost() as other:
-        host.pages[path()] = FAILURE
-        other.pages[path()] = page((did("unknown"), NEWER))
-        settings = replace(NO_WAIT, interval=0.5)
-        with stamina.set_testing(True, attempts=1):
-            async with Reconciling(store, outbound, host.url, other.url, settings=settings):
-                await until(lambda: len(other.requests) == 2)
-                assert len(host.requests) > 2, "it is asked again sooner"
-
-
-async def test_shard_compares_its_own_repos_and_closes_its_own_gaps(
-    store: Store, sql: asyncpg.Connection, host: ScriptedHost, outbound: OutboundClient
-) -> None:
+async def test_shard_compares_its_own_repos_and_closes_its_own_gaps(crawl: Crawl) -> None:
     first, second = Shard(0, 2), Shard(1, 2)
-    await insert(store, *[stored(name) for name in "abcdefgh"])
-    host.pages[path()] = page(*[(did(name), NEWER) for name in "abcdefgh"])
-    await store.open_gap(gap(shard=str(second)))
-    async with Reconciling(store, outbound, host.url, settings=replace(NO_WAIT, shard=first)) as reconciling:
-        await reconciling.gaps.open(gap(shard=str(first)))
-        await reconciling.wait_until_closed()
-    marked = await behind(sql)
+    await insert(crawl.store, *[stored(name) for name in "abcdefgh"])
+    crawl.lists(*[(did(name), NEWER) for name in "abcdefgh"])
+    await crawl.store.open_gap(gap(shard=str(second)))
+    async with reconciling(crawl, settings=replace(NO_WAIT, shard=first)) as process:
+        await process.gaps.open(gap(shard=str(first)))
+        await process.wait_until_closed()
+    marked = await crawl.behind()
     assert 0 < len(marked) < 8
-    assert all(first.owns(marked_did) for marked_did in marked)
-    assert [opened.gap.shard for opened in await store.open_gaps()] == [str(second)]
+    assert all(map(first.owns, marked))
+    assert [opened.gap.shard for opened in await crawl.store.open_gaps()] == [str(second)]
 
 
-async def test_failed_reconciliation_is_resumed(store: Store, host: ScriptedHost, outbound: OutboundClient) -> None:
-    host.pages[path()] = page((did(1), STORED), cursor="x")
-    host.pages[path("x")] = FAILURE
+async def test_failed_reconciliation_is_resumed(crawl: Crawl) -> None:
+    crawl.lists((did(1), STORED), cursor="x")
+    crawl.host.pages[path("x")] = FAILURE
     with stamina.set_testing(True, attempts=1):
-        async with Reconciling(store, outbound, host.url) as reconciling:
-            await reconciling.gaps.open(gap())
-            await until(lambda: requested_cursors(host)[-2:] == ["x", "x"])
-            host.pages[path("x")] = page()
-            await reconciling.wait_until_closed()
-            await until(lambda: reconciling.reconciliation.progress == "done; accounts listed: 1, different: 0")
-    assert requested_cursors(host).count(None) == 1
+        async with reconciling(crawl) as process:
+            await process.gaps.open(gap())
+            await until(lambda: requested_cursors(crawl.host)[-2:] == ["x", "x"])
+            crawl.host.pages[path("x")] = page()
+            await process.wait_until_closed()
+            await until(lambda: process.reconciliation.progress == "done; accounts listed: 1, different: 0")
+    assert requested_cursors(crawl.host).count(None) == 1
 
 
-async def test_gap_is_closed_although_the_relay_never_tells_the_status_of_an_account(
-    store: Store, host: ScriptedHost, outbound: OutboundClient
-) -> None:
-    await insert(store, stored("unlisted"))
-    host.pages[path()] = page()
-    host.pages[status_path("unlisted")] = http_response(status=500)
-    async with Reconciling(store, outbound, host.url) as reconciling:
-        await reconciling.gaps.open(gap())
-        await reconciling.wait_until_closed()
-    repo = (await store.repos([did("unlisted")]))[did("unlisted")]
+async def test_gap_is_closed_although_the_relay_never_tells_the_status_of_an_account(crawl: Crawl) -> None:
+    await insert(crawl.store, stored("unlisted"))
+    crawl.lists()
+    crawl.host.pages[status_path("unlisted")] = http_response(status=500)
+    async with reconciling(crawl) as process:
+        await process.gaps.open(gap())
+        await process.wait_until_closed()
+    repo = await crawl.row("unlisted")
     assert (repo.sync_status, repo.sync_reason) == (SyncStatus.DESYNCHRONIZED, Desync.STATUS_UNKNOWN)

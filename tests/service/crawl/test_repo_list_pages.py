@@ -1,7 +1,6 @@
 """Reading a whole repo list."""
 
 import asyncio
-from itertools import islice
 
 import pytest
 
@@ -11,7 +10,7 @@ from indexer.outbound import OutboundClient
 from indexer.reasons import FetchFailure
 from indexer.service.crawl.repo_list_pages import repo_list_pages
 from tests.outbound.scripted_host import ScriptedHost
-from tests.service.crawl.repo_list_responses import page, path, requested_cursors
+from tests.service.crawl.crawl_scenario import page, path, requested_cursors
 from tests.store.repo_rows import did
 
 REV = "3laaaaaaaaa22"
@@ -41,11 +40,3 @@ async def test_list_whose_cursors_lead_in_a_circle_is_not_read_without_end(
     assert failure.value.reason is FetchFailure.BAD_ANSWER
     assert set(cursors) < set(requested_cursors(host)), "all pages were read before"
     assert len(host.requests) <= 4 * (before + length) + 4
-
-
-async def test_long_list_is_read_to_its_end(host: ScriptedHost, outbound: OutboundClient) -> None:
-    cursors = [None, *[f"c{number}" for number in range(100)]]
-    for number, cursor in enumerate(cursors):
-        host.pages[path(cursor)] = page((did(number), REV), cursor=next(islice(cursors, number + 1, None), None))
-    assert await read(host, outbound) == [did(number) for number in range(101)]
-    assert requested_cursors(host) == cursors

@@ -1,25 +1,22 @@
 """Relays whose lists of repos with signal collections cannot be read, or only some of them."""
 
-import asyncio
-
-import orjson
 import pytest
 import stamina
 from structlog.testing import capture_logs
 
 from indexer.outbound import OutboundClient
-from indexer.service.crawl import signal_discovery
 from indexer.service.crawl.signal_discovery import SignalDiscovery
 from indexer.service.current_scope import CurrentScope
 from indexer.store import Store
 from indexer.sync.scope import Track
-from tests.outbound.scripted_host import Script, ScriptedHost, http_response
-from tests.service.crawl.test_scope_backfill import FOLLOW, LIKE, list_path
+from tests.outbound.scripted_host import ScriptedHost, http_response
+from tests.service.crawl.crawl_scenario import list_of, list_path
 from tests.store.repo_rows import did
 from tests.sync.signing_account import STORE_ALL
-from tests.waiting import until
 
-PAGES, PAGE_SECONDS = 4, 0.15
+pytestmark = pytest.mark.slow
+
+LIKE, FOLLOW = "app.bsky.feed.like", "app.bsky.graph.follow"
 
 
 @pytest.fixture
@@ -32,19 +29,13 @@ async def scope(store: Store) -> CurrentScope:
     return scope
 
 
-def list_of(*names: str) -> bytes:
-    return http_response(orjson.dumps({"repos": [{"did": did(name)} for name in names]}))
-
-
 async def test_list_that_cannot_be_read_delays_no_other_list_and_is_read_again_alone(
     store: Store,
     scope: CurrentScope,
     host: ScriptedHost,
     outbound: OutboundClient,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(signal_discovery, "RETRY_SECONDS", 0.0)
-    discovery = SignalDiscovery(store, outbound, scope, lambda: [host.url], lambda: None, settle=0.0)
+    discovery = SignalDiscovery(store, outbound, scope, lambda: [host.url], lambda: None, settle=0.0, retry=0.0)
     host.pages = {list_path(LIKE): http_response(status=500), list_path(FOLLOW): list_of("follower")}
     with stamina.set_testing(True, attempts=1), capture_logs() as lines:
         await discovery.step()
@@ -55,32 +46,6 @@ async def test_list_that_cannot_be_read_delays_no_other_list_and_is_read_again_a
     assert set(await store.repos([did("follower"), did("liker")])) == {did("follower"), did("liker")}
     await discovery.step()
     assert len(host.requests) == 3, "nothing is read again that was read"
-
-
-@pytest.mark.slow
-async def test_long_list_is_no_stall_while_its_pages_arrive(
-    store: Store, scope: CurrentScope, host: ScriptedHost, outbound: OutboundClient
-) -> None:
-    discovery = SignalDiscovery(store, outbound, scope, lambda: [host.url], lambda: None, settle=0.0)
-    waits: list[float] = []
-
-    def page(number: int) -> Script:
-        body = {"repos": [{"did": did(str(number))}]} | ({"cursor": str(number + 1)} if number < PAGES else {})
-
-        async def send(writer: asyncio.StreamWriter) -> None:
-            waits.append(discovery.stage.seconds_without_progress(0.0))
-            await asyncio.sleep(PAGE_SECONDS)
-            writer.write(http_response(orjson.dumps(body)))
-
-        return send
-
-    host.pages[list_path(LIKE)] = page(1)
-    host.pages |= {f"{list_path(LIKE)}&cursor={number}": page(number) for number in range(2, PAGES + 1)}
-    host.pages[list_path(FOLLOW)] = list_of()
-    running = asyncio.create_task(discovery.run())
-    await until(lambda: len(waits) == PAGES)
-    running.cancel()
-    assert max(waits) < 2 * PAGE_SECONDS
 
 
 @pytest.mark.parametrize(("status", "asks_the_next"), [(404, True), (502, False)])

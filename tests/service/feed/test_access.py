@@ -60,11 +60,6 @@ async def test_bad_password_is_answered_with_401_and_one_clear_message(header: s
         assert await response.json() == {"message": message}
 
 
-async def test_loopback_client_is_admitted_without_a_password() -> None:
-    async with client_of(None) as client, client.get("/") as response:
-        assert response.status == 200
-
-
 async def test_web_page_is_not_admitted_without_a_password() -> None:
     async with client_of(None) as client, client.get("/", headers={"Origin": "https://attacker.test"}) as response:
         assert response.status == 403
@@ -74,15 +69,8 @@ async def test_web_page_is_not_admitted_without_a_password() -> None:
 @pytest.mark.parametrize(
     ("remote", "status"),
     [
-        ("127.0.0.1", 200),
-        ("127.8.8.8", 200),
-        ("::1", 200),
-        ("::ffff:127.0.0.1", 200),
-        ("192.0.2.7", 403),
-        ("10.0.0.1", 403),
-        ("2001:db8::1", 403),
-        ("::ffff:192.0.2.7", 403),
-        ("", 403),
+        *[(remote, 200) for remote in ("127.0.0.1", "127.8.8.8", "::1", "::ffff:127.0.0.1")],
+        *[(remote, 403) for remote in ("192.0.2.7", "10.0.0.1", "2001:db8::1", "::ffff:192.0.2.7", "")],
     ],
 )
 async def test_only_loopback_clients_are_admitted_without_a_password(remote: str, status: int) -> None:

@@ -27,12 +27,6 @@ def message(**payload: object) -> str:
     return orjson.dumps({"type": "options_update", "payload": payload}).decode()
 
 
-def test_no_parameters_select_all_new_events() -> None:
-    options = parse_query(query(), "", NOW)
-    assert options.events.selects_all
-    assert (options.cursor, options.compress, options.require_hello) == (None, False, False)
-
-
 def test_repeated_parameters_select_collections_and_accounts() -> None:
     options = parse_query(
         query(
@@ -61,11 +55,11 @@ def test_repeated_parameters_select_collections_and_accounts() -> None:
 
 
 def test_unknown_parameters_are_ignored() -> None:
-    assert parse_query("wanted=x&Cursor=y&live=maybe&", "", NOW) == parse_query("", "", NOW)
-
-
-def test_header_asks_for_compression() -> None:
-    assert parse_query(query(), "zstd", NOW).compress
+    options = parse_query("wanted=x&Cursor=y&live=maybe&", "", NOW)
+    assert options == parse_query("", "", NOW)
+    assert options.events.selects_all
+    assert (options.cursor, options.compress, options.require_hello) == (None, False, False)
+    assert parse_query("", "zstd", NOW).compress, "the header asks for compression"
 
 
 @pytest.mark.parametrize(("text", "cursor"), [("0", 0), ("-5", -5), ("1725911162500001", None), ("9" * 40, None)])
@@ -109,13 +103,10 @@ def test_filters_are_bounded() -> None:
 
 
 def test_options_update_replaces_the_filter_also_by_what_it_leaves_out() -> None:
+    assert parse_message('{"type": "hello"}', ALL_EVENTS) is None
     before = EventFilter(dids=frozenset({ADA}), max_bytes=10, live_only=True)
     assert parse_message(message(wantedDids=[BOB]), before) == EventFilter(dids=frozenset({BOB}), live_only=True)
     assert parse_message(message(wantedCollections=None, maxMessageSizeBytes=5), ALL_EVENTS) == EventFilter(max_bytes=5)
-
-
-def test_messages_of_other_types_are_ignored() -> None:
-    assert parse_message('{"type": "hello"}', ALL_EVENTS) is None
 
 
 @pytest.mark.parametrize(

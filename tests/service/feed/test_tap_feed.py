@@ -1,134 +1,75 @@
 """The feed for clients of tap, with a real daemon: nothing is lost, and each repo's order is kept."""
 
 import asyncio
-import json
 from collections import defaultdict
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from functools import partial
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import pytest
+import structlog
 
-from indexer import daemon_feeds
-from indexer.monitoring.conditions import FEED_CUT_OFF
-from indexer.service.feed import tap_feed
-from indexer.service.feed.tap_channel import Channel
-from tests.daemon.running_daemon import POST, RunningDaemon, post, running_daemon
-from tests.service.feed.test_tap_routes import ROLES, feed_client
+from indexer.localnet.local_account import LocalAccount
+from indexer.monitoring.conditions import FEED_CUT_OFF, FEED_EVENT_REFUSED
+from tests.daemon.running_daemon import POST, post
+from tests.service.feed.tap_client import (
+    Event,
+    Tap,
+    TapClient,
+    channel,
+    feed_client,
+    summary,
+    tap_daemon,
+    wait_until_delivered,
+)
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow
-Event = dict[str, Any]
+
+END_SESSION = "select pg_terminate_backend(pid) from pg_stat_activity where application_name = 'indexer feed'"
 
 
-def summary(event: Event) -> tuple[Any, ...]:
-    """Return what happened to which record or account."""
-    if event["type"] == "identity":
-        identity = event["identity"]
-        return ("identity", identity["handle"], identity["is_active"], identity["status"])
-    record = event["record"]
-    return (record["action"], record["rkey"], record["live"], record.get("record", {}).get("text"))
-
-
-class Client:
-    """A client of the channel, which acknowledges what the test says."""
-
-    def __init__(self, websocket: aiohttp.ClientWebSocketResponse) -> None:
-        self.websocket = websocket
-        self.received: list[Event] = []
-
-    async def receive(self) -> Event:
-        event: Event = json.loads(await self.websocket.receive_str(timeout=60))
-        self.received.append(event)
-        return event
-
-    async def acknowledge(self, event: Event) -> None:
-        await self.websocket.send_str(json.dumps({"type": "ack", "id": event["id"]}))
-
-    async def process(self, count: int) -> list[Event]:
-        """Receive and acknowledge so many events."""
-        events = []
-        for _ in range(count):
-            events.append(await self.receive())
-            await self.acknowledge(events[-1])
-        return events
-
-
-@asynccontextmanager
-async def channel(session: aiohttp.ClientSession, path: str = "/channel") -> AsyncIterator[Client]:
-    async with session.ws_connect(path) as websocket:
-        yield Client(websocket)
-
-
-@asynccontextmanager
-async def tap_daemon(database: str, directory: Path, **settings: Any) -> AsyncIterator[RunningDaemon]:
-    async with running_daemon(database, directory, roles=ROLES, http_bind="127.0.0.1:0", **settings) as daemon:
-        yield daemon
-
-
-async def wait_until_delivered(daemon: RunningDaemon) -> None:
-    """Wait until all acknowledgements are stored."""
-
-    async def delivered() -> bool:
-        rows = await daemon.execute("select behind from atproto.readers where name = 'tap-feed'")
-        return [row["behind"] for row in rows] == [0]
-
-    await until(delivered)
-
-
-async def test_events_of_a_repo_come_in_order_and_what_is_acknowledged_is_not_sent_again(
-    database: str, tmp_path: Path
-) -> None:
+@pytest.fixture
+async def tap(database: str, tmp_path: Path) -> AsyncIterator[Tap]:
     async with tap_daemon(database, tmp_path) as daemon, feed_client(daemon) as session:
-        account = daemon.create_account("ada.test", records=3)
-        await daemon.wait_until_equal()
-        async with channel(session) as client:
-            assert list(map(summary, await client.process(3))) == [
-                ("create", f"{number:03}", True, str(number)) for number in range(3)
-            ]
-            account.create(POST, post("new"), rkey="new")
-            account.update(f"{POST}/000", post("changed"))
-            account.delete(f"{POST}/001")
-            assert list(map(summary, await client.process(2))) == [
-                ("create", "new", True, "new"),
-                ("update", "000", True, "changed"),
-            ]
-            deleted = await client.receive()
-            assert summary(deleted) == ("delete", "001", True, None)
-        async with channel(session) as client:
-            assert await client.process(1) == [deleted], "the connection was lost before its acknowledgement"
-            await wait_until_delivered(daemon)
+        yield Tap(daemon, session)
 
 
-async def test_changes_of_the_account_are_delivered_as_identity_events(database: str, tmp_path: Path) -> None:
-    async with (
-        tap_daemon(database, tmp_path) as daemon,
-        feed_client(daemon) as session,
-        channel(session) as client,
-    ):
-        account = daemon.create_account("ada.test", records=1)
-        await client.process(1)
-        changes = {"deactivated": account.deactivate, "suspended": account.suspend, "takendown": account.takedown}
-        for status, change in changes.items():
-            change()
-            assert list(map(summary, await client.process(1))) == [("identity", "handle.invalid", False, status)]
-        account.reinstate()
-        assert list(map(summary, await client.process(1))) == [("identity", "handle.invalid", True, "active")]
-        await daemon.execute("select atproto.request_takedown($1, true)", account.did)
+async def test_events_of_a_repo_come_in_order_and_what_is_acknowledged_is_not_sent_again(tap: Tap) -> None:
+    """Other messages of a client have no effect."""
+    account = tap.daemon.create_account("ada.test", records=3)
+    await tap.daemon.wait_until_equal()
+    async with tap.channel() as client:
+        assert list(map(summary, await client.process(3))) == [
+            ("create", f"{number:03}", True, str(number)) for number in range(3)
+        ]
+        account.create(POST, post("new"), rkey="new")
+        account.update(f"{POST}/000", post("changed"))
+        account.delete(f"{POST}/001")
+        assert list(map(summary, await client.process(2))) == [
+            ("create", "new", True, "new"),
+            ("update", "000", True, "changed"),
+        ]
+        deleted = await client.receive()
+        assert summary(deleted) == ("delete", "001", True, None)
+        for other in ("", "null", "{", '{"type":"ack"}', '{"type":"ack","id":"1"}', '{"type":"ack","id":99999}'):
+            await client.websocket.send_str(other)
+    async with tap.channel() as client:
+        assert await client.process(1) == [deleted], "the connection was lost before its acknowledgement"
+        await tap.daemon.execute("select atproto.request_takedown($1, true)", account.did)
         assert list(map(summary, await client.process(1))) == [("identity", "handle.invalid", False, "takendown")]
+        await wait_until_delivered(tap.daemon)
 
 
-async def test_several_clients_share_the_work_and_each_repo_stays_in_order(database: str, tmp_path: Path) -> None:
-    async with tap_daemon(database, tmp_path) as daemon, feed_client(daemon) as session, AsyncExitStack() as stack:
-        accounts = [daemon.create_account(f"a{number}.test", records=0) for number in range(4)]
-        await daemon.wait_until_equal()
-        clients = [await stack.enter_async_context(channel(session)) for _ in range(3)]
+async def test_several_clients_share_the_work_and_each_repo_stays_in_order(tap: Tap) -> None:
+    async with AsyncExitStack() as stack:
+        accounts = [tap.daemon.create_account(f"a{number}.test", records=0) for number in range(4)]
+        await tap.daemon.wait_until_equal()
+        clients = [await stack.enter_async_context(tap.channel()) for _ in range(3)]
         order = defaultdict[str, list[int]](list)
 
-        async def work(client: Client) -> None:
+        async def work(client: TapClient) -> None:
             while True:
                 [event] = await client.process(1)
                 order[event["record"]["did"]].append(int(event["record"]["rkey"]))
@@ -137,7 +78,7 @@ async def test_several_clients_share_the_work_and_each_repo_stays_in_order(datab
         for number in range(60):
             accounts[number % 4].create(POST, post(number), rkey=f"{number:03}")
         await until(lambda: sum(map(len, order.values())) >= 60, lambda: order)
-        await wait_until_delivered(daemon)
+        await wait_until_delivered(tap.daemon)
         for worker in workers:
             worker.cancel()
         await asyncio.gather(*workers, return_exceptions=True)
@@ -158,11 +99,8 @@ async def test_restart_repeats_only_what_was_not_acknowledged(database: str, tmp
             return [row["undelivered"] for row in rows] == [[events[0]["id"]]]
 
         await until(stored)
-        network = first.network
         async with (
-            running_daemon(
-                database, tmp_path / "second", network, roles=ROLES, http_bind="127.0.0.1:0", shard="0/2"
-            ) as second,
+            tap_daemon(database, tmp_path / "second", network=first.network, shard="0/2") as second,
             feed_client(second) as other,
             channel(other) as waiting,
         ):
@@ -173,108 +111,173 @@ async def test_restart_repeats_only_what_was_not_acknowledged(database: str, tmp
             await wait_until_delivered(second)
 
 
-async def test_client_without_acknowledgements_gets_each_event_once(database: str, tmp_path: Path) -> None:
-    async with tap_daemon(database, tmp_path) as daemon, feed_client(daemon) as session:
-        account = daemon.create_account("ada.test", records=2)
-        async with channel(session, "/channel?acks=false") as client:
-            for _ in range(2):
-                await client.receive()
-            account.create(POST, post("live"), rkey="live")
-            assert summary(await client.receive())[1] == "live"
-            await wait_until_delivered(daemon)
-
-
-async def test_other_messages_of_a_client_have_no_effect(database: str, tmp_path: Path) -> None:
-    async with tap_daemon(database, tmp_path) as daemon, feed_client(daemon) as session, channel(session) as client:
-        daemon.create_account("ada.test", records=1)
+async def test_connection_ends_without_a_close_frame_when_the_daemon_stops(tap: Tap) -> None:
+    async with tap.channel() as client:
+        tap.daemon.create_account("ada.test", records=1)
         event = await client.receive()
-        for message in ("", "null", "[]", "{", '{"type":"ack"}', '{"type":"ack","id":"1"}', '{"type":"ack","id":999}'):
-            await client.websocket.send_str(message)
-        await client.acknowledge(event)
-        await wait_until_delivered(daemon)
-
-
-async def test_connection_ends_without_a_close_frame_when_the_daemon_stops(database: str, tmp_path: Path) -> None:
-    async with tap_daemon(database, tmp_path) as daemon, feed_client(daemon) as session, channel(session) as client:
-        daemon.create_account("ada.test", records=1)
-        event = await client.receive()
-        stopping = asyncio.create_task(daemon.stages.feeds.tap_feed.stop())
+        stopping = asyncio.create_task(tap.daemon.stages.feeds.tap_feed.stop())
         await client.acknowledge(event)
         await stopping
         message = await client.websocket.receive(timeout=60)
         assert message.type in {aiohttp.WSMsgType.CLOSED, aiohttp.WSMsgType.ERROR}
         assert client.websocket.close_code == aiohttp.WSCloseCode.ABNORMAL_CLOSURE
         with suppress(asyncio.CancelledError):
-            await wait_until_delivered(daemon)
+            await wait_until_delivered(tap.daemon)
 
 
-async def test_event_that_is_not_acknowledged_in_time_is_sent_again(
-    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(daemon_feeds, "Channel", partial(Channel, retry_seconds=0.2))
-    async with tap_daemon(database, tmp_path) as daemon, feed_client(daemon) as session, channel(session) as client:
-        daemon.create_account("ada.test", records=2)
-        first = await client.receive()
-        assert await client.receive() == first
-        await client.acknowledge(first)
-        while (second := await client.receive()) == first:
+async def test_client_that_acknowledges_nothing_does_not_fill_the_memory(tap: Tap) -> None:
+    feed = tap.daemon.stages.feeds.tap_feed
+    feed.max_unacknowledged = 10
+    deliveries = await feed.deliveries()
+    accounts = [tap.daemon.create_account(f"a{number}.test", records=4) for number in range(5)]
+    async with tap.channel() as silent:
+        for _ in range(2):
+            await silent.receive()
+        await tap.daemon.wait_until_equal()
+        assert len(deliveries.window) <= 10
+    async with tap.channel() as client:
+        events = await client.process(20)
+        await wait_until_delivered(tap.daemon)
+    order = [(event["record"]["did"], event["record"]["rkey"]) for event in events]
+    for account in accounts:
+        assert [rkey for did, rkey in order if did == account.did] == ["000", "001", "002", "003"]
+
+
+async def test_feed_that_was_cut_off_says_how_to_continue(tap: Tap) -> None:
+    """The first client sends no acknowledgements."""
+    tap.daemon.create_account("ada.test", records=1)
+    async with tap.channel("/channel?acks=false") as client:
+        await client.receive()
+        await wait_until_delivered(tap.daemon)
+    await tap.daemon.execute(
+        "insert into indexer.disconnected_consumer (id) select id from indexer.consumer where name = 'tap-feed'"
+    )
+    await tap.daemon.execute(END_SESSION)
+    conditions = tap.daemon.stages.conditions
+    await until(lambda: conditions.is_active(FEED_CUT_OFF))
+    [condition] = [condition for condition in conditions.active() if condition.kind is FEED_CUT_OFF]
+    assert "select atproto.unregister_reader('tap-feed')" in condition.message
+    await tap.daemon.execute("select atproto.unregister_reader('tap-feed')")
+    async with tap.channel() as client:
+        assert summary(await client.receive())[1] == "000", "from the oldest change in the log"
+    assert not conditions.is_active(FEED_CUT_OFF)
+
+
+def folded(events: list[Event]) -> dict[str, set[str]]:
+    """Return the records of each repo after these events: what a client has that stores what it gets."""
+    records: dict[str, set[str]] = {}
+    for event in events:
+        if event["type"] == "record":
+            record = event["record"]
+            paths = records.setdefault(record["did"], set())
+            path = f"{record['collection']}/{record['rkey']}"
+            (paths.discard if record["action"] == "delete" else paths.add)(path)
+    return records
+
+
+async def test_change_log_waits_for_no_consumer_before_the_first_client_connects(tap: Tap) -> None:
+    tap.daemon.create_account("ada.test", records=2)
+    async with tap.session.ws_connect("/subscribe?cursor=0") as jetstream:
+        for _ in range(2):
+            await jetstream.receive_str(timeout=60)
+    assert await tap.consumers() == []
+    async with tap.channel() as client:
+        assert [summary(event)[1] for event in await client.process(2)] == ["000", "001"]
+        assert await tap.consumers() == ["tap-feed"]
+        assert tap.gauge("clients", kind="tap") == 1
+        await wait_until_delivered(tap.daemon)
+    assert tap.daemon.counter("feed_events", kind="tap") == 2
+    await until(lambda: tap.daemon.counter("feed_disconnections", kind="tap", reason="client") == 1)
+    assert await tap.consumers() == ["tap-feed"], "from now on, the log waits for the clients"
+
+
+async def test_first_client_gets_all_stored_records_although_the_log_was_trimmed(tap: Tap) -> None:
+    """The session of the feed is lost in the middle of the snapshot, and records change meanwhile."""
+    tap.daemon.stages.feeds.tap_feed.max_unacknowledged = 8  # so that the snapshot has several pages
+    accounts = [tap.daemon.create_account(f"a{number}.test", records=5) for number in range(3)]
+    await tap.daemon.wait_until_equal()
+    await tap.daemon.execute("select setval('indexer.trimmed_seq', atproto.latest_seq())")
+    async with tap.channel() as client:
+        received = await client.process(7)
+        accounts[0].create(POST, post("new"), rkey="new")
+        accounts[1].delete(f"{POST}/000")
+        accounts[2].update(f"{POST}/001", post("changed"))
+        assert len(await tap.daemon.execute(END_SESSION)) == 1
+        while (await client.websocket.receive(timeout=60)).type is aiohttp.WSMsgType.TEXT:
             pass
-        await client.acknowledge(second)
-        await wait_until_delivered(daemon)
+    async with tap.channel() as client:
+        while folded(received) != {account.did: set(account.records) for account in accounts}:
+            received += await client.process(1)
+        changed = (accounts[2].did, "update", "001", True, "changed")
+        while changed not in {
+            (event["record"]["did"], *summary(event)) for event in received if event["type"] == "record"
+        }:
+            received += await client.process(1)
+        await wait_until_delivered(tap.daemon)
+    identities = {event["identity"]["did"] for event in received if event["type"] == "identity"}
+    assert identities == {account.did for account in accounts}
+
+    async def completed() -> bool:
+        rows = await tap.daemon.execute("select snapshot_did from indexer.feed_delivery")
+        return [row["snapshot_did"] for row in rows] == [None]
+
+    await until(completed)
 
 
-async def test_client_that_acknowledges_nothing_does_not_fill_the_memory(
-    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tap_feed, "MAX_UNACKNOWLEDGED", 10)
-    async with tap_daemon(database, tmp_path) as daemon, feed_client(daemon) as session:
-        deliveries = await daemon.stages.feeds.tap_feed.deliveries()
-        accounts = [daemon.create_account(f"a{number}.test", records=4) for number in range(5)]
-        async with channel(session) as silent:
-            for _ in range(2):
-                await silent.receive()
-            await daemon.wait_until_equal()
-            assert len(deliveries.window) <= 10
-        async with channel(session) as client:
-            events = await client.process(20)
-            await wait_until_delivered(daemon)
-        order = [(event["record"]["did"], event["record"]["rkey"]) for event in events]
-        for account in accounts:
-            assert [rkey for did, rkey in order if did == account.did] == ["000", "001", "002", "003"]
+def uri_of_first_post(account: LocalAccount) -> str:
+    return f"at://{account.did}/{POST}/000"
 
 
-async def test_lost_session_of_the_feed_repeats_what_was_not_acknowledged(database: str, tmp_path: Path) -> None:
-    async with tap_daemon(database, tmp_path) as daemon, feed_client(daemon) as session:
-        daemon.create_account("ada.test", records=2)
-        async with channel(session) as client:
-            event = await client.receive()
-            ended = await daemon.execute(
-                "select pg_terminate_backend(pid) from pg_stat_activity where application_name = 'indexer feed'"
-            )
-            assert len(ended) == 1
-            assert (await client.websocket.receive(timeout=60)).type is aiohttp.WSMsgType.CLOSED
-        async with channel(session) as client:
-            assert (await client.process(2))[0] == event
-            await wait_until_delivered(daemon)
+async def test_event_that_a_client_never_acknowledges_is_reported_and_delays_only_its_own_repo(tap: Tap) -> None:
+    async with AsyncExitStack() as stack:
+        tap.daemon.stages.feeds.channel.retry_seconds = 0.2
+        client = await stack.enter_async_context(tap.channel())
+        refusing = tap.daemon.create_account("refusing.test", records=2)
+        other = tap.daemon.create_account("other.test", records=0)
+        conditions, uri = tap.daemon.stages.conditions, uri_of_first_post(refusing)
+        accepted = list[str]()
+        with structlog.testing.capture_logs() as lines:
+            number = 0
+            while not conditions.is_active(FEED_EVENT_REFUSED, uri):
+                other.create(POST, post("other"), rkey=f"{number:03}")
+                while (event := await client.receive())["record"]["did"] == refusing.did:
+                    assert event["record"]["rkey"] == "000", "later events of the repo wait"
+                await client.acknowledge(event)
+                accepted.append(event["record"]["rkey"])
+                number += 1
+        assert accepted == [f"{rkey:03}" for rkey in range(number)]
+        [line] = [line for line in lines if line["event"] == "condition.began"]
+        assert (line["condition"], line["subject"]) == ("feed-event-refused", uri)
+        assert f"(create of {uri}), which was sent 3 times: no acknowledgement within 0.2 seconds" in line["message"]
+        assert tap.gauge("refused_events") == 1
+        assert 0 < (tap.gauge("oldest_unacknowledged_seconds") or 0) < 600
+        [refused] = await tap.daemon.stages.store.refused_events()
+        assert (refused.uri, refused.action) == (uri, "create")
+        assert refused.attempts >= 3
+        await client.acknowledge({"id": refused.id})
+        while (event := await client.receive())["record"]["rkey"] != "001":
+            pass
+        await client.acknowledge(event)
+        await wait_until_delivered(tap.daemon)
+        await until(lambda: not conditions.is_active(FEED_EVENT_REFUSED, uri))
+        assert await tap.daemon.stages.store.refused_events() == []
+        assert (tap.gauge("refused_events"), tap.gauge("oldest_unacknowledged_seconds")) == (0, 0)
 
 
-async def test_feed_that_was_cut_off_says_how_to_continue(database: str, tmp_path: Path) -> None:
-    async with tap_daemon(database, tmp_path) as daemon, feed_client(daemon) as session:
-        daemon.create_account("ada.test", records=1)
-        async with channel(session) as client:
-            await client.process(1)
-            await wait_until_delivered(daemon)
-        await daemon.execute(
-            "insert into indexer.disconnected_consumer (id) select id from indexer.consumer where name = 'tap-feed'"
-        )
-        await daemon.execute(
-            "select pg_terminate_backend(pid) from pg_stat_activity where application_name = 'indexer feed'"
-        )
-        conditions = daemon.stages.conditions
-        await until(lambda: conditions.is_active(FEED_CUT_OFF))
-        [condition] = [condition for condition in conditions.active() if condition.kind is FEED_CUT_OFF]
-        assert "select atproto.unregister_reader('tap-feed')" in condition.message
-        await daemon.execute("select atproto.unregister_reader('tap-feed')")
-        async with channel(session) as client:
-            assert summary(await client.receive())[1] == "000", "from the oldest change in the log"
-        assert not conditions.is_active(FEED_CUT_OFF)
+async def test_connection_that_always_ends_at_one_event_is_reported(tap: Tap) -> None:
+    crashing = tap.daemon.create_account("crashing.test", records=1)
+    other = tap.daemon.create_account("other.test", records=0)
+    number = 0
+    while not tap.daemon.stages.conditions.is_active(FEED_EVENT_REFUSED, uri_of_first_post(crashing)):
+        other.create(POST, post("other"), rkey=f"{number:03}")
+        number += 1
+        async with tap.channel() as client:
+            events = [await client.receive()]
+            while not {crashing.did, other.did} <= {event["record"]["did"] for event in events}:
+                events.append(await client.receive())
+            for event in events:
+                if event["record"]["did"] == other.did:
+                    await client.acknowledge(event)
+        assert number < 20
+    [refused] = await tap.daemon.stages.store.refused_events()
+    assert refused.failure == "the connection ended before its acknowledgement"

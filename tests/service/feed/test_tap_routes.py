@@ -1,25 +1,16 @@
 """The answers to questions of tap's clients, beside those of tap."""
 
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
-from tests.daemon.running_daemon import RunningDaemon, running_daemon
+from tests.service.feed.tap_client import feed_client, tap_daemon
 from tests.waiting import until
 
-ROLES = "live,resync,feed"
-
-
-@asynccontextmanager
-async def feed_client(daemon: RunningDaemon) -> AsyncIterator[aiohttp.ClientSession]:
-    """Open a session with the HTTP server of a daemon."""
-    async with daemon.stages.serve_http() as address, aiohttp.ClientSession(f"http://{address}") as session:
-        yield session
+pytestmark = pytest.mark.slow
 
 
 async def get(client: aiohttp.ClientSession, path: str) -> tuple[int, Any]:
@@ -28,9 +19,8 @@ async def get(client: aiohttp.ClientSession, path: str) -> tuple[int, Any]:
         return response.status, json.loads(await response.text(), object_pairs_hook=list)
 
 
-@pytest.mark.slow
 async def test_questions_are_answered_as_tap_answers_them(database: str, tmp_path: Path) -> None:
-    async with running_daemon(database, tmp_path, http_bind="127.0.0.1:0", roles=ROLES) as daemon:
+    async with tap_daemon(database, tmp_path) as daemon:
         account = daemon.create_account("ada.test")
         await daemon.wait_until_equal()
         async with feed_client(daemon) as client:
@@ -68,27 +58,13 @@ async def test_questions_are_answered_as_tap_answers_them(database: str, tmp_pat
             )
 
 
-@pytest.mark.slow
-async def test_daemon_without_the_role_does_not_answer(database: str, tmp_path: Path) -> None:
-    async with (
-        running_daemon(database, tmp_path, http_bind="127.0.0.1:0") as daemon,
-        feed_client(daemon) as client,
-        client.get("/stats/repo-count") as response,
-    ):
-        assert response.status == 404
-
-
 async def put(client: aiohttp.ClientSession, path: str, body: Any, method: str = "PUT") -> tuple[int, Any]:
     async with client.request(method, path, data=body if isinstance(body, str) else json.dumps(body)) as response:
         return response.status, await response.json(content_type=None)
 
 
-@pytest.mark.slow
-async def test_collections_are_changed_and_shown_and_bad_ones_change_nothing(database: str, tmp_path: Path) -> None:
-    async with (
-        running_daemon(database, tmp_path, http_bind="127.0.0.1:0", roles=ROLES) as daemon,
-        feed_client(daemon) as client,
-    ):
+async def test_scope_is_changed_and_shown_and_bad_requests_change_nothing(database: str, tmp_path: Path) -> None:
+    async with tap_daemon(database, tmp_path, track="listed") as daemon, feed_client(daemon) as client:
 
         async def is_stored() -> bool:
             return await daemon.store.scope() is not None
@@ -104,19 +80,8 @@ async def test_collections_are_changed_and_shown_and_bad_ones_change_nothing(dat
             assert status == 400
             assert "not a pattern" in body["message"]
             assert await get(client, path) == (200, list(chosen.items()))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("path", ["/repos/add", "/repos/remove"])
-async def test_bad_did_is_answered_with_one_clear_message_and_changes_nothing(
-    database: str, tmp_path: Path, path: str
-) -> None:
-    async with (
-        running_daemon(database, tmp_path, http_bind="127.0.0.1:0", roles=ROLES, track="listed") as daemon,
-        feed_client(daemon) as client,
-    ):
-        good = "did:plc:" + "a" * 24
-        status, body = await put(client, path, {"dids": [good, "nonsense"]}, "POST")
-        assert status == 400
-        assert "nonsense" in body["message"]
-        assert await get(client, "/stats/repo-count") == (200, [("repo_count", 0)])
+        for path in ("/repos/add", "/repos/remove"):
+            status, body = await put(client, path, {"dids": ["did:plc:" + "a" * 24, "nonsense"]}, "POST")
+            assert status == 400
+            assert "nonsense" in body["message"]
+            assert await get(client, "/stats/repo-count") == (200, [("repo_count", 0)])

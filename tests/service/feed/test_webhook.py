@@ -1,38 +1,24 @@
 """The webhook gets each event until it accepts it, and one event of a repo at a time."""
 
-from collections import Counter
-from functools import partial
 from pathlib import Path
 
 import pytest
 import structlog
 
-from indexer import daemon as composition
-from indexer.localnet.local_network import LocalNetwork
-from indexer.monitoring.conditions import WEBHOOK_FAILING, Conditions
+from indexer.monitoring.conditions import WEBHOOK_FAILING
 from indexer.outbound import host_limits
-from indexer.service.feed import tap_feed, webhook
-from tests.daemon.running_daemon import POST, post
-from tests.daemon_process import daemon_process, log_tail
-from tests.service.feed.test_tap_feed import tap_daemon, wait_until_delivered
-from tests.service.feed.test_tap_routes import feed_client
+from tests.daemon.running_daemon import POST, RunningDaemon, post
+from tests.service.feed.tap_client import feed_client, tap_daemon, wait_until_delivered
 from tests.service.feed.webhook_server import Event, WebhookServer
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow
-PASSWORD = "correct-horse"
 
 
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(webhook, "FIRST_RETRY_SECONDS", 0.05)
-    monkeypatch.setattr(webhook, "MAX_RETRY_SECONDS", 0.2)
-    monkeypatch.setattr(host_limits, "FIRST_PAUSE", 0.05)
-    monkeypatch.setattr(host_limits, "MAX_PAUSE_CONFIGURED", 0.2)
-
-
-def more_requests(server: WebhookServer, before: int) -> bool:
-    return server.attempts > before
+def retry_soon(daemon: RunningDaemon) -> None:
+    webhook = daemon.stages.feeds.webhook
+    assert webhook is not None
+    webhook.first_retry, webhook.max_retry = 0.05, 0.2
 
 
 def rkeys(events: list[Event], did: str) -> list[str]:
@@ -42,9 +28,11 @@ def rkeys(events: list[Event], did: str) -> list[str]:
 async def test_event_is_sent_again_until_it_is_accepted_and_delays_only_its_own_repo(
     database: str, tmp_path: Path
 ) -> None:
+    """Meanwhile, the channel is closed."""
     async with WebhookServer() as server:
-        settings = {"webhook_url": server.url, "admin_password": PASSWORD}
+        settings = {"webhook_url": server.url, "admin_password": "correct-horse"}
         async with tap_daemon(database, tmp_path, **settings) as daemon:
+            retry_soon(daemon)
             failing = daemon.create_account("failing.test", records=0)
             other = daemon.create_account("other.test", records=0)
             server.status_of = lambda event: 404 if event["record"]["did"] == failing.did else 200
@@ -65,116 +53,38 @@ async def test_event_is_sent_again_until_it_is_accepted_and_delays_only_its_own_
             await wait_until_delivered(daemon)
             assert (len(server.accepted), server.overlaps) == (6, set())
             [credentials] = server.credentials
-            assert credentials is not None
-            assert credentials.startswith("Basic ")
+            assert (credentials or "").startswith("Basic ")
+            credentials_of_a_client = {"Authorization": credentials or ""}
+            async with (
+                feed_client(daemon) as session,
+                session.get("/channel", headers=credentials_of_a_client) as response,
+            ):
+                assert response.status == 400
+                assert "webhook mode" in (await response.json())["message"]
 
 
-async def test_nothing_is_lost_and_memory_is_bounded_while_the_webhook_fails_for_long(
+async def test_event_that_a_webhook_refuses_forever_is_reported_apart_from_a_webhook_that_fails(
     database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tap_feed, "MAX_UNACKNOWLEDGED", 20)
-    async with WebhookServer() as server:
+    """Nothing is lost, and the memory is bounded."""
+    monkeypatch.setattr(host_limits, "FIRST_PAUSE", 0.05)
+    monkeypatch.setattr(host_limits, "MAX_PAUSE_CONFIGURED", 0.2)
+    async with WebhookServer() as server, tap_daemon(database, tmp_path, webhook_url=server.url) as daemon:
+        retry_soon(daemon)
+        feed = daemon.stages.feeds.tap_feed
+        feed.max_unacknowledged = 20
         server.status_of = lambda _event: 500
-        async with tap_daemon(database, tmp_path, webhook_url=server.url) as daemon:
-            accounts = [daemon.create_account(f"a{number}.test", records=10) for number in range(5)]
-            deliveries = await daemon.stages.feeds.tap_feed.deliveries()
-            await until(lambda: server.attempts >= 20)
-            assert len(deliveries.window) <= 20
-            server.status_of = lambda _event: 200
-            await daemon.wait_until_equal()
-            await until(lambda: len(server.accepted) >= 50, lambda: len(server.accepted))
-            await wait_until_delivered(daemon)
-            assert Counter(event["record"]["did"] for event in server.accepted) == {
-                account.did: 10 for account in accounts
-            }
-            for account in accounts:
-                assert rkeys(server.accepted, account.did) == [f"{number:03}" for number in range(10)]
-
-
-async def test_hour_of_failures_is_one_condition_and_nothing_is_lost(
-    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The clock of the conditions is fast: between two failures, two minutes pass."""
-    now = 0.0
-    monkeypatch.setattr(composition, "Conditions", lambda: Conditions(lambda: now))
-    async with WebhookServer() as server:
-        server.status_of = lambda _event: 500
-        async with tap_daemon(database, tmp_path, webhook_url=server.url) as daemon:
-            conditions = daemon.stages.conditions
-            with structlog.testing.capture_logs() as lines:
-                accounts = [daemon.create_account(f"a{number}.test", records=3) for number in range(3)]
-                for _ in range(30):
-                    await until(partial(more_requests, server, server.attempts))
-                    now += 120.0
-                    conditions.update()
-                assert conditions.is_active(WEBHOOK_FAILING)
-                server.status_of = lambda _event: 200
-                await until(lambda: len(server.accepted) >= 9)
-                await wait_until_delivered(daemon)
-                now += 301.0
-                conditions.update()
-            reported = [line for line in lines if "condition" in line and line["condition"] == WEBHOOK_FAILING.name]
-            assert [line["event"] for line in reported] == [
-                "condition.began",
-                *["condition.continues"] * (len(reported) - 2),
-                "condition.ended",
-            ]
-            assert len(reported) <= 7, "after 1, 3, 7, 15, 31 minutes"
-            assert "did not accept event" in reported[0]["message"]
-            assert "status 500; it is sent again, and later events of this repo wait" in reported[0]["message"]
-            for account in accounts:
-                assert rkeys(server.accepted, account.did) == ["000", "001", "002"]
-
-
-async def test_restart_sends_the_events_again_that_were_not_accepted(database: str, tmp_path: Path) -> None:
-    async with WebhookServer() as server:
-        server.status_of = lambda event: 200 if event["record"]["rkey"] == "000" else 500
-        async with tap_daemon(database, tmp_path, webhook_url=server.url) as daemon:
-            account = daemon.create_account("ada.test", records=3)
-            await until(lambda: server.attempts >= 3)
-            network = daemon.network
-            await daemon.stages.feeds.tap_feed.stop()
-            server.status_of = lambda _event: 200
-            async with tap_daemon(
-                database, tmp_path / "two", network=network, webhook_url=server.url, shard="0/2"
-            ) as two:
-                await until(lambda: len(server.accepted) >= 3)
-                await wait_until_delivered(two)
-        assert rkeys(server.accepted, account.did) == ["000", "001", "002"]
-
-
-async def test_channel_is_closed_if_a_webhook_gets_the_events(database: str, tmp_path: Path) -> None:
-    async with (
-        WebhookServer() as server,
-        tap_daemon(database, tmp_path, webhook_url=server.url) as daemon,
-        feed_client(daemon) as session,
-        session.get("/channel") as response,
-    ):
-        assert response.status == 400
-        assert "webhook mode" in (await response.json())["message"]
-
-
-async def test_daemon_killed_repeatedly_delivers_every_event_in_the_order_of_its_repo(
-    database: str, tmp_path: Path
-) -> None:
-    kills, batch = 4, 30
-    async with WebhookServer() as server, LocalNetwork() as network:
-        accounts = [network.create_account(f"a{number}.test") for number in range(5)]
-        settings = {"roles": "live,resync,feed", "webhook_url": server.url}
-        for kill in range(kills + 1):
-            async with daemon_process(network, database, tmp_path, **settings):
-                for number in range(kill * batch, (kill + 1) * batch):
-                    accounts[number % len(accounts)].create(POST, post(number), rkey=f"{number:05}")
-                # Killed in the middle of its deliveries, except the last one.
-                wanted = (kill + 1) * batch if kill == kills else kill * batch + batch // 3
-                accepted = set[int]()
-
-                def enough(wanted: int = wanted, accepted: set[int] = accepted) -> bool:
-                    accepted.update(int(event["record"]["rkey"]) for event in server.accepted)
-                    return len(accepted) >= wanted
-
-                await until(enough, lambda: log_tail(tmp_path))
-        total = (kills + 1) * batch
-        for index, account in enumerate(accounts):
-            first = list(dict.fromkeys(rkeys(server.accepted, account.did)))
-            assert first == [f"{number:05}" for number in range(index, total, len(accounts))]
+        refusing, *others = [daemon.create_account(f"a{number}.test", records=10) for number in range(4)]
+        deliveries = await feed.deliveries()
+        await until(lambda: server.attempts >= 20)
+        assert feed.refused == [], "all events fail: no event is to blame"
+        assert len(deliveries.window) <= 20
+        server.status_of = lambda event: 422 if event["record"]["did"] == refusing.did else 200
+        uri = f"at://{refusing.did}/{POST}/000"
+        await until(lambda: [(event.uri, event.failure) for event in feed.refused] == [(uri, "status 422")])
+        assert {event["record"]["did"] for event in server.accepted} <= {account.did for account in others}
+        server.status_of = lambda _event: 200
+        await until(lambda: len(server.accepted) == 40, lambda: len(server.accepted))
+        await until(lambda: feed.refused == [])
+        for account in (refusing, *others):
+            assert rkeys(server.accepted, account.did) == [f"{number:03}" for number in range(10)]

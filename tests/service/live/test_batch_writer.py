@@ -5,15 +5,13 @@ from random import Random
 
 import pytest
 
-from indexer.errors import RefusedWriteError
-from indexer.localnet.local_repo import Write
 from indexer.reasons import FetchFailure
 from indexer.store import DatabaseError
 from indexer.sync.plans import Batch
 from indexer.sync.repo_state import SyncStatus
 from tests.native_module import CountingCore, native_core
 from tests.service.live.writer_scenario import SEEDS, MakeScenario, WriterScenario, new_post
-from tests.sync.signing_account import POST, SigningAccount, received_message
+from tests.sync.signing_account import SigningAccount
 from tests.waiting import until
 
 BEFORE, AFTER = "before the write", "after the write"
@@ -51,43 +49,6 @@ async def test_next_batch_is_verified_while_this_one_is_written(make_scenario: M
     assert (await scenario.row(ada)).head == ada.head
 
 
-@pytest.mark.slow
-async def test_postponed_commits_are_verified_once(make_scenario: MakeScenario) -> None:
-    """A batch takes 26 commits of 200 records, and postpones the others."""
-    core, ada = CountingCore(), SigningAccount("ada")
-    scenario = await make_scenario(core=core)
-    await scenario.add(ada)
-    await scenario.put(
-        *[
-            received_message("commit", ada.commit(*[Write.create(f"{POST}/{number}-{n}", {}) for n in range(200)]))
-            for number in range(60)
-        ]
-    )
-    async with scenario.writer():
-        await scenario.settled()
-    assert [len(batch.writes[0].changes) for batch in scenario.store.batches] == [5_200, 5_200, 1_600]
-    assert core.asked == 60
-    assert (await scenario.row(ada)).head == ada.head
-
-
-async def test_commits_of_a_failed_batch_are_verified_once(make_scenario: MakeScenario) -> None:
-    core, ada = CountingCore(), SigningAccount("ada")
-    scenario = await make_scenario(batch_size=2, core=core)
-    await scenario.add(ada)
-    await scenario.put(*[new_post(ada, number) for number in range(5)])
-
-    async def fail_twice(_: Batch) -> None:
-        if len(scenario.store.batches) <= 2:
-            raise DatabaseError(FetchFailure.UNREACHABLE, "the connection is lost")
-
-    scenario.store.disturb_before = fail_twice
-    async with scenario.writer():
-        await scenario.settled()
-    assert len(scenario.store.batches) == 5
-    assert core.asked == 5
-    assert (await scenario.row(ada)).head == ada.head
-
-
 async def test_results_are_dropped_when_the_shard_is_lost(make_scenario: MakeScenario) -> None:
     core, ada = CountingCore(), SigningAccount("ada")
     scenario = await make_scenario(batch_size=2, core=core)
@@ -102,17 +63,6 @@ async def test_results_are_dropped_when_the_shard_is_lost(make_scenario: MakeSce
         scenario.owned.set()
         await scenario.settled()
     assert core.asked == 6, "the second batch was verified again"
-
-
-async def test_writer_can_be_stopped_while_it_verifies_ahead(make_scenario: MakeScenario) -> None:
-    core, ada = CountingCore(), SigningAccount("ada")
-    scenario = await make_scenario(batch_size=2, core=core)
-    await scenario.add(ada)
-    await scenario.put(*[new_post(ada, number) for number in range(4)])
-    scenario.store.may_write.clear()
-    async with scenario.writer():
-        await scenario.write_started(1)
-    assert (core.asked, len(scenario.inbox)) == (4, 2)
 
 
 class Disturbance:
@@ -173,30 +123,3 @@ async def test_disturbed_writes_lose_and_reorder_nothing(
         expected = [message.event.ops[0].path for message in messages if message.did == account.did]  # type: ignore[union-attr]
         rows = await scenario.sql.fetch(CHANGES, account.did)
         assert [f"{row['collection']}/{row['rkey']}" for row in rows] == expected
-
-
-async def test_refused_message_is_isolated_and_the_others_keep_their_order(make_scenario: MakeScenario) -> None:
-    scenario, random = await make_scenario(batch_size=4), Random(1)
-    accounts = [SigningAccount(f"account {number}") for number in range(5)]
-    await scenario.add(*accounts)
-    poisoned, refused = f"{POST}/poison", []
-
-    async def refuse(batch: Batch) -> None:
-        if any(change.rkey == "poison" for write in batch.writes for change in write.changes):
-            refused.append(batch)
-            raise RefusedWriteError("the database cannot store it")
-
-    scenario.store.disturb_before = refuse
-    bad = SigningAccount("poisoned")
-    await scenario.add(bad)
-    messages = [new_post(random.choice(accounts), number) for number in range(60)]
-    messages.insert(20, received_message("commit", bad.commit(Write.create(poisoned, {"$type": POST}))))
-    await scenario.put(*messages)
-    async with scenario.writer():
-        await scenario.settled()
-    assert refused
-    assert scenario.outcomes() == {"applied": 60, "rejected": 1}
-    for account in accounts:
-        row = await scenario.row(account)
-        assert (row.sync_status, row.head) == (SyncStatus.SYNCHRONIZED, account.head)
-    assert (await scenario.row(bad)).sync_status is SyncStatus.DESYNCHRONIZED

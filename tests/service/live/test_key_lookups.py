@@ -1,7 +1,6 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
-from time import thread_time
 from typing import Any
 
 import pytest
@@ -105,12 +104,7 @@ async def test_messages_return_to_the_inbox_with_their_key(make_scenario: MakeSc
     assert (key_state.key, key_state.available, len(scenario.keys)) == (KEY, True, 0)
     scenario.keys.discard_results([ERIN])
     assert scenario.keys.key_state(ERIN) is None
-
-
-async def test_failed_lookup_makes_the_key_unavailable(make_scenario: MakeScenario) -> None:
-    scenario = make_scenario()
     scenario.identities.error = UnavailableError(FetchFailure.IDENTITY_UNAVAILABLE, "down")
-    scenario.identities.gate.set()
     await scenario.start(ERIN)
     await scenario.returned()
     assert scenario.keys.key_state(ERIN) is UNAVAILABLE
@@ -126,9 +120,8 @@ async def test_unexpected_exception_of_a_lookup_ends_run(make_scenario: MakeScen
         await asyncio.wait_for(running, 10)
 
 
-@pytest.mark.slow
 async def test_timeout_begins_when_the_lookup_has_a_slot(make_scenario: MakeScenario) -> None:
-    scenario = make_scenario(concurrency=1, timeout=0.2)
+    scenario = make_scenario(concurrency=1, timeout=0.02)
     await scenario.start(ERIN, *dids(2))
     await until(scenario.unavailable([ERIN, *dids(2)]))
     assert scenario.identities.lookups == [ERIN, *dids(2)], "one after the other"
@@ -233,22 +226,3 @@ async def test_large_wait_ends_and_small_ones_continue(make_scenario: MakeScenar
     assert [message.did for message in await scenario.returned()] == [WEB] * 3
     assert scenario.keys.key_state(ERIN) is None
     assert len(scenario.keys) == 2
-
-
-@pytest.mark.slow
-async def test_many_announced_changes_do_not_block_the_event_loop(make_scenario: MakeScenario) -> None:
-    """A commit that follows the #identity of its account waits some seconds. No slot limits how many do."""
-    scenario = make_scenario(concurrency=64, inbox_bytes=64 * 1024 * 1024)
-    changed = dids(5_000)
-    scenario.identities.pauses = dict.fromkeys(changed, 3_600.0)
-    began = thread_time()
-    await scenario.start(*changed)
-    scenario.keys.limit_waiting_bytes()
-    assert thread_time() - began < 1.0, "0.1 s; 4 s if each start looks at all waits"
-    assert len(scenario.keys) == len(changed)
-
-
-async def test_close_cancels_lookups(make_scenario: MakeScenario) -> None:
-    scenario = make_scenario()
-    await scenario.start(ERIN, WEB)
-    await asyncio.wait_for(scenario.keys.close(), 10)

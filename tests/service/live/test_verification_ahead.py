@@ -1,12 +1,8 @@
 """Commits that wait in the inbox are verified ahead, once each, and their results are kept as long as they wait."""
 
-import asyncio
-
-import pytest
-
 from indexer.service.live.inbox import Inbox
 from indexer.service.live.repo_row_cache import RepoRowCache
-from indexer.service.live.verification_ahead import COMMITS_AT_A_TIME, MIN_MESSAGES, VerificationAhead
+from indexer.service.live.verification_ahead import MIN_MESSAGES, VerificationAhead
 from indexer.sync.plan_batch import ReceivedMessage
 from tests.native_module import CountingCore
 from tests.sync.signing_account import CONTEXT, SigningAccount, received_message
@@ -45,33 +41,6 @@ async def test_waiting_commits_are_verified_once() -> None:
     await waiting.ahead.finish()
     assert len(waiting.ahead.prepared) == waiting.core.asked == MIN_MESSAGES
     assert len(waiting.inbox) == MIN_MESSAGES
-
-
-@pytest.mark.parametrize(("count", "batch_size", "asked"), [(MIN_MESSAGES - 1, 500, 0), (5, 4, 4), (3, 4, 0)])
-async def test_few_commits_wait_for_their_batch(count: int, batch_size: int, asked: int) -> None:
-    waiting = Waiting(count)
-    waiting.ahead.begin({}, CONTEXT, batch_size)
-    await waiting.ahead.finish()
-    assert waiting.core.asked == asked
-
-
-async def test_other_tasks_have_their_turns_while_the_results_of_a_batch_are_taken() -> None:
-    """Commits of 200 operations each have 50,000 changes in a batch, which take the event loop 100 ms."""
-    waiting, seen = Waiting(3 * COMMITS_AT_A_TIME), set[int]()
-    preparing = asyncio.create_task(waiting.prepare(waiting.messages))
-    while not preparing.done():
-        seen.add(len(waiting.ahead.prepared))
-        await asyncio.sleep(0)
-    assert {COMMITS_AT_A_TIME, 2 * COMMITS_AT_A_TIME} < seen
-
-
-async def test_results_of_dropped_messages_are_dropped_and_others_kept() -> None:
-    waiting = Waiting(MIN_MESSAGES)
-    await waiting.prepare(waiting.messages)
-    waiting.ahead.drop(waiting.messages[:3])
-    assert len(waiting.ahead.prepared) == MIN_MESSAGES - 3
-    await waiting.prepare(waiting.messages[3:])
-    assert waiting.core.asked == MIN_MESSAGES
 
 
 async def test_nothing_is_left_after_clear_also_of_a_running_verification() -> None:

@@ -58,12 +58,6 @@ def test_one_limit_key_gets_half_of_the_workers(hosts: list[str], server: str | 
     assert isinstance(admission.admit("did0", hosts[0], 102.0), Slot)
 
 
-def test_share_of_a_limit_key_is_a_setting() -> None:
-    admission = Admission(workers=8, share=1.0)
-    slots = [admission.admit(f"did{n}", f"h{n}.example.com", 0.0) for n in range(8)]
-    assert all(isinstance(slot, Slot) for slot in slots)
-
-
 def test_network_address_is_remembered_for_the_next_repo_of_the_host() -> None:
     admission = Admission(workers=4)
     for number in range(2):
@@ -91,12 +85,6 @@ def test_slowest_resync_leaves_its_worker_after_the_fair_time_and_continues() ->
     assert slow in admission.occupied
     admission.release(slow, 11.0)
     assert len(admission.occupied) == 2
-
-
-def test_resync_with_a_complete_export_keeps_its_worker() -> None:
-    admission = Admission(workers=1)
-    admitted(started(admission, "a", "a.example", 0.0, Download("a:443", complete=True)))
-    assert admission.slowest_on_worker(10.0, 100.0) is None
 
 
 def test_only_exports_slower_than_usual_end_for_others() -> None:
@@ -130,12 +118,6 @@ def test_repo_of_an_unknown_host_waits_at_most_two_minutes() -> None:
         assert isinstance(postponed, Postponed)
         assert postponed.until is not None
         assert 115.0 < postponed.until <= 115.0 + 120.0
-
-
-def test_repo_without_a_free_worker_may_be_claimed_again_immediately() -> None:
-    admission = Admission(workers=1)
-    admitted(admission.admit("one", "a", 0.0))
-    assert admission.admit("two", "b", 0.0) == Postponed()
 
 
 def test_large_repo_leaves_its_worker_to_others() -> None:
@@ -205,16 +187,6 @@ def test_slot_moves_to_the_host_that_the_lookup_finds() -> None:
     assert admission.occupied == []
 
 
-def test_paused_host_admits_nothing_until_its_end() -> None:
-    admission = Admission(workers=4)
-    admission.pause_host("one.example", 60.0, 0.0)
-    postponed = admission.admit("did", "one.example", 10.0)
-    assert isinstance(postponed, Postponed)
-    assert postponed.until is not None
-    assert postponed.until >= 60.0
-    admitted(admission.admit("did", "one.example", 61.0))
-
-
 def test_resync_that_waits_for_a_shared_transaction_occupies_neither_worker_nor_host() -> None:
     admission = Admission(workers=2, max_writing=2)
     first = admitted(admission.admit("did0", "one.example", 0.0))
@@ -239,15 +211,6 @@ def test_only_so_many_resyncs_wait_for_shared_transactions_without_a_worker(max_
         admission.release(slot, 2.0)
     later = admitted(admission.admit("later", "h0.example", 3.0))
     assert admission.start_writing(later, 3.0) == (max_writing > 0), "an ended resync still counts"
-
-
-def test_slow_resync_that_waits_for_a_shared_transaction_is_no_longer_set_aside() -> None:
-    admission = Admission(workers=1, max_writing=1)
-    slow = fill(admission, "a", 1_500.0)["a"]
-    assert admission.set_aside(slow)
-    assert admission.start_writing(slow, 1.0)
-    assert not slow.on_worker
-    assert admission.set_aside(fill(admission, "b", 1_500.0)["b"]), "it occupied the place of another slow resync"
 
 
 def test_large_repo_keeps_its_slot_while_it_is_written() -> None:

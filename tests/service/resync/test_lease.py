@@ -42,14 +42,6 @@ async def test_result_of_the_attempt_is_returned_while_the_lease_is_renewed() ->
     assert await under_lease(store, attempt()) == "synchronized"
 
 
-async def test_exception_of_the_attempt_is_raised() -> None:
-    async def attempt() -> None:
-        raise ValueError("a bug")
-
-    with pytest.raises(ValueError, match="a bug"):
-        await under_lease(LeaseStore(True), attempt())
-
-
 async def test_attempt_is_cancelled_when_the_claim_is_lost() -> None:
     cancelled = asyncio.Event()
 

@@ -17,9 +17,8 @@ from indexer.localnet.local_repo import Write
 from indexer.monitoring.conditions import Conditions
 from indexer.monitoring.metrics import Metrics
 from indexer.service.resync.attempt import ResyncAttempts
-from indexer.service.resync.lease import ClaimLostError
 from indexer.service.resync.new_repo_writer import MAX_SIDE_BY_SIDE, NewRepo, NewRepoWriter
-from indexer.store import NewRepoRecords, NewReposTransaction, Store
+from indexer.store import NewReposTransaction, Store
 from indexer.store.placement import shard_of
 from indexer.sync.new_records import ConvertedChunk
 from indexer.sync.plans import Batch, RecordChange
@@ -27,11 +26,19 @@ from indexer.sync.policy import KeyState
 from indexer.sync.repo_state import Repo, SyncStatus
 from indexer.sync.shard import bucket_of
 from tests.numbered_changes import number_changes
-from tests.service.resync.simulated_network import COLLECTIONS, NO_COLLECTION, AccountOwner, SimulatedHost
-from tests.service.resync.stepped_resync import PDS, FreeSlots
+from tests.service.resync.resync_world import (
+    COLLECTIONS,
+    NO_COLLECTION,
+    PDS,
+    AccountOwner,
+    FreeSlots,
+    SimulatedHosts,
+)
 from tests.store.repo_rows import did, head, put
 from tests.sync.signing_account import STORE_ALL
 from tests.waiting import until
+
+pytestmark = pytest.mark.slow
 
 ROWS = """
     select collection, rkey, cid, rev, value::text, value_problem, original from indexer.record where did = $1
@@ -81,9 +88,6 @@ class ComparingStore:
             yield ComparingTransaction(transaction)
 
 
-async def no_step(_name: str) -> None: ...
-
-
 async def claim(store: Store, *dids: str) -> list[Repo]:
     await store.add_repos(dids)
     return await store.claim(len(dids), range(256), 60.0, time() + 10)
@@ -93,7 +97,7 @@ async def resync(
     store: Any, owner: AccountOwner, claimed: Repo, spool_directory: Path, slots: FreeSlots | None = None
 ) -> str:
     identities: Any = None
-    pds: Any = SimulatedHost(owner, spool_directory, lambda: 0, no_step)
+    pds: Any = SimulatedHosts(owner, spool_directory)
     attempts = ResyncAttempts(store, identities, pds, lambda: STORE_ALL, Metrics(), (None,), Conditions())
     identity = CachedIdentity(owner.key.public, PDS, problem=None, fetched_at=0.0, stale=False)
     return str(await attempts.attempt(claimed, identity, slots or FreeSlots()))
@@ -120,25 +124,34 @@ def account(records: int) -> AccountOwner:
     return owner
 
 
-@pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow), 7, 2_000])
-@pytest.mark.parametrize("records", [0, 40])
+class CountedSlots(FreeSlots):
+    """Free slots that count the calls of `start_writing`."""
+
+    writing = 0
+
+    def start_writing(self) -> None:
+        self.writing += 1
+
+
+@pytest.mark.parametrize(("records", "chunk"), [(0, 2_000), (40, 2_000), (40, 7), (0, 1), (40, 1)])
 async def test_new_repo_gets_the_same_rows_and_changes_as_by_a_comparison(
     store: Store, sql: asyncpg.Connection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, records: int, chunk: int
 ) -> None:
-    """In chunks of 2,000, the repo is written in a shared transaction; else in one of its own."""
+    """In chunks of 2,000, the repo is written in a shared transaction; else in one of its own, and keeps its worker."""
     monkeypatch.setattr("indexer.sync.new_records.CHUNK_RECORDS", chunk)
     monkeypatch.setattr("indexer.service.resync.attempt.CHUNK_RECORDS", chunk)
-    owner = account(records)
+    owner, slots = account(records), CountedSlots()
     states = []
     for used in (store, ComparingStore(store)):
         [claimed] = await claim(store, owner.did)
-        assert await resync(used, owner, claimed, tmp_path) == "synchronized"
+        assert await resync(used, owner, claimed, tmp_path, slots) == "synchronized"
         states.append(await state(store, sql, owner))
         await sql.execute(CLEAR)
     assert states[0] == states[1]
     assert len(states[0][0]) == records + 2
     assert [change[0] for change in states[0][1]].count("create") == records + 2
     assert {row[5] for row in states[0][0]} >= {Problem.NUL, Problem.NO_TYPE}
+    assert (slots.writing > 0) == (chunk == 2_000)
 
 
 async def test_stale_records_are_compared(store: Store, sql: asyncpg.Connection, tmp_path: Path) -> None:
@@ -155,32 +168,6 @@ async def test_stale_records_are_compared(store: Store, sql: asyncpg.Connection,
     rows, changes, _ = await state(store, sql, owner)
     assert {f"{row[0]}/{row[1]}" for row in rows} == owner.history[owner.rev].keys()
     assert [change[0] for change in changes].count("delete") == 3
-
-
-async def test_records_that_appear_between_chunks_lose_the_claim(
-    store: Store, sql: asyncpg.Connection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another worker has claimed and written the repo. Nothing is written twice, and nothing is lost."""
-    monkeypatch.setattr("indexer.sync.new_records.CHUNK_RECORDS", 10)
-    owner = account(30)
-    [claimed] = await claim(store, owner.did)
-    states = []
-
-    class Overtaken(ComparingStore):
-        @asynccontextmanager
-        async def resync(self, claimed: Repo, scope_version: int) -> AsyncIterator[Any]:
-            async with store.resync(claimed, scope_version) as transaction:
-                assert not await transaction.stores_records()
-                await store.expire_leases(range(256), time() + 1_000)
-                await sql.execute("update indexer.repo set next_attempt_at = now()")
-                [again] = await store.claim(1, range(256), 60.0, time() + 10)
-                assert await resync(store, owner, again, tmp_path) == "synchronized"
-                states.append(await state(store, sql, owner))
-                yield transaction
-
-    with pytest.raises(ClaimLostError, match="another worker"):
-        await resync(Overtaken(store), owner, claimed, tmp_path)
-    assert await state(store, sql, owner) == states[0]
 
 
 def new_repo(claimed: Repo, *changes: RecordChange) -> NewRepo:
@@ -212,15 +199,12 @@ class StoppedTransaction:
         self._transaction = transaction
         self._groups = groups
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transaction, name)
+
     async def eligible(self, claimed: Sequence[Repo]) -> dict[str, Repo]:
         self._groups.append([repo.did for repo in claimed])
         return await self._transaction.eligible(claimed)
-
-    async def create(self, parts: Sequence[NewRepoRecords]) -> None:
-        await self._transaction.create(parts)
-
-    async def finish(self, batch: Batch) -> bool:
-        return await self._transaction.finish(batch)
 
 
 async def statuses(store: Store, *names: object) -> list[str]:
@@ -254,28 +238,6 @@ async def test_repos_that_wait_share_a_transaction(store: Store, sql: asyncpg.Co
     assert stage == len(stopped.groups), "the time of a transaction was counted for each of its repos"
     assert set(await statuses(store, *names)) == {SyncStatus.SYNCHRONIZED}
     assert await sql.fetchval("select count(*) from indexer.record") == 10
-
-
-class CountedSlots(FreeSlots):
-    """Free slots that count the calls of `start_writing`."""
-
-    writing = 0
-
-    def start_writing(self) -> None:
-        self.writing += 1
-
-
-@pytest.mark.parametrize(("chunk", "shared"), [(2_000, 1), (7, 0)])
-async def test_attempt_says_when_it_only_waits_for_a_shared_transaction(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int, shared: int
-) -> None:
-    """A repo with more than one chunk is written in a transaction of its own, and keeps its worker."""
-    monkeypatch.setattr("indexer.sync.new_records.CHUNK_RECORDS", chunk)
-    monkeypatch.setattr("indexer.service.resync.attempt.CHUNK_RECORDS", chunk)
-    owner, slots = account(40), CountedSlots()
-    [claimed] = await claim(store, owner.did)
-    assert await resync(store, owner, claimed, tmp_path, slots) == "synchronized"
-    assert slots.writing == shared
 
 
 async def test_on_a_cluster_only_repos_of_one_shard_share_a_transaction(store: Store) -> None:
@@ -334,20 +296,6 @@ async def test_transaction_has_no_more_records_than_allowed(store: Store, monkey
     assert sum(totals) == 11
 
 
-async def test_repo_with_a_buffered_event_is_left_to_a_transaction_of_its_own(
-    store: Store, sql: asyncpg.Connection
-) -> None:
-    claimed = {repo.did: repo for repo in await claim(store, did("quiet"), did("busy"))}
-    await sql.execute("update indexer.repo set buffered_events = 1, version = version + 1 where did = $1", did("busy"))
-    used = NewRepoWriter(store, Metrics())
-    written = await asyncio.gather(
-        *[used.write(new_repo(claimed[did(name)], put("app.test/a"))) for name in ("quiet", "busy")]
-    )
-    assert [batch is not None for batch in written] == [True, False]
-    assert await statuses(store, "quiet", "busy") == [SyncStatus.SYNCHRONIZED, SyncStatus.IN_PROGRESS]
-    assert await sql.fetchval("select count(*) from indexer.record") == 1
-
-
 async def test_refused_value_leaves_all_repos_of_its_transaction_to_their_own(
     store: Store, sql: asyncpg.Connection
 ) -> None:
@@ -363,15 +311,3 @@ async def test_refused_value_leaves_all_repos_of_its_transaction_to_their_own(
     assert bad is None
     assert await sql.fetchval("select array_agg(value) from indexer.record") == ["1"]
     assert await NewRepoWriter(store, Metrics()).write(new_repo(claimed[did("good")], put("app.test/a"))) is not None
-
-
-async def test_cancelled_attempt_does_not_take_the_others_with_it(store: Store) -> None:
-    claimed = {repo.did: repo for repo in await claim(store, did("first"), did("second"))}
-    stopped = StoppedStore(store)
-    repos = [new_repo(claimed[did(name)], put("app.test/a")) for name in ("first", "second")]
-    first, second = await waiting_writes(stopped, repos)
-    first.cancel()
-    await asyncio.gather(first, return_exceptions=True)
-    stopped.go.set()
-    assert await second is not None
-    assert await statuses(store, "first", "second") == [SyncStatus.IN_PROGRESS, SyncStatus.SYNCHRONIZED]

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from time import time
-from typing import Any, cast
+from typing import Any
 
 import asyncpg
 import pytest
@@ -21,7 +21,7 @@ from indexer.service.resync.worker_pool import WorkerPool, WorkerPoolSettings
 from indexer.store import Store
 from indexer.store.resync_queue import DENIED, HIDDEN
 from indexer.sync.plan_account import plan_active, plan_hidden
-from indexer.sync.repo_state import PARKED, Repo, SyncStatus
+from indexer.sync.repo_state import PARKED, Repo
 from indexer.sync.repo_transitions import Trigger, amend, synchronize
 from indexer.sync.shard import Shard
 from indexer.sync.stored_identity import StoredIdentity
@@ -40,48 +40,24 @@ _MAKE_A_DAY_OLD = """
 """
 
 
-class CountingStore:
-    """The store, and how many repos each search found; a search is known by the time at which it began."""
+class CountedSearches:
+    """The store, and the number of searches for repos that are due."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self.found: dict[float, int] = {}
+        self.count = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
-    async def request_missing_values(self, buckets: range, seconds: float, now: float) -> int:
-        return self._count(now, await self._store.request_missing_values(buckets, seconds, now))
+    async def end_long_waits(self, buckets: range, seconds: float, now: float) -> int:
+        """Note that a search begins."""
+        self.count += 1
+        return await self._store.end_long_waits(buckets, seconds, now)
 
-    async def request_unproven(self, buckets: range, seconds: float, now: float, limit: int) -> int:
-        return self._count(now, await self._store.request_unproven(buckets, seconds, now, limit))
-
-    async def unpark(self, buckets: range, seconds: float, now: float) -> int:
-        return self._count(now, await self._store.unpark(buckets, seconds, now))
-
-    def _count(self, now: float, found: int) -> int:
-        self.found[now] = self.found.get(now, 0) + found
-        return found
-
-
-class Searches:
-    """The store, and the repos that each search for unproven repos desynchronized."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self.requested: list[set[str]] = []
-        self._before: set[str] = set()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
-
-    async def request_unproven(self, buckets: range, seconds: float, now: float, limit: int) -> int:
-        found = await self._store.request_unproven(buckets, seconds, now, limit)
-        rows = await self._store.repos([did(name) for name in range(40)])
-        waiting = {row.did for row in rows.values() if row.sync_status is SyncStatus.DESYNCHRONIZED}
-        self.requested.append(waiting - self._before)
-        self._before = waiting
-        return found
+    async def three_more(self) -> None:
+        before = self.count
+        await until(lambda: self.count > before + 3)
 
 
 class RecordedAttempts:
@@ -102,17 +78,17 @@ class RecordedAttempts:
 @asynccontextmanager
 async def maintained(
     store: Store, *, unpark_after: float = DAY
-) -> AsyncIterator[tuple[RecordedAttempts, CountingStore]]:
+) -> AsyncIterator[tuple[RecordedAttempts, CountedSearches]]:
     """Run a pool and its maintenance, with one search after the other."""
-    attempts, counting = RecordedAttempts(store), CountingStore(store)
-    collaborators: tuple[Any, Any, Any] = (counting, FixedIdentities(lambda _did: "one.example"), attempts)
+    attempts, searches = RecordedAttempts(store), CountedSearches(store)
+    collaborators: tuple[Any, Any, Any] = (searches, FixedIdentities(lambda _did: "one.example"), attempts)
     settings = MaintenanceSettings(unpark_after=unpark_after, search_interval=0.02, batch_pause=0.0)
     pool_settings = WorkerPoolSettings(workers=4, idle_interval=0.01)
     pool = WorkerPool(*collaborators, STORE_ALL.deletion_grace, Shard(), Metrics(), Conditions(), pool_settings)
     maintenance = QueueMaintenance(collaborators[0], Shard(), Metrics(), settings)
     tasks = [asyncio.create_task(pool.run()), asyncio.create_task(maintenance.run())]
     try:
-        yield attempts, counting
+        yield attempts, searches
         assert not any(task.done() for task in tasks)
     finally:
         for task in tasks:
@@ -124,57 +100,30 @@ def parked(name: object) -> Repo:
     return Repo(did(name), version=1, next_attempt_at=PARKED, last_error="repo-not-found")
 
 
-async def three_more_searches(counting: CountingStore) -> None:
-    before = len(counting.found)
-    await until(lambda: len(counting.found) > before + 3)
-
-
-async def test_parked_repo_is_tried_once_per_interval(store: Store, sql: asyncpg.Connection) -> None:
-    await insert(store, parked("long ago"), parked("just now"))
-    await sql.execute(_MAKE_A_DAY_OLD, [did("long ago")])
+async def test_all_due_repos_are_requested_once_in_batches(
+    store: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that were parked, or synchronized without all values, a day ago. A repo that fails is parked again."""
+    monkeypatch.setattr("indexer.store.resync_queue.BATCH_SIZE", 3)
+    waiting, lacking = [did(f"parked {n}") for n in range(5)], [did(f"lacking {n}") for n in range(4)]
+    await insert(store, *[parked(f"parked {n}") for n in range(5)], parked("just now"))
+    await insert(store, *[synchronized(f"lacking {n}") for n in range(4)], changes=WITHOUT_VALUE)
+    await insert(store, synchronized("lacking just now", synchronized_at=time()), changes=WITHOUT_VALUE)
+    await insert(store, synchronized("complete"), changes=(put("app.test/a"),))
+    await sql.execute(_MAKE_A_DAY_OLD, [*waiting, *lacking, did("complete")])
 
     async def failed() -> bool:
-        return (await store.repos([did("long ago")]))[did("long ago")].attempts > 0
+        return all(repo.attempts > 0 for repo in (await store.repos(waiting)).values())
 
-    async with maintained(store) as (attempts, counting):
+    async with maintained(store) as (attempts, searches):
         await until(failed)
-        await three_more_searches(counting)
-    assert attempts.reasons == {did("long ago"): [Desync.NEW]}
-    rows = await store.repos([did("long ago"), did("just now")])
-    assert {(row.did, row.next_attempt_at, row.attempts) for row in rows.values()} == {
-        (did("long ago"), PARKED, 1),
-        (did("just now"), PARKED, 0),
+        await until(lambda: len(attempts.reasons) == len(waiting) + len(lacking))
+        await searches.three_more()
+    assert attempts.reasons == {one: [Desync.NEW] for one in waiting} | {
+        one: [Desync.RECORD_MISSING] for one in lacking
     }
-
-
-async def test_one_search_unparks_all_due_repos_in_batches(
-    store: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("indexer.store.resync_queue.BATCH_SIZE", 3)
-    dids = [did(n) for n in range(10)]
-    await insert(store, *map(parked, range(10)))
-    await sql.execute(_MAKE_A_DAY_OLD, dids)
-    async with maintained(store) as (attempts, counting):
-        await until(lambda: len(attempts.reasons) == len(dids))
-        await three_more_searches(counting)
-    assert [found for found in counting.found.values() if found] == [len(dids)]
-    assert sorted(attempts.reasons) == sorted(dids)
-
-
-async def test_missing_values_are_requested_a_day_later(
-    store: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("indexer.store.resync_queue.BATCH_SIZE", 3)
-    dids = [did(n) for n in range(7)]
-    await insert(store, *map(synchronized, range(7)), changes=WITHOUT_VALUE)
-    await insert(store, synchronized("just now", synchronized_at=time()), changes=WITHOUT_VALUE)
-    await insert(store, synchronized("complete"), changes=(put("app.test/a"),))
-    await sql.execute(_MAKE_A_DAY_OLD, [*dids, did("complete")])
-    async with maintained(store) as (attempts, counting):
-        await until(lambda: len(attempts.reasons) == len(dids))
-        await three_more_searches(counting)
-    assert [found for found in counting.found.values() if found] == [len(dids)]
-    assert attempts.reasons == {one: [Desync.RECORD_MISSING] for one in dids}
+    rows = await store.repos([*waiting, did("just now")])
+    assert {(row.next_attempt_at, row.attempts) for row in rows.values()} == {(PARKED, 1), (PARKED, 0)}
 
 
 async def test_repos_with_lenient_commits_are_requested_a_few_at_a_time_the_oldest_first(store: Store) -> None:
@@ -190,72 +139,54 @@ async def test_repos_with_lenient_commits_are_requested_a_few_at_a_time_the_olde
         synchronized(other, unproven_since=now - DAY),
     ]
     await insert(store, *marked, *others)
-    metrics, searches = Metrics(), Searches(store)
-    settings = MaintenanceSettings(unproven_interval=0.02, unproven_per_search=3)
-    maintenance = QueueMaintenance(cast("Store", searches), Shard(0, 2), metrics, settings)
-    task = asyncio.create_task(maintenance.run())
-    try:
-        await until(lambda: len(searches.requested) >= 4)
-        assert not task.done()
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
     oldest_first = [repo.did for repo in reversed(marked)]
-    assert [sorted(dids) for dids in searches.requested[:4]] == [
-        sorted(oldest_first[start : start + 3]) for start in (0, 3, 6, 9)
-    ]
+    for requested in (3, 6, 7):
+        await store.request_unproven(Shard(0, 2).buckets, HOUR, time(), 3)
+        found = await store.repos(oldest_first)
+        assert [did for did in oldest_first if found[did].sync_reason] == oldest_first[:requested]
     rows = (await store.repos(oldest_first)).values()
     assert {(row.sync_reason, row.next_attempt_at) for row in rows} == {(Desync.LENIENT_COMMIT, None)}, "due at once"
     assert await store.repos([repo.did for repo in others]) == {repo.did: repo for repo in others}
-    requested = metrics.registry.get_sample_value("indexer_desynchronized_total", {"reason": "lenient-commit"})
-    assert requested == len(marked)
 
 
 async def test_interval_zero_never_unparks_but_requests_missing_values(store: Store, sql: asyncpg.Connection) -> None:
     await insert(store, parked("long ago"))
     await insert(store, synchronized("incomplete"), changes=WITHOUT_VALUE)
     await sql.execute(_MAKE_A_DAY_OLD, [did("long ago"), did("incomplete")])
-    async with maintained(store, unpark_after=0.0) as (attempts, counting):
+    async with maintained(store, unpark_after=0.0) as (attempts, searches):
         await until(lambda: did("incomplete") in attempts.reasons)
-        await three_more_searches(counting)
+        await searches.three_more()
     assert list(attempts.reasons) == [did("incomplete")]
     assert (await store.repos([did("long ago")]))[did("long ago")] == parked("long ago")
 
 
-async def test_dids_that_never_existed_are_forgotten_after_a_day(store: Store, sql: asyncpg.Connection) -> None:
-    """Repos with records, with an authentic message, with another failure, or taken down stay."""
+async def test_repos_that_cannot_be_fetched_are_forgotten_a_day_after_they_were_parked(
+    store: Store, sql: asyncpg.Connection
+) -> None:
+    """If their DID never existed, or if only the stream has named them: any host can have an authentic message.
+
+    Repos with records, with another failure, or taken down stay. A listed repo is tried again instead.
+    """
     denied = Repo(did("denied"), version=1, next_attempt_at=PARKED, last_error="identity-gone: not registered")
+    announced = parked("announced")._replace(from_stream=True, latest_verified_rev="3laaaaaaaaa22")
     stays = [
         denied._replace(did=did("synchronized"), head=head()),
         denied._replace(did=did("authentic"), latest_verified_rev="3laaaaaaaaa22"),
-        denied._replace(did=did("not at its host"), last_error="repo-not-found"),
         denied._replace(did=did("taken down"), takedown=True),
         denied._replace(did=did("hidden"), active=False),
+        parked("listed, and not at its host"),
+        announced._replace(did=did("announced and synchronized"), head=head()),
     ]
     recent = denied._replace(did=did("recent"))
-    await insert(store, denied, *stays, recent)
+    await insert(store, denied, announced, *stays, recent)
     await store.save_identities([StoredIdentity(denied.did, None, None, None, 5.0, problem="no such host")])
-    await sql.execute(_MAKE_A_DAY_OLD, [repo.did for repo in (denied, *stays)])
-    assert await store.forget_denied(range(256), DAY, time()) == 1
-    assert await store.repos([denied.did]) == {}
-    assert await store.load_identities([denied.did]) == {}
+    await store.save_identities([StoredIdentity(announced.did, "a.test", "https://a.test", None, 5.0)])
+    await sql.execute(_MAKE_A_DAY_OLD, [repo.did for repo in (denied, announced, *stays)])
+    assert await store.forget_denied(range(256), DAY, time()) == 2
+    assert await store.repos([denied.did, announced.did]) == {}
+    assert await store.load_identities([denied.did, announced.did]) == {}
     assert len(await store.repos([repo.did for repo in (*stays, recent)])) == len(stays) + 1
     assert await store.forget_denied(range(256), DAY, time()) == 0
-
-
-async def test_repos_that_only_the_stream_named_are_forgotten_a_day_after_they_were_parked(
-    store: Store, sql: asyncpg.Connection
-) -> None:
-    """Also with an identity and an authentic message: any host can have both. A listed repo is tried again instead."""
-    announced = parked("announced")._replace(from_stream=True, latest_verified_rev="3laaaaaaaaa22")
-    stays = [parked("listed"), announced._replace(did=did("synchronized"), head=head())]
-    await insert(store, announced, *stays)
-    await store.save_identities([StoredIdentity(announced.did, "a.test", "https://a.test", None, 5.0)])
-    await sql.execute(_MAKE_A_DAY_OLD, [repo.did for repo in (announced, *stays)])
-    assert await store.forget_denied(range(256), DAY, time()) == 1
-    assert await store.repos([announced.did]) == {}
-    assert await store.load_identities([announced.did]) == {}
-    assert len(await store.repos([repo.did for repo in stays])) == len(stays)
 
 
 async def test_hidden_accounts_of_which_nothing_is_stored_are_forgotten_after_a_day(
@@ -327,24 +258,37 @@ async def test_denied_dids_with_records_that_an_erasure_left_are_tried_again(
         await store.update_repo(one, lambda repo: amend(repo, **fields))
     await insert(store, *[parked(number)._replace(**fields) for number in range(3)])
     await sql.execute(_MAKE_A_DAY_OLD, [*with_records, *map(did, range(3))])
-    async with maintained(store) as (attempts, counting):
+    async with maintained(store) as (attempts, searches):
         await until(lambda: len(attempts.reasons) == len(with_records))
-        await three_more_searches(counting)
+        await searches.three_more()
     assert attempts.reasons == {one: [Desync.ERASED] for one in with_records}, "once a day, not with each search"
     assert {row["did"] for row in await sql.fetch("select did from indexer.repo")} == set(with_records)
     assert await sql.fetchval("select count(*) from indexer.record") == len(with_records)
 
 
-async def test_maintenance_forgets_hidden_accounts(store: Store, sql: asyncpg.Connection) -> None:
-    await insert(store, *[Repo(did(number), version=1, active=False) for number in range(700)], parked("real"))
-    await sql.execute(_MAKE_A_DAY_OLD, [did("real"), *map(did, range(700))])
+async def test_maintenance_forgets_instead_of_unparking(store: Store, sql: asyncpg.Connection) -> None:
+    """More hidden accounts, and more DIDs that the directory denies, than one batch has."""
+    hidden = [Repo(did(number), version=1, active=False) for number in range(600)]
+    made_up = [
+        parked(f"made up {number}")._replace(last_error="identity-gone: not registered") for number in range(600)
+    ]
+    await insert(store, *hidden, *made_up, parked("real"))
+    await sql.execute(_MAKE_A_DAY_OLD, [did("real"), *[repo.did for repo in (*hidden, *made_up)]])
     async with maintained(store) as (attempts, _):
         await until(lambda: did("real") in attempts.reasons)
+        assert list(attempts.reasons) == [did("real")]
     assert await sql.fetchval("select count(*) from indexer.repo") == 1
 
 
-async def assert_searched_by_index(sql: asyncpg.Connection, search: str, index: str) -> None:
-    """Assert that a search finds repos with the index, and looks for the records of each repo that it finds."""
+@pytest.mark.parametrize(("search", "index"), [(HIDDEN, "repo_hidden"), (DENIED, "repo_denied")])
+async def test_repos_to_forget_are_found_by_index(sql: asyncpg.Connection, search: str, index: str) -> None:
+    """And so are the records of each one, of which a few have some."""
+    await sql.execute(
+        "insert into indexer.repo (did, bucket, version, sync_status, active, takedown, hosting_seq, buffered_events, "
+        "buffered_bytes, lease, attempts, next_attempt_at, last_error) "
+        "select 'did:plc:' || n, n % 256, 1, 'desynchronized', n % 100 <> 1, false, 0, 0, 0, 0, 0, 'infinity', "
+        "case when n % 100 = 0 then 'identity-gone: x' else 'repo-not-found' end from generate_series(1, 20000) n"
+    )
     await sql.execute(
         "insert into indexer.record (did, collection, rkey, bucket, cid, rev) "
         "select did, 'app.test', 'a', bucket, '', '3l' from indexer.repo where did like '%7'; "
@@ -357,33 +301,3 @@ async def assert_searched_by_index(sql: asyncpg.Connection, search: str, index: 
         plan = "\n".join(row[0] for row in rows)
         assert index in plan and "record_pkey" in plan, plan  # noqa: PT018
         assert "Seq Scan" not in plan, plan
-
-
-async def test_hidden_accounts_are_found_by_index(sql: asyncpg.Connection) -> None:
-    await sql.execute(
-        "insert into indexer.repo (did, bucket, version, sync_status, active, takedown, hosting_seq, buffered_events, "
-        "buffered_bytes, lease, attempts) "
-        "select 'did:plc:' || n, n % 256, 1, 'desynchronized', n % 100 > 0, false, 0, 0, 0, 0, 0 "
-        "from generate_series(1, 20000) n"
-    )
-    await assert_searched_by_index(sql, HIDDEN, "repo_hidden")
-
-
-async def test_denied_dids_are_forgotten_instead_of_unparked(store: Store, sql: asyncpg.Connection) -> None:
-    made_up = [parked(number)._replace(last_error="identity-gone: not registered") for number in range(700)]
-    await insert(store, *made_up, parked("real"))
-    await sql.execute(_MAKE_A_DAY_OLD, [did("real"), *[repo.did for repo in made_up]])
-    async with maintained(store) as (attempts, _):
-        await until(lambda: did("real") in attempts.reasons)
-        assert list(attempts.reasons) == [did("real")]
-    assert await sql.fetchval("select count(*) from indexer.repo") == 1
-
-
-async def test_denied_dids_are_found_by_index(sql: asyncpg.Connection) -> None:
-    await sql.execute(
-        "insert into indexer.repo (did, bucket, version, sync_status, active, takedown, hosting_seq, buffered_events, "
-        "buffered_bytes, lease, attempts, next_attempt_at, last_error) "
-        "select 'did:plc:' || n, n % 256, 1, 'desynchronized', true, false, 0, 0, 0, 0, 0, 'infinity', "
-        "case when n % 100 = 0 then 'identity-gone: x' else 'repo-not-found' end from generate_series(1, 20000) n"
-    )
-    await assert_searched_by_index(sql, DENIED, "repo_denied")

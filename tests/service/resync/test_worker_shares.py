@@ -9,22 +9,8 @@ from indexer.monitoring.conditions import NEW_ACCOUNTS_LIMITED
 from indexer.reasons import FetchFailure
 from indexer.service.new_accounts import NewAccounts
 from indexer.sync.repo_state import SyncStatus
-from tests.service.resync.running_pool import ControlledAttempts, Download, RunningPool
+from tests.service.resync.running_pool import Download, RunningPool
 from tests.waiting import until
-
-
-async def test_slow_host_with_many_repos_does_not_delay_other_hosts() -> None:
-    slow = [f"did:plc:slow{n:020}" for n in range(600)]
-    quick = [f"did:plc:quick{n:019}" for n in range(3)]
-    async with RunningPool([*slow, *quick], lambda did: did[8:12], workers=4) as running:
-        await until(lambda: set(quick) & set(running.attempts.started) != set())
-        for did in quick:
-            await until(lambda did=did: did in running.attempts.results)  # type: ignore[misc]
-            running.attempts.results[did].set_result("synchronized")
-        await until(lambda: len(running.attempts.ended) == 3)
-        assert set(running.attempts.ended) == set(quick)
-        assert len([did for did in running.attempts.started if did in slow]) == 2
-        assert all(repo.attempts == 0 for repo in running.store.rows.values())
 
 
 @pytest.mark.slow
@@ -82,22 +68,6 @@ async def test_new_accounts_beyond_the_limit_of_their_host_wait_without_a_reques
         due = evil[10]
         running.store.rows[due] = running.store.rows[due]._replace(next_attempt_at=1.0)
         await until(lambda: due in running.attempts.results)
-
-
-async def test_slow_exports_of_few_names_leave_workers_to_others() -> None:
-    """12 accounts, three names, one machine."""
-    drips = [f"did:plc:drip{n:020}" for n in range(12)]
-    honest = [f"did:plc:good{n:020}" for n in range(4)]
-    names = {"drip": "pds.evil{}.example", "good": "pds{}.honest.example"}
-
-    def host_of(did: str) -> str:
-        return names[did[8:12]].format(int(did[12:]) % 3)
-
-    async with RunningPool([*drips, *honest], host_of, workers=8) as running:
-        running.attempts.downloads = {did: Download("192.0.2.1:443") for did in drips}
-        await until(lambda: set(honest) <= running.attempts.results.keys())
-        assert len(set(drips) & running.attempts.results.keys()) == 4
-        assert all(repo.attempts == 0 for repo in running.store.rows.values())
 
 
 @pytest.mark.slow
@@ -172,54 +142,6 @@ async def test_slow_export_that_timed_out_is_not_ended_as_well() -> None:
         assert not running.task.done()
 
 
-async def test_slow_export_that_becomes_complete_while_another_repo_is_claimed_does_not_end() -> None:
-    dids = [f"did:plc:{n:024}" for n in range(3)]
-    async with RunningPool(dids, lambda did: f"pds.n{did[8:]}.example", workers=1, fair_time=0.02) as running:
-        downloads = running.attempts.downloads = {did: Download(f"{did}:443") for did in dids}
-        await until(lambda: running.attempts.started == dids[:2])
-        running.store.claims_answered.clear()
-        await until(lambda: running.store.claims == dids)
-        for download in downloads.values():
-            download.complete = True
-        running.store.claims_answered.set()
-        await asyncio.sleep(0.1)
-        assert running.attempts.cancelled == []
-        for did in dids[:2]:
-            running.attempts.results[did].set_result("synchronized")
-        await until(lambda: running.attempts.ended == dids[:2])
-        await until(lambda: running.attempts.started == dids)
-
-
-async def test_slow_export_continues_aside_while_others_wait() -> None:
-    dids = [f"did:plc:{n:024}" for n in range(2)]
-    async with RunningPool(dids, lambda did: f"h{did[-1]}.example", workers=1, fair_time=0.02) as running:
-        running.attempts.downloads = {did: Download(None) for did in dids}
-        await until(lambda: set(dids) == running.attempts.results.keys())
-        running.attempts.results[dids[0]].set_result("synchronized")
-        await until(lambda: running.attempts.ended == dids[:1])
-        assert running.attempts.started == dids, "no export starts twice"
-
-
-async def test_host_limit_holds_for_hosts_that_only_the_lookup_finds() -> None:
-    dids = [f"did:plc:{n:024}" for n in range(20)]
-    async with RunningPool(dids, lambda _did: "one.example", workers=4) as running:
-        running.identities.cached = False
-        await until(lambda: len(running.attempts.started) == 2)
-        await until(lambda: sum(repo.next_attempt_at is not None for repo in running.store.rows.values()) > 5)
-        assert len(running.attempts.started) == 2
-
-
-async def test_pause_requested_by_a_host_postpones_all_its_repos() -> None:
-    dids = [f"did:plc:{n:024}" for n in range(20)]
-    async with RunningPool(dids, lambda _did: "one.example", workers=1) as running:
-        await until(lambda: len(running.attempts.results) == 1)
-        failure = UnavailableError(FetchFailure.THROTTLED, "429", retry_after=600, host="one.example")
-        running.attempts.results[running.attempts.started[0]].set_exception(failure)
-        await until(lambda: all(repo.next_attempt_at is not None for repo in running.store.rows.values()))
-        assert len(running.attempts.started) == 1
-        assert all(repo.attempts == 0 for repo in running.store.rows.values())
-
-
 @pytest.mark.slow
 async def test_failed_lookup_of_one_repo_pauses_no_other() -> None:
     """Before their lookups, repos of unknown hosts share one host slot counter."""
@@ -234,37 +156,12 @@ async def test_failed_lookup_of_one_repo_pauses_no_other() -> None:
         await until(lambda: len(running.attempts.ended) == len(dids) - 1)
 
 
-async def test_large_repos_leave_their_workers_to_small_ones() -> None:
-    large = [f"did:plc:large{n:019}" for n in range(3)]
-    small = [f"did:plc:small{n:019}" for n in range(5)]
-    hosts = iter(range(1_000))
-    async with RunningPool([*large, *small], lambda _did: f"h{next(hosts)}.example", workers=4) as running:
-        running.attempts.large.update(large)
-        await until(lambda: len(running.attempts.results) == 5)
-        assert [run.claimed.did for run in running.pool.running if run.slot.large] == large[:1]
-        assert running.pool.free_workers == 0
-        later = [running.store.rows[did] for did in large[1:]]
-        assert all(repo.sync_status is SyncStatus.DESYNCHRONIZED and repo.next_attempt_at is not None for repo in later)
-        assert all(repo.attempts == 0 for repo in later)
-
-
-def complete_all(attempts: ControlledAttempts, count: int) -> bool:
-    """Complete all attempts in progress; return True once `count` have ended."""
-    while attempts.results:
-        attempts.results.popitem()[1].set_result("synchronized")
-    return len(attempts.ended) == count
-
-
-@pytest.mark.slow
-async def test_known_large_repo_is_not_fetched_before_it_has_a_slot() -> None:
-    """Eight large repos and two slots: six are fetched in vain, each only once, however often they are claimed."""
-    dids = [f"did:plc:{n:024}" for n in range(8)]
-    async with RunningPool(dids, lambda did: f"n{did[8:]}.example", workers=8) as running:
-        running.attempts.large.update(dids)
-        await until(lambda: sum(running.store.claims.count(did) > 2 for did in dids) == 6)
-        assert sorted(running.attempts.started) == dids
-        assert running.pool.free_workers == 8, "large repos occupy no worker"
-        await until(lambda: complete_all(running.attempts, 8))
-        assert len(running.attempts.started) == 8 + 6
-        assert all(repo.sync_status is SyncStatus.SYNCHRONIZED for repo in running.store.rows.values())
+async def test_pause_requested_by_a_host_postpones_all_its_repos() -> None:
+    dids = [f"did:plc:{n:024}" for n in range(20)]
+    async with RunningPool(dids, lambda _did: "one.example", workers=1) as running:
+        await until(lambda: len(running.attempts.results) == 1)
+        failure = UnavailableError(FetchFailure.THROTTLED, "429", retry_after=600, host="one.example")
+        running.attempts.results[running.attempts.started[0]].set_exception(failure)
+        await until(lambda: all(repo.next_attempt_at is not None for repo in running.store.rows.values()))
+        assert len(running.attempts.started) == 1
         assert all(repo.attempts == 0 for repo in running.store.rows.values())
