@@ -161,6 +161,9 @@ async def _act(daemon: RunningDaemon, prometheus: PrometheusServer, seconds: flo
         await until(lambda: prometheus.has('indexer_not_ready{code="relay-disconnected"}'))
         await network.relay.start()
         await scenario
+        # The daemon counts with a small share of the time, so seldom if the database is slow.
+        counts = await daemon.stages.store.counts()
+        daemon.stages.metrics.repos(counts.statuses, counts.reasons, counts.queued, counts.incomplete)
         acted.set()
 
 

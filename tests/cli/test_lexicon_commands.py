@@ -11,6 +11,7 @@ from indexer.localnet.http_server import Fault
 from indexer.localnet.local_account import LocalAccount
 from indexer.localnet.local_network import LocalNetwork
 from indexer.localnet.local_pds import GET_RECORD
+from indexer.store import Store
 from tests.cli.command_line import Session, error_line
 from tests.identity.name_server import NameServer
 from tests.lexicons.published import published_directory
@@ -25,6 +26,7 @@ from tests.lexicons.samples import (
     copy_of,
     properties_of,
 )
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -148,6 +150,23 @@ def test_directory_without_a_lexicon_and_two_different_lexicons_of_one_nsid_are_
     assert stored(session)[LIKE]["source"] == one
 
 
+async def test_index_that_is_built_has_a_phase(
+    session: Session, store: Store, sql: asyncpg.Connection, tmp_path: Path
+) -> None:
+    """It waits for a transaction that writes records."""
+
+    async def waits() -> bool:
+        state = await store.lexicon_build_progress()
+        return state is not None and state.phase == "waiting for writers before build"
+
+    await session.run("lexicon", "add", write(tmp_path / "like.json", LIKE_DOCUMENT))
+    await sql.execute("begin; lock table indexer.record in row exclusive mode")
+    building = asyncio.create_task(store.build_lexicon_index(LIKE, ["subject_uri"]))
+    await until(waits)
+    await sql.execute("rollback")
+    assert await building is not None
+
+
 def test_unknown_nsid_and_unknown_field_are_reported_in_one_line(session: Session, tmp_path: Path) -> None:
     for arguments in (("remove", REVIEW), ("index", REVIEW, "title")):
         result = session("lexicon", *arguments)
@@ -163,15 +182,11 @@ def test_unknown_nsid_and_unknown_field_are_reported_in_one_line(session: Sessio
 
 
 async def test_objects_of_users_that_depend_on_a_view_are_named(
-    session: Session, database: str, tmp_path: Path
+    session: Session, sql: asyncpg.Connection, tmp_path: Path
 ) -> None:
     file = tmp_path / "like.json"
     await session.run("lexicon", "add", write(file, LIKE_DOCUMENT))
-    sql = await asyncpg.connect(database)
-    try:
-        await sql.execute(f'create view public.own as select created_at from lexicon."{LIKE}"')  # noqa: S608
-    finally:
-        await sql.close()
+    await sql.execute(f'create view public.own as select created_at from lexicon."{LIKE}"')  # noqa: S608
     changed = copy_of(LIKE_DOCUMENT)
     properties_of(changed)["createdAt"] = {"type": "integer"}
     for arguments in (("add", write(file, changed)), ("remove", LIKE)):

@@ -3,15 +3,12 @@
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from indexer import daemon as composition
 from indexer.localnet.local_network import LocalNetwork
-from indexer.service.background.account_erasure import AccountErasure
 from tests.daemon.running_daemon import POST, RunningDaemon, post, running_daemon
 from tests.feed_clients.node_process import Line, needs_clients, node_process
 from tests.service.feed.tap_client import wait_until_delivered
@@ -113,8 +110,7 @@ async def test_tap_client_gets_all_events_in_order_through_restarts_of_both_side
             assert firsts == sorted(firsts), "repeated events do not count"
 
 
-async def test_methods_of_the_tap_client_work(database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(composition, "AccountErasure", partial(AccountErasure, interval=0.1))
+async def test_methods_of_the_tap_client_work(database: str, tmp_path: Path) -> None:
     async with (
         LocalNetwork() as network,
         served(database, tmp_path, network, track="listed") as (daemon, url),

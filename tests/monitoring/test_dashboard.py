@@ -110,11 +110,7 @@ async def panels_without_data(prometheus: PrometheusServer, span: Span) -> list[
 @browser
 @needs_prometheus
 @pytest.mark.timeout(400)
-async def test_every_panel_shows_data_of_a_run_with_faults(
-    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The daemon counts repos with a small share of the time, so seldom if the database is slow.
-    monkeypatch.setattr("tests.waiting.TIMEOUT", 200.0)
+async def test_every_panel_shows_data_of_a_run_with_faults(database: str, tmp_path: Path) -> None:
     began = time()
     async with monitored_network(database, tmp_path, SECONDS, rules=RULES) as (_, prometheus, acted):
         empty: list[str] = []

@@ -115,11 +115,6 @@ async def test_metrics_are_served_in_both_formats(client: aiohttp.ClientSession,
         assert (await response.text()).endswith("# EOF\n")
 
 
-async def test_unknown_paths_and_methods_are_rejected(client: aiohttp.ClientSession) -> None:
-    async with client.get("/nothing") as unknown, client.post("/healthz") as wrong_method:
-        assert (unknown.status, wrong_method.status) == (404, 405)
-
-
 async def test_address_in_use_raises_os_error(serve: Serve) -> None:
     async with serve() as address:
         with pytest.raises(OSError, match=str(address.port)):
