@@ -247,7 +247,10 @@ async def test_each_batch_with_changes_sends_one_notification(
     await store.write(Batch((RepoWrite(0, synchronized(2), (put("app.test/a"), put("app.test/b"))),)))
     await other.execute("select pg_notify('atproto_changes', 'end')")
     await other.close()
-    assert [await received.get(), await received.get()] == ["", "end"]
+    payloads = [await received.get()]
+    while payloads[-1] != "end":
+        payloads.append(await received.get())
+    assert payloads == ["", "end"]
 
 
 @pytest.mark.slow

@@ -148,9 +148,9 @@ NOT_AS_PLANNED: dict[str, RepoWrite] = {
 
 @pytest.mark.slow
 async def test_a_batch_that_is_not_as_planned_is_written_with_several_statements_only(
-    store: Store, sql: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+    store: Store, sql: asyncpg.Connection
 ) -> None:
-    monkeypatch.setattr("indexer.store.store.SMALL_BATCH_PAUSE", 0.0)
+    store.small_batch_pause = 0.0
     for name, other in NOT_AS_PLANNED.items():
         batch = Batch((ORDINARY, other), cursor=cursor())
         by_several = await played(store, sql, [batch], links=None)

@@ -4,6 +4,7 @@ import asyncio
 from functools import cache, partial
 from itertools import count
 from time import time
+from typing import Any
 
 import asyncpg
 import pytest
@@ -34,19 +35,17 @@ def name_in_bucket(bucket: int, prefix: str) -> str:
 
 async def test_claims_prefer_repos_with_records_then_the_repo_that_was_due_first(store: Store) -> None:
     """Within a bucket, the repo that was due first comes first. Repos that have records come first in all buckets."""
-    repos = {
-        name: waiting(name_in_bucket(200, name), **fields)
-        for name, fields in {
-            "at once": {},
-            "due": {"next_attempt_at": 99.0},
-            "later": {"next_attempt_at": 101.0},
-            "known, due": {"next_attempt_at": 99.5, "head": head()},
-            "known, due before": {"next_attempt_at": 98.0, "head": head()},
-            "known, later": {"next_attempt_at": 101.0, "head": head()},
-            "parked": {"next_attempt_at": PARKED},
-            "inactive": {"active": False},
-        }.items()
+    fields: dict[str, dict[str, Any]] = {
+        "at once": {},
+        "due": {"next_attempt_at": 99.0},
+        "later": {"next_attempt_at": 101.0},
+        "known, due": {"next_attempt_at": 99.5, "head": head()},
+        "known, due before": {"next_attempt_at": 98.0, "head": head()},
+        "known, later": {"next_attempt_at": 101.0, "head": head()},
+        "parked": {"next_attempt_at": PARKED},
+        "inactive": {"active": False},
     }
+    repos = {name: waiting(name_in_bucket(200, name), **given) for name, given in fields.items()}
     await insert(store, *repos.values(), synchronized(name_in_bucket(200, "synchronized")))
     others = [waiting(name_in_bucket(bucket, "new")) for bucket in range(0, 200, 10)]
     await insert(store, *others)

@@ -5,6 +5,7 @@ that choose the rows for `move`.
 """
 
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import asyncpg
 import pytest
@@ -40,7 +41,7 @@ OPERATIONS: dict[Trigger, Callable[[Store], Awaitable[object]]] = {
 
 async def repo_in(store: Store, status: SyncStatus) -> Repo:
     """Insert a repo with this status, whose records are in doubt; if it is in progress, also with a buffered event."""
-    fields = {"attempts": 3, "last_error": "timeout", "unproven_since": 1.0}
+    fields: dict[str, Any] = {"attempts": 3, "last_error": "timeout", "unproven_since": 1.0}
     if status is SyncStatus.IN_PROGRESS:
         claimed = await in_progress(store, 1, sync_reason=Desync.CHAIN_BREAK, **fields)
         write = RepoWrite(claimed.version, amend(claimed, buffered_events=1, buffered_bytes=5))
