@@ -121,7 +121,7 @@ async def played(store: Store, sql: asyncpg.Connection, batches: list[Batch], *,
     return [await store.write(batch) for batch in batches], await content(sql), await numbered(sql)
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
 async def test_one_statement_writes_the_same_rows_as_several(
     store: Store, sql: asyncpg.Connection, small_writes: list[asyncpg.Connection], seed: int
 ) -> None:
@@ -234,9 +234,9 @@ async def test_the_statement_is_planned_once_but_again_after_some_time(
     async def is_forgotten() -> bool:
         return await plans() == []
 
-    for _ in range(2):
-        await until(write_until_planned)
-        await until(is_forgotten)
+    await until(write_until_planned)
+    await until(is_forgotten)
+    await write_until_planned()
     assert len(set(small_writes)) == 1
 
 

@@ -9,8 +9,6 @@ from urllib.parse import urlsplit, urlunsplit
 
 import asyncpg
 import pytest
-from alembic.config import Config
-from alembic.script import ScriptDirectory
 from structlog.testing import capture_logs
 
 from indexer.errors import SchemaVersionError, SettingsError
@@ -19,8 +17,6 @@ from indexer.store.embedded import database as embedded_database
 from indexer.store.migrate import migrate
 from indexer.store.requirements import OLDEST_POSTGRES, unsupported_version
 from indexer.store.schema_version import (
-    migrations_folder,
-    needs_upgrade,
     require_current_schema,
     require_privileges,
     schema_is_current,
@@ -62,6 +58,7 @@ async def role(dsn: str, attributes: str = "", kind: str = "role") -> AsyncItera
             await sql.execute(f"drop owned by {name} cascade; drop role {name}")
 
 
+@pytest.mark.proof("daemon")
 async def test_concurrent_migrations_of_several_databases_of_one_server_succeed(tmp_path: Path) -> None:
     """Neither the databases nor the roles of the public schema exist; the first role may not create these."""
     names = [f"many_{number}" for number in range(DATABASES)]
@@ -189,20 +186,6 @@ async def test_older_server_than_the_oldest_supported_is_refused_by_every_use_of
     for use in (migrate, require_current_schema, require_privileges):
         with pytest.raises(SettingsError, match="this program needs Postgres 999 or newer"):
             await use(database)
-
-
-async def test_schema_needs_an_upgrade_until_it_has_the_last_version_of_alembic(empty_database: str) -> None:
-    """The versions are compared without Alembic."""
-    config = Config()
-    config.set_main_option("script_location", str(migrations_folder()))
-    latest = ScriptDirectory.from_config(config).get_current_head()
-    for before, revision in ((None, "0001"), ("0001", "0023"), ("0023", "head")):
-        state = await schema_state(empty_database)
-        assert (state.database, state.release, state.is_current) == (before, latest, False)
-        assert await needs_upgrade(empty_database)
-        await migrate(empty_database, revision)
-    assert not await needs_upgrade(empty_database)
-    assert (await schema_state(empty_database)).database == latest
 
 
 async def test_a_missing_database_is_a_database_error(tmp_path: Path) -> None:

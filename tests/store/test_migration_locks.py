@@ -54,6 +54,7 @@ def waits(lines: list[MutableMapping[str, Any]], session: asyncpg.Connection) ->
     )
 
 
+@pytest.mark.proof("daemon")
 async def test_consumers_whose_transactions_overlap_do_not_prevent_a_migration(empty_database: str) -> None:
     """None waits for another one for longer than `HELD_SECONDS`, and without a migration one is open at any time."""
     await migrate(empty_database, BEFORE_NEW_VIEWS)

@@ -4,10 +4,13 @@ from datetime import UTC, datetime, timedelta
 
 import asyncpg
 import pytest
+from alembic.config import Config
+from alembic.script import ScriptDirectory
 
 from indexer.atproto.cid import cid_of, cid_text
 from indexer.store import Store
 from indexer.store.migrate import migrate
+from indexer.store.schema_version import migrations_folder, needs_upgrade, schema_state
 from indexer.sync.stored_identity import HandleClaim
 from tests.store.change_log_helpers import NEXT, after, connected
 from tests.store.repo_rows import did, insert, put, synchronized
@@ -45,9 +48,20 @@ RENAMED_COLUMNS = """
 """
 
 
+async def upgrade(dsn: str, before: str | None, revision: str) -> None:
+    """Migrate; the versions are compared without Alembic before."""
+    config = Config()
+    config.set_main_option("script_location", str(migrations_folder()))
+    state = await schema_state(dsn)
+    assert (state.database, state.is_current) == (before, False)
+    assert state.release == ScriptDirectory.from_config(config).get_current_head()
+    assert await needs_upgrade(dsn)
+    await migrate(dsn, revision)
+
+
 async def fill_earlier_versions(dsn: str, sql: asyncpg.Connection) -> None:
     """Migrate step by step up to version 0017, and insert rows under some of the versions."""
-    await migrate(dsn, "0001")
+    await upgrade(dsn, None, "0001")
     rows = [
         (seq, str(xid), did(xid), rkey, "delete" if rkey == "d" else "create", None if rkey == "d" else cid_of(b"x"),
          xid == 7, NOON + timedelta(seconds=xid))
@@ -55,12 +69,12 @@ async def fill_earlier_versions(dsn: str, sql: asyncpg.Connection) -> None:
     ]  # fmt: skip
     await sql.executemany(INSERT_CHANGE, rows)
     await sql.execute("create view public.own as select seq, did, collection, time from atproto.changes")
-    await migrate(dsn, "0006")
+    await upgrade(dsn, "0001", "0006")
     await sql.execute(VERSION_0006_ROWS, did("handle"))
-    await migrate(dsn, "0014")
+    await upgrade(dsn, "0006", "0014")
     await sql.execute(VERSION_0014_ROWS)
     await sql.execute("select atproto.register_reader('one', 10)")
-    await migrate(dsn, "0017")
+    await upgrade(dsn, "0014", "0017")
     await sql.execute("select atproto.register_reader('gone', 10)")
     await sql.execute("update indexer.consumer set cut_off_at = now() where name = 'gone'")
 
@@ -69,7 +83,8 @@ async def test_rows_of_earlier_versions_are_kept(empty_database: str) -> None:
     """Versions change how changes are numbered, what a handle means, the names of tables, and who owns a consumer."""
     async with connected(empty_database) as sql:
         await fill_earlier_versions(empty_database, sql)
-        await migrate(empty_database)
+        await upgrade(empty_database, "0017", "head")
+        assert not await needs_upgrade(empty_database)
         changes = await after(sql)
         assert [(r["seq"], r["did"], r["rkey"], r["cid"], r["live"], r["time"]) for r in changes[:-1]] == [
             (seq, did(xid), rkey, None if rkey == "d" else cid_text(cid_of(b"x")), xid == 7,
