@@ -46,6 +46,7 @@ def test_links_and_byte_strings_are_told_apart() -> None:
     assert not isinstance(decode_canonical(plain)["l"], Link)
     assert decode_json(linked) == ({"l": cid}, json_bytes({"l": {"$link": cid_text(cid)}}))
     assert decode_json(plain) is None
+    assert decode_json(b"\x43\x00\x00\x17") == (b"\x00\x00\x17", b'{"$bytes":"AAAX"}')
     assert encode({"l": cid}) == linked
 
 

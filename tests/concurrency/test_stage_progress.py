@@ -45,6 +45,7 @@ def test_one_task_that_hangs_is_not_hidden_by_others(clock: list[float]) -> None
     with stage.task():
         clock[0] += 10
         with stage.task() as other:
+            assert stage.seconds_without_progress(EVER) == 10, "the one that waits longest counts"
             other.moved()
         with loop.busy():
             stage.moved()

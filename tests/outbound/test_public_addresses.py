@@ -81,16 +81,8 @@ def test_public_addresses_are_allowed() -> None:
         assert is_public(address)
 
 
-@pytest.mark.parametrize(
-    ("address", "network"),
-    [
-        ("192.0.2.7", "192.0.2.7"),
-        ("2001:db8:1:2:3::4", "2001:db8:1:2::/64"),
-        ("2001:db8:1:2::9%eth0", "2001:db8:1:2::/64"),
-        ("::ffff:192.0.2.7", "192.0.2.7"),
-        ("64:ff9b::192.0.2.7", "192.0.2.7"),
-        ("2002:c000:207::1", "192.0.2.7"),
-    ],
-)
-def test_addresses_of_one_machine_are_one_network(address: str, network: str) -> None:
-    assert network_of(address) == network
+def test_addresses_of_one_machine_are_one_network() -> None:
+    for address in ("192.0.2.7", "::ffff:192.0.2.7", "64:ff9b::192.0.2.7", "2002:c000:207::1"):
+        assert network_of(address) == "192.0.2.7"
+    for address in ("2001:db8:1:2:3::4", "2001:db8:1:2::9%eth0"):
+        assert network_of(address) == "2001:db8:1:2::/64"

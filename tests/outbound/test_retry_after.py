@@ -11,30 +11,29 @@ NOW = 1_800_000_000.0
 
 
 @pytest.mark.parametrize(
-    ("status", "headers", "seconds"),
+    ("headers", "seconds"),
     [
-        (429, {"retry-after": "7"}, 7),
-        (429, {"retry-after": format_datetime(datetime.fromtimestamp(NOW + 90, UTC), usegmt=True)}, 90),
-        (429, {"ratelimit-reset": "12"}, 12),
-        (429, {"ratelimit-reset": str(int(NOW) + 40)}, 40),
-        (429, {"retry-after": "7", "ratelimit-reset": "12"}, 7),
-        (429, {"retry-after": "soon", "ratelimit-reset": "12"}, 12),
-        (429, {}, DEFAULT_SECONDS),
-        (429, {"retry-after": "nan"}, DEFAULT_SECONDS),
-        (429, {"retry-after": "0"}, 1),
-        (429, {"retry-after": "-5"}, 1),
-        (429, {"ratelimit-reset": str(int(NOW) - 40)}, 1),
-        (429, {"retry-after": "99999999"}, MAX_SECONDS),
-        (429, {"retry-after": "1e300"}, MAX_SECONDS),
-        (503, {"retry-after": "7"}, 7),
-        (503, {"ratelimit-reset": "12"}, None),
-        (503, {}, None),
-        (500, {"retry-after": "7"}, None),
-        (200, {"ratelimit-reset": "12"}, None),
+        ({"retry-after": "7"}, 7),
+        ({"retry-after": format_datetime(datetime.fromtimestamp(NOW + 90, UTC), usegmt=True)}, 90),
+        ({"ratelimit-reset": "12"}, 12),
+        ({"ratelimit-reset": str(int(NOW) + 40)}, 40),
+        ({"retry-after": "7", "ratelimit-reset": "12"}, 7),
+        ({"retry-after": "soon", "ratelimit-reset": "12"}, 12),
+        ({}, DEFAULT_SECONDS),
+        ({"retry-after": "nan"}, DEFAULT_SECONDS),
+        *[({"retry-after": text}, 1) for text in ("0", "-5")],
+        ({"ratelimit-reset": str(int(NOW) - 40)}, 1),
+        *[({"retry-after": text}, MAX_SECONDS) for text in ("99999999", "1e300")],
     ],
 )
-def test_seconds_to_wait(status: int, headers: dict[str, str], seconds: float | None) -> None:
-    assert retry_after_seconds(status, headers, NOW) == seconds
+def test_seconds_to_wait_after_429(headers: dict[str, str], seconds: float) -> None:
+    assert retry_after_seconds(429, headers, NOW) == seconds
+
+
+def test_another_status_asks_for_a_pause_only_with_503_and_retry_after() -> None:
+    assert retry_after_seconds(503, {"retry-after": "7"}, NOW) == 7
+    for status, name in ((503, "ratelimit-reset"), (503, "other"), (500, "retry-after"), (200, "ratelimit-reset")):
+        assert retry_after_seconds(status, {name: "7"}, NOW) is None
 
 
 dates = st.text("MonTueJan0123456789:,+-GMT ()", max_size=40)

@@ -26,7 +26,7 @@ from indexer.sync.native_core import NativeCore
 from indexer.sync.plan_batch import MAX_BATCH_BYTES, commits_within, plan_batch
 from indexer.sync.plans import RecordChange
 from indexer.sync.policy import KeyState, Policy
-from indexer.sync.prepared_commits import CommitsBeingVerified, PreparedCommits, commits_to_verify
+from indexer.sync.prepared_commits import CommitsBeingVerified, commits_to_verify
 from indexer.sync.record_change import RecordConverter
 from indexer.sync.repo_state import Repo
 from indexer.sync.scope import Scope
@@ -270,9 +270,11 @@ def test_a_batch_is_planned_alike_with_and_without_the_core(steps: list[tuple[st
         commits = commits_within(batch, MAX_BATCH_BYTES)
         all_rows = {commit.did: Repo(commit.did) for commit in commits} | rows
         chosen = commits_to_verify(commits, all_rows.__getitem__, known.get, CONTEXT)
-        running, prepared = CommitsBeingVerified(shared_core(), chosen, CONTEXT), PreparedCommits()
-        while 0 < len(part := running.next_results(2)) <= 2:
-            prepared |= part
+        running = CommitsBeingVerified(shared_core(), chosen, CONTEXT)
+        prepared = running.next_results(2)
+        assert len(prepared) <= 2
+        prepared |= running.results()
+        assert len(running.next_results(2)) == 0
         assert all(event in prepared for event, _ in chosen)
         assert plan_batch(batch, rows, known.get, CONTEXT, prepared) == plan_batch(batch, rows, known.get, CONTEXT)
 

@@ -21,7 +21,7 @@ from indexer.sync.plan_batch import (
     plan_refusal,
 )
 from indexer.sync.plans import DeadLetter, NeedsKey, RecordChange, RepoWrite
-from indexer.sync.policy import KeyState, Policy
+from indexer.sync.policy import UNAVAILABLE, KeyState, Policy
 from indexer.sync.prepared_commits import PreparedCommits
 from indexer.sync.repo_state import PARKED, Repo, SyncStatus
 from indexer.sync.repo_transitions import TRANSITIONS, Outcome
@@ -155,6 +155,7 @@ def test_rejected_messages_become_dead_letters_and_change_nothing() -> None:
     mallory = SigningAccount("mallory").key_state._replace(final=True)
     plan = plan_batch(batch, {}, lambda _: mallory, replace(CONTEXT, epoch=3))
     assert [item.outcome for item in plan.settled] == [Outcome.REJECTED, Outcome.REJECTED, Outcome.IGNORED]
+    assert [item.why for item in plan.settled] == [Rejection.FIELD_INVALID, Rejection.SIGNATURE_INVALID, None]
     assert [dead_letter.reason for dead_letter in plan.dead_letters] == [
         Rejection.FIELD_INVALID,
         Rejection.SIGNATURE_INVALID,
@@ -263,6 +264,13 @@ def test_message_whose_effects_cannot_be_stored_causes_a_resync_and_a_dead_lette
     [write] = plan_refusal(message, parked, "too large", CONTEXT).writes
     assert (write.repo.sync_reason, write.repo.next_attempt_at) == (Desync.CHAIN_BREAK, NOW)
     assert plan_refusal(message, None, "too large", CONTEXT).writes == ()
+
+
+def test_an_unavailable_key_settles_all_messages() -> None:
+    alice = SigningAccount("alice")
+    batch = [received_message("commit", payload) for payload in (alice.first_commit(), alice.commit_post("a"))]
+    outcomes = [(item.outcome, item.why) for item in plan_of(batch, UNAVAILABLE).settled]
+    assert outcomes == [(Outcome.DESYNCHRONIZED, Desync.IDENTITY), (Outcome.IGNORED, Desync.IDENTITY)]
 
 
 def plan_too_many(commits: Sequence[Sequence[Write]], policy: Policy = STORE_ALL) -> tuple[RepoWrite, int]:

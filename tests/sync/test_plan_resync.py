@@ -290,17 +290,17 @@ def test_throttling_does_not_count_as_attempt_and_waits_for_retry_after() -> Non
 def test_a_slice_ends_with_the_event_that_exceeds_its_limit(limit: str) -> None:
     alice = SigningAccount()
     head = alice.head
-    events = buffered(alice, *[alice.commit_post(f"{number}") for number in range(5)])
+    events = buffered(alice, *[alice.commit_post(f"{number}") for number in range(6)])
     alone = Completion(claimed(alice), head, alice.key_state, CONTEXT)
-    alone.add(events[:1])
-    [change] = plan_slices(alone)
-    limits = {"slice_bytes": len(events[0].frame) + change.size} if limit == "bytes" else {"slice_changes": 1}
+    alone.add(events[:3])
+    size = sum(change.size for change in plan_slices(alone)) + sum(len(event.frame) for event in events[:3])
+    limits = {"slice_bytes": size} if limit == "bytes" else {"slice_changes": 3}
     completion = Completion(claimed(alice), head, alice.key_state, CONTEXT, **limits)
     completion.add(events)
     assert completion.plan_slice()
-    assert [change.rkey for change in completion.changes] == ["0", "1"]
-    assert completion.waiting_bytes == sum(len(event.frame) for event in events[2:])
-    assert [change.rkey for change in plan_slices(completion)] == ["2", "3", "4"]
+    assert [change.rkey for change in completion.changes] == ["0", "1", "2", "3"]
+    assert completion.waiting_bytes == sum(len(event.frame) for event in events[4:])
+    assert [change.rkey for change in plan_slices(completion)] == ["4", "5"]
     completion.lock(claimed(alice))
     [write] = completion.end().writes
     assert (write.repo.head, write.repo.sync_status) == (alice.head, SyncStatus.SYNCHRONIZED)

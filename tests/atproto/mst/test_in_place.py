@@ -51,7 +51,15 @@ def keys_with(prefix: str) -> list[bytes]:
     return sorted(key for height in range(4) for key in islice(oracle.keys_of_height(height, prefix), 6))
 
 
-SOME_KEYS = (KEYS, KEYS[::2], KEYS[1::3], KEYS[::7], keys_with("XXXX/"), keys_with("!/"))
+SOME_KEYS = (
+    KEYS,
+    KEYS[::2],
+    KEYS[1::3],
+    KEYS[::7],
+    keys_with("XXXX/"),
+    keys_with("!/"),
+    keys_with("24 bytes before a number/"[:24]),
+)
 
 
 def entry_of(blocks: Blocks, key: bytes) -> tuple[bool, list[bytes | None]]:

@@ -102,6 +102,14 @@ def test_keys_with_their_prefixes_are_limited() -> None:
     assert decode_node(block, DEFAULT_LIMITS).keys == [first, second]
 
 
+def test_subtrees_are_encoded_in_their_positions() -> None:
+    keys = sorted(KEYS)[:2]
+    parts = keys, [CID_A, CID_B], CID_C, [CID_B, None]
+    assert encode_node(*parts) == oracle.encode(*parts)
+    capital = next(oracle.keys_of_height(0, "XXXX/"))
+    assert encode_node([capital], [CID_A], None, [None]) == oracle.encode([capital], [CID_A], None, [None])
+
+
 def test_node_needs_a_value_and_a_subtree_for_each_key() -> None:
     for values, trees in ((1, 2), (2, 1), (3, 2), (2, 3)):
         with pytest.raises(ValueError, match="zip"):
