@@ -46,7 +46,8 @@ def test_links_and_byte_strings_are_told_apart() -> None:
     assert not isinstance(decode_canonical(plain)["l"], Link)
     assert decode_json(linked) == ({"l": cid}, json_bytes({"l": {"$link": cid_text(cid)}}))
     assert decode_json(plain) is None
-    assert decode_json(b"\x43\x00\x00\x17") == (b"\x00\x00\x17", b'{"$bytes":"AAAX"}')
+    value = b"\x00\x00\x17" * 2
+    assert decode_json(b"\x46" + value) == (value, b'{"$bytes":"AAAXAAAX"}')
     assert encode({"l": cid}) == linked
 
 
