@@ -10,6 +10,7 @@ from indexer.identity import DidResolver
 from indexer.reasons import FetchFailure
 from indexer.sync.stored_identity import StoredIdentity
 from tests.identity.conftest import Loopback
+from tests.outbound.http_requests import writes
 from tests.outbound.scripted_host import Script, gzip_response, hang, http_response
 
 DID = "did:plc:ewvi7nxzyoun6zhxrhs64oiz"
@@ -65,20 +66,15 @@ async def test_unregistered_and_tombstoned_dids_are_denied(loopback: Loopback, s
     assert len(loopback.requests) == 1
 
 
-async def respond_slowly(writer: asyncio.StreamWriter) -> None:
-    """Send one byte at a time, each before the read timeout."""
-    writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 60000\r\n\r\n")
-    while True:
-        writer.write(b" ")
-        await writer.drain()
-        await asyncio.sleep(0.05)
+RESPOND_SLOWLY = writes(b"HTTP/1.1 200 OK\r\nContent-Length: 60000\r\n\r\n", b" ", every=0.05, forever=True)
+"""Sends one byte at a time, each before the read timeout."""
 
 
 FAULTS: dict[str, bytes | Script] = {
     "server error": http_response(b"{}", status=500),
     "forbidden": http_response(b"{}", status=403),
     "hang": hang,
-    "slow": respond_slowly,
+    "slow": RESPOND_SLOWLY,
     "too large": http_response(b"[" * 70_000),
     "highly compressed": gzip_response(b" " * 10_000_000),
     "not JSON": http_response(b"<html>"),

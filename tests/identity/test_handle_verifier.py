@@ -10,6 +10,7 @@ from indexer.reasons import FetchFailure
 from indexer.sync.stored_identity import INVALID_HANDLE
 from tests.identity.conftest import Loopback
 from tests.identity.name_server import NameServer
+from tests.outbound.http_requests import writes
 from tests.outbound.scripted_host import Script, hang, http_response
 
 DID = "did:plc:ewvi7nxzyoun6zhxrhs64oiz"
@@ -32,13 +33,8 @@ def verifier(loopback: Loopback, name_server: NameServer) -> HandleVerifier:
     return verifier_with(loopback, name_server)
 
 
-async def respond_slowly(writer: asyncio.StreamWriter) -> None:
-    """Send one byte at a time, each before the read timeout."""
-    writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2000\r\n\r\n")
-    while True:
-        writer.write(b"d")
-        await writer.drain()
-        await asyncio.sleep(0.05)
+RESPOND_SLOWLY = writes(b"HTTP/1.1 200 OK\r\nContent-Length: 2000\r\n\r\n", b"d", every=0.05, forever=True)
+"""Sends one byte at a time, each before the read timeout."""
 
 
 async def test_txt_record_with_the_did_is_valid(verifier: HandleVerifier, name_server: NameServer) -> None:
@@ -105,7 +101,7 @@ async def close_connection(_writer: asyncio.StreamWriter) -> None:
     ("page", "reason", "seconds"),
     [
         pytest.param(hang, FetchFailure.TIMEOUT, 0.3, marks=pytest.mark.slow),
-        pytest.param(respond_slowly, FetchFailure.TIMEOUT, 0.3, marks=pytest.mark.slow),
+        pytest.param(RESPOND_SLOWLY, FetchFailure.TIMEOUT, 0.3, marks=pytest.mark.slow),
         (http_response(status=500), FetchFailure.HTTP_STATUS, 3.0),
         (close_connection, FetchFailure.UNREACHABLE, 3.0),
         (http_response(b"x" * 3_000), FetchFailure.TOO_LARGE, 3.0),

@@ -1,9 +1,6 @@
 """The row of a repo."""
 
-from collections.abc import Mapping
 from typing import Any
-
-import pytest
 
 from indexer.reasons import Desync
 from indexer.sync.repo_state import Head, Repo, SyncStatus
@@ -22,9 +19,10 @@ def test_row_advances_if_only_the_head_changes() -> None:
     assert BEFORE._replace(version=7, head=HEAD).advances(BEFORE)
 
 
-@pytest.mark.parametrize("values", [{name: "changed"} for name in Repo._fields if name not in ("version", "head")])
-def test_row_with_another_change_does_not_advance(values: Mapping[str, Any]) -> None:
-    assert not BEFORE._replace(version=4, head=HEAD, **values).advances(BEFORE)
+def test_row_with_another_change_does_not_advance() -> None:
+    for name in {*Repo._fields} - {"version", "head"}:
+        values: dict[str, Any] = {name: "changed"}
+        assert not BEFORE._replace(version=4, head=HEAD, **values).advances(BEFORE), name
 
 
 def test_only_synchronized_repos_with_a_row_advance() -> None:
