@@ -114,7 +114,7 @@ proof-fuzz: venv # all targets, two at a time, for SECONDS, or until Ctrl-C with
 
 proof-mutants: mutants
 
-mutants: venv ## Show that the tests find each bug in tests/mutants/seeded (ONLY="high-s-*": those)
+mutants: venv ## Show that the tests find each bug in tests/mutants/seeded.toml (ONLY="high-s-*": those)
 	$(BIN)/python -m tests.mutants --jobs $(or $(JOBS),2) $(ONLY)
 
 proof-mutmut: venv # the tests find each changed expression of atproto and sync; ONLY=indexer/sync/verify.py

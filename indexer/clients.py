@@ -9,7 +9,7 @@ from time import time
 from indexer.errors import SettingsError
 from indexer.identity import DidResolver, IdentityCache, IdentityLifetimes
 from indexer.monitoring.metrics import Metrics
-from indexer.outbound import OutboundClient, OutboundSettings, RateLimits, Timeouts, host_of
+from indexer.outbound import HostPauses, OutboundClient, OutboundSettings, RateLimits, Timeouts, host_of
 from indexer.pds import PdsClient, reader_factory
 from indexer.service.feed.webhook import CONCURRENCY
 from indexer.settings import Settings, variable
@@ -17,22 +17,26 @@ from indexer.store import Store
 from indexer.sync.native_core import NativeCore
 from indexer.sync.policy import Policy
 
-TIMEOUTS = Timeouts()
-"""Timeouts of outbound requests."""
 WEBHOOK_RATE = 10_000.0
 """Maximum requests per second to the webhook."""
 
 
 @asynccontextmanager
 async def open_outbound_client(
-    settings: Settings, on_request: Callable[[str], None] = lambda _result: None
+    settings: Settings,
+    on_request: Callable[[str], None] = lambda _result: None,
+    timeouts: Timeouts | None = None,
+    pauses: HostPauses | None = None,
 ) -> AsyncIterator[OutboundClient]:
-    """Open the client for all outbound requests. It calls `on_request` with the result of each request."""
+    """Open the client for all outbound requests. It calls `on_request` with the result of each request.
+
+    `timeouts` are those of a request, `pauses` those of a host whose requests fail. Default: those of the classes.
+    """
     outbound_settings = OutboundSettings(
         settings.user_agent,
         allow_private_hosts=settings.allow_private_hosts,
-        rates=_rate_limits(settings),
-        timeouts=TIMEOUTS,
+        rates=_rate_limits(settings, pauses or HostPauses()),
+        timeouts=timeouts or Timeouts(),
         dns_servers=settings.dns_servers,
     )
     async with OutboundClient(outbound_settings, on_request=on_request) as outbound:
@@ -41,14 +45,14 @@ async def open_outbound_client(
 
 @asynccontextmanager
 async def open_webhook_client(
-    settings: Settings, url: str, on_request: Callable[[str], None] = lambda _result: None
+    settings: Settings, url: str, on_request: Callable[[str], None], timeouts: Timeouts, pauses: HostPauses
 ) -> AsyncIterator[OutboundClient]:
     """Open the client for the webhook. The operator chose its URL, so it may have any address."""
     rates = RateLimits(
         total=WEBHOOK_RATE, total_concurrency=CONCURRENCY, host_concurrency=CONCURRENCY,
-        configured_hosts={host_of(url): WEBHOOK_RATE},
+        configured_hosts={host_of(url): WEBHOOK_RATE}, pauses=pauses,
     )  # fmt: skip
-    outbound_settings = OutboundSettings(settings.user_agent, allow_private_hosts=True, rates=rates, timeouts=TIMEOUTS)
+    outbound_settings = OutboundSettings(settings.user_agent, allow_private_hosts=True, rates=rates, timeouts=timeouts)
     async with OutboundClient(outbound_settings, on_request=on_request) as outbound:
         yield outbound
 
@@ -105,7 +109,7 @@ def http_origin(relay: str) -> str:
     return relay.replace("ws", "http", 1)
 
 
-def _rate_limits(settings: Settings) -> RateLimits:
+def _rate_limits(settings: Settings, pauses: HostPauses) -> RateLimits:
     return RateLimits(
         host=settings.host_rate,
         host_concurrency=settings.host_concurrency,
@@ -113,6 +117,7 @@ def _rate_limits(settings: Settings) -> RateLimits:
         total_concurrency=settings.outbound_concurrency,
         configured_hosts={host_of(http_origin(relay)): settings.host_rate for relay in settings.relays}
         | {host_of(url): settings.plc_rate for url in settings.plc_url},
+        pauses=pauses,
     )
 
 

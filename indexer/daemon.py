@@ -8,6 +8,7 @@ not written are received again after the next start.
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from time import time
 from typing import Any
@@ -26,6 +27,7 @@ from indexer.daemon_monitor import DaemonMonitor
 from indexer.daemon_probe import DaemonProbe
 from indexer.daemon_scope import DaemonScope
 from indexer.daemon_status import DaemonStatus, ShownStages
+from indexer.daemon_tuning import Tuning
 from indexer.identity import HandleVerifier, IdentityCache
 from indexer.monitoring.conditions import Conditions
 from indexer.monitoring.database_monitor import DatabaseMonitor
@@ -44,10 +46,10 @@ from indexer.service.background.handle_checks import HandleChecks
 from indexer.service.background.identity_refresh import IdentityRefresh
 from indexer.service.background.link_maintenance import LinkMaintenance
 from indexer.service.background.shard_ownership import ShardOwnership
-from indexer.service.crawl.reconcile import Reconciliation, ReconciliationSettings
+from indexer.service.crawl.reconcile import Reconciliation
 from indexer.service.current_scope import CurrentScope
 from indexer.service.live.account_limits import AccountLimits
-from indexer.service.live.batch_writer import BATCH_SIZE, CLUSTER_BATCH_SIZE, BatchWriter, WriterSettings
+from indexer.service.live.batch_writer import BATCH_SIZE, CLUSTER_BATCH_SIZE, BatchWriter
 from indexer.service.live.firehose_consumer import ConsumerSettings, FirehoseConsumer
 from indexer.service.live.inbox import Inbox
 from indexer.service.live.key_lookups import KeyLookups
@@ -59,7 +61,7 @@ from indexer.service.open_gaps import OpenGaps
 from indexer.service.periodic import DatabaseAttempt, run_periodically
 from indexer.service.resync.attempt import ResyncAttempts
 from indexer.service.resync.large_repo_slots import large_repo_slot_count
-from indexer.service.resync.queue_maintenance import MaintenanceSettings, QueueMaintenance
+from indexer.service.resync.queue_maintenance import QueueMaintenance
 from indexer.service.resync.worker_pool import WorkerPool, pool_settings
 from indexer.setting_types import Address
 from indexer.settings import Settings
@@ -70,20 +72,13 @@ from indexer.sync.shard import Placement
 
 MAX_DRAIN_SHARE = 0.7
 """Maximum share of `INDEXER_STOP_TIMEOUT` that is spent on writing the received messages after a signal."""
-HOST_SAVE_SECONDS = 5.0
-"""Interval at which the states of hosts are saved, so that pauses survive a restart."""
 FRAME_SIZE_MARGIN = 4
 """Frames up to this multiple of `INDEXER_FRAME_BYTES` are received and rejected, so that the connection stays
 open. A larger frame ends the connection."""
 INBOX_BYTES = 64 * 1024 * 1024
 SILENCE_CHECK_SECONDS = 1.0
-FORGET_SECONDS = 86_400.0
-"""Time after which a repo without stored records is forgotten that cannot be fetched, or whose account is inactive."""
-GARBAGE_SECONDS = 1_800.0
-"""Interval at which all garbage is collected. With a full cache of identities, it takes some tenths of a second."""
 FEED_STOP_SECONDS = 5.0
 """Maximum time to store what clients of the feed have acknowledged before the process ends."""
-KEY_LOOKUP_TIMEOUT_SECONDS = 15.0
 KEY_LOOKUP_CONCURRENCY = 64
 MAX_CONNECTIONS = 40
 """Maximum size of the pool. Some stages have connections of their own, such as the shard lock. Postgres allows 100
@@ -99,6 +94,7 @@ async def open_daemon(
     metrics: Metrics | None = None,
     others: Sequence[StageProgress] = (),
     core: DaemonCore | None = None,
+    tuning: Tuning | None = None,
 ) -> AsyncIterator["Daemon"]:
     """Build a daemon on a database with the current schema; `Daemon.run` starts it. Close its resources at the end.
 
@@ -108,23 +104,35 @@ async def open_daemon(
         metrics: The metrics of the process, if there are any yet.
         others: Stages of the process that run outside the daemon.
         core: The core, if it is loaded already.
+        tuning: Intervals, timeouts and sizes. Default: those of `Tuning`.
 
     Raises:
         DatabaseError: The database does not answer.
     """
     async with AsyncExitStack() as stack:
-        metrics = metrics or Metrics()
+        metrics, tuning = metrics or Metrics(), tuning or Tuning()
         store = await Store.open(dsn, connections=connection_count(settings.resync_workers))
         stack.push_async_callback(store.close)
-        outbound = await stack.enter_async_context(open_outbound_client(settings, metrics.outbound_request))
+        store.small_batch_pause = tuning.small_batch_pause
+        outbound = await stack.enter_async_context(
+            open_outbound_client(settings, metrics.outbound_request, tuning.timeouts, tuning.host_pauses)
+        )
         outbound.hosts.restore(await store.load_hosts())
         resolver = make_did_resolver(settings, outbound)
-        identities = IdentityCache(resolver, store, metrics, clock=time, refresh_rate=settings.plc_rate / 2)
+        identities = IdentityCache(
+            resolver,
+            store,
+            metrics,
+            clock=time,
+            refresh_rate=settings.plc_rate / 2,
+            lifetimes=tuning.identities,
+            max_entries=tuning.max_identities,
+        )
         stack.push_async_callback(identities.close)
         core = core or core_of(settings)
         pds = make_pds_client(settings, outbound, core.native)
-        webhook = await stack.enter_async_context(open_webhook(settings, metrics))
-        daemon = Daemon(settings, store, identities, pds, outbound, metrics, core, others, webhook)
+        webhook = await stack.enter_async_context(open_webhook(settings, metrics, tuning))
+        daemon = Daemon(settings, store, identities, pds, outbound, metrics, core, tuning, others, webhook)
         await daemon.scope.begin()
         yield daemon
 
@@ -147,10 +155,12 @@ class Daemon:
         outbound: OutboundClient,
         metrics: Metrics,
         core: DaemonCore,
+        tuning: Tuning,
         others: Sequence[StageProgress] = (),
         webhook: OutboundClient | None = None,
     ) -> None:
         self._settings = settings
+        self._tuning = tuning
         self._shard = settings.shard.placed(store.placement)
         self.store = store
         self.identities = identities
@@ -159,7 +169,7 @@ class Daemon:
         self.core = core
         self.conditions = Conditions()
         self.host_states = StageProgress("host states")
-        self.scope = CurrentScope(store, settings.policy)
+        self.scope = CurrentScope(store, settings.policy, poll=tuning.scope_interval)
         self._build_live_stages(outbound)
         self._build_resync_stages(pds)
         self._build_background_stages(outbound, pds)
@@ -170,19 +180,28 @@ class Daemon:
         self.status = self._make_status()
 
     def _build_live_stages(self, outbound: OutboundClient) -> None:
-        settings, shard = self._settings, self._shard
+        settings, shard, tuning = self._settings, self._shard, self._tuning
         new_accounts = settings.new_accounts_per_host / shard.count
         self.new_accounts = NewAccounts(new_accounts)
-        self.shard_ownership = ShardOwnership(self.store, shard)
+        self.shard_ownership = ShardOwnership(self.store, shard, retry=tuning.retry)
         self.inbox = Inbox(INBOX_BYTES)
-        self.subscription = Subscription(settings.relays, FRAME_SIZE_MARGIN * settings.frame_bytes, settings.user_agent)
+        self.subscription = Subscription(
+            settings.relays, FRAME_SIZE_MARGIN * settings.frame_bytes, settings.user_agent, tuning.connection
+        )
         self.stream_position = StreamPosition(
             lambda: self.stream_continuity.is_known, upstream_is_pds=settings.upstream == "pds"
         )
-        self.open_gaps = OpenGaps(self.store, shard, self.metrics)
+        self.open_gaps = OpenGaps(self.store, shard, self.metrics, tuning.gap_refresh)
         seek = StreamSeek(settings.limits, settings.user_agent)
         entries = StreamEntries(self.store, seek, shard, settings.start)
-        self.stream_continuity = StreamContinuity(entries, self.open_gaps, self.subscription, str(shard))
+        self.stream_continuity = StreamContinuity(
+            entries,
+            self.open_gaps,
+            self.subscription,
+            str(shard),
+            proof_timeout=tuning.proof_timeout,
+            retry=tuning.retry,
+        )
         self.firehose_consumer = FirehoseConsumer(
             self.subscription,
             self.stream_continuity,
@@ -199,11 +218,11 @@ class Daemon:
             self._repo_list_sources,
             self._stream_point,
             self.scope,
-            ReconciliationSettings(shard, settings.sweep_interval),
+            replace(tuning.reconciliation, shard=shard, interval=settings.sweep_interval),
             self.identities if settings.upstream == "pds" else None,
         )
         self.key_lookups = KeyLookups(
-            self.identities, self.inbox, timeout=KEY_LOOKUP_TIMEOUT_SECONDS, concurrency=KEY_LOOKUP_CONCURRENCY
+            self.identities, self.inbox, timeout=tuning.key_lookup_timeout, concurrency=KEY_LOOKUP_CONCURRENCY
         )
         self.batch_writer = BatchWriter(
             self.store,
@@ -211,7 +230,9 @@ class Daemon:
             self.key_lookups,
             self.stream_position,
             self.shard_ownership.owned,
-            WriterSettings(shard, BATCH_SIZE if self.store.shards == 1 else CLUSTER_BATCH_SIZE),
+            replace(
+                tuning.writer, shard=shard, batch_size=BATCH_SIZE if self.store.shards == 1 else CLUSTER_BATCH_SIZE
+            ),
             self.metrics,
             self.conditions,
             AccountLimits(self.new_accounts, NewAccounts(new_accounts), self.metrics, self.conditions),
@@ -243,6 +264,7 @@ class Daemon:
                 settings.resync_workers,
                 settings.resync_share,
                 settings.export_time,
+                self._tuning.pool,
                 distributed=self.store.shards > 1,
             ),
             self.new_accounts,
@@ -251,20 +273,30 @@ class Daemon:
             self.store,
             shard,
             self.metrics,
-            MaintenanceSettings(forget_after=FORGET_SECONDS, unpark_after=settings.sweep_interval),
+            replace(self._tuning.maintenance, unpark_after=settings.sweep_interval),
             may_forget=lambda: self.scope.scope.track is not Track.LISTED,
         )
 
     def _build_background_stages(self, outbound: OutboundClient, pds: PdsClient) -> None:
-        settings, shard = self._settings, self._shard
-        self.identity_refresh = IdentityRefresh(self.store, self.identities, settings.deletion_grace, shard)
+        settings, shard, tuning = self._settings, self._shard, self._tuning
+        self.identity_refresh = IdentityRefresh(
+            self.store, self.identities, settings.deletion_grace, shard, interval=tuning.identity_refresh_interval
+        )
         self.account_erasure = AccountErasure(
-            self.store, self.identities, pds, settings.deletion_grace, shard, self.metrics
+            self.store,
+            self.identities,
+            pds,
+            settings.deletion_grace,
+            shard,
+            self.metrics,
+            interval=tuning.erasure_interval,
         )
         self.scope_stages = DaemonScope(
-            shard, self.store, outbound, self.metrics, self.scope, self._repo_list_sources, self._reconciled_at
+            shard, self.store, outbound, self.metrics, self.scope, self._repo_list_sources, self._reconciled_at, tuning
         )
-        self.links = LinkMaintenance(self.store, shard, self.shard_ownership.owned, wanted=settings.links)
+        self.links = LinkMaintenance(
+            self.store, shard, self.shard_ownership.owned, wanted=settings.links, interval=tuning.links_interval
+        )
         self.change_log_retention = ChangeLogRetention(
             self.store,
             RetentionPolicy(settings.change_retention, settings.change_bytes, settings.consumer_lag_limit),
@@ -285,7 +317,9 @@ class Daemon:
             self.handle_checks = HandleChecks(self.store, handles, shard, rate=settings.handle_rate)
 
     def _build_monitors(self) -> None:
-        self.repo_counts = DaemonCounts(self.store, self.metrics)
+        self.repo_counts = DaemonCounts(
+            self.store, self.metrics, self._tuning.count_interval, self._tuning.max_count_share
+        )
         self.database_monitor = DatabaseMonitor(self.store, self.conditions, self.metrics)
         self.daemon_monitor = DaemonMonitor(
             self.batch_writer.totals, self.identities.lookups, self.hosts, self.conditions
@@ -395,11 +429,13 @@ class Daemon:
         stages: dict[str, Coroutine[Any, Any, None]] = {
             "database monitor": self.database_monitor.run(),
             "daemon monitor": self.daemon_monitor.run(),
-            "garbage collection": collect_garbage(GARBAGE_SECONDS),
+            "garbage collection": collect_garbage(self._tuning.garbage_interval),
             "event loop delay": measure_delays(self.metrics.event_loop_delay),
             "repo counts": self.repo_counts.run(),
             "status samples": self.status.run(),
-            "host states": run_periodically(self._save_hosts, HOST_SAVE_SECONDS, self.host_states, wait_first=True),
+            "host states": run_periodically(
+                self._save_hosts, self._tuning.host_save_interval, self.host_states, wait_first=True
+            ),
             "identity cache": self.identities.run(),
             "change log retention": self.change_log_retention.run(),
             "scope": self.scope.run(),

@@ -11,11 +11,6 @@ from indexer.monitoring.status_rows import link_status
 from indexer.service.periodic import DatabaseAttempt
 from indexer.store import Store
 
-COUNT_INTERVAL_SECONDS = 10.0
-"""Minimum interval between two counts of the repos."""
-MAX_COUNT_SHARE = 0.01
-"""Maximum share of the time that is spent on counting: it reads many repos."""
-
 
 class DaemonCounts:
     """The counts of the repos of all shards.
@@ -25,9 +20,19 @@ class DaemonCounts:
         stage: The progress of counting.
     """
 
-    def __init__(self, store: Store, metrics: Metrics) -> None:
+    def __init__(self, store: Store, metrics: Metrics, interval: float, max_share: float) -> None:
+        """Create it.
+
+        Args:
+            store: The store.
+            metrics: The metrics.
+            interval: The minimum time between two counts, in seconds.
+            max_share: The maximum share of the time that is spent on counting, because it reads many repos.
+        """
         self._store = store
         self._metrics = metrics
+        self._interval = interval
+        self._max_share = max_share
         self.newest = RepoCounts()
         self.stage = StageProgress("repo counts")
 
@@ -39,7 +44,7 @@ class DaemonCounts:
                 await self._count()
             # A failed attempt is repeated soon: even a slow database can read one page, so it waited for a lock.
             duration = 0.0 if attempt.error else monotonic() - began
-            await asyncio.sleep(max(COUNT_INTERVAL_SECONDS, duration / MAX_COUNT_SHARE))
+            await asyncio.sleep(max(self._interval, duration / self._max_share))
 
     async def _count(self) -> None:
         now = time()

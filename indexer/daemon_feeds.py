@@ -8,6 +8,7 @@ from aiohttp import web
 
 from indexer.clients import open_webhook_client
 from indexer.concurrency.stage_progress import StageProgress
+from indexer.daemon_tuning import Tuning
 from indexer.identity import IdentityCache
 from indexer.monitoring.conditions import Conditions
 from indexer.monitoring.metrics import Metrics
@@ -24,14 +25,13 @@ from indexer.store import Store
 
 
 @asynccontextmanager
-async def open_webhook(settings: Settings, metrics: Metrics) -> AsyncIterator[OutboundClient | None]:
+async def open_webhook(settings: Settings, metrics: Metrics, tuning: Tuning) -> AsyncIterator[OutboundClient | None]:
     """Open the client for the webhook; yield None if the settings name no webhook."""
     if settings.webhook_url is None:
         yield None
         return
-    async with open_webhook_client(
-        settings, settings.webhook_url.get_secret_value(), metrics.outbound_request
-    ) as client:
+    url, on_request = settings.webhook_url.get_secret_value(), metrics.outbound_request
+    async with open_webhook_client(settings, url, on_request, tuning.timeouts, tuning.host_pauses) as client:
         yield client
 
 

@@ -14,6 +14,7 @@ import structlog
 from indexer import __version__
 from indexer.daemon import Daemon, open_daemon
 from indexer.daemon_core import core_of
+from indexer.daemon_tuning import Tuning
 from indexer.monitoring.metrics import Metrics
 from indexer.process_setup import StopRequest, raise_file_limit, stop_on_signals, tune_garbage_collector
 from indexer.settings import Settings
@@ -24,8 +25,8 @@ from indexer.store.prepare_database import prepare_database, start_pause
 log = structlog.get_logger(__name__)
 
 
-async def run(settings: Settings, *, migrate_first: bool = True) -> int:
-    """Run the daemon until a signal arrives, and return the exit code.
+async def run(settings: Settings, *, migrate_first: bool = True, tuning: Tuning | None = None) -> int:
+    """Run the daemon until a signal arrives, and return the exit code. `tuning`: see `open_daemon`.
 
     Raises:
         SchemaVersionError: This release cannot use the version of the database schema.
@@ -39,7 +40,7 @@ async def run(settings: Settings, *, migrate_first: bool = True) -> int:
     with stop_on_signals(stop, settings.stop_timeout):
         async with database(url, settings.data_dir, on_restart=metrics.postgres_restarted, stage=postgres) as dsn:
             async with AsyncExitStack() as stack:
-                opened = partial(open_daemon, settings, dsn, metrics, [postgres], core)
+                opened = partial(open_daemon, settings, dsn, metrics, [postgres], core, tuning)
                 daemon = await _open_when_available(stack, opened, dsn, stop, migrate_first=migrate_first)
                 if daemon is None:
                     log.info("daemon.stopped")

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from indexer.clients import open_identities, open_outbound_client, stored_policy
-from indexer.daemon import KEY_LOOKUP_TIMEOUT_SECONDS
+from indexer.daemon_tuning import Tuning
 from indexer.monitoring.metrics import Metrics
 from indexer.service.live.dead_letter_replay import DeadLetterReplay
 from indexer.settings import Settings
@@ -24,6 +24,6 @@ async def open_replay(settings: Settings, store: Store) -> AsyncIterator[DeadLet
             identities,
             await stored_policy(settings, store),
             upstream_is_pds=settings.upstream == "pds",
-            key_timeout=KEY_LOOKUP_TIMEOUT_SECONDS,
+            key_timeout=Tuning().key_lookup_timeout,
         )
         await store.save_hosts(outbound.hosts.unsaved())

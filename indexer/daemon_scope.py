@@ -3,6 +3,7 @@
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 from indexer.concurrency.stage_progress import StageProgress
+from indexer.daemon_tuning import Tuning
 from indexer.monitoring.metrics import Metrics
 from indexer.outbound import OutboundClient
 from indexer.service.background.scope_narrowing import ScopeNarrowing
@@ -26,12 +27,31 @@ class DaemonScope:
         scope: CurrentScope,
         sources: Callable[[], Sequence[str]],
         reconciled_at: Callable[[], float | None],
+        tuning: Tuning,
     ) -> None:
         """Build the stages. `sources` returns the relays that list repos, `reconciled_at` the end of the last crawl."""
-        self._narrowing = ScopeNarrowing(store, scope, shard, metrics)
-        self._untracking = ScopeUntracking(store, scope, shard)
-        self._backfill = ScopeBackfill(store, outbound, scope, sources, shard, metrics)
-        self._discovery = SignalDiscovery(store, outbound, scope, sources, reconciled_at)
+        interval, settle = tuning.scope_interval, tuning.scope_settle
+        self._narrowing = ScopeNarrowing(
+            store, scope, shard, metrics, interval=interval, batch_size=tuning.narrowing_batch
+        )
+        self._untracking = ScopeUntracking(
+            store, scope, shard, interval=interval, retry=tuning.untracking_retry, batch_size=tuning.untracking_batch
+        )
+        self._backfill = ScopeBackfill(
+            store,
+            outbound,
+            scope,
+            sources,
+            shard,
+            metrics,
+            interval=interval,
+            settle=settle,
+            recheck=tuning.scope_rechecks,
+            recheck_poll=tuning.scope_recheck_poll,
+        )
+        self._discovery = SignalDiscovery(
+            store, outbound, scope, sources, reconciled_at, interval=interval, settle=settle
+        )
         self._lists_repos = shard.index == 0  # the lists are of all shards
 
     def progress(self) -> Iterator[StageProgress]:

@@ -131,7 +131,7 @@ async def no_task_left() -> AsyncIterator[None]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print why tests were skipped, a line for each reason, and what the passed crash tests have counted and measured."""
+    """Print why tests were skipped, a line for each reason, and what the passed crash tests have counted."""
     reasons = Counter(str(report.longrepr[2]) for report in terminalreporter.stats.get("skipped", ()))
     for reason, count in sorted(reasons.items()):
         terminalreporter.write_line(f"{count} skipped: {reason.removeprefix('Skipped: ')}")

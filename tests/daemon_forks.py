@@ -20,7 +20,11 @@ from typing import NamedTuple
 
 from indexer import crash_points
 from indexer.cli.command import ExitCode
-from indexer.cli.main import main
+from indexer.cli.main import exit_code, main
+from indexer.daemon_process import run
+from indexer.daemon_tuning import Tuning
+from indexer.monitoring.log import configure_logging
+from indexer.settings import load_settings
 from tests.background import running
 from tests.waiting import until
 
@@ -68,15 +72,21 @@ class DaemonFork:
         log: The log of all its processes.
         ended: How often it ended by itself with an error, for example because the database was unavailable while it
             started.
+        tuning: The intervals, timeouts and sizes of the next processes.
     """
 
     def __init__(
-        self, environment: dict[str, str], directory: Path, prepare: Callable[[], None] = do_not_prepare
+        self,
+        environment: dict[str, str],
+        directory: Path,
+        tuning: Tuning | None = None,
+        prepare: Callable[[], None] = do_not_prepare,
     ) -> None:
         """Create it, without a process. `prepare`, a function of a module, is called in each process at first."""
         self.log = directory / "daemon.log"
         self.ended = 0
         self._environment = environment
+        self.tuning = tuning or Tuning()
         self._prepare = prepare
         self._process: BaseProcess | None = None
         self._death: Death | None = None
@@ -102,7 +112,8 @@ class DaemonFork:
         """Start a process; with `death`, it kills itself at that moment, and is not started again."""
         self._death = death
         self._process = _context.Process(
-            target=_run, args=(self._environment, str(self.log), self._prepare, death, tuple(command))
+            target=_run,
+            args=(self._environment, str(self.log), self._prepare, death, tuple(command), self.tuning),
         )
         self._process.start()
 
@@ -183,8 +194,24 @@ class DaemonFork:
             self.start()
 
 
+def run_tuned(tuning: Tuning) -> int:
+    """Run a daemon with the settings of the environment, like `indexer run --no-migrate`; return its exit code."""
+
+    def start() -> int:
+        settings = load_settings()
+        configure_logging(settings.log_format, settings.log_level)
+        return asyncio.run(run(settings, migrate_first=False, tuning=tuning))
+
+    return exit_code(start)
+
+
 def _run(
-    environment: dict[str, str], log: str, prepare: Callable[[], None], death: Death | None, command: Sequence[str]
+    environment: dict[str, str],
+    log: str,
+    prepare: Callable[[], None],
+    death: Death | None,
+    command: Sequence[str],
+    tuning: Tuning,
 ) -> None:
     """Run the command in this process, with this environment and no other settings."""
     with open(log, "ab") as file:  # noqa: PTH123 - it stays open
@@ -197,7 +224,7 @@ def _run(
     prepare()
     if death is not None:
         _arm(death)
-    sys.exit(main(command))
+    sys.exit(run_tuned(tuning) if command == RUN else main(command))
 
 
 def _arm(death: Death) -> None:

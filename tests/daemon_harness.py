@@ -8,6 +8,7 @@ from typing import Any
 
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.daemon import Daemon, open_daemon
+from indexer.daemon_tuning import Tuning
 from indexer.process_setup import StopRequest
 from indexer.settings import Settings
 from tests import waiting
@@ -34,7 +35,9 @@ def settings_for(relay_url: str, plc_url: str, directory: Path, **changes: Any) 
 
 
 @asynccontextmanager
-async def run_daemon(settings: Settings, dsn: str, others: Sequence[StageProgress] = ()) -> AsyncIterator[Daemon]:
+async def run_daemon(
+    settings: Settings, dsn: str, others: Sequence[StageProgress] = (), tuning: Tuning | None = None
+) -> AsyncIterator[Daemon]:
     """Run the daemon for the duration of the block, and drain it at the end; raise what ended it early.
 
     Fail if the daemon blocked the event loop. Work of the test and of its local network does not count. `others` are
@@ -44,7 +47,7 @@ async def run_daemon(settings: Settings, dsn: str, others: Sequence[StageProgres
     ready: asyncio.Future[Daemon] = asyncio.get_running_loop().create_future()
 
     async def serve() -> None:
-        async with open_daemon(settings, dsn, others=others) as running:
+        async with open_daemon(settings, dsn, others=others, tuning=tuning) as running:
             ready.set_result(running)
             await running.run(stop)
 

@@ -12,15 +12,21 @@ EXPIRE_WAITS = """
     where sync_status = 'desynchronized' and next_attempt_at > now() and next_attempt_at < now() + interval '2 hours'
 """
 """Postponed attempts are due. A longer wait is one that the daemon must end by itself."""
+EXPIRE_REFRESHES = """
+    update indexer.identity set refresh_at = now()
+    where refresh_failures > 0 and refresh_at > now() and refresh_at < now() + interval '2 hours'
+"""
+"""Refreshes of identities that failed are due."""
 
 
-async def expire_waits(dsn: str) -> None:
-    """Execute `EXPIRE_WAITS` again and again, until cancelled."""
-    connection = await asyncpg.connect(dsn)
+async def expire_waits(dsn: str, interval: float = 0.1, settings: dict[str, str] | None = None) -> None:
+    """End the waits of repos and identities again and again, until cancelled. `settings` are those of its session."""
+    connection = await asyncpg.connect(dsn, server_settings=settings or {})
     try:
         while True:
             with suppress(asyncpg.DeadlockDetectedError):  # on a cluster, it locks rows of several nodes
                 await connection.execute(EXPIRE_WAITS)
-            await asyncio.sleep(0.1)
+                await connection.execute(EXPIRE_REFRESHES)
+            await asyncio.sleep(interval)
     finally:
         connection.terminate()

@@ -10,6 +10,7 @@ import pytest
 
 from indexer.daemon import connection_count, open_daemon
 from indexer.daemon_core import DaemonCore
+from indexer.daemon_tuning import Tuning
 from indexer.errors import BrokenInvariantError
 from indexer.localnet.local_network import LocalNetwork
 from indexer.process_setup import StopRequest
@@ -128,12 +129,10 @@ class Cycle:
         self.itself = self
 
 
+@pytest.mark.proof("daemon")
 @pytest.mark.slow
-async def test_garbage_is_collected_without_load(
-    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_garbage_is_collected_without_load(database: str, tmp_path: Path) -> None:
     """A lost connection with its prepared statements is such garbage, and usually in the oldest generation."""
-    monkeypatch.setattr("indexer.daemon.GARBAGE_SECONDS", 0.1)
     old = Cycle()
     freed = weakref.ref(old)
     gc.collect()
@@ -143,7 +142,11 @@ async def test_garbage_is_collected_without_load(
         del old
         async with (
             LocalNetwork() as network,
-            run_daemon(settings_for(network.relay_url, network.plc_url, tmp_path), database),
+            run_daemon(
+                settings_for(network.relay_url, network.plc_url, tmp_path),
+                database,
+                tuning=Tuning(garbage_interval=0.1),
+            ),
         ):
             await until(lambda: freed() is None)
     finally:

@@ -51,6 +51,7 @@ def peak_mib(pid: int) -> float:
     return int(line.split()[1]) / 1_024
 
 
+@pytest.mark.proof("daemon")
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak memory is read from /proc")
@@ -116,6 +117,7 @@ def serve_each_block_once(account: LocalAccount) -> None:
     account.pds.faults.append(Fault(GET_REPO, account.did, times=None, status=200, headers=headers, body=car(blocks)))
 
 
+@pytest.mark.proof("daemon")
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak memory is read from /proc")

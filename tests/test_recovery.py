@@ -43,6 +43,7 @@ async def rows(dsn: str, statement: str) -> list[tuple[Any, ...]]:
         await connection.close()
 
 
+@pytest.mark.proof("daemon")
 @pytest.mark.parametrize("relay_window", [None, 30])
 async def test_restored_database_ends_equal_to_the_network(
     database: str, empty_database: str, tmp_path: Path, relay_window: int | None
@@ -75,6 +76,7 @@ async def test_restored_database_ends_equal_to_the_network(
         await assert_change_log_consistent(empty_database)
 
 
+@pytest.mark.proof("daemon")
 async def test_embedded_database_moves_to_a_server(empty_database: str, tmp_path: Path) -> None:
     backup = tmp_path / "indexer.dump"
     embedded = {"INDEXER_DATA_DIR": str(tmp_path / "data")}
@@ -106,6 +108,7 @@ async def test_restore_changes_nothing_in_a_database_that_is_in_use(database: st
     assert [path.name for path in tmp_path.iterdir()] == ["indexer.dump"]
 
 
+@pytest.mark.proof("daemon")
 async def test_restore_into_the_embedded_database_names_its_directory(database: str, tmp_path: Path) -> None:
     backup, data = tmp_path / "indexer.dump", {"INDEXER_DATA_DIR": str(tmp_path / "data")}
     await indexer("backup", str(backup), INDEXER_DATABASE_URL=database)
@@ -117,6 +120,7 @@ async def test_restore_into_the_embedded_database_names_its_directory(database: 
     assert "INDEXER_DATABASE_URL" not in result.stderr
 
 
+@pytest.mark.proof("daemon")
 async def test_backup_and_restore_use_the_options_in_the_url(
     database: str, empty_database: str, tmp_path: Path
 ) -> None:

@@ -92,6 +92,7 @@ def create_posts(accounts: list[LocalAccount]) -> None:
         account.create(POST, {"$type": POST})
 
 
+@pytest.mark.proof("daemon")
 @pytest.mark.parametrize("arguments", [[], ["--processes", "2"]], ids=["one-process", "two-processes"])
 @pytest.mark.parametrize("second_signal", [False, True], ids=["one-signal", "two-signals"])
 async def test_a_stop_ends_in_time_while_postgres_hangs_and_nothing_is_lost(
@@ -122,6 +123,7 @@ async def test_a_stop_ends_in_time_while_postgres_hangs_and_nothing_is_lost(
             await assert_change_log_consistent(dsn)
 
 
+@pytest.mark.proof("daemon")
 async def test_a_second_signal_ends_at_once_while_the_embedded_postgres_hangs(tmp_path: Path) -> None:
     async with LocalNetwork() as network:
         accounts = [network.create_account(f"a{number}.test") for number in range(8)]

@@ -79,6 +79,7 @@ async def previous_daemon(release: Path, network: LocalNetwork, dsn: str, direct
         await process.wait()
 
 
+@pytest.mark.proof("daemon")
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 async def test_previous_release_runs_on_the_present_schema_until_the_present_daemon_takes_over(
@@ -117,6 +118,7 @@ async def test_previous_release_runs_on_the_present_schema_until_the_present_dae
         await assert_change_log_consistent(dsn)
 
 
+@pytest.mark.proof("daemon")
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 async def test_both_feeds_deliver_what_the_previous_release_writes(

@@ -5,7 +5,7 @@ Results go to stdout, log lines and errors to stderr.
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -120,8 +120,13 @@ def commands(context: click.Context, /, config: Path | None) -> None:  # noqa: A
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that `arguments` name, and return the exit code. Default: the arguments of the process."""
+    return exit_code(lambda: commands.main(arguments, prog_name="indexer", standalone_mode=False))
+
+
+def exit_code(run: Callable[[], Any]) -> int:
+    """Call a function; return the exit code that it returns, or 0, or that of its error, which is reported."""
     try:
-        code: Any = commands.main(arguments, prog_name="indexer", standalone_mode=False)
+        code = run()
         sys.stdout.flush()
     except (click.ClickException, SettingsError) as error:
         return report_error(_message(error), ExitCode.BAD_ARGUMENT)

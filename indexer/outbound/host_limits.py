@@ -33,7 +33,6 @@ FAILURE_THRESHOLD = 5
 FIRST_PAUSE = 30.0
 MAX_PAUSE = 3_600.0
 MAX_PAUSE_CONFIGURED = 60.0
-"""For hosts in the settings, because all work depends on them."""
 LONGEST_PAUSE = 2 * MAX_PAUSE
 """A longer pause is over: it began before the clock was set back."""
 
@@ -129,6 +128,7 @@ class _Host:
     name: str
     rate: AsyncLimiter
     slots: Semaphore
+    first_pause: float
     max_pause: float
     users: int = 0
     probing: bool = False
@@ -177,7 +177,7 @@ class _Host:
         self.consecutive_failures += 1
         excess = self.consecutive_failures - FAILURE_THRESHOLD
         if excess >= 0:
-            pause = backoff_seconds(excess + 1, self.name, first=FIRST_PAUSE, maximum=self.max_pause)
+            pause = backoff_seconds(excess + 1, self.name, first=self.first_pause, maximum=self.max_pause)
             self._pause(FetchFailure.HOST_PAUSED, now + pause)
 
     def _record_response(self, pause: float | None, now: float) -> None:
@@ -203,6 +203,21 @@ class _SharedLimit:
 
 
 @dataclass(frozen=True, slots=True)
+class HostPauses:
+    """Pauses of hosts whose requests fail, in seconds.
+
+    Attributes:
+        first: The first pause. Each failure doubles it.
+        maximum: The longest pause.
+        max_configured: The longest pause of hosts in the settings, because all work depends on them.
+    """
+
+    first: float = FIRST_PAUSE
+    maximum: float = MAX_PAUSE
+    max_configured: float = MAX_PAUSE_CONFIGURED
+
+
+@dataclass(frozen=True, slots=True)
 class RateLimits:
     """Limits of outbound requests.
 
@@ -212,6 +227,7 @@ class RateLimits:
         total: Requests per second to all hosts.
         total_concurrency: Concurrent requests to all hosts.
         configured_hosts: Requests per second to each host in the settings, by `host_of`. They share no limits.
+        pauses: Pauses of hosts whose requests fail.
     """
 
     host: float = 10.0
@@ -219,6 +235,7 @@ class RateLimits:
     total: float = 100.0
     total_concurrency: int = 256
     configured_hosts: Mapping[str, float] = field(default_factory=dict)
+    pauses: HostPauses = field(default_factory=HostPauses)
 
 
 class HostLimits:
@@ -360,15 +377,16 @@ class HostLimits:
             reason = FetchFailure.HOST_PAUSED
             detail = f"{host.name} failed {host.consecutive_failures} times, {host.last_error}"
         self._on_request(reason)
-        raise UnavailableError(reason, detail, retry_after=left if left > 0 else FIRST_PAUSE, host=host.name)
+        raise UnavailableError(reason, detail, retry_after=left if left > 0 else host.first_pause, host=host.name)
 
     def _host(self, name: str) -> _Host:
         host = self._hosts.get(name)
         if host is None:
             self._evict()
             rate, slots = self._rates.configured_hosts.get(name), Semaphore(self._rates.host_concurrency)
-            max_pause = MAX_PAUSE if rate is None else MAX_PAUSE_CONFIGURED
-            host = self._hosts[name] = _Host(name, _limiter(rate or self._rates.host), slots, max_pause)
+            pauses = self._rates.pauses
+            max_pause = pauses.maximum if rate is None else pauses.max_configured
+            host = self._hosts[name] = _Host(name, _limiter(rate or self._rates.host), slots, pauses.first, max_pause)
         self._hosts.move_to_end(name)
         return host
 

@@ -18,6 +18,7 @@ from indexer.sync.gap import Gap, OpenGap
 from indexer.sync.shard import Shard
 
 REFRESH_SECONDS = 5.0
+"""Interval at which the gaps are loaded again."""
 
 log = structlog.get_logger(__name__)
 
@@ -31,10 +32,11 @@ class OpenGaps:
             were loaded for the first time.
     """
 
-    def __init__(self, store: Store, shard: Shard, metrics: Metrics) -> None:
+    def __init__(self, store: Store, shard: Shard, metrics: Metrics, interval: float = REFRESH_SECONDS) -> None:
         self._store = store
         self._shard = shard
         self._metrics = metrics
+        self._interval = interval
         self._opened = asyncio.Event()
         self.stage = StageProgress("open gaps")
         self.gaps: Sequence[OpenGap] | None = None
@@ -89,7 +91,7 @@ class OpenGaps:
 
     async def run(self) -> NoReturn:
         """Refresh periodically: another process may have closed gaps."""
-        await run_periodically(self.refresh, REFRESH_SECONDS, self.stage)
+        await run_periodically(self.refresh, self._interval, self.stage)
 
     async def wait_until_opened(self, seconds: float) -> None:
         """Wait until a gap is open, at most for `seconds`."""

@@ -53,8 +53,6 @@ LOAD_REPOS = f"""
 """
 """Takes DIDs and their buckets."""
 SMALL_BATCH_PAUSE = 60.0
-"""Seconds in which no batch is written with one statement after one was not as planned. While a collection is added to
-the scope, for example, many commits are about records that are not stored yet, and would be written twice."""
 _READ_ALL_NODES = "select count(*) from indexer.resync_queue where priority = 0"
 """The table has one such row for each bucket, so that a part of it is on each node of a cluster."""
 
@@ -64,11 +62,15 @@ class Store(ResyncMethods, ScopeMethods, AccountMethods, LinkMethods, FeedMethod
 
     Attributes:
         keeps_links: Links are kept in batches of this process. None: each batch asks the database.
+        small_batch_pause: Seconds in which no batch is written with one statement after one was not as planned. While a
+            collection is added to the scope, for example, many commits are about records that are not stored yet, and
+            would be written twice.
     """
 
     def __init__(self, pool: asyncpg.Pool, connections: int, dsn: str) -> None:
         super().__init__(pool, connections, dsn)
         self.keeps_links: bool | None = None
+        self.small_batch_pause = SMALL_BATCH_PAUSE
         self._small_batches_from = -inf
 
     # The live path: repos, batches, cursor, shard.
@@ -103,7 +105,7 @@ class Store(ResyncMethods, ScopeMethods, AccountMethods, LinkMethods, FeedMethod
         small = small_batch(batch) if is_possible and self.keeps_links is False else None
         if small is None:
             return None
-        self._small_batches_from = monotonic() + SMALL_BATCH_PAUSE  # unless this one is written
+        self._small_batches_from = monotonic() + self.small_batch_pause  # unless this one is written
         try:
             applied = await self._apply_small(small)
         except NotAsPlannedError:

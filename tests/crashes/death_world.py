@@ -9,22 +9,26 @@ from random import Random
 
 import asyncpg
 
+from indexer.daemon_tuning import Tuning
 from indexer.localnet.local_account import LocalAccount
 from indexer.localnet.local_network import LocalNetwork, did_of
 from indexer.localnet.scenario import NOTE, Scenario
+from indexer.store import Store
 from tests.background import running
-from tests.crashes.short_waits import wait_little
-from tests.daemon_forks import DaemonFork, Death
+from tests.daemon_forks import DaemonFork, Death, do_not_prepare
 from tests.daemon_process import daemon_environment
 from tests.database_checks import apply_strictly, fetch, wait_until_equal
 from tests.lost_commits import active_account, lose_commit
+from tests.numbered_changes import number_changes
 from tests.passed_time import EXPIRE_LEASES, expire_waits
+from tests.quick_tuning import MORTAL
 from tests.waiting import until
 
 CONSUMER = "crashes"
 EVENTS_OF_A_NEW_ACCOUNT = 4
 STEPS = 400
 """Steps of the scenario. Account events are at each fifth of them."""
+FIRST_STEPS = 12
 
 _NEXT = "select did, collection, rkey, action, cid, rev from atproto.next_changes($1, 100000) order by seq"
 _STORED = "select did, collection, rkey, atproto.cid_text(cid) from indexer.record"
@@ -32,6 +36,7 @@ _UNSETTLED = """
     select (select count(*) from indexer.buffered_event) + (select count(*) from indexer.gap where closed_at is null)
         + (select count(*) from indexer.repo where sync_status = 'in-progress')
         + (select count(*) from indexer.unnumbered_batch)
+        + (select coalesce(sum(repos - complete), 0) from atproto.scope_progress)
 """
 
 Act = Callable[["DeathWorld"], Coroutine[None, None, None]]
@@ -41,27 +46,44 @@ class DeathWorld:
     """The network, the database and the daemon.
 
     Attributes:
+        store: For commands of the operator.
         deaths: How often the daemon has died, by the moment.
         changes: All entries of the change log that a consumer has read.
     """
 
     def __init__(
-        self, network: LocalNetwork, dsn: str, directory: Path, seed: int, prepare: Callable[[], None]
+        self,
+        network: LocalNetwork,
+        dsn: str,
+        directory: Path,
+        store: Store,
+        sql: asyncpg.Connection,
+        seed: int,
+        prepare: Callable[[], None],
     ) -> None:
         self.network = network
         self.dsn = dsn
         self.random = Random(seed)
+        self.store = store
         self.deaths = Counter[Death | None]()
         self.changes: list[asyncpg.Record] = []
+        self._sql = sql
         self._environment = daemon_environment(network, dsn, directory) | {"INDEXER_RESYNC_WORKERS": "2"}
-        self.daemon = DaemonFork(self._environment, directory, prepare)
+        self._first_environment = dict(self._environment)
+        self.daemon = DaemonFork(self._environment, directory, MORTAL, prepare)
         self._scenario = Scenario(network, seed=seed)
         self._steps = 0
         self._names = 0
 
-    def change_settings(self, settings: Mapping[str, str]) -> None:
-        """Change settings of the next processes; the names are those of docs/settings.md in lower case."""
+    def change_settings(self, settings: Mapping[str, str], tuning: Tuning = MORTAL) -> None:
+        """Let the next processes have these settings, with the names in docs/settings.md in lower case, and no others.
+
+        They also have this tuning.
+        """
+        self._environment.clear()
+        self._environment.update(self._first_environment)
         self._environment.update({f"INDEXER_{name.upper()}": value for name, value in settings.items()})
+        self.daemon.tuning = tuning
 
     def act(self, steps: int) -> None:
         """Let accounts write."""
@@ -107,11 +129,17 @@ class DeathWorld:
         await self.count_death(None)
 
     async def count_death(self, death: Death | None) -> None:
+        """Compare the change log with the records that the process has left, and let its leases expire."""
         self.deaths[death] += 1
+        await number_changes(self.store, self._sql)
+        await self.check_change_log()
         await self.execute(EXPIRE_LEASES)
 
     async def settle(self) -> None:
-        """Run a daemon until the database is equal to the network; compare the change log with it."""
+        """Run a daemon without faults until the database is equal to the network; compare the change log with it."""
+        for pds in self.network.pdses:
+            pds.faults.clear()  # one that has not fired would occupy a worker for ten minutes
+        self.network.relay.window = None
         self.daemon.start()
         await self.check()
         self.daemon.kill()
@@ -123,21 +151,20 @@ class DeathWorld:
             await until(self._is_settled)
         except AssertionError as error:
             raise AssertionError(f"{error}: {self.daemon.log_tail()}") from error
-        await self._check_change_log()
+        await self.check_change_log()
 
-    async def read_changes(self) -> None:
-        """Let the consumer read all new changes.
-
-        A page counts as read once Postgres has returned it. So a cancellation waits for the page that was asked for.
-        """
-        more = True
-        while more:
-            reading = asyncio.create_task(self._read_page())
-            try:
-                more = await asyncio.shield(reading)
-            except asyncio.CancelledError:
-                await reading
-                raise
+    async def check_change_log(self) -> None:
+        """Assert that the log gives the stored records, in one snapshot, and that no change was logged twice."""
+        async with self._sql.transaction(isolation="repeatable_read"):
+            read = list[asyncpg.Record]()
+            while page := await self._sql.fetch(_NEXT, CONSUMER):
+                read += page
+            stored = await self._sql.fetch(_STORED)
+        self.changes += read
+        folded = apply_strictly([row[:5] for row in self.changes if row["rkey"] is not None])
+        assert folded == {row[:3]: row[3] for row in stored}
+        proven = Counter([tuple(row) for row in self.changes if row["rkey"] is not None and row["rev"] is not None])
+        assert [row for row, times in proven.items() if times > 1] == []
 
     async def feed_is_saved(self) -> bool:
         """Return True if the feed has stored that everything was delivered."""
@@ -151,28 +178,9 @@ class DeathWorld:
     async def execute(self, statement: str, *values: object) -> list[asyncpg.Record]:
         return await fetch(self.dsn, statement, *values)
 
-    async def _read_page(self) -> bool:
-        """Let the consumer read a page of changes; return False if there are none."""
-        page = await self.execute(_NEXT, CONSUMER)
-        self.changes += page
-        return bool(page)
-
     async def _is_settled(self) -> bool:
         [(unsettled,)] = await self.execute(_UNSETTLED)
         return bool(unsettled == 0)
-
-    async def _log_gives_records(self) -> bool:
-        """Return True if the log gives the stored records, unless a record was written after the log was read."""
-        await self.read_changes()
-        stored = await self.execute(_STORED)
-        folded = apply_strictly([row[:5] for row in self.changes if row["rkey"] is not None])
-        return folded == {row[:3]: row[3] for row in stored}
-
-    async def _check_change_log(self) -> None:
-        """Assert that the log gives the stored records, and that no change was logged twice."""
-        await until(self._log_gives_records)
-        proven = Counter([tuple(row) for row in self.changes if row["rkey"] is not None and row["rev"] is not None])
-        assert [row for row, times in proven.items() if times > 1] == []
 
     def _name(self) -> str:
         self._names += 1
@@ -186,28 +194,33 @@ async def death_world(
     settings: Mapping[str, str] | None = None,
     *,
     seed: int = 1,
-    prepare: Callable[[], None] = wait_little,
+    steps: int = FIRST_STEPS,
+    prepare: Callable[[], None] = do_not_prepare,
     network: LocalNetwork | None = None,
 ) -> AsyncIterator[DeathWorld]:
     """Run accounts on a network, a new one or the given one. All are indexed when the block begins, without a daemon.
 
-    `settings` are those of the processes in the block. None of these may end with an error.
+    `settings` are those of the processes in the block. None of these may end with an error. `prepare` is called in each
+    process.
     """
     if network is None:
         async with (
             LocalNetwork() as new,
-            death_world(dsn, directory, settings, seed=seed, prepare=prepare, network=new) as world,
+            death_world(dsn, directory, settings, seed=seed, steps=steps, prepare=prepare, network=new) as world,
         ):
             yield world
         return
-    world = DeathWorld(network, dsn, directory, seed, prepare)
+    store, sql = await Store.open(dsn, connections=2), await asyncpg.connect(dsn)
+    world = DeathWorld(network, dsn, directory, store, sql, seed, prepare)
     await world.execute("select atproto.register_reader($1, 0)", CONSUMER)
-    world.act(12)
-    async with running(expire_waits(dsn)):
-        try:
+    world.act(steps)
+    try:
+        async with running(expire_waits(dsn)):
             await world.settle()
             world.change_settings(settings or {})
             yield world
-        finally:
-            world.daemon.close()
-        assert world.daemon.ended == 0, world.daemon.log_tail()
+    finally:
+        world.daemon.close()
+        await sql.close()
+        await store.close()
+    assert world.daemon.ended == 0, world.daemon.log_tail()

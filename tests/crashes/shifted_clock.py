@@ -10,7 +10,6 @@ from pathlib import Path
 
 import asyncpg
 
-from tests.crashes.short_waits import wait_little
 from tests.database_checks import fetch
 
 _REPLACE_FUNCTIONS = """
@@ -66,9 +65,8 @@ class Offset:
         new.replace(self.file)
 
 
-def wait_little_with_wrong_clock(file: Path) -> None:
-    """Shorten the waits of this process, and let it read the time with the offset in this file."""
-    wait_little()
+def read_wrong_clock(file: Path) -> None:
+    """Let this process read the time with the offset in this file."""
     right = time.time
 
     def wrong() -> float:

@@ -18,21 +18,27 @@ from indexer.localnet.scenario import NOTE
 from indexer.outbound.host_limits import FAILURE_THRESHOLD
 from indexer.reasons import Rejection
 from tests.crashes.death_world import DeathWorld, death_world
-from tests.crashes.shifted_clock import Offset, wait_little_with_wrong_clock
+from tests.crashes.shifted_clock import Offset, read_wrong_clock
 from tests.lost_commits import lose_commit
 from tests.waiting import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 HOUR, DAY = 3_600, 86_400
-JUMPS = pytest.mark.parametrize(
-    ("seconds", "both"),
-    [
-        pytest.param(HOUR, False, id="an hour"),
-        pytest.param(DAY, False, id="a day"),
-        pytest.param(DAY, True, id="a day with the database", marks=pytest.mark.one_server("it has one clock")),
-    ],
-)
+
+
+def jumps(of_a_day: pytest.MarkDecorator) -> pytest.MarkDecorator:
+    """Return the parameters of a test: seconds, and True if the clock of the database jumps, too."""
+    proof, one_clock = pytest.mark.proof("crashes"), pytest.mark.one_server("it has one clock")
+    return pytest.mark.parametrize(
+        ("seconds", "both"),
+        [
+            pytest.param(HOUR, False, id="an hour", marks=proof),
+            pytest.param(DAY, False, id="a day", marks=of_a_day),
+            pytest.param(DAY, True, id="a day with the database", marks=[proof, one_clock]),
+        ],
+    )
+
 
 # transaction_timestamp() is always the right time.
 _WAITS = """
@@ -49,7 +55,7 @@ async def clock_world(dsn: str, directory: Path, both: bool) -> AsyncIterator[tu
     offset = Offset(directory / "offset")
     if both:
         await offset.include_database(dsn)
-    prepare = partial(wait_little_with_wrong_clock, offset.file)
+    prepare = partial(read_wrong_clock, offset.file)
     async with death_world(dsn, directory, prepare=prepare) as world:
         world.daemon.start()
         await world.check()
@@ -61,7 +67,7 @@ async def is_ready(world: DeathWorld) -> bool:
         return [(await client.get(path)).status_code for path in ("/healthz", "/readyz")] == [200, 200]
 
 
-@JUMPS
+@jumps(pytest.mark.slow)
 async def test_daemon_continues_after_its_clock_was_ahead(
     database: str, tmp_path: Path, seconds: int, both: bool
 ) -> None:
@@ -82,7 +88,7 @@ async def test_daemon_continues_after_its_clock_was_ahead(
         await until(partial(is_ready, world), world.daemon.log_tail)
 
 
-@JUMPS
+@jumps(pytest.mark.proof("crashes"))
 async def test_lease_of_a_daemon_whose_clock_was_ahead_does_not_last(
     database: str, tmp_path: Path, seconds: int, both: bool
 ) -> None:
@@ -98,7 +104,7 @@ async def test_lease_of_a_daemon_whose_clock_was_ahead_does_not_last(
         await world.check()
 
 
-@JUMPS
+@jumps(pytest.mark.proof("crashes"))
 async def test_daemon_continues_after_its_clock_was_behind(
     database: str, tmp_path: Path, seconds: int, both: bool
 ) -> None:

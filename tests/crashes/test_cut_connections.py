@@ -5,6 +5,7 @@ The daemon recovers by itself: it is one process from the beginning to the end o
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 
@@ -19,9 +20,6 @@ from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-DATABASE_CUTS = 100
-"""Each one comes a message later than the previous one. A batch takes about 20 messages, a resync about 60."""
-HTTP_CUTS = 20
 MESSAGES_PER_START, MIN_STARTS = 10, 15
 GROUP = 20
 """Cuts after which everything is compared."""
@@ -34,8 +32,6 @@ DATABASE_KINDS = {
 }
 REQUEST_KINDS = {"client head", "server head", "server body"}
 STREAM_KINDS = {"client upgrade", "server upgrade", "server frame"}
-HTTP_KINDS = {"relay": REQUEST_KINDS | STREAM_KINDS, "plc": REQUEST_KINDS, "pds": REQUEST_KINDS}
-"""The kinds of messages before which a connection was broken at least once. Others may have been, too."""
 
 
 async def cut_repeatedly(
@@ -88,15 +84,7 @@ def write_and_join(world: DeathWorld) -> None:
     write_and_lose(world)
 
 
-async def test_connections_to_the_database_break_at_each_message(
-    database: str, tmp_path: Path, record_property: Callable[[str, object], None]
-) -> None:
-    proxy = DatabaseProxy(database)
-    async with proxy.serve(), death_world(database, tmp_path, {"database_url": proxy.dsn}) as world:
-        cuts = await cut_repeatedly(world, proxy, DATABASE_CUTS, DATABASE_KINDS, write_and_lose)
-    record_property("cuts", f"database: {cuts}")
-
-
+@pytest.mark.proof("crashes")
 async def test_connections_to_the_database_break_while_the_daemon_starts(
     database: str, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
@@ -125,16 +113,48 @@ def has_started(world: DeathWorld, before: int) -> bool:
     return starts_of(world) > before
 
 
-@pytest.mark.parametrize("server", ["relay", "plc", "pds"])
+SERVERS = {
+    "database": (100, DATABASE_KINDS),
+    "relay": (20, REQUEST_KINDS | STREAM_KINDS),
+    "plc": (20, REQUEST_KINDS),
+    "pds": (20, REQUEST_KINDS),
+}
+"""The number of cuts, and the kinds of messages before which a connection is broken at least once.
+
+Each cut is a message later than the previous one. A batch takes about 20 messages of the database, a resync about 60.
+"""
+SAMPLES = {"database": 10, "relay": 5}
+"""Cuts that `make test` has."""
+
+
+@pytest.mark.parametrize(
+    ("server", "cuts", "kinds"),
+    [
+        *(pytest.param(name, *case, id=name, marks=pytest.mark.proof("crashes")) for name, case in SERVERS.items()),
+        *(pytest.param(name, cuts, set(), id=f"{name}, sample") for name, cuts in SAMPLES.items()),
+    ],
+)
 async def test_connections_to_a_server_break_at_each_message(
-    database: str, tmp_path: Path, record_property: Callable[[str, object], None], server: str
+    database: str,
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
+    server: str,
+    cuts: int,
+    kinds: set[str],
 ) -> None:
     """The URLs in settings and identities name a proxy in place of the server."""
-    async with LocalNetwork() as network:
-        hidden = {"relay": network.relay, "plc": network.plc, "pds": network.pdses[0]}[server]
-        proxy = HttpProxy(hidden.port)
-        async with proxy.serve():
+    async with LocalNetwork() as network, AsyncExitStack() as stack:
+        settings: dict[str, str] = {}
+        if server == "database":
+            proxy: TcpProxy = (of_database := DatabaseProxy(database))
+            await stack.enter_async_context(proxy.serve())
+            settings["database_url"] = of_database.dsn
+        else:
+            hidden = {"relay": network.relay, "plc": network.plc, "pds": network.pdses[0]}[server]
+            proxy = HttpProxy(hidden.port)
+            await stack.enter_async_context(proxy.serve())
             hidden.port = proxy.port
-            async with death_world(database, tmp_path, network=network) as world:
-                cuts = await cut_repeatedly(world, proxy, HTTP_CUTS, HTTP_KINDS[server], write_and_join)
-    record_property("cuts", f"{server}: {cuts}")
+        world = await stack.enter_async_context(death_world(database, tmp_path, settings, network=network))
+        work = write_and_lose if server == "database" else write_and_join
+        done = await cut_repeatedly(world, proxy, cuts, kinds, work)
+        record_property("cuts", f"{server}: {done}")

@@ -19,7 +19,7 @@ from tests.database_server import dsn_of
 from tests.lost_commits import lose_commit
 from tests.waiting import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.proof("crashes"), pytest.mark.timeout(300)]
 
 MIB = 1 << 20
 TABLESPACE = "small"

@@ -1,6 +1,6 @@
 """The stream is faster than the database: memory stays bounded, the socket is slowed, and nothing is skipped.
 
-`make overload MINUTES=10` does this for longer.
+`make proof PART=overload MINUTES=10` does this for longer.
 """
 
 import asyncio
@@ -16,11 +16,11 @@ from indexer.daemon import INBOX_BYTES
 from indexer.localnet.local_network import LocalNetwork
 from indexer.localnet.scenario import NOTE
 from tests.background import running
-from tests.crashes.short_waits import wait_little
 from tests.daemon_forks import DaemonFork
 from tests.daemon_process import daemon_environment
 from tests.database_checks import assert_change_log_consistent, wait_until_equal
 from tests.database_proxy import DatabaseProxy
+from tests.quick_tuning import MORTAL
 
 MAX_MIB = 400
 """Messages of 64 MiB in the inbox, decoded and with the rows of the batch that is written, and 100 MiB without any."""
@@ -100,7 +100,7 @@ def value_of(name: str, lines: str) -> str:
     return value
 
 
-@pytest.mark.slow
+@pytest.mark.proof("overload")
 @pytest.mark.timeout(0)  # it runs for as long as the option says, and each wait has a limit
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the memory is read from /proc")
 @pytest.mark.parametrize("window", [None, FEW], ids=["the relay keeps all messages", "the relay forgets some"])
@@ -118,7 +118,7 @@ async def test_stream_faster_than_the_database(
     async with proxy.serve(), LocalNetwork() as network:
         network.relay.max_lag = MAX_LAG
         load = Load(network)
-        daemon = DaemonFork(daemon_environment(network, proxy.dsn, tmp_path), tmp_path, wait_little)
+        daemon = DaemonFork(daemon_environment(network, proxy.dsn, tmp_path), tmp_path, MORTAL)
         daemon.start()
         try:
             await wait_until_equal(network, database, min_records=ACCOUNTS)

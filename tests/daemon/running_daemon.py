@@ -13,6 +13,7 @@ from indexer.atproto.limits import Limits
 from indexer.cli.demo import NetworkComparison, compare
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.daemon import Daemon
+from indexer.daemon_tuning import Tuning
 from indexer.localnet.local_account import LocalAccount
 from indexer.localnet.local_network import LocalNetwork, RecordsByRepo
 from indexer.localnet.local_pds import GET_REPO
@@ -24,6 +25,7 @@ from indexer.sync.frames import decode_frame
 from tests.daemon_harness import run_daemon, settings_for, wait_for_cursor
 from tests.database_checks import fetch
 from tests.lost_commits import lose_commit
+from tests.quick_tuning import QUICK
 from tests.waiting import until
 
 POST = "app.bsky.feed.post"
@@ -191,15 +193,16 @@ async def running_daemon(
     directory: Path,
     network: LocalNetwork | None = None,
     others: Sequence[StageProgress] = (),
+    tuning: Tuning = QUICK,
     **settings: Any,
 ) -> AsyncIterator[RunningDaemon]:
     """Run a daemon on a network that is already running, or on a new one."""
     if network is None:
-        async with LocalNetwork() as new, running_daemon(dsn, directory, new, others, **settings) as daemon:
+        async with LocalNetwork() as new, running_daemon(dsn, directory, new, others, tuning, **settings) as daemon:
             yield daemon
         return
     loaded = settings_for(network.relay_url, network.plc_url, directory, **settings)
-    async with run_daemon(loaded, dsn, others) as stages:
+    async with run_daemon(loaded, dsn, others, tuning) as stages:
         yield RunningDaemon(network, stages, dsn, loaded.limits)
 
 

@@ -17,7 +17,7 @@ from tests.sync.test_planning_cost import ENDS, ITEMS, list_of
 from tests.waiting import until
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.proof("daemon"),
     pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the processor time is read from /proc"),
 ]
 

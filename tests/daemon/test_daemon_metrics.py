@@ -15,8 +15,6 @@ from tests.daemon.running_daemon import RunningDaemon, running_daemon
 from tests.monitoring.prometheus_programs import needs_promtool
 from tests.waiting import until
 
-pytestmark = pytest.mark.slow
-
 
 class Scrape:
     """One scrape of all metrics of a daemon."""
@@ -39,6 +37,7 @@ def complaints(text: str) -> tuple[int, str]:
     return result.returncode, result.stdout + result.stderr
 
 
+@pytest.mark.proof("browser")
 @needs_promtool
 async def test_linter_of_prometheus_has_no_complaint_about_a_running_daemon(database: str, tmp_path: Path) -> None:
     async with running_daemon(database, tmp_path) as daemon:
@@ -48,25 +47,9 @@ async def test_linter_of_prometheus_has_no_complaint_about_a_running_daemon(data
     assert complaints(text) == (0, "")
 
 
-async def test_every_gauge_without_labels_has_a_value_while_the_daemon_runs(database: str, tmp_path: Path) -> None:
-    async with running_daemon(database, tmp_path) as daemon:
-        daemon.create_account("ada.test")
-        await daemon.wait_for_cursor()
-        await until(lambda: Scrape(daemon).total("indexer_ready") == 1, daemon.stages.probe.ready)
-        scrape = Scrape(daemon)
-        gauges = [metric.name for metric in METRICS.values() if metric.kind == "gauge" and not metric.labels]
-        assert [name for name in gauges if math.isnan(scrape.total(name))] == []
-        core = daemon.stages.core
-        assert scrape.total("indexer_core_info", {"core": core.name, "version": core.version}) == 1
-        relay = {"relay": daemon.network.relay_url}
-        assert scrape.total("indexer_relay_connected", relay) == 1
-        assert 0 <= scrape.total("indexer_cursor_age_seconds", relay) < 60
-        assert 0 < scrape.total("indexer_data_disk_free_bytes") < scrape.total("indexer_data_disk_size_bytes")
-
-
-async def test_received_messages_are_the_sum_of_outcomes_and_queued_messages_at_every_scrape(
-    database: str, tmp_path: Path
-) -> None:
+@pytest.mark.slow
+async def test_metrics_of_a_running_daemon(database: str, tmp_path: Path) -> None:
+    """Received messages are the sum of outcomes and queued ones, each gauge has a value, a failing host is shown."""
     async with running_daemon(database, tmp_path) as daemon:
         account = daemon.create_account("ada.test", records=200)
         daemon.lose_commit(account)
@@ -80,10 +63,15 @@ async def test_received_messages_are_the_sum_of_outcomes_and_queued_messages_at_
             return received > 200 and queued == 0
 
         await until(is_conserved_and_settled)
-
-
-async def test_failing_host_and_what_follows_from_it_are_shown(database: str, tmp_path: Path) -> None:
-    async with running_daemon(database, tmp_path) as daemon:
+        await until(lambda: Scrape(daemon).total("indexer_ready") == 1, daemon.stages.probe.ready)
+        scrape = Scrape(daemon)
+        gauges = [metric.name for metric in METRICS.values() if metric.kind == "gauge" and not metric.labels]
+        assert [name for name in gauges if math.isnan(scrape.total(name))] == []
+        core, relay = daemon.stages.core, {"relay": daemon.network.relay_url}
+        assert scrape.total("indexer_core_info", {"core": core.name, "version": core.version}) == 1
+        assert scrape.total("indexer_relay_connected", relay) == 1
+        assert 0 <= scrape.total("indexer_cursor_age_seconds", relay) < 60
+        assert 0 < scrape.total("indexer_data_disk_free_bytes") < scrape.total("indexer_data_disk_size_bytes")
         daemon.network.plc.faults.append(Fault("", status=500, times=None))
         for number in range(10):
             daemon.create_account(f"a{number}.test", records=1)

@@ -5,19 +5,18 @@ from random import Random
 
 import pytest
 
-from indexer.cli.demo import compare
 from indexer.localnet.local_network import LocalNetwork
 from indexer.localnet.scenario import Scenario
 from tests.background import running
-from tests.daemon.running_daemon import RunningDaemon, running_daemon
+from tests.daemon.running_daemon import running_daemon
 from tests.database_checks import assert_change_log_consistent
 from tests.lost_commits import active_account, lose_commit
-from tests.passed_time import EXPIRE_LEASES, EXPIRE_WAITS
+from tests.passed_time import EXPIRE_LEASES, expire_waits
 from tests.store.change_log_helpers import connected
 from tests.waiting import until
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.proof("daemon"),
     pytest.mark.timeout(600),
     pytest.mark.one_server("Citus has no triggers on distributed tables"),
 ]
@@ -77,23 +76,7 @@ async def be_in_the_way(database: str) -> None:
             await sql.execute(WAIT)
 
 
-async def resync_until_equal(daemon: RunningDaemon) -> None:
-    """Make the attempts of all repos due at once, until the database equals the network, and no resync is running.
-
-    The resync of an account that was hidden meanwhile may end later than those of the visible ones.
-    """
-    differences = ["not compared"]
-
-    async def equal() -> bool:
-        nonlocal differences
-        await daemon.execute(EXPIRE_WAITS)
-        differences = (await compare(daemon.network, daemon.store)).differences
-        return not differences and not await daemon.execute(IN_PROGRESS)
-
-    await daemon.wait_for_cursor()
-    await until(equal, lambda: differences[:5] or "a resync is running")
-
-
+@pytest.mark.proof("daemon")
 async def test_deadlocks_of_all_transactions_lose_nothing_and_end_nothing(database: str, tmp_path: Path) -> None:
     async with LocalNetwork() as network, running_daemon(database, tmp_path, network) as daemon:
         scenario, random = Scenario(network, seed=16), Random(16)
@@ -114,7 +97,13 @@ async def test_deadlocks_of_all_transactions_lose_nothing_and_end_nothing(databa
             for table in TABLES:
                 await daemon.execute(f"drop trigger deadlock on indexer.{table}")
         await daemon.execute(EXPIRE_LEASES)  # of workers whose claim was lost
-        await resync_until_equal(daemon)
+
+        async def no_resync_is_running() -> bool:
+            return not await daemon.execute(IN_PROGRESS)
+
+        async with running(expire_waits(database)):
+            await daemon.wait_until_equal()
+            await until(no_resync_is_running)  # that of an account that was hidden meanwhile may end later
         [(deadlocks,)] = await daemon.execute(DEADLOCKS)
         assert deadlocks >= MIN_DEADLOCKS
         assert await daemon.dead_letters() == []

@@ -1,81 +1,214 @@
-"""Resyncs whose exports fail, are slow, are interrupted or are out of date: stored records change only at the end."""
+"""Exports that fail, are slow, are out of date or are invalid: stored records change only at the end of a resync."""
 
-from collections.abc import Callable
+import asyncio
+import tracemalloc
+from dataclasses import replace
 from math import inf
 from pathlib import Path
-from time import time
+from time import process_time, time
 from typing import Any
 
 import pytest
 
+from indexer.atproto.limits import DEFAULT_LIMITS
+from indexer.errors import UnavailableError, UpstreamError
 from indexer.localnet.http_server import Fault
 from indexer.localnet.local_account import LocalAccount
 from indexer.localnet.local_network import LocalNetwork
-from indexer.localnet.local_pds import GET_REPO
+from indexer.localnet.local_pds import CAR_TYPE, GET_REPO
 from indexer.localnet.reference_tree import height
+from indexer.outbound import HostPauses, Timeouts
 from indexer.outbound.host_limits import FAILURE_THRESHOLD
-from indexer.outbound.http_client import Timeouts
+from indexer.pds import Spool
+from indexer.sync.verify import Snapshot, verify_snapshot
+from tests.daemon.crafted_exports import (
+    INVALID_EXPORTS,
+    TOO_LARGE_EXPORTS,
+    UNUSUAL_VALID_EXPORTS,
+    SignedRepo,
+    node_of_keys,
+)
 from tests.daemon.running_daemon import POST, RunningDaemon, post, running_daemon
 from tests.database_checks import assert_change_log_consistent
+from tests.quick_tuning import QUICK
+from tests.sync.signing_account import SigningAccount
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 
+MAX_CPU_SECONDS = 2.0
+MAX_MEMORY_BYTES = 12 << 20
+"""Memory in addition to the export itself."""
 EXPORT_SECONDS = 60
 """The duration of an export that no test lets end."""
 NO_LIMIT = 1 << 30
 """Bytes per second."""
-
-FAILING_EXPORTS: dict[str, tuple[Callable[[LocalAccount], Fault], str]] = {
-    "status 500": (lambda _: Fault(GET_REPO, status=500), "http-status"),
-    "no response": (lambda _: Fault(GET_REPO, hang=True), "timeout"),
-    "connection broken after 700 bytes": (lambda _: Fault(GET_REPO, cut=700), "unreachable"),
-    "connection broken at once": (lambda _: Fault(GET_REPO, cut=0), "unreachable"),
-    "empty body": (lambda _: Fault(GET_REPO, sections=0), "export-incomplete"),
-    "only the header": (lambda _: Fault(GET_REPO, sections=1), "export-rejected"),
-    "only the commit": (lambda _: Fault(GET_REPO, sections=2), "export-incomplete"),
-    "only the root node": (lambda _: Fault(GET_REPO, sections=3), "export-incomplete"),
-    "HTML page": (
-        lambda _: Fault(GET_REPO, status=200, headers={"Content-Type": "text/html"}, body=b"<html>"),
+RECORDS = "select * from indexer.record order by did, collection, rkey"
+FAILED = "select count(*) from indexer.repo where sync_status = 'desynchronized' and last_error is not null"
+REJECTED_BY_THE_RESYNC = {"last record missing", "rev in the future"}
+"""Exports that are valid by themselves: the resync rejects them."""
+FAILING_EXPORTS = {
+    "status 500": (Fault(GET_REPO, status=500), "http-status"),
+    "connection broken after 700 bytes": (Fault(GET_REPO, cut=700), "unreachable"),
+    "connection broken at once": (Fault(GET_REPO, cut=0), "unreachable"),
+    "HTML page with its type": (
+        Fault(GET_REPO, status=200, headers={"Content-Type": "text/html"}, body=b"<html>"),
         "bad-answer",
     ),
-    "zeros": (lambda _: Fault(GET_REPO, status=200, body=bytes(1_000)), "export-rejected"),
     "RepoNotFound": (
-        lambda _: Fault(GET_REPO, status=400, body=b'{"error":"RepoNotFound","message":"?"}'),
+        Fault(GET_REPO, status=400, body=b'{"error":"RepoNotFound","message":"?"}'),
         "repo-not-found",
     ),
 }
 
 
-@pytest.mark.parametrize(("make_fault", "result"), FAILING_EXPORTS.values(), ids=FAILING_EXPORTS.keys())
-async def test_failed_export_changes_nothing_and_is_retried(
-    database: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    make_fault: Callable[[LocalAccount], Fault],
-    result: str,
+@pytest.fixture(scope="module")
+def source() -> SignedRepo:
+    account = SigningAccount()
+    for number in range(40):
+        account.commit_post(f"{number:03}")
+    return SignedRepo(account.repo, account.key)
+
+
+def verify_export(export: bytes, source: SignedRepo, directory: Path) -> Snapshot:
+    with Spool(directory, DEFAULT_LIMITS) as spool:
+        for start in range(0, len(export), 65_536):
+            spool.write(export[start : start + 65_536])
+        spool.finish()
+        return verify_snapshot(source.repo.did, spool.root, spool.block, source.key.public, DEFAULT_LIMITS)
+
+
+@pytest.mark.parametrize("name", sorted(INVALID_EXPORTS.keys() - REJECTED_BY_THE_RESYNC))
+def test_invalid_export_is_rejected_within_bounds_of_time_and_memory(
+    source: SignedRepo, tmp_path: Path, name: str
 ) -> None:
-    if result == "timeout":  # a short limit would also end requests that are answered on a slow machine
-        monkeypatch.setattr("indexer.clients.TIMEOUTS", Timeouts(read=3.0))
-    async with running_daemon(database, tmp_path, resync_source="pds") as daemon:
-        account = daemon.create_account("ada.test", records=20)
+    make, reason = INVALID_EXPORTS[name]
+    export = make(source)
+    tracemalloc.start()
+    began = process_time()
+    try:
+        with pytest.raises((UpstreamError, UnavailableError)) as error:
+            verify_export(export, source, tmp_path)
+        assert process_time() - began < MAX_CPU_SECONDS
+        assert tracemalloc.get_traced_memory()[1] < MAX_MEMORY_BYTES
+    finally:
+        tracemalloc.stop()
+    assert f"export-rejected: {error.value}".startswith(reason) or str(error.value).startswith(reason)
+
+
+@pytest.mark.parametrize("name", UNUSUAL_VALID_EXPORTS)
+def test_unusual_export_is_accepted(source: SignedRepo, tmp_path: Path, name: str) -> None:
+    snapshot = verify_export(UNUSUAL_VALID_EXPORTS[name](source), source, tmp_path)
+    assert (snapshot.head.rev, snapshot.count) == (source.repo.head.rev, 40)
+
+
+async def test_failed_and_invalid_exports_change_nothing_and_the_next_valid_ones_are_applied(
+    database: str, tmp_path: Path
+) -> None:
+    limits: dict[str, Any] = {"repo_bytes": "20000000", "repo_blocks": "20000"}
+    async with running_daemon(database, tmp_path, resync_source="pds", **limits) as daemon:
+        crafted = INVALID_EXPORTS | TOO_LARGE_EXPORTS
+        reasons = {name: reason for name, (_, reason) in (*crafted.items(), *FAILING_EXPORTS.items())}
+        accounts = {name: daemon.create_account(f"a{number}.test", records=20) for number, name in enumerate(reasons)}
         await daemon.wait_until_equal()
-        before = await daemon.record_rows(account)
-        fault = make_fault(account)
-        account.pds.faults.append(fault)
+        before = await daemon.execute(RECORDS)
+        faults = {}
+        for name, account in accounts.items():
+            daemon.lose_commit(account)
+            if name in crafted:
+                body = crafted[name][0](SignedRepo(account.repo, account.key))
+                fault = Fault(GET_REPO, account.did, status=200, headers={"Content-Type": CAR_TYPE}, body=body)
+            else:
+                fault = replace(FAILING_EXPORTS[name][0], did=account.did)
+            faults[name] = fault
+            account.pds.faults.append(fault)
+            await asyncio.sleep(0)
+
+        async def all_failed() -> bool:
+            [(failed,)] = await daemon.execute(FAILED)
+            return bool(failed == len(accounts))
+
+        await until(all_failed, lambda: [name for name, fault in faults.items() if not fault.fired])
+        for name, reason in reasons.items():
+            row = await daemon.repo_row(accounts[name])
+            assert row["last_error"].startswith(reason), (name, row["last_error"])
+            assert (row["sync_status"], row["sync_reason"]) == ("desynchronized", "chain-break"), name
+            assert row["attempts"] == 2, name
+            assert row["wait"] == inf if reason == "repo-not-found" else 40 < row["wait"] < 160, name
+        assert await daemon.execute(RECORDS) == before
+        assert not list((tmp_path / "spool").iterdir())
+        await daemon.execute("update indexer.repo set next_attempt_at = null where sync_status = 'desynchronized'")
+        await daemon.wait_until_equal()
+        assert {fault.fired for fault in faults.values()} == {1}
+        await assert_change_log_consistent(database)
+
+
+def slow_down_export(account: LocalAccount) -> Fault:
+    """Let the account's next export last until `finish_export`. Its content is the state at the time of the request."""
+    fault = Fault(GET_REPO, account.did, rate=sum(map(len, account.repo.export())) // EXPORT_SECONDS)
+    account.pds.faults.append(fault)
+    return fault
+
+
+def finish_export(fault: Fault) -> None:
+    """Let the export be sent without further delay."""
+    fault.rate = NO_LIMIT
+
+
+async def wait_for_resync_start(daemon: RunningDaemon, account: LocalAccount, fault: Fault) -> None:
+    await until(lambda: fault.fired == 1)
+    assert (await daemon.repo_row(account))["sync_status"] == "in-progress"
+
+
+async def test_commits_during_a_resync_are_buffered_and_applied(database: str, tmp_path: Path) -> None:
+    async with running_daemon(database, tmp_path) as daemon:
+        account = daemon.create_account("ada.test", records=30)
+        await daemon.wait_until_equal()
+        fault = slow_down_export(account)
         daemon.lose_commit(account)
-        await daemon.wait_for_counter("resync", result=result)
-        assert fault.fired == 1
-        assert await daemon.record_rows(account) == before
-        row = await daemon.repo_row(account)
-        assert (row["sync_status"], row["sync_reason"], row["attempts"]) == ("desynchronized", "chain-break", 2)
-        assert row["last_error"].split(":")[0] == result
-        assert row["wait"] == inf if result == "repo-not-found" else 80 < row["wait"] < 160
-        await daemon.resync_until_equal(account)
+        await wait_for_resync_start(daemon, account, fault)
+        path = account.create(POST, post("while it is fetched"))
+        account.update(path, post("changed"))
+        account.delete(next(iter(account.records)))
+        await daemon.wait_for_counter("events", above=2, kind="commit", outcome="buffered")
+        [(buffered,)] = await daemon.execute("select count(*) from indexer.buffered_event")
+        assert buffered == 3
+        assert (await daemon.repo_row(account))["sync_status"] == "in-progress"
+        finish_export(fault)
+        await daemon.wait_until_equal()
         await daemon.wait_for_counter("resync", result="synchronized")
         assert daemon.counter("resync", result="synchronized") == 1
-        assert (await daemon.repo_row(account))["last_error"] is None
-        assert not list((tmp_path / "spool").iterdir())
+        assert daemon.export_requests == 1
+        live = {action: daemon.counter("record_changes", action=action, live="true") for action in ("update", "delete")}
+        assert live == {"update": 1, "delete": 1}
+        await assert_change_log_consistent(database)
+
+
+@pytest.mark.proof("daemon")
+async def test_lost_commit_and_full_buffer_end_a_resync(database: str, tmp_path: Path) -> None:
+    async with running_daemon(database, tmp_path, resync_buffer_events="3") as daemon:
+        losing, flooding = (daemon.create_account(f"{name}.test", records=30) for name in ("ada", "eve"))
+        await daemon.wait_until_equal()
+        faults = [slow_down_export(account) for account in (losing, flooding)]
+        for account, fault in zip((losing, flooding), faults, strict=True):
+            daemon.lose_commit(account)
+            await wait_for_resync_start(daemon, account, fault)
+        daemon.lose_commit(losing)
+        for number in range(5):
+            flooding.create(POST, post(number))
+        await daemon.wait_for_cursor()
+        row = await daemon.repo_row(flooding)
+        assert (row["sync_status"], row["sync_reason"]) == ("desynchronized", "buffer-overflow")
+        for fault in faults:
+            finish_export(fault)
+        await daemon.wait_for_counter("resync", result="lost")
+        await daemon.wait_for_counter("resync", result="drain-break")
+        row = await daemon.repo_row(losing)
+        assert (row["sync_status"], row["sync_reason"]) == ("desynchronized", "drain-break")
+        assert row["rev"] < losing.rev
+        assert row["wait"] > 40
+        await daemon.execute("update indexer.repo set next_attempt_at = null where sync_status = 'desynchronized'")
+        await daemon.wait_until_equal()
         await assert_change_log_consistent(database)
 
 
@@ -102,33 +235,8 @@ async def account_with_long_last_leaf(daemon: RunningDaemon) -> LocalAccount:
     return account
 
 
-async def test_export_with_missing_records_is_rejected_once_and_fetched_again(database: str, tmp_path: Path) -> None:
-    async with running_daemon(database, tmp_path, resync_source="pds") as daemon:
-        account = await account_with_long_last_leaf(daemon)
-        before = await daemon.record_rows(account)
-        [fault] = omit_last_records(daemon, account, exports=1)
-        await daemon.wait_for_counter("resync", result="export-lacks-records")
-        assert fault.fired == 1
-        assert await daemon.record_rows(account) == before
-        assert (await daemon.repo_row(account))["last_error"] == "export-lacks-records: 2 records"
-        await daemon.resync_until_equal(account)
-        assert [row["rkey"] for row in await daemon.record_rows(account) if row["value"] is None] == []
-
-
-async def test_truncated_export_does_not_count_as_one_with_missing_records(database: str, tmp_path: Path) -> None:
-    async with running_daemon(database, tmp_path, resync_source="pds") as daemon:
-        account = await account_with_long_last_leaf(daemon)
-        before = await daemon.record_rows(account)
-        account.pds.faults.append(Fault(GET_REPO, sections=3))
-        omit_last_records(daemon, account, exports=1)
-        await daemon.wait_for_counter("resync", result="export-incomplete")
-        await daemon.execute("update indexer.repo set next_attempt_at = null")
-        await daemon.wait_for_counter("resync", result="export-lacks-records")
-        assert await daemon.record_rows(account) == before
-        await daemon.resync_until_equal(account)
-        assert [row["rkey"] for row in await daemon.record_rows(account) if row["value"] is None] == []
-
-
+@pytest.mark.proof("daemon")
+@pytest.mark.proof("daemon")
 async def test_record_missing_in_two_exports_is_stored_without_value_and_completed_later(
     database: str, tmp_path: Path
 ) -> None:
@@ -155,22 +263,8 @@ async def test_record_missing_in_two_exports_is_stored_without_value_and_complet
         assert await daemon.store.request_missing_values(range(256), 0.0, time() + 1) == 0
 
 
-async def test_next_source_is_asked_after_a_failure(database: str, tmp_path: Path) -> None:
-    """The relay redirects to the PDS, which fails once. The second request goes directly to the PDS."""
-    async with running_daemon(database, tmp_path) as daemon:
-        account = daemon.create_account("ada.test")
-        await daemon.wait_until_equal()
-        fault = Fault(GET_REPO, status=500)
-        account.pds.faults.append(fault)
-        daemon.lose_commit(account)
-        await daemon.wait_until_equal()
-        assert fault.fired == 1
-        assert daemon.network.relay.requests[GET_REPO] == 1
-        assert account.pds.requests[GET_REPO] == 2
-        await daemon.wait_for_counter("resync", result="synchronized")
-        assert daemon.counter("resync", result="synchronized") == 1
-
-
+@pytest.mark.proof("daemon")
+@pytest.mark.proof("daemon")
 async def test_retry_after_pauses_the_host_across_restarts(database: str, tmp_path: Path) -> None:
     """The pause does not count as an attempt of the repo."""
     async with LocalNetwork() as network:
@@ -201,11 +295,11 @@ async def test_retry_after_pauses_the_host_across_restarts(database: str, tmp_pa
             await third.wait_until_equal()
 
 
-async def test_failing_host_is_paused_and_the_pause_does_not_count_as_attempt(
-    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("indexer.outbound.host_limits.FIRST_PAUSE", 600.0)  # it must not end before the test
-    async with running_daemon(database, tmp_path, resync_source="pds") as daemon:
+@pytest.mark.proof("daemon")
+@pytest.mark.proof("daemon")
+async def test_failing_host_is_paused_and_the_pause_does_not_count_as_attempt(database: str, tmp_path: Path) -> None:
+    tuning = replace(QUICK, host_pauses=HostPauses(first=600.0))  # it must not end before the test
+    async with running_daemon(database, tmp_path, tuning=tuning, resync_source="pds") as daemon:
         account = daemon.create_account("ada.test")
         await daemon.wait_until_equal()
         fault = Fault("", status=502, times=None)
@@ -235,36 +329,27 @@ async def postponed(daemon: RunningDaemon, account: LocalAccount, seconds: float
     return row["sync_status"] == "desynchronized" and row["next_attempt_at"] is not None and row["wait"] > seconds
 
 
-def slow_down_export(account: LocalAccount) -> Fault:
-    """Let the account's next export last until `finish_export`. Its content is the state at the time of the request."""
-    fault = Fault(GET_REPO, rate=sum(map(len, account.repo.export())) // EXPORT_SECONDS)
-    account.pds.faults.append(fault)
-    return fault
+SLOW: dict[str, tuple[dict[str, Any], Timeouts, str]] = {
+    "below the minimum rate": ({"export_rate": "1MB"}, Timeouts(rate_grace=0.2), " bytes in "),
+    "over the maximum time": ({"export_time": "500ms"}, Timeouts(), ": TimeoutError"),
+    "silent": ({}, Timeouts(read=3.0), ""),
+}
+"""Settings, timeouts, and a part of the error."""
 
 
-def finish_export(fault: Fault) -> None:
-    """Let the export be sent without further delay."""
-    fault.rate = NO_LIMIT
-
-
-async def wait_for_resync_start(daemon: RunningDaemon, account: LocalAccount, fault: Fault) -> None:
-    await until(lambda: fault.fired == 1)
-    assert (await daemon.repo_row(account))["sync_status"] == "in-progress"
-
-
-@pytest.mark.parametrize(
-    ("setting", "value", "error"), [("export_rate", "1MB", " bytes in "), ("export_time", "500ms", ": TimeoutError")]
-)
-async def test_export_slower_than_the_limit_is_aborted_and_retried(
-    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, value: Any, error: str
-) -> None:
-    if setting == "export_rate":  # otherwise the rate could end the export before the time does
-        monkeypatch.setattr("indexer.clients.TIMEOUTS", Timeouts(rate_grace=0.2))
-    async with running_daemon(database, tmp_path, resync_source="pds", **{setting: value}) as daemon:
+@pytest.mark.proof("daemon")
+@pytest.mark.parametrize("name", SLOW)
+async def test_export_slower_than_the_limit_is_aborted_and_retried(database: str, tmp_path: Path, name: str) -> None:
+    settings, timeouts, error = SLOW[name]
+    tuning = replace(QUICK, timeouts=timeouts)
+    async with running_daemon(database, tmp_path, tuning=tuning, resync_source="pds", **settings) as daemon:
         account = daemon.create_account("ada.test", records=20)
         await daemon.wait_until_equal()
         before = await daemon.record_rows(account)
-        slow_down_export(account)
+        if name == "silent":
+            account.pds.faults.append(Fault(GET_REPO, hang=True))
+        else:
+            slow_down_export(account)
         daemon.lose_commit(account)
         await daemon.wait_for_counter("resync", result="timeout")
         assert error in (await daemon.repo_row(account))["last_error"]
@@ -272,132 +357,32 @@ async def test_export_slower_than_the_limit_is_aborted_and_retried(
         await daemon.resync_until_equal(account)
 
 
-async def test_large_repos_are_fetched_one_at_a_time(
-    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Four fetches start together. One continues; the others are now known to be large and wait for a slot."""
-    monkeypatch.setattr("indexer.service.resync.attempt.LARGE_BYTES", 1_000)
-    async with running_daemon(database, tmp_path, resync_source="pds", resync_workers="4") as daemon:
-        accounts = [daemon.create_account(f"a{number}.test", records=20) for number in range(6)]
-        await daemon.wait_until_equal()
-        faults = [slow_down_all_exports(account) for account in accounts]
-        for account in accounts:
-            daemon.lose_commit(account)
-        await daemon.wait_until_equal()
-        await daemon.wait_for_counter("resync", above=5, result="synchronized")
-        assert max(fault.fired for fault in faults) == 2
-        assert daemon.counter("resync", result="postponed") > 0
-        assert daemon.counter_sum("resync") == 6 + daemon.counter("resync", result="postponed"), "no attempt failed"
-
-
-def slow_down_all_exports(account: LocalAccount) -> Fault:
-    """Let each export of the account take one second."""
-    fault = Fault(GET_REPO, account.did, rate=sum(map(len, account.repo.export())), times=None)
-    account.pds.faults.append(fault)
-    return fault
-
-
-async def test_commits_during_a_resync_are_buffered_and_applied(database: str, tmp_path: Path) -> None:
+@pytest.mark.proof("daemon")
+async def test_second_state_with_the_same_rev_is_accepted_only_from_the_pds(database: str, tmp_path: Path) -> None:
+    """The export of a mirror is rejected. The export of the PDS is stored and counted as equivocation."""
     async with running_daemon(database, tmp_path) as daemon:
-        account = daemon.create_account("ada.test", records=30)
-        await daemon.wait_until_equal()
-        fault = slow_down_export(account)
-        daemon.lose_commit(account)
-        await wait_for_resync_start(daemon, account, fault)
-        path = account.create(POST, post("while it is fetched"))
-        account.update(path, post("changed"))
-        account.delete(next(iter(account.records)))
-        await daemon.wait_for_counter("events", above=2, kind="commit", outcome="buffered")
-        [(buffered,)] = await daemon.execute("select count(*) from indexer.buffered_event")
-        assert buffered == 3
-        assert (await daemon.repo_row(account))["sync_status"] == "in-progress"
-        finish_export(fault)
-        await daemon.wait_until_equal()
-        await daemon.wait_for_counter("resync", result="synchronized")
-        assert daemon.counter("resync", result="synchronized") == 1
-        assert daemon.export_requests == 1
-        live = {action: daemon.counter("record_changes", action=action, live="true") for action in ("update", "delete")}
-        assert live == {"update": 1, "delete": 1}
-        await assert_change_log_consistent(database)
-
-
-async def test_commit_lost_during_a_resync_causes_another_resync(database: str, tmp_path: Path) -> None:
-    async with running_daemon(database, tmp_path) as daemon:
-        account = daemon.create_account("ada.test", records=30)
-        await daemon.wait_until_equal()
-        fault = slow_down_export(account)
-        daemon.lose_commit(account)
-        await wait_for_resync_start(daemon, account, fault)
-        daemon.lose_commit(account)
-        await daemon.wait_for_cursor()
-        finish_export(fault)
-        await daemon.wait_for_counter("resync", result="drain-break")
-        row = await daemon.repo_row(account)
-        assert (row["sync_status"], row["sync_reason"]) == ("desynchronized", "drain-break")
-        assert row["rev"] < account.rev
-        assert row["wait"] > 40
-        await daemon.resync_until_equal(account)
-        assert daemon.export_requests == 2
-        await assert_change_log_consistent(database)
-
-
-async def test_full_resync_buffer_aborts_the_resync(database: str, tmp_path: Path) -> None:
-    async with running_daemon(database, tmp_path, resync_buffer_events="3") as daemon:
-        account = daemon.create_account("ada.test", records=30)
-        await daemon.wait_until_equal()
-        fault = slow_down_export(account)
-        daemon.lose_commit(account)
-        await wait_for_resync_start(daemon, account, fault)
-        for number in range(5):
-            account.create(POST, post(number))
-        await daemon.wait_for_cursor()
-        row = await daemon.repo_row(account)
-        assert (row["sync_status"], row["sync_reason"]) == ("desynchronized", "buffer-overflow")
-        assert daemon.counter("events", kind="commit", outcome="buffered") == 3
-        [(buffered,)] = await daemon.execute("select count(*) from indexer.buffered_event")
-        assert buffered == 0
-        finish_export(fault)
-        await daemon.wait_for_counter("resync", result="lost")
-        await daemon.resync_until_equal(account)
-        await assert_change_log_consistent(database)
-
-
-async def test_stop_during_a_resync_gives_the_claim_back(database: str, tmp_path: Path) -> None:
-    """The interruption does not count as an attempt, and the next daemon resyncs the repo."""
-    async with LocalNetwork() as network:
-        async with running_daemon(database, tmp_path, network) as daemon:
-            account = daemon.create_account("ada.test", records=30)
-            await daemon.wait_until_equal()
-            fault = slow_down_export(account)
-            daemon.lose_commit(account)
-            await wait_for_resync_start(daemon, account, fault)
-            await daemon.wait_for_cursor()
-        row = await daemon.repo_row(account)
-        assert (row["sync_status"], row["sync_reason"], row["attempts"]) == ("desynchronized", "chain-break", 1)
-        assert row["next_attempt_at"] is None
-        async with running_daemon(database, tmp_path, network) as daemon:
-            await daemon.wait_until_equal()
-            await daemon.wait_for_counter("resync", result="synchronized")
-            assert daemon.counter("resync", result="synchronized") == 1
-        await assert_change_log_consistent(database)
-
-
-async def test_export_older_than_the_stored_head_is_rejected(database: str, tmp_path: Path) -> None:
-    async with running_daemon(database, tmp_path, resync_source="pds") as daemon:
         account = daemon.create_account("ada.test")
         await daemon.wait_until_equal()
         before = await daemon.record_rows(account)
+        source = SignedRepo(account.repo, account.key)
         fault = Fault(
             GET_REPO,
             status=200,
-            headers={"Content-Type": "application/vnd.ipld.car"},
-            body=b"".join(account.repo.export()),
+            headers={"Content-Type": CAR_TYPE},
+            body=source.export_tree(node_of_keys([f"{POST}/a"])),
         )
-        account.create(POST, post("after the old export"))
-        await daemon.wait_until_equal()
-        account.pds.faults.append(fault)
-        daemon.lose_commit(account)
-        await daemon.wait_for_counter("resync", result="export-stale")
+        daemon.network.relay.faults.append(fault)
+        assert await daemon.store.request_resyncs([account.did])
+        await daemon.wait_for_counter("resync", result="synchronized")
         assert fault.fired == 1
-        assert len(await daemon.record_rows(account)) == len(before) + 1
+        assert await daemon.record_rows(account) == before
+
+        again = replace(fault, times=2, fired=0)  # the relay redirects to the PDS, then the PDS itself is asked
+        account.pds.faults.append(again)
+        assert await daemon.store.request_resyncs([account.did])
+        await daemon.wait_for_counter("resync", above=1, result="synchronized")
+        assert again.fired == 2
+        assert [row["rkey"] for row in await daemon.record_rows(account)] == ["a"]
+        assert daemon.counter("desynchronized", reason="equivocation") == 1
+        account.create(POST, post("a single history again"))
         await daemon.resync_until_equal(account)

@@ -1,20 +1,18 @@
 """Key rotations, an unavailable PLC directory, and forged messages."""
 
-import asyncio
 from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic
 
 import pytest
 
-from indexer.daemon import open_daemon
-from indexer.identity import DidResolver
 from indexer.localnet.http_server import Fault
 from indexer.localnet.local_account import LocalAccount
 from indexer.localnet.local_network import LocalNetwork, did_of
 from indexer.localnet.local_repo import LocalChange, LocalRepo, Write
-from indexer.process_setup import StopRequest
-from indexer.sync.stored_identity import StoredIdentity
+from indexer.outbound import HostPauses
+from tests.background import running
 from tests.daemon.running_daemon import (
     POST,
     UNKNOWN_KEY,
@@ -24,43 +22,32 @@ from tests.daemon.running_daemon import (
     publish_key_silently,
     running_daemon,
 )
-from tests.daemon_harness import settings_for
+from tests.passed_time import expire_waits
+from tests.quick_tuning import QUICK
 from tests.waiting import until
-
-pytestmark = pytest.mark.slow
 
 
 def successful_lookups(daemon: RunningDaemon) -> float:
     return daemon.counter("identity_lookups", method="plc", result="found")
 
 
-async def test_announced_key_rotation_costs_one_lookup(database: str, tmp_path: Path) -> None:
+@pytest.mark.slow
+async def test_key_rotation_costs_one_lookup(database: str, tmp_path: Path) -> None:
+    """One is announced, and one is detected by an invalid signature."""
     async with running_daemon(database, tmp_path) as daemon:
-        account = daemon.create_account("ada.test")
+        announcing, silent = daemon.create_account("ada.test"), daemon.create_account("bob.test")
         await daemon.wait_until_equal()
-        before, lookups = daemon.network.plc.identities[account.did], successful_lookups(daemon)
-        account.rotate_key("p256")
-        account.create(POST, post("signed with the new key"))
-        after = daemon.network.plc.identities[account.did]
-        assert before != after
+        lookups = successful_lookups(daemon)
+        announcing.rotate_key("p256")
+        announcing.create(POST, post("signed with the new key"))
         await daemon.wait_until_equal()
         assert successful_lookups(daemon) == lookups + 1
         assert daemon.counter("events", kind="sync", outcome="applied") == 1
-        assert await daemon.dead_letters() == []
-        assert daemon.export_requests == 0
-
-
-async def test_unannounced_key_rotation_is_detected_by_an_invalid_signature(database: str, tmp_path: Path) -> None:
-    """The directory is asked once."""
-    async with running_daemon(database, tmp_path) as daemon:
-        account = daemon.create_account("ada.test")
+        rotate_key_silently(daemon, silent)
+        silent.create(POST, post("signed with the new key"))
+        assert daemon.network.relay.log[-1].kind == "#commit"
         await daemon.wait_until_equal()
-        lookups = successful_lookups(daemon)
-        rotate_key_silently(daemon, account)
-        account.create(POST, post("signed with the new key"))
-        assert [sent.kind for sent in daemon.network.relay.log[-2:]] == ["#commit", "#commit"]
-        await daemon.wait_until_equal()
-        assert successful_lookups(daemon) == lookups + 1
+        assert successful_lookups(daemon) == lookups + 2
         assert await daemon.dead_letters() == []
         assert daemon.export_requests == 0
 
@@ -70,6 +57,52 @@ def rotate_key_silently(daemon: RunningDaemon, account: LocalAccount) -> None:
     publish_key_silently(daemon.network, account)
 
 
+@pytest.mark.slow
+async def test_forged_messages_are_rejected_and_cause_no_export(database: str, tmp_path: Path) -> None:
+    """A commit and a sync that another key signed, a commit of an unknown DID, and fields that the key did not sign."""
+    async with running_daemon(database, tmp_path) as daemon:
+        account, other = daemon.create_account("ada.test"), daemon.create_account("bob.test")
+        await daemon.wait_until_equal()
+        before, now, clock = await daemon.record_rows(account), daemon.network.clock.now(), daemon.network.clock
+        daemon.inject("#commit", commit_payload(account.did, forged_commit(daemon, account), now))
+        repo = copy(account.repo)
+        repo.write([], UNKNOWN_KEY, clock.tid())
+        daemon.inject("#sync", {"did": account.did, "rev": repo.head.rev, "blocks": repo.sync(), "time": now})
+        unknown = did_of("unknown.test")
+        change = LocalRepo(unknown, UNKNOWN_KEY, clock.tid()).first
+        daemon.inject("#commit", commit_payload(unknown, change, now))
+        authentic = copy(account.repo).write([Write.create(f"{POST}/x", post("x"))], account.key, clock.tid())
+        daemon.inject("#commit", commit_payload(account.did, authentic, now, rev=clock.tid()))
+        daemon.inject("#commit", commit_payload(other.did, authentic, now))
+        await daemon.wait_for_cursor()  # they may be rejected in any order: each waits for the keys of its account
+        assert sorted(await daemon.dead_letters()) == sorted(
+            [
+                (account.did, "signature-invalid"),
+                (account.did, "signature-invalid"),
+                (unknown, "no-signing-key"),
+                (account.did, "envelope-mismatch"),
+                (other.did, "envelope-mismatch"),
+            ]
+        )
+        assert daemon.counter("rejected", reason="signature-invalid") == 2
+        assert await daemon.record_rows(account) == before
+        rows = await daemon.execute("select did from indexer.repo")
+        assert {row["did"] for row in rows} == {account.did, other.did}
+        account.create(POST, post("after the forged messages"))
+        await daemon.wait_until_equal()
+        assert daemon.export_requests == 0
+        assert daemon.network.relay.requests.total() == 0, "no HTTP request"
+        assert daemon.network.plc.requests.total() <= 4
+
+
+def forged_commit(daemon: RunningDaemon, account: LocalAccount) -> LocalChange:
+    """Return a commit that continues the chain of the account, but is signed with another key."""
+    return copy(account.repo).write(
+        [Write.create(f"{POST}/forged", post("x"))], UNKNOWN_KEY, daemon.network.clock.tid()
+    )
+
+
+@pytest.mark.proof("daemon")
 async def test_resync_refreshes_an_outdated_key(database: str, tmp_path: Path) -> None:
     """The identity of a new repo is cached with its old key. One more lookup suffices, within the same attempt."""
     async with LocalNetwork() as network:
@@ -87,30 +120,6 @@ async def test_resync_refreshes_an_outdated_key(database: str, tmp_path: Path) -
             assert set(await daemon.store.visible_records(account.did)) == set(account.records)
 
 
-async def test_two_key_rotations_within_a_minute_lose_nothing_silently(database: str, tmp_path: Path) -> None:
-    async with running_daemon(database, tmp_path) as daemon:
-        account = daemon.create_account("ada.test")
-        await daemon.wait_until_equal()
-        for text in ("signed with the second key", "signed with the third key"):
-            account.rotate_key()
-            account.create(POST, post(text))
-            await daemon.wait_for_cursor()
-        await daemon.assert_no_silent_loss(account)
-
-
-async def test_key_rotation_while_the_directory_fails_loses_nothing_silently(database: str, tmp_path: Path) -> None:
-    async with running_daemon(database, tmp_path) as daemon:
-        account = daemon.create_account("ada.test")
-        await daemon.wait_until_equal()
-        fault = break_directory(daemon)
-        account.rotate_key()
-        account.create(POST, post("signed with the new key"))
-        await daemon.wait_for_cursor()
-        assert fault.fired > 0
-        daemon.network.plc.faults.clear()
-        await daemon.assert_no_silent_loss(account)
-
-
 def break_directory(daemon: RunningDaemon) -> Fault:
     """Let the directory answer every request with status 502, until its faults are cleared."""
     fault = Fault("", status=502, times=None)
@@ -118,13 +127,18 @@ def break_directory(daemon: RunningDaemon) -> Fault:
     return fault
 
 
+@pytest.mark.proof("daemon")
 async def test_failing_directory_delays_only_accounts_with_unknown_keys(database: str, tmp_path: Path) -> None:
-    async with running_daemon(database, tmp_path) as daemon:
-        known = daemon.create_account("ada.test")
+    """It delays a new account, and one whose key has changed."""
+    tuning = replace(QUICK, host_pauses=HostPauses(first=0.2, max_configured=0.5))
+    async with running_daemon(database, tmp_path, tuning=tuning) as daemon:
+        known, rotated = daemon.create_account("ada.test"), daemon.create_account("eve.test")
         await daemon.wait_until_equal()
         fault = break_directory(daemon)
         known.create(POST, post("needs no lookup"))
         fresh = daemon.create_account("bob.test")
+        rotated.rotate_key()
+        rotated.create(POST, post("signed with the new key"))
         await daemon.wait_for_cursor()
         assert set(await daemon.store.visible_records(known.did)) == set(known.records)
         await daemon.wait_for_counter("resync", result="identity-unavailable")
@@ -132,77 +146,15 @@ async def test_failing_directory_delays_only_accounts_with_unknown_keys(database
         row = await daemon.repo_row(fresh)
         assert (row["sync_status"], row["last_error"].split(":")[0]) == ("desynchronized", "identity-unavailable")
         assert 40 < row["wait"] < 80
-        assert await daemon.dead_letters() == []
+        row = await daemon.repo_row(rotated)
+        assert row["rev"] == rotated.rev or row["sync_status"] != "synchronized", await daemon.dead_letters()
         daemon.network.plc.faults.clear()
-        await daemon.resync_until_equal(fresh)
-        fresh.create(POST, post("live again"))
-        await daemon.wait_until_equal()
-        assert daemon.export_requests == 1
+        async with running(expire_waits(database)):
+            await daemon.wait_until_equal()
 
 
-async def test_unreachable_directory_delays_only_accounts_with_unknown_keys(database: str, tmp_path: Path) -> None:
-    async with running_daemon(database, tmp_path) as daemon:
-        known, network = daemon.create_account("ada.test"), daemon.network
-        await daemon.wait_until_equal()
-        await network.plc.stop()
-        fresh = daemon.create_account("bob.test")
-        await daemon.wait_for_counter("resync", result="identity-unavailable")
-        known.create(POST, post("needs no lookup"))
-        await daemon.wait_for_cursor()
-        assert (await daemon.repo_row(known))["rev"] == known.rev
-        await network.plc.start()
-        await daemon.resync_until_equal(fresh)
-
-
-async def test_forged_messages_are_rejected_and_cause_no_export(database: str, tmp_path: Path) -> None:
-    async with running_daemon(database, tmp_path) as daemon:
-        account = daemon.create_account("ada.test")
-        await daemon.wait_until_equal()
-        before, now = await daemon.record_rows(account), daemon.network.clock.now()
-        daemon.inject("#commit", commit_payload(account.did, forged_commit(daemon, account), now))
-        repo = copy(account.repo)
-        repo.write([], UNKNOWN_KEY, daemon.network.clock.tid())
-        daemon.inject("#sync", {"did": account.did, "rev": repo.head.rev, "blocks": repo.sync(), "time": now})
-        unknown = did_of("unknown.test")
-        change = LocalRepo(unknown, UNKNOWN_KEY, daemon.network.clock.tid()).first
-        daemon.inject("#commit", commit_payload(unknown, change, now))
-        await daemon.wait_for_cursor()  # the three may be rejected in any order: each waits for the keys of its account
-        assert sorted(await daemon.dead_letters()) == sorted(
-            [(account.did, "signature-invalid"), (account.did, "signature-invalid"), (unknown, "no-signing-key")]
-        )
-        assert daemon.counter("rejected", reason="signature-invalid") == 2
-        assert await daemon.record_rows(account) == before
-        assert {row["did"] for row in await daemon.execute("select did from indexer.repo")} == {account.did}
-        account.create(POST, post("after the forged messages"))
-        await daemon.wait_until_equal()
-        assert daemon.export_requests == 0
-        assert daemon.network.relay.requests.total() == 0, "no HTTP request"
-        assert daemon.network.plc.requests.total() <= 3
-
-
-def forged_commit(daemon: RunningDaemon, account: LocalAccount) -> LocalChange:
-    """Return a commit that continues the chain of the account, but is signed with another key."""
-    return copy(account.repo).write(
-        [Write.create(f"{POST}/forged", post("x"))], UNKNOWN_KEY, daemon.network.clock.tid()
-    )
-
-
-async def test_many_forged_commits_of_one_account_cause_one_lookup(database: str, tmp_path: Path) -> None:
-    async with running_daemon(database, tmp_path) as daemon:
-        account = daemon.create_account("ada.test")
-        await daemon.wait_until_equal()
-        lookups = daemon.network.plc.requests.total()
-        for _ in range(50):
-            daemon.inject(
-                "#commit", commit_payload(account.did, forged_commit(daemon, account), daemon.network.clock.now())
-            )
-        account.create(POST, post("after the forged commits"))
-        await daemon.wait_until_equal()
-        assert daemon.counter("rejected", reason="signature-invalid") == 50
-        assert daemon.network.plc.requests.total() == lookups + 1
-        assert daemon.export_requests == 0
-
-
+@pytest.mark.proof("daemon")
+@pytest.mark.proof("daemon")
 async def test_forged_commits_of_many_accounts_do_not_delay_new_accounts(database: str, tmp_path: Path) -> None:
     """Refreshes may use half of the five lookups per second, and those of one host a tenth, in bursts of 10 s."""
     async with LocalNetwork(pds=2) as network:
@@ -228,14 +180,15 @@ async def test_forged_commits_of_many_accounts_do_not_delay_new_accounts(databas
             assert set(await daemon.dead_letters()) == {(account.did, "signature-invalid") for account in forged_for}
 
 
+@pytest.mark.proof("daemon")
 @pytest.mark.timeout(400)
 async def test_made_up_dids_do_not_starve_real_new_accounts(
     database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The directory's rate is used up for minutes by DIDs that it does not know; known accounts do not notice that."""
-    monkeypatch.setattr("indexer.daemon.KEY_LOOKUP_TIMEOUT_SECONDS", 3.0)
     monkeypatch.setattr("tests.waiting.TIMEOUT", 240.0)  # a repo of an unknown host may wait for two minutes
-    async with running_daemon(database, tmp_path, plc_rate="5", resync_source="pds") as daemon:
+    tuning = replace(QUICK, key_lookup_timeout=3.0)
+    async with running_daemon(database, tmp_path, tuning=tuning, plc_rate="5", resync_source="pds") as daemon:
         known, network = daemon.create_account("known.test"), daemon.network
         await daemon.wait_until_equal()
         for number in range(400):
@@ -261,39 +214,3 @@ async def test_made_up_dids_do_not_starve_real_new_accounts(
         await until(equal, daemon.stages.status.snapshot)
         made_up_lookups = network.plc.requests.total() - sum(network.plc.requests[f"/{one.did}"] for one in honest)
         assert made_up_lookups < 800, "the real accounts did not wait for all the others"
-
-
-async def test_bug_in_a_key_lookup_ends_the_daemon(
-    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The daemon ends although no message follows those that wait for the key."""
-
-    async def bug(_self: DidResolver, _did: str, *, known: bool) -> StoredIdentity:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(DidResolver, "resolve", bug)
-    async with LocalNetwork() as network:
-        settings = settings_for(network.relay_url, network.plc_url, tmp_path, roles="live")
-        async with open_daemon(settings, database) as running:
-            network.create_account("ada.test")
-            with pytest.raises(ZeroDivisionError):
-                await asyncio.wait_for(running.run(StopRequest()), 30)
-
-
-async def test_message_fields_that_differ_from_the_signed_commit_are_rejected(database: str, tmp_path: Path) -> None:
-    async with running_daemon(database, tmp_path) as daemon:
-        account, other = daemon.create_account("ada.test"), daemon.create_account("bob.test")
-        await daemon.wait_until_equal()
-        change = copy(account.repo).write(
-            [Write.create(f"{POST}/x", post("x"))], account.key, daemon.network.clock.tid()
-        )
-        now = daemon.network.clock.now()
-        daemon.inject("#commit", commit_payload(account.did, change, now, rev=daemon.network.clock.tid()))
-        daemon.inject("#commit", commit_payload(other.did, change, now))
-        account.create(POST, post("unchanged"))
-        await daemon.wait_for_cursor()
-        assert sorted(await daemon.dead_letters()) == sorted(
-            [(account.did, "envelope-mismatch"), (other.did, "envelope-mismatch")]
-        )
-        await daemon.wait_until_equal()
-        assert daemon.export_requests == 0

@@ -1,6 +1,6 @@
 """Lenient mode: undecidable commits are applied at once, and a later resync finds what they hide."""
 
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,7 @@ from indexer.localnet.local_repo import Write
 from indexer.service.resync.queue_maintenance import MaintenanceSettings
 from tests.daemon.running_daemon import POST, RunningDaemon, commit_payload, post, running_daemon
 from tests.database_checks import assert_change_log_consistent
+from tests.quick_tuning import QUICK
 from tests.sync.hidden_deletion import hide_deletion, high_path
 
 pytestmark = pytest.mark.slow
@@ -42,9 +43,7 @@ async def stored_hidden(daemon: RunningDaemon, account: LocalAccount) -> list[st
     return [path for path in HIDDEN if path in stored]
 
 
-async def test_deletions_hidden_in_lenient_commits_are_found_without_an_operator(
-    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_deletions_hidden_in_lenient_commits_are_found_without_an_operator(database: str, tmp_path: Path) -> None:
     """The marks survive a restart. Each repo is fetched once, however many of its commits were undecidable."""
     async with LocalNetwork() as network:
         async with running_daemon(database, tmp_path, network, inversion="lenient", resync_source="pds") as first:
@@ -59,11 +58,11 @@ async def test_deletions_hidden_in_lenient_commits_are_found_without_an_operator
                 assert (row["sync_status"], row["rev"]) == ("synchronized", account.rev), "consumers are current"
                 assert await stored_hidden(first, account) == list(HIDDEN)
             assert first.counter("lenient_commits") == ACCOUNTS * len(HIDDEN)
-        settings = partial(
-            MaintenanceSettings, unproven_after=0.0, unproven_interval=0.05, unproven_per_search=PER_SEARCH
-        )
-        monkeypatch.setattr("indexer.daemon.MaintenanceSettings", settings)
-        async with running_daemon(database, tmp_path, network, inversion="lenient", resync_source="pds") as second:
+        settings = MaintenanceSettings(unproven_after=0.0, unproven_interval=0.05, unproven_per_search=PER_SEARCH)
+        tuning = replace(QUICK, maintenance=settings)
+        async with running_daemon(
+            database, tmp_path, network, tuning=tuning, inversion="lenient", resync_source="pds"
+        ) as second:
             await second.wait_until_equal()
             for account in accounts:
                 assert await stored_hidden(second, account) == []

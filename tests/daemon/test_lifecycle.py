@@ -1,21 +1,29 @@
 """Ordinary events on the network, roles, and filters: the database becomes equal to the network."""
 
+import asyncio
+from collections.abc import Callable
 from contextlib import AsyncExitStack
+from math import inf
 from pathlib import Path
 
 import pytest
 
+from indexer.localnet.http_server import Fault
+from indexer.localnet.local_account import LocalAccount
+from indexer.localnet.local_network import LocalNetwork
+from indexer.localnet.local_pds import GET_REPO
 from indexer.localnet.scenario import Scenario
+from tests.background import running
 from tests.daemon.running_daemon import LIKE, POST, FilteredNetwork, post, running_daemon
 from tests.daemon_harness import run_daemon, settings_for
 from tests.database_checks import assert_change_log_consistent
+from tests.passed_time import expire_waits
 from tests.waiting import until
-
-pytestmark = pytest.mark.slow
 
 STEPS = 400
 
 
+@pytest.mark.slow
 async def test_database_equals_the_network_after_a_scenario(database: str, tmp_path: Path) -> None:
     async with running_daemon(database, tmp_path) as daemon:
         scenario = Scenario(daemon.network, seed=3)
@@ -35,6 +43,7 @@ async def test_database_equals_the_network_after_a_scenario(database: str, tmp_p
         await assert_change_log_consistent(database)
 
 
+@pytest.mark.slow
 async def test_lost_commit_breaks_the_chain_and_causes_a_resync(database: str, tmp_path: Path) -> None:
     async with running_daemon(database, tmp_path) as daemon:
         account = daemon.create_account("ada.test")
@@ -54,18 +63,42 @@ async def test_lost_commit_breaks_the_chain_and_causes_a_resync(database: str, t
         await assert_change_log_consistent(database)
 
 
-async def test_commits_of_a_desynchronized_repo_are_ignored(database: str, tmp_path: Path) -> None:
-    async with running_daemon(database, tmp_path, roles="live") as daemon:
-        account = daemon.create_account("ada.test")
-        daemon.lose_commit(account)
-        for number in range(3):
-            account.create(POST, post(number))
+@pytest.mark.slow
+async def test_accounts_are_hidden_as_long_as_the_network_or_the_operator_says_so(
+    database: str, tmp_path: Path
+) -> None:
+    async with running_daemon(database, tmp_path) as daemon:
+        names = ("deactivated", "changed", "deleted", "taken-down")
+        deactivated, changed, deleted, taken_down = (daemon.create_account(f"{name}.test") for name in names)
+        await daemon.wait_until_equal()
+        before = await daemon.record_rows(deactivated)
+        for account in (deactivated, changed):
+            account.deactivate()
+        deleted.delete_account()
+        [(known,)] = await daemon.execute("select atproto.request_takedown($1, true)", taken_down.did)
+        assert known
         await daemon.wait_for_cursor()
-        assert daemon.counter("events", kind="commit", outcome="desynchronized") == 1
-        assert daemon.counter("events", kind="commit", outcome="ignored") == 3
-        assert daemon.counter("desynchronized", reason="chain-break") == 1
+        assert await daemon.store.visible_repos() == {}
+        assert await daemon.record_rows(deactivated) == before, "the records are hidden, not deleted"
+        assert (await daemon.repo_row(deleted))["hosting_status"] == "deleted"
+        changed.create(POST, post("ignored"))  # a correct host would refuse this
+        taken_down.create(POST, post("while taken down"))
+        await daemon.wait_for_cursor()
+        assert daemon.counter("events", kind="commit", outcome="ignored") == 1
+        assert await daemon.store.visible_repos() == {}
+        deactivated.activate()
+        changed.activate()
+        await daemon.execute("select atproto.request_takedown($1, false)", taken_down.did)
+        await daemon.wait_until_equal()
+        assert len(await daemon.store.visible_records(changed.did)) == 6
+        assert len(await daemon.store.visible_records(taken_down.did)) == 6
+        await daemon.wait_for_counter("resync", result="unchanged")
+        assert daemon.export_requests == 1, "the head of the other account was unchanged"
+        await assert_change_log_consistent(database)
 
 
+@pytest.mark.proof("daemon")
+@pytest.mark.proof("daemon")
 async def test_processes_that_only_resync_fetch_each_repo_once(database: str, tmp_path: Path) -> None:
     """One process with the role live, and three with the role resync."""
     async with AsyncExitStack() as stack:
@@ -100,64 +133,7 @@ async def test_processes_that_only_resync_fetch_each_repo_once(database: str, tm
         await assert_change_log_consistent(database)
 
 
-async def test_deactivated_account_is_hidden_and_activated_without_an_export(database: str, tmp_path: Path) -> None:
-    async with running_daemon(database, tmp_path) as daemon:
-        account, other = daemon.create_account("ada.test"), daemon.create_account("bob.test")
-        await daemon.wait_until_equal()
-        before = await daemon.record_rows(account)
-        account.deactivate()
-        await daemon.wait_until_equal()
-        assert set(await daemon.store.visible_repos()) == {other.did}
-        assert await daemon.store.visible_records(account.did) == {}
-        assert await daemon.record_rows(account) == before, "the records are hidden, not deleted"
-        account.activate()
-        await daemon.wait_until_equal()
-        await daemon.wait_for_counter("resync", result="unchanged")
-        assert daemon.counter("resync", result="unchanged") == 1
-        assert daemon.export_requests == 0, "the head was unchanged, so no export was necessary"
-
-
-async def test_account_that_changed_while_deactivated_is_resynced(database: str, tmp_path: Path) -> None:
-    async with running_daemon(database, tmp_path) as daemon:
-        account = daemon.create_account("ada.test")
-        account.deactivate()
-        await daemon.wait_until_equal()
-        account.create(POST, post("ignored"))  # a correct host would refuse this
-        await daemon.wait_for_cursor()
-        assert daemon.counter("events", kind="commit", outcome="ignored") == 1
-        account.activate()
-        await daemon.wait_until_equal()
-        assert len(await daemon.store.visible_records(account.did)) == 6
-
-
-async def test_a_deleted_account_is_hidden(database: str, tmp_path: Path) -> None:
-    async with running_daemon(database, tmp_path) as daemon:
-        account, other = daemon.create_account("ada.test"), daemon.create_account("bob.test")
-        await daemon.wait_until_equal()
-        account.delete_account()
-        await daemon.wait_until_equal()
-        assert set(await daemon.store.visible_repos()) == {other.did}
-        assert await daemon.store.visible_records(account.did) == {}
-        assert (await daemon.repo_row(account))["hosting_status"] == "deleted"
-
-
-async def test_local_takedown_hides_an_account_that_is_still_indexed(database: str, tmp_path: Path) -> None:
-    async with running_daemon(database, tmp_path) as daemon:
-        account, other = daemon.create_account("ada.test"), daemon.create_account("bob.test")
-        await daemon.wait_until_equal()
-        [(known,)] = await daemon.execute("select atproto.request_takedown($1, true)", account.did)
-        assert known
-        assert set(await daemon.store.visible_repos()) == {other.did}
-        assert await daemon.store.visible_records(account.did) == {}
-        account.create(POST, post("while taken down"))
-        await daemon.wait_for_cursor()
-        assert set(await daemon.store.visible_repos()) == {other.did}
-        await daemon.execute("select atproto.request_takedown($1, false)", account.did)
-        await daemon.wait_until_equal()
-        assert len(await daemon.store.visible_records(account.did)) == 6
-        assert daemon.export_requests == 0
-
-
+@pytest.mark.proof("daemon")
 async def test_only_the_configured_collections_are_stored(database: str, tmp_path: Path) -> None:
     """Commits of other collections still continue the chain."""
     async with (
@@ -177,6 +153,7 @@ async def test_only_the_configured_collections_are_stored(database: str, tmp_pat
         assert len(account.records) == len(await daemon.record_rows(account)) + 2
 
 
+@pytest.mark.proof("daemon")
 async def test_only_listed_accounts_are_tracked(database: str, tmp_path: Path) -> None:
     async with (
         FilteredNetwork(dids=[]) as network,
@@ -198,3 +175,102 @@ async def test_only_listed_accounts_are_tracked(database: str, tmp_path: Path) -
         assert daemon.export_requests == 1
         await until(lambda: not daemon.stages.resync_pool.running)
         assert [row["did"] for row in await daemon.execute("select did from indexer.repo")] == [listed.did]
+
+
+def migrate(account: LocalAccount, network: LocalNetwork, *, sign_again: bool) -> None:
+    """Move the account to the other PDS of the network."""
+    [to] = [pds for pds in network.pdses if pds is not account.pds]
+    account.migrate(to, sign_again=sign_again)
+
+
+def deactivate_and_activate(account: LocalAccount) -> None:
+    account.deactivate()
+    account.activate()
+
+
+def deactivate_write_and_activate(account: LocalAccount) -> None:
+    """Create a record while the account is deactivated. A correct host would refuse that."""
+    account.deactivate()
+    account.create(POST, post("while deactivated"))
+    account.activate()
+
+
+def slow_down_export(account: LocalAccount, seconds: int = 2) -> Fault:
+    """Let the account's next export take this long. Its content is the state at the time of the request."""
+    fault = Fault(GET_REPO, account.did, rate=sum(map(len, account.repo.export())) // seconds)
+    account.pds.faults.append(fault)
+    return fault
+
+
+@pytest.mark.proof("daemon")
+async def test_account_changes_during_a_resync(database: str, tmp_path: Path) -> None:
+    async with running_daemon(database, tmp_path, resync_source="pds", resync_workers="20") as daemon:
+        network = daemon.network
+        changes: dict[str, Callable[[LocalAccount], None]] = {
+            "deleted": lambda account: account.delete_account(),
+            "taken down": lambda account: account.takedown(),
+            "suspended": lambda account: account.suspend(),
+            "deactivated": lambda account: account.deactivate(),
+            "deactivated and activated": deactivate_and_activate,
+            "written while deactivated": deactivate_write_and_activate,
+            "migrated": lambda account: migrate(account, network, sign_again=True),
+            "migrated without a new signature": lambda account: migrate(account, network, sign_again=False),
+            "key rotated": lambda account: account.rotate_key(),
+            "handle changed": lambda account: account.set_handle("renamed.test"),
+        }
+        accounts = {name: daemon.create_account(f"a{number}.test", records=20) for number, name in enumerate(changes)}
+        hidden = {"deleted": "deleted", "taken down": "takendown", "suspended": "suspended"}
+        hidden |= {"deactivated": "deactivated"}
+        await daemon.wait_until_equal()
+        faults = [slow_down_export(account) for account in accounts.values()]
+        for account in accounts.values():
+            daemon.lose_commit(account)
+        await until(lambda: all(fault.fired for fault in faults), lambda: faults)
+        for name, account in accounts.items():
+            changes[name](account)
+            await asyncio.sleep(0)
+        await daemon.wait_for_cursor()
+        visible = await daemon.store.visible_repos()
+        for name, account in accounts.items():
+            row = await daemon.repo_row(account)
+            assert (account.did in visible) == (name not in hidden), name
+            assert row["hosting_status"] == hidden.get(name), name
+
+        async with running(expire_waits(database)):
+            await daemon.wait_until_equal()
+            for name in hidden.keys() - {"deleted"}:
+                accounts[name].activate()
+            await daemon.wait_until_equal()
+        assert set(await daemon.store.visible_repos()) == {
+            account.did for name, account in accounts.items() if name != "deleted"
+        }
+        await assert_change_log_consistent(database)
+
+
+@pytest.mark.proof("daemon")
+async def test_repo_is_parked_when_only_the_host_reports_the_account_status(database: str, tmp_path: Path) -> None:
+    """The relay lost the #account message. The repo stays parked until the next message of the account."""
+    async with running_daemon(database, tmp_path, resync_source="pds", resync_workers="20") as daemon:
+        cases: dict[str, tuple[str, Callable[[LocalAccount], None]]] = {
+            "deleted": ("repo-not-found", lambda account: account.delete_account()),
+            "taken down": ("repo-takendown", lambda account: account.takedown()),
+            "suspended": ("repo-suspended", lambda account: account.suspend()),
+            "deactivated": ("repo-deactivated", lambda account: account.deactivate()),
+        }
+        accounts = {name: daemon.create_account(f"a{number}.test") for number, name in enumerate(cases)}
+        await daemon.wait_until_equal()
+        before = await daemon.execute("select * from indexer.record order by did, collection, rkey")
+        for name, (_, change) in cases.items():
+            account = accounts[name]
+            daemon.network.relay.drop(account.did, 1)
+            change(account)
+            daemon.lose_commit(account)
+        for name, (reason, _) in cases.items():
+            await daemon.wait_for_counter("resync", result=reason)
+            row = await daemon.repo_row(accounts[name])
+            assert (row["sync_status"], row["wait"], row["last_error"].split(":")[0]) == ("desynchronized", inf, reason)
+        assert await daemon.execute("select * from indexer.record order by did, collection, rkey") == before
+        for account in accounts.values():
+            account.activate()
+        await daemon.wait_until_equal()
+        await assert_change_log_consistent(database)

@@ -1,28 +1,20 @@
-"""Links in a running daemon: live, resyncs, accounts that disappear, and kills during the backfill."""
+"""Links in a running daemon: live, resyncs, accounts that disappear, and the backfill."""
 
-from functools import partial
 from pathlib import Path
-from random import Random
 
 import asyncpg
 import pytest
 
-from indexer import daemon_counts
 from indexer.localnet.local_account import LocalAccount
 from indexer.localnet.local_network import LocalNetwork
 from indexer.sync.shard import Placement, bucket_of
 from tests.daemon.health_checks import health_checks
-from tests.daemon.running_daemon import LIKE, POST, RunningDaemon, post, running_daemon
-from tests.daemon_process import daemon_process, log_tail
-from tests.database_checks import wait_until_equal
+from tests.daemon.running_daemon import LIKE, POST, RunningDaemon, running_daemon
 from tests.store.change_log_helpers import connected
 from tests.store.link_checks import assert_links_exact
 from tests.waiting import until
 
-pytestmark = pytest.mark.slow
-
 CID = "bafkreibme22gw2h7y2h7tg2fhqotaqjucnbc24deqo72b6mkl2egezxhvy"
-KILLS = 4
 COUNT = f"select atproto.link_count($1, '{LIKE}', '.subject.uri')"
 
 
@@ -38,6 +30,7 @@ async def count(sql: asyncpg.Connection, uri: str) -> int | None:
     return number
 
 
+@pytest.mark.slow
 async def test_links_follow_the_stream_resyncs_and_accounts(database: str, tmp_path: Path) -> None:
     async with running_daemon(database, tmp_path, links=True) as daemon, connected(database) as sql:
         author, *fans = [daemon.create_account(f"a{number}.test") for number in range(4)]
@@ -74,12 +67,9 @@ async def nothing_left_to_count(sql: asyncpg.Connection) -> bool:
     return bool(await sql.fetchval(query))
 
 
-async def test_unfinished_backfill_is_shown_and_does_not_prevent_readiness(
-    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.proof("daemon")
+async def test_unfinished_backfill_is_shown_and_does_not_prevent_readiness(database: str, tmp_path: Path) -> None:
     """A locked repo is not visited, so the backfill does not end."""
-    monkeypatch.setattr(daemon_counts, "COUNT_INTERVAL_SECONDS", 0.2)
-    monkeypatch.setattr(daemon_counts, "MAX_COUNT_SHARE", 1.0)  # the first count on a cluster takes half a second
     async with connected(database) as sql, LocalNetwork() as network:
         account = network.create_account("a.test")
         like(account, account, 1)
@@ -101,35 +91,3 @@ async def test_unfinished_backfill_is_shown_and_does_not_prevent_readiness(
 
 def links_progress(daemon: RunningDaemon) -> float | None:
     return daemon.stages.metrics.registry.get_sample_value("indexer_links_progress_ratio")
-
-
-@pytest.mark.timeout(300)
-async def test_daemon_killed_during_the_backfill_has_exact_links_in_the_end(database: str, tmp_path: Path) -> None:
-    """Accounts write all the time. Each process is killed after another part of the backfill."""
-    numbers = Random(5)
-    async with LocalNetwork() as network, connected(database) as sql:
-        accounts = [network.create_account(f"a{number}.test") for number in range(60)]
-        for account in accounts:
-            account.create(POST, post("first"), rkey="001")
-            for _ in range(3):
-                like(account, numbers.choice(accounts), 1)
-        async with daemon_process(network, database, tmp_path):
-            await wait_until_equal(network, database)
-        assert await sql.fetchval("select state from atproto.link_progress") == "off"
-        for kill in range(KILLS):
-            async with daemon_process(network, database, tmp_path, links="true"):
-                for account in numbers.sample(accounts, 10):
-                    like(account, numbers.choice(accounts), 1)
-                await until(partial(has_links, sql, 30 * kill + 1), partial(log_tail, tmp_path))
-        async with daemon_process(network, database, tmp_path, links="true"):
-            await wait_until_equal(network, database)
-            await until(partial(is_complete, sql), partial(log_tail, tmp_path))
-        assert await assert_links_exact(sql) == 60 * 3 + KILLS * 10
-
-
-async def has_links(sql: asyncpg.Connection, number: int) -> bool:
-    return bool(await sql.fetchval("select count(*) >= $1 from indexer.link", number))
-
-
-async def is_complete(sql: asyncpg.Connection) -> bool:
-    return bool(await sql.fetchval("select state = 'complete' from atproto.link_progress"))

@@ -96,6 +96,7 @@ async def test_lag_grows_while_no_relay_is_connected(database: str, tmp_path: Pa
         await until(lambda: metric(daemon, "indexer_seconds_since_last_message", relay=relay) > 1)
 
 
+@pytest.mark.proof("daemon")
 async def test_hanging_directory_prevents_readiness_and_is_logged_once(database: str, tmp_path: Path) -> None:
     with capture_logs() as lines:
         async with running_daemon(database, tmp_path) as daemon, health_checks(daemon) as checks:
@@ -141,6 +142,7 @@ async def test_database_outage_is_a_handful_of_log_lines(
         assert libraries <= {"asyncpg.pool"}, "`configure_logging` hides the pool's lines"
 
 
+@pytest.mark.proof("daemon")
 async def test_thirty_repos_of_an_unreachable_directory_are_a_handful_of_log_lines(
     database: str, tmp_path: Path
 ) -> None:

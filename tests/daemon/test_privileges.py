@@ -17,7 +17,7 @@ from tests.store.test_migrate import GRANTS, role, with_user
 STEPS = 40
 
 
-@pytest.mark.slow
+@pytest.mark.proof("daemon")
 async def test_daemon_runs_with_the_documented_grants(database: str, sql: asyncpg.Connection, tmp_path: Path) -> None:
     async with LocalNetwork() as network, role(database) as name:
         await sql.execute(GRANTS.format(role=name))

@@ -32,6 +32,7 @@ async def fail_writes_of(daemon: RunningDaemon, table: str, did: str, statement:
     )
 
 
+@pytest.mark.proof("daemon")
 async def test_commit_of_many_paths_to_one_large_value_is_applied_without_delaying_others(
     database: str, tmp_path: Path
 ) -> None:
@@ -102,6 +103,7 @@ async def test_message_that_costs_the_connection_each_time_is_rejected_and_other
         assert (await daemon.repo_row(hostile))["sync_reason"] == "store-failed"
 
 
+@pytest.mark.proof("daemon")
 @lets_a_trigger_fail
 @pytest.mark.parametrize(
     ("statement", "error"),

@@ -106,6 +106,7 @@ async def send_commits_with_unpublished_key(daemon: RunningDaemon, account: Loca
     assert await daemon.dead_letters() == [(account.did, "signature-invalid")] * len(texts)
 
 
+@pytest.mark.proof("daemon")
 async def test_replay_refreshes_identities_without_a_limit(database: str, tmp_path: Path) -> None:
     """The refresh budget of the daemon would allow only five lookups for the accounts of one host."""
     async with daemon_and_command(database, tmp_path) as (daemon, command):
@@ -123,6 +124,7 @@ async def test_replay_refreshes_identities_without_a_limit(database: str, tmp_pa
         await daemon.wait_until_equal()
 
 
+@pytest.mark.proof("daemon")
 async def test_replay_looks_an_identity_up_again_that_was_missing_before(database: str, tmp_path: Path) -> None:
     async with daemon_and_command(database, tmp_path) as (daemon, command):
         did, network = did_of("late.test"), daemon.network
@@ -189,6 +191,7 @@ async def test_replay_reports_an_outcome_for_each_dead_letter(database: str, tmp
         assert "a map with the keys 't', 'op', then" in report["unreadable"]
 
 
+@pytest.mark.proof("daemon")
 async def test_replay_without_a_directory_changes_nothing(database: str, tmp_path: Path) -> None:
     async with daemon_and_command(database, tmp_path) as (daemon, command):
         account = daemon.create_account("ada.test")
@@ -213,6 +216,7 @@ KILL_POINTS = {
 }
 
 
+@pytest.mark.proof("daemon")
 @pytest.mark.one_server("sees which session waits for a lock, which may be one of a worker")
 @pytest.mark.parametrize("kill_point", KILL_POINTS)
 async def test_killed_replay_leaves_either_the_dead_letter_or_its_effect(
@@ -249,6 +253,7 @@ async def test_killed_replay_leaves_either_the_dead_letter_or_its_effect(
         await assert_change_log_consistent(database)
 
 
+@pytest.mark.proof("daemon")
 async def test_two_concurrent_replays_apply_each_dead_letter_once(database: str, tmp_path: Path) -> None:
     """The rows of the repos change for other reasons at the same time."""
     async with daemon_and_command(database, tmp_path, commit_ops="2") as (daemon, command):

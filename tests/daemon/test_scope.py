@@ -2,29 +2,24 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
 
-from indexer import daemon as composition
-from indexer import daemon_scope
 from indexer.atproto.cid import parse_cid
 from indexer.localnet.http_server import Fault
 from indexer.localnet.local_account import LocalAccount
 from indexer.localnet.local_relay import LIST_REPOS_BY_COLLECTION
-from indexer.service.background.account_erasure import AccountErasure
-from indexer.service.background.scope_untracking import ScopeUntracking
 from indexer.service.crawl import repo_list_pages
-from indexer.service.crawl.scope_backfill import ScopeBackfill
-from indexer.service.crawl.signal_discovery import SignalDiscovery
 from indexer.sync.scope import Track
 from indexer.sync.shard import Shard
 from tests.daemon.running_daemon import LIKE, POST, FilteredNetwork, RunningDaemon, post, running_daemon
 from tests.database_checks import assert_change_log_consistent, assert_log_gives_records
 from tests.lexicons.samples import LIKE_DOCUMENT, sourced
+from tests.quick_tuning import QUICK
 from tests.store.change_log_helpers import connected
 from tests.store.link_checks import assert_links_exact
 from tests.waiting import until
@@ -32,14 +27,6 @@ from tests.waiting import until
 pytestmark = pytest.mark.slow
 
 FOLLOW = "app.bsky.graph.follow"
-
-
-@pytest.fixture(autouse=True)
-def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(composition, "AccountErasure", partial(AccountErasure, interval=0.1))
-    monkeypatch.setattr(daemon_scope, "ScopeBackfill", partial(ScopeBackfill, interval=0.1, settle=0.0))
-    monkeypatch.setattr(daemon_scope, "ScopeUntracking", partial(ScopeUntracking, interval=0.1))
-    monkeypatch.setattr(daemon_scope, "SignalDiscovery", partial(SignalDiscovery, interval=0.1, settle=0.0))
 
 
 @asynccontextmanager
@@ -117,6 +104,7 @@ async def test_only_repos_with_records_of_an_added_collection_are_fetched(databa
         await assert_change_log_consistent(database)
 
 
+@pytest.mark.proof("daemon")
 async def test_repo_whose_account_was_inactive_is_fetched_when_it_is_active_again(
     database: str, tmp_path: Path
 ) -> None:
@@ -140,6 +128,7 @@ async def test_repo_whose_account_was_inactive_is_fetched_when_it_is_active_agai
         await wait_until_complete(daemon)
 
 
+@pytest.mark.proof("daemon")
 async def test_repo_that_a_lagging_list_lacked_is_fetched_when_the_list_is_compared_again(
     database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,10 +145,9 @@ async def test_repo_that_a_lagging_list_lacked_is_fetched_when_the_list_is_compa
             assert LIKE not in {row["collection"] for row in await daemon.record_rows(lagging)}, "the list is trusted"
         network.relay.lagging.clear()
         network.collections = {POST, LIKE}
-        quick = partial(ScopeBackfill, interval=0.1, settle=0.0, recheck=(0.0, 0.5), recheck_poll=0.1)
-        monkeypatch.setattr(daemon_scope, "ScopeBackfill", quick)
+        compares_soon = replace(QUICK, scope_rechecks=(0.0, 0.5), scope_recheck_poll=0.1)
         with capture_logs() as lines:
-            async with running_daemon(database, tmp_path / "second", network) as daemon:
+            async with running_daemon(database, tmp_path / "second", network, tuning=compares_soon) as daemon:
                 await daemon.wait_until_equal()
                 await until(lambda: [line["event"] for line in lines].count("scope.compared-again") == 2)
                 assert await daemon.store.rechecks(Shard()) == []
@@ -171,6 +159,7 @@ async def test_repo_that_a_lagging_list_lacked_is_fetched_when_the_list_is_compa
         await assert_change_log_consistent(database)
 
 
+@pytest.mark.proof("daemon")
 async def test_a_prefix_is_fetched_from_all_repos(database: str, tmp_path: Path) -> None:
     async with daemon_of(database, tmp_path, [POST]) as (daemon, network):
         accounts = [daemon.create_account(f"{name}.test") for name in ("ada", "bob")]
@@ -185,6 +174,7 @@ async def test_a_prefix_is_fetched_from_all_repos(database: str, tmp_path: Path)
         await assert_change_log_consistent(database)
 
 
+@pytest.mark.proof("daemon")
 async def test_all_repos_are_fetched_if_no_relay_offers_the_list(
     database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,6 +192,7 @@ async def test_all_repos_are_fetched_if_no_relay_offers_the_list(
         assert (fault.fired > 0, daemon.export_requests) == (True, 2)
 
 
+@pytest.mark.proof("daemon")
 async def test_progress_of_a_collection_grows_with_its_repos(database: str, tmp_path: Path) -> None:
     async with daemon_of(database, tmp_path, [POST]) as (daemon, network):
         account, other = daemon.create_account("ada.test"), daemon.create_account("bob.test")
@@ -315,6 +306,7 @@ async def test_repos_that_a_narrower_scope_does_not_want_are_untracked(database:
             await assert_log_gives_records(sql)
 
 
+@pytest.mark.proof("daemon")
 async def test_repos_whose_signals_no_list_shows_stay_tracked_with_a_warning(database: str, tmp_path: Path) -> None:
     with capture_logs() as lines:
         async with daemon_of(database, tmp_path, [POST]) as (daemon, _):
@@ -331,6 +323,7 @@ CID = "bafkreibme22gw2h7y2h7tg2fhqotaqjucnbc24deqo72b6mkl2egezxhvy"
 BLOB = {"$type": "blob", "ref": parse_cid(CID), "mimeType": "image/jpeg", "size": 12}
 
 
+@pytest.mark.proof("daemon")
 async def test_links_blobs_and_typed_views_are_exact_after_each_change_of_the_scope(
     database: str, tmp_path: Path
 ) -> None:

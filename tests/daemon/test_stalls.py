@@ -6,23 +6,15 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import asyncpg
 import pytest
 
-from indexer import daemon as composition
-from indexer import daemon_counts, daemon_scope
 from indexer.localnet.http_server import Fault
 from indexer.localnet.local_account import LocalAccount
-from indexer.service import open_gaps
-from indexer.service.background.account_erasure import AccountErasure
-from indexer.service.background.identity_refresh import IdentityRefresh
-from indexer.service.background.link_maintenance import LinkMaintenance
-from indexer.service.crawl.signal_discovery import SignalDiscovery
 from indexer.service.resync.queue_maintenance import MaintenanceSettings
 from indexer.store import connections, report_queries
 from indexer.store.embedded import database as embedded_database
@@ -33,6 +25,7 @@ from indexer.sync.shard import BUCKETS, Placement
 from tests.daemon.health_checks import health_checks
 from tests.daemon.running_daemon import LIKE, POST, RunningDaemon, post, running_daemon
 from tests.identity.name_server import NameServer
+from tests.quick_tuning import QUICK
 from tests.service.feed.jetstream_client import subscribed
 from tests.service.feed.webhook_server import WebhookServer
 from tests.source_code import INDEXER, source_calls
@@ -40,6 +33,15 @@ from tests.waiting import until
 
 SHORT = 1.0
 """The limit of the stage that a test stalls, in seconds."""
+ALWAYS_LOOKING = replace(
+    QUICK,
+    maintenance=MaintenanceSettings(search_interval=0.1, unproven_interval=0.1),
+    identity_refresh_interval=0.1,
+    scope_settle=0.0,
+    count_interval=0.1,
+    host_save_interval=0.1,
+)
+"""The periodic stages look for work all the time."""
 
 
 @dataclass
@@ -224,6 +226,8 @@ STALLS: dict[str, Stall] = {
     "webhook": stalled_webhook,
 }
 """By stage: the function that stalls it during a block."""
+SAMPLE = {"batch writer", "firehose consumer", "reconciliation", "resync pool"}
+"""Stages that are stalled in `make test`; the others are stalled in `make proof`."""
 
 STALLS_ON_A_CLUSTER: dict[str, Stall] = {"change numbering": lock_of("unnumbered_batch")}
 """The same for the stages that a daemon has only on a distributed database (tests/citus/test_stall_on_a_cluster.py)."""
@@ -249,20 +253,6 @@ MONITORS = {
 """Tasks of the daemon that are no stages: they watch the others or the process, and no work waits for them."""
 
 
-@pytest.fixture
-def short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the periodic stages look for work all the time."""
-    monkeypatch.setattr(composition, "IdentityRefresh", partial(IdentityRefresh, interval=0.1))
-    monkeypatch.setattr(composition, "AccountErasure", partial(AccountErasure, interval=0.1))
-    monkeypatch.setattr(daemon_scope, "SignalDiscovery", partial(SignalDiscovery, settle=0.0))
-    monkeypatch.setattr(composition, "LinkMaintenance", partial(LinkMaintenance, interval=0.1))
-    searches = partial(MaintenanceSettings, search_interval=0.1, unproven_interval=0.1)
-    monkeypatch.setattr(composition, "MaintenanceSettings", searches)
-    monkeypatch.setattr(daemon_counts, "COUNT_INTERVAL_SECONDS", 0.1)
-    monkeypatch.setattr(composition, "HOST_SAVE_SECONDS", 0.1)
-    monkeypatch.setattr(open_gaps, "REFRESH_SECONDS", 0.1)
-
-
 @asynccontextmanager
 async def world_of(dsn: str, directory: Path, stage: str) -> AsyncIterator[World]:
     """Run a daemon with all stages. For the stage of the embedded Postgres, it has a server of its own."""
@@ -284,15 +274,19 @@ async def world_of(dsn: str, directory: Path, stage: str) -> AsyncIterator[World
             "webhook_url": webhook.url,
             "links": True,
         }
-        daemon = await stack.enter_async_context(running_daemon(dsn, directory, others=[postgres], **settings))
+        daemon = await stack.enter_async_context(
+            running_daemon(dsn, directory, others=[postgres], tuning=ALWAYS_LOOKING, **settings)
+        )
         account = daemon.create_account("ada.test")
         await daemon.wait_until_equal()
         yield World(daemon, account, names, directory, webhook)
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("short_intervals")
-@pytest.mark.parametrize("stage", STALLS)
+@pytest.mark.parametrize(
+    "stage",
+    [stage if stage in SAMPLE else pytest.param(stage, marks=pytest.mark.proof("daemon")) for stage in STALLS],
+)
 async def test_stalled_stage_fails_the_health_check_by_name_until_its_cause_is_gone(
     database: str, tmp_path: Path, stage: str
 ) -> None:
@@ -332,8 +326,8 @@ STALLED_BY_LOCKS = {
 }
 
 
+@pytest.mark.proof("daemon")
 @pytest.mark.slow
-@pytest.mark.usefixtures("short_intervals")
 async def test_stages_whose_statements_are_cancelled_again_and_again_have_stalled(
     database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,15 +3,13 @@
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import time
 from typing import Any
 
 import pytest
 
-from indexer import daemon_counts, daemon_scope
 from indexer.localnet.http_server import Fault
 from indexer.localnet.local_account import LocalAccount
 from indexer.localnet.local_network import LocalNetwork
@@ -19,7 +17,6 @@ from indexer.localnet.local_pds import GET_REPO, LIST_REPOS
 from indexer.monitoring.conditions import HOST_FAILING
 from indexer.outbound import HostState
 from indexer.reasons import Desync, FetchFailure, GapReason, Rejection
-from indexer.service.crawl.scope_backfill import ScopeBackfill
 from indexer.store import report_queries
 from indexer.sync.gap import Gap
 from indexer.sync.plans import Batch, DeadLetter
@@ -27,11 +24,12 @@ from indexer.sync.shard import Shard
 from tests import chromium
 from tests.chromium import Page, Scheme, open_browser
 from tests.daemon.running_daemon import LIKE, POST, FilteredNetwork, RunningDaemon, running_daemon
+from tests.quick_tuning import QUICK
 from tests.store.repo_rows import insert, synchronized
 from tests.waiting import until
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.proof("browser"),
     pytest.mark.skipif(
         chromium.EXECUTABLE is None, reason=f"Chromium is not installed: run {chromium.INSTALL_COMMAND}"
     ),
@@ -145,9 +143,8 @@ async def test_page_shows_what_the_database_has(database: str, tmp_path: Path) -
 
 
 async def test_backfill_dead_letters_consumers_and_hosts_are_shown_with_their_numbers(
-    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    database: str, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(daemon_counts, "COUNT_INTERVAL_SECONDS", 0.5)
     async with open_page(database, tmp_path) as page:
         daemon = page.daemon
         # Repos that end from now on have a rate.
@@ -211,9 +208,8 @@ async def test_numbers_that_are_estimated_are_shown_as_estimates(
 
 
 async def test_links_are_shown_with_the_progress_of_their_backfill_if_they_are_on(
-    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    database: str, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(daemon_counts, "COUNT_INTERVAL_SECONDS", 0.2)
     async with open_page(database, tmp_path) as page:
         await page.open()
         await page.wait_for_polls(2)
@@ -230,14 +226,10 @@ async def test_links_are_shown_with_the_progress_of_their_backfill_if_they_are_o
         assert re.fullmatch("backfill, time left: 1.h .*", await page.text("#links-note"))
 
 
-async def test_repos_that_wait_for_added_collections_are_shown_until_none_waits(
-    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(daemon_counts, "COUNT_INTERVAL_SECONDS", 0.2)
-    monkeypatch.setattr(daemon_scope, "ScopeBackfill", partial(ScopeBackfill, interval=3_600.0))
+async def test_repos_that_wait_for_added_collections_are_shown_until_none_waits(database: str, tmp_path: Path) -> None:
     async with (
         FilteredNetwork(collections=[POST]) as network,
-        open_page(database, tmp_path, network, collections=POST) as page,
+        open_page(database, tmp_path, network, tuning=replace(QUICK, scope_settle=3_600.0), collections=POST) as page,
     ):
         page.daemon.create_account("one.test")
         await page.daemon.wait_until_equal()

@@ -15,7 +15,7 @@ import click
 
 from tests.mutants.project_copy import PROJECT, ProjectCopy, UnusableTestsError
 
-HERE = Path(__file__).parent
+SEEDED = Path(__file__).with_name("seeded.toml")
 
 
 class Mutant(NamedTuple):
@@ -48,10 +48,9 @@ class Outcome(NamedTuple):
 
 
 def load_mutants() -> Iterator[Mutant]:
-    """Yield all mutants, in the order of their files."""
-    for file in sorted([*HERE.glob("seeded.toml"), *HERE.glob("seeded/*.toml")]):
-        for name, row in tomllib.loads(file.read_text()).items():
-            yield Mutant(name, row["bug"], row["file"], row["old"], row["new"], row["tests"])
+    """Yield all mutants, in the order of their file."""
+    for name, row in tomllib.loads(SEEDED.read_text()).items():
+        yield Mutant(name, **row)
 
 
 def outcome_of(copy: ProjectCopy, mutant: Mutant, seconds: float) -> Outcome:

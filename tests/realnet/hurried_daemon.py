@@ -1,10 +1,9 @@
-"""The command `indexer` with short waits: `python -m tests.realnet.hurried_daemon run`."""
+"""A daemon with short intervals: `python -m tests.realnet.hurried_daemon`."""
 
 import sys
 
-from indexer.cli.main import main
-from tests.simulation.quick_daemon import hurry
+from tests.daemon_forks import run_tuned
+from tests.simulation.quick_daemon import TUNING
 
 if __name__ == "__main__":
-    hurry()
-    sys.exit(main())
+    sys.exit(run_tuned(TUNING))

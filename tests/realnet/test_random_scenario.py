@@ -12,8 +12,10 @@ from random import Random
 import asyncpg
 import pytest
 
+from tests.background import running
 from tests.daemon_process import daemon_process, log_tail
 from tests.database_checks import assert_change_log_consistent, fetch
+from tests.passed_time import expire_waits
 from tests.realnet.compare_with_pdses import records_of, visible_repos, wait_until_equal
 from tests.realnet.random_steps import RandomSteps
 from tests.realnet.real_network import real_network
@@ -42,7 +44,7 @@ async def test_database_equals_the_pdses_after_a_random_scenario(
     replay = f"make proof PART=realnet STEPS={STEPS} SEED={SEED}"
     request.node.add_report_section("call", "replay", replay)  # shown if it fails
     with real_network(2, tmp_path) as network:
-        async with real_relay(network, empty_database, tmp_path) as relay:
+        async with real_relay(network, empty_database, tmp_path) as relay, running(expire_waits(database)):
             steps = RandomSteps(network.pds, SEED)
             scenario = asyncio.create_task(asyncio.to_thread(steps.run, STEPS))
             async with daemon_process(relay, database, tmp_path, DAEMON) as daemon:

@@ -13,9 +13,10 @@ from indexer.localnet import local_repo
 from indexer.localnet.http_server import HttpServer
 from indexer.localnet.local_account import LocalAccount
 from indexer.localnet.tid_clock import TidClock
+from tests.background import running
 from tests.daemon_forks import DaemonFork
 from tests.database_proxy import DatabaseProxy
-from tests.passed_time import EXPIRE_LEASES
+from tests.passed_time import EXPIRE_LEASES, expire_waits
 from tests.simulation.event_counts import event_counts
 from tests.simulation.fault_schedule import (
     Action,
@@ -31,7 +32,7 @@ from tests.simulation.fault_schedule import (
     UnreachableDatabase,
     Write,
 )
-from tests.simulation.quick_daemon import hurry, hurry_with_silent_relays
+from tests.simulation.quick_daemon import SILENT_RELAYS, TUNING
 from tests.simulation.recording_servers import CountingPds, HangingPlc, RecordingRelay
 from tests.waiting import until
 
@@ -42,6 +43,8 @@ FIRST_SEQ = 10_000
 
 OBSERVER = "simulation"
 """The application name of connections that only look at the database."""
+UNSEEN = {"application_name": OBSERVER, "session_replication_role": "replica"}
+"""The settings of a session whose writes fire no trigger."""
 
 RECORD_EVENTS = """
     create schema simulation;
@@ -153,8 +156,8 @@ class World:
                 await stack.enter_async_context(self.proxy.serve())
                 dsn = self.proxy.dsn
             silent = any(isinstance(fault, RestartedSequence) and not fault.announced for fault in self.schedule.faults)
-            prepare = hurry_with_silent_relays if silent else hurry
-            self.daemon = DaemonFork(self.environment(dsn), self.directory, prepare)
+            self.daemon = DaemonFork(self.environment(dsn), self.directory, SILENT_RELAYS if silent else TUNING)
+            await stack.enter_async_context(running(expire_waits(self.dsn, settings=UNSEEN)))
             await stack.enter_async_context(self.daemon.supervised())
             yield
 

@@ -5,7 +5,7 @@ import os
 from base64 import b32encode
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from functools import partial
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from random import Random
@@ -13,16 +13,13 @@ from time import monotonic, time_ns
 
 import asyncpg
 
-from indexer import clients
-from indexer import daemon as composition
-from indexer.identity import IdentityCache
+from indexer.daemon_tuning import Tuning
 from indexer.localnet.local_account import LocalAccount
-from indexer.outbound import Timeouts, host_limits
+from indexer.outbound import HostPauses, Timeouts
 from indexer.service.resync.queue_maintenance import MaintenanceSettings
-from indexer.store import dead_letters, gap_rows, store
-from indexer.sync.backoff import backoff_seconds
-from tests.changed_names import change_names
+from tests.background import running
 from tests.daemon_forks import DaemonFork
+from tests.passed_time import expire_waits
 from tests.simulation.drawn_world import DRAFT, EVERYTHING, LIKE, NOTE
 from tests.simulation.fault_schedule import (
     Commit,
@@ -36,7 +33,7 @@ from tests.simulation.fault_schedule import (
     Value,
     Write,
 )
-from tests.simulation.simulated_world import RECORD_EVENTS, World
+from tests.simulation.simulated_world import RECORD_EVENTS, UNSEEN, World
 from tests.soak.resource_use import report_interpreter
 from tests.waiting import until
 
@@ -61,45 +58,38 @@ the pages that were written in the lifetime of the oldest record. With one recor
 """
 HIDDEN: tuple[HostingStatus, ...] = ("deactivated", "takendown", "suspended")
 MAX_HIDDEN = 4
-FORGET_SECONDS = 30.0
-GARBAGE_SECONDS = 60.0
-RATE_GRACE_SECONDS = 2.0
-"""With the usual 30 s, the export of a small repo is complete before a daemon ends it because it is slow."""
 AHEAD = 60_000_000
 """Microseconds by which a forged rev is ahead, so that no commit of the account is newer. The daemon accepts 300 s."""
-MAX_IDENTITIES = 50
+WAIT_SECONDS = 5.0
+"""Interval at which waits of repos and identities end."""
 FORGOTTEN_BY_NETWORK_SECONDS = 300.0
 """Time after which a deleted account may vanish from the network, as soon as it has vanished from the database."""
 _FORGET_EVENTS = """
     delete from simulation.state
     where status = 'synchronized' and number < (select max(number) from simulation.state) - 1000;
     delete from simulation.rejection where number < (select max(number) from simulation.rejection) - 1000;
+    delete from indexer.dead_letter where id < (select max(id) from indexer.dead_letter) - 20;
+    delete from indexer.gap where closed_at is not null and id < (select max(id) from indexer.gap) - 20;
 """
-"""Forgets events that no fault asks for."""
+"""Forgets events that no fault asks for. The daemon keeps a thousand dead letters of a reason, and gaps."""
 SETTINGS = {
     "INDEXER_CHANGE_BYTES": "4000000",
     "INDEXER_DELETION_GRACE": "10s",
 }
-SMALL_BATCH_PAUSE = 5.0
-"""With the usual 60 s, faults would let the pool write most small batches."""
+TUNING = replace(
+    Tuning(),
+    timeouts=Timeouts(rate_grace=2.0),  # with the usual 30 s, an export is complete before it is ended as a slow one
+    host_pauses=HostPauses(maximum=30.0, max_configured=30.0),
+    max_identities=50,
+    maintenance=MaintenanceSettings(forget_after=30.0, search_interval=30.0),
+    small_batch_pause=5.0,  # with the usual 60 s, faults would let the pool write most small batches
+    garbage_interval=60.0,
+)
+"""A daemon forgets after minutes what it stores for a day or longer, so that sizes reach their limits."""
 
 
-def reach_limits_soon() -> None:
-    """Let a daemon forget after minutes what it stores for a day or longer, so that sizes reach their limits."""
+def prepare_process() -> None:
     os.setpgrp()  # Ctrl-C in a terminal is for the soak only
-    change_names(
-        composition,
-        FORGET_SECONDS=FORGET_SECONDS,
-        GARBAGE_SECONDS=GARBAGE_SECONDS,
-        IdentityCache=partial(IdentityCache, max_entries=MAX_IDENTITIES),
-        MaintenanceSettings=partial(MaintenanceSettings, search_interval=FORGET_SECONDS),
-    )
-    change_names(clients, TIMEOUTS=Timeouts(rate_grace=RATE_GRACE_SECONDS))
-    change_names(dead_letters, MAX_ROWS=3)
-    change_names(gap_rows, MAX_CLOSED_GAPS=3)
-    change_names(store, SMALL_BATCH_PAUSE=SMALL_BATCH_PAUSE)
-    change_names(host_limits, MAX_PAUSE=30.0, MAX_PAUSE_CONFIGURED=30.0)
-    backoff_seconds.__kwdefaults__ = {"first": 5.0, "maximum": 60.0}
     report_interpreter()
 
 
@@ -137,6 +127,7 @@ class SoakWorld(World):
                 await server.start()
                 stack.push_async_callback(server.stop)
             await stack.enter_async_context(self.proxy.serve())
+            await stack.enter_async_context(running(expire_waits(self.dsn, WAIT_SECONDS, UNSEEN)))
             for records in (LARGE, *(RECORDS for _ in range(ACCOUNTS))):
                 self._join(records)
             self.steady = self._make_daemon(0, self.steady_directory)
@@ -214,7 +205,7 @@ class SoakWorld(World):
         environment = self.environment(self.proxy.dsn) | SETTINGS
         environment |= {"INDEXER_DATA_DIR": str(directory), "INDEXER_SHARD": f"{number}/{DAEMONS}"}
         environment |= {"INDEXER_LINKS": "true"} if self._links else {}
-        return DaemonFork(environment, directory, reach_limits_soon)
+        return DaemonFork(environment, directory, TUNING, prepare_process)
 
     def _step(self) -> None:
         """Let one account act."""

@@ -31,13 +31,21 @@ class ScopeNarrowing:
     """
 
     def __init__(
-        self, store: Store, scope: CurrentScope, shard: Shard, metrics: Metrics, *, interval: float = 1.0
+        self,
+        store: Store,
+        scope: CurrentScope,
+        shard: Shard,
+        metrics: Metrics,
+        *,
+        interval: float = 1.0,
+        batch_size: int = BATCH_SIZE,
     ) -> None:
         self._store = store
         self._scope = scope
         self._buckets = shard.buckets
         self._metrics = metrics
         self._interval = interval
+        self._batch_size = batch_size
         self._clean_version = -1
         self._clean_since = 0.0
         self.stage = StageProgress("scope narrowing")
@@ -73,7 +81,7 @@ class ScopeNarrowing:
         """Delete the records of a collection; return how many, and False if some remain."""
         deleted, complete, after = 0, True, None
         while True:
-            page = await self._store.delete_unselected(scope, collection, self._buckets, after, BATCH_SIZE)
+            page = await self._store.delete_unselected(scope, collection, self._buckets, after, self._batch_size)
             if page is None:
                 return deleted, False
             self._metrics.record_changes("delete", live=True, count=page.deleted)

@@ -12,7 +12,7 @@ from indexer.sync.shard import Shard
 
 BATCH_SIZE = 200
 """Repos that one transaction looks at. The live path waits for those that are untracked."""
-SEARCH_SECONDS = 600.0
+RETRY_SECONDS = 600.0
 """Pause before repos are looked at again that were not complete."""
 
 log = structlog.get_logger(__name__)
@@ -29,11 +29,22 @@ class ScopeUntracking:
         stage: Its progress. A search is work; it moves with each batch.
     """
 
-    def __init__(self, store: Store, scope: CurrentScope, shard: Shard, *, interval: float = 1.0) -> None:
+    def __init__(
+        self,
+        store: Store,
+        scope: CurrentScope,
+        shard: Shard,
+        *,
+        interval: float = 1.0,
+        retry: float = RETRY_SECONDS,
+        batch_size: int = BATCH_SIZE,
+    ) -> None:
         self._store = store
         self._scope = scope
         self._shard = shard
         self._interval = interval
+        self._retry = retry
+        self._batch_size = batch_size
         self._done_version = 0
         self._retry_at = 0.0
         self.stage = StageProgress("scope untracking")
@@ -61,13 +72,13 @@ class ScopeUntracking:
         if progress.finished_at is None and scope.signals and await self._store.unread_signal_lists(scope):
             return
         while progress.finished_at is None:
-            page = await self._store.untrack_page(scope, self._shard, progress, BATCH_SIZE)
+            page = await self._store.untrack_page(scope, self._shard, progress, self._batch_size)
             if page is None:
                 return
             progress, untracked = page.progress, untracked + page.untracked
             self.stage.moved()
             if progress.cursor is None and progress.finished_at is None:
-                self._retry_at = monotonic() + SEARCH_SECONDS
+                self._retry_at = monotonic() + self._retry
                 break
         else:
             self._done_version = scope.version

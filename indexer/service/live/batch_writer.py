@@ -62,7 +62,7 @@ class WriterSettings:
         idle_after: The shard counts as caught up after this time without a message.
     """
 
-    shard: Shard
+    shard: Shard = Shard()  # noqa: RUF009 - immutable
     batch_size: int = BATCH_SIZE
     retry_interval: float = 1.0
     idle_after: float = 5.0

@@ -45,12 +45,14 @@ class StreamContinuity:
         shard: str,
         *,
         proof_timeout: float = PROOF_TIMEOUT,
+        retry: float = RETRY_SECONDS,
     ) -> None:
         self._entries = entries
         self._gaps = gaps
         self._subscription = subscription
         self._shard = shard
         self._proof_timeout = proof_timeout
+        self._pause = retry
         # Opened before the first new message, because the relay said that messages are lost, or said nothing.
         self._early_gap: OpenGap | None = None
         self._restarting = False
@@ -70,8 +72,8 @@ class StreamContinuity:
         Raises:
             OSError: The relay is unavailable.
         """
-        await _retry(self._gaps.refresh)
-        self.entry = entry = await _retry(lambda: self._entries.entry(relay))
+        await self._retry(self._gaps.refresh)
+        self.entry = entry = await self._retry(lambda: self._entries.entry(relay))
         if entry.gap is not None:
             await self._open(entry.gap)
         crash_point("stream.entered")
@@ -137,19 +139,18 @@ class StreamContinuity:
             await self._open(self._gap(GapReason.CURSOR_OUTDATED, first_seq, last_seq))
         else:
             gap_id = self._early_gap.id
-            await _retry(lambda: self._gaps.set_last_seq(gap_id, last_seq))
+            await self._retry(lambda: self._gaps.set_last_seq(gap_id, last_seq))
 
     async def _open(self, gap: Gap) -> OpenGap:
-        return await _retry(lambda: self._gaps.open(gap))
+        return await self._retry(lambda: self._gaps.open(gap))
 
     def _gap(self, reason: GapReason, first_seq: int, last_seq: int | None = None) -> Gap:
         first = first_seq if first_seq <= MAX_SEQ else None  # no message can follow the highest number
         return Gap(self.entry.relay, self._shard, reason, first, last_seq)
 
-
-async def _retry(attempt: Callable[[], Awaitable[T]]) -> T:
-    """Return the result of `attempt`, which is repeated while the database is unavailable."""
-    while True:
-        with DatabaseAttempt():
-            return await attempt()
-        await asyncio.sleep(RETRY_SECONDS)
+    async def _retry(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Return the result of `attempt`, which is repeated while the database is unavailable."""
+        while True:
+            with DatabaseAttempt():
+                return await attempt()
+            await asyncio.sleep(self._pause)

@@ -73,13 +73,16 @@ class WorkerPoolSettings:
     max_writing: int = 0
 
 
-def pool_settings(workers: int, share: float, export_time: float, *, distributed: bool) -> WorkerPoolSettings:
-    """Return the settings of a pool for these settings of the operator.
+def pool_settings(
+    workers: int, share: float, export_time: float, base: WorkerPoolSettings | None = None, *, distributed: bool
+) -> WorkerPoolSettings:
+    """Return the settings of a pool for these settings of the operator, and otherwise those of `base`.
 
     On a distributed database, each claim and each transaction costs more. So both are for more repos there.
     """
     # An attempt may download an export from a relay, and then from the PDS.
-    settings = WorkerPoolSettings(workers=workers, share=share, attempt_timeout=OTHER_TIME + 2 * export_time)
+    timeout = OTHER_TIME + 2 * export_time
+    settings = replace(base or WorkerPoolSettings(), workers=workers, share=share, attempt_timeout=timeout)
     if not distributed:
         return settings
     workers *= CLUSTER_WORKERS

@@ -10,8 +10,8 @@ from time import time
 import asyncpg
 import pytest
 
-from indexer import daemon as composition
-from indexer.identity import IdentityCache, IdentityLifetimes
+from indexer.daemon_tuning import Tuning
+from indexer.identity import IdentityLifetimes
 from indexer.localnet.http_server import Fault
 from indexer.localnet.local_account import LocalAccount
 from indexer.localnet.local_pds import GET_LATEST_COMMIT
@@ -30,11 +30,10 @@ GRACE = 3_600.0
 
 
 @pytest.fixture
-async def daemon(database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RunningDaemon]:
+async def daemon(database: str, tmp_path: Path) -> AsyncIterator[RunningDaemon]:
     """Run a daemon that may look up an identity again at once."""
-    lifetimes = IdentityLifetimes(refresh_interval=0.0, changed_interval=0.0)
-    monkeypatch.setattr(composition, "IdentityCache", partial(IdentityCache, lifetimes=lifetimes))
-    async with running_daemon(database, tmp_path, deletion_grace="1h") as running:
+    tuning = Tuning(identities=IdentityLifetimes(refresh_interval=0.0, changed_interval=0.0))
+    async with running_daemon(database, tmp_path, tuning=tuning, deletion_grace="1h") as running:
         yield running
 
 

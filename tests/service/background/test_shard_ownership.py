@@ -1,4 +1,5 @@
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import asyncpg
@@ -13,6 +14,7 @@ from indexer.store import Store, shard_lock
 from indexer.sync.shard import Placement, Shard
 from tests.daemon.running_daemon import POST, post, running_daemon
 from tests.daemon_process import daemon_process, log_tail
+from tests.quick_tuning import QUICK
 from tests.store.test_placement_check import COMPLETE_ROW, PRETEND_SHARDS
 from tests.waiting import until
 
@@ -91,7 +93,7 @@ async def test_a_waiting_process_ends_when_the_database_was_distributed(
 async def test_nothing_is_written_while_another_process_holds_the_buckets(
     database: str, sql: asyncpg.Connection, tmp_path: Path
 ) -> None:
-    async with running_daemon(database, tmp_path) as daemon:
+    async with running_daemon(database, tmp_path, tuning=replace(QUICK, retry=2.0)) as daemon:
         account = daemon.create_account("ada.test")
         await daemon.wait_until_equal()
         async with shard_lock.open_lock(sql, range(7, 8), daemon.store.placement) as lock:

@@ -1,13 +1,15 @@
 """The webhook gets each event until it accepts it, and one event of a repo at a time."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import structlog
 
 from indexer.monitoring.conditions import WEBHOOK_FAILING
-from indexer.outbound import host_limits
+from indexer.outbound import HostPauses
 from tests.daemon.running_daemon import POST, RunningDaemon, post
+from tests.quick_tuning import QUICK
 from tests.service.feed.tap_client import feed_client, tap_daemon, wait_until_delivered
 from tests.service.feed.webhook_server import Event, WebhookServer
 from tests.waiting import until
@@ -64,12 +66,14 @@ async def test_event_is_sent_again_until_it_is_accepted_and_delays_only_its_own_
 
 
 async def test_event_that_a_webhook_refuses_forever_is_reported_apart_from_a_webhook_that_fails(
-    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    database: str, tmp_path: Path
 ) -> None:
     """Nothing is lost, and the memory is bounded."""
-    monkeypatch.setattr(host_limits, "FIRST_PAUSE", 0.05)
-    monkeypatch.setattr(host_limits, "MAX_PAUSE_CONFIGURED", 0.2)
-    async with WebhookServer() as server, tap_daemon(database, tmp_path, webhook_url=server.url) as daemon:
+    tuning = replace(QUICK, host_pauses=HostPauses(first=0.05, max_configured=0.2))
+    async with (
+        WebhookServer() as server,
+        tap_daemon(database, tmp_path, webhook_url=server.url, tuning=tuning) as daemon,
+    ):
         retry_soon(daemon)
         feed = daemon.stages.feeds.tap_feed
         feed.max_unacknowledged = 20
