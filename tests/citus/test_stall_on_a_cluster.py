@@ -4,12 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.daemon.test_stalls import STALLS_ON_A_CLUSTER, assert_stall_is_visible
+from tests.daemon.test_stalls import STALLS_ON_A_CLUSTER, assert_stalls_are_visible
 
 
 @pytest.mark.proof("cluster")
-@pytest.mark.parametrize("stage", STALLS_ON_A_CLUSTER)
 async def test_stalled_stage_of_a_cluster_fails_the_health_check_by_name_until_its_cause_is_gone(
-    database: str, tmp_path: Path, stage: str
+    database: str, tmp_path: Path
 ) -> None:
-    await assert_stall_is_visible(database, tmp_path, stage)
+    await assert_stalls_are_visible(database, tmp_path, STALLS_ON_A_CLUSTER)

@@ -8,7 +8,7 @@ from indexer.localnet.local_repo import Write
 from indexer.monitoring.conditions import MESSAGES_REFUSED
 from tests.daemon.running_daemon import POST, RunningDaemon, post, running_daemon
 
-pytestmark = pytest.mark.slow
+in_proof = pytest.mark.proof("daemon")
 lets_a_trigger_fail = pytest.mark.one_server("Citus has no triggers on distributed tables")
 
 CONTROL_CHARACTERS = b"\x7a" + (1_000_000).to_bytes(4) + b"\x01" * 1_000_000
@@ -32,7 +32,7 @@ async def fail_writes_of(daemon: RunningDaemon, table: str, did: str, statement:
     )
 
 
-@pytest.mark.proof("daemon")
+@in_proof
 async def test_commit_of_many_paths_to_one_large_value_is_applied_without_delaying_others(
     database: str, tmp_path: Path
 ) -> None:
@@ -53,12 +53,11 @@ async def test_commit_of_many_paths_to_one_large_value_is_applied_without_delayi
 @pytest.mark.parametrize(
     ("table", "statement", "resynced"),
     [
-        ("record", RAISE, True),
-        ("repo", RAISE, False),
-        ("record", RAISE_DEADLOCK, True),
-        ("repo", RAISE_CONFLICT, False),
+        pytest.param("record", RAISE, True, id="record", marks=pytest.mark.slow),
+        pytest.param("repo", RAISE, False, id="repo", marks=in_proof),
+        pytest.param("record", RAISE_DEADLOCK, True, id="record-deadlock", marks=in_proof),
+        pytest.param("repo", RAISE_CONFLICT, False, id="repo-conflict", marks=in_proof),
     ],
-    ids=["record", "repo", "record-deadlock", "repo-conflict"],
 )
 async def test_message_that_the_database_refuses_is_rejected_and_others_are_stored(
     database: str, tmp_path: Path, table: str, statement: str, resynced: bool
@@ -86,6 +85,7 @@ async def test_message_that_the_database_refuses_is_rejected_and_others_are_stor
         assert (row["sync_status"], row["sync_reason"]) == desynchronized
 
 
+@in_proof
 @lets_a_trigger_fail
 async def test_message_that_costs_the_connection_each_time_is_rejected_and_others_are_stored(
     database: str, tmp_path: Path
@@ -103,7 +103,7 @@ async def test_message_that_costs_the_connection_each_time_is_rejected_and_other
         assert (await daemon.repo_row(hostile))["sync_reason"] == "store-failed"
 
 
-@pytest.mark.proof("daemon")
+@in_proof
 @lets_a_trigger_fail
 @pytest.mark.parametrize(
     ("statement", "error"),

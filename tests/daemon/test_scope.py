@@ -1,5 +1,6 @@
 """The scope changes while daemons run: narrowing, widening, untracking, signal collections."""
 
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -10,10 +11,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from indexer.atproto.cid import parse_cid
-from indexer.localnet.http_server import Fault
 from indexer.localnet.local_account import LocalAccount
 from indexer.localnet.local_relay import LIST_REPOS_BY_COLLECTION
-from indexer.service.crawl import repo_list_pages
 from indexer.sync.scope import Track
 from indexer.sync.shard import Shard
 from tests.daemon.running_daemon import LIKE, POST, FilteredNetwork, RunningDaemon, post, running_daemon
@@ -23,8 +22,6 @@ from tests.quick_tuning import QUICK
 from tests.store.change_log_helpers import connected
 from tests.store.link_checks import assert_links_exact
 from tests.waiting import until
-
-pytestmark = pytest.mark.slow
 
 FOLLOW = "app.bsky.graph.follow"
 
@@ -53,37 +50,9 @@ async def wait_until_complete(daemon: RunningDaemon) -> None:
     await until(complete)
 
 
-async def test_settings_give_the_first_scope_only(database: str, tmp_path: Path) -> None:
-    async with daemon_of(database, tmp_path / "first", [POST]) as (daemon, _):
-        await until(lambda: str(daemon.stages.scope.scope) == f"repos all, collections {POST}")
-    with capture_logs() as lines:
-        async with daemon_of(database, tmp_path / "second", [LIKE]) as (daemon, _):
-            await until(lambda: str(daemon.stages.scope.scope) == f"repos all, collections {POST}")
-    [line] = [line for line in lines if line["event"] == "scope.settings-ignored"]
-    assert (line["settings"], line["stored"]) == (f"repos all, collections {LIKE}", f"repos all, collections {POST}")
-
-
-async def test_records_of_a_removed_collection_are_deleted_with_log_entries(database: str, tmp_path: Path) -> None:
-    async with daemon_of(database, tmp_path, [POST, LIKE]) as (daemon, network):
-        accounts = [daemon.create_account(f"{name}.test") for name in ("ada", "bob")]
-        for account in accounts:
-            create_like(account, "one")
-        await daemon.wait_until_equal()
-        await daemon.store.set_collections([POST])
-        network.collections = {POST}
-        await daemon.wait_until_equal()
-        create_like(accounts[0], "not stored")
-        accounts[0].create(POST, post("stored"))
-        await daemon.wait_until_equal()
-        logged = await daemon.execute(
-            "select action, rkey from atproto.changes where collection = $1 order by seq", LIKE
-        )
-        assert [tuple(row) for row in logged] == [("create", "one")] * 2 + [("delete", "one")] * 2
-        await assert_change_log_consistent(database)
-        assert daemon.export_requests == 0, "nothing was fetched to delete records"
-
-
-async def test_only_repos_with_records_of_an_added_collection_are_fetched(database: str, tmp_path: Path) -> None:
+@pytest.mark.slow
+async def test_collections_and_repos_are_added_and_removed(database: str, tmp_path: Path) -> None:
+    """Only repos with records of an added collection are fetched. What is removed is deleted, with log entries."""
     async with daemon_of(database, tmp_path, [POST]) as (daemon, network):
         with_likes, without = daemon.create_account("ada.test"), daemon.create_account("bob.test")
         create_like(with_likes, "one")
@@ -93,6 +62,8 @@ async def test_only_repos_with_records_of_an_added_collection_are_fetched(databa
         network.collections = {POST, LIKE}
         await daemon.wait_until_equal()
         await wait_until_complete(daemon)
+        progress = [(row.collection, row.repos, row.complete) for row in await daemon.store.scope_progress()]
+        assert progress == [(LIKE, 2, 2), (POST, 2, 2)]
         assert daemon.export_requests == 1
         assert (await daemon.repo_row(without))["sync_status"] == "synchronized"
         assert network.relay.requests[LIST_REPOS_BY_COLLECTION] == 1
@@ -100,8 +71,50 @@ async def test_only_repos_with_records_of_an_added_collection_are_fetched(databa
         assert {rkey: after[rkey] for rkey in rows} == rows, "records that were right are not written again"
         create_like(without, "live")
         await daemon.wait_until_equal()
-        assert daemon.export_requests == 1
+
+        await daemon.store.set_collections([POST])
+        network.collections = {POST}
+        await daemon.wait_until_equal()
+        create_like(without, "not stored")
+        without.create(POST, post("stored"))
+        await daemon.wait_until_equal()
+        logged = await daemon.execute("select action, rkey from atproto.changes where collection = $1", LIKE)
+        assert Counter(map(tuple, logged)) == Counter(
+            [(action, rkey) for action in ("create", "delete") for rkey in ("one", "live")]
+        )
+        assert daemon.export_requests == 1, "nothing was fetched to delete records"
+
+        assert await daemon.store.untrack([with_likes.did]) == 1
+        assert await daemon.store.visible_records(with_likes.did) == {}, "hidden at once"
+        network.dids = {without.did}
+
+        async def erased() -> bool:
+            return await daemon.record_rows(with_likes) == []
+
+        await until(erased)
+        with_likes.create(POST, post("ignored"))
+        with_likes.deactivate()
+        with_likes.activate()
+        await daemon.wait_until_equal()
+        assert set(await daemon.store.visible_repos()) == {without.did}
         await assert_change_log_consistent(database)
+        assert await daemon.store.track([with_likes.did]) == 1
+        network.dids = None
+        await daemon.wait_until_equal()
+        with_likes.create(POST, post("applied"))
+        await daemon.wait_until_equal()
+        assert len(await daemon.record_rows(with_likes)) == 7
+
+
+@pytest.mark.proof("daemon")
+async def test_settings_give_the_first_scope_only(database: str, tmp_path: Path) -> None:
+    async with daemon_of(database, tmp_path / "first", [POST]) as (daemon, _):
+        await until(lambda: str(daemon.stages.scope.scope) == f"repos all, collections {POST}")
+    with capture_logs() as lines:
+        async with daemon_of(database, tmp_path / "second", [LIKE]) as (daemon, _):
+            await until(lambda: str(daemon.stages.scope.scope) == f"repos all, collections {POST}")
+    [line] = [line for line in lines if line["event"] == "scope.settings-ignored"]
+    assert (line["settings"], line["stored"]) == (f"repos all, collections {LIKE}", f"repos all, collections {POST}")
 
 
 @pytest.mark.proof("daemon")
@@ -130,7 +143,7 @@ async def test_repo_whose_account_was_inactive_is_fetched_when_it_is_active_agai
 
 @pytest.mark.proof("daemon")
 async def test_repo_that_a_lagging_list_lacked_is_fetched_when_the_list_is_compared_again(
-    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    database: str, tmp_path: Path
 ) -> None:
     async with FilteredNetwork(collections=[POST]) as network:
         async with running_daemon(database, tmp_path / "first", network, collections=POST) as daemon:
@@ -175,63 +188,6 @@ async def test_a_prefix_is_fetched_from_all_repos(database: str, tmp_path: Path)
 
 
 @pytest.mark.proof("daemon")
-async def test_all_repos_are_fetched_if_no_relay_offers_the_list(
-    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(repo_list_pages, "MAX_ATTEMPTS", 1)
-    async with daemon_of(database, tmp_path, [POST]) as (daemon, network):
-        fault = Fault(LIST_REPOS_BY_COLLECTION, times=None, status=404)
-        network.relay.faults.append(fault)
-        accounts = [daemon.create_account(f"{name}.test") for name in ("ada", "bob")]
-        create_like(accounts[0], "one")
-        await daemon.wait_until_equal()
-        await daemon.store.set_collections([POST, LIKE])
-        network.collections = {POST, LIKE}
-        await daemon.wait_until_equal()
-        await wait_until_complete(daemon)
-        assert (fault.fired > 0, daemon.export_requests) == (True, 2)
-
-
-@pytest.mark.proof("daemon")
-async def test_progress_of_a_collection_grows_with_its_repos(database: str, tmp_path: Path) -> None:
-    async with daemon_of(database, tmp_path, [POST]) as (daemon, network):
-        account, other = daemon.create_account("ada.test"), daemon.create_account("bob.test")
-        create_like(account, "one")
-        await daemon.wait_until_equal()
-        await daemon.store.set_collections([POST, LIKE])
-        network.collections = {POST, LIKE}
-        await wait_until_complete(daemon)
-        progress = [(row.collection, row.repos, row.complete) for row in await daemon.store.scope_progress()]
-        assert progress == [(LIKE, 2, 2), (POST, 2, 2)]
-        assert other.did in await daemon.store.visible_repos()
-
-
-async def test_untracked_repo_is_erased_and_stays_untracked_until_it_is_tracked(database: str, tmp_path: Path) -> None:
-    async with daemon_of(database, tmp_path, [POST]) as (daemon, network):
-        account, other = daemon.create_account("ada.test"), daemon.create_account("bob.test")
-        await daemon.wait_until_equal()
-        assert await daemon.store.untrack([account.did]) == 1
-        assert await daemon.store.visible_records(account.did) == {}, "hidden at once"
-        network.dids = {other.did}
-
-        async def erased() -> bool:
-            return await daemon.record_rows(account) == []
-
-        await until(erased)
-        account.create(POST, post("ignored"))
-        account.deactivate()
-        account.activate()
-        await daemon.wait_until_equal()
-        assert set(await daemon.store.visible_repos()) == {other.did}
-        await assert_change_log_consistent(database)
-        assert await daemon.store.track([account.did]) == 1
-        network.dids = None
-        await daemon.wait_until_equal()
-        account.create(POST, post("applied"))
-        await daemon.wait_until_equal()
-        assert len(await daemon.record_rows(account)) == 7
-
-
 async def test_signal_tracks_repos_that_write_or_have_a_record(database: str, tmp_path: Path) -> None:
     async with FilteredNetwork(dids=[], collections=[POST]) as network:
         settings: dict[str, Any] = {
@@ -276,6 +232,7 @@ async def wait_until_erased(daemon: RunningDaemon) -> None:
     await until(erased)
 
 
+@pytest.mark.proof("daemon")
 async def test_repos_that_a_narrower_scope_does_not_want_are_untracked(database: str, tmp_path: Path) -> None:
     """The likes are not stored, so that only the list shows who has some."""
     async with daemon_of(database, tmp_path, [POST]) as (daemon, network):

@@ -1,10 +1,9 @@
 """Each stage is stalled in turn: `/healthz` fails with its name, and recovers when the cause is gone."""
 
-import ast
 import fcntl
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,22 +15,20 @@ import pytest
 from indexer.localnet.http_server import Fault
 from indexer.localnet.local_account import LocalAccount
 from indexer.service.resync.queue_maintenance import MaintenanceSettings
-from indexer.store import connections, report_queries
 from indexer.store.embedded import database as embedded_database
 from indexer.store.embedded import postgres_stage
 from indexer.store.migrate import migrate
 from indexer.sync.scope import Track
 from indexer.sync.shard import BUCKETS, Placement
-from tests.daemon.health_checks import health_checks
+from tests.daemon.health_checks import HealthChecks, health_checks
 from tests.daemon.running_daemon import LIKE, POST, RunningDaemon, post, running_daemon
 from tests.identity.name_server import NameServer
 from tests.quick_tuning import QUICK
 from tests.service.feed.jetstream_client import subscribed
 from tests.service.feed.webhook_server import WebhookServer
-from tests.source_code import INDEXER, source_calls
 from tests.waiting import until
 
-SHORT = 1.0
+SHORT = 0.5
 """The limit of the stage that a test stalls, in seconds."""
 ALWAYS_LOOKING = replace(
     QUICK,
@@ -200,7 +197,6 @@ STALLS: dict[str, Stall] = {
     "account erasure": lock_of("repo"),
     "batch writer": stalled_writer,
     "change log retention": lock_of("change"),
-    "embedded Postgres": stalled_postgres,
     "firehose consumer": stalled_consumer,
     "handle checks": stalled_handles,
     "host states": stalled_hosts,
@@ -216,49 +212,31 @@ STALLS: dict[str, Stall] = {
     "repo counts": lock_of("repo"),
     "resync pool": lock_of("repo"),
     "scope": lock_of("scope"),
-    "scope backfill": stalled_backfill,
-    "scope narrowing": stalled_narrowing,
-    "scope untracking": stalled_untracking,
     "shard lock": stalled_lock,
-    "signal discovery": stalled_discovery,
     "tap feed": lock_of("change_batch"),
     "unproven repos": lock_of("repo"),
     "webhook": stalled_webhook,
+    # The last ones change the scope.
+    "scope backfill": stalled_backfill,
+    "scope narrowing": stalled_narrowing,
+    "signal discovery": stalled_discovery,
+    "scope untracking": stalled_untracking,
+    "embedded Postgres": stalled_postgres,
 }
 """By stage: the function that stalls it during a block."""
-SAMPLE = {"batch writer", "firehose consumer", "reconciliation", "resync pool"}
+SAMPLE = ("batch writer", "firehose consumer", "reconciliation", "resync pool")
 """Stages that are stalled in `make test`; the others are stalled in `make proof`."""
 
 STALLS_ON_A_CLUSTER: dict[str, Stall] = {"change numbering": lock_of("unnumbered_batch")}
 """The same for the stages that a daemon has only on a distributed database (tests/citus/test_stall_on_a_cluster.py)."""
 
-COMMANDS = {"discover"}
-"""Stages of commands, which have no health checks. tests/service/crawl/test_discover.py stalls it."""
-
-STAGES_OF_TASKS = {
-    "queue maintenance": {"lease expiry", "parked repos", "unproven repos"},
-    "shard ownership": {"shard lock"},
-    "stream continuity": {"open gaps"},
-}
-"""The stages of the tasks of the daemon that have other names."""
-
-MONITORS = {
-    "daemon monitor",
-    "database monitor",
-    "event loop delay",
-    "garbage collection",
-    "identity cache",
-    "status samples",
-}
-"""Tasks of the daemon that are no stages: they watch the others or the process, and no work waits for them."""
-
 
 @asynccontextmanager
-async def world_of(dsn: str, directory: Path, stage: str) -> AsyncIterator[World]:
-    """Run a daemon with all stages. For the stage of the embedded Postgres, it has a server of its own."""
+async def world_of(dsn: str | None, directory: Path) -> AsyncIterator[tuple[World, HealthChecks]]:
+    """Run a daemon with all stages. Without a database, it has a server of its own."""
     async with AsyncExitStack() as stack:
         postgres = postgres_stage()
-        if stage == postgres.name:
+        if dsn is None:
             options = {"fsync": "off", "shared_buffers": "16MB"}
             dsn = await stack.enter_async_context(embedded_database(None, directory, options, stage=postgres))
             await migrate(dsn)
@@ -279,35 +257,45 @@ async def world_of(dsn: str, directory: Path, stage: str) -> AsyncIterator[World
         )
         account = daemon.create_account("ada.test")
         await daemon.wait_until_equal()
-        yield World(daemon, account, names, directory, webhook)
+        checks = await stack.enter_async_context(health_checks(daemon))
+        yield World(daemon, account, names, directory, webhook), checks
+
+
+async def assert_stalls_are_visible(dsn: str | None, directory: Path, stages: Iterable[str]) -> None:
+    """Stall these stages of a daemon in turn; assert that its health check names each one until it continues."""
+    async with world_of(dsn, directory) as (world, checks):
+        watched, placement = world.daemon.stages.probe.stages, world.daemon.store.placement
+        stalls = STALLS | (STALLS_ON_A_CLUSTER if placement is Placement.DISTRIBUTED else {})
+        assert watched.keys() == stalls.keys(), "the daemon watches each stage of the table"
+        await checks.wait_until_healthy()
+        for stage in stages:
+            limit, watched[stage].limit = watched[stage].limit, SHORT
+            async with stalls[stage](world):
+                reason = await checks.wait_for_stall(stage)
+                assert reason["code"] == "stage-stalled"
+                assert reason["value"] >= SHORT
+                assert (await checks.get("/readyz"))[0] == 503
+            await checks.wait_until_healthy()
+            watched[stage].limit = limit
+        await world.daemon.wait_for_cursor()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "stage",
-    [stage if stage in SAMPLE else pytest.param(stage, marks=pytest.mark.proof("daemon")) for stage in STALLS],
-)
-async def test_stalled_stage_fails_the_health_check_by_name_until_its_cause_is_gone(
-    database: str, tmp_path: Path, stage: str
+async def test_stalled_stages_fail_the_health_check_by_name_until_their_cause_is_gone(
+    database: str, tmp_path: Path
 ) -> None:
-    await assert_stall_is_visible(database, tmp_path, stage)
+    await assert_stalls_are_visible(database, tmp_path, SAMPLE)
 
 
-async def assert_stall_is_visible(database: str, tmp_path: Path, stage: str) -> None:
-    async with world_of(database, tmp_path, stage) as world, health_checks(world.daemon) as checks:
-        await checks.wait_until_healthy()
-        stages = world.daemon.stages.probe.stages
-        is_distributed = world.daemon.store.placement is Placement.DISTRIBUTED
-        stalls = STALLS | (STALLS_ON_A_CLUSTER if is_distributed else {})
-        assert stages.keys() == stalls.keys(), "the daemon watches each stage of the table"
-        stages[stage].limit = SHORT
-        async with stalls[stage](world):
-            reason = await checks.wait_for_stall(stage)
-            assert reason["code"] == "stage-stalled"
-            assert reason["value"] >= SHORT
-            assert (await checks.get("/readyz"))[0] == 503
-        await checks.wait_until_healthy()
-        await world.daemon.wait_for_cursor()
+@pytest.mark.proof("daemon")
+async def test_each_stage_that_stalls_fails_the_health_check_by_name(database: str, tmp_path: Path) -> None:
+    await assert_stalls_are_visible(database, tmp_path, [name for name in STALLS if name != "embedded Postgres"])
+
+
+@pytest.mark.proof("daemon")
+@pytest.mark.one_server("the daemon runs the server")
+async def test_stalled_embedded_postgres_fails_the_health_check_by_name(tmp_path: Path) -> None:
+    await assert_stalls_are_visible(None, tmp_path, ["embedded Postgres"])
 
 
 LOCKED_TABLES = ("repo", "change", "identity", "gap", "crawl_progress")
@@ -320,56 +308,24 @@ STALLED_BY_LOCKS = {
     "open gaps",
     "parked repos",
     "reconciliation",
-    "repo counts",
     "resync pool",
     "unproven repos",
 }
 
 
 @pytest.mark.proof("daemon")
-@pytest.mark.slow
 async def test_stages_whose_statements_are_cancelled_again_and_again_have_stalled(
-    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    database: str, sql: asyncpg.Connection, tmp_path: Path
 ) -> None:
     """The time limit of a statement is shorter than the limits of the stages, so attempts end before the stall."""
-    monkeypatch.setattr(connections, "STATEMENT_TIMEOUT", 0.5)
-    monkeypatch.setattr(report_queries, "COUNT_MILLISECONDS", 300)
-    async with world_of(database, tmp_path, "") as world, health_checks(world.daemon) as checks:
+    [(name,)] = await sql.fetch("select current_database()")
+    await sql.execute(f"alter database {name} set statement_timeout = '500ms'")
+    async with world_of(database, tmp_path) as (world, checks):
         await checks.wait_until_healthy()
-        for name in STALLED_BY_LOCKS:
-            world.daemon.stages.probe.stages[name].limit = 3 * SHORT
+        for stage in STALLED_BY_LOCKS:
+            world.daemon.stages.probe.stages[stage].limit = 3.0
         async with locked(world, *LOCKED_TABLES):
             world.account.create(POST, post("waits for the lock"))
-            for name in sorted(STALLED_BY_LOCKS):
-                await checks.wait_for_stall(name)
+            for stage in sorted(STALLED_BY_LOCKS):
+                await checks.wait_for_stall(stage)
         await checks.wait_until_healthy()
-
-
-def test_every_stage_in_the_source_is_stalled_by_a_test() -> None:
-    named = {
-        ast.literal_eval(call.args[0])
-        for _module, _function, call in source_calls()
-        if isinstance(call.func, ast.Name) and call.func.id == "StageProgress" and call.args
-    }
-    assert named == STALLS.keys() | STALLS_ON_A_CLUSTER.keys() | COMMANDS
-
-
-def test_every_task_of_the_daemon_is_a_stage_that_a_test_stalls() -> None:
-    functions = [
-        node
-        for path in INDEXER.glob("daemon*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.FunctionDef) and node.name in {"_stages", "stages"}
-    ]
-    names = {
-        ast.literal_eval(key)
-        for function in functions
-        for node in ast.walk(function)
-        if isinstance(node, ast.Dict)
-        for key in node.keys
-        if key
-    }
-    assert names >= {"batch writer", "resync pool", "webhook", "scope backfill"}
-    stages = set[str]().union(*[STAGES_OF_TASKS.get(name, {name}) for name in names - MONITORS])
-    without_task = {"inbox", "embedded Postgres"}  # these two have no task of their own
-    assert stages == (STALLS.keys() | STALLS_ON_A_CLUSTER.keys()) - without_task
