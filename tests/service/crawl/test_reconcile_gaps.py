@@ -94,7 +94,7 @@ async def test_gap_opened_during_a_reconciliation_needs_another_one(crawl: Crawl
     crawl.host.pages[path("x")] = after(open_again, page((did(2), STORED)))
     async with reconciling(crawl) as process:
         await process.gaps.open(gap())
-        await until(lambda: process.gaps.newest == 2)
+        await until(lambda: len(requested_cursors(crawl.host)) == 4)
         await process.wait_until_closed()
     assert requested_cursors(crawl.host) == [None, "x", None, "x"]
     assert await closed_by(crawl) == [crawl.host.url] * 2
