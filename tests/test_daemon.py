@@ -24,11 +24,10 @@ from tests.daemon_harness import run_daemon, settings_for
 from tests.native_module import CountingCore, module_core
 from tests.waiting import until
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.parametrize(
-    "stage",
-    ["batch_writer", "firehose_consumer", "resync_pool", "change_log_retention", "account_erasure", "key_lookups"],
-)
+
+@pytest.mark.parametrize("stage", ["batch_writer", "resync_pool", "change_log_retention"])
 async def test_broken_invariant_in_any_stage_ends_the_daemon(
     database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
@@ -130,7 +129,6 @@ class Cycle:
 
 
 @pytest.mark.proof("daemon")
-@pytest.mark.slow
 async def test_garbage_is_collected_without_load(database: str, tmp_path: Path) -> None:
     """A lost connection with its prepared statements is such garbage, and usually in the oldest generation."""
     old = Cycle()

@@ -67,12 +67,6 @@ def test_every_stage_that_stalled_is_named_with_its_time() -> None:
     assert all(130 <= reason.value < 140 for reason in reasons)
 
 
-def test_stage_within_its_limit_has_not_stalled() -> None:
-    stage = waiting()
-    stage.limit = 240
-    assert probe_of(watched=[stage]).stalled() == []
-
-
 def test_no_stage_counts_as_stalled_because_the_database_does_not_answer() -> None:
     stage = waiting()
     assert probe_of(watched=[stage], database_monitor={"answering_since": None}).stalled() == []
@@ -135,10 +129,6 @@ def test_reason_why_the_daemon_is_not_ready_has_a_number(
     [found] = probe_of(**make_stages()).ready()
     assert found.message == message
     assert value <= found.value < value + 100
-
-
-def test_process_without_the_live_role_needs_no_relay() -> None:
-    assert probe_of(("resync",), subscription={"connection": None}).ready() == []
 
 
 def test_all_reasons_are_given_at_once() -> None:

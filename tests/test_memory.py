@@ -52,7 +52,6 @@ def peak_mib(pid: int) -> float:
 
 
 @pytest.mark.proof("daemon")
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak memory is read from /proc")
 async def test_repo_of_a_million_records_is_resynced_in_bounded_memory(
@@ -118,7 +117,6 @@ def serve_each_block_once(account: LocalAccount) -> None:
 
 
 @pytest.mark.proof("daemon")
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak memory is read from /proc")
 @pytest.mark.parametrize("name", AMPLIFYING)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from docs.generate import example_settings, settings_tables
 from indexer.atproto.limits import DEFAULT_LIMITS, Limits
 from indexer.errors import SettingsError
 from indexer.setting_types import Address
@@ -15,7 +14,6 @@ from indexer.settings import OTHER_VARIABLES, Settings, allowed, load_settings, 
 from indexer.sync.shard import Shard
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "settings.md"
 EXAMPLE = ROOT / "config" / "indexer.example.toml"
 
 
@@ -100,83 +98,67 @@ def test_valid_value_is_converted(name: str, text: str, value: Any, monkeypatch:
     assert getattr(load_settings(), name) == value
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("database_url", "mysql://localhost/x"),
-        ("database_url", "postgresql://[/x"),
-        ("database_url", "postgresql://localhost:port/x"),
-        ("database_url", "postgresql://localhost:65536/x"),
-        ("database_url", "postgresql://me:12/34@localhost/x"),
-        ("database_url", "localhost"),
-        ("relays", "https://one.example"),
-        ("relays", "wss://one.example,,wss://two.example"),
-        ("relays", "wss://one.example,wss://one.example"),
-        ("relays", "wss://user@one.example"),
-        ("relays", "wss://one.example/?cursor=5"),
-        ("relays", "wss://one.example:99999"),
-        ("plc_url", "ftp://one.example"),
-        ("plc_url", "https://one.example/\x1b[31m"),
-        ("start", "now"),
-        ("start", "-1"),
-        ("start", str(2**63)),
-        ("track", "some"),
-        ("collections", "app.bsky.feed.post, not an nsid"),
-        ("collections", "*.post"),
-        ("store_values", "perhaps"),
-        ("inversion", "STRICT"),
-        ("dns_servers", "dns.example"),
-        ("dns_servers", "9.9.9.9:99999"),
-        ("dns_servers", "fe80::1%eth0:53"),
-        ("resync_workers", "0"),
-        ("resync_workers", "1001"),
-        ("verify_threads", "0"),
-        ("verify_threads", "1001"),
-        ("resync_workers", "many"),
-        ("resync_source", "relay,relay"),
-        ("plc_rate", "0"),
-        ("plc_rate", "inf"),
-        ("contact", "me"),
-        ("contact", "someone@example.com (me)"),
-        ("contact", "https://example.com/\r\nCookie: x"),
-        ("contact", "https://user:secret@example.com/"),
-        ("contact", "s\u00f6meone@example.com"),
-        ("contact", "@"),
-        ("export_time", "0"),
-        ("export_rate", "0"),
-        ("outbound_rate", "0"),
-        ("outbound_concurrency", "0"),
-        ("sweep_interval", "-1"),
-        ("sweep_interval", "1y"),
-        ("sweep_interval", "nan"),
-        ("sweep_interval", "1e15"),
-        ("deletion_grace", "36501d"),
-        ("stop_timeout", "1e12"),
-        ("new_accounts_per_host", "1" + 400 * "0"),
-        ("shard", "4/4"),
-        ("shard", "0/257"),
-        ("shard", "-1/4"),
-        ("roles", "live,sleep"),
-        ("webhook_url", "localhost:3000"),
-        ("webhook_url", "ftp://localhost/x"),
-        ("webhook_url", "http://me:secret@localhost/x"),
-        ("webhook_url", "http://localhost/a b"),
-        ("admin_password", "two\nlines"),
-        ("http_bind", "localhost"),
-        ("http_bind", "::1:80"),
-        ("http_bind", "[one]:80"),
-        ("http_bind", "x:70000"),
-        ("http_bind", "x:٣"),
-        ("log_level", "loud"),
-        ("frame_bytes", "0"),
-        ("frame_bytes", "5 parsecs"),
-        ("tree_depth", "129"),
-        ("car_header_bytes", "57"),
-        ("block_bytes", "256000001"),
-        ("repo_bytes", "1000001GB"),
-        ("repo_blocks", "1000000001"),
-    ],
-)
+INVALID = {
+    "database_url": (
+        "mysql://localhost/x",
+        "postgresql://[/x",
+        "postgresql://localhost:port/x",
+        "postgresql://localhost:65536/x",
+        "postgresql://me:12/34@localhost/x",
+        "localhost",
+    ),
+    "relays": (
+        "https://one.example",
+        "wss://one.example,,wss://two.example",
+        "wss://one.example,wss://one.example",
+        "wss://user@one.example",
+        "wss://one.example/?cursor=5",
+        "wss://one.example:99999",
+    ),
+    "plc_url": ("ftp://one.example", "https://one.example/\x1b[31m"),
+    "start": ("now", "-1", str(2**63)),
+    "track": ("some",),
+    "collections": ("app.bsky.feed.post, not an nsid", "*.post"),
+    "store_values": ("perhaps",),
+    "inversion": ("STRICT",),
+    "dns_servers": ("dns.example", "9.9.9.9:99999", "fe80::1%eth0:53"),
+    "resync_workers": ("0", "1001", "many"),
+    "verify_threads": ("0", "1001"),
+    "resync_source": ("relay,relay",),
+    "plc_rate": ("0", "inf"),
+    "contact": (
+        "me",
+        "someone@example.com (me)",
+        "https://example.com/\r\nCookie: x",
+        "https://user:secret@example.com/",
+        "s\u00f6meone@example.com",
+        "@",
+    ),
+    "export_time": ("0",),
+    "export_rate": ("0",),
+    "outbound_rate": ("0",),
+    "outbound_concurrency": ("0",),
+    "sweep_interval": ("-1", "1y", "nan", "1e15"),
+    "deletion_grace": ("36501d",),
+    "stop_timeout": ("1e12",),
+    "new_accounts_per_host": ("1" + 400 * "0",),
+    "shard": ("4/4", "0/257", "-1/4"),
+    "roles": ("live,sleep",),
+    "webhook_url": ("localhost:3000", "ftp://localhost/x", "http://me:secret@localhost/x", "http://localhost/a b"),
+    "admin_password": ("two\nlines",),
+    "http_bind": ("localhost", "::1:80", "[one]:80", "x:70000", "x:٣"),
+    "log_level": ("loud",),
+    "frame_bytes": ("0", "5 parsecs"),
+    "tree_depth": ("129",),
+    "car_header_bytes": ("57",),
+    "block_bytes": ("256000001",),
+    "repo_bytes": ("1000001GB",),
+    "repo_blocks": ("1000000001",),
+}
+"""By setting: values that are rejected."""
+
+
+@pytest.mark.parametrize(("name", "text"), [(name, text) for name, texts in INVALID.items() for text in texts])
 def test_error_for_bad_value_names_the_variable_and_the_allowed_values(
     name: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -268,14 +250,7 @@ def test_every_limit_is_a_setting_with_the_same_default(monkeypatch: pytest.Monk
     assert load_settings().limits == Limits(**{limit.name: 77 for limit in fields(Limits)})
 
 
-def test_settings_page_is_generated_from_the_code() -> None:
-    text = PAGE.read_text()
-    assert settings_tables() in text, "run `python -m docs.generate`"
-    assert all(f"`{name}`" in text for name in OTHER_VARIABLES)
-
-
-def test_example_file_is_generated_and_contains_the_defaults(file: Path) -> None:
-    assert EXAMPLE.read_text() == example_settings(), "run `python -m docs.generate`"
+def test_example_file_contains_the_defaults(file: Path) -> None:
     uncommented = re.sub(r"^# (?=\w+ = )", "", EXAMPLE.read_text(), flags=re.MULTILINE)
     assert tomllib.loads(uncommented).keys() == Settings.model_fields.keys()
     without_default = r"^(database_url|data_dir|contact|verify_threads|webhook_url|admin_password) .*$"

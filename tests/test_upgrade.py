@@ -9,9 +9,7 @@ from asyncio.subprocess import Process
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
-import aiohttp
 import asyncpg
 import pytest
 
@@ -20,11 +18,8 @@ from indexer.localnet.scenario import Scenario
 from indexer.store.migrate import migrate
 from indexer.store.schema_version import schema_is_current
 from tests.cli.command_line import PROJECT
-from tests.daemon.running_daemon import POST, post
 from tests.daemon_process import daemon_environment, daemon_process, log_tail
 from tests.database_checks import assert_change_log_consistent, wait_until_equal
-from tests.service.feed.jetstream_client import feed, subscribed
-from tests.service.feed.tap_client import channel
 from tests.waiting import until
 
 STEPS = 40
@@ -80,7 +75,6 @@ async def previous_daemon(release: Path, network: LocalNetwork, dsn: str, direct
 
 
 @pytest.mark.proof("daemon")
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 async def test_previous_release_runs_on_the_present_schema_until_the_present_daemon_takes_over(
     empty_database: str, previous_release: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -116,75 +110,6 @@ async def test_previous_release_runs_on_the_present_schema_until_the_present_dae
                 await wait_until_equal(network, dsn)
                 assert new.returncode is None
         await assert_change_log_consistent(dsn)
-
-
-@pytest.mark.proof("daemon")
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-async def test_both_feeds_deliver_what_the_previous_release_writes(
-    empty_database: str, previous_release: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Changes from before the migration, and changes that the previous release writes after it."""
-    monkeypatch.setattr("tests.waiting.TIMEOUT", 300.0)
-    dsn, old_directory = empty_database, tmp_path / "old"
-    old_directory.mkdir()
-    async with LocalNetwork() as network:
-        accounts = [network.create_account(f"a{number}.test") for number in range(3)]
-
-        def write(first: int) -> None:
-            for number in range(first, first + 5):
-                for account in accounts:
-                    account.create(POST, post(number), rkey=f"{number:03}")
-            for account in accounts:
-                account.update(f"{POST}/{first:03}", post(f"changed {first}"))
-                account.delete(f"{POST}/{first + 1:03}")
-
-        async with previous_daemon(previous_release, network, dsn, old_directory):
-            await until(lambda: is_migrated(dsn), lambda: log_tail(old_directory))
-            write(0)
-            await wait_until_stored(network, dsn, old_directory)
-            await migrate(dsn)
-            async with (
-                feed(dsn, tmp_path / "feed", network, roles="feed") as (_, address),
-                aiohttp.ClientSession(f"http://{address}") as session,
-                channel(session) as tap,
-                subscribed(address, ("cursor", 0)) as jetstream,
-            ):
-                write(10)
-                await wait_until_stored(network, dsn, old_directory)
-                truth = {
-                    account.did: {
-                        f"{first + number:03}": f"changed {first}" if number == 0 else str(first + number)
-                        for first in (0, 10)
-                        for number in (0, 2, 3, 4)
-                    }
-                    for account in accounts
-                }
-                by_tap: Texts = {}
-                while by_tap != truth:
-                    [event] = await tap.process(1)
-                    if event["type"] == "record":
-                        apply_event(by_tap, event["record"]["did"], event["record"]["action"], event["record"])
-                by_jetstream: Texts = {}
-                times = list[int]()
-                while by_jetstream != truth:
-                    event = await jetstream.next()
-                    times.append(event["time_us"])
-                    if event["kind"] == "commit":
-                        apply_event(by_jetstream, event["did"], event["commit"]["operation"], event["commit"])
-        assert times == sorted(times)
-
-
-Texts = dict[str, dict[str, str]]
-"""Texts of records by DID and record key."""
-
-
-def apply_event(texts: Texts, did: str, action: str, record: dict[str, Any]) -> None:
-    """Store what an event of a feed says of a record."""
-    if action == "delete":
-        texts[did].pop(record["rkey"], None)
-    else:
-        texts.setdefault(did, {})[record["rkey"]] = record["record"]["text"]
 
 
 async def is_migrated(dsn: str) -> bool:

@@ -6,7 +6,6 @@ The daemon recovers by itself: it is one process from the beginning to the end o
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,6 @@ from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-MESSAGES_PER_START, MIN_STARTS = 10, 15
 GROUP = 20
 """Cuts after which everything is compared."""
 
@@ -82,35 +80,6 @@ def write_and_lose(world: DeathWorld) -> None:
 def write_and_join(world: DeathWorld) -> None:
     world.create_unseen_account()
     write_and_lose(world)
-
-
-@pytest.mark.proof("crashes")
-async def test_connections_to_the_database_break_while_the_daemon_starts(
-    database: str, tmp_path: Path, record_property: Callable[[str, object], None]
-) -> None:
-    """Each daemon loses a connection some messages later than the one before, until one starts without a break."""
-    proxy = DatabaseProxy(database)
-    async with proxy.serve(), death_world(database, tmp_path, {"database_url": proxy.dsn}) as world:
-        starts = 0
-        while len(proxy.cuts) == starts:
-            starts += 1
-            proxy.cut_before(1 + MESSAGES_PER_START * starts)
-            before = starts_of(world)
-            world.daemon.start()
-            await until(partial(has_started, world, before), world.daemon.log_tail)
-            world.daemon.kill()
-        assert starts > MIN_STARTS
-        await world.settle()
-    record_property("cuts", f"database at the start: {starts - 1}")
-
-
-def starts_of(world: DeathWorld) -> int:
-    """Return how often a daemon has started."""
-    return world.daemon.log.read_text().count('"daemon.started"')
-
-
-def has_started(world: DeathWorld, before: int) -> bool:
-    return starts_of(world) > before
 
 
 SERVERS = {

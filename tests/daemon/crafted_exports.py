@@ -142,29 +142,14 @@ def keys_out_of_order(source: SignedRepo) -> bytes:
     return source.export_tree(node_of_keys([second, first]))
 
 
-def duplicate_key(source: SignedRepo) -> bytes:
-    first, _ = two_leaf_keys()
-    return source.export_tree(node(entry(first), entry(first, len(first) - 1)))
-
-
 def prefix_longer_than_previous_key(source: SignedRepo) -> bytes:
     first, second = two_leaf_keys()
     return source.export_tree(node(entry(first), entry(second, len(second) - 1) | {"p": len(first) + 200}))
 
 
-def prefix_shorter_than_possible(source: SignedRepo) -> bytes:
-    first, second = two_leaf_keys()
-    return source.export_tree(node(entry(first), entry(second, 1)))
-
-
 def keys_of_two_layers_in_one_node(source: SignedRepo) -> bytes:
     low, high = next(keys_of_height(0)), next(keys_of_height(1))
     return source.export_tree(node_of_keys(sorted([low, high])))
-
-
-def skipped_layer(source: SignedRepo) -> bytes:
-    below = node_of_keys(list(islice(keys_of_height(0), 2)))
-    return source.export_tree(node(entry(next(keys_of_height(2))), left=cid_of(below)), below)
 
 
 def left_subtree_with_a_greater_key(source: SignedRepo) -> bytes:
@@ -183,23 +168,9 @@ def node_with_many_keys(source: SignedRepo, keys: int) -> bytes:
 
 INVALID_EXPORTS: dict[str, tuple[Callable[[SignedRepo], bytes], str]] = {
     "empty body": (lambda _: b"", "export-incomplete: cut inside a block"),
-    "cut inside the header": (lambda source: source.sections[0][:20], "export-incomplete: cut inside a block"),
     "cut after the header": (lambda source: source.sections[0], "export-rejected: commit-missing"),
-    "cut inside a length": (
-        lambda source: b"".join(source.sections[:3]) + b"\x80",
-        "export-incomplete: cut inside a block",
-    ),
-    "cut inside a CID": (
-        lambda source: b"".join(source.sections[:3]) + source.sections[3][:20],
-        "export-incomplete: cut",
-    ),
     "cut inside a block": (lambda source: source.real_export[:-1], "export-incomplete: cut inside a block"),
     "cut after the commit": (lambda source: b"".join(source.sections[:2]), "export-incomplete: no node"),
-    "cut after the root node": (lambda source: b"".join(source.sections[:3]), "export-incomplete: no node"),
-    "cut after half of the sections": (
-        lambda source: b"".join(source.sections[: len(source.sections) // 2]),
-        "export-incomplete: no node",
-    ),
     "last record missing": (
         lambda source: b"".join(source.sections[:-1]),
         "export-lacks-records: 1 records",
@@ -208,15 +179,10 @@ INVALID_EXPORTS: dict[str, tuple[Callable[[SignedRepo], bytes], str]] = {
         lambda _: b"<!DOCTYPE html><html><body>" + b"Sign in, please. " * 100,
         "export-rejected: car-malformed",
     ),
-    "zeros": (lambda _: bytes(1_000), "export-rejected: car-malformed"),
     "CAR version 2": (lambda _: CAR_VERSION_2, "export-rejected: car-malformed: not CAR version 1"),
     "header of 2 GiB": (
         lambda _: b"\xff\xff\xff\xff\x07" + bytes(100),
         "export-rejected: car-malformed: a header of",
-    ),
-    "header without roots": (
-        lambda _: b"\x11" + dag_cbor.encode({"roots": [], "version": 1}),
-        "export-rejected: car-malformed: no roots",
     ),
     "CAR root missing": (
         lambda source: car_header(UNKNOWN_CID) + b"".join(source.sections[1:]),
@@ -226,32 +192,15 @@ INVALID_EXPORTS: dict[str, tuple[Callable[[SignedRepo], bytes], str]] = {
         lambda source: car_header(source.repo.head.data) + b"".join(source.sections[1:]),
         "export-rejected: commit-malformed",
     ),
-    "section of length 0": (
-        lambda source: source.real_export + b"\x00",
-        "export-rejected: car-malformed: a length of",
-    ),
-    "length not in its shortest form": (
-        lambda source: source.real_export + b"\xa5\x00" + bytes(37),
-        "export-rejected: car-malformed: a length of",
-    ),
-    "endless length": (
-        lambda source: source.real_export + b"\x80" * 9,
-        "export-rejected: car-malformed: a length of too many",
-    ),
     "section without a CID": (
         lambda source: source.real_export + b"\x28" + b"\xff" * 40,
         "export-rejected: car-malformed: a section without",
-    ),
-    "block of 2 GiB": (
-        lambda source: source.real_export + b"\xff\xff\xff\xff\x07" + bytes(100_000),
-        "export-rejected: car-malformed: a block of",
     ),
     "block of 3 MiB": (
         lambda source: source.real_export + car_section(cid_of(bytes(3 << 20)), bytes(3 << 20)),
         "export-rejected: car-malformed: a block of",
     ),
     "flipped bit in the commit": (lambda source: flip_bit(source, 1), "export-rejected: block-hash-mismatch"),
-    "flipped bit in a node": (lambda source: flip_bit(source, 2), "export-rejected: block-hash-mismatch"),
     "flipped bit in a record": (lambda source: flip_bit(source, -1), "export-rejected: block-hash-mismatch"),
     "node is its own subtree": (node_that_is_its_own_subtree, "export-rejected: block-hash-mismatch"),
     "export of another account": (
@@ -273,14 +222,6 @@ INVALID_EXPORTS: dict[str, tuple[Callable[[SignedRepo], bytes], str]] = {
     ),
     "root node missing": (lambda source: car_of(source.sign_commit(UNKNOWN_CID)), "export-incomplete: no node"),
     "root node is a record": (lambda source: source.export_tree(RECORD), "export-rejected: node-malformed"),
-    "root node without keys": (
-        lambda source: source.export_tree(*chain_of_keyless_nodes(1)),
-        "export-rejected: node-malformed",
-    ),
-    "chain of 5,000 keyless nodes": (
-        lambda source: source.export_tree(*chain_of_keyless_nodes(5_000)),
-        "export-rejected: node-malformed",
-    ),
     "chain of 5,000 keyless nodes below a key": (
         lambda source: keyless_nodes_below_a_key(source, 5_000),
         "export-rejected: node-malformed",
@@ -293,30 +234,19 @@ INVALID_EXPORTS: dict[str, tuple[Callable[[SignedRepo], bytes], str]] = {
         lambda source: node_with_many_keys(source, 1_001),
         "export-rejected: node-malformed: 1001 entries",
     ),
-    "node of 20,000 entries": (
-        lambda source: node_with_many_keys(source, 20_000),
-        "export-rejected: node-malformed: 20000 entries",
-    ),
     "node of 100,000 entries": (
         lambda source: source.export_tree(dag_cbor.encode({"e": [entry("a")] * 100_000, "l": None})),
         "export-rejected: car-malformed: a block of",
     ),
     "keys out of order": (keys_out_of_order, "export-rejected: node-malformed"),
-    "duplicate key": (duplicate_key, "export-rejected: node-malformed"),
     "prefix longer than the previous key": (prefix_longer_than_previous_key, "export-rejected: node-malformed"),
-    "prefix shorter than possible": (prefix_shorter_than_possible, "export-rejected: node-malformed"),
     "keys of two layers in one node": (
         keys_of_two_layers_in_one_node,
         "export-rejected: node-malformed: keys of different heights",
     ),
-    "skipped layer": (skipped_layer, "export-rejected: node-malformed: a node of layer 0 on layer 1"),
     "left subtree with a greater key": (
         left_subtree_with_a_greater_key,
         "export-rejected: node-malformed: a subtree reaches",
-    ),
-    "unknown field in a node": (
-        lambda source: source.export_tree(dag_cbor.encode({"e": [], "l": None, "x": 1})),
-        "export-rejected: node-malformed",
     ),
 }
 """By name: a function that makes the export, and the beginning of the `last_error` that it must cause."""

@@ -14,11 +14,9 @@ from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.errors import UnavailableError, UpstreamError
 from indexer.localnet.http_server import Fault
 from indexer.localnet.local_account import LocalAccount
-from indexer.localnet.local_network import LocalNetwork
 from indexer.localnet.local_pds import CAR_TYPE, GET_REPO
 from indexer.localnet.reference_tree import height
-from indexer.outbound import HostPauses, Timeouts
-from indexer.outbound.host_limits import FAILURE_THRESHOLD
+from indexer.outbound import Timeouts
 from indexer.pds import Spool
 from indexer.sync.verify import Snapshot, verify_snapshot
 from tests.daemon.crafted_exports import (
@@ -236,7 +234,6 @@ async def account_with_long_last_leaf(daemon: RunningDaemon) -> LocalAccount:
 
 
 @pytest.mark.proof("daemon")
-@pytest.mark.proof("daemon")
 async def test_record_missing_in_two_exports_is_stored_without_value_and_completed_later(
     database: str, tmp_path: Path
 ) -> None:
@@ -261,72 +258,6 @@ async def test_record_missing_in_two_exports_is_stored_without_value_and_complet
         )
         assert tuple(action) == ("update", False)
         assert await daemon.store.request_missing_values(range(256), 0.0, time() + 1) == 0
-
-
-@pytest.mark.proof("daemon")
-@pytest.mark.proof("daemon")
-async def test_retry_after_pauses_the_host_across_restarts(database: str, tmp_path: Path) -> None:
-    """The pause does not count as an attempt of the repo."""
-    async with LocalNetwork() as network:
-        async with running_daemon(database, tmp_path, network, resync_source="pds") as first:
-            account = first.create_account("ada.test")
-            await first.wait_until_equal()
-            before = await first.record_rows(account)
-            fault = Fault(GET_REPO, status=429, headers={"Retry-After": "1000"})
-            account.pds.faults.append(fault)
-            first.lose_commit(account)
-            await first.wait_for_counter("resync", result="throttled")
-            assert fault.fired == 1
-            row = await first.repo_row(account)
-            assert (row["sync_status"], row["attempts"]) == ("desynchronized", 1)
-            assert row["last_error"].startswith("throttled")
-            assert 900 < row["wait"] <= 1_000
-            requests = account.pds.requests.total()
-        async with running_daemon(database, tmp_path, network, resync_source="pds") as second:
-            await second.execute("update indexer.repo set next_attempt_at = null")
-            await until(lambda: postponed(second, account))
-            assert account.pds.requests.total() == requests, "no request during the pause"
-            assert await second.record_rows(account) == before
-            [(reason,)] = await second.execute("select pause_reason from atproto.hosts where paused_until is not null")
-            assert reason == "throttled"
-        await second.execute("update indexer.host set paused_until = now()")
-        async with running_daemon(database, tmp_path, network, resync_source="pds") as third:
-            await third.execute("update indexer.repo set next_attempt_at = null")
-            await third.wait_until_equal()
-
-
-@pytest.mark.proof("daemon")
-@pytest.mark.proof("daemon")
-async def test_failing_host_is_paused_and_the_pause_does_not_count_as_attempt(database: str, tmp_path: Path) -> None:
-    tuning = replace(QUICK, host_pauses=HostPauses(first=600.0))  # it must not end before the test
-    async with running_daemon(database, tmp_path, tuning=tuning, resync_source="pds") as daemon:
-        account = daemon.create_account("ada.test")
-        await daemon.wait_until_equal()
-        fault = Fault("", status=502, times=None)
-        account.pds.faults.append(fault)
-        daemon.lose_commit(account)
-
-        async def paused() -> bool:
-            await daemon.execute("update indexer.repo set next_attempt_at = null where sync_status = 'desynchronized'")
-            return daemon.counter("resync", result="host-paused") > 0
-
-        await until(paused)
-        requests, attempts = fault.fired, (await daemon.repo_row(account))["attempts"]
-        assert requests >= FAILURE_THRESHOLD
-        for _ in range(3):
-            await daemon.execute("update indexer.repo set next_attempt_at = null")
-            await until(lambda: postponed(daemon, account, 15))
-        row = await daemon.repo_row(account)
-        assert row["last_error"].startswith("host-paused")
-        assert (row["attempts"], fault.fired) == (attempts, requests)
-        [host] = daemon.stages.status.snapshot().hosts
-        assert (host.host, host.pause_reason) == (account.pds.url.removeprefix("http://"), "host-paused")
-
-
-async def postponed(daemon: RunningDaemon, account: LocalAccount, seconds: float = 80) -> bool:
-    """Return True if the next attempt is due in more than this many seconds."""
-    row = await daemon.repo_row(account)
-    return row["sync_status"] == "desynchronized" and row["next_attempt_at"] is not None and row["wait"] > seconds
 
 
 SLOW: dict[str, tuple[dict[str, Any], Timeouts, str]] = {

@@ -7,13 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from structlog.testing import capture_logs
 
 from indexer.cli.demo import compare
-from indexer.localnet.http_server import Fault
 from indexer.localnet.local_account import LocalAccount
 from indexer.localnet.local_network import LocalNetwork
-from indexer.localnet.local_pds import LIST_REPOS
 from tests.daemon.running_daemon import POST, RunningDaemon, post, running_daemon
 from tests.quick_tuning import QUICK
 from tests.waiting import until
@@ -123,23 +120,6 @@ async def test_change_over_to_a_relay_that_lost_the_span_opens_a_gap(database: s
 
 
 @pytest.mark.proof("daemon")
-async def test_failed_reconciliation_is_shown_and_the_next_relay_is_asked(database: str, tmp_path: Path) -> None:
-    async with LocalNetwork(relays=2) as network:
-        async with daemon_of(network, database, tmp_path) as daemon:
-            accounts = await create_synchronized(daemon, 3)
-            await daemon.wait_for_cursor()
-        network.relay.window = 1
-        commit_each(accounts, "in the gap")
-        accounts[0].create(POST, post("in the window"))
-        network.relay.faults.append(Fault(LIST_REPOS, times=None, status=404))
-        async with daemon_of(network, database, tmp_path) as daemon:
-            await until(lambda: is_equal(daemon), daemon.stages.probe.ready)
-            await until(lambda: "http-status" in str(daemon.stages.probe.ready()), daemon.stages.probe.ready)
-            [gap] = await gaps(daemon)
-            assert gap[-1] is False, "only the list of the connected relay closes it"
-
-
-@pytest.mark.proof("daemon")
 @pytest.mark.parametrize("announces", [True, False])
 @pytest.mark.parametrize("events_of_the_new_sequence", ["fewer", "more"])
 async def test_restarted_sequence_is_entered_anew(
@@ -192,34 +172,3 @@ async def test_silent_relay_that_does_not_know_the_cursor_opens_a_gap(database: 
 
 async def is_closed(daemon: RunningDaemon) -> bool:
     return [gap[-1] for gap in await gaps(daemon)] == [True]
-
-
-@pytest.mark.proof("daemon")
-async def test_gap_is_closed_once_by_all_shards_after_their_number_has_changed(database: str, tmp_path: Path) -> None:
-    """The first of the new shards that has compared its repos neither closes the gap nor says so."""
-    async with LocalNetwork() as network:
-        async with daemon_of(network, database, tmp_path) as daemon:
-            accounts = await create_synchronized(daemon, 12)
-            await daemon.wait_for_cursor()
-        network.relay.window = 1
-        commit_each(accounts, "in the gap")
-        accounts[0].create(POST, post("in the window"))
-        network.relay.faults.append(Fault(LIST_REPOS, times=None, status=404))
-        async with daemon_of(network, database, tmp_path, shard="0/1") as daemon:
-            await until(lambda: is_waiting_for_a_list(daemon), daemon.stages.probe.ready)
-            await until(lambda: network.relay.requests[LIST_REPOS] > 0)
-        network.relay.faults.clear()
-        with capture_logs() as lines:
-            async with daemon_of(network, database, tmp_path / "0", shard="0/2") as daemon:
-                await until(lambda: daemon.stages.probe.ready() == [], daemon.stages.probe.ready)
-                assert daemon.counter("desynchronized", reason="behind") > 0
-                assert not await is_closed(daemon)
-                assert [line for line in lines if line["event"] == "gap.closed"] == []
-                async with daemon_of(network, database, tmp_path / "1", shard="1/2") as other:
-                    await wait_until_equal_and_ready(other)
-                    assert await is_closed(other)
-        assert len([line for line in lines if line["event"] == "gap.closed"]) == 1
-
-
-def is_waiting_for_a_list(daemon: RunningDaemon) -> bool:
-    return [reason.code for reason in daemon.stages.probe.ready()] == ["open-gaps"]

@@ -102,24 +102,6 @@ def forged_commit(daemon: RunningDaemon, account: LocalAccount) -> LocalChange:
     )
 
 
-@pytest.mark.proof("daemon")
-async def test_resync_refreshes_an_outdated_key(database: str, tmp_path: Path) -> None:
-    """The identity of a new repo is cached with its old key. One more lookup suffices, within the same attempt."""
-    async with LocalNetwork() as network:
-        account = network.create_account("ada.test")
-        async with running_daemon(database, tmp_path, network, start="live", resync_source="pds") as daemon:
-            await daemon.stages.identities.lookup(account.did)
-            lookups = successful_lookups(daemon)
-            rotate_key_silently(daemon, account)
-            network.relay.drop(account.did)
-            account.create(POST, post("signed with the new key; not sent by the relay"))
-            await daemon.store.add_repos([account.did])
-            await until(lambda: daemon.counter_sum("resync") > 0)
-            assert daemon.counter("resync", result="synchronized") == daemon.counter_sum("resync") == 1
-            assert successful_lookups(daemon) == lookups + 1
-            assert set(await daemon.store.visible_records(account.did)) == set(account.records)
-
-
 def break_directory(daemon: RunningDaemon) -> Fault:
     """Let the directory answer every request with status 502, until its faults are cleared."""
     fault = Fault("", status=502, times=None)
@@ -153,7 +135,6 @@ async def test_failing_directory_delays_only_accounts_with_unknown_keys(database
             await daemon.wait_until_equal()
 
 
-@pytest.mark.proof("daemon")
 @pytest.mark.proof("daemon")
 async def test_forged_commits_of_many_accounts_do_not_delay_new_accounts(database: str, tmp_path: Path) -> None:
     """Refreshes may use half of the five lookups per second, and those of one host a tenth, in bursts of 10 s."""

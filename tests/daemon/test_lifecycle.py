@@ -2,8 +2,6 @@
 
 import asyncio
 from collections.abc import Callable
-from contextlib import AsyncExitStack
-from math import inf
 from pathlib import Path
 
 import pytest
@@ -14,8 +12,7 @@ from indexer.localnet.local_network import LocalNetwork
 from indexer.localnet.local_pds import GET_REPO
 from indexer.localnet.scenario import Scenario
 from tests.background import running
-from tests.daemon.running_daemon import LIKE, POST, FilteredNetwork, post, running_daemon
-from tests.daemon_harness import run_daemon, settings_for
+from tests.daemon.running_daemon import POST, post, running_daemon
 from tests.database_checks import assert_change_log_consistent
 from tests.passed_time import expire_waits
 from tests.waiting import until
@@ -97,86 +94,6 @@ async def test_accounts_are_hidden_as_long_as_the_network_or_the_operator_says_s
         await assert_change_log_consistent(database)
 
 
-@pytest.mark.proof("daemon")
-@pytest.mark.proof("daemon")
-async def test_processes_that_only_resync_fetch_each_repo_once(database: str, tmp_path: Path) -> None:
-    """One process with the role live, and three with the role resync."""
-    async with AsyncExitStack() as stack:
-        daemon = await stack.enter_async_context(running_daemon(database, tmp_path / "live", roles="live"))
-        accounts = [daemon.create_account(f"a{number}.test") for number in range(12)]
-        await daemon.wait_until_equal()
-        for account in accounts:
-            daemon.lose_commit(account)
-        await daemon.wait_for_cursor()
-        assert daemon.export_requests == 0
-        relay, plc = daemon.network.relay_url, daemon.network.plc_url
-        workers = [
-            await stack.enter_async_context(
-                run_daemon(settings_for(relay, plc, tmp_path / f"worker {number}", roles="resync"), database)
-            )
-            for number in range(3)
-        ]
-        for number, account in enumerate(accounts):
-            account.create(POST, post(number))
-        await daemon.wait_until_equal()
-        assert daemon.export_requests == len(accounts)
-
-        def resynced() -> float:
-            counts = [
-                worker.metrics.registry.get_sample_value("indexer_resync_total", {"result": "synchronized"})
-                for worker in workers
-            ]
-            return sum(filter(None, counts))
-
-        await until(lambda: resynced() >= len(accounts), resynced)
-        assert resynced() == len(accounts)
-        await assert_change_log_consistent(database)
-
-
-@pytest.mark.proof("daemon")
-async def test_only_the_configured_collections_are_stored(database: str, tmp_path: Path) -> None:
-    """Commits of other collections still continue the chain."""
-    async with (
-        FilteredNetwork(collections=[POST]) as network,
-        running_daemon(database, tmp_path, network, collections=POST) as daemon,
-    ):
-        account = daemon.create_account("ada.test")
-        account.create(LIKE, {"$type": LIKE})
-        account.create(POST, post("after the like"))
-        await daemon.wait_until_equal()
-        assert daemon.counter_sum("desynchronized") == 0
-        daemon.lose_commit(account)
-        account.create(LIKE, {"$type": LIKE})
-        await daemon.wait_until_equal()
-        assert daemon.export_requests == 1
-        assert {row["collection"] for row in await daemon.record_rows(account)} == {POST}
-        assert len(account.records) == len(await daemon.record_rows(account)) + 2
-
-
-@pytest.mark.proof("daemon")
-async def test_only_listed_accounts_are_tracked(database: str, tmp_path: Path) -> None:
-    async with (
-        FilteredNetwork(dids=[]) as network,
-        running_daemon(database, tmp_path, network, track="listed") as daemon,
-    ):
-        listed, other = daemon.create_account("ada.test"), daemon.create_account("bob.test")
-        assert (await daemon.wait_until_equal()).repos == 0
-        assert daemon.counter("events", kind="commit", outcome="ignored") == len(network.relay.log) - 6
-        assert await daemon.execute("select from indexer.repo") == []
-        assert network.plc.requests.total() == 0, "no key lookup for accounts that are not tracked"
-
-        network.dids = {listed.did}
-        assert await daemon.store.add_repos([listed.did]) == 1
-        assert (await daemon.wait_until_equal()).records == 5
-        listed.create(POST, post("applied live"))
-        other.create(POST, post("still not tracked"))
-        assert (await daemon.wait_until_equal()).records == 6
-        assert daemon.counter("events", kind="commit", outcome="applied") == 1
-        assert daemon.export_requests == 1
-        await until(lambda: not daemon.stages.resync_pool.running)
-        assert [row["did"] for row in await daemon.execute("select did from indexer.repo")] == [listed.did]
-
-
 def migrate(account: LocalAccount, network: LocalNetwork, *, sign_again: bool) -> None:
     """Move the account to the other PDS of the network."""
     [to] = [pds for pds in network.pdses if pds is not account.pds]
@@ -244,33 +161,4 @@ async def test_account_changes_during_a_resync(database: str, tmp_path: Path) ->
         assert set(await daemon.store.visible_repos()) == {
             account.did for name, account in accounts.items() if name != "deleted"
         }
-        await assert_change_log_consistent(database)
-
-
-@pytest.mark.proof("daemon")
-async def test_repo_is_parked_when_only_the_host_reports_the_account_status(database: str, tmp_path: Path) -> None:
-    """The relay lost the #account message. The repo stays parked until the next message of the account."""
-    async with running_daemon(database, tmp_path, resync_source="pds", resync_workers="20") as daemon:
-        cases: dict[str, tuple[str, Callable[[LocalAccount], None]]] = {
-            "deleted": ("repo-not-found", lambda account: account.delete_account()),
-            "taken down": ("repo-takendown", lambda account: account.takedown()),
-            "suspended": ("repo-suspended", lambda account: account.suspend()),
-            "deactivated": ("repo-deactivated", lambda account: account.deactivate()),
-        }
-        accounts = {name: daemon.create_account(f"a{number}.test") for number, name in enumerate(cases)}
-        await daemon.wait_until_equal()
-        before = await daemon.execute("select * from indexer.record order by did, collection, rkey")
-        for name, (_, change) in cases.items():
-            account = accounts[name]
-            daemon.network.relay.drop(account.did, 1)
-            change(account)
-            daemon.lose_commit(account)
-        for name, (reason, _) in cases.items():
-            await daemon.wait_for_counter("resync", result=reason)
-            row = await daemon.repo_row(accounts[name])
-            assert (row["sync_status"], row["wait"], row["last_error"].split(":")[0]) == ("desynchronized", inf, reason)
-        assert await daemon.execute("select * from indexer.record order by did, collection, rkey") == before
-        for account in accounts.values():
-            account.activate()
-        await daemon.wait_until_equal()
         await assert_change_log_consistent(database)

@@ -6,9 +6,7 @@ import asyncpg
 import pytest
 
 from indexer.localnet.local_account import LocalAccount
-from indexer.localnet.local_network import LocalNetwork
-from indexer.sync.shard import Placement, bucket_of
-from tests.daemon.health_checks import health_checks
+from indexer.sync.shard import Placement
 from tests.daemon.running_daemon import LIKE, POST, RunningDaemon, running_daemon
 from tests.store.change_log_helpers import connected
 from tests.store.link_checks import assert_links_exact
@@ -65,29 +63,3 @@ async def is_count(sql: asyncpg.Connection, uri: str, number: int) -> bool:
 async def nothing_left_to_count(sql: asyncpg.Connection) -> bool:
     query = "select not exists (select 1 from indexer.link_delta) and not exists (select 1 from indexer.link_recount)"
     return bool(await sql.fetchval(query))
-
-
-@pytest.mark.proof("daemon")
-async def test_unfinished_backfill_is_shown_and_does_not_prevent_readiness(database: str, tmp_path: Path) -> None:
-    """A locked repo is not visited, so the backfill does not end."""
-    async with connected(database) as sql, LocalNetwork() as network:
-        account = network.create_account("a.test")
-        like(account, account, 1)
-        async with running_daemon(database, tmp_path, network) as daemon:
-            await daemon.wait_until_equal()
-        lock = sql.transaction()
-        await lock.start()
-        await sql.fetch(
-            "select from indexer.repo where did = $1 and bucket = $2 for update", account.did, bucket_of(account.did)
-        )
-        async with running_daemon(database, tmp_path, network, links=True) as daemon, health_checks(daemon) as http:
-            await until(lambda: links_progress(daemon) == 0.0)
-            await http.wait_until_ready()
-            assert daemon.stages.repo_counts.newest.counts is not None
-            assert daemon.stages.repo_counts.newest.counts.links.state == "backfill"
-            await lock.rollback()
-            await until(lambda: links_progress(daemon) == 1.0)
-
-
-def links_progress(daemon: RunningDaemon) -> float | None:
-    return daemon.stages.metrics.registry.get_sample_value("indexer_links_progress_ratio")

@@ -10,7 +10,6 @@ import pytest
 from structlog.testing import capture_logs
 
 from indexer.localnet.http_server import Fault
-from indexer.localnet.local_network import LocalNetwork
 from tests.daemon.health_checks import health_checks
 from tests.daemon.running_daemon import POST, RunningDaemon, post, running_daemon
 from tests.database_proxy import DatabaseProxy
@@ -130,24 +129,3 @@ async def test_database_outage_is_a_handful_of_log_lines(
         libraries = {record.name for record in caplog.records if record.levelno > logging.DEBUG}
         libraries = {name for name in libraries if not name.startswith("indexer.")}
         assert libraries <= {"asyncpg.pool"}, "`configure_logging` hides the pool's lines"
-
-
-@pytest.mark.proof("daemon")
-async def test_thirty_repos_of_an_unreachable_directory_are_a_handful_of_log_lines(
-    database: str, tmp_path: Path
-) -> None:
-    async with LocalNetwork() as network:
-        with capture_logs() as lines:
-            async with running_daemon(database, tmp_path, network) as daemon, health_checks(daemon) as checks:
-                await network.plc.stop()
-                for number in range(30):
-                    daemon.create_account(f"a{number}.test", records=1)
-                await checks.wait_for_reason("identity lookups fail")
-                await daemon.wait_for_cursor()
-                await daemon.wait_for_counter("resync", above=29, result="identity-unavailable")
-                await network.plc.start()
-        found = events(lines)
-        assert found["condition.began", "identity-lookups-failing"] == 1
-        assert sum(count for (event, _), count in found.items() if event.startswith("condition.")) <= HANDFUL, found
-        other = [line for line in shown(lines) if not line["event"].startswith(("condition.", "relay.", "daemon."))]
-        assert other == []

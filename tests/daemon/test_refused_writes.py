@@ -101,28 +101,3 @@ async def test_message_that_costs_the_connection_each_time_is_rejected_and_other
             assert len(await daemon.record_rows(account)) == 6
         assert await daemon.dead_letters() == [(hostile.did, "store-failed")]
         assert (await daemon.repo_row(hostile))["sync_reason"] == "store-failed"
-
-
-@in_proof
-@lets_a_trigger_fail
-@pytest.mark.parametrize(
-    ("statement", "error"),
-    [(RAISE, "RaiseError"), (RAISE_CONFLICT, "SerializationError")],
-    ids=["raise", "conflict"],
-)
-async def test_resync_that_the_database_refuses_fails_and_is_completed_later(
-    database: str, tmp_path: Path, statement: str, error: str
-) -> None:
-    async with running_daemon(database, tmp_path) as daemon:
-        hostile, bystander = daemon.create_account("eve.test"), daemon.create_account("bob.test")
-        await daemon.wait_until_equal()
-        await fail_writes_of(daemon, "record", hostile.did, statement)
-        hostile.create(POST, post("refused"))
-        await daemon.wait_for_counter("resync", result="not-storable")
-        bystander.create(POST, post("after the failure"))
-        await daemon.wait_for_cursor()
-        assert len(await daemon.record_rows(bystander)) == 6
-        row = await daemon.repo_row(hostile)
-        assert row["last_error"].startswith(f"not-storable: {error}: no value of this account is stored")
-        await daemon.execute("drop trigger fail on indexer.record")
-        await daemon.resync_until_equal(hostile)

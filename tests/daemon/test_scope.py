@@ -10,17 +10,14 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from indexer.atproto.cid import parse_cid
 from indexer.localnet.local_account import LocalAccount
 from indexer.localnet.local_relay import LIST_REPOS_BY_COLLECTION
 from indexer.sync.scope import Track
 from indexer.sync.shard import Shard
 from tests.daemon.running_daemon import LIKE, POST, FilteredNetwork, RunningDaemon, post, running_daemon
 from tests.database_checks import assert_change_log_consistent, assert_log_gives_records
-from tests.lexicons.samples import LIKE_DOCUMENT, sourced
 from tests.quick_tuning import QUICK
 from tests.store.change_log_helpers import connected
-from tests.store.link_checks import assert_links_exact
 from tests.waiting import until
 
 FOLLOW = "app.bsky.graph.follow"
@@ -107,41 +104,6 @@ async def test_collections_and_repos_are_added_and_removed(database: str, tmp_pa
 
 
 @pytest.mark.proof("daemon")
-async def test_settings_give_the_first_scope_only(database: str, tmp_path: Path) -> None:
-    async with daemon_of(database, tmp_path / "first", [POST]) as (daemon, _):
-        await until(lambda: str(daemon.stages.scope.scope) == f"repos all, collections {POST}")
-    with capture_logs() as lines:
-        async with daemon_of(database, tmp_path / "second", [LIKE]) as (daemon, _):
-            await until(lambda: str(daemon.stages.scope.scope) == f"repos all, collections {POST}")
-    [line] = [line for line in lines if line["event"] == "scope.settings-ignored"]
-    assert (line["settings"], line["stored"]) == (f"repos all, collections {LIKE}", f"repos all, collections {POST}")
-
-
-@pytest.mark.proof("daemon")
-async def test_repo_whose_account_was_inactive_is_fetched_when_it_is_active_again(
-    database: str, tmp_path: Path
-) -> None:
-    async with daemon_of(database, tmp_path, [POST]) as (daemon, network):
-        account, other = daemon.create_account("ada.test"), daemon.create_account("bob.test")
-        create_like(account, "one")
-        await daemon.wait_until_equal()
-        account.deactivate()
-        network.relay.lagging = {account.did}
-        await daemon.wait_until_equal()
-        await daemon.store.set_collections([POST, LIKE])
-        network.collections = {POST, LIKE}
-        create_like(other, "one")
-        await daemon.wait_until_equal()
-        await wait_until_complete(daemon)
-        exports = daemon.export_requests
-        account.activate()
-        await daemon.wait_until_equal()
-        assert {row["collection"] for row in await daemon.record_rows(account)} == {POST, LIKE}
-        assert daemon.export_requests == exports + 1
-        await wait_until_complete(daemon)
-
-
-@pytest.mark.proof("daemon")
 async def test_repo_that_a_lagging_list_lacked_is_fetched_when_the_list_is_compared_again(
     database: str, tmp_path: Path
 ) -> None:
@@ -169,21 +131,6 @@ async def test_repo_that_a_lagging_list_lacked_is_fetched_when_the_list_is_compa
                 assert (await daemon.repo_row(without))["scope_version"] == 2
         found = [line["incomplete"] for line in lines if line["event"] == "scope.compared-again"]
         assert found == [1, 0]
-        await assert_change_log_consistent(database)
-
-
-@pytest.mark.proof("daemon")
-async def test_a_prefix_is_fetched_from_all_repos(database: str, tmp_path: Path) -> None:
-    async with daemon_of(database, tmp_path, [POST]) as (daemon, network):
-        accounts = [daemon.create_account(f"{name}.test") for name in ("ada", "bob")]
-        create_like(accounts[0], "one")
-        await daemon.wait_until_equal()
-        await daemon.store.set_collections(["app.bsky.feed.*"])
-        network.collections = {POST, LIKE}
-        await daemon.wait_until_equal()
-        await wait_until_complete(daemon)
-        assert daemon.export_requests == 2
-        assert network.relay.requests[LIST_REPOS_BY_COLLECTION] == 0
         await assert_change_log_consistent(database)
 
 
@@ -261,84 +208,3 @@ async def test_repos_that_a_narrower_scope_does_not_want_are_untracked(database:
         await daemon.wait_until_equal()
         async with connected(database) as sql:
             await assert_log_gives_records(sql)
-
-
-@pytest.mark.proof("daemon")
-async def test_repos_whose_signals_no_list_shows_stay_tracked_with_a_warning(database: str, tmp_path: Path) -> None:
-    with capture_logs() as lines:
-        async with daemon_of(database, tmp_path, [POST]) as (daemon, _):
-            daemon.create_account("ada.test")
-            await daemon.wait_until_equal()
-            await daemon.store.change_scope(track=Track.SIGNAL, signal_collections=["app.bsky.graph.*"])
-            await until(lambda: any(line["event"] == "scope.not-untracked" for line in lines))
-            await daemon.wait_until_equal()
-    [line] = [line for line in lines if line["event"] == "scope.not-untracked"]
-    assert line["signal_collections"] == "app.bsky.graph.*"
-
-
-CID = "bafkreibme22gw2h7y2h7tg2fhqotaqjucnbc24deqo72b6mkl2egezxhvy"
-BLOB = {"$type": "blob", "ref": parse_cid(CID), "mimeType": "image/jpeg", "size": 12}
-
-
-@pytest.mark.proof("daemon")
-async def test_links_blobs_and_typed_views_are_exact_after_each_change_of_the_scope(
-    database: str, tmp_path: Path
-) -> None:
-    async with (
-        daemon_of(database, tmp_path, [POST, LIKE], links="true") as (daemon, network),
-        connected(database) as sql,
-    ):
-        author, *fans = [daemon.create_account(f"a{number}.test", records=1) for number in range(4)]
-        subject = {"uri": f"at://{author.did}/{POST}/000", "cid": CID}
-        for fan in fans:
-            fan.create(LIKE, {"$type": LIKE, "subject": subject, "createdAt": "2024-01-01T00:00:00Z"})
-            fan.create(POST, {"$type": POST, "reply": {"root": subject, "parent": subject}, "image": BLOB})
-        await daemon.store.add_lexicons(sourced(LIKE_DOCUMENT))
-        await daemon.wait_until_equal()
-
-        async def shown() -> list[int]:
-            """Return the counted likes and replies of the post, the blobs, and the rows of the typed view."""
-            likes = await sql.fetchval("select atproto.link_count($1, $2, $3)", subject["uri"], LIKE, ".subject.uri")
-            replies = await sql.fetchval(
-                "select atproto.link_count($1, $2, $3)", subject["uri"], POST, ".reply.root.uri"
-            )
-            blobs = await sql.fetchval("select count(*) from atproto.blobs")
-            return [likes, replies, blobs, await sql.fetchval(f'select count(*) from lexicon."{LIKE}"')]  # noqa: S608
-
-        async def erased() -> bool:
-            nothing_to_count = "select not exists (select 1 from indexer.link_recount)"
-            return await daemon.record_rows(fans[0]) == [] and bool(await sql.fetchval(nothing_to_count))
-
-        async def links_complete() -> bool:
-            return bool(await sql.fetchval("select state = 'complete' from atproto.link_progress"))
-
-        async def wait_until_shown(*expected: int) -> None:
-            """Wait for these counts: on a cluster, the nodes show a transaction one after the other."""
-
-            async def equal() -> bool:
-                return await shown() == list(expected)
-
-            await until(equal)
-
-        await until(links_complete)
-        await wait_until_shown(3, 3, 3, 3)
-        await daemon.store.untrack([fans[0].did])
-        network.dids = {author.did, fans[1].did, fans[2].did}
-        await wait_until_shown(2, 2, 2, 2)
-        await assert_links_exact(sql)
-        await until(erased)
-        await wait_until_shown(2, 2, 2, 2)
-        await assert_links_exact(sql)
-        await daemon.store.set_collections([POST])
-        network.collections = {POST}
-        await daemon.wait_until_equal()
-        await wait_until_shown(0, 2, 2, 0)
-        await assert_links_exact(sql)
-        await daemon.store.untrack([fans[1].did])
-        await daemon.store.track([fans[0].did, fans[1].did])
-        await daemon.store.set_collections([POST, LIKE])
-        network.dids, network.collections = None, {POST, LIKE}
-        await daemon.wait_until_equal()
-        await wait_until_complete(daemon)
-        await wait_until_shown(3, 3, 3, 3)
-        assert await assert_links_exact(sql) == 9

@@ -296,36 +296,3 @@ async def test_each_stage_that_stalls_fails_the_health_check_by_name(database: s
 @pytest.mark.one_server("the daemon runs the server")
 async def test_stalled_embedded_postgres_fails_the_health_check_by_name(tmp_path: Path) -> None:
     await assert_stalls_are_visible(None, tmp_path, ["embedded Postgres"])
-
-
-LOCKED_TABLES = ("repo", "change", "identity", "gap", "crawl_progress")
-STALLED_BY_LOCKS = {
-    "account erasure",
-    "batch writer",
-    "change log retention",
-    "identity refresh",
-    "lease expiry",
-    "open gaps",
-    "parked repos",
-    "reconciliation",
-    "resync pool",
-    "unproven repos",
-}
-
-
-@pytest.mark.proof("daemon")
-async def test_stages_whose_statements_are_cancelled_again_and_again_have_stalled(
-    database: str, sql: asyncpg.Connection, tmp_path: Path
-) -> None:
-    """The time limit of a statement is shorter than the limits of the stages, so attempts end before the stall."""
-    [(name,)] = await sql.fetch("select current_database()")
-    await sql.execute(f"alter database {name} set statement_timeout = '500ms'")
-    async with world_of(database, tmp_path) as (world, checks):
-        await checks.wait_until_healthy()
-        for stage in STALLED_BY_LOCKS:
-            world.daemon.stages.probe.stages[stage].limit = 3.0
-        async with locked(world, *LOCKED_TABLES):
-            world.account.create(POST, post("waits for the lock"))
-            for stage in sorted(STALLED_BY_LOCKS):
-                await checks.wait_for_stall(stage)
-        await checks.wait_until_healthy()

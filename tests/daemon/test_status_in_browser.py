@@ -17,7 +17,6 @@ from indexer.localnet.local_pds import GET_REPO, LIST_REPOS
 from indexer.monitoring.conditions import HOST_FAILING
 from indexer.outbound import HostState
 from indexer.reasons import Desync, FetchFailure, GapReason, Rejection
-from indexer.store import report_queries
 from indexer.sync.gap import Gap
 from indexer.sync.plans import Batch, DeadLetter
 from indexer.sync.shard import Shard
@@ -25,7 +24,6 @@ from tests import chromium
 from tests.chromium import Page, Scheme, open_browser
 from tests.daemon.running_daemon import LIKE, POST, FilteredNetwork, RunningDaemon, running_daemon
 from tests.quick_tuning import QUICK
-from tests.store.repo_rows import insert, synchronized
 from tests.waiting import until
 
 pytestmark = [
@@ -140,143 +138,35 @@ async def test_page_shows_what_the_database_has(database: str, tmp_path: Path) -
         assert (await page.text("#headline")).startswith("Ready: everything up to ")
         assert page.daemon.network.relay_url in await page.text("#process")
         assert await page.browser.evaluate("document.querySelectorAll('canvas').length") == 3
-
-
-async def test_backfill_dead_letters_consumers_and_hosts_are_shown_with_their_numbers(
-    database: str, tmp_path: Path
-) -> None:
-    async with open_page(database, tmp_path) as page:
-        daemon = page.daemon
-        # Repos that end from now on have a rate.
-        await until(lambda: daemon.stages.repo_counts.newest.counts is not None)
-        await daemon.execute("select atproto.register_reader('feeds')")
-        accounts = [daemon.create_account(f"account{number}.test") for number in range(6)]
-        await daemon.wait_until_equal()
-        for account in accounts[:2]:
-            daemon.inject("#commit", {"repo": account.did})
-        await daemon.wait_for_cursor()
-        await daemon.execute(
-            "update indexer.repo set sync_status = 'desynchronized', sync_reason = 'chain-break',"
-            " next_attempt_at = now() + interval '1 day', last_error = 'timeout: slow' where did = any($1)",
-            [account.did for account in accounts[:2]],
-        )
-        host = HostState("pds.example", 9, 9, 9, time() + 900, FetchFailure.HOST_PAUSED, "unreachable: refused", None)
-        daemon.stages.hosts.restore([host])
-        await page.open()
-
-        async def shows_the_backfill() -> bool:
-            shown = {row[0]: row[1] for row in await page.rows("repos")}
-            numbers = ("synchronized", "desynchronized", "waiting in the resync queue", "reason: chain-break")
-            left = await page.text("#time-left")
-            return [shown.get(name) for name in numbers] == ["4", "2", "2", "2"] and left[:1].isdigit()
-
-        await until(shows_the_backfill)
-        assert (await page.text("#time-left-note")).startswith("2 waiting, ")
-        assert await page.text("#progress") == "66.6\N{NO-BREAK SPACE}%"
-        assert await page.text("#progress-note") == "repos: 4"
-        assert (await page.text("#repos-note")).startswith("counted ")
-        assert [row[:3] for row in await page.rows("rejections")] == [["field-invalid", "2", "2"]]
-        [[name, state, lag, behind, *_]] = await page.rows("consumers")
-        assert (name, state, lag[:1].isdigit(), int(behind) > 0) == ("feeds", "following", True, True)
-        [[name, paused, failures, _, error]] = await page.rows("hosts")
-        assert (name, failures, error) == ("pds.example", "9", "unreachable: refused")
-        assert paused.startswith("host-paused for 1")
-        assert await page.text("#lag") != ""
-        for chart in ("lag", "messages", "resyncs"):
-            label = await page.browser.evaluate(
-                f"document.querySelector('#chart-{chart} .plot').getAttribute('aria-label')"
-            )
-            assert label.startswith("Chart of the last hour.")
-
-
-async def test_numbers_that_are_estimated_are_shown_as_estimates(
-    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(report_queries, "MAX_COUNTED_PAGES", 1)
-    async with open_page(database, tmp_path) as page:
-        await insert(page.daemon.store, *[synchronized(number) for number in range(200)])
-        await page.open()
-
-        async def shows_estimates() -> bool:
-            shown = {row[0]: row[1] for row in await page.rows("repos")}
-            return shown.get("synchronized", "").startswith("about ")
-
-        await until(shows_estimates)
-        assert "estimated from " in await page.text("#repos-note")
-        assert "% of the table" in await page.text("#repos-note")
-        assert (await page.text("#progress-note")).startswith("repos: about ")
-
-
-async def test_links_are_shown_with_the_progress_of_their_backfill_if_they_are_on(
-    database: str, tmp_path: Path
-) -> None:
-    async with open_page(database, tmp_path) as page:
-        await page.open()
-        await page.wait_for_polls(2)
         assert "Links" not in await page.text("#tiles"), "links are off"
-        await page.daemon.execute(
-            "insert into indexer.link_bucket (bucket, backfilled_to, enabled_at)"
-            " select n, 'did:plc:j', now() - interval '1 hour' from generate_series(0, 255) n"
-        )
-
-        async def shows_links() -> bool:
-            return "46.8" in await page.text("#links-tile")
-
-        await until(shows_links)
-        assert re.fullmatch("backfill, time left: 1.h .*", await page.text("#links-note"))
+        assert "Scope backfill" not in await page.text("#tiles"), "no collection was added"
 
 
-async def test_repos_that_wait_for_added_collections_are_shown_until_none_waits(database: str, tmp_path: Path) -> None:
+async def test_links_and_added_collections_are_shown_with_their_progress(database: str, tmp_path: Path) -> None:
+    tuning = replace(QUICK, scope_interval=3_600.0)
     async with (
         FilteredNetwork(collections=[POST]) as network,
-        open_page(database, tmp_path, network, tuning=replace(QUICK, scope_settle=3_600.0), collections=POST) as page,
+        open_page(database, tmp_path, network, tuning=tuning, collections=POST) as page,
     ):
         page.daemon.create_account("one.test")
         await page.daemon.wait_until_equal()
         await page.open()
-        await page.wait_for_polls(2)
-        assert "Scope backfill" not in await page.text("#tiles"), "no collection was added"
+        await page.daemon.execute(
+            "insert into indexer.link_bucket (bucket, backfilled_to, enabled_at)"
+            " select n, 'did:plc:j', now() - interval '1 hour' from generate_series(0, 255) n"
+        )
         await page.daemon.store.set_collections([POST, LIKE])
-
-        async def shows(text: str) -> bool:
-            return text in await page.text("#tiles")
-
-        await until(lambda: shows("Scope backfill"))
+        await page.wait_for_text("46.8")
+        assert re.fullmatch("backfill, time left: 1.h .*", await page.text("#links-note"))
+        await page.wait_for_text("Scope backfill")
         assert "1" in await page.text("#scope-waiting")
         assert (await page.text("#scope-note")).startswith("repos wait for added collections")
         await page.daemon.execute("update indexer.repo set scope_version = 99")
 
         async def shows_nothing() -> bool:
-            return not await shows("Scope backfill")
+            return "Scope backfill" not in await page.text("#tiles")
 
         await until(shows_nothing)
-
-
-@pytest.mark.parametrize(("shard", "is_said"), [("0/1", False), ("1/2", True)])
-async def test_page_of_one_of_several_processes_says_what_is_its_own(
-    database: str, tmp_path: Path, shard: str, *, is_said: bool
-) -> None:
-    async with open_page(database, tmp_path, shard=shard) as page:
-        await page.open()
-        assert ("those of this process only (shard 1/2, live and resync)" in await page.text()) is is_said
-
-
-async def test_browser_reports_errors_and_scripts_that_the_policy_forbids(database: str, tmp_path: Path) -> None:
-    """So that the other tests fail for them."""
-    async with open_page(database, tmp_path) as page:
-        await page.open()
-        await page.browser.evaluate("console.error('an error of the page')")
-        await page.browser.evaluate("setTimeout(() => { throw new Error('not caught'); })")
-        await page.browser.evaluate(
-            "document.body.append(Object.assign(document.createElement('script'), {textContent: 'window.ran = 1'}))"
-        )
-        await page.browser.evaluate(
-            "document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=\"window.ran = 1\">')"
-        )
-        expected = ("an error of the page", "not caught", "ContentSecurityPolicyIssue")
-        await until(lambda: all(any(text in found for found in page.browser.problems) for text in expected))
-        assert await page.browser.evaluate("window.ran") is None
-        page.browser.problems.clear()
 
 
 async def test_running_resync_is_shown_with_account_host_phase_and_bytes(database: str, tmp_path: Path) -> None:
