@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import pytest
 
+from indexer import crash_points
 from indexer.atproto.syntax import CollectionFilter
 from indexer.daemon_tuning import Tuning
 from indexer.localnet.http_server import Fault
@@ -24,12 +26,14 @@ from indexer.localnet.scenario import NOTE
 from indexer.store import Store
 from indexer.store.schema_version import schema_is_current
 from indexer.sync.scope import Scope, Track
+from tests.background import running
 from tests.citus_server import CitusServer
 from tests.crashes.death_world import Act, DeathWorld, death_world
 from tests.daemon.running_daemon import FilteredNetwork, publish_key_silently
 from tests.daemon_forks import DaemonFork, Death
 from tests.daemon_process import daemon_environment
 from tests.database_checks import assert_change_log_consistent, wait_until_equal
+from tests.passed_time import EXPIRE_LEASES
 from tests.quick_tuning import MORTAL
 from tests.service.feed.webhook_server import WebhookServer
 from tests.waiting import until
@@ -229,6 +233,74 @@ async def test_killed_at_each_point(database: str, tmp_path: Path, record_proper
     async with death_world(database, tmp_path) as world:
         await perform(world, operation, operation.deaths)
         assert world.deaths.total() == len(operation.deaths)
+        record_property("deaths", world.deaths.total())
+
+
+QUIET_SECONDS = 0.5
+"""Time without a new point after which a process has passed those of its operation."""
+TRIES = 5
+"""Processes that are to die at a point, until one reaches it."""
+ALWAYS_PASSED = {"shard.claimed", "stream.entered", "batch.taken", "batch.settled"}
+"""Points that each operation passes."""
+
+
+def record_points(file: Path) -> None:
+    """Let this process append each crash point that it passes to a file, a line for each."""
+
+    def record(point: str) -> None:
+        with file.open("a") as points:
+            points.write(f"{point}\n")
+
+    crash_points.hooks.append(record)
+
+
+async def points_passed(
+    world: DeathWorld, operation: Operation, file: Path, expected: set[str], death: Death | None = None
+) -> set[str]:
+    """Let a process do the operation until it dies, or has passed the expected points and soon no other one.
+
+    It may not reach the point of its death this time.
+    """
+    file.write_text("")
+    await operation.before(world)
+    world.daemon.start(death)
+    async with asyncio.timeout(60), running(*([operation.meanwhile(world)] if operation.meanwhile else [])):
+        size, changed_at = 0, monotonic()
+        while not world.daemon.has_died() and monotonic() < changed_at + QUIET_SECONDS:
+            passed = set(file.read_text().split())
+            if len(passed) > size or not expected <= passed:
+                size, changed_at = len(passed), monotonic()
+            await asyncio.sleep(0.02)
+    if world.daemon.has_died():
+        await world.count_death(death)
+    world.daemon.close()
+    await world.execute(EXPIRE_LEASES)
+    return set(file.read_text().split())
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.proof("crashes")
+@pytest.mark.parametrize("name", [marked(name) for name in OPERATIONS])
+async def test_killed_at_each_other_point_that_the_operation_passes(
+    database: str, tmp_path: Path, record_property: RecordProperty, name: str
+) -> None:
+    """For example, where the live path takes the messages that lead to a resync.
+
+    A process dies at each point that two processes have passed. Points that only one of them has passed are passed
+    once, like those of a backfill, or by chance, so a death there is only tried.
+    """
+    operation, file = OPERATIONS[name], tmp_path / "points"
+    own = {crash_points.COMMITTED, *(death.point for death in operation.deaths)}
+    async with death_world(database, tmp_path, prepare=partial(record_points, file)) as world:
+        world.change_settings(operation.settings, operation.tuning)
+        first = await points_passed(world, operation, file, ALWAYS_PASSED | {operation.deaths[0].point})
+        second = await points_passed(world, operation, file, ALWAYS_PASSED)
+        for point in sorted((first | second) - own):
+            for _ in range(TRIES if point in first & second else 1):
+                if not world.deaths[Death(point)]:
+                    await points_passed(world, operation, file, ALWAYS_PASSED & first & second, Death(point))
+        await world.settle()
+        assert {Death(point) for point in (first & second) - own} <= set(world.deaths)
         record_property("deaths", world.deaths.total())
 
 
