@@ -112,8 +112,8 @@ async def test_nothing_is_written_while_another_process_holds_the_buckets(
 
 
 async def test_second_daemon_on_a_shard_waits_visibly_and_takes_over(database: str, tmp_path: Path) -> None:
-    """In its log, in its readiness, and in the status report; nothing is lost."""
-    async with running_daemon(database, tmp_path) as first:
+    """In its log, in its readiness, and in the status report; nothing is lost. The first one returns much later."""
+    async with running_daemon(database, tmp_path, tuning=replace(QUICK, retry=60.0)) as first:
         account = first.create_account("ada.test")
         await first.wait_until_equal()
         with capture_logs() as lines:
