@@ -16,8 +16,12 @@ from indexer.sync.stored_identity import INVALID_HANDLE
 HTTP_TIMEOUT = 5.0
 WELL_KNOWN_BYTES = 2_048
 _PREFIX = "_atproto."
-_CLIENT_ERRORS = range(400, 500)
 _OK = 200
+_SERVER_ERROR = 500
+_DEFINITE = frozenset(
+    {FetchFailure.NO_SUCH_HOST, FetchFailure.TOO_LARGE, FetchFailure.BAD_ANSWER, FetchFailure.REFUSED_ADDRESS}
+)
+"""Failures that say that the host serves no DID: another attempt would get the same answer."""
 
 
 class HandleVerifier:
@@ -82,6 +86,10 @@ class HandleVerifier:
         return await self._dns.dids(_PREFIX + handle)
 
     async def _resolve_by_http(self, handle: str) -> set[str]:
+        """Return the DID in the first line of the file, which the resolver of `@atproto/identity` reads, too.
+
+        An answer of another form is definite, too: a large page, a status below 500, or redirects without end.
+        """
         url = f"https://{handle}/.well-known/atproto-did"
         try:
             async with asyncio.timeout(self._http_timeout):  # includes redirects and the time to wait for slots
@@ -91,12 +99,10 @@ class HandleVerifier:
         except TimeoutError:
             raise UnavailableError(FetchFailure.TIMEOUT, url) from None
         except UnavailableError as error:
-            if error.reason is FetchFailure.NO_SUCH_HOST:
+            if error.reason in _DEFINITE:
                 return set()
             raise
-        if response.status in _CLIENT_ERRORS:
-            return set()
-        if response.status != _OK:
+        if response.status >= _SERVER_ERROR:
             raise UnavailableError(FetchFailure.HTTP_STATUS, f"{response.status} from {url}")
-        text = response.body.decode("ascii", "replace").strip()
-        return {text} if is_did(text) else set()
+        text = response.body.decode("utf-8-sig", "replace").strip().partition("\n")[0].rstrip()
+        return {text} if response.status == _OK and is_did(text) else set()

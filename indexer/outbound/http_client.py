@@ -93,8 +93,8 @@ class OutboundClient:
     """Sends requests to hosts whose names come from outside.
 
     It connects by https to port 443 of public addresses, without cookies, credentials or proxies. All failures are
-    `UnavailableError`: UNREACHABLE, NO_SUCH_HOST, TIMEOUT, TOO_LARGE, REFUSED_ADDRESS, BAD_ANSWER, or HTTP_STATUS for a
-    bad redirect. THROTTLED and HOST_PAUSED mean that the host is paused until `retry_after`, see `HostLimits`. The
+    `UnavailableError`: UNREACHABLE, NO_SUCH_HOST, TIMEOUT, TOO_LARGE, REFUSED_ADDRESS, or BAD_ANSWER for a malformed
+    body or redirect. THROTTLED and HOST_PAUSED mean that the host is paused until `retry_after`, see `HostLimits`. The
     caller handles all other statuses. Create and use a client in one event loop, and close it.
 
     Attributes:
@@ -209,7 +209,7 @@ class OutboundClient:
                     return
                 await stream.read()  # so that the connection can be reused
                 target = self._redirect_target(target, stream)
-        raise UnavailableError(FetchFailure.HTTP_STATUS, f"more than {_MAX_REQUESTS - 1} redirects from {url[:200]}")
+        raise UnavailableError(FetchFailure.BAD_ANSWER, f"more than {_MAX_REQUESTS - 1} redirects from {url[:200]}")
 
     async def _servers(self, url: URL) -> list[str]:
         """Return the network addresses of the host of a URL; see `CheckedResolver.resolve` for the errors."""
@@ -234,7 +234,7 @@ class OutboundClient:
     def _redirect_target(self, url: URL, stream: "ResponseStream") -> URL:
         location = stream.headers.get("location")
         if not location:
-            raise UnavailableError(FetchFailure.HTTP_STATUS, f"{_shown(url)}: {stream.status} without a Location")
+            raise UnavailableError(FetchFailure.BAD_ANSWER, f"{_shown(url)}: {stream.status} without a Location")
         return self._allowed_url(location, url)
 
     def _allowed_url(self, text: str, base: URL | None = None) -> URL:

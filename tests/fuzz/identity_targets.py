@@ -228,12 +228,16 @@ class Handles(FuzzTarget):
         except UnavailableError:
             self.counts.add("unavailable")
             return
-        by_http = STATUSES[kind % len(STATUSES)] == 200 and _text(rest).strip() == DID
+        by_http = STATUSES[kind % len(STATUSES)] == 200 and _first_line(rest) == DID
         right = by_http if kind < HTTP_KINDS else _txt_dids(rest) == {DID}
         if kind < RAW_KINDS and found != (HANDLE if right else INVALID_HANDLE):
             raise DifferenceError(f"handle {found!r}")
         method = "HTTP" if kind < HTTP_KINDS else "DNS"
         self.counts.add("invalid" if found == INVALID_HANDLE else f"verified by {method}")
+
+
+def _first_line(body: bytes) -> str:
+    return body.decode("utf-8-sig", "replace").strip().split("\n")[0].strip()
 
 
 class AnsweringServer(asyncio.DatagramProtocol):

@@ -11,7 +11,7 @@ from indexer.sync.stored_identity import INVALID_HANDLE
 from tests.identity.conftest import Loopback
 from tests.identity.name_server import NameServer
 from tests.outbound.http_requests import writes
-from tests.outbound.scripted_host import Script, hang, http_response
+from tests.outbound.scripted_host import Script, gzip_response, hang, http_response
 
 DID = "did:plc:ewvi7nxzyoun6zhxrhs64oiz"
 OTHER = "did:plc:aaaaaaaaaaaaaaaaaaaaaaaa"
@@ -31,6 +31,10 @@ def verifier_with(
 @pytest.fixture
 def verifier(loopback: Loopback, name_server: NameServer) -> HandleVerifier:
     return verifier_with(loopback, name_server)
+
+
+def redirect(location: str) -> bytes:
+    return http_response(status=302, headers={"Location": location})
 
 
 RESPOND_SLOWLY = writes(b"HTTP/1.1 200 OK\r\nContent-Length: 2000\r\n\r\n", b"d", every=0.05, forever=True)
@@ -103,8 +107,10 @@ async def close_connection(_writer: asyncio.StreamWriter) -> None:
         pytest.param(hang, FetchFailure.TIMEOUT, 0.3, marks=pytest.mark.slow),
         pytest.param(RESPOND_SLOWLY, FetchFailure.TIMEOUT, 0.3, marks=pytest.mark.slow),
         (http_response(status=500), FetchFailure.HTTP_STATUS, 3.0),
+        (http_response(status=503), FetchFailure.HTTP_STATUS, 3.0),
+        (http_response(status=429), FetchFailure.THROTTLED, 3.0),
         (close_connection, FetchFailure.UNREACHABLE, 3.0),
-        (http_response(b"x" * 3_000), FetchFailure.TOO_LARGE, 3.0),
+        (writes(http_response(DID.encode(), length=100)), FetchFailure.UNREACHABLE, 3.0),
     ],
 )
 async def test_failure_of_the_host_is_unavailable(
@@ -114,6 +120,38 @@ async def test_failure_of_the_host_is_unavailable(
     with pytest.raises(UnavailableError) as failure:
         await verifier_with(loopback, name_server, http_timeout=seconds).verify_handle(DID, HANDLE)
     assert failure.value.reason is reason
+
+
+LOGIN_PAGE = b"<!DOCTYPE html><html>" + b"<p>Log in</p>" * 8_000
+
+
+@pytest.mark.parametrize(
+    "pages",
+    [
+        pytest.param({PAGE: http_response(LOGIN_PAGE)}, id="large page"),
+        pytest.param({PAGE: gzip_response(LOGIN_PAGE)}, id="large compressed page"),
+        pytest.param({PAGE: http_response(LOGIN_PAGE, status=404)}, id="large page of an error"),
+        pytest.param({PAGE: http_response(status=204)}, id="no content"),
+        pytest.param({PAGE: http_response(DID.encode(), headers={"Content-Encoding": "br"})}, id="unknown encoding"),
+        pytest.param({PAGE: http_response(DID.encode(), headers={"Content-Encoding": "gzip"})}, id="not gzip"),
+        pytest.param({PAGE: redirect("/login"), "/login": http_response(LOGIN_PAGE)}, id="redirect to a large page"),
+        pytest.param({PAGE: redirect(PAGE)}, id="endless redirect"),
+        pytest.param({PAGE: redirect("ftp://alice.test/")}, id="redirect to no web page"),
+        pytest.param({PAGE: http_response(status=302)}, id="redirect to nowhere"),
+    ],
+)
+async def test_a_definite_answer_without_a_did_is_no_handle(
+    verifier: HandleVerifier, loopback: Loopback, pages: dict[str, bytes]
+) -> None:
+    loopback.host.pages.update(pages)
+    assert await verifier.verify_handle(DID, HANDLE) == INVALID_HANDLE
+
+
+async def test_page_of_a_handle_is_read_as_other_programs_read_it(verifier: HandleVerifier, loopback: Loopback) -> None:
+    for body in (f"\ufeff{DID}\n", f"\r\n {DID} \r\n# my DID\r\n", f"{DID}\n{OTHER}"):
+        loopback.host.pages[PAGE] = http_response(body.encode())
+        assert await verifier.verify_handle(DID, HANDLE) == HANDLE
+        assert await verifier.verify_handle(OTHER, HANDLE) == INVALID_HANDLE
 
 
 @pytest.mark.parametrize(
