@@ -1,7 +1,8 @@
 """Read lexicons, and the fields of the records that they describe (docs/sql.md#typed-views).
 
-The reader is strict about what the fields of a record depend on: the identifier, the definitions, and the types of the
-properties of a record. It does not check definitions of queries, procedures and other types.
+The reader is strict about what all fields of a record depend on: the version, the identifier, and the form of the
+record. A field that it cannot read, for example one of a type of a later version, is named and has the type `ANY`. It
+does not check definitions of queries, procedures and other types.
 """
 
 import json
@@ -77,7 +78,7 @@ class RecordField(NamedTuple):
 
     Attributes:
         name: The name in the record.
-        kind: The type. `ANY` if it refers to a definition that is not known.
+        kind: The type. `ANY` if it is not known, or refers to a definition that is not known.
         required: True if the lexicon requires the field.
         nullable: True if the lexicon allows null.
         max_bytes: The maximum bytes of a string, or of each string of an array.
@@ -101,12 +102,14 @@ class Lexicon:
         text: The whole document as JSON.
         defs: The definitions by name.
         record: The object that describes the records; None if the lexicon has no record type.
+        problems: The parts that cannot be read, each with the reason.
     """
 
     nsid: str
     text: str
     defs: Mapping[str, Mapping[str, Any]]
     record: Mapping[str, Any] | None
+    problems: tuple[str, ...] = ()
 
 
 def parse_lexicon(document: Any) -> Lexicon:
@@ -126,11 +129,15 @@ def parse_lexicon(document: Any) -> Lexicon:
     defs = document.get("defs")
     if not isinstance(defs, dict) or not defs:
         raise ValueError("`defs` is not an object with definitions")
-    for name, definition in defs.items():
-        if not _has_type(definition):
-            raise ValueError(f"`defs.{_shown(name)}` is not a definition with a type")
-    main = defs.get("main", {})
-    return Lexicon(nsid, _text_of(document), defs, _record(main) if main.get("type") == "record" else None)
+    if not _has_type(main := defs.get("main", {"type": ""})):
+        raise ValueError("`defs.main` is not a definition with a type")
+    typed = {name: definition for name, definition in defs.items() if _has_type(definition)}
+    problems = [f"`defs.{_shown(name)}` has no type; it is ignored" for name in defs if name not in typed]
+    record = None
+    if main["type"] == "record":
+        record = _record(main)
+        problems += _problems(record)
+    return Lexicon(nsid, _text_of(document), typed, record, tuple(problems))
 
 
 def record_fields(lexicon: Lexicon, known: Mapping[str, Lexicon]) -> tuple[RecordField, ...]:
@@ -139,9 +146,9 @@ def record_fields(lexicon: Lexicon, known: Mapping[str, Lexicon]) -> tuple[Recor
     `known` has the lexicons that the fields may refer to, by NSID.
     """
     record = lexicon.record or {}
-    required, nullable = record.get("required", ()), record.get("nullable", ())
+    required, nullable = _names(record, "required"), _names(record, "nullable")
     fields = []
-    for name, schema in record.get("properties", {}).items():
+    for name, schema in _schemas(lexicon).items():
         kind, max_bytes = _type(schema, lexicon.nsid, {**known, lexicon.nsid: lexicon})
         description = schema.get("description")
         fields.append(
@@ -161,7 +168,7 @@ def references(lexicon: Lexicon, known: Mapping[str, Lexicon]) -> set[str]:
     """Return the NSIDs of the other lexicons that the types of the record's fields depend on, known or not."""
     found: set[str] = set()
     known = {**known, lexicon.nsid: lexicon}
-    for schema in (lexicon.record or {}).get("properties", {}).values():
+    for schema in _schemas(lexicon).values():
         nsid = lexicon.nsid
         for owner, step in _steps(schema, nsid, known):
             found.add(owner)
@@ -181,31 +188,50 @@ def _record(main: Mapping[str, Any]) -> Mapping[str, Any]:
         raise ValueError("`defs.main.record.properties` is not an object")
     if len(properties) > MAX_FIELDS:
         raise ValueError(f"the record has {len(properties)} fields; at most {MAX_FIELDS} are supported")
-    for name, schema in properties.items():
+    return record
+
+
+def _problems(record: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the parts of a record type that cannot be read."""
+    for name, schema in record.get("properties", {}).items():
         place = f"defs.main.record.properties.{_shown(name)}"
-        _check_schema(schema, place)
-        if schema["type"] == "array":
-            _check_schema(schema.get("items"), f"{place}.items")
+        if problem := _problem(schema, place):
+            yield problem
+            continue
+        if schema["type"] == "array" and (problem := _problem(schema.get("items"), f"{place}.items")):
+            yield problem
+        length = schema.get("maxLength", 0)
+        if schema["type"] in {"string", "array"} and (type(length) is not int or length < 0):
+            yield f"`{place}.maxLength` is not a length; it is ignored"
     for key in ("required", "nullable"):
         names = record.get(key, [])
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise ValueError(f"`defs.main.record.{key}` is not a list of names")
-    return record
+        if not isinstance(names, list) or len(_names(record, key)) != len(names):
+            yield f"`defs.main.record.{key}` is not a list of names; what is no name is ignored"
+
+
+def _schemas(lexicon: Lexicon) -> dict[str, Mapping[str, Any]]:
+    """Return the schemas of the fields by name; an empty one if it cannot be read."""
+    properties = (lexicon.record or {}).get("properties", {})
+    return {name: {} if _problem(schema, "") else schema for name, schema in properties.items()}
+
+
+def _names(record: Mapping[str, Any], key: str) -> list[str]:
+    names = record.get(key)
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
 def _has_type(definition: Any) -> bool:
     return isinstance(definition, dict) and isinstance(definition.get("type"), str)
 
 
-def _check_schema(schema: Any, place: str) -> None:
+def _problem(schema: Any, place: str) -> str | None:
+    """Return why the schema of a field cannot be read; None if it can."""
     type_ = schema.get("type") if isinstance(schema, dict) else None
     if not isinstance(type_, str) or type_ not in _KINDS:
-        raise ValueError(f"`{place}` has no known type: {_shown(type_)}")
+        return f"`{place}` has no known type, and is shown as jsonb: {_shown(type_)}"
     if type_ == "ref" and not isinstance(schema.get("ref"), str):
-        raise ValueError(f"`{place}.ref` is not a reference")
-    length = schema.get("maxLength", 0)
-    if type_ in {"string", "array"} and (type(length) is not int or length < 0):
-        raise ValueError(f"`{place}.maxLength` is not a length")
+        return f"`{place}.ref` is not a reference, and the field is shown as jsonb"
+    return None
 
 
 def _steps(
@@ -236,7 +262,7 @@ def _resolve(schema: Any, nsid: str, known: Mapping[str, Lexicon]) -> tuple[str,
 
 def _type(schema: Mapping[str, Any], nsid: str, known: Mapping[str, Lexicon]) -> tuple[FieldKind, int]:
     """Return the kind of a field, and the maximum bytes of its strings."""
-    if schema["type"] == "ref" and schema["ref"].removesuffix("#main") == STRONG_REFERENCE:
+    if schema.get("type") == "ref" and schema["ref"].removesuffix("#main") == STRONG_REFERENCE:
         return FieldKind.STRONG_REF, UNLIMITED
     nsid, found = _resolve(schema, nsid, known)
     kind = _KINDS.get(found.get("type", ""), FieldKind.ANY)

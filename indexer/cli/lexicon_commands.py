@@ -57,9 +57,10 @@ async def add_command(settings: Settings, *, names: tuple[str, ...], as_json: bo
 
     An NSID is resolved as the AT Protocol specifies: the DNS record _lexicon of its authority names an account, whose
     PDS sends the lexicon as a record with a proof. The proof is verified. Lexicons that its fields refer to are
-    fetched, too. Of a directory, all files *.json are read. A lexicon without a record type gets no view.
+    fetched, too. Of a directory, all files *.json are read; those that are not valid are named and skipped, with exit
+    code 1. A lexicon without a record type gets no view.
     """
-    files, nsids = _read_arguments(names)
+    files, nsids, problems = _read_arguments(names)
     async with open_store(settings, connections=2) as store:
         known = {nsid: one.lexicon for nsid, one in (await store.lexicons()).items()}
         found = await _resolve(settings, nsids, {**known, **_lexicons(files)}) if nsids else {}
@@ -72,8 +73,10 @@ async def add_command(settings: Settings, *, names: tuple[str, ...], as_json: bo
             if result.state is AddedState.UPDATED or (result.nsid in given and result.state is not AddedState.SKIPPED):
                 echo_result(result._asdict(), _added_line(result), as_json=as_json)
         scope = (await stored_policy(settings, store)).scope
-        _print_notices(scope, [result for result in results if result.nsid in given])
+        _print_notices(scope, [result for result in results if result.nsid in given], given)
         _print_dropped(await store.drop_outdated_lexicon_indexes())
+    if problems:
+        return report_error(f"files that were skipped: {len(problems)}: {_named(problems)}", ExitCode.FAILED)
     return ExitCode.OK
 
 
@@ -169,26 +172,47 @@ async def _with_progress(store: Store, build: Coroutine[Any, Any, T]) -> T:
         await asyncio.wait([task])
 
 
-def _read_arguments(names: Sequence[str]) -> tuple[dict[str, SourcedLexicon], list[str]]:
-    """Return the lexicons of files and directories by NSID, and the NSIDs to resolve. A path wins over an NSID."""
+def _read_arguments(names: Sequence[str]) -> tuple[dict[str, SourcedLexicon], list[str], list[str]]:
+    """Return the lexicons of files and directories by NSID, the NSIDs to resolve, and what is skipped of directories.
+
+    A path wins over an NSID.
+
+    Raises:
+        ClickException: A file is not a lexicon, or a directory has none.
+    """
     files: dict[str, SourcedLexicon] = {}
-    nsids = []
+    nsids, problems = [], []
     for name in names:
         path = Path(name)
         if path.is_dir():
-            found, others = read_directory(path)
-            for one in found:
-                _add_file(files, one)
-            if others:
-                named = _named(map(str, others))
-                click.echo(printable(f"{path}: files without a lexicon, skipped: {named}"), err=True)
+            problems += _add_directory(files, path)
         elif path.exists():
             _add_file(files, read_file(path))
         elif is_nsid(name) and not name.endswith(".json"):
             nsids.append(parse_nsid(name))
         else:
             raise click.UsageError(f"{name[:80]!r} is neither a file, nor a directory, nor an NSID.")
-    return files, nsids
+    return files, nsids, problems
+
+
+def _add_directory(files: dict[str, SourcedLexicon], path: Path) -> list[str]:
+    """Add the lexicons of a directory, and return why some of its files are skipped."""
+    lexicons, others, problems = read_directory(path)
+    by_nsid: dict[str, list[SourcedLexicon]] = {}
+    for one in lexicons:
+        by_nsid.setdefault(one.lexicon.nsid, []).append(one)
+    for first, *more in by_nsid.values():
+        if other := next((one for one in more if one.lexicon.text != first.lexicon.text), None):
+            problems.append(_different(first, other))
+        else:
+            _add_file(files, first)
+    if len(lexicons) == 0:
+        why = f": {_named(problems)}" if problems else ""
+        raise click.ClickException(f"{path} contains no lexicon{why}")
+    if others:
+        named = _named(map(str, others))
+        click.echo(printable(f"{path}: files without a lexicon, skipped: {named}"), err=True)
+    return problems
 
 
 def _add_file(files: dict[str, SourcedLexicon], one: SourcedLexicon) -> None:
@@ -199,9 +223,11 @@ def _add_file(files: dict[str, SourcedLexicon], one: SourcedLexicon) -> None:
     """
     other = files.setdefault(one.lexicon.nsid, one)
     if other.lexicon.text != one.lexicon.text:
-        raise click.ClickException(
-            f"{other.source} and {one.source} are different lexicons of {one.lexicon.nsid}; give only one of them"
-        )
+        raise click.ClickException(f"{_different(other, one)}; give only one of them")
+
+
+def _different(one: SourcedLexicon, other: SourcedLexicon) -> str:
+    return f"{one.source} and {other.source} are different lexicons of {one.lexicon.nsid}"
 
 
 async def _resolve(settings: Settings, nsids: Sequence[str], known: Mapping[str, Lexicon]) -> dict[str, SourcedLexicon]:
@@ -227,11 +253,13 @@ def _added_line(result: AddedLexicon) -> str:
     return f"{result.nsid}: {result.state}, {view}"
 
 
-def _print_notices(scope: Scope, results: Sequence[AddedLexicon]) -> None:
+def _print_notices(scope: Scope, results: Sequence[AddedLexicon], given: Mapping[str, SourcedLexicon]) -> None:
     skipped = [result.nsid for result in results if result.state is AddedState.SKIPPED]
     if skipped:
         click.echo(f"lexicons without a record type, skipped: {_named(skipped)}", err=True)
     for result in results:
+        for problem in given[result.nsid].lexicon.problems:
+            click.echo(printable(f"{result.nsid}: {problem}"), err=True)
         if result.unknown:
             missing = ", ".join(result.unknown)
             text = f"fields that refer to {missing} have the type jsonb until it is added"

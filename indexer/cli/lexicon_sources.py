@@ -39,22 +39,32 @@ def read_file(path: Path) -> SourcedLexicon:
     return SourcedLexicon(_parse(_read_json(path), str(path)), str(path))
 
 
-def read_directory(path: Path) -> tuple[list[SourcedLexicon], list[Path]]:
-    """Return the lexicons in all files `*.json` below a directory, and the files that have no field `lexicon`.
+class LexiconDirectory(NamedTuple):
+    """The files `*.json` below a directory.
 
-    Raises:
-        ClickException: A file is not valid JSON or not a valid lexicon, or there is no lexicon.
+    Attributes:
+        others: The files that have no field `lexicon`.
+        problems: Why files are not valid JSON or not a valid lexicon.
     """
-    found, others = [], []
+
+    lexicons: list[SourcedLexicon]
+    others: list[Path]
+    problems: list[str]
+
+
+def read_directory(path: Path) -> LexiconDirectory:
+    """Read the lexicons in all files `*.json` below a directory. A file that is not valid hides no other one."""
+    directory = LexiconDirectory([], [], [])
     for file in sorted(path.rglob("*.json")):
-        document = _read_json(file)
-        if isinstance(document, dict) and "lexicon" in document:
-            found.append(SourcedLexicon(_parse(document, str(file)), str(file)))
-        else:
-            others.append(file)
-    if not found:
-        raise click.ClickException(f"{path} contains no lexicon")
-    return found, others
+        try:
+            document = _read_json(file)
+            if isinstance(document, dict) and "lexicon" in document:
+                directory.lexicons.append(SourcedLexicon(_parse(document, str(file)), str(file)))
+            else:
+                directory.others.append(file)
+        except click.ClickException as error:
+            directory.problems.append(error.format_message())
+    return directory
 
 
 class LexiconResolver:
@@ -104,7 +114,7 @@ class LexiconResolver:
 
     def _decode(self, nsid: str, block: bytes, uri: str) -> SourcedLexicon:
         value = decode_record(block, COLLECTION, self._limits)
-        if value.problem is not None or value.json is None:
+        if value.json is None:
             raise click.ClickException(f"{uri} is not a lexicon: {value.problem}")
         lexicon = _parse(json.loads(value.json), uri)
         if lexicon.nsid != nsid:

@@ -42,16 +42,8 @@ INVALID: list[tuple[str, Any]] = [
     ("`id` is not an NSID: 'one-two'", LIKE_DOCUMENT | {"id": "one-two"}),
     ("`id` is not an NSID: None", {"lexicon": 1, "defs": {"main": {"type": "record"}}}),
     ("`defs` is not an object with definitions", LIKE_DOCUMENT | {"defs": {}}),
-    ("`defs.'main'` is not a definition with a type", LIKE_DOCUMENT | {"defs": {"main": {"type": 1}}}),
+    ("`defs.main` is not a definition with a type", LIKE_DOCUMENT | {"defs": {"main": {"type": 1}}}),
     ("`defs.main.record` is not of the type object", LIKE_DOCUMENT | {"defs": {"main": {"type": "record"}}}),
-    ("properties.'field'` has no known type: 'text'", with_field({"type": "text"})),
-    ("properties.'field'` has no known type: None", with_field("string")),
-    ("properties.'field'.items` has no known type", with_field({"type": "array"})),
-    ("properties.'field'.ref` is not a reference", with_field({"type": "ref"})),
-    ("properties.'field'.maxLength` is not a length", with_field({"type": "string", "maxLength": -1})),
-    ("'.maxLength` is not a length", with_field({"type": "array", "items": {"type": "string"}, "maxLength": "1"})),
-    ("record.required` is not a list", with_field({"type": "string"}, required="field")),
-    ("record.nullable` is not a list", with_field({"type": "string"}, nullable=[1])),
     ("has 501 fields; at most 500", with_field(None, properties={f"f{n}": {"type": "integer"} for n in range(501)})),
     ("contains the character U+0000", LIKE_DOCUMENT | {"description": "\0"}),
     ("cannot be stored as JSON: 'utf-8' codec", LIKE_DOCUMENT | {"description": "\ud800"}),
@@ -63,6 +55,49 @@ INVALID: list[tuple[str, Any]] = [
 def test_document_that_is_no_lexicon_is_rejected_with_the_reason(problem: str, document: Any) -> None:
     with pytest.raises(ValueError, match=re.escape(problem)):
         parse_lexicon(document)
+
+
+ODD: list[tuple[str, FieldKind, dict[str, Any]]] = [
+    ("properties.'field'` has no known type, and is shown as jsonb: 'text'", FieldKind.ANY, {"type": "text"}),
+    ("properties.'field'` has no known type, and is shown as jsonb: ['x']", FieldKind.ANY, {"type": ["x"]}),
+    ("properties.'field'.items` has no known type", FieldKind.ARRAY, {"type": "array"}),
+    ("properties.'field'.ref` is not a reference", FieldKind.ANY, {"type": "ref"}),
+    ("properties.'field'.maxLength` is not a length", FieldKind.TEXT, {"type": "string", "maxLength": -1}),
+    (
+        "'.maxLength` is not a length",
+        FieldKind.TEXT_ARRAY,
+        {"type": "array", "items": {"type": "string"}, "maxLength": "1"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("problem", "kind", "schema"), ODD)
+def test_odd_field_of_a_lexicon_is_named_and_the_others_are_used(
+    problem: str, kind: FieldKind, schema: dict[str, Any]
+) -> None:
+    lexicon = parse_lexicon(with_field(schema, properties={"field": schema, "text": {"type": "string"}}))
+    assert [(field.name, field.kind) for field in record_fields(lexicon, {})] == [
+        ("field", kind),
+        ("text", FieldKind.TEXT),
+    ]
+    assert len(lexicon.problems) == 1
+    assert problem in lexicon.problems[0]
+    assert references(lexicon, {}) == set()
+
+
+def test_odd_lists_of_names_and_definitions_are_named_and_ignored() -> None:
+    document = with_field({"type": "string"}, required="field", nullable=[1, "field"])
+    document["defs"] |= {"odd": {"type": 1}, "none": None}
+    lexicon = parse_lexicon(document)
+    [field] = record_fields(lexicon, {})
+    assert (field.required, field.nullable) == (False, True)
+    assert [problem.partition(" ")[0] for problem in lexicon.problems] == [
+        "`defs.'odd'`",
+        "`defs.'none'`",
+        "`defs.main.record.required`",
+        "`defs.main.record.nullable`",
+    ]
+    assert parse_lexicon(LIKE_DOCUMENT).problems == ()
 
 
 def test_lexicon_without_a_record_type_has_no_record() -> None:

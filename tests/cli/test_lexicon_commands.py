@@ -134,6 +134,31 @@ def test_file_that_is_no_lexicon_is_reported_in_one_line(session_without_databas
         assert problem in error_line(result)
 
 
+def test_odd_files_of_a_directory_are_named_and_the_others_are_added(session: Session, tmp_path: Path) -> None:
+    """Also odd parts of a valid lexicon: a field of a type that is not known is shown as jsonb."""
+    folder = tmp_path / "lexicons"
+    odd = copy_of(LIKE_DOCUMENT)
+    properties_of(odd)["via"] = {"type": "later"}
+    write(folder / "like.json", odd)
+    for name in ("one", "two"):
+        write(folder / f"{name}.json", REVIEW_DOCUMENT | {"description": name})
+    for name, (content, _) in BAD_FILES.items():
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    (folder / "away.json").symlink_to(folder / "nothing")
+    added = session("lexicon", "add", str(folder))
+    assert (added.returncode, added.stdout) == (1, f'{LIKE}: added, view lexicon."{LIKE}"\n')
+    *notices, error = added.stderr.splitlines()
+    assert error.startswith(f"indexer: files that were skipped: 7: {folder}/away.json cannot be read: No such file")
+    assert f"{folder}/one.json and {folder}/two.json are different lexicons of {REVIEW}" in error
+    skipped = [*(problem for _, problem in BAD_FILES.values() if "`lexicon`" not in problem)]
+    assert [problem for problem in skipped if problem not in error] == []
+    assert notices == [
+        f"{folder}: files without a lexicon, skipped: {folder}/list.json",
+        f"{LIKE}: `defs.main.record.properties.'via'` has no known type, and is shown as jsonb: 'later'",
+    ]
+    assert stored(session)[LIKE]["columns"] == ["subject_uri", "subject_cid", "created_at", "via"]
+
+
 def test_directory_without_a_lexicon_and_two_different_lexicons_of_one_nsid_are_refused(
     session: Session, tmp_path: Path
 ) -> None:
