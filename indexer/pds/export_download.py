@@ -1,12 +1,17 @@
 """One `getRepo` response that is being written to a spool file (docs/protocol.md#exports)."""
 
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, contextmanager
 from time import monotonic
 
 from indexer.crash_points import crash_point
+from indexer.errors import UnavailableError, UpstreamError
+from indexer.reasons import FetchFailure
 from indexer.sync.export import ExportReader
 
+CAR_TYPE = "application/vnd.ipld.car"
+_CAR_TYPES = frozenset({CAR_TYPE, "application/octet-stream", ""})
+"""Usual media types of exports. Proxies send the other two."""
 _MIN_SECONDS = 0.001
 
 
@@ -22,7 +27,12 @@ class ExportDownload:
     """
 
     def __init__(
-        self, reader: ExportReader, chunks: AsyncIterator[bytes], connection: AsyncExitStack, server: str | None = None
+        self,
+        reader: ExportReader,
+        chunks: AsyncIterator[bytes],
+        connection: AsyncExitStack,
+        server: str | None = None,
+        content_type: str = CAR_TYPE,
     ) -> None:
         self.reader = reader
         self.server = server
@@ -31,6 +41,7 @@ class ExportDownload:
         self._completed_at: float | None = None
         self._chunks = chunks
         self._connection = connection
+        self._media_type = content_type.partition(";")[0].strip().lower()
 
     @property
     def complete(self) -> bool:
@@ -50,16 +61,30 @@ class ExportDownload:
 
         Raises:
             UpstreamError: The file breaks a rule of the CAR format.
-            UnavailableError: The host failed, the disk is full or has an error, or the file ends within a block
-                (EXPORT_INCOMPLETE).
+            UnavailableError: The host failed, the disk is full or has an error, the file ends within a block
+                (EXPORT_INCOMPLETE), or it is not a CAR and has the media type of something else (BAD_ANSWER).
         """
         async for chunk in self._chunks:
             self.received += len(chunk)
-            self.reader.write(chunk)
+            with self._format_errors():
+                self.reader.write(chunk)
             crash_point("export.spooled")
             if max_bytes is not None and self.received > max_bytes:
                 return False
-        self.reader.finish()
+        with self._format_errors():
+            self.reader.finish()
         self._completed_at = monotonic()
         await self._connection.aclose()
         return True
+
+    @contextmanager
+    def _format_errors(self) -> Iterator[None]:
+        """Let the content decide whether a body of another media type is an export: a CAR proves itself."""
+        try:
+            yield
+        except (UpstreamError, UnavailableError) as error:
+            of_host = isinstance(error, UpstreamError) or error.reason is FetchFailure.EXPORT_INCOMPLETE
+            if not of_host or self._media_type in _CAR_TYPES:
+                raise
+            detail = f"media type {self._media_type[:80]!r} for an export, and no valid CAR: {error}"
+            raise UnavailableError(FetchFailure.BAD_ANSWER, detail) from None

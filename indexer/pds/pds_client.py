@@ -10,7 +10,7 @@ from indexer.atproto.limits import Limits
 from indexer.atproto.syntax import is_tid
 from indexer.errors import UnavailableError
 from indexer.outbound import OutboundClient
-from indexer.pds.export_download import ExportDownload
+from indexer.pds.export_download import CAR_TYPE, ExportDownload
 from indexer.pds.spool import Spool
 from indexer.pds.xrpc import query, xrpc_error, xrpc_url
 from indexer.reasons import FetchFailure
@@ -19,8 +19,6 @@ from indexer.sync.export import ExportReader
 LARGE_BYTES = 32 * 1024 * 1024
 """Size above which an export is large. About one repo in a thousand is."""
 
-CAR_TYPE = "application/vnd.ipld.car"
-_CAR_TYPES = frozenset({CAR_TYPE, "application/octet-stream", ""})  # proxies send the other two
 _QUERY_TIMEOUT = 20.0
 _QUERY_BYTES = 65_536
 
@@ -98,11 +96,9 @@ class PdsClient:
             )
             if stream.status != HTTPStatus.OK:
                 raise xrpc_error(stream.status, await stream.read())
-            media_type = stream.headers.get("content-type", "").partition(";")[0].strip().lower()
-            if media_type not in _CAR_TYPES:
-                raise UnavailableError(FetchFailure.BAD_ANSWER, f"media type {media_type[:80]!r} for an export")
             chunks = await connection.enter_async_context(aclosing(stream.chunks()))
-            yield ExportDownload(reader, chunks, connection, stream.server)
+            content_type = stream.headers.get("content-type", "")
+            yield ExportDownload(reader, chunks, connection, stream.server, content_type)
 
     async def fetch_record_proof(self, did: str, path: str, host: str) -> bytes:
         """Return a CAR with a record and its proof (`getRecord` of `com.atproto.sync`). Nothing has been verified.

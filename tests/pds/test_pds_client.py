@@ -52,6 +52,22 @@ async def test_export_from_the_pds_or_by_redirect_of_the_relay(
     assert found == account.records
 
 
+@pytest.mark.parametrize("content_type", ["application/car", "text/plain; charset=utf-8", "application/json", "binary"])
+async def test_export_of_any_media_type_is_read_if_its_content_proves_itself(
+    account: LocalAccount, pds: PdsClient, content_type: str
+) -> None:
+    """What is no CAR is refused by its content, with the media type in the message."""
+    whole, headers = b"".join(account.repo.export()), {"Content-Type": content_type}
+    account.pds.faults.append(Fault(GET_REPO, status=200, headers=headers, body=whole))
+    async with pds.fetch_export(account.did, account.pds.url) as spool:
+        verify_snapshot(account.did, spool.root, spool.block, account.key.public, DEFAULT_LIMITS)
+    for body in (b"<html>", b"<!DOCTYPE html>" + b"<p>Log in</p>" * 1_000, b'{"error":"InvalidRequest"}', whole[:-1]):
+        account.pds.faults.append(Fault(GET_REPO, status=200, headers=headers, body=body))
+        failure = await failure_of(pds, account)
+        assert failure.reason is FetchFailure.BAD_ANSWER
+        assert f"media type '{content_type.partition(';')[0]}' for an export, and no valid CAR" in failure.detail
+
+
 async def test_export_that_was_cut_off_is_not_complete(account: LocalAccount, pds: PdsClient) -> None:
     """Its rate says nothing about the usual rate of its host."""
     whole = b"".join(account.repo.export())
