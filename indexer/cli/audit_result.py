@@ -1,7 +1,7 @@
 """The results of an audit: of one repo, and of all repos together."""
 
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 MAX_LISTED_DIFFERENCES = 100
@@ -74,7 +74,14 @@ class AuditSummary:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the summary as a JSON object."""
-        return asdict(self) | {"skipped": self.skipped}
+        return {
+            "repos": self.repos,
+            "equal": self.equal,
+            "records": self.records,
+            "differences": self.differences,
+            "reasons_skipped": self.reasons_skipped,
+            "skipped": self.skipped,
+        }
 
     def add(self, result: RepoAudit) -> None:
         """Add the result of a repo."""

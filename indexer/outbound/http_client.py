@@ -4,7 +4,7 @@ import asyncio
 import re
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
 from http import HTTPStatus
@@ -163,8 +163,11 @@ class OutboundClient:
         *,
         headers: Mapping[str, str],
         timeout: float = 30.0,  # noqa: ASYNC109 - see `get`
-    ) -> Response:
-        """Send a body and return the response, of which at most 16 KiB are read. Redirects are not followed."""
+    ) -> int:
+        """Send a body and return the status of the response. Redirects are not followed.
+
+        The body of the response is not needed. Up to 16 KiB are read, so that the connection can be used again.
+        """
         target = self._allowed_url(url)
         host = target.host_port_subcomponent or ""
         async with (
@@ -176,7 +179,9 @@ class OutboundClient:
             slot.server = stream.server
             if pause is not None:
                 raise _throttled(host, stream.status, pause, None)
-            return Response(stream.status, stream.headers, await stream.read(), stream.url)
+            with suppress(UnavailableError):  # a body that is too long or malformed does not change the status
+                await stream.read()
+            return stream.status
 
     @asynccontextmanager
     async def stream(

@@ -1,4 +1,5 @@
 import asyncio
+import json
 import signal
 import subprocess
 import sys
@@ -74,6 +75,10 @@ async def test_exit_code_is_that_of_the_worst_result(world: AuditWorld, world_se
     bob.deactivate()
     result = await world_session.run("audit", ada.did, bob.did, UNKNOWN_DID)
     assert f"{bob.did} not compared: repo-deactivated: 400 RepoDeactivated" in result.stdout
+    assert result.returncode == 1
+    result = await world_session.run("audit", "--json", ada.did, bob.did)
+    summary = json.loads(result.stdout.splitlines()[-1])["summary"]
+    assert (summary["equal"], summary["reasons_skipped"]) == (1, {"repo-deactivated": 1})
     assert result.returncode == 1
     await world.delete_post(cyd, "002")
     assert (await world_session.run("audit", ada.did, bob.did, cyd.did, UNKNOWN_DID)).returncode == 5

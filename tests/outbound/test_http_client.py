@@ -258,12 +258,12 @@ async def test_post_sends_the_body_once_and_follows_no_redirect(outbound: Outbou
 
     async def receive(request: web.Request) -> web.Response:
         received.append((await request.read(), request.headers["X-Test"]))
-        return web.Response(status=302, headers={"Location": "/"}, body=b"moved")
+        return web.Response(status=302, headers={"Location": "/"}, body=bytes(200_000))
 
     application = web.Application()
     application.router.add_post("/", receive)
     async with TestServer(application) as server:
         url = str(server.make_url("/"))
-        response = await outbound.post(url, b"hello", headers={"X-Test": "1"})
-    assert (response.status, response.body, received) == (302, b"moved", [(b"hello", "1")])
+        status = await outbound.post(url, b"hello", headers={"X-Test": "1"})
+    assert (status, received) == (302, [(b"hello", "1")])
     assert (await failure_of(outbound.post(url, b"", headers={}))).reason is FetchFailure.UNREACHABLE

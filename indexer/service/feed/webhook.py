@@ -93,14 +93,12 @@ class Webhook:
             UnavailableError: Requests to the webhook are paused. That is not because of this event.
         """
         try:
-            response = await self._client.post(self._url, event.message, headers=self._headers, timeout=REQUEST_TIMEOUT)
+            status = await self._client.post(self._url, event.message, headers=self._headers, timeout=REQUEST_TIMEOUT)
         except UnavailableError as error:
             if error.reason in {FetchFailure.HOST_PAUSED, FetchFailure.THROTTLED}:
                 raise
             return str(error.reason)
-        if HTTPStatus.OK <= response.status < HTTPStatus.MULTIPLE_CHOICES:
-            return None
-        return f"status {response.status}"
+        return None if HTTPStatus.OK <= status < HTTPStatus.MULTIPLE_CHOICES else f"status {status}"
 
     def _postpone(self, deliveries: Deliveries, change: LoggedChange, failure: str) -> None:
         attempts = deliveries.count_failure(change.seq, failure)
