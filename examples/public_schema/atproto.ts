@@ -20,7 +20,7 @@ export interface Blob {
   cid: string;
   /** The MIME type that the record states; null if it states none. */
   mime_type: string | null;
-  /** The number of bytes that the record states; null if it states none, or one that is negative or over 64 bits. */
+  /** The size in bytes that the record states; null if it states no number of bytes. */
   size: Int8 | null;
   /** The NSID of the collection of the record. */
   collection: string;

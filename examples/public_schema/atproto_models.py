@@ -33,7 +33,7 @@ class Blob(PublicView):
     mime_type: Mapped[str | None] = mapped_column(Text)
     """The MIME type that the record states; null if it states none."""
     size: Mapped[int | None] = mapped_column(BigInteger)
-    """The number of bytes that the record states; null if it states none, or one that is negative or over 64 bits."""
+    """The size in bytes that the record states; null if it states no number of bytes."""
     collection: Mapped[str] = mapped_column(Text, primary_key=True)
     """The NSID of the collection of the record."""
     rkey: Mapped[str] = mapped_column(Text, primary_key=True)
