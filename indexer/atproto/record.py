@@ -44,8 +44,8 @@ class Problem(DescribedEnum):
         "The record, or its commit or export, has too many items to convert; no value, the bytes are stored.",
     )
     TOO_DEEP = "too-deep", "The record is nested deeper than JSON parsers follow; no value, the bytes are stored."
-    NUL = "nul-character", "A string contains U+0000, which jsonb cannot hold; no value, the bytes are stored."
-    RESERVED_KEY = "reserved-key", "A map looks like a link or bytes in JSON; no value, the bytes are stored."
+    NUL = "nul-character", "A string contains U+0000, which jsonb cannot hold; it is U+FFFD, the bytes are stored."
+    RESERVED_KEY = "reserved-key", "A map would look like a link or bytes in JSON; it is null, the bytes are stored."
     NUMBER = "number", "A float, or an integer over 64 bits; the value is as near as JSON gets, the bytes are stored."
     NOT_A_MAP = "not-a-map", "The record is not a map; the value is unchanged."
     NO_TYPE = "no-type", "The record has no `$type`; the value is unchanged."
@@ -145,8 +145,8 @@ def decode_record(
     if len(encoded) > limits.record_json_bytes:
         return Value(None, Problem.TOO_LARGE, block)
     text = encoded.decode()
-    if _has_nul(text):
-        return Value(None, Problem.NUL, block)
+    if (replaced := _without_nul(text)) != text:
+        return Value(replaced, Problem.NUL, block)
     return Value(text, _shape_problem(value, collection), None)
 
 
@@ -167,13 +167,16 @@ def _decode_unusual(block: bytes, collection: str, limits: Limits, budget: ItemB
         value = decode_canonical(block)
     except CborError:
         return Value(None, Problem.NOT_DAG_CBOR, block)
+    problem = None
     if any(key.encode() in block for key in _RESERVED_KEYS) and _has_reserved_key(value):
-        return Value(None, Problem.RESERVED_KEY, block)
+        value, problem = _without_reserved_keys(value), Problem.RESERVED_KEY
     text = json.dumps(value, ensure_ascii=False, check_circular=False, separators=(",", ":"), default=_bytes_to_json)
     if len(text) > limits.record_json_bytes or len(text.encode()) > limits.record_json_bytes:
         return Value(None, Problem.TOO_LARGE, block)
-    if _has_nul(text):
-        return Value(None, Problem.NUL, block)
+    if (replaced := _without_nul(text)) != text:
+        return Value(replaced, problem or Problem.NUL, block)
+    if problem is not None:
+        return Value(text, problem, block)
     if _has_unusual_number(value):
         return Value(text, Problem.NUMBER, block)
     return Value(text, _shape_problem(value, collection), None)
@@ -193,6 +196,15 @@ def _has_reserved_key(value: Any) -> bool:
     return isinstance(value, list) and any(map(_has_reserved_key, value))
 
 
+def _without_reserved_keys(value: Any) -> Any:
+    """Return the value with null in place of the maps that would look like a link or a byte string in JSON."""
+    if isinstance(value, dict):
+        if not _RESERVED_KEYS.isdisjoint(value):
+            return None
+        return {key: _without_reserved_keys(member) for key, member in value.items()}
+    return [_without_reserved_keys(item) for item in value] if isinstance(value, list) else value
+
+
 def _has_unusual_number(value: Any) -> bool:
     """Return True if a number is a float or has more than 64 bits. The value has at most `MAX_DEPTH` levels."""
     match value:
@@ -206,6 +218,8 @@ def _has_unusual_number(value: Any) -> bool:
             return isinstance(value, float)
 
 
-def _has_nul(text: str) -> bool:
-    """Return True if a text or a key in this JSON contains U+0000."""
-    return "\\u0000" in text and "\\u0000" in text.replace("\\\\", "")  # without escaped backslashes
+def _without_nul(text: str) -> str:
+    """Return JSON with U+FFFD in place of U+0000 in texts and keys. It contains no unescaped U+0001."""
+    if "\\u0000" not in text:
+        return text
+    return text.replace("\\\\", "\1").replace("\\u0000", "\\ufffd").replace("\1", "\\\\")

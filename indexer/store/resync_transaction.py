@@ -49,8 +49,12 @@ _BUFFERED = """
 """
 
 # The CID of a record without its value gets a zero byte appended, so that it differs from every CID of an export.
+# Earlier releases stored no value for the other two problems.
 _STORED = f"""
-    select collection, rkey, case when value_problem = '{Problem.MISSING}' then cid || '\\x00' else cid end
+    select collection, rkey, case
+        when value_problem = '{Problem.MISSING}'
+            or value is null and value_problem in ('{Problem.NUL}', '{Problem.RESERVED_KEY}')
+        then cid || '\\x00' else cid end
     from indexer.record
     where did = $1 and bucket = $2 and collection >= $3 and collection <= $4 order by collection, rkey
 """

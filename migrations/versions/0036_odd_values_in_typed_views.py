@@ -175,6 +175,13 @@ STATEMENTS = (
         'The strings of an array, null for an item that is no string or is longer; null for another type.'
     """,
     """
+    comment on column atproto.records.value_problem is
+        'Why value is null or differs from the original, from a closed set (docs/reasons.md). Null value: missing, '
+        'not-stored, not-dag-cbor, too-large, omitted, too-many-items, too-deep. Nearest JSON value: number, '
+        'nul-character, reserved-key; null in rows of earlier releases. Unchanged value that does not fit its '
+        'collection: not-a-map, no-type, other-type. Null: no problem.'
+    """,
+    """
     comment on column atproto.blobs.size is
         'The size in bytes that the record states; null if it states no number of bytes.'
     """,

@@ -43,15 +43,31 @@ NOT_DAG_CBOR = f"ff a1616118 a161611801 a1616161ff a1616163eda080 a10102 fb7ff8{
         (b"\xa1\x61l\xd8\x2a\x58\x23\x00\x12\x20" + bytes(32), Problem.NOT_DAG_CBOR),
         (b"\x81" * 300 + b"\x00", Problem.TOO_DEEP),
         (b"\x81" * 100_000 + b"\x00", Problem.TOO_DEEP),
-        (dag_cbor.encode({"$type": NSID, "text": "a\0b"}), Problem.NUL),
-        (dag_cbor.encode({"$type": NSID, "a\0b": 1}), Problem.NUL),
-        (dag_cbor.encode({"$type": NSID, "deep": [{"x": ["\0"]}]}), Problem.NUL),
-        (b"\xa1\x65$link\x01", Problem.RESERVED_KEY),
-        (b"\xa1\x66$bytes\x01", Problem.RESERVED_KEY),
     ],
 )
 def test_record_that_json_or_jsonb_cannot_represent_keeps_its_bytes(block: bytes, problem: Problem) -> None:
     assert decode(block) == (None, problem, block)
+
+
+@pytest.mark.parametrize(
+    ("value", "found", "problem"),
+    [
+        ({"text": "a\0b", "more": 1}, {"text": "a\ufffdb", "more": 1}, Problem.NUL),
+        (
+            {"a\0b": 1, "deep": [{"x": ["\\\0\\u0000"]}]},
+            {"a\ufffdb": 1, "deep": [{"x": ["\\\ufffd\\u0000"]}]},
+            Problem.NUL,
+        ),
+        ({"a": {"$link": "b"}, "more": [{"$bytes": 1}, 2]}, {"a": None, "more": [None, 2]}, Problem.RESERVED_KEY),
+        ({"a": {"$link": "b", "c": 1}, "text": "\0"}, {"a": None, "text": "\ufffd"}, Problem.RESERVED_KEY),
+    ],
+)
+def test_odd_part_of_a_record_hides_nothing_beside_it(value: Any, found: Any, problem: Problem) -> None:
+    block = dag_cbor.encode({"$type": NSID, **value})
+    decoded = decode(block)
+    assert (decoded.problem, decoded.original) == (problem, block)
+    assert json.loads(decoded.json or "") == {"$type": NSID, **found}
+    assert decode(b"\xa1\x65$link\x01") == ("null", Problem.RESERVED_KEY, b"\xa1\x65$link\x01")
 
 
 @pytest.mark.parametrize("number", [b"\xfb\x3f\xf8" + bytes(6), b"\xfb\x80" + bytes(7), b"\x3b" + b"\xff" * 8])
@@ -178,7 +194,7 @@ def test_unusual_record_has_the_same_json_as_others() -> None:
 def test_unusual_record_has_the_same_problems_as_others() -> None:
     assert decode(unusual(**{"$type": NSID})).problem is None
     assert decode(unusual(**{"$type": "a.b.c"})).problem is Problem.OTHER_TYPE
-    assert decode(unusual(t="\0")) == (None, Problem.NUL, unusual(t="\0"))
+    assert decode(unusual(t="\0"))[1:] == (Problem.NUL, unusual(t="\0"))
     assert decode(unusual(**{"$link": 1, "$bytes": 2})).problem is Problem.RESERVED_KEY
     assert decode(unusual(t="$link and $bytes")).problem is Problem.NO_TYPE
     assert decode(unusual(n=-(1 << 63))).problem is Problem.NO_TYPE

@@ -40,12 +40,18 @@ async def test_stored_records_come_in_path_order(store: Store, monkeypatch: pyte
 
 
 async def test_stored_record_without_its_value_differs_from_the_same_record_of_an_export(store: Store) -> None:
+    """Earlier releases stored no value of a record with a U+0000."""
     lacking = put("app.test/a")._replace(value=None, problem=Problem.MISSING)
+    early = put("app.test/c")._replace(value=None, problem=Problem.NUL)
+    odd = put("app.test/d")._replace(problem=Problem.NUL)
     too_large = put("app.test/b")._replace(value=None, problem=Problem.TOO_LARGE)
-    await insert(store, synchronized(1, sync_status=SyncStatus.DESYNCHRONIZED), changes=(lacking, too_large))
+    await insert(
+        store, synchronized(1, sync_status=SyncStatus.DESYNCHRONIZED), changes=(lacking, too_large, early, odd)
+    )
     (claimed,) = await store.claim(1, ALL, 10.0, 100.0)
-    cid = cid_of(b"{}")
-    assert await stored(store, claimed) == [(b"app.test/a", without_value(cid)), (b"app.test/b", cid)]
+    cid, without = cid_of(b"{}"), without_value(cid_of(b"{}"))
+    found = dict(await stored(store, claimed))
+    assert found == {b"app.test/a": without, b"app.test/b": cid, b"app.test/c": without, b"app.test/d": cid}
 
 
 @pytest.mark.slow

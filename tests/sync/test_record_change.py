@@ -128,11 +128,12 @@ def test_change_has_the_action_the_rev_and_the_cid() -> None:
 def test_record_with_a_problem_keeps_its_bytes_unless_it_is_omitted() -> None:
     block = dag_cbor.encode({"$type": POST, "text": "\0" + "x" * 100})
     change = VerifiedChange(PATH, None, cid_of(block), block)
-    expected = RecordChange("create", POST, "a", REV, cid_of(block), None, Problem.NUL, block)
+    value = f'{{"text":"\\ufffd{"x" * 100}","$type":"{POST}"}}'
+    expected = RecordChange("create", POST, "a", REV, cid_of(block), value, Problem.NUL, block)
     assert RecordConverter(STORE_ALL, REV, 1_000).convert(change) == expected
     converter = RecordConverter(STORE_ALL, REV, 1_000)
     converter.count_converted(0, converter.bytes_left)
-    assert converter.convert(change) == expected._replace(problem=Problem.OMITTED, original=None)
+    assert converter.convert(change) == expected._replace(value=None, problem=Problem.OMITTED, original=None)
 
 
 def test_items_of_records_are_counted() -> None:
