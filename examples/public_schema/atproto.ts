@@ -200,9 +200,9 @@ export interface Record {
    * value_problem says why. */
   value: Json;
   /** Why value is null or differs from the original, from a closed set (docs/reasons.md). Null value: missing,
-   * not-stored, not-dag-cbor, too-large, omitted, too-many-items, too-deep, nul-character, reserved-key. Nearest
-   * JSON value: number. Unchanged value that does not fit its collection: not-a-map, no-type, other-type. Null:
-   * no problem. */
+   * not-stored, not-dag-cbor, too-large, omitted, too-many-items, too-deep. Nearest JSON value: number,
+   * nul-character, reserved-key; null in rows of earlier releases. Unchanged value that does not fit its
+   * collection: not-a-map, no-type, other-type. Null: no problem. */
   value_problem: string | null;
   /** When the record was last written here, by the clock of this server. */
   indexed_at: Date;

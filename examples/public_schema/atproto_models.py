@@ -246,9 +246,9 @@ class Record(PublicView):
     says why."""
     value_problem: Mapped[str | None] = mapped_column(Text)
     """Why value is null or differs from the original, from a closed set (docs/reasons.md). Null value: missing,
-    not-stored, not-dag-cbor, too-large, omitted, too-many-items, too-deep, nul-character, reserved-key. Nearest
-    JSON value: number. Unchanged value that does not fit its collection: not-a-map, no-type, other-type. Null:
-    no problem."""
+    not-stored, not-dag-cbor, too-large, omitted, too-many-items, too-deep. Nearest JSON value: number,
+    nul-character, reserved-key; null in rows of earlier releases. Unchanged value that does not fit its
+    collection: not-a-map, no-type, other-type. Null: no problem."""
     indexed_at: Mapped[datetime] = mapped_column(DateTime(timezone=True))
     """When the record was last written here, by the clock of this server."""
     bucket: Mapped[int] = mapped_column(SmallInteger)
