@@ -33,7 +33,7 @@ from indexer.cli.json_fields import JSON_LINES
 from indexer.cli.main import COMMANDS, load_command
 from indexer.monitoring.log_events import LOG_EVENTS
 from indexer.monitoring.metric_definitions import METRIC_GROUPS, MetricDefinition
-from indexer.reasons import Desync, FetchFailure, GapReason, Rejection
+from indexer.reasons import Desync, FetchFailure, GapReason, OmittedValue, Rejection
 from indexer.setting_types import Address
 from indexer.settings import Settings, allowed, variable
 from indexer.store.embedded import database
@@ -204,7 +204,13 @@ reconciliation closes it.
 
 `atproto.records.value_problem`. The record keeps its path and its CID, whatever its bytes are.
 
-{_table("problem", [(problem, problem.text) for problem in Problem])}"""
+{_table("problem", [(problem, problem.text) for problem in Problem])}
+## Why an event for clients of tap has no value
+
+`indexer_feed_values_omitted_total{{reason}}`. Clients of tap would refuse the event, and never
+acknowledge it. It has the CID of the record; `atproto.records` has the value.
+
+{_table("reason", [(reason, reason.text) for reason in OmittedValue])}"""
 
 
 def metrics_page() -> str:

@@ -59,7 +59,7 @@ class DaemonFeeds:
         password = secret.get_secret_value() if secret else None
         self._access = Access(password)
         self._tap_routes = TapRoutes(store, identities)
-        self.tap_feed = TapFeed(store, conditions, one_per_repo=webhook is not None)
+        self.tap_feed = TapFeed(store, conditions, metrics, one_per_repo=webhook is not None)
         self.channel = Channel(self.tap_feed, metrics)
         self.webhook: Webhook | None = None
         if webhook is not None and url is not None:

@@ -1,4 +1,4 @@
-"""Every reason that this program reports, in four closed sets. docs/reasons.md is generated from this module."""
+"""Every reason that this program reports, in closed sets. docs/reasons.md is generated from this module."""
 
 from enum import StrEnum
 from typing import Self
@@ -161,3 +161,15 @@ class GapReason(DescribedEnum):
         "sequence-restarted",
         "The relay started a new sequence, in which the stored cursor means nothing.",
     )
+
+
+class OmittedValue(DescribedEnum):
+    """Why an event of the feed for clients of tap comes without the value of its record."""
+
+    NOT_A_MAP = "not-a-map", "The record is not a map."
+    NUMBER = "number", "A number is no integer, or is not between -(2^53 - 1) and 2^53 - 1."
+    KEY = "key", "A key is `__proto__`, or has more than 8,192 bytes."
+    TYPE = "type", "A `$type` is empty, or no text."
+    BLOB = "blob", "A map with the `$type` `blob` is no blob: see the data model of the AT Protocol."
+    LINK = "link", "The text of a CID has more than 128 characters."
+    LEVELS = "levels", "The event has more than 32 levels of maps and arrays, two of which are around the record."

@@ -324,6 +324,14 @@ _FEEDS = (
         ("kind",),
     ),
     MetricDefinition(
+        "indexer_feed_values_omitted_total",
+        "counter",
+        "Events for clients of tap that came without the value of their record, because clients would refuse it "
+        "(docs/reasons.md).",
+        "It grows steadily: clients miss values of records that they need.",
+        ("reason",),
+    ),
+    MetricDefinition(
         "indexer_feed_disconnections_total",
         "counter",
         "Connections of clients that ended. `client`: the client ended it, or the network.",

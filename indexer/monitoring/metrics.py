@@ -25,7 +25,7 @@ from indexer import __version__
 from indexer.identity import FOUND_IN, REFRESH_CAUSES, REFRESH_RESULTS
 from indexer.monitoring.metric_definitions import MAX_LISTED, METRICS, MetricDefinition
 from indexer.outbound import REQUEST_RESULTS
-from indexer.reasons import Desync, FetchFailure, Rejection
+from indexer.reasons import Desync, FetchFailure, OmittedValue, Rejection
 from indexer.sync.plans import Action
 from indexer.sync.repo_state import SyncStatus
 from indexer.sync.repo_transitions import Outcome
@@ -212,6 +212,8 @@ class Metrics:
     def _add_feed_metrics(self) -> None:
         events = self._counter("indexer_feed_events_total")
         self._feed_events = {kind: events.labels(kind) for kind in FEED_KINDS}
+        omitted = self._counter("indexer_feed_values_omitted_total")
+        self._feed_values_omitted = {reason: omitted.labels(reason) for reason in OmittedValue}
         disconnections = self._counter("indexer_feed_disconnections_total")
         self._feed_disconnections = {
             (kind, reason): disconnections.labels(kind, reason)
@@ -298,6 +300,10 @@ class Metrics:
     def feed_events(self, kind: str, count: int = 1) -> None:
         """Count events that were sent to a client of a feed."""
         self._feed_events[kind].inc(count)
+
+    def feed_value_omitted(self, reason: OmittedValue) -> None:
+        """Count an event of the feed for clients of tap that comes without the value of its record."""
+        self._feed_values_omitted[reason].inc()
 
     def feed_disconnected(self, kind: str, reason: str) -> None:
         """Count a connection of a client of a feed that ended."""

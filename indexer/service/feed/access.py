@@ -12,6 +12,9 @@ from indexer.service.feed.answers import problem
 USER = "admin"
 """The user name of Basic authentication, as clients of tap send it."""
 
+MAX_BODY_BYTES = 1 << 20
+"""Size of the body of a request: about 29,000 did:plc. It is the default of aiohttp's applications."""
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _CHALLENGE: dict[str, str] = {hdrs.WWW_AUTHENTICATE: f'Basic realm="{USER}", charset="UTF-8"'}
@@ -28,10 +31,18 @@ class Access:
         self._credentials = None if password is None else b64encode(f"{USER}:{password}".encode())
 
     def guard(self, handler: Handler) -> Handler:
-        """Return a handler that answers clients that are not admitted with status 401 or 403."""
+        """Return a handler that answers clients that are not admitted with status 401 or 403.
+
+        Every error has a JSON body, also those of the HTTP server itself, such as a body that is too large.
+        """
 
         async def guarded(request: web.Request) -> web.StreamResponse:
-            return self._refusal(request) or await handler(request)
+            try:
+                return self._refusal(request) or await handler(request)
+            except web.HTTPRequestEntityTooLarge:
+                return problem(413, f"the body has more than {MAX_BODY_BYTES:,} bytes; send it in parts")
+            except web.HTTPException as error:
+                return problem(error.status, error.text or error.reason)
 
         return guarded
 

@@ -147,9 +147,9 @@ class _Client:
                     self._acknowledge(deliveries, event.seq)
 
     async def receive(self) -> None:
-        """Receive acknowledgements until the connection ends."""
+        """Receive acknowledgements until the connection ends: as text or binary messages, as tap does (`ReadJSON`)."""
         async for message in self._websocket:
-            if message.type is not WSMsgType.TEXT or not self._deliveries.done():
+            if message.type not in {WSMsgType.TEXT, WSMsgType.BINARY} or not self._deliveries.done():
                 continue
             seq = acknowledged_seq(message.data)
             if self._acks and seq is not None:
@@ -194,7 +194,7 @@ class _Client:
         self._acknowledged.set()
 
 
-def acknowledged_seq(text: str) -> int | None:
+def acknowledged_seq(text: str | bytes) -> int | None:
     """Return the number in an acknowledgement; None for any other message, which has no effect."""
     try:
         message: Any = orjson.loads(text)

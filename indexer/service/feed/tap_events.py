@@ -4,12 +4,14 @@ An event of a record has the present value of the record. If the record was writ
 later entry, whose event follows. If it was deleted since, no value is left: the event of the deletion follows.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import orjson
 
-from indexer.atproto.cid import cid_text, parse_cid
+from indexer.atproto.cid import cid_text
+from indexer.reasons import OmittedValue
 from indexer.sync.feed_delivery import LoggedChange, StoredAccount, StoredRecord
 from indexer.sync.repo_state import DELETED
 from indexer.sync.stored_identity import INVALID_HANDLE
@@ -19,13 +21,26 @@ STATUSES = frozenset({ACTIVE, TAKEN_DOWN, "suspended", DEACTIVATED, DELETED})
 """The statuses that clients of tap accept."""
 MAX_INTEGER = 2**53 - 1
 """Clients of tap refuse larger numbers."""
+MAX_CID_CHARACTERS = 128
+"""`@atproto/lex-data` refuses longer CIDs since 0.1.8."""
+MAX_KEY_BYTES = 8_192
+"""Tap itself (`atdata` in indigo) leaves out values with longer keys."""
+MAX_LEVELS = 32
+"""Levels of an event that the guide to data validation recommends (https://atproto.com/guides/data-validation)."""
 
+_LEVELS_OF_VALUE = MAX_LEVELS - 2  # the event and its field `record` are around it
+_SPECIAL_KEYS = frozenset({"$link", "$bytes"})
 _BLOB_KEYS = frozenset({"$type", "ref", "mimeType", "size"})
-_RAW_CID = bytes([1, 0x55, 0x12, 0x20])
+_RAW_CID = re.compile("bafk[q-z2-7]").match  # the first bytes of any CIDv1 with the codec raw, 01 55, in base32
 
 
-def record_event(change: LoggedChange, record: StoredRecord | None) -> bytes | None:
-    """Return the event of a change of a record; None if the record was deleted since."""
+def record_event(
+    change: LoggedChange, record: StoredRecord | None, on_omitted: Callable[[OmittedValue], object]
+) -> bytes | None:
+    """Return the event of a change of a record; None if the record was deleted since.
+
+    `on_omitted` is called with the reason if the value is left out because clients would refuse the event.
+    """
     event: dict[str, Any] = {
         "live": change.live,
         "did": change.did,
@@ -38,8 +53,11 @@ def record_event(change: LoggedChange, record: StoredRecord | None) -> bytes | N
         if record is None:
             return None
         event["rev"] = record.rev
-        if record.value is not None and is_data_model(orjson.loads(record.value)):
-            event["record"] = orjson.Fragment(record.value)
+        if record.value is not None:
+            if (refusal := value_refusal(orjson.loads(record.value))) is None:
+                event["record"] = orjson.Fragment(record.value)
+            else:
+                on_omitted(refusal)
         event["cid"] = cid_text(record.cid)
     return orjson.dumps({"id": change.seq, "type": "record", "record": event})
 
@@ -67,50 +85,55 @@ def _status(account: StoredAccount) -> str:
     return account.hosting_status if account.hosting_status in STATUSES - {ACTIVE} else DEACTIVATED
 
 
-def is_data_model(value: Any) -> bool:
-    """Return True if a record value is one of the AT Protocol data model, as strict clients check it.
+def value_refusal(value: Any) -> OmittedValue | None:
+    """Return why strict clients refuse the value of a record; None if they accept it.
 
-    The client of tap never acknowledges an event with another value. So such values are left out, as tap does.
+    The client of tap never acknowledges an event that it refuses. So such values are left out, as tap does.
     """
-    stack = [value]
-    while stack:
-        item = stack.pop()
-        if isinstance(item, dict):
-            if not _is_map(item):
-                return False
-            stack.extend(item.values())
-        elif isinstance(item, list):
-            stack.extend(item)
-        elif isinstance(item, float) or (isinstance(item, int) and abs(item) > MAX_INTEGER):
-            return False
-    return isinstance(value, dict)
+    if not isinstance(value, dict) or not _SPECIAL_KEYS.isdisjoint(value):
+        return OmittedValue.NOT_A_MAP
+    items: list[Any] = [value]
+    levels = 0
+    while items:
+        levels += 1
+        children: list[Any] = []
+        for item in items:
+            if isinstance(item, dict | list):
+                if levels > _LEVELS_OF_VALUE:
+                    return OmittedValue.LEVELS
+                if isinstance(item, dict) and (refusal := _map_refusal(item)):
+                    return refusal
+                children.extend(item.values() if isinstance(item, dict) else item)
+            elif isinstance(item, float) or (isinstance(item, int) and abs(item) > MAX_INTEGER):
+                return OmittedValue.NUMBER
+        items = children
+    return None
 
 
-def _is_map(item: Mapping[str, Any]) -> bool:
-    if "__proto__" in item:
-        return False
-    if "$link" in item or "$bytes" in item or "$type" not in item:
-        return True  # links and bytes were written from a decoded record, so they are valid
-    type_ = item["$type"]
-    return _is_blob(item) if type_ == "blob" else isinstance(type_, str) and type_ != ""
+def _map_refusal(item: Mapping[str, Any]) -> OmittedValue | None:
+    if "__proto__" in item or any(len(key) > MAX_KEY_BYTES // 4 and _is_long(key) for key in item):
+        return OmittedValue.KEY
+    if "$link" in item:  # links and bytes were written from a decoded record, so they are valid
+        return OmittedValue.LINK if len(item["$link"]) > MAX_CID_CHARACTERS else None
+    type_ = item.get("$type", "none")
+    if type_ == "blob":
+        return None if _is_blob(item) else OmittedValue.BLOB
+    return None if isinstance(type_, str) and type_ else OmittedValue.TYPE
+
+
+def _is_long(key: str) -> bool:
+    return len(key.encode()) > MAX_KEY_BYTES
 
 
 def _is_blob(item: Mapping[str, Any]) -> bool:
     size, mime_type, reference = item.get("size"), item.get("mimeType"), item.get("ref")
     return (
-        item.keys() <= _BLOB_KEYS
+        item.keys() == _BLOB_KEYS
         and isinstance(mime_type, str)
         and "/" in mime_type
         and isinstance(size, int)
         and not isinstance(size, bool)
-        and size >= 0
+        and 0 <= size <= MAX_INTEGER
         and isinstance(reference, dict)
-        and _is_raw_cid(reference.get("$link"))
+        and _RAW_CID(str(reference.get("$link"))) is not None
     )
-
-
-def _is_raw_cid(text: Any) -> bool:
-    try:
-        return isinstance(text, str) and parse_cid(text).startswith(_RAW_CID)
-    except ValueError:
-        return False

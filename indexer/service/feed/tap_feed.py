@@ -21,6 +21,7 @@ import structlog
 
 from indexer.concurrency.stage_progress import StageProgress
 from indexer.monitoring.conditions import FEED_CUT_OFF, FEED_EVENT_REFUSED, Conditions
+from indexer.monitoring.metrics import Metrics
 from indexer.service.feed.delivery_window import RECORD_ACTIONS, DeliveryWindow
 from indexer.service.feed.tap_events import identity_event, record_event
 from indexer.service.periodic import DatabaseAttempt
@@ -77,8 +78,9 @@ class Deliveries:
         paused: True if nothing more is delivered, because the process stops.
     """
 
-    def __init__(self, store: Store, progress: DeliveryProgress, *, one_per_repo: bool) -> None:
+    def __init__(self, store: Store, metrics: Metrics, progress: DeliveryProgress, *, one_per_repo: bool) -> None:
         self._store = store
+        self._metrics = metrics
         self.window = DeliveryWindow(progress, one_per_repo=one_per_repo)
         self.ended = asyncio.Event()
         self.paused = False
@@ -181,7 +183,7 @@ class Deliveries:
         events = [
             (
                 change.seq,
-                record_event(change, records.get(_key(change)))
+                record_event(change, records.get(_key(change)), self._metrics.feed_value_omitted)
                 if change.action in RECORD_ACTIONS
                 else identity_event(change, accounts.get(change.did)),
             )
@@ -213,11 +215,12 @@ class TapFeed:
         max_unacknowledged: The maximum number of changes in the window.
     """
 
-    def __init__(self, store: Store, conditions: Conditions, *, one_per_repo: bool = False) -> None:
+    def __init__(self, store: Store, conditions: Conditions, metrics: Metrics, *, one_per_repo: bool = False) -> None:
         """With `one_per_repo`, a repo never has two changes in flight, as webhooks need it."""
         self.stage = StageProgress("tap feed")
         self._store = store
         self._conditions = conditions
+        self._metrics = metrics
         self._one_per_repo = one_per_repo
         self._deliveries: Deliveries | None = None
         self._begun = asyncio.Event()
@@ -290,7 +293,7 @@ class TapFeed:
             seq=progress.position,
             snapshot=progress.snapshot and progress.snapshot.did,
         )
-        deliveries = Deliveries(self._store, progress, one_per_repo=self._one_per_repo)
+        deliveries = Deliveries(self._store, self._metrics, progress, one_per_repo=self._one_per_repo)
         self._deliveries, self._saved = deliveries, None
         self._begun.set()
         try:

@@ -40,15 +40,17 @@ class TapClient:
         self.received.append(event)
         return event
 
-    async def acknowledge(self, event: Event) -> None:
-        await self.websocket.send_str(json.dumps({"type": "ack", "id": event["id"]}))
+    async def acknowledge(self, event: Event, *, binary: bool = False) -> None:
+        """Send an acknowledgement; `binary` as some clients do, because tap reads both kinds of messages."""
+        text = json.dumps({"type": "ack", "id": event["id"]})
+        await (self.websocket.send_bytes(text.encode()) if binary else self.websocket.send_str(text))
 
-    async def process(self, count: int) -> list[Event]:
+    async def process(self, count: int, *, binary: bool = False) -> list[Event]:
         """Receive and acknowledge so many events."""
         events = []
         for _ in range(count):
             events.append(await self.receive())
-            await self.acknowledge(events[-1])
+            await self.acknowledge(events[-1], binary=binary)
         return events
 
 

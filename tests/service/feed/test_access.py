@@ -3,13 +3,14 @@
 import base64
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from io import BytesIO
 
 import aiohttp
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestServer, make_mocked_request
+from aiohttp.test_utils import TestClient, TestServer, make_mocked_request
 
-from indexer.service.feed.access import Access
+from indexer.service.feed.access import MAX_BODY_BYTES, Access
 
 
 async def greet(_: web.Request) -> web.Response:
@@ -64,6 +65,29 @@ async def test_web_page_is_not_admitted_without_a_password() -> None:
     async with client_of(None) as client, client.get("/", headers={"Origin": "https://attacker.test"}) as response:
         assert response.status == 403
         assert "INDEXER_ADMIN_PASSWORD" in (await response.json())["message"]
+
+
+async def test_body_that_is_too_large_is_answered_in_json_with_the_limit() -> None:
+    async def read(request: web.Request) -> web.Response:
+        return web.Response(text=str(len(await request.read())))
+
+    app = web.Application()
+    app.router.add_post("/", Access(None).guard(read))
+    async with TestClient(TestServer(app)) as client:
+        async with client.post("/", data=BytesIO(b"x" * MAX_BODY_BYTES)) as response:
+            assert (response.status, await response.text()) == (200, "1048576")
+        async with client.post("/", data=BytesIO(b"x" * (MAX_BODY_BYTES + 1))) as response:
+            message = "the body has more than 1,048,576 bytes; send it in parts"
+            assert (response.status, await response.json()) == (413, {"message": message})
+
+
+async def test_errors_of_the_http_server_have_a_json_body() -> None:
+    async def fail(_: web.Request) -> web.Response:
+        raise web.HTTPServiceUnavailable(text="128 websockets are open, which is the limit")
+
+    response = await Access(None).guard(fail)(make_mocked_request("GET", "/").clone(remote="127.0.0.1"))
+    assert isinstance(response, web.Response)
+    assert (response.status, response.text) == (503, '{"message":"128 websockets are open, which is the limit"}')
 
 
 @pytest.mark.parametrize(

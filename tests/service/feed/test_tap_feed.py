@@ -37,7 +37,7 @@ async def tap(database: str, tmp_path: Path) -> AsyncIterator[Tap]:
 
 
 async def test_events_of_a_repo_come_in_order_and_what_is_acknowledged_is_not_sent_again(tap: Tap) -> None:
-    """Other messages of a client have no effect."""
+    """Acknowledgements are text or binary messages. Other messages of a client have no effect."""
     account = tap.daemon.create_account("ada.test", records=3)
     await tap.daemon.wait_until_equal()
     async with tap.channel() as client:
@@ -47,7 +47,7 @@ async def test_events_of_a_repo_come_in_order_and_what_is_acknowledged_is_not_se
         account.create(POST, post("new"), rkey="new")
         account.update(f"{POST}/000", post("changed"))
         account.delete(f"{POST}/001")
-        assert list(map(summary, await client.process(2))) == [
+        assert list(map(summary, await client.process(2, binary=True))) == [
             ("create", "new", True, "new"),
             ("update", "000", True, "changed"),
         ]
@@ -55,6 +55,7 @@ async def test_events_of_a_repo_come_in_order_and_what_is_acknowledged_is_not_se
         assert summary(deleted) == ("delete", "001", True, None)
         for other in ("", "null", "{", '{"type":"ack"}', '{"type":"ack","id":"1"}', '{"type":"ack","id":99999}'):
             await client.websocket.send_str(other)
+        await client.websocket.send_bytes(b'{"type":"ack","id":"\xff"}')
     async with tap.channel() as client:
         assert await client.process(1) == [deleted], "the connection was lost before its acknowledgement"
         await tap.daemon.execute("select atproto.request_takedown($1, true)", account.did)
