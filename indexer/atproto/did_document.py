@@ -17,10 +17,12 @@ MAX_LIST_ENTRIES = 100
 """Number of entries that are read of a list in a document. Most lists have fewer than ten."""
 MAX_URL_CHARACTERS = 2_048
 MAX_PORT = 65_535
+_PDS_TYPE = "AtprotoPersonalDataServer"
 
 # Accepts less than a URL parser, so that two parsers cannot find different hosts in the same text.
 _BASE_URL = re.compile(
-    r"(?P<scheme>https?)://(?P<host>[a-z0-9._-]+|\[[0-9a-f:.]+\])(:(?P<port>[0-9]{1,5}))?/?", re.IGNORECASE | re.ASCII
+    r"(?P<scheme>https?)://(?P<host>[a-z0-9._-]+|\[[0-9a-f:.]+\])(:(?P<port>[0-9]{0,5}))?([/?#].*)?",
+    re.IGNORECASE | re.ASCII | re.DOTALL,
 ).fullmatch
 
 
@@ -67,18 +69,22 @@ def _signing_key(document: dict[str, Any], did: str) -> PublicKey | None:
 
 
 def _pds(document: dict[str, Any], did: str, *, allow_http: bool) -> str | None:
-    """Return the base URL of the first `#atproto_pds`; None if its URL is invalid, even if there is a second one."""
+    """Return the base URL of the first `#atproto_pds`; None if its URL is invalid, even if there is a second one.
+
+    The type of a service may be a set (DID Core, section 5.4).
+    """
     for service in _maps(document, "service"):
         if service.get("id") not in ("#atproto_pds", f"{did}#atproto_pds"):
             continue
-        if service.get("type") == "AtprotoPersonalDataServer":
+        type_ = service.get("type")
+        if _PDS_TYPE in (type_ if isinstance(type_, list) else [type_]):
             return _base_url(service.get("serviceEndpoint"), allow_http=allow_http)
     return None
 
 
 def _base_url(url: Any, *, allow_http: bool) -> str | None:
-    """Return scheme, host and port of a URL that contains nothing else, except for one slash at the end."""
-    if not isinstance(url, str) or len(url) > MAX_URL_CHARACTERS or (match := _BASE_URL(url)) is None:
+    """Return scheme, host and port of a URL. The rest should not be there, and no client sends it to the PDS."""
+    if not isinstance(url, str) or len(url) > MAX_URL_CHARACTERS or (match := _BASE_URL(url.strip())) is None:
         return None
     scheme, host, port = match["scheme"].lower(), match["host"].lower(), match["port"]
     if (scheme == "http" and not allow_http) or (port and not 0 < int(port) <= MAX_PORT):

@@ -62,9 +62,7 @@ async def discover_command(
             result = {"source": source, "collection": collection or None, **counts}
             echo_result(result, f"{name}: {progress.listed} listed, {progress.found} added", as_json=as_json)
     if discovery.invalid_entries:
-        click.echo(
-            f"entries of the list that are not valid accounts and were skipped: {discovery.invalid_entries}", err=True
-        )
+        click.echo(f"entries of the list that are not valid: {discovery.invalid_entries}", err=True)
     return ExitCode.OK
 
 

@@ -377,6 +377,12 @@ LOG_EVENTS: dict[str, LogEvent] = {
         "Each request for the hosting status of so many accounts failed; `error` is that of the first one.",
         "Hidden accounts stay hidden. The others become desynchronized (status-unknown): their hosts are asked.",
     ),
+    "repo-list.invalid-entries": LogEvent(
+        ("warning",),
+        ("source", "count", "first"),
+        "This host's repo list, as far as it was read, has entries without a DID, or with another invalid field.",
+        "The entries without a DID are skipped. Of the others, the fields that are valid are used.",
+    ),
     "relay.connected": LogEvent(
         ("info",),
         ("relay", "cursor"),

@@ -8,7 +8,7 @@ from indexer.errors import UnavailableError
 from indexer.outbound import OutboundClient
 from indexer.pds.xrpc import query
 from indexer.reasons import FetchFailure
-from indexer.sync.frames import MAX_STATUS_CHARACTERS
+from indexer.sync.frames import hosting_status
 
 _PAGE_SIZE = 1_000
 _COLLECTION_PAGE_SIZE = 2_000
@@ -39,13 +39,16 @@ class RepoListPage:
 
     Attributes:
         accounts: The accounts in the order of the host.
-        invalid_entries: Number of entries that are not valid accounts.
+        invalid_entries: Number of entries that are no account, or have a field that is not valid. Of the latter, the
+            DID and the other fields are used.
         cursor: Position of the next page; None on the last page.
+        first_invalid: What is wrong with the first of these entries; empty if there is none.
     """
 
     accounts: tuple[ListedAccount, ...]
     invalid_entries: int
     cursor: str | None
+    first_invalid: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +56,9 @@ class RepoStatus:
     """The hosting status of an account on one host.
 
     Attributes:
-        status: Why the account is not active. The set of values is open. A text longer than `MAX_STATUS_CHARACTERS` is
-            cut: if it were refused, one account could keep a reconciliation from ending.
-        rev: The latest rev of an active account.
+        status: Why the account is not active, as in `hosting_status`. If an odd one were refused, one account could
+            keep a reconciliation from ending.
+        rev: The latest rev of an active account; None if there is none, or it is not valid.
     """
 
     active: bool
@@ -78,6 +81,8 @@ async def list_repos(outbound: OutboundClient, host: str, collection: str, curso
     parameters |= {"cursor": cursor} if cursor is not None else {}
     body = await query(outbound, host, method, parameters, max_bytes=_PAGE_BYTES, timeout=_PAGE_TIMEOUT)
     entries, next_cursor = body.get("repos"), body.get("cursor")
+    if type(next_cursor) is int:
+        next_cursor = str(next_cursor)
     if (
         not isinstance(entries, list)
         or not isinstance(next_cursor, str | None)
@@ -87,8 +92,12 @@ async def list_repos(outbound: OutboundClient, host: str, collection: str, curso
         raise UnavailableError(FetchFailure.BAD_ANSWER, f"{method}: the response is not a page of a list")
     if next_cursor is not None and next_cursor == cursor:
         raise UnavailableError(FetchFailure.BAD_ANSWER, f"{method}: the cursor {cursor!r:.100} leads to itself")
-    accounts = [account for entry in entries if (account := _account(entry))]
-    return RepoListPage(tuple(accounts), len(entries) - len(accounts), next_cursor or None)
+    accounts, invalid = [], []
+    for entry in entries:
+        account, problem = _account(entry)
+        accounts += [account] if account else []
+        invalid += [problem] if problem else []
+    return RepoListPage(tuple(accounts), len(invalid), next_cursor or None, next(iter(invalid), ""))
 
 
 async def fetch_repo_status(outbound: OutboundClient, host: str, did: str) -> RepoStatus:
@@ -99,20 +108,23 @@ async def fetch_repo_status(outbound: OutboundClient, host: str, did: str) -> Re
     """
     method = "com.atproto.sync.getRepoStatus"
     body = await query(outbound, host, method, {"did": did}, max_bytes=_STATUS_BYTES, timeout=_STATUS_TIMEOUT)
-    active, status, rev = body.get("active"), body.get("status"), body.get("rev")
-    if not isinstance(active, bool) or not isinstance(status, str | None) or not isinstance(rev, str | None):
+    active, rev = body.get("active"), body.get("rev")
+    if not isinstance(active, bool):
         raise UnavailableError(FetchFailure.BAD_ANSWER, f"{method}: the response is not a repo status")
-    return RepoStatus(active, status and status[:MAX_STATUS_CHARACTERS], rev)
+    return RepoStatus(active, hosting_status(body), rev if isinstance(rev, str) and is_tid(rev) else None)
 
 
-def _account(entry: Any) -> ListedAccount | None:
-    if not isinstance(entry, dict):
-        return None
-    did, rev, active = entry.get("did"), entry.get("rev"), entry.get("active", True)
-    if not isinstance(did, str) or not is_did(did) or not isinstance(active, bool):
-        return None
-    if rev is None or rev == "":
-        return ListedAccount(did, None, active)
-    if not isinstance(rev, str) or not is_tid(rev):
-        return None
-    return ListedAccount(did, rev, active)
+def _account(entry: Any) -> tuple[ListedAccount | None, str | None]:
+    """Return the account of an entry, and what is wrong with the entry. A field that is not valid counts as absent."""
+    did = entry.get("did") if isinstance(entry, dict) else None
+    if not isinstance(did, str) or not is_did(did):
+        return None, f"no DID in {entry!r:.200}"
+    rev, active = entry.get("rev"), entry.get("active", True)
+    has_rev = isinstance(rev, str) and is_tid(rev)
+    if not isinstance(active, bool):
+        problem = f"{did}: active is {active!r:.100}"
+    elif not has_rev and rev not in (None, ""):
+        problem = f"{did}: rev is {rev!r:.100}"
+    else:
+        problem = None
+    return ListedAccount(did, rev if has_rev else None, active if isinstance(active, bool) else True), problem

@@ -3,7 +3,7 @@
 The rules are in docs/protocol.md#frames.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from indexer.atproto.cbor import CborError, abridged, count_items, decode_pair, explain_frame
@@ -75,6 +75,17 @@ def frame_for_display(frame: bytes) -> dict[str, Any]:
     """
     header, payload = _split_frame(frame)
     return {"header": abridged(header), "payload": abridged(payload)}
+
+
+def hosting_status(report: Mapping[str, Any]) -> str | None:
+    """Return the `status` of an account in a message or an answer: a short text that Postgres can store.
+
+    The set of values is open. A status that is not a text is not known: the account must not stay as it was because of
+    it.
+    """
+    status = report.get("status")
+    text = "" if status is None else status if isinstance(status, str) else f"invalid: {status!r:.100}"
+    return text[:MAX_STATUS_CHARACTERS].replace("\0", "\ufffd") or None
 
 
 def _has_more_items(frame: bytes, max_items: int) -> bool:
@@ -184,12 +195,7 @@ def _account(payload: dict[str, Any], _limits: Limits) -> AccountEvent:
     active = payload.get("active")
     if not isinstance(active, bool):
         raise UpstreamError(Rejection.FIELD_INVALID, "active is not a boolean")
-    status = payload.get("status")
-    if status is not None and not (isinstance(status, str) and len(status) <= MAX_STATUS_CHARACTERS):
-        raise UpstreamError(
-            Rejection.FIELD_INVALID, f"status is not a string of at most {MAX_STATUS_CHARACTERS} characters"
-        )
-    return AccountEvent(_seq(payload), _did(payload, "did"), active, status, _time(payload))
+    return AccountEvent(_seq(payload), _did(payload, "did"), active, hosting_status(payload), _time(payload))
 
 
 def _info(payload: dict[str, Any], _limits: Limits) -> InfoEvent:

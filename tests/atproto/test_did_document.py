@@ -43,9 +43,8 @@ def test_first_valid_key_is_used() -> None:
 
 
 INVALID_URLS = r"""
-    http://pds.example.com https://user:secret@pds.example.com https://pds.example.com/path https://pds.example.com?x
-    https://pds.example.com#x https:// ftp://pds.example.com https://pds.example.com:99999 https://pds.example.com:65536
-    https://[::1 https://pds.example.com:0 https://pds.example.com: https://pds.example.com//
+    http://pds.example.com https://user:secret@pds.example.com https:// ftp://pds.example.com
+    https://pds.example.com:99999 https://pds.example.com:65536 https://[::1 https://pds.example.com:0
     https://pds.example.com\@evil.example https:pds.example.com //pds.example.com
 """
 BASE = "https://pds.example.com"
@@ -54,7 +53,7 @@ BASE = "https://pds.example.com"
 @pytest.mark.parametrize(
     "url",
     [
-        *INVALID_URLS.split(), "https://pds.exa mple.com", f"{BASE}\n", f"{BASE}\t",
+        *INVALID_URLS.split(), "https://pds.exa mple.com", "https://pds\n.example.com",
         "https://pds\uff0eexample.com", "https://" + "a" * 2_041, "https://" + "a" * 3_000, 7, None,
     ],
 )  # fmt: skip
@@ -69,6 +68,10 @@ def test_pds_is_none_if_it_is_not_a_base_url(url: Any) -> None:
         ("https://pds.example.com/", BASE),
         ("HTTPS://PDS.example.com:8443", f"{BASE}:8443"),
         ("https://[2600::1]:443/", "https://[2600::1]:443"),
+        *[
+            (f"{BASE}{rest}", BASE)
+            for rest in ("/xrpc", "//", "?x", "#x", "/a?b=@c#d", "\n", ":", ":/", "?@evil.example")
+        ],
         *[(url, url) for url in ("https://my_pds.example.com", f"{BASE}:1", f"{BASE}:65535", "https://" + "a" * 2_040)],
     ],
 )
@@ -83,6 +86,8 @@ def test_first_pds_is_used_even_if_its_url_is_invalid() -> None:
     assert parse_did_document(document(service=[*others, valid]), DID, allow_http=False).pds == BASE
     invalid = valid | {"serviceEndpoint": "pds.example.com"}
     assert parse_did_document(document(service=[invalid, valid]), DID, allow_http=False).pds is None
+    of_types = valid | {"type": ["Other", "AtprotoPersonalDataServer"]}
+    assert parse_did_document(document(service=[of_types]), DID, allow_http=False).pds == BASE
     local = valid | {"serviceEndpoint": "http://localhost:2583/"}
     assert parse_did_document(document(service=[local]), DID, allow_http=True).pds == "http://localhost:2583"
 

@@ -22,7 +22,7 @@ from indexer.outbound.retry_after import MAX_SECONDS, retry_after_seconds
 from indexer.pds.pds_client import PdsClient
 from indexer.pds.repo_list import ListedAccount, RepoStatus, fetch_repo_status, list_repos
 from indexer.reasons import FetchFailure
-from indexer.sync.frames import MAX_STATUS_CHARACTERS
+from indexer.sync.frames import MAX_STATUS_CHARACTERS, hosting_status
 from tests.fuzz import syntax_reference as reference
 from tests.fuzz.comparison import DifferenceError
 from tests.fuzz.examples import DID, TID
@@ -116,8 +116,10 @@ class RepoLists(HostAnswers):
             self.counts.add("refused")
             return
         body = json.loads(data[1:])
-        accounts = [_listed(entry) for entry in body["repos"] if _is_account(entry)]
-        expected = (accounts, len(body["repos"]) - len(accounts), body.get("cursor") or None)
+        accounts = [_listed(entry) for entry in body["repos"] if _has_did(entry)]
+        cursor = body.get("cursor") or None
+        cursor = str(cursor) if isinstance(cursor, int) else cursor
+        expected = (accounts, sum(not _is_account(entry) for entry in body["repos"]), cursor)
         if status != 200 or (list(page.accounts), page.invalid_entries, page.cursor) != expected:
             raise DifferenceError(f"reference: {expected}\nfound: {page}")
         if page.cursor in ("", CURSOR) or "\0" in (page.cursor or "") or len(page.cursor or "") > 2_048:
@@ -127,18 +129,25 @@ class RepoLists(HostAnswers):
         self.counts.add("invalid entries", page.invalid_entries)
 
 
+def _has_did(entry: Any) -> bool:
+    return isinstance(entry, dict) and isinstance(entry.get("did"), str) and reference.is_did(entry["did"])
+
+
 def _is_account(entry: Any) -> bool:
     """Return True if an entry of a list has a DID, a TID or nothing as rev, and a boolean or nothing as `active`."""
-    if not isinstance(entry, dict) or not isinstance(entry.get("active", True), bool):
+    if not _has_did(entry) or not isinstance(entry.get("active", True), bool):
         return False
-    did, rev = entry.get("did"), entry.get("rev")
-    has_rev = rev is None or rev == "" or (isinstance(rev, str) and reference.is_tid(rev))
-    return has_rev and isinstance(did, str) and reference.is_did(did)
+    return entry.get("rev") in (None, "") or _rev(entry) is not None
+
+
+def _rev(fields: dict[str, Any]) -> str | None:
+    rev = fields.get("rev")
+    return rev if isinstance(rev, str) and reference.is_tid(rev) else None
 
 
 def _listed(entry: dict[str, Any]) -> ListedAccount:
-    """Return the account of a valid entry."""
-    return ListedAccount(entry["did"], entry.get("rev") or None, entry.get("active", True))
+    """Return the account of an entry with a DID."""
+    return ListedAccount(entry["did"], _rev(entry), entry.get("active", True) is not False)
 
 
 class RepoStates(HostAnswers):
@@ -177,9 +186,9 @@ class RepoStates(HostAnswers):
             self._count(error, status)
         else:
             body = json.loads(data[1:])
-            text = body.get("status")
-            expected = RepoStatus(body["active"], text and text[:MAX_STATUS_CHARACTERS], body.get("rev"))
-            if status != 200 or state != expected or not isinstance(state.active, bool):
+            expected = RepoStatus(body["active"], hosting_status(body), _rev(body))
+            long = len(state.status or "") > MAX_STATUS_CHARACTERS
+            if status != 200 or state != expected or long:
                 raise DifferenceError(f"reference: {expected}\nfound: {state}")
             self.counts.add("states")
         try:

@@ -50,8 +50,7 @@ async def test_hosting_status_of_an_account(net: LocalNetwork, outbound: Outboun
     [
         b"{}",
         b'{"active": 1}',
-        b'{"active": true, "rev": 3}',
-        b'{"active": true, "status": 3}',
+        b'{"active": null, "rev": "3jzfcijpj2z2a"}',
         b'{"active": ' + b"[" * 1_015 + b"]" * 1_015 + b"}",  # nearly as deep as orjson decodes
     ],
 )
@@ -69,6 +68,17 @@ async def test_long_status_is_cut(host: ScriptedHost, outbound: OutboundClient) 
         assert await fetch_repo_status(outbound, host.url, DID) == RepoStatus(False, "x" * 128, None)
 
 
+async def test_odd_field_of_a_status_hides_nothing_beside_it(host: ScriptedHost, outbound: OutboundClient) -> None:
+    for fields, found in (
+        ({"active": True, "rev": 3, "status": None}, RepoStatus(True, None, None)),
+        ({"active": True, "rev": "now", "more": [1]}, RepoStatus(True, None, None)),
+        ({"active": False, "status": ["gone"]}, RepoStatus(False, "invalid: ['gone']", None)),
+        ({"active": False, "status": "a\0b", "rev": REV}, RepoStatus(False, "a\ufffdb", REV)),
+    ):
+        host.pages[f"/xrpc/com.atproto.sync.getRepoStatus?did={DID}"] = http_response(orjson.dumps(fields))
+        assert await fetch_repo_status(outbound, host.url, DID) == found
+
+
 async def test_cursor_is_sent_unchanged(host: ScriptedHost, outbound: OutboundClient) -> None:
     host.pages[ALL] = http_response(orjson.dumps({"repos": [], "cursor": "a&b=c d"}))
     host.pages[f"{ALL}&cursor=a%26b%3Dc+d"] = http_response(orjson.dumps({"repos": [], "cursor": ""}))
@@ -77,23 +87,28 @@ async def test_cursor_is_sent_unchanged(host: ScriptedHost, outbound: OutboundCl
     assert (await list_repos(outbound, host.url, "", first.cursor)).cursor is None
 
 
-async def test_invalid_entries_are_counted_and_skipped(host: ScriptedHost, outbound: OutboundClient) -> None:
+async def test_odd_entries_are_counted_and_what_is_valid_of_them_is_used(
+    host: ScriptedHost, outbound: OutboundClient
+) -> None:
     """The relay of Bluesky lists accounts of which it has never received a commit with an empty rev."""
-    invalid: list[Any] = [
-        None,
-        "did:plc:x",
-        {},
-        {"did": 1},
-        {"did": "ada.test", "rev": REV},
-        {"did": DID, "rev": "now"},
-        {"did": DID, "rev": 1},
-        {"did": DID, "rev": REV, "active": "yes"},
+    skipped: list[Any] = [None, "did:plc:x", {}, {"did": 1}, {"did": "ada.test", "rev": REV}]
+    odd: list[tuple[Any, ListedAccount]] = [
+        ({"did": DID, "rev": "now"}, ListedAccount(DID)),
+        ({"did": DID, "rev": 1, "active": False}, ListedAccount(DID, active=False)),
+        ({"did": DID, "rev": REV, "active": "yes"}, ListedAccount(DID, REV)),
+        ({"did": DID, "rev": REV, "active": None}, ListedAccount(DID, REV)),
     ]
     valid = [{"did": DID, "rev": REV, "status": "new", "more": 1}, {"did": DID, "head": "", "rev": "", "active": True}]
-    host.pages[ALL] = http_response(orjson.dumps({"repos": [*invalid, *valid]}))
+    host.pages[ALL] = http_response(orjson.dumps({"repos": [*(entry for entry, _ in odd), *skipped, *valid]}))
     page = await list_repos(outbound, host.url, "", None)
-    assert page.accounts == (ListedAccount(DID, REV), ListedAccount(DID, None))
-    assert page.invalid_entries == len(invalid)
+    assert page.accounts == (*(account for _, account in odd), ListedAccount(DID, REV), ListedAccount(DID, None))
+    assert page.invalid_entries == len(odd) + len(skipped)
+    assert page.first_invalid == f"{DID}: rev is 'now'"
+
+
+async def test_cursor_that_is_a_number_is_sent(host: ScriptedHost, outbound: OutboundClient) -> None:
+    host.pages[ALL] = http_response(b'{"repos": [], "cursor": 7}')
+    assert (await list_repos(outbound, host.url, "", None)).cursor == "7"
 
 
 @pytest.mark.parametrize(
@@ -104,7 +119,7 @@ async def test_invalid_entries_are_counted_and_skipped(host: ScriptedHost, outbo
         b"<html>",
         b"{}",
         b'{"repos": {}}',
-        b'{"repos": [], "cursor": 7}',
+        b'{"repos": [], "cursor": [7]}',
         orjson.dumps({"repos": [], "cursor": "x" * 3_000}),
         b'{"repos": [], "cursor": "here"}',
         b'{"repos": [], "cursor": "a\\u0000"}',  # Postgres cannot store it

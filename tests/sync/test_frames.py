@@ -131,7 +131,6 @@ OP = {"action": "create", "path": "a/b", "cid": None}
         ("commit", "blocks", [..., "text"]),
         ("commit", "ops", [..., None, OP, [7], [OP | {"path": 7}], [OP | {"action": 7}], [OP | {"cid": "bafy"}]]),
         ("account", "active", [..., 7]),
-        ("account", "status", [7]),
     ],
 )
 def test_an_invalid_or_missing_field_is_rejected(kind: str, field: str, values: list[Any]) -> None:
@@ -164,11 +163,25 @@ def test_sizes_are_limited() -> None:
         ("commit", longest | {"blocks": bytes(2_000_001)}, Rejection.BLOCKS_TOO_LARGE, "2000001 bytes"),
         ("sync", sync | {"blocks": bytes(10_001)}, Rejection.BLOCKS_TOO_LARGE, "10001 bytes"),
         ("commit", commit | {"ops": [op | {"path": op["path"] + "b"}]}, Rejection.FIELD_INVALID, "path has 1025"),
-        ("account", account | {"status": "s" * 129}, Rejection.FIELD_INVALID, "status is not a string of at most 128"),
     ):
         event = malformed(encoded_frame(kind, payload))
         assert event.reason is reason
         assert event.detail.startswith(detail)
+
+
+@pytest.mark.parametrize(
+    ("status", "found"),
+    [
+        ("s" * 129, "s" * 128),
+        (7, "invalid: 7"),
+        ({"a": ["\0"]}, "invalid: {'a': ['\\x00']}"),
+        ("a\0b", "a\ufffdb"),
+        ("", None),
+    ],
+)
+def test_odd_status_does_not_hide_that_an_account_is_inactive(status: Any, found: str | None) -> None:
+    event = decoded_event("account", SigningAccount().account_event(active=False, status=status))
+    assert (event.active, event.status) == (False, found)
 
 
 def test_longest_did_belongs_to_a_shard() -> None:

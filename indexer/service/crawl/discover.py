@@ -16,7 +16,7 @@ class Discovery:
 
     Attributes:
         stage: Its progress. Each request, and the write of each page, is work.
-        invalid_entries: Entries of the list that are not accounts.
+        invalid_entries: Entries of the list that are not valid, as in `RepoListPage`.
         expected: How many accounts the last complete crawl listed; None if there was none.
     """
 

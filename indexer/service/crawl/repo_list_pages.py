@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 
 import stamina
+import structlog
 
 from indexer.concurrency.stage_progress import Work
 from indexer.errors import UnavailableError
@@ -12,6 +13,8 @@ from indexer.reasons import FetchFailure
 
 MAX_ATTEMPTS = 6
 """Attempts to fetch one page, over about a minute."""
+
+log = structlog.get_logger(__name__)
 
 
 async def repo_list_pages(
@@ -27,16 +30,22 @@ async def repo_list_pages(
     # Brent's algorithm finds a circle: each cursor is compared with an earlier one, which is replaced after 1, 2, 4, …
     # pages. So it lies in the circle at last, and few pages are read more than once.
     earlier, pages, replace_after = cursor, 0, 1
-    while True:
-        page = await _fetch_page(outbound, source, collection, cursor, requests)
-        if page.cursor is not None and page.cursor == earlier:
-            raise UnavailableError(FetchFailure.BAD_ANSWER, f"the cursors lead in a circle: {page.cursor!r:.100}")
-        yield page
-        cursor, pages = page.cursor, pages + 1
-        if cursor is None:
-            return
-        if pages == replace_after:
-            earlier, pages, replace_after = cursor, 0, 2 * replace_after
+    invalid, first = 0, ""
+    try:
+        while True:
+            page = await _fetch_page(outbound, source, collection, cursor, requests)
+            if page.cursor is not None and page.cursor == earlier:
+                raise UnavailableError(FetchFailure.BAD_ANSWER, f"the cursors lead in a circle: {page.cursor!r:.100}")
+            invalid, first = invalid + page.invalid_entries, first or page.first_invalid
+            yield page
+            cursor, pages = page.cursor, pages + 1
+            if cursor is None:
+                return
+            if pages == replace_after:
+                earlier, pages, replace_after = cursor, 0, 2 * replace_after
+    finally:
+        if invalid:
+            log.warning("repo-list.invalid-entries", source=source, count=invalid, first=first)
 
 
 async def _fetch_page(
