@@ -135,7 +135,7 @@ class DidResolver:
         if response.status != _OK:
             raise UnavailableError(FetchFailure.HTTP_STATUS, f"{response.status} from {url}")
         try:
-            raw: Any = json.loads(response.body)
+            raw: Any = json.loads(response.body.decode("utf-8-sig", "replace"))
             document = parse_did_document(raw, did, allow_http=self._allow_private_hosts)
         except (ValueError, RecursionError, UpstreamError) as error:
             raise UnavailableError(FetchFailure.BAD_ANSWER, f"{url}: {error!s:.200}") from None

@@ -55,12 +55,24 @@ async def query(
     if _max_items(response.body) > MAX_JSON_ITEMS:
         raise UnavailableError(FetchFailure.BAD_ANSWER, f"{method}: the response has over {MAX_JSON_ITEMS} items")
     try:
-        body: Any = orjson.loads(response.body)
+        body = _parse_json(response.body)
     except orjson.JSONDecodeError as error:
         raise UnavailableError(FetchFailure.BAD_ANSWER, f"{method}: {error}") from None
     if not isinstance(body, dict):
         raise UnavailableError(FetchFailure.BAD_ANSWER, f"{method}: the response is not a JSON object")
     return body
+
+
+def _parse_json(body: bytes) -> Any:
+    """Decode JSON as a browser does: without a byte order mark, and with U+FFFD in place of bytes that are not UTF-8.
+
+    Raises:
+        orjson.JSONDecodeError: It is not JSON.
+    """
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return orjson.loads(body.decode("utf-8-sig", "replace"))
 
 
 def _max_items(body: bytes) -> int:
@@ -100,7 +112,7 @@ def xrpc_error(status: int, body: bytes) -> UnavailableError:
 
 def _name_and_message(body: bytes) -> tuple[str, str]:
     try:
-        error: Any = orjson.loads(body)
+        error = _parse_json(body)
     except orjson.JSONDecodeError:  # HTML from a proxy, or truncated
         return "", ""
     if not isinstance(error, dict):

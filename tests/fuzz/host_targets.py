@@ -115,7 +115,7 @@ class RepoLists(HostAnswers):
             _check_failure(error, status)
             self.counts.add("refused")
             return
-        body = json.loads(data[1:])
+        body = json.loads(data[1:].decode("utf-8-sig", "replace"))
         accounts = [_listed(entry) for entry in body["repos"] if _has_did(entry)]
         cursor = body.get("cursor") or None
         cursor = str(cursor) if isinstance(cursor, int) else cursor
@@ -185,7 +185,7 @@ class RepoStates(HostAnswers):
         except UnavailableError as error:
             self._count(error, status)
         else:
-            body = json.loads(data[1:])
+            body = json.loads(data[1:].decode("utf-8-sig", "replace"))
             expected = RepoStatus(body["active"], hosting_status(body), _rev(body))
             long = len(state.status or "") > MAX_STATUS_CHARACTERS
             if status != 200 or state != expected or long:
@@ -196,7 +196,7 @@ class RepoStates(HostAnswers):
         except UnavailableError as error:
             self._count(error, status)
         else:
-            body = json.loads(data[1:])
+            body = json.loads(data[1:].decode("utf-8-sig", "replace"))
             if (cid_text(cid), rev) != (body["cid"], body["rev"]) or not reference.is_tid(rev) or status != 200:
                 raise DifferenceError(f"the latest commit {cid_text(cid)} at {rev}")
             self.counts.add("commits")

@@ -56,6 +56,12 @@ async def test_document_becomes_an_identity(loopback: Loopback) -> None:
     assert "accept: application/did+ld+json" in loopback.host.requests[0]
 
 
+async def test_bytes_that_are_not_utf8_hide_no_identity(loopback: Loopback) -> None:
+    text = json.dumps(document(DID) | {"comment": "?"}).encode().replace(b"?", b"\xff")
+    loopback.host.pages[f"/{DID}"] = http_response(b"\xef\xbb\xbf" + text)
+    assert await resolver(loopback).resolve(DID) == found()
+
+
 @pytest.mark.parametrize(("status", "certain"), [(404, False), (410, True)])
 async def test_unregistered_and_tombstoned_dids_are_denied(loopback: Loopback, status: int, certain: bool) -> None:
     loopback.host.pages[f"/{DID}"] = http_response(b'{"message":"DID not available"}', status=status)

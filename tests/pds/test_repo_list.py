@@ -106,6 +106,12 @@ async def test_odd_entries_are_counted_and_what_is_valid_of_them_is_used(
     assert page.first_invalid == f"{DID}: rev is 'now'"
 
 
+async def test_bytes_that_are_not_utf8_hide_no_account(host: ScriptedHost, outbound: OutboundClient) -> None:
+    body = b'\xef\xbb\xbf{"repos": [{"did": "%b", "status": "\xff"}]}' % DID.encode()
+    host.pages[ALL] = http_response(body)
+    assert (await list_repos(outbound, host.url, "", None)).accounts == (ListedAccount(DID),)
+
+
 async def test_cursor_that_is_a_number_is_sent(host: ScriptedHost, outbound: OutboundClient) -> None:
     host.pages[ALL] = http_response(b'{"repos": [], "cursor": 7}')
     assert (await list_repos(outbound, host.url, "", None)).cursor == "7"

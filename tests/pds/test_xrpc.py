@@ -32,6 +32,11 @@ def test_name_of_the_error_decides_and_not_the_status(name: object, reason: Fetc
         assert "Could not find it" in error.detail
 
 
+def test_error_is_read_despite_a_byte_order_mark_and_bytes_that_are_not_utf8() -> None:
+    error = xrpc_error(400, b'\xef\xbb\xbf{"error": "RepoTakendown", "message": "\xff"}')
+    assert (error.reason, error.detail) == (FetchFailure.REPO_TAKENDOWN, "400 RepoTakendown \ufffd")
+
+
 @given(st.integers(300, 599), st.binary(max_size=100) | st.sampled_from([b"[" * 50_000, b"[]", b'"x"', b"null", b"1"]))
 def test_body_without_a_known_name_is_http_status(status: int, body: bytes) -> None:
     assert xrpc_error(status, body).reason is FetchFailure.HTTP_STATUS
