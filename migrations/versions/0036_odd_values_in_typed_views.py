@@ -1,6 +1,7 @@
 """Let odd values hide nothing: datetimes with large offsets, lists with an odd item, sizes of blobs.
 
-- The syntax of datetimes allows offsets up to 23:59. Postgres reads those below 16 hours.
+- The syntax of datetimes allows offsets up to 23:59, and any fraction within 64 characters (`@atproto/syntax` 0.7.7).
+  Postgres reads offsets below 16 hours.
 - An item of a list of strings that is no string, or is too long, is null. Before, the whole list was null.
 - `atproto.blobs` rounded the size of a blob. Typed views showed negative ones, and named no reason for a missing one.
 
@@ -18,7 +19,7 @@ DATE = (
     "([0-9]{4}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
     "|([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)-02-29)"
 )
-TIME = "([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\\.[0-9]{1,20})?"
+TIME = "([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\\.[0-9]+)?"
 OFFSET = "(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
 
 STATEMENTS = (
