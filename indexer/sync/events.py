@@ -29,7 +29,7 @@ class CommitEvent(NamedTuple):
 
     Attributes:
         commit: The CID of the commit object.
-        since: The rev before this commit, according to the sender; not signed.
+        since: The rev before this commit, according to the sender; not signed; "" if it is not a TID.
         prev_data: The root of the tree before this commit, according to the sender; inversion verifies it.
         blocks: A CAR slice.
     """

@@ -154,18 +154,23 @@ def _commit(payload: dict[str, Any], limits: Limits) -> CommitEvent:
         raise UpstreamError(Rejection.FIELD_INVALID, "ops is not a list")
     if len(ops) > limits.commit_ops:
         raise UpstreamError(Rejection.TOO_MANY_OPS, f"{len(ops)} ops")
-    since = payload.get("since")
     return CommitEvent(
         seq=_seq(payload),
         did=_did(payload, "repo"),
         commit=_cid(payload, "commit"),
         rev=_tid(payload, "rev"),
-        since=None if since is None else _tid(payload, "since"),
+        since=_since(payload),
         prev_data=_cid_or_none(payload, "prevData"),
         ops=tuple([_op(op) for op in ops]),
         blocks=blocks,
         time=_time(payload),
     )
+
+
+def _since(payload: dict[str, Any]) -> str | None:
+    """Return the rev before the commit; "" if it is not a TID: only whether there is one has an effect."""
+    since = payload.get("since")
+    return since if since is None or (isinstance(since, str) and is_tid(since)) else ""
 
 
 def _op(op: Any) -> RepoOp:

@@ -126,7 +126,6 @@ OP = {"action": "create", "path": "a/b", "cid": None}
         ("commit", "repo", [..., "alice.test", "did:plc:x\n", 7]),
         ("commit", "commit", [..., b"short", None]),
         ("commit", "rev", [..., "3jzfcijpj2z2", 7]),
-        ("commit", "since", ["yesterday"]),
         ("commit", "prevData", ["bafy"]),
         ("commit", "blocks", [..., "text"]),
         ("commit", "ops", [..., None, OP, [7], [OP | {"path": 7}], [OP | {"action": 7}], [OP | {"cid": "bafy"}]]),
@@ -182,6 +181,11 @@ def test_sizes_are_limited() -> None:
 def test_odd_status_does_not_hide_that_an_account_is_inactive(status: Any, found: str | None) -> None:
     event = decoded_event("account", SigningAccount().account_event(active=False, status=status))
     assert (event.active, event.status) == (False, found)
+
+
+@pytest.mark.parametrize("since", ["", "yesterday", 7, [None], False])
+def test_odd_since_of_a_commit_is_a_rev_that_is_not_known(since: Any) -> None:
+    assert decoded_event("commit", SigningAccount().commit_post("a") | {"since": since}).since == ""
 
 
 def test_longest_did_belongs_to_a_shard() -> None:
