@@ -148,19 +148,20 @@ class Auditor:
         exported = snapshot.head
         while True:
             async with self._store.consistent_read(snapshot.did) as read:
-                stored = _comparable_head(await read.repo())
+                repo = await read.repo()
+                stored = _comparable_head(repo)
                 if stored.rev > exported.rev:
                     raise UnavailableError(FetchFailure.EXPORT_STALE, f"{exported.rev} < {stored.rev}")
                 if stored.rev == exported.rev:
-                    return await self._compare(snapshot, stored, read)
+                    return await self._compare(snapshot, stored, read, repo.scope_version if repo else 0)
             if monotonic() >= deadline:
                 result = RepoAudit(snapshot.did)
                 result.add_difference(snapshot.did, f"behind: database {stored.rev}, host {exported.rev}")
                 return result
             await asyncio.sleep(self._timeouts.poll_seconds)
 
-    async def _compare(self, snapshot: Snapshot, stored: Head, read: ConsistentRead) -> RepoAudit:
-        comparison = RepoComparison(snapshot, self._policy)
+    async def _compare(self, snapshot: Snapshot, stored: Head, read: ConsistentRead, scope_version: int) -> RepoAudit:
+        comparison = RepoComparison(snapshot, self._policy, scope_version)
         if stored.data != snapshot.head.data:
             description = f"different data: database {cid_text(stored.data)}, host {cid_text(snapshot.head.data)}"
             comparison.result.add_difference(snapshot.did, description)
@@ -204,6 +205,8 @@ def _comparable_head(repo: Repo | None) -> Head:
     """Return the head of a repo that can be compared; raise `SkippedRepoError` otherwise."""
     if repo is None:
         raise SkippedRepoError(NOT_IN_DATABASE)
+    if not repo.tracked:
+        raise SkippedRepoError("not tracked")
     if not repo.active:
         raise SkippedRepoError(f"inactive: {repo.hosting_status or 'reported by the relay'}")
     if repo.sync_status is not SyncStatus.SYNCHRONIZED or repo.head is None:

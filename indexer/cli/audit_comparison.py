@@ -1,17 +1,19 @@
 """Compare the verified snapshot of a repo with its stored records."""
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from decimal import Decimal
 from typing import Any
 
 from indexer.atproto.cid import CID_BYTES, cid_text
 from indexer.atproto.record import Problem, decode_record
-from indexer.cli.audit_result import RepoAudit
+from indexer.cli.audit_result import BEING_DELETED, BEING_FETCHED, RepoAudit
 from indexer.reasons import FetchFailure
 from indexer.store import RecordRow
 from indexer.sync.policy import Policy
 from indexer.sync.record_change import selected_path
+from indexer.sync.scope import filter_of
 from indexer.sync.snapshot_diff import Difference, SnapshotDiff, without_value
 from indexer.sync.verify import Snapshot
 
@@ -27,12 +29,15 @@ class RepoComparison:
         result: The result so far.
     """
 
-    def __init__(self, snapshot: Snapshot, policy: Policy) -> None:
+    def __init__(self, snapshot: Snapshot, policy: Policy, scope_version: int) -> None:
+        """Begin the comparison. `scope_version` is that of the stored repo (`Repo.scope_version`)."""
         self.result = RepoAudit(snapshot.did)
         self._snapshot = snapshot
         self._policy = policy
         self._diff = SnapshotDiff(entry for entry in snapshot.records() if selected_path(entry[0], policy))
         self._values_not_compared = 0
+        self._complete = filter_of(policy.scope.added_until(scope_version))
+        self._pending = Counter[str]()
 
     def compare_chunk(self, chunk: Sequence[RecordRow]) -> None:
         """Compare the next stored records.
@@ -54,7 +59,9 @@ class RepoComparison:
         for difference in self._diff.remaining():
             self._add_difference(difference)
         if self._values_not_compared:
-            self.result.reason_skipped = f"{FetchFailure.EXPORT_LACKS_RECORDS}: {self._values_not_compared} records"
+            self._pending[FetchFailure.EXPORT_LACKS_RECORDS] = self._values_not_compared
+        for reason, records in self._pending.most_common(1):
+            self.result.reason_skipped = f"{reason}: {records} records"
 
     def _value_matches(self, record: RecordRow) -> bool | None:
         """Return True if the stored value is the value of the record's block; None if the export lacks the block.
@@ -75,18 +82,29 @@ class RepoComparison:
         return stored[1:] == value[1:] and equal_json(record.value, value.json)
 
     def _add_difference(self, difference: Difference) -> None:
+        if (pending := self._pending_change(difference)) is not None:
+            self._pending[pending] += 1
+            return
         if difference.old is None:
             self.result.records += 1
         uri = f"at://{self.result.did}/{difference.path.decode()}"
         self.result.add_difference(uri, self._describe(difference))
 
+    def _pending_change(self, difference: Difference) -> str | None:
+        """Return why the daemon is still going to store or delete this record; None if it is not."""
+        collection = _collection(difference.path)
+        if difference.old is None:
+            is_complete = self._complete is not None and self._complete.matches(collection)
+            return None if is_complete else BEING_FETCHED
+        is_selected = self._policy.scope.collections.matches(collection)
+        return BEING_DELETED if difference.new is None and not is_selected else None
+
     def _describe(self, difference: Difference) -> str:
-        path, stored, exported = difference
+        stored, exported = difference.old, difference.new
         if stored is None:
             return "missing in the database"
         if exported is None:
-            selected = self._policy.scope.collections.matches(_collection(path))
-            return "not in the repo" if selected else "not in a selected collection"
+            return "not in the repo"
         if stored == without_value(exported):
             return "different value"
         return f"different CID: database {cid_text(stored[:CID_BYTES])}, host {cid_text(exported)}"

@@ -8,6 +8,10 @@ MAX_LISTED_DIFFERENCES = 100
 """Differences of one repo that are listed; the rest is only counted."""
 NOT_IN_DATABASE = "not in the database"
 """Reason why a repo is skipped that the database does not have."""
+BEING_FETCHED = "records of added collections are still being fetched"
+"""Reason why a repo is not compared completely that lacks records of a collection that the scope added."""
+BEING_DELETED = "records of removed collections are still being deleted"
+"""Reason why a repo is not compared completely that has records of a collection that the scope removed."""
 
 
 class AuditDifference(NamedTuple):

@@ -58,11 +58,13 @@ class Scope:
 
     def added_after(self, version: int) -> list[str]:
         """Return the patterns that a repo lacks whose records are complete for this version."""
-        return [
-            pattern
-            for pattern, added_in in zip(self.collections.patterns, self.added_in, strict=True)
-            if added_in > version
-        ]
+        complete = set(self.added_until(version))
+        return [pattern for pattern in self.collections.patterns if pattern not in complete]
+
+    def added_until(self, version: int) -> list[str]:
+        """Return the patterns that a repo has whose records are complete for this version."""
+        added_in = self.added_in or (0,) * len(self.collections.patterns)  # () for a scope that is not stored
+        return [pattern for pattern, added in zip(self.collections.patterns, added_in, strict=True) if added <= version]
 
     @property
     def unlisted_signals(self) -> list[str]:
