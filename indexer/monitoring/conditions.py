@@ -66,7 +66,8 @@ HOST_FAILING = ConditionKind(
 )
 RESYNCS_FAILING = ConditionKind(
     "resyncs-failing",
-    "Resyncs fail and will be retried. The subject is the reason and the host. The log level debug shows each one.",
+    "Resyncs fail. The subject is the reason and the host; the message says whether the repo is tried again or parked. "
+    "The log level debug shows each one.",
     600.0,
 )
 RESYNCS_SLOW = ConditionKind(

@@ -52,7 +52,7 @@ class RepoStatus:
         counted_share: Share of the table that was counted; below 1, the numbers are estimates.
         reasons: Repos by the reason why they are not synchronized.
         failures: Repos by the reason why their last fetch failed.
-        parked: Repos that are not tried again until an event unparks them.
+        parked: Repos that are tried again only after an event, or after `INDEXER_SWEEP_INTERVAL`.
         unproven: Repos to which an undecidable commit was applied since their last complete export.
         records: Estimated number of records.
     """

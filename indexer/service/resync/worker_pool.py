@@ -27,7 +27,7 @@ from indexer.store import DatabaseError, Store
 from indexer.sync.plan_account import plan_existence
 from indexer.sync.plan_resync import plan_failure
 from indexer.sync.plans import Batch, RepoWrite
-from indexer.sync.repo_state import Repo, SyncStatus
+from indexer.sync.repo_state import PARKED, Repo, SyncStatus
 from indexer.sync.repo_transitions import release
 from indexer.sync.shard import Shard
 
@@ -394,32 +394,41 @@ class WorkerPool:
         if failure.host is not None and failure.retry_after is not None:
             now = time()
             self._admission.pause_host(failure.host, now + failure.retry_after, now)
-        await self._update_claimed(claimed, lambda repo: self._failed(repo, claimed, failure))
-        self._report(claimed, failure)
+        written = await self._update_claimed(claimed, lambda repo: self._failed(repo, claimed, failure))
+        self._report(claimed, failure, written)
         return failure.reason
 
-    def _report(self, claimed: Repo, failure: UnavailableError) -> None:
+    def _report(self, claimed: Repo, failure: UnavailableError, written: Repo | None) -> None:
         """Report the failure as one of many with the same reason and host: a broken host has thousands of repos."""
         log.debug("resync.failed", did=claimed.did, error=str(failure), attempts=claimed.attempts + 1)
         if failure.reason in _REPORTED_BY_HOST:
             return
         identity = self._identities.peek(claimed.did)
         subject = f"{failure.reason} at {identity.host}" if identity and identity.host else str(failure.reason)
-        self._conditions.report(RESYNCS_FAILING, subject, message=f"{claimed.did}: {failure}; it is retried")
+        self._conditions.report(RESYNCS_FAILING, subject, message=f"{claimed.did}: {failure}; {_what_follows(written)}")
 
     def _failed(self, repo: Repo, claimed: Repo, failure: UnavailableError) -> Repo:
         after = plan_failure(repo, claimed, failure, time())
         gone = failure.reason is FetchFailure.IDENTITY_GONE
         return plan_existence(after, time(), self._deletion_grace, exists=False) if gone else after
 
-    async def _update_claimed(self, claimed: Repo, change: Callable[[Repo], Repo]) -> None:
-        """Write the changed row, unless the claim is lost."""
+    async def _update_claimed(self, claimed: Repo, change: Callable[[Repo], Repo]) -> Repo | None:
+        """Write the changed row and return it; return None if the claim is lost."""
 
         def if_claimed(repo: Repo) -> Repo:
             holds = repo.lease == claimed.lease and repo.sync_status is SyncStatus.IN_PROGRESS
             return change(repo) if holds else repo
 
-        await self._store.update_repo(claimed.did, if_claimed)
+        return await self._store.update_repo(claimed.did, if_claimed)
+
+
+def _what_follows(written: Repo | None) -> str:
+    """Return what happens to the repo after a resync that failed. `written` is its row; None if the claim was lost."""
+    if written is None:
+        return "another worker has the repo"
+    if written.next_attempt_at == PARKED:
+        return "it is parked until a message about the account arrives, or for INDEXER_SWEEP_INTERVAL"
+    return f"it is tried again in {max(0.0, (written.next_attempt_at or 0.0) - time()):.0f} s"
 
 
 def _released(repo: Repo, postponed: Postponed) -> Repo:

@@ -1,6 +1,7 @@
 """The workers of resyncs: claims, lost claims, failures, and the end of the pool."""
 
 import asyncio
+import re
 
 import pytest
 from structlog.testing import capture_logs
@@ -147,3 +148,20 @@ async def test_failures_of_one_host_with_one_reason_are_one_condition() -> None:
             counts = {condition.subject: condition.count for condition in running.conditions.active()}
     assert counts == {"timeout at one.example": 5, "bad-answer at one.example": 3}
     assert [line["event"] for line in lines if line["log_level"] != "debug"] == ["condition.began"] * 2
+
+
+@pytest.mark.parametrize(
+    ("reason", "what_follows"),
+    [
+        (FetchFailure.TIMEOUT, r"it is tried again in \d+ s"),
+        (FetchFailure.REPO_NOT_FOUND, "it is parked until a message .+ arrives, or for INDEXER_SWEEP_INTERVAL"),
+    ],
+)
+async def test_condition_says_whether_the_repo_is_tried_again_or_parked(
+    reason: FetchFailure, what_follows: str
+) -> None:
+    async with RunningPool([DID], lambda _did: "one.example", workers=1) as running:
+        running.identities.failures = {DID: UnavailableError(reason, "detail")}
+        await until(lambda: bool(running.conditions.active()))
+        [condition] = running.conditions.active()
+    assert re.fullmatch(rf"{DID}: {reason}: detail; {what_follows}", condition.message)
