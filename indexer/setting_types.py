@@ -20,6 +20,9 @@ class AllowedValues:
     text: str
 
 
+STREAM_PATH = "/xrpc/com.atproto.sync.subscribeRepos"
+
+
 class Address(NamedTuple):
     """A host name or IP address, and a port. Its text is a valid value of the setting."""
 
@@ -103,6 +106,27 @@ def _url(*schemes: str) -> Callable[[str], str]:
         return value.rstrip("/")
 
     return check
+
+
+def _read_relay(value: str) -> str:
+    """Return the URL of a relay for its stream: that of the host, with the scheme of a websocket.
+
+    Other programs want the URL of the host (tap: `TAP_RELAY_URL`) or that of the stream (Jetstream:
+    `JETSTREAM_WS_URL`), so both are accepted. XRPC has no other path: https://atproto.com/specs/xrpc.
+    """
+    url = _url("ws", "wss", "http", "https")(value.rstrip("/").removesuffix(STREAM_PATH))
+    if urlsplit(url).path:
+        raise ValueError("not the URL of a host")
+    return url.replace("http", "ws", 1) if url.startswith("http") else url
+
+
+def _check_directory(value: str) -> str:
+    """Check the URL of a PLC directory. A path may precede the DID, but not one that names an operation or a DID."""
+    url = _url("http", "https")(value)
+    last = urlsplit(url).path.rpartition("/")[2]
+    if last == "export" or last.startswith("did:"):
+        raise ValueError("not the URL of a directory")
+    return url
 
 
 def _check_contact(value: str) -> str:
@@ -210,18 +234,22 @@ Duration = Annotated[
 ]
 Switch = Annotated[bool, AllowedValues("true or false")]
 Relays = Annotated[
-    tuple[Annotated[str, AfterValidator(_url("ws", "wss"))], ...],
+    tuple[Annotated[str, AfterValidator(_read_relay)], ...],
     BeforeValidator(split_list),
     AfterValidator(check_duplicates),
     Field(min_length=1),
-    AllowedValues("a comma-separated list of ws:// or wss:// URLs, without user and query"),
+    AllowedValues(
+        "a comma-separated list of wss://, ws://, https:// or http:// URLs of hosts; the path of the stream may follow"
+    ),
 ]
 Directories = Annotated[
-    tuple[Annotated[str, AfterValidator(_url("http", "https"))], ...],
+    tuple[Annotated[str, AfterValidator(_check_directory)], ...],
     BeforeValidator(split_list),
     AfterValidator(check_duplicates),
     Field(min_length=1),
-    AllowedValues("a comma-separated list of http:// or https:// URLs, without user and query"),
+    AllowedValues(
+        "a comma-separated list of http:// or https:// URLs to which a DID can be added, without user and query"
+    ),
 ]
 DatabaseUrl = Annotated[SecretStr, AfterValidator(_check_database_url), AllowedValues("a postgresql:// URL")]
 WebhookUrl = Annotated[SecretStr, AfterValidator(_check_webhook_url), AllowedValues("an http(s):// URL")]

@@ -12,6 +12,7 @@ from indexer.atproto.crypto import PublicKey, parse_did_key
 from indexer.atproto.syntax import AtUri, is_did, is_nsid, normalize_account, normalize_nsid
 from indexer.errors import UpstreamError
 from indexer.reasons import Rejection
+from indexer.setting_types import STREAM_PATH
 from indexer.sync.frames import MAX_SEQ
 
 STDIN = "-"
@@ -107,7 +108,7 @@ def parse_key(text: str) -> PublicKey:
 def parse_origin(text: str) -> str:
     """Return the HTTP base URL of a host from that URL or the URL of its stream; raise ValueError otherwise."""
     try:
-        parts = urlsplit(text)
+        parts = urlsplit(text.rstrip("/").removesuffix(STREAM_PATH))
         scheme = {"ws": "http", "wss": "https"}.get(parts.scheme, parts.scheme)
         known = scheme in {"http", "https"} and parts.hostname and parts.port != 0
     except ValueError:

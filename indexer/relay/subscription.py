@@ -14,8 +14,7 @@ from time import monotonic
 import structlog
 
 from indexer.relay.stream_socket import Ending, StreamSocket, StreamSocketError, open_socket
-
-PATH = "/xrpc/com.atproto.sync.subscribeRepos"
+from indexer.setting_types import STREAM_PATH
 
 log = structlog.get_logger(__name__)
 
@@ -252,7 +251,7 @@ def open_stream(
 ) -> AbstractAsyncContextManager[StreamSocket]:
     """Open the stream of `relay` after `cursor`; None requests only new messages. See `open_socket` for the errors."""
     return open_socket(
-        f"{relay.rstrip('/')}{PATH}" + ("" if cursor is None else f"?cursor={cursor}"),
+        f"{relay.rstrip('/')}{STREAM_PATH}" + ("" if cursor is None else f"?cursor={cursor}"),
         max_bytes=max_bytes,
         user_agent=user_agent,
         connect_timeout=settings.connect_timeout,

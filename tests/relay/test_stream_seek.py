@@ -11,7 +11,7 @@ from indexer.localnet.local_network import LocalNetwork
 from indexer.localnet.local_relay import LocalRelay, message_frame
 from indexer.relay.seek import Entry, Sighting
 from indexer.relay.stream_seek import StreamSeek
-from indexer.relay.subscription import PATH
+from indexer.setting_types import STREAM_PATH
 from tests.outbound.scripted_host import ScriptedHost, hang, http_response
 
 BEGIN = datetime(2026, 1, 1, tzinfo=UTC).timestamp()
@@ -102,9 +102,9 @@ async def test_a_relay_that_cannot_be_reached_ends_the_search() -> None:
     with pytest.raises(ConnectionRefusedError):
         await stream_seek()("ws://127.0.0.1:1", BEGIN)
     async with ScriptedHost() as host:
-        host.pages[f"{PATH}?cursor=0"] = http_response(status=503)
+        host.pages[f"{STREAM_PATH}?cursor=0"] = http_response(status=503)
         with pytest.raises(ConnectionError, match="HTTP 503"):
             await stream_seek()(f"ws://127.0.0.1:{host.port}", BEGIN)
-        host.pages[f"{PATH}?cursor=0"] = hang
+        host.pages[f"{STREAM_PATH}?cursor=0"] = hang
         with pytest.raises(TimeoutError):
             await stream_seek(connect_timeout=0.1)(f"ws://127.0.0.1:{host.port}", BEGIN)

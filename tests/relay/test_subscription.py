@@ -9,7 +9,8 @@ from websockets.asyncio.server import ServerConnection, serve
 
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.localnet.local_network import LocalNetwork
-from indexer.relay.subscription import PATH, ConnectionSettings, Subscription
+from indexer.relay.subscription import ConnectionSettings, Subscription
+from indexer.setting_types import STREAM_PATH
 from indexer.sync.events import StreamError
 from indexer.sync.frames import decode_frame
 from tests.event_loop_watch import EventLoopWatch
@@ -177,7 +178,7 @@ async def test_the_next_relay_is_used_after_too_many_skips(net: LocalNetwork) ->
 async def test_a_redirect_is_not_followed(net: LocalNetwork) -> None:
     for target in ("ws://[", net.relay_url):
         async with ScriptedHost() as host:
-            host.pages[PATH] = http_response(status=302, headers={"Location": target})
+            host.pages[STREAM_PATH] = http_response(status=302, headers={"Location": target})
             assert "HTTP 302" in await error_of_second_connection(subscription(f"ws://127.0.0.1:{host.port}"))
     assert net.relay.requests.total() == 0
 
@@ -270,7 +271,7 @@ async def test_the_size_limit_applies_before_the_content_arrives(first: bytes) -
         source = subscription(relay, max_bytes=20_000)
         async with aclosing(source.frames(Cursors(5))) as frames:
             assert await anext(frames) == b"next"
-    assert paths == [f"{PATH}?cursor=5", f"{PATH}?cursor=6"]
+    assert paths == [f"{STREAM_PATH}?cursor=5", f"{STREAM_PATH}?cursor=6"]
     assert source.skipped == 1
 
 
@@ -338,7 +339,7 @@ async def test_the_handshake_uses_no_proxy_or_extension(net: LocalNetwork, monke
         for name in (variable, variable.lower()):
             monkeypatch.setenv(name, net.relay_url.replace("ws", "http"))
     async with ScriptedHost() as host:
-        host.pages[PATH] = http_response(status=503, headers={"Set-Cookie": "name=value"})
+        host.pages[STREAM_PATH] = http_response(status=503, headers={"Set-Cookie": "name=value"})
         assert "HTTP 503" in await error_of_second_connection(subscription(f"ws://127.0.0.1:{host.port}"))
     assert net.relay.requests.total() == 0
     for head in host.requests:
