@@ -433,6 +433,12 @@ LOG_EVENTS: dict[str, LogEvent] = {
         "The daemon tries again. It logs the attempts 1, 2, 4, 8 and so on. If this lasts for minutes, see "
         "docs/runbook.md#relaydisconnected.",
     ),
+    "repo-list.page-failed": LogEvent(
+        ("debug",),
+        ("source", "attempt", "error"),
+        "A page of the repo list could not be read.",
+        "It is read again after a pause, at most five times. The event of the reconciliation or of the scope follows.",
+    ),
     "repo.erased": LogEvent(
         ("debug",),
         ("did",),

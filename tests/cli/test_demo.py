@@ -1,6 +1,7 @@
 """The demo is self-contained: settings of the user do not change it."""
 
 import asyncio
+import json
 import re
 import signal
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from indexer.monitoring.log_events import LOG_EVENTS
 from tests.cli.command_line import PROJECT, Session, environment_without_settings
 
 SETTINGS_FILE = "collections = ['com.example.none']\nshard = '1/2'\n"
@@ -20,7 +22,7 @@ SETTINGS = {
     "INDEXER_SHARD": "1/2", "INDEXER_ROLES": "resync", "INDEXER_RESYNC_WORKERS": "many", "INDEXER_UNKNOWN": "1",
     "INDEXER_DATA_DIR": "/dev/null/none", "INDEXER_HTTP_BIND": "192.0.2.1:1",
     "INDEXER_RECORD_BYTES": "1", "INDEXER_STORE_VALUES": "false",
-    "INDEXER_LOG_LEVEL": "info", "INDEXER_LOG_FORMAT": "json",
+    "INDEXER_LOG_LEVEL": "debug", "INDEXER_LOG_FORMAT": "json",
 }  # fmt: skip
 """Settings that have no effect, and those of the log, which have one."""
 
@@ -59,7 +61,9 @@ async def test_demo_compares_its_own_network_and_keeps_running_whatever_the_sett
             assert (await response.json())["ready"] is True
         process.send_signal(signal.SIGINT)
         assert await asyncio.wait_for(process.wait(), 60) == 0
-        assert '"event":"relay.connected"' in log.read_text()
+        events = {json.loads(line)["event"] for line in log.read_text().splitlines()}
+        assert "relay.connected" in events
+        assert events <= LOG_EVENTS.keys(), "docs/logs.md has every event, also of libraries"
     finally:
         if process.returncode is None:
             process.kill()

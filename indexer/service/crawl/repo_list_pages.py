@@ -11,6 +11,9 @@ from indexer.outbound import OutboundClient
 from indexer.pds.repo_list import RepoListPage, list_repos
 from indexer.reasons import FetchFailure
 
+stamina.instrumentation.set_on_retry_hooks(())  # it would log events of its own, which docs/logs.md does not have
+log = structlog.get_logger(__name__)
+
 MAX_ATTEMPTS = 6
 """Attempts to fetch one page, over about a minute."""
 
@@ -56,7 +59,11 @@ async def _fetch_page(
     )
     async for attempt in attempts:
         with attempt, requests.busy():
-            return await list_repos(outbound, source, collection, cursor)
+            try:
+                return await list_repos(outbound, source, collection, cursor)
+            except UnavailableError as error:
+                log.debug("repo-list.page-failed", source=source, attempt=attempt.num, error=str(error))
+                raise
     raise AssertionError("the last attempt raises")
 
 

@@ -6,8 +6,10 @@ from time import monotonic
 import asyncpg
 import pytest
 import stamina
+from structlog.testing import capture_logs
 
 from indexer.errors import UnavailableError
+from indexer.monitoring.log_events import LOG_EVENTS
 from indexer.outbound import OutboundClient
 from indexer.service.crawl.discover import Discovery
 from indexer.store import Store
@@ -56,8 +58,11 @@ async def test_interrupted_crawl_is_resumed_and_a_finished_one_starts_again(
 ) -> None:
     host.pages[path()] = page((did(1), REV), cursor="x")
     host.pages[path("x")] = FAILURE
-    with stamina.set_testing(True, attempts=2), pytest.raises(UnavailableError, match="http-status: 404"):
+    failed = pytest.raises(UnavailableError, match="http-status: 404")
+    with stamina.set_testing(True, attempts=2), capture_logs() as lines, failed:
         await discover(store, outbound, host)
+    assert {line["event"] for line in lines} <= LOG_EVENTS.keys(), "docs/logs.md has every event, also of libraries"
+    assert [line["attempt"] for line in lines if line["event"] == "repo-list.page-failed"] == [1, 2]
     assert requested_cursors(host) == [None, "x", "x"]
     assert await tracked(sql) == {did(1)}
     host.pages[path("x")] = page((did(2), REV))
