@@ -6,7 +6,7 @@ at once.
 
 import asyncio
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, closing, suppress
 from functools import partial
 
 import structlog
@@ -15,6 +15,7 @@ from indexer import __version__
 from indexer.daemon import Daemon, open_daemon
 from indexer.daemon_core import core_of
 from indexer.daemon_tuning import Tuning
+from indexer.monitoring.health import Listener
 from indexer.monitoring.metrics import Metrics
 from indexer.process_setup import StopRequest, raise_file_limit, stop_on_signals, tune_garbage_collector
 from indexer.settings import Settings
@@ -30,14 +31,16 @@ async def run(settings: Settings, *, migrate_first: bool = True, tuning: Tuning 
 
     Raises:
         SchemaVersionError: This release cannot use the version of the database schema.
-        SettingsError: The operator has to correct the URL of the database, its password, or a privilege, or to install
-            the native core.
+        SettingsError: The operator has to correct the address of the HTTP server, the URL of the database, its
+            password, or a privilege, or to install the native core.
     """
     stop, core = StopRequest(), core_of(settings)
     raise_file_limit()
     url = settings.database_url.get_secret_value() if settings.database_url else None
     metrics, postgres = Metrics(), postgres_stage()
-    with stop_on_signals(stop, settings.stop_timeout):
+    listener = Listener(settings.http_bind)
+    await listener.bind()  # before the schema is upgraded: a port in use is the operator's to correct
+    with stop_on_signals(stop, settings.stop_timeout), closing(listener):
         async with database(url, settings.data_dir, on_restart=metrics.postgres_restarted, stage=postgres) as dsn:
             async with AsyncExitStack() as stack:
                 opened = partial(open_daemon, settings, dsn, metrics, [postgres], core, tuning)
@@ -45,7 +48,7 @@ async def run(settings: Settings, *, migrate_first: bool = True, tuning: Tuning 
                 if daemon is None:
                     log.info("daemon.stopped")
                     return 0
-                address = await stack.enter_async_context(daemon.serve_http())
+                address = await stack.enter_async_context(daemon.serve_http(listener))
                 tune_garbage_collector()
                 log.info(
                     "daemon.started",

@@ -11,6 +11,7 @@ import os
 import sys
 from asyncio.subprocess import Process
 from collections.abc import Mapping
+from contextlib import closing
 from functools import partial
 from math import ceil
 from pathlib import Path
@@ -20,7 +21,9 @@ import structlog
 from indexer.cli.command import ExitCode
 from indexer.cli.database import open_database
 from indexer.errors import SettingsError
+from indexer.monitoring.health import Listener
 from indexer.process_setup import PARENT_ENDED, StopRequest, available_cores, stop_on_signals
+from indexer.setting_types import Address
 from indexer.settings import Settings, variable
 from indexer.store.embedded.server_parent import end_with_parent
 from indexer.store.prepare_database import prepare_database
@@ -28,6 +31,7 @@ from indexer.sync.shard import BUCKETS
 
 MIN_RESTART_SECONDS, MAX_RESTART_SECONDS = 1.0, 60.0
 """Pause before a process is restarted. It doubles each time."""
+MAX_PORT = 65_535
 STOP_TIMEOUT_SHARE = 0.9
 """The part of `INDEXER_STOP_TIMEOUT` that the processes have, so that this one can end after them."""
 
@@ -38,13 +42,14 @@ async def supervise(settings: Settings, processes: int, config: Path | None, *, 
     """Run the processes until a signal arrives, and return the highest exit code.
 
     Raises:
-        SettingsError: There are more processes than buckets, or the operator has to correct something about the
-            database.
+        SettingsError: There are more processes than buckets, a port is in use, or the operator has to correct
+            something about the database.
     """
     shards = settings.shard.count * processes
     if shards > BUCKETS:
         needed = f"{processes} processes for shard {settings.shard} need {shards} shards"
         raise SettingsError(f"--processes: {needed}; the maximum is {BUCKETS}")
+    await _require_free_ports(settings.http_bind, processes)
     stop = StopRequest()
     with stop_on_signals(stop, settings.stop_timeout):
         async with open_database(settings) as dsn:
@@ -59,6 +64,15 @@ async def supervise(settings: Settings, processes: int, config: Path | None, *, 
             codes = await asyncio.gather(*tasks)
             stop.step = "end the use of the database"
     return max(ExitCode.FAILED if code < 0 else code for code in codes)
+
+
+async def _require_free_ports(bind: Address, processes: int) -> None:
+    """Raise `SettingsError` if a process could not serve at its port: before the schema is upgraded."""
+    if bind.port + processes - 1 > MAX_PORT:
+        raise SettingsError(f"--processes: {processes} processes from port {bind.port} need ports above {MAX_PORT}")
+    for index in range(processes if bind.port else 0):
+        with closing(Listener(bind._replace(port=bind.port + index))) as listener:
+            await listener.bind()
 
 
 def process_environment(settings: Settings, index: int, processes: int) -> dict[str, str]:

@@ -4,8 +4,8 @@ import asyncio
 import errno
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass
 from time import monotonic
 from typing import Any, Protocol, cast
@@ -61,9 +61,66 @@ class HttpLimits:
 DEFAULT_HTTP_LIMITS = HttpLimits()
 
 
+class Listener:
+    """An address that is bound. It refuses connections until `start`.
+
+    Attributes:
+        address: The address, with the real port if port 0 was asked for.
+    """
+
+    def __init__(self, bind: Address, backlog: int = DEFAULT_HTTP_LIMITS.backlog) -> None:
+        self.address = bind
+        self._backlog = backlog
+        self._server: asyncio.Server | None = None
+        self._make_protocol: Callable[[], asyncio.BaseProtocol] = asyncio.Protocol
+
+    async def bind(self) -> None:
+        """Bind the address.
+
+        Raises:
+            SettingsError: Another process uses the address, this machine does not have it, or this account may not use
+                it.
+        """
+        loop, (host, port) = asyncio.get_running_loop(), self.address
+        with self._wrong_setting():
+            self._server = await loop.create_server(
+                self._protocol, host, port, backlog=self._backlog, start_serving=False
+            )
+        self.address = Address(host, self._server.sockets[0].getsockname()[1])
+
+    async def start(self, make_protocol: Callable[[], asyncio.BaseProtocol]) -> None:
+        """Accept connections, each with a protocol that this function makes. Bind the address before, if it is not.
+
+        Raises:
+            SettingsError: As `bind`.
+        """
+        self._make_protocol = make_protocol
+        if self._server is None:
+            await self.bind()
+        with self._wrong_setting():
+            await cast(asyncio.Server, self._server).start_serving()
+
+    def _protocol(self) -> asyncio.BaseProtocol:
+        return self._make_protocol()
+
+    def close(self) -> None:
+        """Accept no connections any more."""
+        if self._server is not None:
+            self._server.close()
+
+    @contextmanager
+    def _wrong_setting(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            in_use = "another process uses it; end that process, or choose another port"
+            why = in_use if error.errno == errno.EADDRINUSE else error.strerror
+            raise SettingsError(f"{variable('http_bind')}: cannot listen at {self.address}: {why}") from error
+
+
 @asynccontextmanager
 async def serve_health(
-    bind: Address,
+    bind: Address | Listener,
     probe: Probe,
     registry: CollectorRegistry,
     conditions: Conditions,
@@ -75,9 +132,9 @@ async def serve_health(
     It serves the health checks, the metrics, and `routes`: the status page and feeds.
 
     Raises:
-        SettingsError: This machine does not have the address, or this account may not use it.
-        OSError: Another process uses the address.
+        SettingsError: Another process uses the address, this machine does not have it, or this account may not use it.
     """
+    listener = bind if isinstance(bind, Listener) else Listener(bind, limits.backlog)
     app = make_application(probe, MetricsPage(registry, limits.scrape_interval))
     app.router.add_routes(routes)
     app[WEBSOCKETS] = websockets = Websockets(limits.max_websockets)
@@ -94,15 +151,9 @@ async def serve_health(
     try:
         server = cast(web.Server, runner.server)  # `setup` has made it
         connections = ConnectionLimit(server, limits.max_connections, conditions, websockets)
-        loop = asyncio.get_running_loop()
+        await listener.start(connections)
         try:
-            listener = await loop.create_server(connections, bind.host, bind.port, backlog=limits.backlog)
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise
-            raise SettingsError(f"{variable('http_bind')}: cannot listen at {bind}: {error.strerror}") from error
-        try:
-            yield Address(bind.host, listener.sockets[0].getsockname()[1])
+            yield listener.address
         finally:
             listener.close()
     finally:

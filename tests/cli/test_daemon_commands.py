@@ -2,6 +2,7 @@ import asyncio
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 from indexer.store.embedded import database as embedded_database
 from indexer.store.migrate import migrate
-from tests.cli.command_line import PROJECT, Session, environment_without_settings, error_line
+from tests.cli.command_line import PROJECT, Session, environment_without_settings, error_line, run_indexer
 from tests.cli.stored_account import DID
 
 pytestmark = pytest.mark.slow
@@ -177,3 +178,22 @@ async def test_password_comes_from_the_url_or_from_a_variable_and_is_never_shown
     assert migrated.returncode == 0, migrated.stderr
     assert "guarded" in json.loads(status.stdout)["database"]
     assert "hunter2" not in status.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [[], ["--processes", "2"]])
+async def test_port_in_use_is_found_before_the_schema_is_upgraded(
+    empty_database: str, tmp_path: Path, options: list[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        result = await asyncio.to_thread(
+            run_indexer, "run", *options,
+            INDEXER_DATABASE_URL=empty_database, INDEXER_DATA_DIR=str(tmp_path),
+            INDEXER_HTTP_BIND=f"127.0.0.1:{port}", INDEXER_RELAYS="ws://127.0.0.1:9",
+        )  # fmt: skip
+    assert result.returncode == 2
+    assert error_line(result).startswith(f"INDEXER_HTTP_BIND: cannot listen at 127.0.0.1:{port}: another process uses")
+    connection = await asyncpg.connect(empty_database)
+    assert await connection.fetchval("select to_regclass('indexer.repo')") is None
+    await connection.close()
