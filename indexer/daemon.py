@@ -8,7 +8,7 @@ not written are received again after the next start.
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from time import time
 from typing import Any
@@ -31,7 +31,7 @@ from indexer.daemon_tuning import Tuning
 from indexer.identity import HandleVerifier, IdentityCache
 from indexer.monitoring.conditions import Conditions
 from indexer.monitoring.database_monitor import DatabaseMonitor
-from indexer.monitoring.health import not_ready_reasons, serve_health
+from indexer.monitoring.health import Listener, not_ready_reasons, serve_health
 from indexer.monitoring.metrics import Metrics
 from indexer.monitoring.status_page import status_routes
 from indexer.outbound import OutboundClient
@@ -66,6 +66,7 @@ from indexer.service.resync.worker_pool import WorkerPool, pool_settings
 from indexer.setting_types import Address
 from indexer.settings import Settings
 from indexer.store import RESERVED_CONNECTIONS, RetentionPolicy, Store
+from indexer.store.process_reports import ProcessReport
 from indexer.sync.repo_state import StreamPoint
 from indexer.sync.scope import Track
 from indexer.sync.shard import Placement
@@ -393,9 +394,19 @@ class Daemon:
         reasons = partial(not_ready_reasons, self.probe)
         return DaemonStatus(self.store, stages, reasons, str(self._shard), self._settings.roles)
 
-    def serve_http(self) -> AbstractAsyncContextManager[Address]:
-        """Serve health checks, metrics, the status page and feeds during a block, which gets the address."""
-        bind, registry = self._settings.http_bind, self.metrics.registry
+    def report(self) -> ProcessReport:
+        """Return what `indexer status` shows of this process: what `/readyz` answers now."""
+        roles = self._settings.roles
+        owns = "live" not in roles or self.shard_ownership.owned.is_set()
+        reasons = [asdict(reason) for reason in not_ready_reasons(self.probe)]
+        return ProcessReport(roles, self._shard.positions, owns, reasons)
+
+    def serve_http(self, listener: Listener | None = None) -> AbstractAsyncContextManager[Address]:
+        """Serve health checks, metrics, the status page and feeds during a block, which gets the address.
+
+        `listener` is the address of the settings, if it is bound already.
+        """
+        bind, registry = listener or self._settings.http_bind, self.metrics.registry
         routes = [*status_routes(self.status)]
         if "feed" in self._settings.roles:
             routes += self.feeds.routes()
@@ -427,7 +438,7 @@ class Daemon:
     def _stages(self) -> dict[str, Coroutine[Any, Any, None]]:
         """Return the stages of the roles of this process, by task name."""
         stages: dict[str, Coroutine[Any, Any, None]] = {
-            "database monitor": self.database_monitor.run(),
+            "database monitor": self.database_monitor.run(self.report),
             "daemon monitor": self.daemon_monitor.run(),
             "garbage collection": collect_garbage(self._tuning.garbage_interval),
             "event loop delay": measure_delays(self.metrics.event_loop_delay),

@@ -35,8 +35,9 @@ RATE_SECONDS = 60.0
 async def status_command(settings: Settings, *, as_json: bool, watch: bool) -> int:
     """Show cursor, lag, repos by status, resync queue, throughput and progress.
 
-    All data comes from the database. Rates are measured over one second, with --watch over the last minute. The exit
-    code is 3 if the indexer is not ready; the status names the cause.
+    All data comes from the database, where each daemon stores every two seconds what its `/readyz` says. Rates are
+    measured over one second, with --watch over the last minute. The exit code is 3 if the indexer is not ready, or no
+    daemon runs; the status names the cause.
     """
     try:
         async with open_store(settings) as store:

@@ -1,13 +1,13 @@
 """The state of the indexer as the database shows it: the data of `indexer status`."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any, Literal
 
 from indexer.cli.output import duration_text
 from indexer.monitoring.backfill import ScopeStatus, backfill_of, scope_status_of
-from indexer.monitoring.readiness import MAX_LISTED_GAPS, MAX_READY_LAG_SECONDS, ReadinessReason, describe_gap
+from indexer.monitoring.readiness import ReadinessReason
 from indexer.monitoring.status_rows import (
     ConsumerStatus,
     GapStatus,
@@ -20,9 +20,11 @@ from indexer.service.live.event_clock import MAX_AHEAD
 from indexer.store import Counts
 from indexer.store.shard_lock import ShardSession
 from indexer.sync.feed_delivery import RefusedEvent
-from indexer.sync.gap import OpenGap
 from indexer.sync.plans import Cursor
 from indexer.sync.shard import BUCKETS, Shard
+
+MAX_REPORT_AGE = 10.0
+"""Seconds after which a daemon that has not reported its state counts as silent. It reports every two seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +109,13 @@ class Status:
 
     Attributes:
         database: The URL of the database, without a password.
-        not_ready_reasons: All reasons why the indexer is not ready, as far as the database shows them.
+        not_ready_reasons: The reasons of `/readyz` of all processes of the shard, and those why a process gives none.
         reasons: Number of repos by the reason why they are not synchronized.
         failures: Number of repos by the reason why their last fetch failed.
         counted_share: Share of the table that was counted; below 1, the numbers of repos are estimates.
         records: Estimated number of records.
         resync_queue: Number of repos that wait for a resync.
-        parked: Number of repos that are not tried again until an event unparks them.
+        parked: Number of repos that are tried again only after an event, or after `INDEXER_SWEEP_INTERVAL`.
         unproven: Number of repos to which an undecidable commit was applied since their last complete export.
         resyncs_per_second: Rate at which repos leave the queue, synchronized or parked. Repos that enter the queue in
             the meantime do not reduce it.
@@ -165,7 +167,7 @@ def status_of(database: str, shard: Shard, earlier: Sample, now: Sample) -> Stat
     backfill = backfill_of(counts, seconds)
     return Status(
         database=database,
-        not_ready_reasons=[*_open_gaps(shard, counts.gaps), *_cursor_reasons(shard, cursors)],
+        not_ready_reasons=list(_not_ready_reasons(shard, counts)),
         cursors=cursors,
         repos={status.value: count for status, count in counts.statuses.items()},
         reasons=counts.reasons,
@@ -225,12 +227,39 @@ def _paused_hosts(counts: Counts, now: float) -> list[PausedHost]:
     ]
 
 
-def _open_gaps(shard: Shard, gaps: Sequence[OpenGap]) -> Iterator[ReadinessReason]:
-    """Yield the open gaps of the shard as one reason."""
-    own = [opened for opened in gaps if opened.affects(shard)]
-    if own:
-        listed = "; ".join([describe_gap(opened) for opened in own[:MAX_LISTED_GAPS]])
-        yield ReadinessReason("open-gaps", f"repos may be outdated: {listed}", len(own))
+def _not_ready_reasons(shard: Shard, counts: Counts) -> Iterator[ReadinessReason]:
+    """Yield what `/readyz` of the processes of this shard answers, and a reason if one of them is missing or silent."""
+    positions = shard.positions
+    reports = [report for report in counts.reports if _overlap(report.positions, positions)]
+    live = [report for report in reports if "live" in report.roles and report.owns]
+    missing = set(positions).difference(*(report.positions for report in live))
+    for report in reports:
+        if not report.owns and missing.isdisjoint(report.positions):
+            continue  # it waits for a process that is at work
+        name = f"daemon {_shard_name(report.positions[0], report.positions[-1])} ({','.join(report.roles)}): "
+        name = name if len(reports) > 1 else ""
+        if report.age > MAX_REPORT_AGE:
+            message = f"{name}the daemon has not reported its state for {duration_text(report.age)}"
+            yield ReadinessReason("not-reported", message, round(report.age, 1))
+        for reason in report.reasons:
+            yield ReadinessReason(reason["code"], f"{name}{reason['message']}", reason["value"])
+    missing.difference_update(*(report.positions for report in reports if not report.owns))
+    owned = {position for session in counts.sessions if session.owns for position in _range_of(session)}
+    part = "" if missing == set(positions) else f" for {len(missing)} of {len(positions)} buckets of the shard"
+    if missing & owned:
+        message = f"a daemon runs{part}, but has not reported its state; daemons of earlier releases do not"
+        yield ReadinessReason("not-reported", message, len(missing))
+    elif missing:
+        yield ReadinessReason("no-daemon", f"no daemon with the role live runs{part}", len(missing))
+
+
+def _overlap(one: range, other: range) -> bool:
+    return one[0] <= other[-1] and other[0] <= one[-1]
+
+
+def _range_of(session: ShardSession) -> range:
+    first, last = session.positions
+    return range(first, last + 1)
 
 
 def _lag(cursor: Cursor, now: float) -> float | None:
@@ -246,25 +275,6 @@ def _age(event_time: str | None, now: float) -> float | None:
         return None if event_time is None else now - datetime.fromisoformat(event_time).timestamp()
     except (ValueError, OverflowError):
         return None
-
-
-def _cursor_reasons(shard: Shard, cursors: Sequence[CursorStatus]) -> Iterator[ReadinessReason]:
-    """Yield the reason if a bucket has no cursor with a small lag.
-
-    A bucket may have cursors of several relays, and of shards that existed before. The one with the least lag counts.
-    """
-    of_buckets = [[c for c in cursors if position in Shard.parse(c.shard).positions] for position in shard.positions]
-    lags = [[c.lag_seconds for c in candidates if c.lag_seconds is not None] for candidates in of_buckets]
-    if not any(of_buckets):
-        yield ReadinessReason("nothing-stored", "no event is stored yet", len(of_buckets))
-    elif not all(of_buckets):
-        message = "some buckets of the shard have not stored an event yet"
-        yield ReadinessReason("nothing-stored", message, of_buckets.count([]))
-    elif not all(lags):
-        message = "the lag is unknown: the events of the relay have no valid time"
-        yield ReadinessReason("lag-unknown", message, lags.count([]))
-    elif (lag := max(min(candidates) for candidates in lags)) > MAX_READY_LAG_SECONDS:
-        yield ReadinessReason("lag", f"the newest stored event is {duration_text(lag)} old", round(lag, 1))
 
 
 def _new_events(earlier: Counts, now: Counts) -> int:

@@ -13,8 +13,11 @@ from indexer.monitoring.status_rows import LinkStatus
 
 
 def status_tables(status: Status) -> Group:
-    """Return the status as tables for a terminal."""
-    parts: list[RenderableType] = [_readiness(status), _cursor_table(status)]
+    """Return the status as tables for a terminal.
+
+    Facts come first, tables that may be long last: `--watch` shows no more than fits the terminal.
+    """
+    parts: list[RenderableType] = [_readiness(status), fact_table(_facts(status)), _cursor_table(status)]
     if status.daemons:
         parts.append(_daemon_table(status))
     if status.gaps:
@@ -26,7 +29,7 @@ def status_tables(status: Status) -> Group:
         parts.append(_refused_event_table(status))
     if status.paused_hosts:
         parts.append(_host_table(status))
-    return Group(*parts, fact_table(_facts(status)))
+    return Group(*parts)
 
 
 def _readiness(status: Status) -> Text:

@@ -1,12 +1,14 @@
 """Check continuously that the database answers."""
 
 import asyncio
+from collections.abc import Callable
 from time import monotonic
 from typing import NoReturn
 
 from indexer.monitoring.conditions import DATABASE_ERRORS, DATABASE_UNAVAILABLE, Conditions
 from indexer.monitoring.metrics import Metrics
 from indexer.store import Store
+from indexer.store.process_reports import ProcessReport
 
 INTERVAL_SECONDS = 2.0
 
@@ -30,11 +32,13 @@ class DatabaseMonitor:
         self._failed_operations = 0
         self.answering_since: float | None = monotonic()
 
-    async def run(self) -> NoReturn:
-        """Check the database forever."""
+    async def run(self, report: Callable[[], ProcessReport]) -> NoReturn:
+        """Check the database forever, and store what `report` returns, for `indexer status`."""
         try:
             while True:
                 await self.check()
+                if self.answering_since is not None:
+                    await self.save(report())
                 await asyncio.sleep(INTERVAL_SECONDS)
         finally:
             self._check.close()
@@ -56,3 +60,9 @@ class DatabaseMonitor:
         elif failed:
             message = f"the database answers, but an operation failed and is retried: {self._store.last_error}"
             self._conditions.report(DATABASE_ERRORS, message=message, count=failed)
+
+    async def save(self, report: ProcessReport) -> None:
+        """Store the state of this process."""
+        if (error := await self._check.save(report)) is not None:
+            message = f"the state for `indexer status` was not stored, and is retried: {error}"
+            self._conditions.report(DATABASE_ERRORS, message=message)

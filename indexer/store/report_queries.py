@@ -13,7 +13,7 @@ import asyncpg
 from indexer.atproto.cid import cid_text
 from indexer.outbound import HostState
 from indexer.reasons import FetchFailure
-from indexer.store import scope_row
+from indexer.store import process_reports, scope_row
 from indexer.store.change_log_segments import ConsumerState, load_consumers
 from indexer.store.columns import Connection, visible
 from indexer.store.database_errors import DatabaseError
@@ -21,6 +21,7 @@ from indexer.store.feed_rows import load_refused
 from indexer.store.gap_rows import load_open as load_open_gaps
 from indexer.store.host_states import load_paused
 from indexer.store.link_progress import LinkProgress, load_progress
+from indexer.store.process_reports import ProcessReport
 from indexer.store.shard_lock import ShardSession, load_sessions
 from indexer.store.table_parts import TablePart, estimate_rows, load_parts
 from indexer.sync.feed_delivery import RefusedEvent
@@ -52,7 +53,7 @@ class Counts:
         statuses: Repos by sync status.
         reasons: Repos by sync reason, if they have one.
         queued: Repos in the resync queue, due now or later.
-        parked: Repos that are not tried again until an event unparks them.
+        parked: Repos that are tried again only after an event, or after `INDEXER_SWEEP_INTERVAL`.
         records: An estimate by Postgres.
         cursors: One per relay and shard.
         failures: Repos by the first word of their last error, if they have one.
@@ -62,6 +63,7 @@ class Counts:
         unproven: Repos to which an undecidable commit was applied since their last complete export.
         gaps: The open gaps of all shards, oldest first.
         sessions: The sessions of processes that own a shard or wait for one.
+        reports: What the processes of the daemon report about themselves.
         counted_share: The share of the table of repos that was read; 1.0 if all repos were counted. If it is smaller,
             all numbers of repos are estimates, except small ones of `in-progress`, `queued`, `parked`, `unproven` and
             `incomplete`.
@@ -83,6 +85,7 @@ class Counts:
     unproven: int = 0
     gaps: list[OpenGap] = field(default_factory=list)
     sessions: list[ShardSession] = field(default_factory=list)
+    reports: list[ProcessReport] = field(default_factory=list)
     counted_share: float = 1.0
     links: LinkProgress = field(default_factory=LinkProgress)
     incomplete: int = 0
@@ -207,6 +210,7 @@ async def counts(connection: Connection, since: float) -> Counts:
         unproven=counted.unproven,
         gaps=await load_open_gaps(connection),
         sessions=await load_sessions(connection),
+        reports=await process_reports.load(connection),
         counted_share=counted.share,
         links=await load_progress(connection),
         incomplete=counted.incomplete,

@@ -316,6 +316,20 @@ shard_owner = Table(
     Column("last_bucket", SmallInteger, nullable=False),
 )
 
+process_report = Table(
+    "process_report",
+    metadata,
+    Column("pid", Integer, primary_key=True, autoincrement=False),
+    Column("role", OID, nullable=False),
+    Column("started_at", TIME, nullable=False),
+    Column("roles", ARRAY(Text), nullable=False),
+    Column("first_bucket", SmallInteger, nullable=False),
+    Column("last_bucket", SmallInteger, nullable=False),
+    Column("owns", Boolean, nullable=False),
+    Column("reported_at", TIME, nullable=False),
+    Column("reasons", JSONB, nullable=False),
+)
+
 # It has no row in a plain database, and one in a database that `distribute` distributes.
 distribution = Table(
     "distribution",

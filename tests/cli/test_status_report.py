@@ -1,6 +1,7 @@
 import re
 from dataclasses import replace
 from io import StringIO
+from typing import Any
 
 import pytest
 from rich.console import Console, RenderableType
@@ -11,6 +12,7 @@ from indexer.cli.status_tables import status_tables
 from indexer.outbound import HostState
 from indexer.reasons import FetchFailure, GapReason
 from indexer.store import ConsumerState, Counts, LinkProgress
+from indexer.store.process_reports import ProcessReport
 from indexer.store.shard_lock import ShardSession
 from indexer.sync.feed_delivery import RefusedEvent
 from indexer.sync.gap import Gap, OpenGap
@@ -21,6 +23,7 @@ from indexer.sync.shard import Shard
 RELAY = "wss://one.example"
 NOON = 1_767_268_800.0  # 2026-01-01T12:00:00Z
 OLD = "2026-01-01T11:58:00Z"
+SHARD = Shard()
 NOTHING = Counts(dict.fromkeys(SyncStatus, 0), {}, 0, 0, 0, [])
 
 
@@ -59,42 +62,82 @@ def test_estimated_numbers_of_repos_are_shown_as_estimates() -> None:
     assert "about 44" not in shown(status_tables(status(repos(synchronized=44))))
 
 
+LAG: dict[str, Any] = {"code": "lag", "message": "the newest stored event is 75 s old", "value": 75.0}
+WAITS: dict[str, Any] = {"code": "shard-lock", "message": "another process holds the shard", "value": 3.0}
+NO_DAEMON = ("no-daemon", "no daemon with the role live runs")
+
+
+def report(
+    *reasons: dict[str, Any], shard: Shard = SHARD, roles: str = "live,resync,feed", owns: bool = True, age: float = 1.0
+) -> ProcessReport:
+    return ProcessReport(roles.split(","), shard.positions, owns, reasons, age)
+
+
+def owner(shard: Shard = SHARD) -> ShardSession:
+    return ShardSession(7, (shard.positions[0], shard.positions[-1]), owns=True, client="127.0.0.1", since=NOON)
+
+
+FIRST, SECOND = Shard(0, 2), Shard(1, 2)
+
+
 @pytest.mark.parametrize(
-    ("cursors", "reason"),
+    ("reports", "sessions", "expected"),
     [
-        ([], "no event is stored yet"),
-        ([cursor(shard="1/2")], "some buckets of the shard have not stored an event yet"),
-        ([cursor(shard="0/2"), cursor(shard="1/2")], None),
-        ([cursor(shard="0/2"), cursor(event_time=OLD, shard="1/2")], "the newest stored event is 2 min old"),
-        ([cursor(event_time=OLD), cursor(shard="0/2"), cursor(shard="1/2")], None),
-        ([cursor(), cursor(event_time=OLD, shard="0/2"), cursor(event_time=OLD, shard="1/2")], None),
-        ([cursor()], None),
-        ([cursor(event_time="2026-01-01T12:59:30+01:00")], None),
-        ([cursor(event_time=OLD)], "the newest stored event is 2 min old"),
-        ([cursor(event_time="2020-01-01T00:00:00Z"), cursor(relay="wss://two.example")], None),
-        ([cursor(event_time=None)], "the lag is unknown: the events of the relay have no valid time"),
-        ([cursor(event_time="yesterday")], "the lag is unknown: the events of the relay have no valid time"),
+        ([], [], [NO_DAEMON]),
+        ([report()], [owner()], []),
+        ([report(LAG)], [owner()], [("lag", "the newest stored event is 75 s old")]),
+        ([report(), report(WAITS, owns=False)], [owner()], []),
+        ([report(WAITS, owns=False)], [owner()], [("shard-lock", "another process holds the shard")]),
+        ([report(age=42)], [owner()], [("not-reported", "the daemon has not reported its state for 42 s")]),
+        (
+            [],
+            [owner()],
+            [("not-reported", "a daemon runs, but has not reported its state; daemons of earlier releases do not")],
+        ),
+        ([report(shard=FIRST), report(shard=SECOND)], [], []),
+        (
+            [report(shard=FIRST), report(LAG, shard=SECOND)],
+            [],
+            [("lag", "daemon 1/2 (live,resync,feed): the newest stored event is 75 s old")],
+        ),
+        ([report(shard=FIRST)], [], [("no-daemon", f"{NO_DAEMON[1]} for 128 of 256 buckets of the shard")]),
+        ([report(roles="resync")], [], [NO_DAEMON]),
+        (
+            [report(), report(LAG, roles="resync")],
+            [],
+            [("lag", "daemon 0/1 (resync): the newest stored event is 75 s old")],
+        ),
     ],
 )
-def test_shard_is_ready_if_every_bucket_has_a_recent_cursor(cursors: list[Cursor], reason: str | None) -> None:
-    result = status(replace(NOTHING, cursors=cursors))
-    assert result.not_ready == reason
+def test_status_says_what_the_daemons_of_the_shard_report(
+    reports: list[ProcessReport], sessions: list[ShardSession], expected: list[tuple[str, str]]
+) -> None:
+    result = status(replace(NOTHING, cursors=[cursor()], reports=reports, sessions=sessions))
+    assert [(reason.code, reason.message) for reason in result.not_ready_reasons] == expected
     as_json = result.to_dict()
-    assert as_json["ready"] is (reason is None)
-    assert [reason["message"] for reason in as_json["not_ready_reasons"]] == [text for text in [reason] if text]
+    assert (as_json["ready"], as_json["not_ready"]) == (not expected, expected[0][1] if expected else None)
 
 
-def test_open_gap_of_the_shard_is_shown_and_makes_it_not_ready() -> None:
+def test_status_of_a_shard_does_not_depend_on_daemons_of_other_shards() -> None:
+    sample = Sample(NOON, replace(NOTHING, reports=[report(shard=FIRST), report(LAG, shard=SECOND)]))
+    first, second = (status_of("postgresql:///any", shard, sample, sample).not_ready for shard in (FIRST, SECOND))
+    assert (first, second) == (None, LAG["message"])
+
+
+def test_open_gap_is_shown() -> None:
     gap = Gap(RELAY, "1/2", GapReason.CURSOR_OUTDATED, first_seq=6)
-    counts = replace(NOTHING, cursors=[cursor()], gaps=[OpenGap(3, gap, NOON - 90)])
-    sample = Sample(NOON, counts)
-    other, own = (status_of("postgresql:///any", shard, sample, sample) for shard in (Shard(0, 2), Shard()))
-    assert other.not_ready is None
-    assert own.not_ready is not None
-    assert "gap cursor-outdated in the stream of wss://one.example, seq 6 to unknown" in own.not_ready
-    [shown_gap] = own.to_dict()["gaps"]
+    result = status(replace(NOTHING, gaps=[OpenGap(3, gap, NOON - 90)]))
+    [shown_gap] = result.to_dict()["gaps"]
     assert (shown_gap["shard"], shown_gap["reason"], shown_gap["open_seconds"]) == ("1/2", "cursor-outdated", 90.0)
-    assert "1 min 30 s" in shown(status_tables(own))
+    assert "1 min 30 s" in shown(status_tables(result))
+
+
+@pytest.mark.parametrize(
+    ("event_time", "lag"),
+    [("2026-01-01T12:59:30+01:00", 30.0), (OLD, 120.0), (None, None), ("yesterday", None)],
+)
+def test_lag_of_a_cursor_is_the_age_of_its_event(event_time: str | None, lag: float | None) -> None:
+    assert status(replace(NOTHING, cursors=[cursor(event_time=event_time)])).cursors[0].lag_seconds == lag
 
 
 def test_daemon_is_shown_with_its_shard() -> None:
@@ -155,6 +198,7 @@ BUSY = replace(
     records=56_789,
     cursors=[cursor(7_654_321)],
     ended=50,
+    reports=[report()],
 )
 
 
@@ -182,6 +226,19 @@ def test_json_and_tables_contain_the_same_values() -> None:
     numbers = {f"{number:,}" for group in groups if isinstance(group, dict) for number in group.values()}
     numbers |= {"7,654,321", "56,789", "2,993", "11", "1,030", "150.0", "25.0", "29.1%"}
     assert numbers <= shown_numbers
+
+
+def test_progress_is_shown_on_a_terminal_of_24_rows() -> None:
+    """`--watch` leaves out what does not fit, which was the progress."""
+    hosts = [HostState(f"h{n}.example", 7, 7, 6, NOON, FetchFailure.HOST_PAUSED, "timeout", None) for n in range(9)]
+    lag = LAG | {"message": "identity lookups fail: 80% of 10 in the last minute; last error: " + "unreachable " * 5}
+    busy = replace(BUSY, hosts=hosts, reports=[report(lag)], sessions=[owner()], ended=50)
+    console = Console(file=StringIO(), width=80, height=24)
+    console.print(status_tables(status(busy)))
+    assert isinstance(console.file, StringIO)
+    first_screen = "\n".join(console.file.getvalue().splitlines()[:23])
+    for name in ("not ready", "resync queue", "resyncs per second", "progress", "time left"):
+        assert name in first_screen
 
 
 def test_markup_and_control_characters_are_shown_literally() -> None:
@@ -217,7 +274,7 @@ def test_links_are_shown_with_their_progress_and_prevent_no_readiness() -> None:
         (LinkProgress("backfill", 0.0, 0, NOON), "backfill: about 0.0% of the repos; time left: unknown", 0.0, None),
         (LinkProgress("outdated", 0.5, 3, NOON), "outdated: turn INDEXER_LINKS off for all processes", None, None),
     ):
-        result = status(replace(NOTHING, cursors=[cursor()], links=links))
+        result = status(replace(NOTHING, reports=[report()], links=links))
         assert text in shown(status_tables(result))
         as_json = result.to_dict()
         assert (as_json["links"]["state"], as_json["links"]["progress"]) == (links.state, progress)

@@ -60,6 +60,7 @@ _FILL = """
 UNFILLED = {
     "distribution": "`distribute` fills it",
     "lexicon": "a test adds a lexicon",
+    "process_report": "has a row while a process of the daemon runs",
     "shard_owner": "has a row while a process owns the shard",
     "unnumbered_batch": "has rows for a moment on a distributed database",
 }

@@ -1,0 +1,61 @@
+"""`indexer status` says what `/readyz` says, and at once that no daemon runs."""
+
+from pathlib import Path
+from time import monotonic
+
+import pytest
+
+from indexer.cli.status_report import Sample, Status, status_of
+from indexer.localnet.http_server import Fault
+from indexer.localnet.local_network import LocalNetwork
+from indexer.store import Store
+from indexer.sync.shard import Shard
+from tests.daemon.health_checks import health_checks
+from tests.daemon.running_daemon import running_daemon
+from tests.daemon_process import daemon_process
+from tests.waiting import until
+
+
+async def status_in(store: Store) -> Status:
+    sample = Sample(0.0, await store.counts())
+    return status_of(store.address, Shard(), sample, sample)
+
+
+@pytest.mark.slow
+async def test_status_says_what_readyz_says(database: str, tmp_path: Path) -> None:
+    async with running_daemon(database, tmp_path) as daemon, health_checks(daemon) as checks:
+        daemon.create_account("ada.test", records=1)
+        await daemon.wait_until_equal()
+        await checks.wait_until_ready()
+        await until(lambda: _is_ready(daemon.store))
+        daemon.network.plc.faults.append(Fault("", status=500, times=None))
+        for number in range(10):
+            daemon.create_account(f"a{number}.test", records=1)
+        await checks.wait_for_reason("identity lookups fail")
+
+        async def says_the_same() -> bool:
+            _, ready = await checks.get("/readyz")
+            shown = [reason.code for reason in (await status_in(daemon.store)).not_ready_reasons]
+            return shown == [reason["code"] for reason in ready["reasons"]] == ["identity-lookups-failing"]
+
+        await until(says_the_same)
+
+
+async def _is_ready(store: Store) -> bool:
+    return (await status_in(store)).not_ready is None
+
+
+@pytest.mark.slow
+async def test_status_says_at_once_that_a_killed_daemon_does_not_run(store: Store, tmp_path: Path) -> None:
+    """It said that the indexer was ready until the lag had passed its limit, a minute later."""
+    dsn = store.address
+    async with LocalNetwork() as network:
+        async with daemon_process(network, dsn, tmp_path):
+            await until(lambda: _is_ready(store))
+        begun = monotonic()
+        await until(lambda: _has_ended(store))
+        assert monotonic() - begun < 5
+
+
+async def _has_ended(store: Store) -> bool:
+    return [reason.code for reason in (await status_in(store)).not_ready_reasons] == ["no-daemon"]
