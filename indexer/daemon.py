@@ -41,6 +41,7 @@ from indexer.relay.stream_seek import StreamSeek
 from indexer.relay.subscription import Subscription
 from indexer.service.background.account_erasure import AccountErasure
 from indexer.service.background.change_log_retention import ChangeLogRetention
+from indexer.service.background.change_notifier import ChangeNotifier
 from indexer.service.background.change_numbering import ChangeNumbering
 from indexer.service.background.handle_checks import HandleChecks
 from indexer.service.background.identity_refresh import IdentityRefresh
@@ -304,6 +305,7 @@ class Daemon:
             self.metrics,
             lag_alarm=settings.consumer_lag_alarm,
         )
+        self.change_notifier = ChangeNotifier(self.store, self.metrics, self.conditions)
         self.change_numbering: ChangeNumbering | None = None
         if self.store.placement is Placement.DISTRIBUTED:  # on a plain database, COMMIT numbers changes
             self.change_numbering = ChangeNumbering(self.store, self.metrics, self.conditions)
@@ -329,6 +331,7 @@ class Daemon:
     def _stages_of_roles(self) -> Iterator[StageProgress]:
         """Yield the progress of all stages that `run` starts."""
         yield from (self.repo_counts.stage, self.host_states, self.change_log_retention.stage, self.scope.stage)
+        yield self.change_notifier.stage
         if self.change_numbering is not None:
             yield self.change_numbering.stage
         if "live" in self._settings.roles:
@@ -449,6 +452,7 @@ class Daemon:
             ),
             "identity cache": self.identities.run(),
             "change log retention": self.change_log_retention.run(),
+            "change notifier": self.change_notifier.run(),
             "scope": self.scope.run(),
         }
         if self.change_numbering is not None:

@@ -134,6 +134,12 @@ TRANSACTIONS_IN_DOUBT = ConditionKind(
     math.inf,
     prevents_readiness=True,
 )
+NOTIFICATION_QUEUE_FILLS = ConditionKind(
+    "notification-queue-fills",
+    "The queue of notifications of the Postgres server fills: a session that listens has left a transaction open. "
+    "Nothing is lost. If the queue is full, consumers learn of changes only when they poll.",
+    math.inf,
+)
 CONDITION_KINDS = (
     DATABASE_UNAVAILABLE,
     DATABASE_ERRORS,
@@ -152,6 +158,7 @@ CONDITION_KINDS = (
     WEBHOOK_FAILING,
     CLUSTER_NODE_UNAVAILABLE,
     TRANSACTIONS_IN_DOUBT,
+    NOTIFICATION_QUEUE_FILLS,
 )
 
 

@@ -279,6 +279,12 @@ _CHANGE_LOG = (
         "It is above 0 for longer than `citus.recover_2pc_interval` while all nodes answer.",
     ),
     MetricDefinition(
+        "indexer_notification_queue_ratio",
+        "gauge",
+        "How full the queue of notifications of the Postgres server is, from 0 to 1.",
+        "It is above 0.05: a session that listens has left a transaction open.",
+    ),
+    MetricDefinition(
         "indexer_consumer_lag_seconds",
         "gauge",
         "Age of the oldest change that a registered consumer has not read.",

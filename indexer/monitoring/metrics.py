@@ -202,6 +202,7 @@ class Metrics:
         self._log_bytes = self._gauge("indexer_change_log_bytes")
         self._numbering = self._histogram("indexer_numbering_seconds", _NUMBERING_BUCKETS)
         self._unnumbered = self._gauge("indexer_unnumbered_batches")
+        self._notification_queue = self._gauge("indexer_notification_queue_ratio")
         self._in_doubt = self._gauge("indexer_transactions_in_doubt")
         self._consumer_lag = self._gauge("indexer_consumer_lag_seconds")
         self._behind_seconds = self._gauge("indexer_consumer_behind_seconds")
@@ -378,6 +379,10 @@ class Metrics:
             self._numbering.observe(age)
         self._unnumbered.set(waiting)
         self._in_doubt.set(in_doubt)
+
+    def notification_queue(self, usage: float) -> None:
+        """Set how full the queue of notifications of the server is, from 0 to 1."""
+        self._notification_queue.set(usage)
 
     def database_up(self, *, up: bool) -> None:
         """Set whether the database answers."""

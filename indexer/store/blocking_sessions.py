@@ -1,4 +1,6 @@
-"""Sessions whose open transactions hold locks that the trimming of the change log or a migration needs.
+"""Sessions whose open transactions hold what others need: locks, or the queue of notifications.
+
+The trimming of the change log and a migration need locks.
 
 The functions of the public schema keep no lock on segments of the change log. A query of the view `atproto.changes`
 does, until the end of its transaction. A query of any view keeps the view and its tables from being replaced.
@@ -14,19 +16,27 @@ from indexer.store.columns import Connection
 # Consumers are neither superusers nor the role of the daemon: a backup may take hours. Nor may they create roles: from
 # Postgres 16 on, an administrator who is no superuser is a member of each role that they have created, without its
 # privileges. The age is hidden (null) from a role without the privileges of pg_read_all_stats.
-_SESSIONS = """
+_COLUMNS = """
     select a.pid, a.usename::text as role, date_part('epoch', clock_timestamp() - a.xact_start) as seconds,
         coalesce(not r.rolsuper and not r.rolcreaterole and r.rolname <> current_user, false) and exists (
             select from pg_roles g
             where g.rolname in ('atproto_reader', 'atproto_operator') and pg_has_role(r.oid, g.oid, 'member')
         ) as is_consumer
     from pg_stat_activity a left join pg_roles r on r.oid = a.usesysid
+"""
+_SESSIONS = f"""
+    {_COLUMNS}
     where a.pid <> pg_backend_pid() and a.pid = any(coalesce($2::int[], array[a.pid])) and a.pid in (
         select l.pid from pg_locks l
         where l.granted and l.locktype = 'relation' and l.relation = any($1::oid[])
             and l.database = (select oid from pg_database where datname = current_database())
     )
     order by a.xact_start
+"""
+_OLDEST = f"""
+    {_COLUMNS}
+    where a.pid <> pg_backend_pid() and a.backend_type = 'client backend' and a.xact_start is not null
+    order by a.xact_start limit 1
 """
 _OF_SEGMENTS = """
     select format('indexer.%s_%s', name, segment)::regclass::oid
@@ -41,7 +51,7 @@ _OF_SCHEMAS = """
 
 @dataclass(frozen=True, slots=True)
 class BlockingSession:
-    """A session whose open transaction holds a lock on one of the relations.
+    """A session whose open transaction holds what others need.
 
     Attributes:
         role: The role that logged in; None for a process of Postgres, such as a VACUUM that prevents wraparound.
@@ -85,6 +95,20 @@ async def end_sessions_before_migration(
     if not all(session.is_consumer for session in old):
         return sessions
     return [session for session in sessions if session not in old] + await _end(connection, old)
+
+
+async def end_oldest_transaction(connection: Connection, min_seconds: float) -> BlockingSession | None:
+    """Return the session of the server with the oldest transaction; end it if it is a consumer's and this old.
+
+    A session that listens reads no notification during its transaction, and the queue keeps what it has not read.
+    Which sessions listen is not visible to others.
+    """
+    row = await connection.fetchrow(_OLDEST)
+    if row is None:
+        return None
+    session = BlockingSession(*row)
+    is_ended = session.is_consumer and session.is_old(min_seconds)
+    return (await _end(connection, [session]))[0] if is_ended else session
 
 
 async def _load(

@@ -8,7 +8,6 @@
     COMMIT runs the trigger `publish`:
       1. lock the table numbering_lock     (waits for other commits that number changes)
       2. take 3 numbers                    change_batch  id 7, size 3, first_seq 41
-      3. notify atproto_changes
     Postgres makes the commit visible
     Postgres releases the lock             seq = first_seq + ordinal: 41, 42, 43
 

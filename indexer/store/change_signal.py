@@ -1,22 +1,53 @@
-"""Learn of new changes: a connection that listens to the notifications of commits."""
+"""Learn of new changes: a channel of notifications, and a connection that listens to them."""
 
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import NamedTuple
 
 import asyncpg
+from asyncpg.exceptions import ProgramLimitExceededError
 
 from indexer.concurrency.event_wait import wait_for_event
 from indexer.reasons import FetchFailure
+from indexer.store.columns import Connection
 from indexer.store.database_errors import CONNECT_TIMEOUT, DatabaseError
 
 CHANNEL = "atproto_changes"
 POLL_SECONDS = 5.0
 """Interval at which the log is read even without a notification."""
 
+_QUEUE_USAGE = "select pg_notification_queue_usage()"
+_NOTIFY = f"""
+    select seq, pg_notification_queue_usage() as queue_usage,
+        case when seq > $1 then pg_notify('{CHANNEL}', '')::text end
+    from atproto.latest_seq() seq
+"""
+
+
+class Notified(NamedTuple):
+    """The state after a notification.
+
+    Attributes:
+        seq: The number of the newest change; None if the listeners were not notified, because the queue is full.
+        queue_usage: How full the queue of notifications of the server is, from 0 to 1.
+    """
+
+    seq: int | None
+    queue_usage: float
+
+
+async def notify(connection: Connection, after: int) -> Notified:
+    """Notify the channel if there are changes after the number `after`. Use a connection without a transaction."""
+    try:
+        [row] = await connection.fetch(_NOTIFY, after)
+    except ProgramLimitExceededError:
+        return Notified(None, await connection.fetchval(_QUEUE_USAGE))
+    return Notified(row["seq"], row["queue_usage"])
+
 
 class ChangeSignal:
-    """Is set by each commit with changes."""
+    """Is set by each notification of changes."""
 
     def __init__(self, connection: asyncpg.Connection) -> None:
         self._connection = connection
@@ -24,7 +55,7 @@ class ChangeSignal:
         connection.add_termination_listener(lambda _: self._changed.set())
 
     async def wait(self) -> None:
-        """Wait until there was a commit with changes since the last call, or for `POLL_SECONDS`.
+        """Wait until there was a notification since the last call, or for `POLL_SECONDS`.
 
         Raises:
             DatabaseError: The connection is lost.

@@ -8,9 +8,17 @@ from typing import Any, Self, TypeVar, cast
 import asyncpg
 
 from indexer.crash_points import COMMITTED, crash_point
+from indexer.errors import RefusedWriteError
+from indexer.reasons import FetchFailure
 from indexer.store.columns import Connection
 from indexer.store.database_check import DatabaseCheck
-from indexer.store.database_errors import CONNECT_TIMEOUT, DatabaseError, database_errors, opening, without_password
+from indexer.store.database_errors import (
+    CONNECT_TIMEOUT,
+    DatabaseError,
+    database_errors,
+    opening,
+    without_password,
+)
 from indexer.store.kept_connection import KeptConnection, close_in_time
 from indexer.store.placement import divide_by_shard, load_placement, load_shards, require_complete
 from indexer.sync.shard import Placement
@@ -37,6 +45,18 @@ run it."""
 SMALL_BATCH_PLAN_SECONDS = 1
 """Seconds after which this statement is planned again. A plan for small tables is slow once they have grown."""
 
+_EMPTY_BATCH = """
+    do $$
+    declare written indexer.change_batch;
+    begin
+        insert into indexer.change_batch (segment, size) select current_segment, 0 from indexer.change_log
+        returning * into written;
+        delete from indexer.change_batch b where b.segment = written.segment and b.id = written.id;
+    end $$
+"""
+_READ_ALL_NODES = "select count(*) from indexer.resync_queue where priority = 0"
+"""The table has one such row for each bucket, so that a part of it is on each node of a cluster."""
+
 T = TypeVar("T")
 
 
@@ -47,6 +67,7 @@ class Connections:
         placement: The placement of the database when it was opened.
         shards: The number of shards of each table of a distributed database; 1 on a plain one.
         committed: Set after each transaction that may have written changes.
+        numbered: Set when changes may have got their numbers.
         failed_operations: How many operations ended with a `DatabaseError`.
         last_error: The last of these errors.
     """
@@ -59,7 +80,7 @@ class Connections:
         self._resync_connections = Semaphore(max(1, connections - RESERVED_CONNECTIONS))
         self._side_by_side = Semaphore(MAX_SIDE_BY_SIDE)
         self._for_small_batches = KeptConnection(self._connect_for_small_batches)
-        self.committed = Event()
+        self.committed, self.numbered = Event(), Event()
         self.failed_operations = 0
         self.last_error: str | None = None
 
@@ -152,6 +173,31 @@ class Connections:
         lifetime = SMALL_BATCH_PLAN_SECONDS
         return await self._connect(SMALL_BATCH_SETTINGS, None, max_cached_statement_lifetime=lifetime)
 
+    async def accepts_writes(self) -> bool:
+        """Return True if the database commits an empty change batch, so that another write that fails is the cause.
+
+        All nodes of a cluster have to answer.
+        """
+        try:
+            async with self._transaction() as connection:
+                await connection.fetchval(_READ_ALL_NODES)
+                if self.placement is Placement.PLAIN:
+                    await connection.execute(_EMPTY_BATCH)
+        except (DatabaseError, asyncpg.PostgresError):
+            return False
+        return True
+
+    @asynccontextmanager
+    async def _refusals_checked(self) -> AsyncIterator[None]:
+        """Raise `DatabaseError` instead of a `RefusedWriteError` of the block if the database stores nothing else."""
+        try:
+            yield
+        except RefusedWriteError as error:
+            if await self.accepts_writes():
+                raise
+            with self._count_failures():
+                raise DatabaseError(FetchFailure.UNREACHABLE, f"the database stores nothing: {error}") from error
+
     @asynccontextmanager
     async def _small_batch_connection(self) -> AsyncIterator[asyncpg.Connection]:
         """Use the connection for small batches, which stays open afterwards. One block has it at a time.
@@ -169,7 +215,12 @@ class Connections:
             async with connection.transaction():
                 yield connection
             crash_point(COMMITTED)
-            self.committed.set()
+            self._note_commit()
+
+    def _note_commit(self) -> None:
+        self.committed.set()
+        if self.placement is Placement.PLAIN:
+            self.numbered.set()
 
     async def _divided(self, dids: Sequence[str], work: Callable[[list[str]], Awaitable[T]]) -> list[T]:
         """Call `work` with the DIDs of each shard, several calls side by side; return the results.

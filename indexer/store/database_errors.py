@@ -29,6 +29,8 @@ _TRANSIENT = (
     exceptions.LockNotAvailableError,
     exceptions.ReadOnlySQLTransactionError,
     exceptions.IdleInTransactionSessionTimeoutError,
+    exceptions.TransactionTimeoutError,
+    exceptions.SnapshotTooOldError,
     exceptions.PostgresSystemError,
     exceptions.InvalidCachedStatementError,
     exceptions.OutdatedSchemaCacheError,
@@ -38,6 +40,7 @@ _TIMEOUTS = (
     TimeoutError,
     exceptions.QueryCanceledError,  # by `statement_timeout`, which the operator may set for the role
     exceptions.LockNotAvailableError,  # after `lock_timeout`
+    exceptions.TransactionTimeoutError,
 )
 """The database works, and did not finish in time: an attempt that fails so is no progress of its stage."""
 _REFUSALS = (
@@ -49,7 +52,12 @@ _REFUSALS = (
     BufferError,  # the driver's message is too long
     OverflowError,
 )
-"""Errors that the values of a write cause. Others, such as a missing column, are bugs."""
+"""Errors that the values of a write may cause. Others, such as a missing column, are bugs.
+
+The server may be the cause as well: it reports that no transaction ID is left, or that its queue of notifications is
+full, as a program limit (54000). So a write counts as refused only while the server commits others, see
+`Connections.accepts_writes`.
+"""
 _READ_ONLY = (exceptions.DiskFullError, exceptions.ReadOnlySQLTransactionError)
 """Transient errors after which a database still answers queries."""
 _CONFLICTS = (exceptions.DeadlockDetectedError, exceptions.SerializationError)
@@ -129,7 +137,7 @@ def _has_replaced_cancellation(error: Exception) -> bool:
 
 @contextmanager
 def refused_writes() -> Iterator[None]:
-    """Raise `RefusedWriteError` for errors of the block that the values of its writes cause.
+    """Raise `RefusedWriteError` for errors of the block that the values of its writes may cause.
 
     Use it around a block of `database_errors`, which the other errors have passed.
     """

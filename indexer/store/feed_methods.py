@@ -23,6 +23,11 @@ class FeedMethods(Connections):
         async with self._own_connection(SERVER_SETTINGS | {"application_name": "indexer numbering"}) as connection:
             yield NumberingSession(connection)
 
+    async def notify_changes(self, after: int) -> change_signal.Notified:
+        """Notify the listeners if there are changes after the number `after`."""
+        async with self._connection() as connection:
+            return await change_signal.notify(connection, after)
+
     @asynccontextmanager
     async def feed_session(self) -> AsyncIterator[FeedSession]:
         """Open the session of the feed, on a connection of its own. It does not own the feed yet."""

@@ -104,19 +104,20 @@ class ResyncMethods(Connections):
 
     @asynccontextmanager
     async def _committed_if_finished(self, begin: Callable[[Connection], T]) -> AsyncIterator[T]:
-        with self._count_failures():
-            async with self._resync_connections, self._acquired() as connection:
-                transaction = connection.transaction()
-                with database_errors():
-                    await transaction.start()
-                writes = begin(connection)
-                commit = False
-                try:
-                    yield writes
-                    commit = writes.finished
-                finally:
-                    with refused_writes(), database_errors():
-                        await (transaction.commit() if commit else transaction.rollback())
-                        self.committed.set()
-                if commit:
-                    crash_point(COMMITTED)
+        async with self._refusals_checked():
+            with self._count_failures():
+                async with self._resync_connections, self._acquired() as connection:
+                    transaction = connection.transaction()
+                    with database_errors():
+                        await transaction.start()
+                    writes = begin(connection)
+                    commit = False
+                    try:
+                        yield writes
+                        commit = writes.finished
+                    finally:
+                        with refused_writes(), database_errors():
+                            await (transaction.commit() if commit else transaction.rollback())
+                            self._note_commit()
+                    if commit:
+                        crash_point(COMMITTED)

@@ -53,8 +53,6 @@ LOAD_REPOS = f"""
 """
 """Takes DIDs and their buckets."""
 SMALL_BATCH_PAUSE = 60.0
-_READ_ALL_NODES = "select count(*) from indexer.resync_queue where priority = 0"
-"""The table has one such row for each bucket, so that a part of it is on each node of a cluster."""
 
 
 class Store(ResyncMethods, ScopeMethods, AccountMethods, LinkMethods, FeedMethods, ReportMethods, LexiconMethods):
@@ -87,12 +85,13 @@ class Store(ResyncMethods, ScopeMethods, AccountMethods, LinkMethods, FeedMethod
         Raises:
             RefusedWriteError: The database cannot store the values of the batch.
         """
-        with refused_writes():
-            if (applied := await self._write_small(batch)) is not None:
-                return applied
-            async with self._transaction() as connection:
-                applied = await apply(connection, batch, links=self.keeps_links, shards=self.shards)
-                crash_point("batch.written")
+        async with self._refusals_checked():
+            with refused_writes():
+                if (applied := await self._write_small(batch)) is not None:
+                    return applied
+                async with self._transaction() as connection:
+                    applied = await apply(connection, batch, links=self.keeps_links, shards=self.shards)
+                    crash_point("batch.written")
         return applied
 
     async def _write_small(self, batch: Batch) -> AppliedBatch | None:
@@ -120,22 +119,15 @@ class Store(ResyncMethods, ScopeMethods, AccountMethods, LinkMethods, FeedMethod
             applied = await apply_small(connection, batch)
             crash_point("small-batch.committed")
             crash_point(COMMITTED)
-            self.committed.set()
+            self._note_commit()
         return applied
 
     async def answers_after(self, error: DatabaseError) -> bool:
         """Return True if the database answers and can be written, so that the write that failed may be the cause.
 
-        All nodes of a cluster have to answer. Of a deadlock, another transaction is the cause, and the write never is.
+        Of a deadlock, another transaction is the cause, and the write never is.
         """
-        if is_read_only(error) or is_conflict(error):
-            return False
-        try:
-            async with self._connection() as connection:
-                await connection.fetchval(_READ_ALL_NODES)
-        except DatabaseError:
-            return False
-        return True
+        return not is_read_only(error) and not is_conflict(error) and await self.accepts_writes()
 
     async def update_repo(self, did: str, plan: Callable[[Repo], Repo]) -> Repo | None:
         """Replace the row by `plan(row)`, which is called again if the row changes meanwhile; return the written row.
@@ -350,6 +342,11 @@ class Store(ResyncMethods, ScopeMethods, AccountMethods, LinkMethods, FeedMethod
         async with self._connection() as connection:
             return await blocking_sessions.end_blocking_sessions(connection, segments, min_seconds)
 
+    async def end_oldest_transaction(self, min_seconds: float) -> BlockingSession | None:
+        """Return the session of the server with the oldest transaction; end it if it is a consumer's and this old."""
+        async with self._connection() as connection:
+            return await blocking_sessions.end_oldest_transaction(connection, min_seconds)
+
     # Dead letters.
 
     async def dead_letters(
@@ -388,13 +385,14 @@ class Store(ResyncMethods, ScopeMethods, AccountMethods, LinkMethods, FeedMethod
             DeadLetterGoneError: The dead letter does not exist; nothing is written.
             RefusedWriteError: The database cannot store the effect.
         """
-        with refused_writes():
-            async with self._transaction() as connection:
-                if (await apply(connection, batch)).skipped:
-                    return False
-                # After the row of the repo, because the live path locks them in this order, too.
-                await dead_letters.delete(connection, id_)
-                crash_point("dead-letter.resolved")
+        async with self._refusals_checked():
+            with refused_writes():
+                async with self._transaction() as connection:
+                    if (await apply(connection, batch)).skipped:
+                        return False
+                    # After the row of the repo, because the live path locks them in this order, too.
+                    await dead_letters.delete(connection, id_)
+                    crash_point("dead-letter.resolved")
         return True
 
 

@@ -6,7 +6,9 @@ import pytest
 
 from indexer.localnet.local_repo import Write
 from indexer.monitoring.conditions import MESSAGES_REFUSED
+from indexer.service.live.batch_size import MAX_FAILURES
 from tests.daemon.running_daemon import POST, RunningDaemon, post, running_daemon
+from tests.waiting import until
 
 in_proof = pytest.mark.proof("daemon")
 lets_a_trigger_fail = pytest.mark.one_server("Citus has no triggers on distributed tables")
@@ -83,6 +85,44 @@ async def test_message_that_the_database_refuses_is_rejected_and_others_are_stor
         row = await daemon.repo_row(hostile)
         desynchronized = ("desynchronized", "store-failed") if resynced else ("synchronized", None)
         assert (row["sync_status"], row["sync_reason"]) == desynchronized
+
+
+FAIL = """
+    create function indexer.fail() returns trigger language plpgsql as $$
+        begin raise exception 'too many notifications in the NOTIFY queue' using errcode = '54000'; end
+    $$
+"""
+FAIL_AT_COMMIT = """
+    create constraint trigger fail after insert on indexer.change_batch
+    deferrable initially deferred for each row execute function indexer.fail()
+"""
+
+
+@pytest.mark.slow
+@lets_a_trigger_fail
+async def test_error_that_all_commits_have_is_waited_for_and_is_the_fault_of_no_message(
+    database: str, tmp_path: Path
+) -> None:
+    """Live commits and resyncs wait, the daemon is not ready and says why, and nothing is rejected."""
+    async with running_daemon(database, tmp_path) as daemon:
+        known = [daemon.create_account(f"a{number}.test") for number in range(3)]
+        await daemon.wait_until_equal()
+        await daemon.execute(FAIL)
+        await daemon.execute(FAIL_AT_COMMIT)
+        for account in known:
+            account.create(POST, post("while no commit succeeds"))
+        daemon.create_account("new.test")
+        probe = daemon.stages.probe
+        await until(lambda: [reason.code for reason in probe.ready()] == ["database-errors"])
+        [reason] = probe.ready()
+        assert "the database stores nothing" in reason.message
+        assert "too many notifications in the NOTIFY queue" in reason.message
+        failed = daemon.stages.store.failed_operations
+        await until(lambda: daemon.stages.store.failed_operations > failed + 2 * MAX_FAILURES)
+        await daemon.execute("drop trigger fail on indexer.change_batch")
+        await daemon.wait_until_equal()
+        assert await daemon.dead_letters() == []
+        assert probe.ready() == []
 
 
 @in_proof

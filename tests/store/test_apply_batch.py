@@ -237,7 +237,7 @@ async def test_the_dead_letters_of_each_relay_and_reason_are_limited_in_number_a
 
 
 @pytest.mark.slow
-async def test_each_batch_with_changes_sends_one_notification(
+async def test_changes_are_notified_once_after_their_commit(
     store: Store, sql: asyncpg.Connection, database: str
 ) -> None:
     received: asyncio.Queue[str] = asyncio.Queue()
@@ -245,12 +245,16 @@ async def test_each_batch_with_changes_sends_one_notification(
     other = await asyncpg.connect(database)
     await store.write(Batch((RepoWrite(0, Repo(did(1), version=1)),)))
     await store.write(Batch((RepoWrite(0, synchronized(2), (put("app.test/a"), put("app.test/b"))),)))
+    await other.execute("select pg_notify('atproto_changes', 'before')")
+    seq = 0
+    for _ in range(3):
+        seq = (await store.notify_changes(seq)).seq or 0
     await other.execute("select pg_notify('atproto_changes', 'end')")
     await other.close()
     payloads = [await received.get()]
     while payloads[-1] != "end":
         payloads.append(await received.get())
-    assert payloads == ["", "end"]
+    assert (payloads, seq) == (["before", "", "end"], 3)
 
 
 @pytest.mark.slow

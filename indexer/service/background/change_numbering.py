@@ -91,6 +91,8 @@ class ChangeNumbering:
             except DatabaseError:
                 return asked
             numbered = await session.number(queue.batches, prepared) if queue.batches else {}
+            if numbered:
+                self._store.numbered.set()
             self._waiting = {place: age for place, age in queue.batches.items() if place not in numbered}
             self._report(prepared, numbered)
         return []

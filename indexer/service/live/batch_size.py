@@ -1,7 +1,9 @@
 """The size of the next batch: halved when the database refuses a batch, until the message that causes it is alone."""
 
 MAX_FAILURES = 5
-"""Failures in a row, each followed by an answer of the database, after which an error counts as caused by the batch."""
+"""Failures in a row, each followed by a write that succeeds, after which an error counts as caused by the batch."""
+MAX_REFUSALS = 2
+"""The same for a single message that the database refuses."""
 
 
 class BatchSize:
@@ -25,19 +27,20 @@ class BatchSize:
         self.current = min(self._max_size, 2 * self.current)
 
     def add_failure(self, count: int, *, certain: bool) -> bool:
-        """Note a batch of `count` messages that failed although the database answers.
+        """Note a batch of `count` messages that failed although the database stores an empty one.
 
         Args:
             count: The number of messages.
-            certain: True if the batch is the cause. False if the connection may be the cause: then the error must occur
-                `MAX_FAILURES` times in a row for the whole batch, and again for the message that remains alone.
+            certain: True if the database has refused the batch. False if the connection may be the cause: then the
+                error must occur `MAX_FAILURES` times in a row for the whole batch, and again for the message that
+                remains alone.
 
         Returns:
             True if the batch is a single message, and it is the cause.
         """
         self._failures += 1
-        halving = self.current < self._max_size and count > 1
-        if not certain and not halving and self._failures < MAX_FAILURES:
+        halving = count > 1 and (certain or self.current < self._max_size)
+        if not halving and self._failures < (MAX_REFUSALS if certain else MAX_FAILURES):
             return False
         self._failures = 0
         self.current = max(1, count // 2)

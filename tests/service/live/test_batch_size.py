@@ -47,7 +47,14 @@ def test_batch_is_not_halved_before_its_error_has_repeated() -> None:
 def test_size_recovers_after_batches_that_were_written() -> None:
     size = BatchSize(MAX_SIZE)
     while size.current > 1:
-        size.add_failure(size.current, certain=True)
+        assert not size.add_failure(size.current, certain=True)
     for _ in range(6):
         size.add_success()
     assert size.current == MAX_SIZE
+
+
+def test_message_is_rejected_when_the_database_has_refused_it_alone_twice() -> None:
+    size = BatchSize(MAX_SIZE)
+    assert not size.add_failure(2, certain=True)
+    assert not size.add_failure(1, certain=True)
+    assert size.add_failure(1, certain=True)

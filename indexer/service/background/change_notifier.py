@@ -1,0 +1,87 @@
+"""Notify the listeners of new changes, outside of the transactions that write them.
+
+All databases and roles of a Postgres server share one queue of notifications. A session that listens and leaves a
+transaction open keeps it from being emptied, and any session can fill it. Then each COMMIT fails that has a
+notification. So the commits that store records have none. A listener that misses a notification reads the log when it
+polls.
+"""
+
+import asyncio
+from time import monotonic
+from typing import NoReturn
+
+from indexer.concurrency.event_wait import wait_for_event
+from indexer.concurrency.stage_progress import StageProgress
+from indexer.monitoring.conditions import NOTIFICATION_QUEUE_FILLS, Conditions
+from indexer.monitoring.metrics import Metrics
+from indexer.service.periodic import DatabaseAttempt
+from indexer.store import Store
+
+POLL_SECONDS = 1.0
+"""Interval at which the log is read even if this process wrote nothing: commands and functions in SQL write, too."""
+SPACING_SECONDS = 0.02
+"""Minimum time from one notification to the next. Several commits then share one."""
+FULL_SHARE, END_SHARE = 0.05, 0.5
+"""How full the queue is when it is reported, and when the oldest transaction of a consumer is ended."""
+MAX_TRANSACTION_SECONDS = 300.0
+"""Age of a transaction of a consumer from which it is ended."""
+
+
+class ChangeNotifier:
+    """Notifies the channel `atproto_changes`, and watches the queue of notifications.
+
+    Attributes:
+        stage: Its progress. Each notification is work.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        metrics: Metrics,
+        conditions: Conditions,
+        *,
+        max_transaction_seconds: float = MAX_TRANSACTION_SECONDS,
+    ) -> None:
+        self._store = store
+        self._max_transaction_seconds = max_transaction_seconds
+        self._metrics = metrics
+        self._conditions = conditions
+        self._seq = 0
+        self._next_check = 0.0
+        self.stage = StageProgress("change notifier")
+
+    async def run(self) -> NoReturn:
+        """Notify forever. Only an exception that is a bug ends it."""
+        while True:
+            with DatabaseAttempt(self.stage):
+                await self.notify()
+            await asyncio.sleep(SPACING_SECONDS)
+            await wait_for_event(self._store.numbered, POLL_SECONDS)
+
+    async def notify(self) -> None:
+        """Notify the listeners if there are changes since the last call; report a queue that fills.
+
+        Raises:
+            DatabaseError: The database is unavailable.
+        """
+        self._store.numbered.clear()
+        notified = await self._store.notify_changes(self._seq)
+        if notified.seq is not None:
+            self._seq = notified.seq
+        if notified.queue_usage < FULL_SHARE:
+            self._conditions.end(NOTIFICATION_QUEUE_FILLS)
+        elif monotonic() >= self._next_check:
+            self._next_check = monotonic() + POLL_SECONDS
+            await self._report(notified.queue_usage)
+        self._metrics.notification_queue(notified.queue_usage)
+
+    async def _report(self, usage: float) -> None:
+        limit = self._max_transaction_seconds if usage >= END_SHARE else float("inf")
+        oldest = await self._store.end_oldest_transaction(limit)
+        text = "no session with an open transaction is visible"
+        if oldest is not None:
+            age = "of unknown age" if oldest.seconds is None else f"open for {oldest.seconds:.0f} s"
+            text = f"the oldest transaction is that of session {oldest.pid} of role {oldest.role}, {age}"
+            text += "; the session was ended" if oldest.ended else ""
+        message = f"the queue of notifications of the Postgres server is {usage:.0%} full: {text}"
+        self._conditions.report(NOTIFICATION_QUEUE_FILLS, message=message, value=round(usage, 3))
