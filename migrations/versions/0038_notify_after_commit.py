@@ -5,8 +5,8 @@ All databases of a server share one queue of notifications. If any session fills
 
 from alembic import op
 
-revision = "0037"
-down_revision = "0036"
+revision = "0038"
+down_revision = "0037"
 branch_labels = None
 depends_on = None
 
