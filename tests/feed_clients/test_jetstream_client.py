@@ -9,6 +9,7 @@ import orjson
 import pytest
 
 from indexer.localnet.local_network import LocalNetwork
+from tests.crashes.shifted_clock import Offset
 from tests.daemon.running_daemon import LIKE, POST, post
 from tests.feed_clients.node_process import NodeProcess, needs_clients, node_process
 from tests.service.feed.jetstream_client import describe, feed
@@ -82,3 +83,26 @@ async def test_client_gets_every_event_once_in_order_through_restarts(database: 
                 f"create {LIKE}/c",
             ]
             assert "close" in events
+
+
+@pytest.mark.one_server("the test changes one clock")
+async def test_client_that_connects_again_loses_nothing_while_the_clock_of_the_database_is_ahead(
+    database: str, tmp_path: Path
+) -> None:
+    clock = Offset(tmp_path / "offset")
+    await clock.include_database(database)
+    await clock.set(86_400)
+    async with feed(database, tmp_path) as (daemon, address):
+        account = daemon.create_account("ada.test", records=1)
+        await daemon.wait_until_equal()
+        async with npm_client(address, cursor=1) as client:
+            assert await client.take(2) == ["open", f"create {POST}/000"]
+        account.create(LIKE, post("no client is connected"), rkey="a")
+        await daemon.wait_until_equal()
+        async with npm_client(address, cursor=client.cursor) as client:
+            assert await client.take(3) == ["open", f"create {POST}/000", f"create {LIKE}/a"]
+        await clock.set(0)
+        account.create(LIKE, post("the clock was set back"), rkey="b")
+        await daemon.wait_until_equal()
+        async with npm_client(address, cursor=client.cursor) as client:
+            assert await client.take(3) == ["open", f"create {LIKE}/a", f"create {LIKE}/b"]

@@ -50,7 +50,9 @@ class SubscriberOptions:
 
     Attributes:
         events: The events to send. A message can replace this filter.
-        cursor: Replay the events from this time on, in microseconds since the Unix epoch; None: only new events.
+        cursor: Replay the events from this time on, in microseconds since the Unix epoch; None: only new events. A time
+            after the newest event selects only new events, too. No clock is asked whether it is in the future: the
+            times of events are those of the database's clock, which may be ahead, or may have been ahead.
         compress: Send binary messages, compressed with Jetstream's zstd dictionary.
         require_hello: Send nothing before the first valid `options_update` message.
     """
@@ -61,13 +63,12 @@ class SubscriberOptions:
     require_hello: bool
 
 
-def parse_query(query: str, socket_encoding: str, now: float) -> SubscriberOptions:
+def parse_query(query: str, socket_encoding: str) -> SubscriberOptions:
     """Return the options of a new connection.
 
     Args:
         query: The query of the URL.
         socket_encoding: The header `Socket-Encoding`, or an empty text.
-        now: Unix seconds. A cursor in the future is ignored, as by Jetstream.
 
     Raises:
         BadOptionsError: A parameter is invalid.
@@ -83,10 +84,9 @@ def parse_query(query: str, socket_encoding: str, now: float) -> SubscriberOptio
         _parse_size(first("maxMessageSizeBytes")),
         live_only=first("live") == "true",
     )
-    cursor = _parse_cursor(first("cursor"))
     return SubscriberOptions(
         events=events,
-        cursor=None if cursor is None or cursor > now * 1_000_000 else cursor,
+        cursor=_parse_cursor(first("cursor")),
         compress=first("compress") == "true" or "zstd" in socket_encoding,
         require_hello=first("requireHello") == "true",
     )

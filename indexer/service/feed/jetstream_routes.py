@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from functools import partial
-from time import time
 
 import structlog
 from aiohttp import web
@@ -39,7 +38,7 @@ class JetstreamRoutes:
         if not self._values_stored:
             return _refusal(501, "events have the values of records, which are not stored: INDEXER_STORE_VALUES is off")
         try:
-            options = parse_query(request.query_string, request.headers.get("Socket-Encoding", ""), time())
+            options = parse_query(request.query_string, request.headers.get("Socket-Encoding", ""))
         except BadOptionsError as error:
             return _refusal(400, str(error))
         # Events are sent as complete frames, so the connection must not have a compression of its own.

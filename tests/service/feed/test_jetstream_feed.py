@@ -3,12 +3,14 @@
 import asyncio
 from contextlib import AsyncExitStack
 from pathlib import Path
+from time import time
 
 import aiohttp
 import pytest
 import structlog
 
 from indexer.service.feed import jetstream_subscriber
+from tests.crashes.shifted_clock import Offset
 from tests.daemon.running_daemon import LIKE, POST, post
 from tests.service.feed.jetstream_client import describe, feed, subscribed
 from tests.waiting import TIMEOUT, until
@@ -80,6 +82,30 @@ async def test_cursor_replays_the_log_and_continues_with_new_events_in_any_proce
             for address in (first, second):
                 async with subscribed(address, ("cursor", time)) as client:
                     assert await client.take(6 - number) == replayed[number:], "the event of the cursor is repeated"
+
+
+@pytest.mark.one_server("the test changes one clock")
+async def test_time_of_an_event_is_no_cursor_in_the_future(database: str, tmp_path: Path) -> None:
+    """The clock of the database is a day ahead of the feed's, and is then set back."""
+    clock = Offset(tmp_path / "offset")
+    await clock.include_database(database)
+    async with feed(database, tmp_path) as (daemon, address):
+        account = daemon.create_account("ada.test", records=1)
+        await daemon.wait_until_equal()
+        for seconds in (86_400, 0):
+            await clock.set(seconds)
+            account.create(LIKE, post("like"), rkey=f"before-{seconds}")
+            async with subscribed(address, ("cursor", 0)) as client:
+                while describe(event := await client.next()) != f"create {LIKE}/before-{seconds}":
+                    pass
+            account.create(LIKE, post("like"), rkey=f"after-{seconds}")
+            await daemon.wait_until_equal()
+            async with subscribed(address, ("cursor", event["time_us"])) as client:
+                assert event["time_us"] > (time() + 43_200) * 1_000_000
+                account.create(LIKE, post("like"), rkey=f"new-{seconds}")
+                received = [describe(event) for event in await client.take(3)]
+            assert received == [f"create {LIKE}/{name}-{seconds}" for name in ("before", "after", "new")]
+            await daemon.wait_until_equal()
 
 
 async def test_options_update_changes_what_is_sent(database: str, tmp_path: Path) -> None:
