@@ -80,6 +80,10 @@ class _OversizedMessage:
     skips: int = 0
     counted: bool = False
 
+    def follows(self, cursor: int | None) -> bool:
+        """Return True if it follows `cursor`, or the next number: the stream was resumed one message later then."""
+        return self.cursor == cursor or (cursor is not None and self.cursor == cursor + 1)
+
 
 @dataclass(slots=True)
 class _Silence:
@@ -142,9 +146,9 @@ class Subscription:
             oversized = oversized_by_relay.pop(relay, None)
             try:
                 cursor = await cursor_of(relay)
-                if oversized is None or oversized.cursor != cursor:
+                if oversized is None or not oversized.follows(cursor):
                     oversized = _OversizedMessage(cursor)
-                async with aclosing(self._frames_of(relay, cursor, oversized.skips)) as frames:
+                async with aclosing(self._frames_of(relay, oversized.cursor, oversized.skips)) as frames:
                     async for frame in frames:
                         if oversized.skips and not oversized.counted:
                             oversized.counted = True

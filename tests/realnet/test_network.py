@@ -3,15 +3,19 @@
 import asyncio
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from indexer.daemon import Daemon
+from indexer.daemon_tuning import Tuning
 from indexer.reasons import GapReason
 from indexer.sync.gap import Gap
 from tests.daemon_harness import run_daemon, settings_for, wait_for_cursor
+from tests.database_checks import fetch
+from tests.quick_tuning import QUICK
 from tests.realnet.compare_with_pdses import records_of, visible_repos, wait_until_equal
 from tests.realnet.real_network import RealAccount, RealPds, real_network
 from tests.waiting import until
@@ -163,10 +167,55 @@ async def test_account_that_leaves_the_only_pds_is_not_hidden(database: str, tmp
             await wait_until_equal(database, await records_of(account))
 
 
-def indexing(pds: RealPds, directory: Path, dsn: str) -> AbstractAsyncContextManager[Daemon]:
+async def test_pds_that_was_quiet_for_a_day_opens_no_gap(database: str, tmp_path: Path) -> None:
+    """It calls the cursor outdated only because its last message, which is stored, is older than a day.
+
+    Once a message that is not stored is that old as well, it is a gap.
+    """
+    with real_network(1, tmp_path) as network:
+        pds = network.pds[0]
+        quick = replace(QUICK, proof_timeout=2.0)
+        account = await asyncio.to_thread(pds.create_account, "quiet")
+        await let_a_day_pass(pds)
+        async with indexing(pds, tmp_path, database, tuning=quick) as running:
+            await until(lambda: running.probe.ready() == [], running.probe.ready)
+            assert await gaps(database) == [], "it was asked for all that it has"
+            await asyncio.to_thread(account.create, THING, {"n": 1}, "one")
+            await wait_for_cursor(running, stream_url(pds), last_seq(pds))
+        await let_a_day_pass(pds)
+        async with indexing(pds, tmp_path, database, tuning=quick) as running:
+            await until(lambda: running.probe.ready() == [], running.probe.ready)
+            assert await gaps(database) == []
+        await asyncio.to_thread(account.create, THING, {"n": 2}, "two")
+        async with indexing(pds, tmp_path, database) as running:
+            await wait_for_cursor(running, stream_url(pds), last_seq(pds))
+            assert await gaps(database) == []
+        await asyncio.to_thread(account.create, THING, {"n": 3}, "three")
+        await let_a_day_pass(pds)
+        async with indexing(pds, tmp_path, database):
+            await until(lambda: is_gap(database, GapReason.CURSOR_OUTDATED))
+            await wait_until_equal(database, await records_of(account))
+
+
+async def let_a_day_pass(pds: RealPds) -> None:
+    """Make all events of the PDS older than its window, which is a day."""
+    await asyncio.to_thread(pds.control, "ageEvents", upTo=last_seq(pds), sequencedAt="2024-01-01T00:00:00.000Z")
+
+
+async def gaps(dsn: str) -> list[str]:
+    return [reason for (reason,) in await fetch(dsn, "select reason from atproto.gaps")]
+
+
+async def is_gap(dsn: str, reason: GapReason) -> bool:
+    return await gaps(dsn) == [reason]
+
+
+def indexing(
+    pds: RealPds, directory: Path, dsn: str, tuning: Tuning | None = None
+) -> AbstractAsyncContextManager[Daemon]:
     """Run the daemon on the stream of this PDS."""
     settings = settings_for(stream_url(pds), pds.network.plc_url, directory, upstream="pds", resync_source="pds")
-    return run_daemon(settings, dsn)
+    return run_daemon(settings, dsn, tuning=tuning)
 
 
 def stream_url(pds: RealPds) -> str:

@@ -160,6 +160,23 @@ async def distinct_seqs(source: Subscription, first: int, last: int) -> list[int
     return seen
 
 
+async def test_a_message_is_skipped_although_the_next_connection_begins_one_message_earlier() -> None:
+    """The host no longer has the message at the stored cursor 5, so the first connection was resumed after it."""
+    paths: list[str] = []
+
+    async def send(connection: ServerConnection) -> None:
+        assert connection.request is not None
+        paths.append(connection.request.path)
+        connection.transport.write(b"\x82\x7e" + (20_001).to_bytes(2) if len(paths) == 1 else b"\x82\x04next")
+        await connection.wait_closed()
+
+    async with relay_that(send) as relay, asyncio.timeout(20):
+        source = subscription(relay, max_bytes=20_000)
+        async with aclosing(source.frames(Cursors(5, 4))) as frames:
+            assert await anext(frames) == b"next"
+    assert paths == [f"{STREAM_PATH}?cursor=5", f"{STREAM_PATH}?cursor=6"]
+
+
 async def test_the_next_relay_is_used_after_too_many_skips(net: LocalNetwork) -> None:
     account = net.create_account()
     before = net.relay.seq

@@ -102,24 +102,41 @@ class StreamContinuity:
                 return False
             case Continuity.BROKEN:
                 self.checked = True
-                await self._report_missing((point.seq or 0) + 1, (event.seq or 0) - 1)
+                if self._early_gap is not None or not self.entry.after_cursor:
+                    await self._report_missing((point.seq or 0) + 1, (event.seq or 0) - 1)
                 return True
 
     def restart(self, evidence: str) -> None:
         """Enter the stream again without the stored cursor, in a new epoch."""
-        self._restarting = True
+        self._enter_again()
         self._entries.end_epoch(self.entry)
-        self._subscription.reconnect()
         cursor = self.entry.resumed_at and self.entry.resumed_at.seq
         log.error("relay.sequence-restarted", relay=self.entry.relay, cursor=cursor, evidence=evidence)
 
+    def _enter_again(self) -> None:
+        """End this connection. Its further messages count as replayed."""
+        self._restarting = True
+        self._subscription.reconnect()
+
     async def announce(self, first_seq: int) -> None:
-        """Open a gap because the relay says that it no longer has all messages from `first_seq`."""
-        if self._early_gap is None:
+        """Open a gap because the relay says that it no longer has all messages from `first_seq`.
+
+        If it may lack only the message at the stored cursor, enter the stream again without asking for that one.
+        Bluesky's PDS compares the age of the first message after the requested position with its window, which is a
+        day (`packages/pds/src/api/com/atproto/sync/subscribeRepos.ts`).
+        """
+        if self._restarting or self.entry.from_oldest:
+            return
+        if not self.checked and not self.entry.after_cursor:
+            self._enter_again()
+            self._entries.resume_after_cursor(self.entry)
+        elif self._early_gap is None:
             self._early_gap = await self._open(self._gap(GapReason.CURSOR_OUTDATED, first_seq))
 
     async def check_silence(self) -> None:
         """Open a gap if the relay has sent nothing since the connection, not even the message at the cursor.
+
+        If it was not asked for that one, there was nothing to send: it would have said that the cursor is outdated.
 
         Raises:
             DatabaseError: The database is unavailable.
@@ -127,7 +144,11 @@ class StreamContinuity:
         connection, point = self._subscription.connection, self.entry.resumed_at
         if connection is None or connection.frames or self.checked or self._early_gap is not None or point is None:
             return
-        if monotonic() - connection.opened_at > self._proof_timeout:
+        if monotonic() - connection.opened_at <= self._proof_timeout:
+            return
+        if self.entry.after_cursor:
+            self.checked = True
+        else:
             self._early_gap = await self._gaps.open(self._gap(GapReason.CURSOR_UNPROVEN, (point.seq or 0) + 1))
 
     async def _report_missing(self, first_seq: int, last_seq: int) -> None:

@@ -2,7 +2,9 @@
 
 A stored cursor resumes the stream one message early: the relay must send the message at the cursor again, with the same
 time. That proves that nothing is missing in between, also for relays that report neither an outdated nor a future
-cursor. Without a cursor, the stream is entered at the time of the last message that was stored from another relay.
+cursor. If the relay calls that position outdated, it may have forgotten only the message at the cursor, which is
+stored: a host on which nothing happened for a day has. Then the stream is resumed at the cursor, and the relay's word
+counts. Without a cursor, the stream is entered at the time of the last message that was stored from another relay.
 """
 
 from collections.abc import Awaitable, Callable
@@ -36,6 +38,7 @@ class StreamEntry:
         cursor: The cursor of the request; None asks for new messages only.
         resumed_at: The stored cursor, whose message the relay must send again; None if there is none.
         gap: Messages that may be missing before the first message of this connection.
+        from_oldest: True if the relay is asked for all that it has. Then it means nothing that the cursor is outdated.
     """
 
     relay: str
@@ -43,6 +46,12 @@ class StreamEntry:
     cursor: int | None
     resumed_at: ResumePoint | None = None
     gap: Gap | None = None
+    from_oldest: bool = False
+
+    @property
+    def after_cursor(self) -> bool:
+        """True if the stream is resumed at the stored cursor: the relay no longer has the message there."""
+        return self.resumed_at is not None and self.cursor == self.resumed_at.seq
 
     @property
     def watermark(self) -> Watermark:
@@ -61,10 +70,15 @@ class StreamEntries:
         self._shard = shard
         self._start = start
         self._ended_epochs: dict[str, int] = {}
+        self._outdated: dict[str, ResumePoint | None] = {}
 
     def end_epoch(self, entry: StreamEntry) -> None:
         """Remember that the relay has started a new sequence, so that the stored cursor means nothing in it."""
         self._ended_epochs[entry.relay] = entry.epoch
+
+    def resume_after_cursor(self, entry: StreamEntry) -> None:
+        """Let the next connection to the relay resume at the stored cursor, not one message early."""
+        self._outdated[entry.relay] = entry.resumed_at
 
     async def entry(self, relay: str) -> StreamEntry:
         """Return the entry for a new connection to `relay`.
@@ -77,7 +91,8 @@ class StreamEntries:
         point = resume_point(cursors, relay, self._shard)
         restarted = self._ended_epochs.get(relay) == point.epoch
         last_time = known_until(cursors, self._shard)
-        resumed = None if restarted else _resumed(relay, point)
+        outdated = self._outdated.pop(relay, None) == point
+        resumed = None if restarted else _resumed(relay, point, after_cursor=outdated)
         if resumed is not None and not _is_far_behind(point, last_time):
             return resumed
         epoch = point.epoch + restarted
@@ -88,25 +103,26 @@ class StreamEntries:
             return resumed
         complete = found.oldest_time is not None and found.oldest_time <= last_time
         reason = GapReason.SEQUENCE_RESTARTED if restarted else None if complete else GapReason.NO_CURSOR
-        return StreamEntry(relay, epoch, found.cursor, gap=self._gap(relay, reason))
+        gap = self._gap(relay, reason)
+        return StreamEntry(relay, epoch, found.cursor, gap=gap, from_oldest=found.cursor == 0)
 
     async def _first_entry(self, relay: str, epoch: int) -> StreamEntry:
         """Return the entry if no cursor of any relay is stored. Repos that are synchronized may be outdated then."""
         cursor = self._start if isinstance(self._start, int) else {"live": None, "oldest": 0}[self._start]
         reason = GapReason.NO_CURSOR if await self._store.has_synchronized_repo(self._shard.buckets) else None
-        return StreamEntry(relay, epoch, cursor, gap=self._gap(relay, reason))
+        return StreamEntry(relay, epoch, cursor, gap=self._gap(relay, reason), from_oldest=cursor == 0)
 
     def _gap(self, relay: str, reason: GapReason | None) -> Gap | None:
         return None if reason is None else Gap(relay, str(self._shard), reason)
 
 
-def _resumed(relay: str, point: ResumePoint) -> StreamEntry | None:
-    """Return the entry at the stored cursor of the relay; None if there is none."""
+def _resumed(relay: str, point: ResumePoint, *, after_cursor: bool) -> StreamEntry | None:
+    """Return the entry at the stored cursor of the relay, or one message before it; None if there is none."""
     if point.seq is None:
         return None
     if point.seq == 0:  # the relay had sent nothing yet
         return StreamEntry(relay, point.epoch, 0)
-    return StreamEntry(relay, point.epoch, point.seq - 1, point)
+    return StreamEntry(relay, point.epoch, point.seq if after_cursor else point.seq - 1, point)
 
 
 def _is_far_behind(point: ResumePoint, last_time: float | None) -> bool:

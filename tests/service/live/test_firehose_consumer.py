@@ -1,7 +1,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
-from typing import Any, Self, cast
+from typing import Any, Literal, Self, cast
 
 import pytest
 
@@ -43,21 +43,24 @@ def identity(seq: int, did: str) -> bytes:
 
 
 class FakeSubscription:
-    """Delivers the given frames, and then nothing more."""
+    """Delivers the given frames; after a reconnection those of the next connection; and then nothing more."""
 
-    def __init__(self, frames: Sequence[bytes]) -> None:
-        self._frames = frames
+    def __init__(self, frames: Sequence[bytes], next_frames: Sequence[bytes]) -> None:
+        self._connections = [frames, next_frames]
         self.skipped = 0
         self.connection: Connection | None = None
         self.reconnections = 0
+        self.cursors: list[int | None] = []
 
     def reconnect(self) -> None:
         self.reconnections += 1
 
     async def frames(self, cursor_of: Any) -> AsyncIterator[bytes]:
-        await cursor_of("wss://relay.test")
-        for frame in self._frames:
-            yield frame
+        for number, frames in enumerate(self._connections[:2]):
+            if number <= self.reconnections:
+                self.cursors.append(await cursor_of("wss://relay.test"))
+                for frame in frames:
+                    yield frame
         await asyncio.get_running_loop().create_future()
 
 
@@ -100,18 +103,20 @@ class RunningConsumer:
         cursors: Sequence[StoredCursor] = (),
         core: NativeCore | None = None,
         proof_timeout: float = PROOF_TIMEOUT,
+        next_frames: Sequence[bytes] = (),
+        start: Literal["live", "oldest"] = "live",
     ) -> None:
         self.inbox = Inbox(1_000_000)
         self.position = StreamPosition(lambda: True)
         self.metrics = Metrics()
         self.store = FakeStore(cursors)
         store: Any = self.store
-        self.subscription = FakeSubscription(frames)
+        self.subscription = FakeSubscription(frames, next_frames)
         settings = ConsumerSettings(shard, DEFAULT_LIMITS, core=core)
         subscription = cast("Subscription", self.subscription)
         self.gaps = OpenGaps(store, shard, self.metrics)
         self.continuity = StreamContinuity(
-            StreamEntries(store, seek_nothing, shard, "live"),
+            StreamEntries(store, seek_nothing, shard, start),
             self.gaps,
             subscription,
             str(shard),
@@ -227,10 +232,10 @@ async def test_a_silent_relay_is_known_when_the_gap_is_open() -> None:
 async def test_a_gap_after_the_highest_number_can_be_stored() -> None:
     """Postgres has no number above it. An error would end the daemon again and again."""
     cursor = replace(AT_FIVE, seq=MAX_SEQ)
-    for frames in ([OUTDATED], []):
-        consumer = RunningConsumer(*frames, shard=Shard(), cursors=[cursor], proof_timeout=0.0)
+    for frames, cursors in (([OUTDATED], [MAX_SEQ - 1, MAX_SEQ]), ([], [MAX_SEQ - 1])):
+        consumer = RunningConsumer(*frames, shard=Shard(), cursors=[cursor], proof_timeout=0.0, next_frames=frames)
         async with consumer:
-            await until(lambda consumer=consumer: consumer.position.relay != "")  # type: ignore[misc]
+            await until(lambda: consumer.subscription.cursors == cursors)  # noqa: B023 - ends before the next round
             consumer.subscription.connection = Connection(RELAY, MAX_SEQ - 1)
             await consumer.continuity.check_silence()
             assert [opened.gap.first_seq for opened in consumer.store.gaps] == [None]
@@ -245,11 +250,43 @@ async def test_a_gap_of_the_former_owner_of_the_shard_is_known_before_the_first_
         assert consumer.gaps.gaps == [opened]
 
 
-async def test_an_announced_gap_is_stored_once() -> None:
-    async with RunningConsumer(OUTDATED, identity(9, OWN_DID), shard=Shard(), cursors=[AT_FIVE]) as running:
+@pytest.mark.parametrize(
+    ("next_frames", "gaps", "last_seqs"),
+    [
+        ([OUTDATED, identity(9, OWN_DID)], [6], {1: 8}),
+        ([identity(9, OWN_DID)], [], {}),
+    ],
+    ids=["the next one is lost, too", "numbers are unused"],
+)
+async def test_outdated_cursor_opens_a_gap_only_if_more_than_the_stored_message_is_lost(
+    next_frames: list[bytes], gaps: list[int], last_seqs: dict[int, int]
+) -> None:
+    """The relay has forgotten message 5, which is stored. It is asked again, for the messages after it."""
+    frames = [OUTDATED, identity(9, OWN_DID)]
+    async with RunningConsumer(*frames, shard=Shard(), cursors=[AT_FIVE], next_frames=next_frames) as running:
         await until(lambda: running.inbox.unsettled == 1)
-        assert [opened.gap.first_seq for opened in running.store.gaps] == [6]
-        assert running.store.last_seqs == {1: 8}
+        assert [message.seq for message in await running.inbox.take(9)] == [9]
+        assert running.subscription.cursors == [4, 5]
+        assert [opened.gap.first_seq for opened in running.store.gaps] == gaps
+        assert running.store.last_seqs == last_seqs
+
+
+async def test_host_on_which_nothing_happened_for_a_day_opens_no_gap() -> None:
+    """It calls the message at the cursor outdated, and sends nothing after it."""
+    async with RunningConsumer(OUTDATED, shard=Shard(), cursors=[AT_FIVE], proof_timeout=0.0) as running:
+        await until(lambda: running.subscription.cursors == [4, 5])
+        running.subscription.connection = Connection(RELAY, 5)
+        assert not running.continuity.is_known
+        await running.continuity.check_silence()
+        assert running.continuity.is_known
+        assert await running.consumer.begin_connection(RELAY) == 4, "another sequence would have another message there"
+        assert running.store.gaps == []
+
+
+async def test_outdated_cursor_of_a_stream_that_is_read_from_its_oldest_message_opens_no_gap() -> None:
+    async with RunningConsumer(OUTDATED, identity(9, OWN_DID), shard=Shard(), start="oldest") as running:
+        await until(lambda: running.inbox.unsettled == 1)
+        assert (running.subscription.cursors, running.store.gaps) == ([0], [])
 
 
 @pytest.mark.parametrize(
@@ -267,7 +304,7 @@ async def test_another_sequence_is_entered_anew(frame: bytes, expected: int) -> 
         await until(lambda: running.count("replayed") == expected)
         assert running.subscription.reconnections == 1
         assert running.inbox.unsettled == 0
-        assert await running.consumer.begin_connection(RELAY) is None
+        await until(lambda: running.subscription.cursors == [4, None])
         assert [opened.gap.reason for opened in running.store.gaps] == [GapReason.SEQUENCE_RESTARTED]
         assert running.position.epoch == 1
 
