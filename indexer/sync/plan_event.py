@@ -174,11 +174,13 @@ def _is_replay(repo: Repo, event: CommitEvent | SyncEvent) -> bool:
 def _worth_a_lookup(repo: Repo, event: CommitEvent | SyncEvent) -> bool:
     """Return False for a repo that waits for its resync, which looks the key up itself.
 
-    Exceptions: the event may unpark the repo, or contain the whole repo. Or a lookup for an earlier event failed, and
-    nothing of the repo was ever verified: then it waits behind all DIDs that somebody made up, unless a key shows that
-    it is real.
+    Exceptions: the event may unpark the repo, show that its host has a newer export, or contain the whole repo. Or a
+    lookup for an earlier event failed, and nothing of the repo was ever verified: then it waits behind all DIDs that
+    somebody made up, unless a key shows that it is real.
     """
     if not repo.known or repo.sync_status is not SyncStatus.DESYNCHRONIZED or repo.next_attempt_at == PARKED:
+        return True
+    if repo.waits_for_newer_export:
         return True
     if _never_verified(repo) and repo.sync_reason is Desync.IDENTITY:
         return True
@@ -321,6 +323,8 @@ def _plan_without_records(
     if _never_verified(repo) and repo.sync_status is SyncStatus.DESYNCHRONIZED and not repo.waits_as_new:
         # The DID is real. Its resync does not wait behind DIDs that may not be.
         return Plan(amend(noted, next_attempt_at=None), outcome, why=why, detail=detail)
+    if repo.waits_for_newer_export and noted.newer_is_verified:
+        return Plan(amend(noted, next_attempt_at=context.now), outcome, why=why, detail=detail)
     return Plan(amend(unparked(noted, context.now)), outcome, why=why, detail=detail)
 
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from indexer.errors import BrokenInvariantError, UnavailableError
-from indexer.reasons import Desync, Rejection
+from indexer.reasons import Desync, FetchFailure, Rejection
 from indexer.sync import repo_transitions
 from indexer.sync.backoff import backoff_seconds
 from indexer.sync.events import CommitEvent, MalformedEvent, SyncEvent
@@ -168,9 +168,12 @@ def plan_failure(repo: Repo, claimed: Repo, failure: UnavailableError, now: floa
 
     `claimed` is the row as the worker claimed it: a repo that changed since then is not parked. A failure that is not
     the repo's own (`FetchFailure.counts_as_attempt` is False) does not count as an attempt (docs/protocol.md#resync).
+    If its export was too old, and an authentic message has shown a newer state meanwhile, it is due at once.
     """
     attempts = repo.attempts + failure.reason.counts_as_attempt
     wait = max(backoff_seconds(attempts, repo.did), failure.retry_after or 0.0)
+    if failure.reason is FetchFailure.EXPORT_STALE and repo.newer_is_verified and not claimed.newer_is_verified:
+        wait = 0.0
     parked = failure.reason.is_permanent and repo.version == claimed.version
     next_attempt_at = PARKED if parked else now + wait
     return repo_transitions.fail(repo, attempts=attempts, next_attempt_at=next_attempt_at, last_error=str(failure))

@@ -136,6 +136,20 @@ class Repo(NamedTuple):
         never_fetched = self.head is None and self.last_error is None
         return never_fetched and self.from_stream and self.sync_reason in (Desync.NEW, Desync.IDENTITY)
 
+    @property
+    def newer_is_verified(self) -> bool:
+        """True if an authentic message has shown a newer state than the stored one."""
+        return self.head is not None and (self.latest_verified_rev or "") > self.head.rev
+
+    @property
+    def waits_for_newer_export(self) -> bool:
+        """True if its last export was too old, and no authentic message has shown since that the host has a newer one.
+
+        So the first such message changes it, and only the first one.
+        """
+        stale = (self.last_error or "").partition(":")[0] == FetchFailure.EXPORT_STALE
+        return stale and self.head is not None and not self.newer_is_verified
+
     def advanced_to(self, head: Head) -> "Repo":
         """Return the next version of the row, with this head."""
         # Slices take a third of the time of `_replace`.

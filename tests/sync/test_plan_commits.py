@@ -73,6 +73,25 @@ def test_a_missed_commit_breaks_the_chain(status: SyncStatus, outcome: Outcome, 
         assert planned.repo.head == before.head
 
 
+def test_commit_above_the_stored_rev_makes_a_repo_due_whose_export_was_older_than_it() -> None:
+    """So its host has a newer export now. If it sends an old one all the same, further commits change nothing."""
+    alice = SigningAccount()
+    alice.commit_post("missed")
+    waiting = alice.row(
+        DESYNCHRONIZED, attempts=7, next_attempt_at=NOW + 4_500.0, last_error=f"export-stale: 3j < {alice.head.rev}"
+    )
+    payload = alice.commit_post("received")
+    bring_forward = plan(waiting, "commit", payload, alice.key_state)
+    assert (bring_forward.outcome, bring_forward.repo.next_attempt_at) == (Outcome.IGNORED, NOW)
+    failed = bring_forward.repo._replace(attempts=8, next_attempt_at=NOW + 4_500.0)
+    again = plan(failed, "commit", alice.commit_post("third"), alice.key_state)
+    assert again.repo.next_attempt_at == NOW + 4_500.0
+    other = waiting._replace(last_error="timeout: 60 s")
+    assert plan(other, "commit", payload, alice.key_state).repo.next_attempt_at == NOW + 4_500.0
+    forged = payload | {"repo": alice.did, "commit": alice.commit_post("fourth")["commit"]}
+    assert plan(waiting, "commit", forged, alice.key_state).repo.next_attempt_at == NOW + 4_500.0
+
+
 def test_since_is_not_compared_with_the_stored_rev() -> None:
     alice = SigningAccount()
     before = alice.row()

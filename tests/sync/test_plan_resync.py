@@ -277,6 +277,21 @@ def test_a_repo_that_changed_during_its_resync_is_not_parked() -> None:
         assert NOW < row.next_attempt_at <= NOW + 150
 
 
+def test_commit_during_a_resync_whose_export_is_older_than_the_stored_rev_makes_the_repo_due() -> None:
+    alice = SigningAccount()
+    alice.commit_post("stored")
+    before = claimed(alice, head=alice.head)
+    changed = planned(before, "commit", alice.commit_post("meanwhile"), alice.key_state).repo
+    for reason, current, due in (
+        (FetchFailure.EXPORT_STALE, changed, True),
+        (FetchFailure.EXPORT_STALE, before, False),
+        (FetchFailure.TIMEOUT, changed, False),
+    ):
+        row = plan_failure(current, before, UnavailableError(reason), NOW)
+        assert (row.next_attempt_at == NOW) is due
+    assert plan_failure(changed, changed, UnavailableError(FetchFailure.EXPORT_STALE), NOW).next_attempt_at != NOW
+
+
 def test_throttling_does_not_count_as_attempt_and_waits_for_retry_after() -> None:
     alice = SigningAccount()
     throttled = UnavailableError(FetchFailure.THROTTLED, "429", retry_after=900)
