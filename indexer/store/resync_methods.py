@@ -1,6 +1,6 @@
 """The methods of the store for resyncs: the queue, and the transaction of one resync."""
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from time import time
@@ -25,6 +25,15 @@ class ResyncMethods(Connections):
         """Claim at most `count` repos that are due at `now`: see `indexer.store.resync_queue.claim`."""
         async with self._transaction() as connection:
             return await resync_queue.claim(connection, count, buckets, now + lease_seconds, now, self.shards)
+
+    async def claim_early(self, repos: Mapping[str, float], lease_seconds: float, now: float) -> list[Repo]:
+        """Claim repos before their time: DIDs, each with the time until which it was postponed.
+
+        Those that were claimed or changed since are left out, unless they are due before the latest of these times.
+        """
+        async with self._transaction() as connection:
+            latest = max(repos.values())
+            return await resync_queue.claim_early(connection, repos, latest, now + lease_seconds, self.shards)
 
     async def renew(self, did: str, lease: int, seconds: float) -> bool:
         """Extend the lease to `seconds` from now; return False if the claim is lost."""

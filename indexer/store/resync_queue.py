@@ -1,6 +1,6 @@
 """The queue of resyncs in the table `repo`: claim repos that are due, renew and expire leases, unpark repos."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from random import choice
 
@@ -201,12 +201,24 @@ async def claim(
     return claimed
 
 
-def _by_shard(due: Sequence[Row], shards: int) -> list[list[str]]:
+def _by_shard(due: Iterable[Row | tuple[str, int]], shards: int) -> list[list[str]]:
     """Return the DIDs of each shard that has some."""
     dids: list[list[str]] = [[] for _ in range(shards)]
     for did, bucket in due:
         dids[shard_of(bucket, shards)].append(did)
     return [of_shard for of_shard in dids if of_shard]
+
+
+async def claim_early(
+    connection: Connection, dids: Iterable[str], latest: float, until: float, shards: int = 1
+) -> list[Repo]:
+    """Claim those of these repos that are due at `latest`, with leases until `until`. Run it in a transaction."""
+    claimed: list[Repo] = []
+    for of_shard in _by_shard([(did, bucket_of(did)) for did in dids], shards):
+        rows = await connection.fetch(CLAIM, buckets_of(of_shard), of_shard, latest, until)
+        claimed += [repo_of(row) for row in rows]
+        crash_point("claim.written")
+    return claimed
 
 
 async def renew(connection: Connection, did: str, lease: int, until: float) -> bool:

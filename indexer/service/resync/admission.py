@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from indexer.concurrency.bounded_dict import BoundedDict
 from indexer.errors import UnavailableError
@@ -24,8 +25,14 @@ MAX_UNKNOWN_HOST_SECONDS = 120.0
 and a real account must not wait behind all of them."""
 PAUSE_PER_SECOND = 10.0
 """Seconds that a repo waits after it was ended because it is slow, for each second that its resync ran."""
+_LARGE = "large"
+"""Stands for the slots of large repos among limit keys."""
 MAX_SERVERS = 10_000
 """Hosts whose network address is remembered."""
+MAX_WAITING = 10_000
+"""Postponed repos that are remembered, to start them early. The others start when their time has come."""
+MAX_EXAMINED = 256
+"""Postponed repos that one search for repos to start early looks at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +116,7 @@ class Admission:
         self._large_per_key = max(1, int(large_slots * share))
         self._servers = BoundedDict[str, str](MAX_SERVERS)
         self._usual_rate = UsualRate()
+        self._waiting = BoundedDict[str, tuple[str, float]](MAX_WAITING)
         self.occupied: list[Slot] = []
 
     @property
@@ -122,9 +130,8 @@ class Admission:
     def admit(self, did: str, host: str, now: float) -> Slot | Postponed:
         """Occupy slots for a repo that was claimed at `now`. `host` may be `UNKNOWN_HOST`."""
         slot, limit_keys = Slot(did, now, host), self._limit_keys_of(host)
-        if postponed := self._unless_free(limit_keys, now):
-            if host == UNKNOWN_HOST and postponed.until is not None:
-                return Postponed(min(postponed.until, now + MAX_UNKNOWN_HOST_SECONDS))
+        self._waiting.pop(did, None)
+        if postponed := self._unless_free(did, host, limit_keys, now):
             return postponed
         if self._large.knows(did):
             if postponed := self._acquire_large(slot, limit_keys, now):
@@ -140,7 +147,7 @@ class Admission:
         if host == slot.host:
             return None
         limit_keys = self._limit_keys_of(host)
-        if postponed := self._unless_free(limit_keys - slot.limit_keys.keys(), now):
+        if postponed := self._unless_free(slot.did, host, limit_keys - slot.limit_keys.keys(), now):
             return postponed
         self._exchange(slot, limit_keys, now)
         slot.host = host
@@ -151,7 +158,7 @@ class Admission:
         if download.server is not None:
             self._servers[slot.host] = download.server
             limit_keys = self._limit_keys_of(slot.host)
-            if postponed := self._unless_free(limit_keys - slot.limit_keys.keys(), now):
+            if postponed := self._unless_free(slot.did, slot.host, limit_keys - slot.limit_keys.keys(), now):
                 return postponed
             self._exchange(slot, limit_keys, now)
         slot.download = download
@@ -216,12 +223,44 @@ class Admission:
         """Start no resync at the host before `until` (Unix seconds)."""
         self._hosts.pause(host, until, now)
 
+    @property
+    def has_waiting(self) -> bool:
+        """True if repos are remembered that found no free slot."""
+        return bool(self._waiting)
+
+    def startable(self, count: int, now: float) -> dict[str, float]:
+        """Forget and return at most `count` repos that found no free slot, and would find one now, with their times.
+
+        The time until which a repo was postponed is an estimate from the durations of earlier resyncs. Slots may become
+        free much sooner.
+        """
+        startable, taken = dict[str, float](), Counter[str]()
+        for did, (host, until) in list(islice(self._waiting.items(), MAX_EXAMINED)):
+            if len(startable) >= count:
+                break
+            limit_keys = self._limit_keys_of(host) | ({_LARGE} if self._large.knows(did) else frozenset())
+            if until <= now:  # it is due, and any process may claim it
+                del self._waiting[did]
+            elif all(self._free(key, now) > taken[key] for key in limit_keys):
+                del self._waiting[did]
+                startable[did] = until
+                taken.update(limit_keys)
+            else:
+                self._waiting.move_to_end(did)
+        return startable
+
+    def _free(self, limit_key: str, now: float) -> int:
+        return self._large.free(now) if limit_key == _LARGE else self._hosts.free(limit_key, now)
+
     def _acquire_large(self, slot: Slot, limit_keys: Iterable[str], now: float) -> Postponed | None:
         self._large.remember(slot.did)
         counts = Counter(key for other in self.occupied if other.large for key in other.limit_keys)
         within_share = all(counts[key] < self._large_per_key for key in limit_keys)
         if not (within_share and self._large.try_acquire(slot.started_at, now)):
-            return Postponed(self._large.schedule_retry(now), large=within_share)
+            until = self._large.schedule_retry(now)
+            if within_share:
+                self._waiting[slot.did] = slot.host, until
+            return Postponed(until, large=within_share)
         slot.large, slot.aside = True, False
         return None
 
@@ -233,9 +272,16 @@ class Admission:
         limit_keys = {host, f"domain {registered_domain(host)}"}
         return frozenset(limit_keys | {f"address {server}"} if server else limit_keys)
 
-    def _unless_free(self, limit_keys: Iterable[str], now: float) -> Postponed | None:
+    def _unless_free(self, did: str, host: str, limit_keys: Iterable[str], now: float) -> Postponed | None:
+        """Postpone the repo if one of the limit keys has no free slot."""
         busy = [key for key in sorted(limit_keys) if not self._hosts.is_free(key, now)]
-        return Postponed(max(self._hosts.schedule_retry(key, now) for key in busy)) if busy else None
+        if not busy:
+            return None
+        until = max(self._hosts.schedule_retry(key, now) for key in busy)
+        if host == UNKNOWN_HOST:
+            until = min(until, now + MAX_UNKNOWN_HOST_SECONDS)
+        self._waiting[did] = host, until
+        return Postponed(until)
 
     def _exchange(self, slot: Slot, limit_keys: frozenset[str], now: float) -> None:
         for key in slot.limit_keys.keys() - limit_keys:

@@ -39,7 +39,11 @@ class HostSlots:
 
     def is_free(self, host: str, now: float) -> bool:
         """Return True if the host has a free slot and no pause."""
-        return len(self._started.get(host, ())) < self._limit(host) and self._pause_end(host, now) <= now
+        return self.free(host, now) > 0
+
+    def free(self, host: str, now: float) -> int:
+        """Return the number of free slots of the host; 0 during a pause."""
+        return 0 if self._pause_end(host, now) > now else self._limit(host) - len(self._started.get(host, ()))
 
     def acquire(self, host: str, now: float) -> None:
         """Occupy a slot of the host from `now` on."""

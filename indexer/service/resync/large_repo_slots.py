@@ -41,6 +41,10 @@ class LargeRepoSlots:
             self._slots.acquire(_ALL_HOSTS, since)
         return free
 
+    def free(self, now: float) -> int:
+        """Return the number of free slots."""
+        return self._slots.free(_ALL_HOSTS, now)
+
     def release(self, since: float, now: float) -> None:
         """Free the slot of the resync that began at `since`."""
         self._slots.release(_ALL_HOSTS, since, now)

@@ -1,9 +1,10 @@
 """The pool of resync workers: claim repos that are due, run their attempts, and write how each attempt ended."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import monotonic, time
+from typing import Any
 
 import structlog
 
@@ -187,6 +188,8 @@ class WorkerPool:
                 count = max(claim_size, self.free_workers)
                 claimed = await self._claim(count)
                 started = await self._start(group, claimed)
+                if len(claimed) < count and (early := self._admission.startable(self.free_workers, time())):
+                    started += await self._start(group, await self._claim_early(early))
                 # If most were postponed, claim more next time: many repos of one busy host may be first in the queue.
                 # They are postponed, and the repos of other hosts behind them are reached without a wait.
                 claim_size = min(2 * len(claimed), MAX_CLAIM) if 2 * started < len(claimed) else 1
@@ -272,7 +275,13 @@ class WorkerPool:
 
     async def _claim(self, count: int) -> list[Repo]:
         """Claim repos. A claim completes even if this task is cancelled; `give_back` returns its repos."""
-        claim = self._store.claim(count, self._buckets, self._settings.lease, time())
+        return await self._finish_claim(self._store.claim(count, self._buckets, self._settings.lease, time()))
+
+    async def _claim_early(self, repos: Mapping[str, float]) -> list[Repo]:
+        """Claim repos that were postponed, because their slots have become free sooner than expected."""
+        return await self._finish_claim(self._store.claim_early(repos, self._settings.lease, time()))
+
+    async def _finish_claim(self, claim: Coroutine[Any, Any, list[Repo]]) -> list[Repo]:
         self._claiming = asyncio.create_task(claim, name="claim of repos")
         with DatabaseAttempt(self.claims):
             return await asyncio.shield(self._claiming)
@@ -385,6 +394,8 @@ class WorkerPool:
         now = time()
         if postponed := self._admission.change_host(slot, identity.host, now):
             return postponed
+        if self._admission.has_waiting:
+            self._slot_freed.set()  # another repo may look its host up
         if postponed := self._wait_as_new(claimed, identity.host, now):
             return postponed
         return await self._attempts.attempt(claimed, identity, _ExportSlots(self._admission, slot, self._slot_freed))

@@ -1,6 +1,7 @@
 """The shares of the workers: a host, a new account or a large repo leaves enough of them to the others."""
 
 import asyncio
+from time import time
 
 import pytest
 
@@ -8,6 +9,7 @@ from indexer.errors import UnavailableError
 from indexer.monitoring.conditions import NEW_ACCOUNTS_LIMITED
 from indexer.reasons import FetchFailure
 from indexer.service.new_accounts import NewAccounts
+from indexer.service.resync.admission import Admission, Postponed, Slot
 from indexer.sync.repo_state import SyncStatus
 from tests.service.resync.running_pool import Download, RunningPool
 from tests.waiting import until
@@ -38,6 +40,47 @@ async def test_did_web_whose_host_is_unknown_shares_the_slots_of_its_domain() ->
 
         # Those that wait for a slot are due again after a moment. Then they are claimed, and postponed again.
         await until(lambda: in_progress() == 3, in_progress)
+
+
+@pytest.mark.slow
+async def test_repos_of_unknown_hosts_start_at_once_when_lookups_are_fast_again() -> None:
+    """They were postponed by the duration of slow lookups, one behind the other, and no worker has anything to do."""
+    dids = [f"did:plc:new{number:021}" for number in range(60)]
+    async with RunningPool(dids, lambda did: f"pds.n{did[8:]}.example", workers=4, idle_interval=0.05) as running:
+        running.identities.cached = False
+        running.identities.hanging = set(dids[:3])
+        rows = running.store.rows
+
+        def last_time() -> float:
+            return max(row.next_attempt_at or 0.0 for row in rows.values())
+
+        await until(lambda: last_time() > time() + 10.0)
+        expected = last_time()
+        running.identities.answered.set()
+
+        def end_all() -> bool:
+            for result in running.attempts.results.values():
+                if not result.done():
+                    result.set_result("synchronized")
+            return {row.sync_status for row in rows.values()} == {SyncStatus.SYNCHRONIZED}
+
+        await until(end_all, lambda: f"{len(running.attempts.ended)} of {len(dids)} have ended")
+        assert time() < expected - 5.0
+        assert len(running.store.early) > 40
+
+
+async def test_no_free_slot_is_promised_to_two_postponed_repos() -> None:
+    admission = Admission(workers=4, share=0.5)
+    slots = [admission.admit(f"did{number}", "pds.example", 100.0) for number in range(2)]
+    waits = [admission.admit(f"did{number}", "pds.example", 100.0) for number in range(2, 6)]
+    times = [wait.until for wait in waits if isinstance(wait, Postponed) and wait.until]
+    assert len(times) == 4
+    assert admission.startable(9, 100.0) == {}, "no slot is free"
+    assert isinstance(slots[0], Slot)
+    admission.release(slots[0], 100.01)
+    assert admission.startable(9, 100.01) == {"did2": times[0]}
+    assert max(times) < 130.0
+    assert admission.startable(9, 130.0) == {}, "they are due"
 
 
 @pytest.mark.parametrize("cached", [True, False])
