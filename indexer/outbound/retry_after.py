@@ -4,10 +4,13 @@ import math
 from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
 from http import HTTPStatus
+from typing import TypeVar
 
 DEFAULT_SECONDS = 60.0
 MAX_SECONDS = 3_600.0
 _MIN_SECONDS = 1.0
+T = TypeVar("T", float, None)
+
 _EPOCH = 1_000_000_000  # larger numbers are Unix times, not durations
 
 
@@ -16,9 +19,12 @@ def retry_after_seconds(status: int, headers: Mapping[str, str], now: float) -> 
 
     `Retry-After` (seconds or a date) takes precedence over `RateLimit-Reset`, which is in seconds, or a Unix time as
     the reference PDS sends it. A 429 with neither means one minute. The result is between one second and one hour.
+
+    The host's `Date` is the present time for its dates and Unix times; `now` is only if it sends none.
     """
     if status not in {HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE}:
         return None
+    now = _unix_time(headers.get("date", ""), now)
     seconds = _seconds(headers.get("retry-after", ""), now)
     if seconds is None and status == HTTPStatus.TOO_MANY_REQUESTS:
         seconds = _seconds(headers.get("ratelimit-reset", ""), now)
@@ -30,14 +36,15 @@ def _seconds(text: str, now: float) -> float | None:
     try:
         number = float(text)
     except ValueError:
-        return _seconds_until(text, now)
+        date = _unix_time(text, None)
+        return None if date is None else date - now
     if not math.isfinite(number):
         return None
     return number - now if number > _EPOCH else number
 
 
-def _seconds_until(date: str, now: float) -> float | None:
+def _unix_time(date: str, default: T) -> float | T:
     try:
-        return parsedate_to_datetime(date).timestamp() - now
+        return parsedate_to_datetime(date).timestamp()
     except (ValueError, OverflowError, TypeError):
-        return None
+        return default

@@ -168,7 +168,7 @@ _MARK_STALE = f"""
 # A time that is far ahead is from before the clock was set back, and would hide the lag.
 SAVE_CURSOR = """
     insert into indexer.cursor as c (relay, shard, epoch, seq, event_time, caught_up_at, stored_until, updated_at)
-    values ($1, $2, $3, $4, $5, to_timestamp($6), to_timestamp($7), now())
+    values ($1, $2, $3, $4, $5, to_timestamp($6), to_timestamp($7), to_timestamp($8))
     on conflict (relay, shard) do update
     set epoch = excluded.epoch, seq = excluded.seq, event_time = excluded.event_time, updated_at = excluded.updated_at,
         stored_until = coalesce(excluded.stored_until, c.stored_until),

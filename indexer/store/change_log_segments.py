@@ -8,6 +8,7 @@ docs/decisions/0005-number-changes-at-commit.md.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from time import time
 from typing import Literal
 
 import asyncpg
@@ -180,22 +181,26 @@ def _next_segment(log: ChangeLogState, policy: RetentionPolicy, now: float) -> i
     return min((segment.number for segment in log.segments if segment.last_seq is None), default=None)
 
 
-_CURRENT = "select current_segment, date_part('epoch', opened_at) from indexer.change_log"
+# The log has times of the database's clock. What is returned are the same times by the clock of this process, which it
+# gives as $1: `_SINCE` is before it by their age.
+_SINCE = "$1::float8 - date_part('epoch', clock_timestamp() - {})"
 
-_SEGMENTS = """
+_CURRENT = f"select current_segment, {_SINCE.format('opened_at')} from indexer.change_log"
+
+_SEGMENTS = f"""
     select s.number, pg_total_relation_size(format('indexer.change_%s', s.number)::regclass)
             + pg_total_relation_size(format('indexer.change_batch_%s', s.number)::regclass) as bytes,
-        b.last_seq, date_part('epoch', b.time) as last_time
-    from generate_series(0, $1::integer - 1) as s(number) left join lateral (
+        b.last_seq, {_SINCE.format("b.time")} as last_time
+    from generate_series(0, $2::integer - 1) as s(number) left join lateral (
         select first_seq + size - 1 as last_seq, time from indexer.change_batch
         where segment = s.number and first_seq is not null order by first_seq desc limit 1
     ) b on true
     order by s.number
 """
 
-_CONSUMERS = """
-    select name, seq, behind, date_part('epoch', behind_since) as behind_since,
-        date_part('epoch', seen_at) as seen_at, cut_off_at is not null as cut_off
+_CONSUMERS = f"""
+    select name, seq, behind, {_SINCE.format("behind_since")} as behind_since,
+        {_SINCE.format("seen_at")} as seen_at, cut_off_at is not null as cut_off
     from atproto.readers order by name
 """
 
@@ -242,13 +247,13 @@ _HAS_UNNUMBERED = "select exists (select from indexer.unnumbered_batch where seg
 
 async def load_consumers(connection: Connection) -> list[ConsumerState]:
     """Return the registered consumers, ordered by name."""
-    return [ConsumerState(**row) for row in await connection.fetch(_CONSUMERS)]
+    return [ConsumerState(**row) for row in await connection.fetch(_CONSUMERS, time())]
 
 
 async def load_state(connection: Connection) -> ChangeLogState:
     """Return the state of the change log."""
-    [(current, opened_at)] = await connection.fetch(_CURRENT)
-    segments = [Segment(**row) for row in await connection.fetch(_SEGMENTS, SEGMENTS)]
+    [(current, opened_at)] = await connection.fetch(_CURRENT, time())
+    segments = [Segment(**row) for row in await connection.fetch(_SEGMENTS, time(), SEGMENTS)]
     return ChangeLogState(current, opened_at, segments, await load_consumers(connection))
 
 

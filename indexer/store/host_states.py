@@ -1,9 +1,11 @@
 """The table of hosts: request statistics and the pause of each host, so that a pause survives a restart.
 
-Several processes share the table. Their counts are added. Of all other columns the last write wins.
+Several processes share the table. Their counts are added. Of all other columns the last write wins. The ends of pauses
+are times of the clocks of these processes, not of the database's.
 """
 
 from collections.abc import Sequence
+from time import time
 
 import asyncpg
 
@@ -53,12 +55,13 @@ _TRIM = """
 
 _LOAD = f"""
     select {_READ} from indexer.host
-    where paused_until > now() or (consecutive_failures > 0 and updated_at > now() - make_interval(secs => $1))
+    where paused_until > to_timestamp($2)
+        or (consecutive_failures > 0 and updated_at > now() - make_interval(secs => $1))
 """
 
 _LOAD_PAUSED = f"""
     select {_READ} from indexer.host
-    where paused_until > now() order by consecutive_failures desc, paused_until desc limit $1
+    where paused_until > to_timestamp($2) order by consecutive_failures desc, paused_until desc limit $1
 """
 
 
@@ -84,12 +87,12 @@ async def save_states(connection: Connection, states: Sequence[HostState]) -> No
 
 async def load_states(connection: Connection) -> list[HostState]:
     """Return the hosts that are paused, or whose last request failed less than a day ago."""
-    return [_state(row) for row in await connection.fetch(_LOAD, _FAILURES_EXPIRE_SECONDS)]
+    return [_state(row) for row in await connection.fetch(_LOAD, _FAILURES_EXPIRE_SECONDS, time())]
 
 
 async def load_paused(connection: Connection) -> list[HostState]:
     """Return some of the paused hosts, those with the most consecutive failures first."""
-    return [_state(row) for row in await connection.fetch(_LOAD_PAUSED, REPORTED_HOSTS)]
+    return [_state(row) for row in await connection.fetch(_LOAD_PAUSED, REPORTED_HOSTS, time())]
 
 
 def _state(row: asyncpg.Record) -> HostState:

@@ -74,7 +74,7 @@ _SAVE = f"""
         select did, bucket, claimed_handle, pds, signing_key, to_timestamp(fetched_at), stale, problem,
             denials, to_timestamp(denied_at), to_timestamp(refresh_at),
             case when claimed_handle is null then '{INVALID_HANDLE}' end, 0,
-            case when claimed_handle is not null then now() end
+            case when claimed_handle is not null then to_timestamp(fetched_at) end
         from {unnest(_COLUMNS, "w")} order by ordinal
         on conflict (did, bucket) do update
         set claimed_handle = excluded.claimed_handle, pds = excluded.pds, signing_key = excluded.signing_key,
@@ -103,7 +103,8 @@ _INSERT_NEW = f"""
     )
     values (
         $1, $2, $3, $4, $5, to_timestamp($6::float8), $7, $8, $9, to_timestamp($10::float8), to_timestamp($11::float8),
-        case when $3::text is null then '{INVALID_HANDLE}' end, 0, case when $3::text is not null then now() end
+        case when $3::text is null then '{INVALID_HANDLE}' end, 0,
+        case when $3::text is not null then to_timestamp($6::float8) end
     )
     on conflict (did, bucket) do nothing returning did
 """
@@ -151,7 +152,9 @@ _SAVE_HANDLE_CHECK = f"""
 _OTHERS_WITH_HANDLE = f"""
     select did from indexer.identity where handle = $2 and handle <> '{INVALID_HANDLE}' and did <> $1
 """
-_RECHECK = "update indexer.identity set handle_due_at = now() where did = $1 and bucket = $2 and handle = $3"
+_RECHECK = """
+    update indexer.identity set handle_due_at = to_timestamp($4) where did = $1 and bucket = $2 and handle = $3
+"""
 
 # The oldest and the newest: the oldest, so that each has its turn; the newest, so that none waits for a long queue.
 DUE_IDENTITIES = """
@@ -255,7 +258,7 @@ async def save_handle_check(connection: Connection, check: HandleCheck) -> None:
             result = (claim.claimed, check.handle, check.attempts, check.due_at)
             renamed = await connection.fetchval(_SAVE_HANDLE_CHECK, did, bucket_of(did), *result)
         else:
-            await connection.execute(_RECHECK, did, bucket_of(did), check.handle)
+            await connection.execute(_RECHECK, did, bucket_of(did), check.handle, time())
     if renamed:
         await log_changes(connection, [ChangeLogEntry(claim.did, "identity", None, live=True)])
     crash_point("handle.saved")

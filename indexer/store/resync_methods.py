@@ -3,7 +3,6 @@
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from time import time
 from typing import TypeVar
 
 from indexer.crash_points import COMMITTED, crash_point
@@ -38,7 +37,7 @@ class ResyncMethods(Connections):
     async def renew(self, did: str, lease: int, seconds: float) -> bool:
         """Extend the lease to `seconds` from now; return False if the claim is lost."""
         async with self._connection() as connection:
-            return await resync_queue.renew(connection, did, lease, time() + seconds)
+            return await resync_queue.renew(connection, did, lease, seconds)
 
     async def expire_leases(self, buckets: Sequence[int], now: float) -> int:
         """End claims whose lease expired before `now`; return how many."""

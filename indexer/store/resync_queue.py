@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from random import choice
+from time import time
 
 from asyncpg import Record as Row
 
@@ -26,6 +27,9 @@ BATCH_SIZE = 500
 
 _WAITING = SyncStatus.DESYNCHRONIZED
 _, _CLAIMED = transition(_WAITING, Trigger.CLAIMED)
+# Leases are times of the database's clock, because processes of several machines compare them. The parameters are times
+# of the clock of this process: the one to translate, and the present one.
+_BY_DATABASE_CLOCK = "to_timestamp({}) + (statement_timestamp() - to_timestamp({}))"
 _DUE_AT = "coalesce(next_attempt_at, '-infinity'::timestamptz)"
 
 # Read only the head of each queue, and no more rows of it than may be claimed, so that the index scan stays short
@@ -56,8 +60,8 @@ CLAIM = f"""
         for update skip locked
     ), claimed as (
         update indexer.repo r
-        set sync_status = '{_CLAIMED}', lease = lease + 1, version = version + 1, lease_until = to_timestamp($4),
-            updated_at = now()
+        set sync_status = '{_CLAIMED}', lease = lease + 1, version = version + 1,
+            lease_until = {_BY_DATABASE_CLOCK.format("$4", "$5")}, updated_at = now()
         where {of_buckets("r")} and did = any(array(select did from locked))
         returning *
     )
@@ -65,16 +69,17 @@ CLAIM = f"""
 """
 
 _RENEW = f"""
-    update indexer.repo set lease_until = to_timestamp($4)
+    update indexer.repo set lease_until = statement_timestamp() + make_interval(secs => $4)
     where did = $1 and bucket = $2 and lease = $3 and sync_status = '{_CLAIMED}'
     returning true
 """
 
 # This statement and the next four lock nothing: `apply` compares versions, so rows that changed are skipped.
+_PRESENT = _BY_DATABASE_CLOCK.format("$1", "$4")
 _EXPIRED = f"""
     select {repo_columns("r")} from indexer.repo r
     where sync_status = '{_CLAIMED}' and bucket = any($2::smallint[])
-        and (lease_until < to_timestamp($1) or lease_until > to_timestamp($1) + interval '{LONGEST_LEASE_SECONDS} s')
+        and (lease_until < {_PRESENT} or lease_until > {_PRESENT} + interval '{LONGEST_LEASE_SECONDS} s')
     order by lease_until limit $3
 """
 
@@ -196,7 +201,7 @@ async def claim(
         due = await connection.fetch(DUE, count, list(buckets), now, first)
     claimed: list[Repo] = []
     for dids in _by_shard(due, shards):
-        claimed += [repo_of(row) for row in await connection.fetch(CLAIM, buckets_of(dids), dids, now, until)]
+        claimed += [repo_of(row) for row in await connection.fetch(CLAIM, buckets_of(dids), dids, now, until, time())]
         crash_point("claim.written")
     return claimed
 
@@ -215,15 +220,15 @@ async def claim_early(
     """Claim those of these repos that are due at `latest`, with leases until `until`. Run it in a transaction."""
     claimed: list[Repo] = []
     for of_shard in _by_shard([(did, bucket_of(did)) for did in dids], shards):
-        rows = await connection.fetch(CLAIM, buckets_of(of_shard), of_shard, latest, until)
+        rows = await connection.fetch(CLAIM, buckets_of(of_shard), of_shard, latest, until, time())
         claimed += [repo_of(row) for row in rows]
         crash_point("claim.written")
     return claimed
 
 
-async def renew(connection: Connection, did: str, lease: int, until: float) -> bool:
-    """Extend a lease; return False if the claim is lost."""
-    return await connection.fetchval(_RENEW, did, bucket_of(did), lease, until) is not None
+async def renew(connection: Connection, did: str, lease: int, seconds: float) -> bool:
+    """Extend a lease to `seconds` from now; return False if the claim is lost."""
+    return await connection.fetchval(_RENEW, did, bucket_of(did), lease, seconds) is not None
 
 
 async def expire_leases(connection: Connection, buckets: Sequence[int], now: float) -> int:
@@ -232,7 +237,7 @@ async def expire_leases(connection: Connection, buckets: Sequence[int], now: flo
     The back-off grows as with any other failure. A renewal does not change the version, so one that arrives at the same
     moment has no effect: its worker finds the claim lost.
     """
-    rows = await connection.fetch(_EXPIRED, now, list(buckets), BATCH_SIZE)
+    rows = await connection.fetch(_EXPIRED, now, list(buckets), BATCH_SIZE, time())
     expire = _desynchronization(Trigger.LEASE_EXPIRED, Desync.LEASE_EXPIRED, now)
     return await _write_repos(connection, [repo_of(row) for row in rows], expire)
 

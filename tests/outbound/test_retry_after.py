@@ -30,6 +30,15 @@ def test_seconds_to_wait_after_429(headers: dict[str, str], seconds: float) -> N
     assert retry_after_seconds(429, headers, NOW) == seconds
 
 
+@pytest.mark.parametrize("ahead", [-86_400, 86_400])
+@pytest.mark.parametrize("name", ["retry-after", "ratelimit-reset"])
+def test_dates_and_unix_times_of_a_host_are_compared_with_its_own_clock(name: str, ahead: int) -> None:
+    until = NOW + ahead + 90
+    value = {"retry-after": format_datetime(datetime.fromtimestamp(until, UTC), usegmt=True)}.get(name, str(int(until)))
+    headers = {"date": format_datetime(datetime.fromtimestamp(NOW + ahead, UTC), usegmt=True), name: value}
+    assert retry_after_seconds(429, headers, NOW) == 90
+
+
 def test_another_status_asks_for_a_pause_only_with_503_and_retry_after() -> None:
     assert retry_after_seconds(503, {"retry-after": "7"}, NOW) == 7
     for status, name in ((503, "ratelimit-reset"), (503, "other"), (500, "retry-after"), (200, "ratelimit-reset")):

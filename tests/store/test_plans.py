@@ -185,7 +185,7 @@ async def test_statements_of_the_queue_read_few_rows(sql: asyncpg.Connection) ->
     for mode in ("force_custom_plan", "force_generic_plan"):
         await sql.execute(f"set plan_cache_mode = {mode}")
         due = await sql.fetch(DUE, 8, ALL, 5.0, 77)
-        found = await explain(sql, CLAIM, [row["bucket"] for row in due], [row["did"] for row in due], 5.0, 60.0)
+        found = await explain(sql, CLAIM, [row["bucket"] for row in due], [row["did"] for row in due], 5.0, 60.0, 5.0)
         removed = [int(rows) for rows in re.findall(r"Rows Removed by Filter: (\d+)", found)]
         assert "Seq Scan" not in found and sum(removed) < 20, found  # noqa: PT018
         assert "repo_due" not in found, found
