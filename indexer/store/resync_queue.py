@@ -199,11 +199,7 @@ async def claim(
     due = await connection.fetch(DUE, count, list(one_shard), now, first)
     if len(due) < count and len(one_shard) < len(buckets):
         due = await connection.fetch(DUE, count, list(buckets), now, first)
-    claimed: list[Repo] = []
-    for dids in _by_shard(due, shards):
-        claimed += [repo_of(row) for row in await connection.fetch(CLAIM, buckets_of(dids), dids, now, until, time())]
-        crash_point("claim.written")
-    return claimed
+    return await _claim_those_due(connection, due, now, until, shards)
 
 
 def _by_shard(due: Iterable[Row | tuple[str, int]], shards: int) -> list[list[str]]:
@@ -218,10 +214,15 @@ async def claim_early(
     connection: Connection, dids: Iterable[str], latest: float, until: float, shards: int = 1
 ) -> list[Repo]:
     """Claim those of these repos that are due at `latest`, with leases until `until`. Run it in a transaction."""
+    return await _claim_those_due(connection, [(did, bucket_of(did)) for did in dids], latest, until, shards)
+
+
+async def _claim_those_due(
+    connection: Connection, repos: Iterable[Row | tuple[str, int]], now: float, until: float, shards: int
+) -> list[Repo]:
     claimed: list[Repo] = []
-    for of_shard in _by_shard([(did, bucket_of(did)) for did in dids], shards):
-        rows = await connection.fetch(CLAIM, buckets_of(of_shard), of_shard, latest, until, time())
-        claimed += [repo_of(row) for row in rows]
+    for dids in _by_shard(repos, shards):
+        claimed += [repo_of(row) for row in await connection.fetch(CLAIM, buckets_of(dids), dids, now, until, time())]
         crash_point("claim.written")
     return claimed
 
