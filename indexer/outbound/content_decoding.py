@@ -13,6 +13,7 @@ ACCEPT_ENCODING = "gzip, zstd"
 MAX_MEMBERS = 10_000
 """Gzip members or zstd frames in one body. Each costs about as much as 64 KiB of text, even an empty one."""
 
+_KNOWN = frozenset({"br", "compress", "deflate", "gzip", "x-compress", "x-gzip", "zstd"})
 _PIECE_BYTES = 65_536
 _GZIP_WBITS = 16 + zlib.MAX_WBITS
 _ZSTD_OPTIONS: dict[int, int] = {DecompressionParameter.window_log_max: 23}  # 8 MiB, the maximum in HTTP (RFC 9659)
@@ -113,8 +114,11 @@ class _Compressed:
 def make_decoder(content_encoding: str) -> Decoder:
     """Return a decoder for the value of a `Content-Encoding` header.
 
+    A value that names no encoding, such as `utf-8` or `none`, does not hide the body: undici, the client of Node, reads
+    it as it is, too.
+
     Raises:
-        UnavailableError: BAD_ANSWER for an encoding that is not in `ACCEPT_ENCODING`.
+        UnavailableError: BAD_ANSWER for several encodings, and for one that is not in `ACCEPT_ENCODING`.
     """
     match content_encoding.strip().lower():
         case "" | "identity":
@@ -123,5 +127,7 @@ def make_decoder(content_encoding: str) -> Decoder:
             return _Compressed("gzip", _GzipMember)
         case "zstd":
             return _Compressed("zstd", lambda: ZstdDecompressor(options=_ZSTD_OPTIONS))
+        case other if _KNOWN.isdisjoint(coding.strip() for coding in other.split(",")):
+            return _Identity()
         case other:
             raise UnavailableError(FetchFailure.BAD_ANSWER, f"unsupported content encoding {other[:40]!r}")

@@ -62,8 +62,13 @@ def test_malformed_body_is_an_error(encoding: str, garbage: bytes) -> None:
         decode(encoding, [COMPRESS[encoding](b"whole") + b"x" + garbage])
 
 
+@pytest.mark.parametrize("encoding", ["UTF-8", "none", "binary", "", "identity, none", "\x00"])
+def test_value_that_names_no_encoding_does_not_hide_the_body(encoding: str) -> None:
+    assert decode(encoding, [b"a", b"b"]) == b"ab"
+
+
 def test_unsupported_encodings_are_refused() -> None:
-    for encoding in ("br", "zlib", "deflate", "gzip, gzip", "gzip, zstd", "\x00"):
+    for encoding in ("br", "Deflate", "gzip, gzip", "gzip, zstd", "none,br"):
         with pytest.raises(UnavailableError) as failure:
             make_decoder(encoding)
         assert failure.value.reason is FetchFailure.BAD_ANSWER
