@@ -159,6 +159,7 @@ OTHERS: dict[str, list[Any]] = {
     "seq": [MAX_SEQ + 1, 0, -1],
     "repo": ["did:web:" + "a" * 2_041],
     "time": ["2" * 65, ...],
+    "since": ["", 7],
     "commit": [bytes(36)],
     "ops": [[{}]],
     "blocks": [LINK],
