@@ -12,7 +12,6 @@ from indexer.pds.repo_list import RepoListPage, list_repos
 from indexer.reasons import FetchFailure
 
 stamina.instrumentation.set_on_retry_hooks(())  # it would log events of its own, which docs/logs.md does not have
-log = structlog.get_logger(__name__)
 
 MAX_ATTEMPTS = 6
 """Attempts to fetch one page, over about a minute."""

@@ -11,7 +11,8 @@ ROW_BYTES = 1_200
 MAX_BYTES = 32 << 20
 MAX_AGE_SECONDS = 60.0
 """A row is used for this time after it was written. A row that is deleted and inserted again starts at version 1, but a
-row is deleted only after it was parked or hidden for a day, or for `INDEXER_SWEEP_INTERVAL` if that is shorter."""
+row is deleted only after it was hidden for a day, or parked for a day or `INDEXER_SWEEP_INTERVAL`, and at least for two
+minutes."""
 
 
 class RepoRowCache:

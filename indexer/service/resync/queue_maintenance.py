@@ -20,6 +20,9 @@ LONGEST_WAIT_SECONDS = 7_200.0
 
 log = structlog.get_logger(__name__)
 
+MIN_PARKED_SECONDS = 120.0
+"""Seconds that a repo is parked at least before its row is deleted: longer than processes use a cached row."""
+
 
 @dataclass(frozen=True, slots=True)
 class MaintenanceSettings:
@@ -121,7 +124,8 @@ class QueueMaintenance:
             self._metrics.desynchronized(Desync.RECORD_MISSING, found)
             await self._pause()
         forget_hidden_after = settings.forget_after if self._may_forget() else 0.0
-        forget_after = min(forget_hidden_after, settings.unpark_after or forget_hidden_after)
+        unpark_after = max(settings.unpark_after, MIN_PARKED_SECONDS) if settings.unpark_after else forget_hidden_after
+        forget_after = min(forget_hidden_after, unpark_after)
         while forget_after and (found := await self._store.forget_denied(self._buckets, forget_after, started)):
             log.debug("repos.forgotten", repos=found)
             await self._pause()
