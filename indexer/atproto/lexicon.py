@@ -73,6 +73,10 @@ _KINDS = {
 }
 
 
+_MAIN_TYPES = {*_KINDS, "params", "permission", "permission-set", "procedure", "query", "subscription"}
+"""All types of definitions: https://atproto.com/specs/lexicon."""
+
+
 class RecordField(NamedTuple):
     """A field of a record.
 
@@ -131,6 +135,8 @@ def parse_lexicon(document: Any) -> Lexicon:
         raise ValueError("`defs` is not an object with definitions")
     if not _has_type(main := defs.get("main", {"type": ""})):
         raise ValueError("`defs.main` is not a definition with a type")
+    if main["type"] not in _MAIN_TYPES and "main" in defs:
+        raise ValueError(f"the type {_shown(main['type'])} of `defs.main` is unknown")
     typed = {name: definition for name, definition in defs.items() if _has_type(definition)}
     problems = [f"`defs.{_shown(name)}` has no type; it is ignored" for name in defs if name not in typed]
     record = None

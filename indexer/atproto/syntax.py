@@ -26,6 +26,8 @@ MAX_TID_MICROS = (1 << 54) - 1
 
 # `fullmatch`, because `$` would accept a newline at the end.
 _DID = re.compile(r"did:[a-z]+:[a-zA-Z0-9._:%-]*[a-zA-Z0-9._-]").fullmatch
+_DID_PLC = re.compile(r"did:plc:[a-z2-7]{24}").fullmatch
+_DID_WEB = re.compile(r"did:web:[a-zA-Z0-9.-]+(%3[Aa][0-9]{1,5})?").fullmatch
 _HANDLE = re.compile(
     r"([a-zA-Z0-9]([a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?\.)+[a-zA-Z]([a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
 ).fullmatch
@@ -40,6 +42,14 @@ _TID = re.compile(r"[234567abcdefghij][234567abcdefghijklmnopqrstuvwxyz]{12}").f
 def is_did(text: str) -> bool:
     """Return True if the text is a DID of any method. The rules of the method are not checked."""
     return len(text) <= MAX_DID_CHARACTERS and _DID(text) is not None
+
+
+def is_account_did(text: str) -> bool:
+    """Return True if the text is a DID that an account can have: a did:plc, or a did:web of a host without a path.
+
+    Specification: https://atproto.com/specs/did, "Blessed DID Methods".
+    """
+    return is_did(text) and (_DID_PLC(text) or _DID_WEB(text)) is not None
 
 
 def is_handle(text: str) -> bool:

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import click
 
 from indexer.atproto.crypto import PublicKey, parse_did_key
-from indexer.atproto.syntax import AtUri, is_did, is_nsid, normalize_account, normalize_nsid
+from indexer.atproto.syntax import AtUri, is_account_did, is_did, is_nsid, normalize_account, normalize_nsid
 from indexer.errors import UpstreamError
 from indexer.reasons import Rejection
 from indexer.setting_types import STREAM_PATH
@@ -70,6 +70,14 @@ def parse_did(text: str) -> str:
     """Return the DID; raise ValueError if it is not one."""
     if not is_did(text):
         raise ValueError(f"{text[:_MAX_SHOWN]!r} is not a DID")
+    return text
+
+
+def parse_new_did(text: str) -> str:
+    """Return the DID; raise ValueError if no account can have it. One that is tracked already may be any DID."""
+    if not is_account_did(text):
+        rules = "did:plc: with 24 characters of a-z and 2-7, or did:web: with a host name"
+        raise ValueError(f"{text[:_MAX_SHOWN]!r} is not the DID of an account: {rules}")
     return text
 
 
@@ -148,6 +156,7 @@ def parse_position(text: str) -> Literal["live", "oldest"] | int:
 OUTPUT_FILE = OutputFile()
 DID = CheckedParameter("did", parse_did)
 DID_OR_STDIN = CheckedParameter("did", lambda text: text if text == STDIN else parse_did(text))
+NEW_DID_OR_STDIN = CheckedParameter("did", lambda text: text if text == STDIN else parse_new_did(text))
 ACCOUNT = CheckedParameter("account", parse_account)
 RECORD_URI = CheckedParameter("uri", parse_record_uri)
 KEY = CheckedParameter("key", parse_key)
@@ -159,8 +168,10 @@ START = CheckedParameter("position", parse_position)
 DEAD_LETTER_ID = WholeNumber(1, 2**63 - 1)
 
 
-def read_dids(file: IO[str]) -> Iterator[str]:
+def read_dids(file: IO[str], parse: Callable[[str], str] = parse_did) -> Iterator[str]:
     """Yield the DIDs of a file with one per line. Empty lines and lines that start with # are skipped.
+
+    `parse` raises ValueError for a text that is not a DID of the wanted kind.
 
     Raises:
         BadParameter: A line is not a DID.
@@ -168,7 +179,8 @@ def read_dids(file: IO[str]) -> Iterator[str]:
     for number, line in enumerate(file, 1):
         text = line.strip()
         if text and not text.startswith("#"):
-            if not is_did(text):
-                line_text = f"{text[:_MAX_SHOWN]!r} on line {number} of {file.name}"
-                raise click.BadParameter(f"{line_text} is not a DID; DIDs on earlier lines may have been added")
-            yield text
+            try:
+                yield parse(text)
+            except ValueError as error:
+                where = f"line {number} of {file.name}"
+                raise click.BadParameter(f"{where}: {error}; earlier lines may have been read") from None

@@ -6,7 +6,7 @@ from typing import IO
 
 import click
 
-from indexer.cli.arguments import DID, DID_OR_STDIN, STDIN, read_dids
+from indexer.cli.arguments import DID, NEW_DID_OR_STDIN, STDIN, parse_new_did, read_dids
 from indexer.cli.command import ExitCode, command, json_option, report_error
 from indexer.cli.database import open_store
 from indexer.cli.output import echo_result, progress_console
@@ -17,7 +17,7 @@ ADD_BATCH_SIZE = 10_000
 
 
 @command("add")
-@click.argument("dids", nargs=-1, metavar="DID…|-", type=DID_OR_STDIN)
+@click.argument("dids", nargs=-1, metavar="DID…|-", type=NEW_DID_OR_STDIN)
 @click.option("--file", "-f", type=click.File(errors="replace"), help="Read DIDs from a file, one per line.")
 @json_option
 async def add_command(settings: Settings, *, dids: tuple[str, ...], file: IO[str] | None, as_json: bool) -> int:
@@ -32,7 +32,7 @@ async def add_command(settings: Settings, *, dids: tuple[str, ...], file: IO[str
         if len(dids) > 1:
             raise click.UsageError("Give either DIDs or -, not both.")
         file = click.open_file(STDIN, errors="replace")
-    given = read_dids(file) if file else iter(dids)
+    given = read_dids(file, parse_new_did) if file else iter(dids)
     added = count = 0
     typed = file is not None and file.isatty()  # a bar would disturb the input
     shown = nullcontext() if typed else show_progress("repos", None, progress_console())

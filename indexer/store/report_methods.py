@@ -37,6 +37,11 @@ class ReportMethods(Connections):
         async with self._connection() as connection:
             return await report_queries.repo_report(connection, did)
 
+    async def has_records(self, collection: str) -> bool:
+        """Return True if a record of the collection is stored."""
+        async with self._connection() as connection:
+            return await report_queries.has_records(connection, collection)
+
     async def record(self, did: str, collection: str, rkey: str) -> dict[str, Any] | None:
         """Return the row of `atproto.records` with its value decoded; None if there is none."""
         async with self._connection() as connection:

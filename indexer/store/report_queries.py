@@ -152,6 +152,8 @@ _RECORD = f"""
     )
 """
 
+_HAS_RECORDS = "select collection from indexer.record where collection = $1 limit 1"
+
 # From the tables, because the view returns CIDs as text.
 _RECORDS = f"""
     select c.collection || '/' || c.rkey, c.cid from indexer.record c
@@ -334,6 +336,11 @@ async def record(connection: Connection, did: str, collection: str, rkey: str) -
         return None
     value = None if row["value"] is None else json.loads(row["value"])
     return {"uri": f"at://{did}/{collection}/{rkey}", **row, "cid": cid_text(row["cid"]), "value": value}
+
+
+async def has_records(connection: Connection, collection: str) -> bool:
+    """Return True if a record of the collection is stored, visible or not."""
+    return await connection.fetchval(_HAS_RECORDS, collection) is not None
 
 
 async def sample_synchronized(connection: Connection, count: int) -> list[str]:

@@ -43,6 +43,7 @@ INVALID: list[tuple[str, Any]] = [
     ("`id` is not an NSID: None", {"lexicon": 1, "defs": {"main": {"type": "record"}}}),
     ("`defs` is not an object with definitions", LIKE_DOCUMENT | {"defs": {}}),
     ("`defs.main` is not a definition with a type", LIKE_DOCUMENT | {"defs": {"main": {"type": 1}}}),
+    ("the type 'records' of `defs.main` is unknown", LIKE_DOCUMENT | {"defs": {"main": {"type": "records"}}}),
     ("`defs.main.record` is not of the type object", LIKE_DOCUMENT | {"defs": {"main": {"type": "record"}}}),
     ("has 501 fields; at most 500", with_field(None, properties={f"f{n}": {"type": "integer"} for n in range(501)})),
     ("contains the character U+0000", LIKE_DOCUMENT | {"description": "\0"}),

@@ -18,6 +18,7 @@ from indexer.cli.export_files import Format, JsonLinesWriter, ParquetWriter, exp
 from indexer.reasons import FetchFailure
 from indexer.store import DatabaseError, ExportedRecord, Store, collection_export
 from indexer.sync.plans import Batch, RecordChange, RepoWrite
+from indexer.sync.scope import Scope
 from tests.cli.command_line import Session, error_line
 from tests.store.repo_rows import delete, did, head, insert, put, synchronized
 
@@ -156,8 +157,21 @@ async def test_export_command(store: Store, session: Session, tmp_path: Path) ->
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "records: 1\n")
     assert [row["rkey"] for row in rows_of(tmp_path / "out.jsonl")] == ["b"]
     file = tmp_path / "out.parquet"
-    result = await session.run("export", "--collection", "app.test.none", "--format", "parquet", "-o", str(file))
-    assert (result.returncode, result.stderr) == (0, "records: 0\n")
-    assert rows_of(file) == []
+    result = await session.run("export", "--collection", "app.test.more", "--format", "parquet", "-o", str(file))
+    assert (result.returncode, result.stderr) == (0, "records: 1\n")
+    assert len(rows_of(file)) == 1
     result = await session.run("export", "--collection", "app.test.more", "-o", f"{tmp_path}/none/out")
     assert (result.returncode, len(result.stderr.splitlines())) == (1, 1)
+
+
+async def test_unknown_collection_is_refused_and_no_file_is_written(
+    store: Store, database: str, session: Session, tmp_path: Path
+) -> None:
+    session.configure(INDEXER_DATABASE_URL=database)
+    file = tmp_path / "out"
+    result = await session.run("export", "--collection", "app.bsky.feed.posts", "-o", str(file))
+    assert (result.returncode, file.exists()) == (4, False)
+    assert error_line(result).startswith("app.bsky.feed.posts is unknown: no record of it is stored, and neither")
+    await store.begin_scope(Scope())
+    await store.set_collections(["app.bsky.feed.posts"])
+    assert (await session.run("export", "--collection", "app.bsky.feed.posts", "-o", str(file))).returncode == 0
