@@ -3,6 +3,7 @@
 Settings and logs load slowly, so they are imported where a command runs: `indexer --help` needs neither.
 """
 
+import sys
 from collections.abc import Callable, Coroutine
 from enum import IntEnum
 from functools import wraps
@@ -42,7 +43,7 @@ _MEANINGS = {
     ExitCode.FAILED: "The database or a host is unavailable, a check failed, or something remains to be done.",
     ExitCode.BAD_ARGUMENT: "An argument or a setting is wrong, or the operator has to correct the database first.",
     ExitCode.NOT_READY: "`status`: the indexer is not ready.",
-    ExitCode.UNKNOWN: "The DID, handle, record, relay, lexicon or ID is not in the database.",
+    ExitCode.UNKNOWN: "The DID, handle, record, collection, relay, lexicon or ID is not in the database.",
     ExitCode.DIFFERENT: "`audit`: database and network differ.",
     ExitCode.INTERRUPTED: "The command was interrupted (Ctrl-C), or a question was not answered with yes.",
 }
@@ -97,6 +98,18 @@ def config_file() -> Path | None:
     while context is not None and file is None:
         file, context = context.params["config"], context.parent
     return file
+
+
+def confirm(question: str) -> None:
+    """Ask a question about something that cannot be undone.
+
+    Raises:
+        UsageError: There is no terminal to ask.
+        Abort: The answer is not yes.
+    """
+    if not sys.stdin.isatty():
+        raise click.UsageError(f"{question} There is no terminal to answer: give --yes to confirm")
+    click.confirm(question, abort=True, err=True)
 
 
 def report_error(message: str, code: ExitCode) -> int:

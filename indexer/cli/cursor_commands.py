@@ -10,7 +10,7 @@ import click
 from rich.table import Table
 
 from indexer.cli.arguments import START
-from indexer.cli.command import ExitCode, command, config_option, json_option, report_error
+from indexer.cli.command import ExitCode, command, config_option, confirm, json_option, report_error
 from indexer.cli.database import open_store
 from indexer.cli.output import echo_result, literal_text, result_console, to_json
 from indexer.monitoring.readiness import describe_gap
@@ -85,7 +85,7 @@ async def reset_command(
         if relay not in {cursor.relay for cursor in cursors}:
             return report_error(f"no cursor is stored for {relay}; see indexer cursor show", ExitCode.UNKNOWN)
         if not yes:
-            click.confirm(f"Reset the cursor of {relay} to {target}?", abort=True, err=True)
+            confirm(f"Reset the cursor of {relay} to {target}?")
         position = await _position(settings, relay, target)
         if position is None:
             return report_error(f"{relay} has sent no message; the cursor is unchanged", ExitCode.FAILED)

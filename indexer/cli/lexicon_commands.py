@@ -14,11 +14,10 @@ from indexer.atproto.syntax import is_nsid
 from indexer.cli.arguments import NSID, parse_nsid
 from indexer.cli.command import ExitCode, command, config_option, json_lines_option, report_error
 from indexer.cli.database import open_store
-from indexer.cli.lexicon_sources import LexiconResolver, SourcedLexicon, read_directory, read_file, resolve_all
+from indexer.cli.lexicon_sources import SourcedLexicon, open_resolver, read_directory, read_file, resolve_all
 from indexer.cli.output import duration_text, echo_result, literal_text, progress_console, result_console, to_json
 from indexer.cli.progress_bars import show_progress
-from indexer.clients import make_did_resolver, make_pds_client, open_outbound_client, stored_policy
-from indexer.identity import DnsRecords
+from indexer.clients import stored_policy
 from indexer.monitoring.log import printable
 from indexer.settings import Settings
 from indexer.store import (
@@ -231,13 +230,7 @@ def _different(one: SourcedLexicon, other: SourcedLexicon) -> str:
 
 
 async def _resolve(settings: Settings, nsids: Sequence[str], known: Mapping[str, Lexicon]) -> dict[str, SourcedLexicon]:
-    async with open_outbound_client(settings) as outbound:
-        resolver = LexiconResolver(
-            DnsRecords(settings.dns_servers),
-            make_did_resolver(settings, outbound),
-            await asyncio.to_thread(make_pds_client, settings, outbound),
-            settings.limits,
-        )
+    async with open_resolver(settings) as resolver:
         found, problems = await resolve_all(resolver, nsids, known)
     for problem in problems:
         click.echo(printable(f"a lexicon that another one refers to is missing: {problem}"), err=True)

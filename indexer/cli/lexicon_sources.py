@@ -1,7 +1,9 @@
 """Read lexicons from files, and from the repos that publish them (docs/sql.md#typed-views)."""
 
+import asyncio
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,9 +13,11 @@ from indexer.atproto.crypto import parse_did_key
 from indexer.atproto.lexicon import Lexicon, parse_lexicon, references
 from indexer.atproto.limits import Limits
 from indexer.atproto.record import decode_record
+from indexer.clients import make_did_resolver, make_pds_client, open_outbound_client
 from indexer.errors import UnavailableError, UpstreamError
 from indexer.identity import DidResolver, DnsRecords
 from indexer.pds import PdsClient
+from indexer.settings import Settings
 from indexer.sync.verify import verify_record
 
 COLLECTION = "com.atproto.lexicon.schema"
@@ -120,6 +124,36 @@ class LexiconResolver:
         if lexicon.nsid != nsid:
             raise click.ClickException(f"{uri} is the lexicon of {lexicon.nsid}")
         return SourcedLexicon(lexicon, uri)
+
+
+@asynccontextmanager
+async def open_resolver(settings: Settings) -> AsyncIterator[LexiconResolver]:
+    """Open a resolver with the clients that the settings describe."""
+    async with open_outbound_client(settings) as outbound:
+        yield LexiconResolver(
+            DnsRecords(settings.dns_servers),
+            make_did_resolver(settings, outbound),
+            await asyncio.to_thread(make_pds_client, settings, outbound),
+            settings.limits,
+        )
+
+
+async def find_published(settings: Settings, nsids: Sequence[str], seconds: float = 10.0) -> set[str]:
+    """Return those of the NSIDs that have a published lexicon, as far as they are resolved within these seconds."""
+    found = set[str]()
+    if not nsids:
+        return found
+    async with open_resolver(settings) as resolver:
+
+        async def resolve(nsid: str) -> None:
+            with suppress(click.ClickException, UnavailableError):
+                await resolver.resolve(nsid)
+                found.add(nsid)
+
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await asyncio.gather(*map(resolve, nsids))
+    return found
 
 
 async def resolve_all(

@@ -52,6 +52,22 @@ _COUNT_NOT_CHOSEN = f"""
 """
 
 
+# Citus needs a column in the inner query.
+_COUNT_THEIR_RECORDS = f"""
+    select count(*) from (
+        select c.did from indexer.record c join indexer.repo r on r.did = c.did and r.bucket = c.bucket
+        where r.tracked and r.wanted_in < {CHOSEN} and (r.wanted_in > 0 or not $1) limit $2
+    ) found
+"""
+
+
+class NotChosen(NamedTuple):
+    """The tracked repos that no command has named, and the number of their records, at most a limit."""
+
+    repos: int
+    records: int
+
+
 class UntrackedPage(NamedTuple):
     """A page of repos that may be out of scope.
 
@@ -109,10 +125,11 @@ async def untrack_page(
     return UntrackedPage(untracked, after)
 
 
-async def count_not_chosen(connection: Connection, scope: Scope) -> int:
-    """Return the number of tracked repos that no command has named. Reads the row of every repo."""
-    count: int = await connection.fetchval(_COUNT_NOT_CHOSEN, scope.earlier_repos_stay)
-    return count
+async def count_not_chosen(connection: Connection, scope: Scope, limit: int) -> NotChosen:
+    """Count the tracked repos that no command has named, and at most `limit` of their records. Reads all repos."""
+    stay = scope.earlier_repos_stay
+    repos = await connection.fetchval(_COUNT_NOT_CHOSEN, stay)
+    return NotChosen(repos, await connection.fetchval(_COUNT_THEIR_RECORDS, stay, limit) if repos else 0)
 
 
 async def _without_signal(connection: Connection, scope: Scope, dids: Sequence[str]) -> tuple[list[str], int]:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import NamedTuple
 
+from indexer.atproto.syntax import CollectionFilter
 from indexer.crash_points import crash_point
 from indexer.store import scope_row
 from indexer.store.apply_batch import apply
@@ -23,6 +24,11 @@ UNSELECTED = """
     where collection = $1 and bucket = any($2::smallint[]) and indexed_at >= coalesce($3, '-infinity'::timestamptz)
         and ($3::timestamptz is null or (indexed_at, did, rkey) > ($3, $4, $5))
     order by indexed_at, did, rkey limit $6
+"""
+
+# No more records are counted than a person tells apart. Citus needs a column in the inner query.
+_COUNT_OF_COLLECTIONS = """
+    select count(*) from (select collection from indexer.record where collection = any($1::text[]) limit $2) found
 """
 
 _REPOS = f"""
@@ -74,6 +80,20 @@ class RecordPosition(NamedTuple):
     rkey: str
 
 
+class UnselectedRecords(NamedTuple):
+    """The records that a change of the scope would delete.
+
+    Attributes:
+        stored: All collections of stored records.
+        unselected: Those that the scope would not select.
+        records: The number of their records, at most the limit.
+    """
+
+    stored: list[str]
+    unselected: list[str]
+    records: int
+
+
 class NarrowedPage(NamedTuple):
     """A page of records that the scope does not select.
 
@@ -92,6 +112,16 @@ async def next_collection(connection: Connection, after: str) -> str | None:
     """Return the next collection of stored records; None if there is none. Begin with an empty string."""
     collection: str | None = await connection.fetchval(NEXT_COLLECTION, after)
     return collection
+
+
+async def count_unselected(connection: Connection, collections: CollectionFilter, limit: int) -> UnselectedRecords:
+    """Return the stored collections that a scope with these collections would not select, and count their records."""
+    stored, after = list[str](), ""
+    while (collection := await next_collection(connection, after)) is not None:
+        stored.append(collection)
+        after = collection
+    unselected = [collection for collection in stored if not collections.matches(collection)]
+    return UnselectedRecords(stored, unselected, await connection.fetchval(_COUNT_OF_COLLECTIONS, unselected, limit))
 
 
 async def delete_page(

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterable, Sequence
 
+from indexer.atproto.syntax import CollectionFilter
 from indexer.errors import BrokenInvariantError
 from indexer.store import crawl_rows, out_of_scope, scope_changes, scope_row
 from indexer.store.connections import Connections
-from indexer.store.out_of_scope import UntrackedPage
-from indexer.store.scope_changes import NarrowedPage, RecordPosition
+from indexer.store.out_of_scope import NotChosen, UntrackedPage
+from indexer.store.scope_changes import NarrowedPage, RecordPosition, UnselectedRecords
 from indexer.store.scope_row import CollectionProgress
 from indexer.sync.crawl_progress import CrawlProgress
 from indexer.sync.repo_state import Repo
@@ -105,10 +106,15 @@ class ScopeMethods(Connections):
         async with self._transaction() as connection:
             return await out_of_scope.untrack_page(connection, scope, shard, progress, limit)
 
-    async def count_not_chosen(self, scope: Scope) -> int:
-        """Return the number of tracked repos that no command has named."""
+    async def count_not_chosen(self, scope: Scope, limit: int) -> NotChosen:
+        """Count the tracked repos that no command has named, and at most `limit` of their records."""
         async with self._connection() as connection:
-            return await out_of_scope.count_not_chosen(connection, scope)
+            return await out_of_scope.count_not_chosen(connection, scope, limit)
+
+    async def count_unselected(self, collections: CollectionFilter, limit: int) -> UnselectedRecords:
+        """Count at most `limit` records of collections that are not among these."""
+        async with self._connection() as connection:
+            return await scope_changes.count_unselected(connection, collections, limit)
 
     async def incomplete_repos(self, scope: Scope, buckets: Sequence[int], after: str, limit: int) -> list[Repo]:
         """Return the next synchronized repos of active accounts after this DID that may lack records of the scope."""

@@ -26,7 +26,7 @@ def session_without_database(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
             monkeypatch.delenv(name)
     monkeypatch.setattr("indexer.monitoring.log.configure_logging", lambda *_: None)
     session = Session(capsys, monkeypatch)
-    session.configure(INDEXER_DATABASE_URL="postgresql://127.0.0.1:1/none")
+    session.configure(INDEXER_DATABASE_URL="postgresql://127.0.0.1:1/none", INDEXER_DNS_SERVERS="127.0.0.1:1")
     return session
 
 

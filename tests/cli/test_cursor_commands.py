@@ -67,6 +67,8 @@ async def test_reset_is_refused_while_a_daemon_holds_a_shard_without_confirmatio
         "a daemon is running; stop all daemons of this database first",
     )
     monkeypatch.setattr("click.termui.visible_prompt_func", lambda _prompt: "n")
+    assert (await session.run("cursor", "reset", RELAY)).returncode == 2, "there is no terminal to answer"
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     assert (await session.run("cursor", "reset", RELAY)).returncode == 130
     assert (await session.run("cursor", "reset", "wss://other.example", "--yes")).returncode == 4
     assert await rows(sql, CURSORS) == before

@@ -1,9 +1,13 @@
 import json
+import os
+import pty
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.cli.command_line import Session
+from tests.cli.command_line import PROJECT, Session, environment_without_settings
 from tests.cli.stored_account import DID
 
 OTHER = "did:web:two.example"
@@ -45,17 +49,52 @@ def test_bad_scope_is_one_line_and_changes_nothing(session: Session) -> None:
 
 
 @pytest.mark.usefixtures("stored_account")
+def test_typo_deletes_nothing(session: Session) -> None:
+    """It deleted all records within seconds, with exit code 0."""
+    result = session("scope", "set", "--collections", "com.example.statsu")
+    assert (result.returncode, result.stdout) == (2, "")
+    warning, question = result.stderr.splitlines()
+    assert warning.startswith("com.example.statsu: no stored record matches it, and no lexicon of it was found; check")
+    assert question.startswith("indexer: Delete 1 records of 1 collections (com.example.note)? There is no terminal")
+    assert shown(session)["collections"] == ["*"]
+    result = session("scope", "set", "--collections", "com.example.other.*", "--yes")
+    assert result.returncode == 0
+    warning, back = result.stderr.splitlines()
+    assert warning.startswith("com.example.other.*: no stored record matches it")
+    assert back == "to return to the scope before: indexer scope set --track all --collections '*'"
+    assert session("scope", "set", "--track", "all", "--collections", "*").stderr == "", "nothing is lost"
+    assert session("scope", "set", "--collections", "com.example.*").stderr == "", "it selects all stored records"
+
+
+@pytest.mark.usefixtures("stored_account")
 def test_change_that_untracks_repos_asks_for_confirmation(session: Session) -> None:
     result = session("scope", "set", "--track", "listed")
-    assert result.returncode == 1
-    assert result.stderr.startswith("Untrack 1 repos that no command has added, and delete their records? [y/N]")
+    assert result.returncode == 2
+    text = "Untrack 1 repos that no command has added, and delete their 1 records? There is no terminal"
+    assert result.stderr.startswith(f"indexer: {text}")
     assert shown(session)["track"] == "all"
-    result = session("scope", "set", "--track", "signal", "--signal-collections", "com.example.c")
+    result = session("scope", "set", "--track", "signal", "--signal-collections", "com.example.note")
     assert "no command has added, except those with a record of a signal collection, and" in result.stderr
     assert shown(session)["signal_collections"] == []
     assert session("scope", "set", "--track", "listed", "--yes").returncode == 0
     assert shown(session)["track"] == "listed"
-    assert session("scope", "set", "--track", "signal", "--signal-collections", "com.example.c").returncode == 0
+    assert session("scope", "set", "--track", "signal", "--signal-collections", "com.example.note").returncode == 0
+
+
+@pytest.mark.usefixtures("stored_account")
+def test_question_on_a_terminal_is_answered_with_yes(database: str, tmp_path: Path) -> None:
+    environment = environment_without_settings() | {
+        "INDEXER_DATABASE_URL": database,
+        "INDEXER_DNS_SERVERS": "127.0.0.1:1",
+    }
+    command = [sys.executable, "-m", "indexer", "scope", "set", "--collections", "com.example.other"]
+    for answer, code in ((b"n\n", 130), (b"y\n", 0)):
+        terminal, theirs = pty.openpty()
+        os.write(terminal, answer)
+        result = subprocess.run(command, cwd=PROJECT, env=environment, stdin=theirs, capture_output=True, check=False)
+        assert (result.returncode, b"Delete 1 records" in result.stderr) == (code, True)
+        os.close(terminal)
+        os.close(theirs)
 
 
 @pytest.mark.usefixtures("stored_account")
@@ -66,6 +105,9 @@ def test_repos_are_untracked_and_tracked(session: Session, tmp_path: Path) -> No
     result = session("scope", "track", "--file", str(tmp_path / "dids"))
     assert result.stdout == "repos: 2 tracked, 0 were tracked already\n"
     assert session("scope", "set", "--track", "listed").returncode == 0, "chosen repos need no confirmation"
+    result = session("scope", "untrack", "--file", str(tmp_path / "dids"))
+    assert result.returncode == 2
+    assert result.stderr.startswith("indexer: Untrack 2 repos, and delete their records? There is no terminal")
     assert session("scope", "untrack", OTHER, "--json").stdout == '{"untracked": 1, "not_tracked": 0}\n'
     assert session("add", OTHER).stdout == "repos: 1 added, 0 already tracked\n"
     assert session("scope", "untrack").returncode == 2
