@@ -554,6 +554,13 @@ LOG_EVENTS: dict[str, LogEvent] = {
         "The relay answers that it does not list repos by collection: 404, 501 or an XRPC error with this meaning.",
         "The next relay is asked. If none offers it, all repos are fetched.",
     ),
+    "scope.signals-not-listed": LogEvent(
+        ("warning",),
+        ("collection", "error", "retry_seconds"),
+        "No relay lists the repos with records of a signal collection, so repos that wrote them before are not found.",
+        "The stream adds a repo when it writes such a record. Add a relay that lists repos by collection to "
+        "INDEXER_RELAYS, or run `indexer discover --collection NSID --relay URL` with one.",
+    ),
     "scope.narrowed": LogEvent(
         ("info",),
         ("version", "records"),

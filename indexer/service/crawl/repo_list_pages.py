@@ -9,6 +9,7 @@ from indexer.concurrency.stage_progress import Work
 from indexer.errors import UnavailableError
 from indexer.outbound import OutboundClient
 from indexer.pds.repo_list import RepoListPage, list_repos
+from indexer.pds.xrpc import XrpcError
 from indexer.reasons import FetchFailure
 
 stamina.instrumentation.set_on_retry_hooks(())  # it would log events of its own, which docs/logs.md does not have
@@ -67,5 +68,7 @@ async def _fetch_page(
 
 
 def _retry_after(error: Exception) -> bool | float:
-    """Return the seconds after which the host allows a retry, True if it named none, False if no retry is allowed."""
+    """Return the seconds after which the host allows a retry, True if it named none, False if no retry helps."""
+    if isinstance(error, XrpcError) and error.definite:
+        return False
     return isinstance(error, UnavailableError) and (error.retry_after or True)

@@ -128,5 +128,6 @@ class SignalDiscovery:
                 listed, added = progress.listed, progress.found
                 log.info("scope.discovered", relay=source, collection=collection, listed=listed, added=added)
             return True
-        log.warning("scope.list-failed", collection=collection, error=str(failure), retry_seconds=self._retry)
+        event = "scope.signals-not-listed" if isinstance(failure, MethodNotOfferedError) else "scope.list-failed"
+        log.warning(event, collection=collection, error=str(failure), retry_seconds=self._retry)
         return False

@@ -12,6 +12,7 @@ import orjson
 from indexer.identity import IdentityCache
 from indexer.monitoring.metrics import Metrics
 from indexer.outbound import OutboundClient
+from indexer.pds.xrpc import MissingMethodAnswer
 from indexer.service.crawl.reconcile import Reconciliation, ReconciliationSettings
 from indexer.service.current_scope import CurrentScope
 from indexer.service.open_gaps import OpenGaps
@@ -69,6 +70,12 @@ def status_response(name: str, *, active: bool, status: str = "deactivated") -> 
     return http_response(orjson.dumps({"did": did(name), "active": active} | ({} if active else {"status": status})))
 
 
+def missing_method(server: MissingMethodAnswer) -> bytes:
+    """Return the response of a server to a method that it does not offer."""
+    body = orjson.dumps({"error": server.name, "message": f"{server.message} com.atproto.sync.method"})
+    return http_response(body if server.name else b"Not Found", status=server.status)
+
+
 def after(action: Callable[[], Awaitable[object]], response: bytes) -> Script:
     """Return a script that does something just before it sends the response."""
 
@@ -116,6 +123,7 @@ class Crawl:
         identities: IdentityCache | None = None,
         track: Track = Track.LISTED,
         stream_point: Callable[[str], StreamPoint | None] = lambda _source: None,
+        sources_are_hosts: bool = False,
     ) -> Reconciliation:
         """Return the reconciliation of a daemon whose stream from the first source, or else from the host, is open."""
         return Reconciliation(
@@ -128,6 +136,7 @@ class Crawl:
             self.scope(track),
             settings,
             identities,
+            sources_are_hosts=sources_are_hosts,
         )
 
     async def reconcile(self, reconciliation: Reconciliation | None = None, **options: Any) -> CrawlProgress:

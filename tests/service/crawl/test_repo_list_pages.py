@@ -3,14 +3,16 @@
 import asyncio
 
 import pytest
+import stamina
 
 from indexer.concurrency.stage_progress import Work
 from indexer.errors import UnavailableError
 from indexer.outbound import OutboundClient
+from indexer.pds.xrpc import MISSING_METHOD_ANSWERS, MethodNotOfferedError, MissingMethodAnswer
 from indexer.reasons import FetchFailure
 from indexer.service.crawl.repo_list_pages import repo_list_pages
 from tests.outbound.scripted_host import ScriptedHost
-from tests.service.crawl.crawl_scenario import page, path, requested_cursors
+from tests.service.crawl.crawl_scenario import missing_method, page, path, requested_cursors
 from tests.store.repo_rows import did
 
 REV = "3laaaaaaaaa22"
@@ -23,6 +25,17 @@ async def read(host: ScriptedHost, outbound: OutboundClient) -> list[str]:
         async for listed in repo_list_pages(outbound, host.url, "", None, Work())
         for account in listed.accounts
     ]
+
+
+@pytest.mark.parametrize("server", MISSING_METHOD_ANSWERS, ids=lambda answer: answer.server)
+async def test_definite_answer_is_not_asked_for_again(
+    host: ScriptedHost, outbound: OutboundClient, server: MissingMethodAnswer
+) -> None:
+    """One without an XRPC error may come from a proxy before a host that is down."""
+    host.pages[path()] = missing_method(server)
+    with stamina.set_testing(True, attempts=2), pytest.raises(MethodNotOfferedError):
+        await read(host, outbound)
+    assert len(host.requests) == (1 if server.name else 2)
 
 
 @pytest.mark.parametrize(("before", "length"), [(0, 2), (3, 2), (1, 7), (20, 3)])

@@ -11,6 +11,7 @@ import stamina
 from structlog.testing import capture_logs
 
 from indexer.monitoring.metrics import Metrics
+from indexer.pds.xrpc import MISSING_METHOD_ANSWERS, MissingMethodAnswer
 from indexer.reasons import Desync
 from indexer.service.crawl.scope_backfill import ScopeBackfill
 from indexer.service.current_scope import CurrentScope
@@ -20,7 +21,7 @@ from indexer.sync.plan_account import plan_active
 from indexer.sync.repo_transitions import needs_export
 from indexer.sync.shard import Shard
 from tests.outbound.scripted_host import ScriptedHost, http_response
-from tests.service.crawl.crawl_scenario import HIDDEN, Crawl, list_of, list_path
+from tests.service.crawl.crawl_scenario import HIDDEN, Crawl, list_of, list_path, missing_method
 from tests.store.repo_rows import did, insert, synchronized
 from tests.sync.signing_account import STORE_ALL
 
@@ -146,17 +147,11 @@ async def test_all_repos_are_fetched_if_the_list_cannot_be_read_for_long(crawl: 
     assert "scope.list-given-up" in [line["event"] for line in lines]
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        http_response(status=404),
-        http_response(status=501),
-        http_response(b'{"error": "MethodNotImplemented"}', status=400),
-        http_response(b'{"error": "XRPCNotSupported"}', status=400),
-    ],
-    ids=["404", "501", "MethodNotImplemented", "XRPCNotSupported"],
-)
-async def test_next_relay_is_asked_if_the_first_one_does_not_offer_the_list(crawl: Crawl, answer: bytes) -> None:
+@pytest.mark.parametrize("server", MISSING_METHOD_ANSWERS, ids=lambda answer: answer.server)
+async def test_next_relay_is_asked_if_the_first_one_does_not_offer_the_list(
+    crawl: Crawl, server: MissingMethodAnswer
+) -> None:
+    answer = missing_method(server)
     async with ScriptedHost() as other:
         backfill = await backfill_of(crawl, sources=lambda: [crawl.host.url, other.url])
         await insert_incomplete(crawl, "listed", "without")
@@ -165,6 +160,18 @@ async def test_next_relay_is_asked_if_the_first_one_does_not_offer_the_list(craw
         with without_retries():
             await backfill.step()
     assert await widened(crawl, ["listed", "without"]) == ["listed"]
+
+
+@pytest.mark.parametrize("server", MISSING_METHOD_ANSWERS, ids=lambda answer: answer.server)
+async def test_all_repos_are_fetched_for_an_added_collection_if_no_relay_offers_the_list(
+    crawl: Crawl, server: MissingMethodAnswer
+) -> None:
+    backfill = await backfill_of(crawl)
+    await insert_incomplete(crawl, "one", "two")
+    crawl.host.pages[LIST] = missing_method(server)
+    with without_retries():
+        await backfill.step()
+    assert sorted(await widened(crawl, ["one", "two"])) == ["one", "two"]
 
 
 @pytest.mark.parametrize("failure", [http_response(status=500), http_response(status=404)], ids=["500", "404"])

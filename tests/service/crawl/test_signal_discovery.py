@@ -5,12 +5,13 @@ import stamina
 from structlog.testing import capture_logs
 
 from indexer.outbound import OutboundClient
+from indexer.pds.xrpc import MISSING_METHOD_ANSWERS, MissingMethodAnswer
 from indexer.service.crawl.signal_discovery import SignalDiscovery
 from indexer.service.current_scope import CurrentScope
 from indexer.store import Store
 from indexer.sync.scope import Track
 from tests.outbound.scripted_host import ScriptedHost, http_response
-from tests.service.crawl.crawl_scenario import list_of, list_path
+from tests.service.crawl.crawl_scenario import list_of, list_path, missing_method
 from tests.store.repo_rows import did
 from tests.sync.signing_account import STORE_ALL
 
@@ -46,6 +47,19 @@ async def test_list_that_cannot_be_read_delays_no_other_list_and_is_read_again_a
     assert set(await store.repos([did("follower"), did("liker")])) == {did("follower"), did("liker")}
     await discovery.step()
     assert len(host.requests) == 3, "nothing is read again that was read"
+
+
+@pytest.mark.parametrize("server", MISSING_METHOD_ANSWERS, ids=lambda answer: answer.server)
+async def test_signal_collection_that_no_relay_lists_is_named_with_the_reason(
+    store: Store, scope: CurrentScope, host: ScriptedHost, outbound: OutboundClient, server: MissingMethodAnswer
+) -> None:
+    discovery = SignalDiscovery(store, outbound, scope, lambda: [host.url], lambda: None, settle=0.0)
+    host.pages = {list_path(LIKE): missing_method(server), list_path(FOLLOW): list_of("follower")}
+    with stamina.set_testing(True, attempts=1), capture_logs() as lines:
+        await discovery.step()
+    [line] = [line for line in lines if line["event"] == "scope.signals-not-listed"]
+    assert line["collection"] == LIKE
+    assert str(server.status.real) in line["error"]
 
 
 @pytest.mark.parametrize(("status", "asks_the_next"), [(404, True), (502, False)])
