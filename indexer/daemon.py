@@ -221,7 +221,8 @@ class Daemon:
             self._stream_point,
             self.scope,
             replace(tuning.reconciliation, shard=shard, interval=settings.sweep_interval),
-            self.identities if settings.upstream == "pds" else None,
+            self.identities,
+            sources_are_hosts=settings.upstream == "pds",
         )
         self.key_lookups = KeyLookups(
             self.identities, self.inbox, timeout=tuning.key_lookup_timeout, concurrency=KEY_LOOKUP_CONCURRENCY

@@ -72,6 +72,10 @@ class Desync(DescribedEnum):
         "status-unknown",
         "The relay does not list the account, and each request for its hosting status failed: it may be deleted.",
     )
+    WITHHELD = (
+        "withheld",
+        "The relay does not pass on the account, for a trouble of its own; the stored records may be outdated.",
+    )
     SCOPE_WIDENED = "scope-widened", "Collections were added to the scope; the export is fetched for their records."
     ERASED = "erased", "The records were erased: the account or its DID stayed deleted, or the repo was untracked."
     STORE_FAILED = "store-failed", "The database could not store the effects of a message of the repo."

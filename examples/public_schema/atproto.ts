@@ -267,6 +267,10 @@ export interface Repo {
   /** The bucket of the DID, as atproto.bucket_of returns it. On a cluster, a query that compares it with a
    * constant reads one shard. */
   bucket: number;
+  /** Since when the relay has said that it does not pass on the account, for a trouble of its own that
+   * hosting_status names, such as throttled. The records stay visible, and may be outdated. Null: it does not
+   * say so. */
+  withheld_since: Date | null;
 }
 
 /** The collections that are stored, with the progress of their backfill. Reads the row of every repo. */

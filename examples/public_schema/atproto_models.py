@@ -322,6 +322,10 @@ class Repo(PublicView):
     bucket: Mapped[int] = mapped_column(SmallInteger)
     """The bucket of the DID, as atproto.bucket_of returns it. On a cluster, a query that compares it with a
     constant reads one shard."""
+    withheld_since: Mapped[datetime | None] = mapped_column(DateTime(timezone=True))
+    """Since when the relay has said that it does not pass on the account, for a trouble of its own that
+    hosting_status names, such as throttled. The records stay visible, and may be outdated. Null: it does not say
+    so."""
 
 
 class ScopeProgress(PublicView):

@@ -100,9 +100,17 @@ async def _reconcile_with_first_available(
     scope = CurrentScope(store, await stored_policy(settings, store))
     reconciliation_settings = ReconciliationSettings(shard, settings.sweep_interval)
     async with open_identities(settings, store, outbound, metrics) as identities:
-        hosting = identities if settings.upstream == "pds" else None
         reconciliation = Reconciliation(
-            store, outbound, metrics, gaps, tuple, lambda _source: None, scope, reconciliation_settings, hosting
+            store,
+            outbound,
+            metrics,
+            gaps,
+            tuple,
+            lambda _source: None,
+            scope,
+            reconciliation_settings,
+            identities,
+            sources_are_hosts=settings.upstream == "pds",
         )
         *others, last = map(http_origin, settings.relays)
         for relay in others:

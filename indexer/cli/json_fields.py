@@ -185,6 +185,7 @@ JSON_LINES: dict[str, dict[str, JsonLine]] = {
             "sync_status": f"{', '.join(f'`{status}`' for status in SyncStatus)}.",
             "sync_reason": "Why it is not synchronized (docs/reasons.md); null if it is.",
             "hosting_status": "The status of the account, as upstream reports it.",
+            "withheld_since": "Since when the relay has withheld the account; null if it does not.",
             "takedown": "True if it is taken down here.",
             "tracked": "False if it was untracked: its records are erased, and its messages are ignored.",
             "visible": "True if the public views show its records.",

@@ -84,7 +84,7 @@ def _sentences(row: Mapping[str, Any], now: float) -> Iterator[str]:
             yield f"The last attempt failed: {failure}. {_FAILURE_TEXTS.get(failure, '')}".rstrip()
     if row["sync_status"] == SyncStatus.DESYNCHRONIZED:
         yield _next_step(row, now)
-    yield from _visibility(row)
+    yield from _visibility(row, now)
 
 
 def _next_step(row: Mapping[str, Any], now: float) -> str:
@@ -100,11 +100,16 @@ def _next_step(row: Mapping[str, Any], now: float) -> str:
     return f"The next attempt starts in {_duration(seconds)} at the earliest."
 
 
-def _visibility(row: Mapping[str, Any]) -> Iterator[str]:
+def _visibility(row: Mapping[str, Any], now: float) -> Iterator[str]:
     if row["takedown"]:
         yield "An operator has taken the account down here, so the public views hide its records."
     if not row["tracked"]:
         yield "It is untracked: its records are erased, and its messages are ignored, until `indexer scope track`."
+    elif row["active"] and row["withheld_since"] is not None:
+        yield (
+            f"The relay has withheld the account for {_duration(now - row['withheld_since'])}, with the status "
+            f"{_hosting_status(row)}: its latest changes may be missing. The records stay visible."
+        )
     elif not row["active"]:
         yield f"Its hosting status is {_hosting_status(row)}, so the public views hide its records."
 

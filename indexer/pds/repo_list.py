@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 from indexer.atproto.syntax import is_did, is_tid
 from indexer.errors import UnavailableError
 from indexer.outbound import OutboundClient
-from indexer.pds.xrpc import query
+from indexer.pds.xrpc import MethodNotOfferedError, XrpcError, query
 from indexer.reasons import FetchFailure
 from indexer.sync.frames import hosting_status
+from indexer.sync.plan_resync import HOST_STATUSES
 
 _PAGE_SIZE = 1_000
 _COLLECTION_PAGE_SIZE = 2_000
@@ -26,11 +27,13 @@ class ListedAccount(NamedTuple):
         rev: None in the list of a collection, and if the host does not know it. A relay does not know it of accounts
             whose commits it has never received: the relay of Bluesky lists these with an empty rev.
         active: Always True in the list of a collection, which does not contain the hosting status.
+        status: Why the account is not active, as in `RepoStatus`.
     """
 
     did: str
     rev: str | None = None
     active: bool = True
+    status: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +110,45 @@ async def fetch_repo_status(outbound: OutboundClient, host: str, did: str) -> Re
         UnavailableError: As `query` raises it (REPO_NOT_FOUND: the host does not have the account), or BAD_ANSWER.
     """
     method = "com.atproto.sync.getRepoStatus"
-    body = await query(outbound, host, method, {"did": did}, max_bytes=_STATUS_BYTES, timeout=_STATUS_TIMEOUT)
+    try:
+        body = await query(outbound, host, method, {"did": did}, max_bytes=_STATUS_BYTES, timeout=_STATUS_TIMEOUT)
+    except UnavailableError as error:
+        return _status_of(error)
     active, rev = body.get("active"), body.get("rev")
     if not isinstance(active, bool):
         raise UnavailableError(FetchFailure.BAD_ANSWER, f"{method}: the response is not a repo status")
     return RepoStatus(active, hosting_status(body), rev if isinstance(rev, str) and is_tid(rev) else None)
+
+
+async def fetch_host_status(outbound: OutboundClient, host: str, did: str) -> RepoStatus:
+    """Fetch the hosting status of an account from its host: from `getLatestCommit` if that lacks `getRepoStatus`.
+
+    Raises:
+        UnavailableError: As `fetch_repo_status` raises it.
+    """
+    try:
+        return await fetch_repo_status(outbound, host, did)
+    except XrpcError as error:
+        if not is_silent(error) or error.reason is FetchFailure.REPO_NOT_FOUND:
+            raise
+    method = "com.atproto.sync.getLatestCommit"
+    try:
+        await query(outbound, host, method, {"did": did}, max_bytes=_STATUS_BYTES, timeout=_STATUS_TIMEOUT)
+    except UnavailableError as error:
+        return _status_of(error)
+    return RepoStatus(True, None, None)
+
+
+def is_silent(error: UnavailableError) -> bool:
+    """Return True if the host answers that it says nothing about the account: it lacks the method or the account."""
+    return isinstance(error, MethodNotOfferedError) or (isinstance(error, XrpcError) and error.definite)
+
+
+def _status_of(error: UnavailableError) -> RepoStatus:
+    """Return the status that the name of an error means; raise the error if it means none."""
+    if error.reason not in HOST_STATUSES:
+        raise error
+    return RepoStatus(False, HOST_STATUSES[error.reason], None)
 
 
 def _account(entry: Any) -> tuple[ListedAccount | None, str | None]:
@@ -127,4 +164,5 @@ def _account(entry: Any) -> tuple[ListedAccount | None, str | None]:
         problem = f"{did}: rev is {rev!r:.100}"
     else:
         problem = None
-    return ListedAccount(did, rev if has_rev else None, active if isinstance(active, bool) else True), problem
+    status = hosting_status(entry) if active is False else None
+    return ListedAccount(did, rev if has_rev else None, active is not False, status), problem

@@ -46,9 +46,10 @@ _REPO: dict[str, tuple[str, Callable[[Repo], Any]]] = {
     "scope_version": ("bigint", lambda repo: repo.scope_version),
     "tracked": ("boolean", lambda repo: repo.tracked),
     "wanted_in": ("bigint", lambda repo: repo.wanted_in),
+    "withheld_since": ("float8", lambda repo: repo.withheld_since),
 }
 _REASONS = {str(reason): reason for reason in Desync}
-_TIMES = ("hosting_time", "next_attempt_at", "synchronized_at", "erase_at", "unproven_since")
+_TIMES = ("hosting_time", "next_attempt_at", "synchronized_at", "erase_at", "unproven_since", "withheld_since")
 
 REPO_COLUMNS: Columns = {name: type_ for name, (type_, _) in _REPO.items()}
 HEAD_COLUMNS: Columns = {name: REPO_COLUMNS[name] for name in ("did", "version", "rev", "data", "commit")}
@@ -112,6 +113,7 @@ def repo_of(row: asyncpg.Record) -> Repo:
         scope_version=row["scope_version"],
         tracked=row["tracked"],
         wanted_in=row["wanted_in"],
+        withheld_since=row["withheld_since"],
     )
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from indexer.store.columns import Connection, buckets_of, of_buckets, unnest
 from indexer.sync.crawl_progress import CrawlProgress, Purpose
-from indexer.sync.repo_state import OUT_OF_SCOPE, TOMBSTONED, SyncStatus
+from indexer.sync.repo_state import HIDING_STATUSES, OUT_OF_SCOPE, TOMBSTONED, SyncStatus
 from indexer.sync.shard import Shard
 
 _LOAD = """
@@ -34,7 +34,8 @@ _SAVE = """
 _FIND_DIFFERENCES = f"""
     select r.did,
         r.active and r.sync_status <> '{SyncStatus.DESYNCHRONIZED}' and (r.rev is null or r.rev < w.rev) as behind,
-        not r.active and r.tracked and r.hosting_status is distinct from '{TOMBSTONED}' as hidden,
+        r.withheld_since is not null
+            or not r.active and r.tracked and r.hosting_status is distinct from '{TOMBSTONED}' as hidden,
         r.from_stream and r.rev is null and r.tracked as only_from_stream,
         not r.tracked and r.hosting_status is not distinct from '{OUT_OF_SCOPE}' as unknown
     from {unnest({"did": "text", "rev": "text"}, "w", 2)}
@@ -48,12 +49,20 @@ _ACTIVE = """
 """
 
 
+# Earlier releases hid accounts for a trouble of the relay.
+_WRONGLY_HIDDEN = """
+    select did from indexer.repo
+    where did > $1 and not active and tracked and hosting_status <> all($4::text[]) and bucket = any($2::smallint[])
+    order by did limit $3
+"""
+
+
 class ListDifferences(NamedTuple):
     """The differences between a page of a repo list and the stored repos, as DIDs.
 
     Attributes:
         behind: Repos with an older rev that are synchronized or being fetched.
-        hidden: Accounts that are stored as inactive.
+        hidden: Accounts that are stored as inactive, or as withheld by the relay.
         unknown: Accounts without a stored repo, and those that were out of scope.
         only_from_stream: Repos that the stream added, that no list has named before, and that were not fetched yet.
     """
@@ -125,3 +134,9 @@ async def find_differences(connection: Connection, revs: Mapping[str, str]) -> L
 async def active_repos(connection: Connection, after: str, buckets: Sequence[int], limit: int) -> list[str]:
     """Return the next DIDs after `after`, at most `limit`, of active repos that were fetched before."""
     return [did for (did,) in await connection.fetch(_ACTIVE, after, list(buckets), limit)]
+
+
+async def wrongly_hidden(connection: Connection, after: str, buckets: Sequence[int], limit: int) -> list[str]:
+    """Return the next DIDs after `after`, at most `limit`, of accounts hidden for a status that does not hide."""
+    hiding = [*HIDING_STATUSES, TOMBSTONED]
+    return [did for (did,) in await connection.fetch(_WRONGLY_HIDDEN, after, list(buckets), limit, hiding)]

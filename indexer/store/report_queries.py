@@ -132,7 +132,7 @@ REPO = f"""
     select r.did, i.handle, i.pds, r.sync_status, r.sync_reason,
         r.rev, r.data, r.commit, r.latest_verified_rev,
         coalesce(r.hosting_status, case when r.active then 'active' else 'inactive' end) as hosting_status,
-        r.takedown, r.tracked, {visible("r")} as visible, r.attempts as resync_attempts,
+        r.withheld_since, r.takedown, r.tracked, {visible("r")} as visible, r.attempts as resync_attempts,
         nullif(r.next_attempt_at, 'infinity') as next_attempt_at,
         coalesce(r.next_attempt_at = 'infinity', false) as parked,
         r.last_error, r.synchronized_at, r.unproven_since, r.updated_at, r.lease_until, r.buffered_events,

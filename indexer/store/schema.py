@@ -84,6 +84,7 @@ repo = Table(
     Column("tracked", Boolean, nullable=False, server_default=text("true")),
     Column("wanted_in", BigInteger, nullable=False, server_default=text("0")),
     Column("hosting_time", TIME),
+    Column("withheld_since", TIME),
     CheckConstraint("sync_status in ('desynchronized', 'in-progress', 'synchronized')", name="repo_sync_status"),
     CheckConstraint("num_nulls(rev, data, commit) in (0, 3)", name="repo_head"),
     CheckConstraint("sync_status <> 'synchronized' or rev is not null", name="repo_synchronized"),

@@ -63,7 +63,8 @@ REJECTIONS = """
 
 ACCOUNT = f"""
     select r.did, i.handle, i.pds, r.sync_status, r.sync_reason, r.rev, r.active, r.hosting_status, r.takedown,
-        r.tracked, {visible("r")} as visible, r.attempts, r.last_error,
+        date_part('epoch', r.withheld_since) as withheld_since, r.tracked, {visible("r")} as visible, r.attempts,
+        r.last_error,
         nullif(date_part('epoch', r.next_attempt_at), 'infinity') as next_attempt_at,
         coalesce(r.next_attempt_at = 'infinity', false) as parked,
         date_part('epoch', r.synchronized_at) as synchronized_at, date_part('epoch', r.updated_at) as updated_at,

@@ -9,8 +9,8 @@ from indexer.sync.event_time import event_seconds
 from indexer.sync.events import AccountEvent
 from indexer.sync.plans import Plan
 from indexer.sync.policy import PlanContext
-from indexer.sync.repo_state import DELETED, OUT_OF_SCOPE, TOMBSTONED, Repo, StreamPoint, SyncStatus
-from indexer.sync.repo_transitions import Outcome, Trigger, amend, desynchronize, reactivate, unparked
+from indexer.sync.repo_state import DELETED, OUT_OF_SCOPE, TOMBSTONED, Repo, StreamPoint, SyncStatus, hides
+from indexer.sync.repo_transitions import Outcome, Trigger, amend, desynchronize, hide, reactivate, unparked, withhold
 
 FIRST_COMMIT_SECONDS = 3.0
 """Time that the resync of a new account waits for its first commit, which may contain the whole repo."""
@@ -22,18 +22,20 @@ def plan_account(repo: Repo, event: AccountEvent, context: PlanContext) -> Plan:
     point = StreamPoint(context.relay, context.epoch, event.seq, event_seconds(event.time))
     if _is_outdated(repo, point, compare_times=context.host is None):
         return Plan(repo, Outcome.REPLAYED)
-    if not (repo.known or event.active):
+    status, is_hidden = _reported(event.status), not event.active and hides(_reported(event.status))
+    if not repo.known and is_hidden:
         return Plan(repo, Outcome.IGNORED)  # nothing is stored; a message adds the repo when it is active again
-    after = amend(
-        _with_place(repo, point, context.now + context.policy.limits.clock_drift_seconds),
-        active=event.active,
-        hosting_status=_reported(event.status),
-        erase_at=_erase_at(repo, event, context),
-        next_attempt_at=repo.next_attempt_at if repo.known else context.now + FIRST_COMMIT_SECONDS,
-    )
+    placed = _with_place(repo, point, context.now + context.policy.limits.clock_drift_seconds)
+    if not repo.known:
+        placed = placed._replace(next_attempt_at=context.now + FIRST_COMMIT_SECONDS)
+    if is_hidden:
+        return Plan(hide(placed, status, _erase_at(repo, event, context)), Outcome.APPLIED)
     if not event.active:
-        return Plan(after, Outcome.APPLIED)
-    if repo.active or repo.sync_status is SyncStatus.DESYNCHRONIZED:
+        after = _withheld(placed, status, context.now)
+        broken = Desync.WITHHELD if repo.sync_status is SyncStatus.SYNCHRONIZED and repo.active else None
+        return Plan(after if after is not placed else amend(placed), Outcome.APPLIED, why=broken)
+    after = amend(placed, active=True, hosting_status=status, withheld_since=None, erase_at=None)
+    if repo.sync_status is SyncStatus.DESYNCHRONIZED or (repo.active and repo.withheld_since is None):
         return Plan(unparked(after, context.now), Outcome.APPLIED)
     return Plan(reactivate(after, context.now), Outcome.APPLIED, why=Desync.REACTIVATED)
 
@@ -45,7 +47,7 @@ def plan_existence(repo: Repo, now: float, deletion_grace: float, *, exists: boo
     DID may be too new for the directory.
     """
     if not exists and repo.active and repo.head is not None:
-        return amend(repo, active=False, hosting_status=TOMBSTONED, erase_at=now + deletion_grace)
+        return hide(repo, TOMBSTONED, now + deletion_grace)
     return _active_again(repo, now) if exists and not repo.active and repo.hosting_status == TOMBSTONED else repo
 
 
@@ -55,26 +57,30 @@ def plan_erasure_later(repo: Repo, at: float) -> Repo:
 
 
 def plan_active(repo: Repo, now: float, point: StreamPoint | None = None) -> Repo:
-    """Return the row of a repo that its relay reports as active; the same object if the relay did not hide it.
+    """Return the row of a repo that is reported as active; the same object if it was neither hidden nor withheld.
 
     The report is as new as `point`: the last message of the relay's stream that was stored before the request. None: it
     is not known, and the place of the last report stays.
     """
     hidden_by_relay = not repo.active and repo.hosting_status != TOMBSTONED and repo.tracked
-    return _active_again(_with_place(repo, point, now), now) if hidden_by_relay else repo
+    is_withheld = repo.active and repo.withheld_since is not None
+    return _active_again(_with_place(repo, point, now), now) if hidden_by_relay or is_withheld else repo
 
 
 def plan_hidden(
     repo: Repo, status: str | None, now: float, deletion_grace: float, point: StreamPoint | None = None
 ) -> Repo:
-    """Return the row of a repo that its relay reports as inactive; the same object if it is hidden already.
+    """Return the row of a repo that is reported as inactive; the same object if it is hidden already, or withheld.
 
-    The report is as new as `point`, as in `plan_active`.
+    A status that does not hide only says that the relay withholds the repo. The report is as new as `point`, as in
+    `plan_active`.
     """
-    if not repo.active:
+    if not hides(_reported(status)):
+        return _withheld(repo, status, now)
+    if not repo.active and hides(_reported(repo.hosting_status)):
         return repo
     erase_at = now + deletion_grace if status == DELETED else None
-    return amend(_with_place(repo, point, now), active=False, hosting_status=_reported(status), erase_at=erase_at)
+    return hide(_with_place(repo, point, now), _reported(status), erase_at)
 
 
 def plan_status_unknown(repo: Repo, now: float) -> Repo:
@@ -127,9 +133,25 @@ def _reported(status: str | None) -> str | None:
     return None if status in _OWN_STATUSES else status
 
 
+def _withheld(repo: Repo, status: str | None, now: float) -> Repo:
+    """Return the row of a repo that its relay withholds; the same object if that is known, or if it stays hidden.
+
+    The relay's trouble says nothing about an account that is hidden for a reason of its own. Earlier releases hid
+    accounts for such a trouble: these are shown again.
+    """
+    if not repo.tracked or (not repo.active and hides(_reported(repo.hosting_status))):
+        return repo
+    shown = repo if repo.active else _active_again(repo, now)
+    if shown.withheld_since is not None and shown.hosting_status == status:
+        return repo
+    since = now if shown.withheld_since is None else shown.withheld_since
+    after = amend(shown, hosting_status=status, withheld_since=since)
+    return withhold(after) if after.sync_status is SyncStatus.SYNCHRONIZED else after
+
+
 def _active_again(repo: Repo, now: float) -> Repo:
     """Return the row of a hidden account that is active again. Its records are no longer to be erased."""
-    after = amend(repo, active=True, hosting_status=None, erase_at=None)
+    after = amend(repo, active=True, hosting_status=None, withheld_since=None, erase_at=None)
     return unparked(after, now) if repo.sync_status is SyncStatus.DESYNCHRONIZED else reactivate(after, now)
 
 
@@ -138,6 +160,6 @@ def _erase_at(repo: Repo, event: AccountEvent, context: PlanContext) -> float | 
 
     A repeated deletion does not extend the grace period.
     """
-    if event.active or event.status != DELETED:
+    if event.status != DELETED:
         return None
     return context.now + context.policy.deletion_grace if repo.erase_at is None else repo.erase_at

@@ -369,6 +369,6 @@ def _can_synchronize_without_export(repo: Repo, rev: str, context: PlanContext) 
     is_new = repo.head is None and repo.sync_reason in (Desync.NEW, Desync.IDENTITY)
     if repo.sync_status is not SyncStatus.DESYNCHRONIZED or not is_new:
         return False
-    if repo.did in context.limited:
+    if repo.did in context.limited or repo.withheld_since is not None:
         return False
     return repo.latest_verified_rev is None or repo.latest_verified_rev <= rev

@@ -17,11 +17,19 @@ from indexer.sync.plan_event import plan_event
 from indexer.sync.plans import Batch, BufferedEvent, DeadLetter, NeedsKey, Plan, RecordChange, RepoWrite
 from indexer.sync.policy import KeyState, PlanContext
 from indexer.sync.repo_state import PARKED, Head, Repo, SyncStatus
-from indexer.sync.repo_transitions import Outcome, Trigger, desynchronize, synchronize
+from indexer.sync.repo_transitions import Outcome, Trigger, desynchronize, hide, synchronize, withhold
 
+HOST_STATUSES = {
+    FetchFailure.REPO_TAKENDOWN: "takendown",
+    FetchFailure.REPO_SUSPENDED: "suspended",
+    FetchFailure.REPO_DEACTIVATED: "deactivated",
+}
+"""The hosting status that an answer of the account's host means."""
 SLICE_BYTES = 8 << 20
 """Frames and record changes of buffered events that are planned at a time, in bytes. A slice also ends after
 `MAX_BATCH_CHANGES` changes."""
+
+_NOT_ACTIVE_AT_RELAY = frozenset({Desync.STATUS_UNKNOWN, Desync.WITHHELD})
 
 
 class Completion:
@@ -114,6 +122,8 @@ class Completion:
         if repo.sync_status is SyncStatus.SYNCHRONIZED:
             unverified_rev = locked.latest_unverified_rev or ""
             repo = _unless_behind(repo, unverified_rev, self._newest_buffered, self._context.now)
+            if repo.withheld_since is not None and repo.sync_status is SyncStatus.SYNCHRONIZED:
+                repo = withhold(repo)
         else:
             # The rest of the buffer is discarded, and the newest unverified rev may be of an event in it.
             repo = repo._replace(latest_unverified_rev=locked.latest_unverified_rev)
@@ -169,6 +179,7 @@ def plan_failure(repo: Repo, claimed: Repo, failure: UnavailableError, now: floa
     `claimed` is the row as the worker claimed it: a repo that changed since then is not parked. A failure that is not
     the repo's own (`FetchFailure.counts_as_attempt` is False) does not count as an attempt (docs/protocol.md#resync).
     If its export was too old, and an authentic message has shown a newer state meanwhile, it is due at once.
+    A parked repo is also hidden if its host says that the account is not active (docs/protocol.md#accounts).
     """
     attempts = repo.attempts + failure.reason.counts_as_attempt
     wait = max(backoff_seconds(attempts, repo.did), failure.retry_after or 0.0)
@@ -176,4 +187,11 @@ def plan_failure(repo: Repo, claimed: Repo, failure: UnavailableError, now: floa
         wait = 0.0
     parked = failure.reason.is_permanent and repo.version == claimed.version
     next_attempt_at = PARKED if parked else now + wait
-    return repo_transitions.fail(repo, attempts=attempts, next_attempt_at=next_attempt_at, last_error=str(failure))
+    after = repo_transitions.fail(repo, attempts=attempts, next_attempt_at=next_attempt_at, last_error=str(failure))
+    if not parked or not repo.active:
+        return after
+    if failure.reason in HOST_STATUSES:
+        return hide(after, HOST_STATUSES[failure.reason])
+    # No relay says that the account is active, and its host does not have it.
+    is_gone = failure.reason is FetchFailure.REPO_NOT_FOUND and repo.sync_reason in _NOT_ACTIVE_AT_RELAY
+    return hide(after, None) if is_gone else after

@@ -19,8 +19,19 @@ TOMBSTONED = "tombstoned"
 """The hosting status of a repo whose DID is gone from its directory. No relay sends it."""
 OUT_OF_SCOPE = "out-of-scope"
 """The hosting status of a repo that was untracked because the scope wants fewer repos. No relay sends it."""
+HIDING_STATUSES = frozenset({"takendown", "suspended", DELETED, "deactivated", "inactive"})
+"""The statuses of an account that is not active. `inactive` is the word of Bluesky's relay for no status.
+
+Any other status is a relay's own trouble: `throttled`, `desynchronized`, and what is not known yet
+(docs/protocol.md#accounts).
+"""
 CHOSEN = 2**63 - 1
 """Value of `Repo.wanted_in` for a repo that a command, SQL or a request named: each scope wants it."""
+
+
+def hides(status: str | None) -> bool:
+    """Return True if an account that is not active is hidden, for this status or without one."""
+    return status is None or status in HIDING_STATUSES
 
 
 class SyncStatus(StrEnum):
@@ -63,6 +74,8 @@ class Repo(NamedTuple):
         latest_unverified_rev: The newest rev of a message whose signature could not be checked, or of a repo list. A
             resync prefers a source whose export has reached it. It never decides which records are stored.
         active: False if upstream hides the account, for the reason in `hosting_status`.
+        withheld_since: When the relay first said that it withholds the account, for the reason in `hosting_status`
+            (Unix seconds); None if it does not. A withheld account is active and never synchronized.
         hosting_relay: The relay that made the last report about the account with a known place in its stream: in an
             #account message, or as the answer to a request.
         hosting_epoch: The epoch of the sequence of `hosting_relay` that `hosting_seq` belongs to.
@@ -109,6 +122,7 @@ class Repo(NamedTuple):
     scope_version: int = 0
     tracked: bool = True
     wanted_in: int = 0
+    withheld_since: float | None = None
 
     @property
     def known(self) -> bool:

@@ -61,6 +61,7 @@ class Trigger(StrEnum):
     VALUES_MISSING = "record values are missing a day after the resync"
     REQUESTED = "resync requested"
     REACTIVATED = "account active again"
+    WITHHELD = "account withheld by the relay"
     ERASED = "records of a deleted account erased, or repo untracked"
     WIDENED = "collections added to the scope"
 
@@ -120,6 +121,7 @@ TRANSITIONS: dict[SyncStatus, dict[Trigger, tuple[Outcome, SyncStatus]]] = {
         Trigger.VALUES_MISSING: (Outcome.DESYNCHRONIZED, _D),
         Trigger.REQUESTED: (Outcome.APPLIED, _D),
         Trigger.REACTIVATED: (Outcome.APPLIED, _D),
+        Trigger.WITHHELD: (Outcome.APPLIED, _D),
         Trigger.ERASED: (Outcome.APPLIED, _D),
     },
 }
@@ -196,6 +198,7 @@ def track_again(repo: Repo, scope: Scope) -> Repo:
         tracked=True,
         active=True,
         hosting_status=None,
+        withheld_since=None,
         erase_at=None,
         next_attempt_at=None,
         last_error=None,
@@ -221,6 +224,19 @@ def reactivate(repo: Repo, now: float) -> Repo:
     Its commits were ignored while it was inactive, and an export that is being fetched may be older than they are.
     """
     return desynchronize(repo, Trigger.REACTIVATED, Desync.REACTIVATED, now)
+
+
+def hide(repo: Repo, status: str | None, erase_at: float | None = None) -> Repo:
+    """Return the row of an account that is not active. Its records are erased from `erase_at` (None: they stay)."""
+    return amend(repo, active=False, hosting_status=status, withheld_since=None, erase_at=erase_at)
+
+
+def withhold(repo: Repo) -> Repo:
+    """Return the row of a synchronized repo that its relay withholds: no message tells when it changes.
+
+    Like any parked repo, it is compared with its host after `INDEXER_SWEEP_INTERVAL`.
+    """
+    return move(repo, Trigger.WITHHELD, sync_reason=Desync.WITHHELD, next_attempt_at=PARKED)
 
 
 def release(repo: Repo, at: float | None = None, error: str | None = None) -> Repo:

@@ -9,7 +9,7 @@ NOW = 1_000_000.0
 SYNCHRONIZED: dict[str, Any] = {
     "did": "did:plc:one", "handle": "one.test", "pds": "https://pds.test",
     "sync_status": "synchronized", "sync_reason": None, "rev": "3laaaaaaaaa22",
-    "active": True, "hosting_status": None, "takedown": False, "tracked": True, "visible": True,
+    "active": True, "hosting_status": None, "withheld_since": None, "takedown": False, "tracked": True, "visible": True,
     "attempts": 0, "last_error": None, "next_attempt_at": None, "parked": False,
     "synchronized_at": NOW - 60, "updated_at": NOW - 5, "buffered_events": 0, "records": 7,
 }  # fmt: skip
@@ -36,6 +36,7 @@ def test_synchronized_repo() -> None:
         ({"tracked": False, "active": False}, "untracked"),
         ({"takedown": True}, "operator"),
         ({"active": False, "hosting_status": "deleted"}, "deleted"),
+        ({"withheld_since": NOW - 7_200, "hosting_status": "throttled"}, "withheld the account for 2 h"),
     ],
 )
 def test_state_and_reason_are_said(changes: dict[str, Any], text: str) -> None:

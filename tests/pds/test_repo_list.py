@@ -24,7 +24,10 @@ async def test_list_of_all_accounts_of_a_relay_and_of_a_pds(net: LocalNetwork, o
     assert page.accounts == (ListedAccount(ada.did, ada.rev),)
     assert (page.invalid_entries, page.cursor) == (0, None)
     page = await list_repos(outbound, ada.pds.url, "", None)
-    assert set(page.accounts) == {ListedAccount(ada.did, ada.rev), ListedAccount(bob.did, bob.rev, active=False)}
+    assert set(page.accounts) == {
+        ListedAccount(ada.did, ada.rev),
+        ListedAccount(bob.did, bob.rev, active=False, status="deactivated"),
+    }
     assert page.cursor is not None
     assert await list_repos(outbound, ada.pds.url, "", page.cursor) == type(page)((), 0, None)
 

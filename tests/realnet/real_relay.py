@@ -26,7 +26,7 @@ class RealRelay:
         plc_url: The directory that it asks.
     """
 
-    def __init__(self, plc_url: str, dsn: str, directory: Path) -> None:
+    def __init__(self, plc_url: str, dsn: str, directory: Path, max_accounts: int) -> None:
         port = free_ports(2)
         self.relay_url = f"ws://localhost:{port}"
         self.plc_url = plc_url
@@ -35,7 +35,7 @@ class RealRelay:
         self._command = [
             *(str(RELAY), "--admin-password", PASSWORD, "--plc-host", plc_url, "--log-level", "warn", "serve"),
             *("--bind", f"127.0.0.1:{port}", "--metrics-listen", f"127.0.0.1:{port + 1}", "--db-url", dsn),
-            *("--persist-dir", str(directory / "relay"), "--default-account-limit", str(MAX_ACCOUNTS)),
+            *("--persist-dir", str(directory / "relay"), "--default-account-limit", str(max_accounts)),
             "--lenient-sync-validation",  # as the relay of Bluesky runs: it forwards commits that break the chain
         ]
 
@@ -66,6 +66,12 @@ class RealRelay:
         response = await self._http.post("/admin/pds/requestCrawl", json={"hostname": pds.public_url})
         response.raise_for_status()
 
+    async def allow_accounts(self, pds: RealPds, number: int) -> None:
+        """Pass on so many accounts of a PDS."""
+        host = pds.public_url.partition("://")[2]
+        response = await self._http.post("/admin/pds/changeLimits", json={"host": host, "repo_limit": number})
+        response.raise_for_status()
+
     def log_tail(self) -> str:
         """Return the end of the relay's log."""
         return self._log.read_text()[-2_000:]
@@ -79,9 +85,11 @@ class RealRelay:
 
 
 @asynccontextmanager
-async def real_relay(network: RealNetwork, dsn: str, directory: Path) -> AsyncIterator[RealRelay]:
-    """Run a relay that subscribes to the PDSes of the network."""
-    relay = RealRelay(network.plc_url, dsn, directory)
+async def real_relay(
+    network: RealNetwork, dsn: str, directory: Path, max_accounts: int = MAX_ACCOUNTS
+) -> AsyncIterator[RealRelay]:
+    """Run a relay that subscribes to the PDSes of the network, and passes on so many accounts of each."""
+    relay = RealRelay(network.plc_url, dsn, directory, max_accounts)
     try:
         await relay.start()
         for pds in network.pds:

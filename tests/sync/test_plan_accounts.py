@@ -17,7 +17,7 @@ from indexer.sync.plan_account import (
     plan_status_unknown,
 )
 from indexer.sync.plan_event import plan_listed
-from indexer.sync.plan_resync import plan_failure
+from indexer.sync.plan_resync import HOST_STATUSES, Completion, plan_failure
 from indexer.sync.plans import Plan
 from indexer.sync.repo_state import OUT_OF_SCOPE, PARKED, TOMBSTONED, Head, Repo, SyncStatus
 from indexer.sync.repo_transitions import Outcome, Trigger, move, synchronize
@@ -155,6 +155,80 @@ class TestAccounts:
         restarted = plan(row, "account", takedown, None, replace(CONTEXT, epoch=1))
         assert restarted.outcome is Outcome.APPLIED
         assert (restarted.repo.active, restarted.repo.hosting_epoch, restarted.repo.hosting_seq) == (False, 1, 3)
+
+
+# A relay's trouble is not an account's status
+
+TROUBLES = ["throttled", "desynchronized", "word-of-tomorrow"]
+
+
+class TestWithheldAccounts:
+    @pytest.mark.parametrize("status", TROUBLES)
+    def test_a_relays_trouble_hides_nothing_and_the_repo_is_not_called_current(self, status: str) -> None:
+        alice = SigningAccount()
+        planned = plan(alice.row(), "account", alice.account_event(active=False, status=status), None)
+        repo = planned.repo
+        assert (planned.outcome, planned.why, repo.visible) == (Outcome.APPLIED, Desync.WITHHELD, True)
+        assert (repo.hosting_status, repo.withheld_since) == (status, NOW)
+        assert (repo.sync_status, repo.sync_reason) == (DESYNCHRONIZED, Desync.WITHHELD)
+        assert repo.next_attempt_at == PARKED
+        later = replace(CONTEXT, now=NOW + 60)
+        repeated = plan(repo, "account", alice.account_event(active=False, status="throttled"), None, later).repo
+        assert (repeated.hosting_status, repeated.withheld_since) == ("throttled", NOW)
+        again = plan(repeated, "account", alice.account_event(active=True), None, later).repo
+        assert (again.withheld_since, again.hosting_status) == (None, None)
+        assert (again.sync_status, again.next_attempt_at) == (DESYNCHRONIZED, later.now), "it is compared with its host"
+
+    @pytest.mark.parametrize("status", ["takendown", "suspended", "deleted", "deactivated", "inactive", None])
+    def test_a_status_of_the_account_hides(self, status: str | None) -> None:
+        """Bluesky's relay sends `inactive` for an account of which its host gave no status."""
+        alice = SigningAccount()
+        withheld = plan(alice.row(), "account", alice.account_event(active=False, status="throttled"), None).repo
+        hidden = plan(withheld, "account", alice.account_event(active=False, status=status), None).repo
+        assert (hidden.active, hidden.hosting_status, hidden.withheld_since) == (False, status, None)
+        throttled = plan(hidden, "account", alice.account_event(active=False, status="throttled"), None).repo
+        assert (throttled.active, throttled.hosting_status) == (False, status), "the relay does not say it is active"
+
+    @pytest.mark.parametrize("status", TROUBLES)
+    def test_withheld_account_is_added_and_fetched_and_is_not_called_current(self, status: str) -> None:
+        alice = SigningAccount()
+        added = plan(Repo(alice.did), "account", alice.account_event(active=False, status=status), None).repo
+        assert (added.version, added.active, added.withheld_since) == (1, True, NOW)
+        assert added.next_attempt_at == NOW + FIRST_COMMIT_SECONDS
+        commit = plan(added, "commit", alice.first_commit(), alice.key_state).repo
+        assert commit.sync_status is DESYNCHRONIZED
+        completion = Completion(move(added, Trigger.CLAIMED), alice.head, alice.key_state, CONTEXT)
+        completion.lock(move(added, Trigger.CLAIMED))
+        [write] = completion.end().writes
+        assert (write.repo.head, write.repo.withheld_since) == (alice.head, NOW)
+        assert (write.repo.sync_status, write.repo.sync_reason) == (DESYNCHRONIZED, Desync.WITHHELD)
+        assert write.repo.next_attempt_at == PARKED
+
+    def test_account_that_an_earlier_release_hid_for_a_relays_trouble_is_shown_by_the_next_report(self) -> None:
+        alice = SigningAccount()
+        hidden = alice.row(active=False, hosting_status="throttled")
+        shown = plan(hidden, "account", alice.account_event(active=False, status="throttled"), None).repo
+        assert (shown.active, shown.withheld_since) == (True, NOW)
+        assert (shown.sync_status, shown.next_attempt_at) == (DESYNCHRONIZED, None), "its commits were ignored"
+
+    @pytest.mark.parametrize(("reason", "status"), HOST_STATUSES.items())
+    def test_account_of_which_its_host_says_that_it_is_not_active_is_hidden(
+        self, reason: FetchFailure, status: str
+    ) -> None:
+        alice = SigningAccount()
+        for before in (alice.row(), alice.row(withheld_since=NOW, hosting_status="throttled")):
+            claimed = move(before._replace(sync_status=DESYNCHRONIZED), Trigger.CLAIMED)
+            failed = plan_failure(claimed, claimed, UnavailableError(reason), NOW)
+            assert (failed.active, failed.hosting_status, failed.withheld_since) == (False, status, None)
+        reported = claimed._replace(version=claimed.version + 1)
+        assert plan_failure(reported, claimed, UnavailableError(reason), NOW).active, "a message arrived meanwhile"
+
+    @pytest.mark.parametrize("why", [Desync.STATUS_UNKNOWN, Desync.WITHHELD, Desync.CHAIN_BREAK])
+    def test_account_that_neither_a_relay_nor_its_host_has_is_hidden_and_not_erased(self, why: Desync) -> None:
+        alice = SigningAccount()
+        claimed = move(alice.row(DESYNCHRONIZED)._replace(sync_reason=why), Trigger.CLAIMED)
+        failed = plan_failure(claimed, claimed, UnavailableError(FetchFailure.REPO_NOT_FOUND), NOW)
+        assert (failed.active, failed.erase_at) == (why is Desync.CHAIN_BREAK, None)
 
 
 # DIDs that are gone

@@ -30,6 +30,7 @@ from indexer.sync.repo_transitions import (
     transition,
     unparked,
     widen,
+    withhold,
 )
 from indexer.sync.scope import Scope
 from tests.sync.signing_account import CONTEXT, NOW, SigningAccount, decoded_event
@@ -76,6 +77,7 @@ ROW_FUNCTIONS: dict[Trigger, Callable[[Repo, Trigger], Repo]] = {
     Trigger.UNPROVEN: lambda repo, trigger: desynchronize(repo, trigger, Desync.LENIENT_COMMIT, NOW),
     Trigger.VALUES_MISSING: lambda repo, trigger: desynchronize(repo, trigger, Desync.RECORD_MISSING, NOW),
     Trigger.REACTIVATED: lambda repo, _: reactivate(repo, NOW),
+    Trigger.WITHHELD: lambda repo, _: withhold(repo),
     Trigger.ERASED: lambda repo, _: erase(repo),
     Trigger.WIDENED: lambda repo, _: widen(repo),
 }

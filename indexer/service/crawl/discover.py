@@ -1,6 +1,7 @@
 """Discover accounts: read a host's repo list, and track the accounts in it."""
 
 from collections.abc import Callable
+from functools import partial
 from time import time
 
 from indexer.concurrency.stage_progress import StageProgress
@@ -8,6 +9,8 @@ from indexer.outbound import OutboundClient
 from indexer.service.crawl.repo_list_pages import repo_list_pages
 from indexer.store import Store
 from indexer.sync.crawl_progress import CrawlProgress, Purpose
+from indexer.sync.plan_account import plan_hidden
+from indexer.sync.repo_state import Repo, hides
 from indexer.sync.scope import Scope
 
 
@@ -44,7 +47,8 @@ class Discovery:
 
         If the scope changes that `signals` names, the rest of the list is not read.
 
-        Inactive accounts are left out: they cannot be fetched, and the stream reports when they become active.
+        Inactive accounts are left out: they cannot be fetched, and the stream reports when they become active. Accounts
+        that the host only withholds are added: their own host has them.
 
         Args:
             progress: The progress that `begin` returned.
@@ -57,7 +61,7 @@ class Discovery:
         source, collection, cursor = progress.source, progress.collection, progress.cursor
         async for page in repo_list_pages(self._outbound, source, collection, cursor, self._requests):
             self.invalid_entries += page.invalid_entries
-            dids = [account.did for account in page.accounts if account.active]
+            dids = [account.did for account in page.accounts if account.active or not hides(account.status)]
             with self.stage.busy():
                 after_page = progress.after_page(page.cursor, len(page.accounts), 0, time())
                 stored = (
@@ -67,6 +71,14 @@ class Discovery:
                 )
             if stored is None:
                 return progress
+            for account in page.accounts:
+                if not account.active and not hides(account.status):
+                    await self._store.update_repo(account.did, partial(_withhold, status=account.status))
             progress = stored
             on_page(progress)
         return progress
+
+
+def _withhold(repo: Repo, status: str | None) -> Repo:
+    """Return the row of a listed account that the host withholds for this status."""
+    return plan_hidden(repo, status, time(), 0.0)

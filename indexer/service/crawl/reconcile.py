@@ -1,9 +1,8 @@
 """Reconciliation: compare a relay's repo list with the database, and request resyncs of repos that are behind.
 
 The list can be ahead of the stream by the events that are on their way. So a repo that seems to be behind or unknown is
-compared again after a while. The list is not signed, so it never changes a record; it only causes a resync. An account
-that is listed but hidden in the database is shown again if the relay confirms that it is active. One that is not listed
-but shown is hidden if the relay confirms that it is not active.
+compared again after a while. The list is not signed, so it never changes a record; it only causes a resync. If the list
+and the database differ about whether an account is active, `HostingStatusChecks` decides.
 
 A reconciliation closes the gaps of its shard that were open when it began, if it ran to the end of the list of the
 relay whose stream is open: what the list does not contain yet, that stream delivers.
@@ -28,7 +27,7 @@ from indexer.monitoring.metrics import Metrics
 from indexer.outbound import OutboundClient
 from indexer.pds.repo_list import RepoListPage
 from indexer.reasons import Desync
-from indexer.service.crawl.hosting_status import HostingStatusChecks
+from indexer.service.crawl.hosting_status import UNLISTED, HostingStatusChecks, ListReport
 from indexer.service.crawl.listed_accounts import ListedAccounts
 from indexer.service.crawl.repo_list_pages import repo_list_pages
 from indexer.service.current_scope import CurrentScope
@@ -36,7 +35,7 @@ from indexer.service.open_gaps import OpenGaps
 from indexer.service.periodic import DatabaseAttempt
 from indexer.store import Store
 from indexer.sync.crawl_progress import CrawlProgress
-from indexer.sync.repo_state import StreamPoint
+from indexer.sync.repo_state import StreamPoint, hides
 from indexer.sync.scope import Track
 from indexer.sync.shard import Shard
 
@@ -85,7 +84,9 @@ class _PendingPage:
         cursor: The cursor of the next page; None if this page is the last one.
         listed: The number of accounts on the page.
         revs: The listed revs of the repos that seemed to be behind, by DID.
-        hidden: The DIDs of listed accounts that are hidden in the database.
+        hidden: The DIDs of accounts that are listed as active, and hidden or withheld in the database.
+        inactive: Why accounts are listed as inactive that are shown in the database or unknown, by DID.
+        point: The last message of the relay's stream that was stored before the page was requested; None: not known.
         unknown: The DIDs of listed accounts that are not tracked, if the scope wants all repos.
         only_from_stream: The DIDs of listed accounts that only the stream has named so far.
     """
@@ -95,6 +96,8 @@ class _PendingPage:
     listed: int
     revs: Mapping[str, str]
     hidden: Sequence[str]
+    inactive: Mapping[str, str | None]
+    point: StreamPoint | None
     unknown: Sequence[str]
     only_from_stream: Sequence[str]
 
@@ -139,6 +142,8 @@ class Reconciliation:
         scope: CurrentScope,
         settings: ReconciliationSettings,
         identities: IdentityCache | None = None,
+        *,
+        sources_are_hosts: bool = False,
     ) -> None:
         """Create a reconciliation.
 
@@ -152,7 +157,8 @@ class Reconciliation:
             stream_point: Returns the last stored message of a source's stream; None if that is not known or not open.
             scope: If the present scope wants all repos, listed accounts that are unknown are tracked.
             settings: The settings.
-            identities: The identities of accounts if the sources are PDSes; None if they are relays.
+            identities: The identities of accounts, which name their hosts; None: no host is asked.
+            sources_are_hosts: True if the sources are PDSes, False if they are relays.
         """
         self._store = store
         self._outbound = outbound
@@ -164,8 +170,17 @@ class Reconciliation:
         self._buckets = settings.shard.buckets
         self.stage = StageProgress("reconciliation")
         self._statuses = HostingStatusChecks(
-            store, outbound, metrics, scope, self.stage, identities, stream_point, first_retry=settings.first_retry
+            store,
+            outbound,
+            metrics,
+            scope,
+            self.stage,
+            identities,
+            stream_point,
+            sources_are_hosts=sources_are_hosts,
+            first_retry=settings.first_retry,
         )
+        self._stream_point = stream_point
         self._requests = self.stage.add()
         self.crawl_progress: CrawlProgress | None = None
         self.last_error: str | None = None
@@ -213,9 +228,10 @@ class Reconciliation:
         progress = await self._begin(source)
         pending: deque[_PendingPage] = deque()
         self.stage.idle()
+        point = self._stream_point(source)
         async for page in repo_list_pages(self._outbound, source, "", progress.cursor, self._requests):
             self.stage.moved()
-            pending.append(await self._compare(page, self._listed_so_far(progress)))
+            pending.append(await self._compare(page, point, self._listed_so_far(progress)))
             while pending and (
                 page.cursor is None
                 or len(pending) > self._settings.max_pending_pages
@@ -225,6 +241,7 @@ class Reconciliation:
                 progress = await self._compare_again(progress, pending.popleft(), may_close_gaps)
                 on_page(progress)
             self.stage.idle()
+            point = self._stream_point(source)
         return progress
 
     async def _wait_until_due(self) -> None:
@@ -320,7 +337,9 @@ class Reconciliation:
         self.stage.moved()
         self.waits_until = None
 
-    async def _compare(self, page: RepoListPage, listed: _ListedSoFar | None) -> _PendingPage:
+    async def _compare(
+        self, page: RepoListPage, point: StreamPoint | None, listed: _ListedSoFar | None
+    ) -> _PendingPage:
         """Compare a page for the first time. If no repo seems to be behind or unknown, it is due again at once.
 
         A listed rev too far in the future is ignored. An account without a rev is not behind.
@@ -330,16 +349,17 @@ class Reconciliation:
         revs = {
             account.did: account.rev or ""
             for account in page.accounts
-            if account.active
+            if (account.active or not hides(account.status))
             and (account.rev is None or tid_micros(account.rev) <= max_micros)
             and shard.owns(account.did)
         }
         behind, hidden, unknown, only_from_stream = await self._store.find_differences(revs)
         behind = [did for did in behind if revs[did]]
+        inactive = await self._listed_as_inactive(page, unknown)
         if listed is not None:
             # Unknown accounts and those of other shards would fill the set.
             owned = {account.did for account in page.accounts if account.active and shard.owns(account.did)}
-            for did in owned.difference(unknown):
+            for did in owned.union(inactive).difference(unknown):
                 listed.accounts.add(did)
         unknown = unknown if self._scope.scope.track is Track.ALL else []
         due_at = monotonic() + (self._settings.settle if behind or unknown else 0.0)
@@ -348,10 +368,22 @@ class Reconciliation:
             cursor=page.cursor,
             listed=len(page.accounts),
             revs={did: revs[did] for did in behind},
-            hidden=hidden,
+            hidden=[did for did in hidden if did not in inactive],
+            inactive=inactive,
+            point=point,
             unknown=unknown,
             only_from_stream=only_from_stream,
         )
+
+    async def _listed_as_inactive(self, page: RepoListPage, unknown: Sequence[str]) -> dict[str, str | None]:
+        """Return why accounts are listed as inactive, by DID: those that are shown here, and those that are added."""
+        owns = self._settings.shard.owns
+        inactive = {
+            account.did: account.status for account in page.accounts if not account.active and owns(account.did)
+        }
+        repos = await self._store.repos(list(inactive)) if inactive else {}
+        differ = {did for did, repo in repos.items() if repo.active or not hides(repo.hosting_status)}
+        return {did: status for did, status in inactive.items() if did in differ or did in unknown}
 
     async def _compare_again(
         self, progress: CrawlProgress, page: _PendingPage, may_close_gaps: Callable[[], bool]
@@ -360,7 +392,10 @@ class Reconciliation:
         behind = await self._store.desynchronize_behind(page.revs, time()) if page.revs else 0
         crash_point("reconciliation.compared")
         self._metrics.desynchronized(Desync.BEHIND, behind)
-        followed = sum([await self._statuses.follow(progress.source, did, active=True) for did in page.hidden])
+        listed = ListReport(active=True, point=page.point)
+        followed = sum([await self._statuses.follow(progress.source, did, listed) for did in page.hidden])
+        known = [did for did in page.inactive if did not in page.unknown]
+        followed += await self._follow_inactive(progress.source, page, known)
         if page.cursor is None:
             followed += await self._hide_unlisted(progress) + await self._statuses.repeat_failed(progress.source)
         after_page = progress.after_page(page.cursor, page.listed, behind + followed, time())
@@ -369,10 +404,20 @@ class Reconciliation:
         # If the scope changes meanwhile, the next reconciliation adds what it wants.
         stored = await self._store.add_listed(unknown, after_page, scope=scope, close_gaps=close_gaps)
         self._metrics.desynchronized(Desync.NEW, stored.found - after_page.found)
+        added = [did for did in page.inactive if did in page.unknown]
+        await self._follow_inactive(progress.source, page, added)
         return stored
 
+    async def _follow_inactive(self, source: str, page: _PendingPage, dids: Sequence[str]) -> int:
+        """Follow the status of accounts that the page lists as inactive; return how many rows changed."""
+        reports = {did: ListReport(active=False, status=page.inactive[did], point=page.point) for did in dids}
+        return sum([await self._statuses.follow(source, did, report) for did, report in reports.items()])
+
     async def _hide_unlisted(self, progress: CrawlProgress) -> int:
-        """Hide accounts that the whole list did not contain as active, if the relay confirms it; return how many."""
+        """Follow the status of accounts that the whole list did not contain; return how many rows changed.
+
+        Accounts that an earlier release hid for a trouble of the relay are among them.
+        """
         listed, hidden, asked = self._listed_so_far(progress), 0, 0
         while listed is not None and (
             page := await self._store.active_repos(listed.asked_until, self._buckets, _PAGE_SIZE)
@@ -382,10 +427,13 @@ class Reconciliation:
                     log.warning("reconciliation.many-unlisted", relay=progress.source, asked=asked)
                     self._unlisted_after = listed.asked_until
                     return hidden
-                hidden += await self._statuses.follow(progress.source, did, active=False)
+                hidden += await self._statuses.follow(progress.source, did, UNLISTED)
                 asked, listed.asked_until = asked + 1, did
             listed.asked_until = page[-1]
-        self._unlisted_after = ""
+        self._unlisted_after, after = "", ""
+        while page := await self._store.wrongly_hidden(after, self._buckets, self._settings.max_unlisted):
+            hidden += sum([await self._statuses.follow(progress.source, did, UNLISTED) for did in page])
+            after = page[-1]
         return hidden
 
     def _save_progress(self, progress: CrawlProgress) -> None:

@@ -53,6 +53,22 @@ async def test_active_listed_accounts_are_tracked(
     assert (await store.repos([did("known")]))[did("known")] == synchronized("known", version=2, wanted_in=CHOSEN)
 
 
+async def test_accounts_that_the_relay_withholds_are_tracked_too(
+    store: Store, sql: asyncpg.Connection, host: ScriptedHost, outbound: OutboundClient
+) -> None:
+    entries: list[dict[str, object]] = [
+        {"did": did(status), "rev": REV, "active": False} | ({"status": status} if status else {})
+        for status in ("throttled", "desynchronized", "word-of-tomorrow", "suspended", "inactive", "")
+    ]
+    host.pages[path()] = page(*entries)
+    await discover(store, outbound, host)
+    rows = await sql.fetch("select hosting_status, visible from atproto.repos where withheld_since is not null")
+    assert {tuple(row) for row in rows} == {
+        ("throttled", True), ("desynchronized", True), ("word-of-tomorrow", True)
+    }  # fmt: skip
+    assert len(await tracked(sql)) == len(rows)
+
+
 async def test_interrupted_crawl_is_resumed_and_a_finished_one_starts_again(
     store: Store, sql: asyncpg.Connection, host: ScriptedHost, outbound: OutboundClient
 ) -> None:

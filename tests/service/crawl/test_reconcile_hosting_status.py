@@ -6,7 +6,9 @@ from functools import partial
 from itertools import count
 from math import inf
 from time import time
+from typing import Any
 
+import orjson
 import pytest
 from structlog.testing import capture_logs
 
@@ -16,12 +18,14 @@ from indexer.errors import UnavailableError
 from indexer.identity import IdentityCache
 from indexer.monitoring.metrics import Metrics
 from indexer.outbound.host_limits import FAILURE_THRESHOLD
+from indexer.pds.xrpc import MISSING_METHOD_ANSWERS, MissingMethodAnswer
 from indexer.reasons import Desync, FetchFailure
-from indexer.service.crawl.hosting_status import MAX_ATTEMPTS, HostingStatusChecks
+from indexer.service.crawl.hosting_status import MAX_ATTEMPTS, UNLISTED, HostingStatusChecks
 from indexer.sync.repo_state import Repo, StreamPoint, SyncStatus
+from indexer.sync.scope import Track
 from indexer.sync.shard import Shard
 from indexer.sync.stored_identity import StoredIdentity
-from tests.outbound.scripted_host import http_response
+from tests.outbound.scripted_host import ScriptedHost, http_response
 from tests.service.crawl.crawl_scenario import (
     HIDDEN,
     NEWER,
@@ -29,6 +33,7 @@ from tests.service.crawl.crawl_scenario import (
     STORED,
     Crawl,
     after,
+    missing_method,
     page,
     path,
     status_path,
@@ -72,7 +77,8 @@ async def test_account_that_is_not_listed_is_hidden_if_the_relay_says_so(crawl: 
         (did("listed as inactive"), "deactivated", False),
         (did("deleted"), "deleted", True),
     }
-    assert (progress.listed, progress.found) == (2, 2)
+    assert (progress.listed, progress.found) == (2, 3)
+    assert (await crawl.row("elsewhere")).sync_reason is Desync.STATUS_UNKNOWN, "its host is asked"
     logged = await crawl.sql.fetch("select did, action from atproto.changes where action in ('hidden', 'deleted')")
     assert sorted([action for _, action in logged]) == ["deleted", "hidden", "hidden"]
     assert len(crawl.host.requests) == 5
@@ -97,12 +103,126 @@ async def test_requests_for_an_account_whose_row_was_removed_meanwhile_are_not_r
     crawl.host.pages[status_path("gone")] = http_response(status=500)
     stage = StageProgress("reconciliation")
     checks = HostingStatusChecks(
-        crawl.store, crawl.outbound, Metrics(), crawl.scope(), stage, None, lambda _: None, first_retry=0.0
+        crawl.store,
+        crawl.outbound,
+        Metrics(),
+        crawl.scope(),
+        stage,
+        None,
+        lambda _: None,
+        sources_are_hosts=False,
+        first_retry=0.0,
     )
-    assert not await checks.follow(crawl.host.url, did("gone"), active=False)
+    assert not await checks.follow(crawl.host.url, did("gone"), UNLISTED)
     await crawl.sql.execute("delete from indexer.repo where did = $1", did("gone"))
     assert await checks.repeat_failed(crawl.host.url) == 0
     assert len(crawl.host.requests) == 1
+
+
+RULE = (
+    # before, the list, the relay's answer, the host's answer, after
+    ("shown", "unlisted", "throttled", "-", "withheld throttled"),
+    ("shown", "unlisted", "takendown", "-", "hidden takendown"),
+    ("shown", "unlisted", "501", "-", "status-unknown"),
+    ("shown", "unlisted", "RepoNotFound", "-", "status-unknown"),
+    ("shown", "unlisted", "RepoDeactivated", "-", "hidden deactivated"),
+    ("shown", "deactivated", "501", "-", "hidden deactivated"),
+    ("shown", "desynchronized", "501", "-", "withheld desynchronized"),
+    ("shown", "deactivated", "active", "-", "shown"),
+    ("withheld", "active", "active", "-", "reactivated"),
+    ("withheld", "unlisted", "suspended", "-", "hidden suspended"),
+    ("withheld", "unlisted", "501", "-", "withheld throttled"),
+    ("hidden", "active", "active", "active", "reactivated"),
+    ("hidden", "active", "active", "takendown", "hidden deactivated"),
+    ("hidden", "active", "active", "500", "reactivated"),
+    ("hidden", "active", "501", "active", "reactivated"),
+    ("hidden", "active", "501", "deactivated", "hidden deactivated"),
+    ("hidden", "active", "501", "500", "hidden deactivated"),
+    ("hidden", "active", "501", "501", "reactivated"),
+    ("hidden", "active", "deactivated", "-", "hidden deactivated"),
+    ("wrongly hidden", "unlisted", "throttled", "active", "withheld throttled"),
+    ("wrongly hidden", "unlisted", "throttled", "500", "withheld throttled"),
+    ("wrongly hidden", "unlisted", "throttled", "deactivated", "hidden deactivated"),
+    ("wrongly hidden", "unlisted", "501", "active", "reactivated"),
+    ("wrongly hidden", "active", "active", "active", "reactivated"),
+)
+BEFORE: dict[str, dict[str, Any]] = {
+    "shown": {},
+    "hidden": HIDDEN,
+    "wrongly hidden": {"active": False, "hosting_status": "throttled"},
+    "withheld": {
+        "hosting_status": "throttled",
+        "withheld_since": 1_767_225_600.0,
+        "sync_status": SyncStatus.DESYNCHRONIZED,
+        "sync_reason": Desync.WITHHELD,
+        "next_attempt_at": inf,
+    },
+}
+
+
+def answer(word: str) -> bytes:
+    """Return the answer of a relay or host to `getRepoStatus`: a status, an error name, or an HTTP status."""
+    if word.isdigit():
+        return http_response(status=int(word))
+    if word.startswith("Repo"):
+        return http_response(orjson.dumps({"error": word}), status=400)
+    return status_response("a", active=word == "active", status=word)
+
+
+@pytest.mark.parametrize(("before", "listed", "relay", "own_host", "after"), RULE)
+async def test_three_sources_of_the_hosting_status_are_weighed_by_one_rule(
+    crawl: Crawl, before: str, listed: str, relay: str, own_host: str, after: str
+) -> None:
+    """docs/protocol.md#accounts has the rule in words."""
+    await insert(crawl.store, stored("a", **BEFORE[before]))
+    entry: dict[str, object] = {"did": did("a"), "rev": STORED}
+    inactive = {"active": False, "status": listed}
+    crawl.lists(*([] if listed == "unlisted" else [entry if listed == "active" else entry | inactive]))
+    crawl.host.pages[status_path("a")] = answer(relay)
+    async with ScriptedHost() as pds:
+        if own_host != "-":
+            pds.pages[status_path("a")] = answer(own_host)
+        pds.pages[f"/xrpc/com.atproto.sync.getLatestCommit?did={did('a')}"] = http_response(b"{}")
+        identities = IdentityCache(Directory(pds.url), crawl.store, Metrics(), clock=time, refresh_rate=inf)
+        await crawl.reconcile(identities=identities)
+        await identities.close()
+    row = await crawl.row("a")
+    if not row.active:
+        state = f"hidden {row.hosting_status}"
+    elif row.withheld_since is not None:
+        state = f"withheld {row.hosting_status}"
+        assert row.sync_status is SyncStatus.DESYNCHRONIZED
+    else:
+        state = row.sync_reason or "shown"
+        state = "reactivated" if before == "withheld" and row.next_attempt_at != inf else state
+    assert state == after
+    assert bool(pds.requests) is (own_host != "-")
+
+
+@pytest.mark.parametrize("server", MISSING_METHOD_ANSWERS, ids=lambda answer: answer.server)
+async def test_account_is_fetched_again_if_the_relay_does_not_offer_its_status(
+    crawl: Crawl, server: MissingMethodAnswer
+) -> None:
+    await insert(crawl.store, stored("a"))
+    crawl.lists()
+    crawl.host.pages[status_path("a")] = missing_method(server)
+    await crawl.reconcile()
+    assert (await crawl.row("a")).sync_reason is Desync.STATUS_UNKNOWN
+    assert crawl.requests_for("a") == 1
+
+
+async def test_listed_account_that_the_relay_withholds_is_added_and_not_called_current(crawl: Crawl) -> None:
+    crawl.lists(
+        {"did": did("a"), "rev": STORED, "active": False, "status": "throttled"},
+        {"did": did("b"), "rev": STORED, "active": False},
+    )
+    crawl.host.pages[status_path("a")] = answer("throttled")
+    await crawl.reconcile(track=Track.ALL)
+    row = await crawl.row("a")
+    assert (row.active, row.hosting_status, row.sync_status) == (True, "throttled", SyncStatus.DESYNCHRONIZED)
+    assert row.withheld_since is not None
+    shown = await crawl.sql.fetch("select did, visible, hosting_status, withheld_since is null from atproto.repos")
+    assert list(map(tuple, shown)) == [(did("a"), True, "throttled", False)]
 
 
 class Directory:
@@ -140,7 +260,7 @@ async def test_pds_reports_only_the_accounts_that_it_hosts(case: str, crawl: Cra
     identities = IdentityCache(directory, crawl.store, Metrics(), clock=time, refresh_rate=rate)
     if case == "over budget":
         await identities.lookup(did("other"), refresh=True)
-    progress = await crawl.reconcile(identities=identities)
+    progress = await crawl.reconcile(identities=identities, sources_are_hosts=True)
     await identities.close()
     active = await crawl.sql.fetch("select did from indexer.repo where active")
     assert [row["did"] for row in active] == [did("shown" if moves else "hidden")]

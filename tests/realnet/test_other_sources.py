@@ -1,0 +1,93 @@
+"""What a real relay withholds, and what a real PDS does not offer."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import asyncpg
+import pytest
+
+from indexer.clients import http_origin, open_outbound_client
+from indexer.concurrency.stage_progress import Work
+from indexer.daemon_tuning import Tuning
+from indexer.pds.xrpc import MethodNotOfferedError
+from indexer.service.crawl.repo_list_pages import repo_list_pages
+from indexer.settings import Settings
+from tests.daemon_harness import run_daemon, settings_for
+from tests.realnet.compare_with_pdses import records_of, visible_repos, wait_until_equal
+from tests.realnet.real_network import real_network
+from tests.realnet.real_relay import real_relay, require_relay
+from tests.realnet.test_network import NOTE, THING
+from tests.waiting import until
+
+pytestmark = [pytest.mark.proof("realnet"), pytest.mark.timeout(300)]
+
+
+async def test_accounts_above_the_limit_of_bluesky_relay_stay_visible_and_are_not_called_current(
+    database: str, empty_database: str, tmp_path: Path
+) -> None:
+    """The relay sends `throttled` for two of four accounts, and drops their commits."""
+    require_relay()
+    with real_network(1, tmp_path) as network:
+        pds = network.pds[0]
+        async with real_relay(network, empty_database, tmp_path, max_accounts=2) as relay:
+            settings = settings_for(relay.relay_url, network.plc_url, tmp_path, resync_source="pds")
+            async with run_daemon(settings, database):
+                accounts = [await asyncio.to_thread(pds.create_account, f"account{n}") for n in range(4)]
+                for account in accounts:
+                    await asyncio.to_thread(account.create, THING, {"n": 1})
+                    # The relay repeats the status of an account when its host sends one.
+                    await asyncio.to_thread(pds.control, "accountEvent", did=account.did, status="active")
+                expected = {(account.did, "throttled", "withheld") for account in accounts[2:]}
+                await until(lambda: is_withheld(database, expected))
+                stored = {did: records for did, (_, records) in (await visible_repos(database)).items()}
+                assert stored == await records_of(*accounts)
+                for account in accounts:
+                    await asyncio.to_thread(account.create, THING, {"n": 2})
+                await relay.allow_accounts(pds, 10)
+                await wait_until_equal(database, await records_of(*accounts))
+                await until(lambda: is_withheld(database, set()))
+            error = await refused_list(settings, http_origin(relay.relay_url))
+            assert (error.definite, error.detail.endswith("404 Not Found")) == (True, True)
+
+
+async def refused_list(settings: Settings, source: str) -> MethodNotOfferedError:
+    """Return the error of a list of repos by collection that the source does not offer."""
+    async with open_outbound_client(settings) as outbound:
+        with pytest.raises(MethodNotOfferedError) as failure:
+            await anext(repo_list_pages(outbound, source, NOTE, None, Work()))
+    return failure.value
+
+
+async def is_withheld(database: str, expected: set[tuple[str, str, str]]) -> bool:
+    """Return True if the public view says so about these accounts, and about no others."""
+    connection = await asyncpg.connect(database)
+    query = "select did, hosting_status, sync_reason from atproto.repos where withheld_since is not null and visible"
+    try:
+        return {tuple(row) for row in await connection.fetch(query)} == expected
+    finally:
+        await connection.close()
+
+
+async def test_collection_is_added_although_bluesky_pds_does_not_list_repos_by_collection(
+    database: str, tmp_path: Path
+) -> None:
+    """It answers 400 InvalidRequest; with an AppView in its settings, it answers 401 AuthMissing."""
+    with real_network(1, tmp_path) as network:
+        pds = network.pds[0]
+        accounts = [await asyncio.to_thread(pds.create_account, f"account{n}") for n in range(3)]
+        for account in accounts:
+            await asyncio.to_thread(account.create, THING, {"n": 1})
+            await asyncio.to_thread(account.create, NOTE, {"n": 2})
+        settings = settings_for(pds.stream_url, network.plc_url, tmp_path, resync_source="pds", collections=THING)
+        async with run_daemon(settings, database, tuning=replace(Tuning(), scope_settle=0.1)) as running:
+            expected = await records_of(*accounts)
+            things = {
+                did: {path: record for path, record in records.items() if path.startswith(THING)}
+                for did, records in expected.items()
+            }
+            await wait_until_equal(database, things)
+            await running.store.set_collections([THING, NOTE])
+            await wait_until_equal(database, expected)
+        error = await refused_list(settings, pds.url)
+        assert (error.definite, "No service configured for" in error.detail) == (True, True)
