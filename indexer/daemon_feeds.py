@@ -16,6 +16,7 @@ from indexer.outbound import OutboundClient
 from indexer.service.feed.access import Access
 from indexer.service.feed.jetstream_reader import JetstreamReader
 from indexer.service.feed.jetstream_routes import JetstreamRoutes
+from indexer.service.feed.set_aside import RefusalLimits
 from indexer.service.feed.tap_channel import Channel, refuse_channel
 from indexer.service.feed.tap_feed import TapFeed
 from indexer.service.feed.tap_routes import TapRoutes
@@ -59,7 +60,13 @@ class DaemonFeeds:
         password = secret.get_secret_value() if secret else None
         self._access = Access(password)
         self._tap_routes = TapRoutes(store, identities)
-        self.tap_feed = TapFeed(store, conditions, metrics, one_per_repo=webhook is not None)
+        self.tap_feed = TapFeed(
+            store,
+            conditions,
+            metrics,
+            RefusalLimits.below(settings.consumer_lag_limit),
+            one_per_repo=webhook is not None,
+        )
         self.channel = Channel(self.tap_feed, metrics)
         self.webhook: Webhook | None = None
         if webhook is not None and url is not None:

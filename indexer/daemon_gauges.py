@@ -79,6 +79,7 @@ class DaemonGauges:
             "indexer_feed_clients": self.feeds.clients,
             "indexer_feed_oldest_unacknowledged_seconds": tap_feed.oldest_unacknowledged_seconds,
             "indexer_feed_refused_events": lambda: len(tap_feed.refused),
+            "indexer_feed_set_aside_events": lambda: tap_feed.set_aside,
         }
 
     def _disk(self) -> dict[str, Callable[[], Reading]]:

@@ -1,12 +1,14 @@
 """Dead letters and the results of replays, as text for people and as JSON for scripts."""
 
 from dataclasses import asdict
+from datetime import UTC, datetime
 from typing import Any
 
 from indexer.errors import UpstreamError
 from indexer.monitoring.log import printable
 from indexer.service.live.dead_letter_replay import ReplayResult
 from indexer.store import StoredDeadLetter
+from indexer.sync.feed_delivery import SetAside
 from indexer.sync.frames import frame_for_display
 
 MAX_DETAIL_CHARACTERS = 160
@@ -53,6 +55,26 @@ def report_facts(report: dict[str, Any]) -> dict[str, Any]:
         "detail": report["detail"],
         "frame": stored if report["complete"] else f"{stored} stored of a longer frame; it cannot be replayed",
     }
+
+
+def set_aside_dict(event: SetAside) -> dict[str, Any]:
+    """Return an event of the feed that clients refused, and that was set aside."""
+    return {
+        "uri": "at://" + "/".join(part for part in (event.did, event.collection, event.rkey) if part),
+        "action": event.action,
+        "rev": event.rev or None,
+        "attempts": event.attempts,
+        "since": datetime.fromtimestamp(event.since, UTC),
+        "failure": event.failure,
+    }
+
+
+def set_aside_lines(event: SetAside) -> str:
+    """Return the entry of a list: two lines."""
+    fields = set_aside_dict(event)
+    since = fields["since"].isoformat(" ", "seconds")
+    line = f"{since}  {event.action}  {printable(fields['uri'])}"
+    return f"{line}\n    sent {event.attempts} times: {printable(event.failure)}"
 
 
 def replay_line(result: ReplayResult) -> str:

@@ -158,7 +158,17 @@ JSON_LINES: dict[str, dict[str, JsonLine]] = {
             "indexed_at": "When this version was stored.",
         }
     },
-    "rejected list": {"": _DEAD_LETTER},
+    "rejected list": {
+        "": _DEAD_LETTER,
+        "With `--feed`": {
+            "uri": "The AT-URI of the record, or of the repo.",
+            "action": "What the event says of the record: create, update, delete; or that of the repo.",
+            "rev": "The rev of the event; null if it has none.",
+            "attempts": "How often it was sent; 0 if it only waited for other events of its repo.",
+            "since": "When it was first not acknowledged.",
+            "failure": "Why it counts as not acknowledged.",
+        },
+    },
     "rejected replay": {
         "": {
             "id": "The ID of the dead letter.",
@@ -166,7 +176,8 @@ JSON_LINES: dict[str, dict[str, JsonLine]] = {
             "reason": "Why the message was rejected or its repo is desynchronized; null for other outcomes.",
             "detail": "More about the reason, or why the dead letter is untried.",
             "previous_reason": "The reason of the earlier rejection, if it was rejected again; otherwise null.",
-        }
+        },
+        "With `--feed`": {"events": "Number of events that are sent again."},
     },
     "rejected show": {
         "": _DEAD_LETTER
@@ -290,6 +301,7 @@ JSON_LINES: dict[str, dict[str, JsonLine]] = {
             "refused_events[].attempts": "How often it was sent.",
             "refused_events[].seconds": "Seconds since it was first not acknowledged.",
             "refused_events[].failure": "Why it counts as not acknowledged.",
+            "set_aside_events": "Number of events that were refused for so long that they were set aside.",
             "paused_hosts": "Hosts that get no requests at present.",
             "paused_hosts[].host": "The host.",
             "paused_hosts[].reason": "Why it is paused.",

@@ -15,6 +15,8 @@ from indexer.cli.dead_letter_text import (
     dead_letter_report,
     replay_line,
     report_facts,
+    set_aside_dict,
+    set_aside_lines,
 )
 from indexer.cli.output import echo_result, fact_table, result_console, to_json, to_readable_json
 from indexer.monitoring.log import printable
@@ -37,7 +39,8 @@ def rejected_command(config: Path | None) -> None:
     """List, show or replay dead letters.
 
     Dead letters are messages that broke a rule of the protocol. The newest thousand of each relay and reason are
-    stored. Without a subcommand, list them.
+    stored. Without a subcommand, list them. With --feed, the commands are about events that clients of the feed refused
+    for so long that they were set aside.
     """
 
 
@@ -49,20 +52,35 @@ def rejected_command(config: Path | None) -> None:
 @click.option(
     "--limit", default=50, show_default=True, type=WholeNumber(1, 1_000_000), help="Maximum number of messages."
 )
+@click.option("--feed", is_flag=True, help="List events that clients of the feed refused and that were set aside.")
 @json_lines_option
 async def list_command(
-    settings: Settings, *, reason: Rejection | None, did: str | None, limit: int, as_json: bool
+    settings: Settings, *, reason: Rejection | None, did: str | None, limit: int, feed: bool, as_json: bool
 ) -> int:
     """List dead letters, newest first.
 
     Each line shows the ID, the time of the rejection, relay, sequence number, DID, kind, and the reason.
     """
+    if feed:
+        if reason is not None:
+            raise click.UsageError("--reason is about messages. Give it without --feed.")
+        return await _list_set_aside(settings, did, limit, as_json=as_json)
     async with open_store(settings) as store:
         dead_letters = await store.dead_letters(reason, did, limit=limit)
     for dead_letter in dead_letters:
         click.echo(to_json(dead_letter_dict(dead_letter)) if as_json else dead_letter_lines(dead_letter))
     if not dead_letters:
         click.echo("No matching dead letter.", err=True)
+    return ExitCode.OK
+
+
+async def _list_set_aside(settings: Settings, did: str | None, limit: int, *, as_json: bool) -> int:
+    async with open_store(settings) as store:
+        events = await store.set_aside_events(did, limit)
+    for event in events:
+        echo_result(set_aside_dict(event), set_aside_lines(event), as_json=as_json)
+    if not events:
+        click.echo("No matching event.", err=True)
     return ExitCode.OK
 
 
@@ -96,9 +114,17 @@ async def show_command(settings: Settings, *, number: int, as_json: bool, frame:
 @command("replay", rejected_command)
 @click.argument("numbers", nargs=-1, metavar="ID…", type=DEAD_LETTER_ID)
 @click.option("--reason", metavar="REASON", type=REASON, help="Replay every message rejected for this reason.")
+@click.option("--feed", is_flag=True, help="Send the events again that clients of the feed refused.")
+@click.option("--did", metavar="DID", type=DID, help="With --feed: only events of this repo.")
 @json_lines_option
 async def replay_command(
-    settings: Settings, *, numbers: tuple[int, ...], reason: Rejection | None, as_json: bool
+    settings: Settings,
+    *,
+    numbers: tuple[int, ...],
+    reason: Rejection | None,
+    feed: bool,
+    did: str | None,
+    as_json: bool,
 ) -> int:
     """Process messages again as if they had just arrived.
 
@@ -107,12 +133,20 @@ async def replay_command(
     new), buffered, ignored or desynchronized, the dead letter is deleted. With the outcome rejected or untried (frame
     truncated, or no key available), it remains.
 
+    With --feed, the daemon that serves the feed sends the events again within seconds, with the present values. What
+    clients acknowledge is no longer set aside.
+
     The exit code is 4 if an ID does not exist, otherwise 1 if a dead letter remains.
     """
     from indexer.daemon_replay import open_replay  # noqa: PLC0415 - the other subcommands do not need it
 
-    if bool(numbers) == (reason is not None):
-        raise click.UsageError("Give IDs, or --reason.")
+    if [bool(numbers), reason is not None, feed].count(True) != 1 or (did is not None and not feed):
+        raise click.UsageError("Give IDs, or --reason, or --feed with or without --did.")
+    if feed:
+        async with open_store(settings) as store:
+            events = await store.send_set_aside_again(did)
+        echo_result({"events": events}, f"Events that are sent again: {events}", as_json=as_json)
+        return ExitCode.OK
     remaining = unknown = 0
     async with open_store(settings) as store, open_replay(settings, store) as replay:
         for number in sorted(set(numbers)) if reason is None else await store.dead_letter_ids(reason):

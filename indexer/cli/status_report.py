@@ -121,6 +121,7 @@ class Status:
             the meantime do not reduce it.
         progress: Share of synchronized repos among those that are synchronized or waiting; None if there are none.
         seconds_left: Time for all waiting repos at the present rate; None if none waits or the rate is zero.
+        set_aside_events: Number of events that clients of the feed refused for so long that they were set aside.
         scope_backfill: The backfill of collections that the scope added.
     """
 
@@ -141,6 +142,7 @@ class Status:
     seconds_left: float | None
     consumers: list[ConsumerStatus]
     refused_events: list[RefusedEventStatus]
+    set_aside_events: int
     paused_hosts: list[PausedHost]
     gaps: list[GapStatus]
     daemons: list[DaemonStatus]
@@ -183,6 +185,7 @@ def status_of(database: str, shard: Shard, earlier: Sample, now: Sample) -> Stat
         seconds_left=backfill.seconds_left,
         consumers=[consumer_status(consumer, now.at) for consumer in counts.consumers],
         refused_events=[_refused_event(event, now.at) for event in counts.refused_events],
+        set_aside_events=counts.set_aside_events,
         paused_hosts=_paused_hosts(counts, now.at),
         gaps=[gap_status(opened, now.at) for opened in counts.gaps],
         daemons=[_daemon_status(session, now.at) for session in counts.sessions],

@@ -113,7 +113,8 @@ def _host_table(status: Status) -> Table:
 
 
 def _facts(status: Status) -> Mapping[str, Any]:
-    return {
+    set_aside = f"{status.set_aside_events:,} refused by clients of the feed: see `indexer rejected list --feed`"
+    return ({"events set aside": set_aside} if status.set_aside_events else {}) | {
         "database": status.database,
         "records": f"about {status.records:,}",
         "resync queue": _repos(status, status.resync_queue),

@@ -112,8 +112,14 @@ FEED_CUT_OFF = ConditionKind(
 FEED_EVENT_REFUSED = ConditionKind(
     "feed-event-refused",
     "Clients of the feed do not acknowledge an event although they acknowledge others. The subject is the record. The "
-    "event is sent again, later events of its repo wait, and the change log is retained for it.",
+    "event is sent again, and later events of its repo wait, until it is acknowledged or set aside.",
     900.0,
+)
+FEED_EVENTS_SET_ASIDE = ConditionKind(
+    "feed-events-set-aside",
+    "Clients of the feed refused events for so long that they were set aside. The later events of their repos go on. "
+    "An operator may let them be sent again.",
+    math.inf,
 )
 WEBHOOK_FAILING = ConditionKind(
     "webhook-failing",
@@ -155,6 +161,7 @@ CONDITION_KINDS = (
     HTTP_CONNECTIONS_LIMITED,
     FEED_CUT_OFF,
     FEED_EVENT_REFUSED,
+    FEED_EVENTS_SET_ASIDE,
     WEBHOOK_FAILING,
     CLUSTER_NODE_UNAVAILABLE,
     TRANSACTIONS_IN_DOUBT,

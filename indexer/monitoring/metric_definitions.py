@@ -356,6 +356,13 @@ _FEEDS = (
         "Events that clients of tap, or the webhook, do not acknowledge although they acknowledge others; at most 20.",
         "It is above 0: their repos wait, and the change log is retained for them. `indexer status` names the records.",
     ),
+    MetricDefinition(
+        "indexer_feed_set_aside_events",
+        "gauge",
+        "Events that clients of tap, or the webhook, refused for so long that they were set aside; 0 in other "
+        "processes than the one that serves the feed.",
+        "It is above 0: clients lack these records. `indexer rejected list --feed` names them.",
+    ),
 )
 
 _PROCESS = (

@@ -79,7 +79,10 @@ def head_arrays(repos: Sequence[Repo]) -> list[list[Any]]:
 
 
 def visible(alias: str) -> str:
-    """Return the condition that the public views show the repo's records: `Repo.visible` in SQL."""
+    """Return the condition that readers get the repo's records: `Repo.visible` in SQL.
+
+    This is its only definition. The public schema has the same text (`tests/store/test_visibility.py`).
+    """
     return f"({alias}.active and not {alias}.takedown)"
 
 

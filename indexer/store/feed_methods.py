@@ -11,7 +11,7 @@ from indexer.store.feed_page import FeedPage, LoggedBatch
 from indexer.store.feed_rows import CountedTable, FeedSession
 from indexer.store.numbering import NumberingSession
 from indexer.store.shard_lock import FEED, open_lock
-from indexer.sync.feed_delivery import RefusedEvent, StoredAccount, StoredRecord
+from indexer.sync.feed_delivery import RefusedEvent, SetAside, StoredAccount
 
 
 class FeedMethods(Connections):
@@ -47,10 +47,18 @@ class FeedMethods(Connections):
         async with self._connection() as connection:
             return await feed_rows.load_refused(connection)
 
-    async def feed_records(
-        self, keys: Sequence[feed_rows.RecordKey], max_length: int
-    ) -> tuple[Mapping[feed_rows.RecordKey, StoredRecord], frozenset[feed_rows.RecordKey]]:
-        """Return stored records by key, and the keys of those that are beyond `max_length` characters in total."""
+    async def set_aside_events(self, did: str | None, limit: int) -> list[SetAside]:
+        """Return events of the feed that clients refused for too long, the newest first."""
+        async with self._connection() as connection:
+            return await feed_rows.load_set_aside(connection, did, limit)
+
+    async def send_set_aside_again(self, did: str | None) -> int:
+        """Let the feed send the events again that clients refused for too long; return their number."""
+        async with self._transaction() as connection:
+            return await feed_rows.send_again(connection, did)
+
+    async def feed_records(self, keys: Sequence[feed_rows.RecordKey], max_length: int) -> feed_rows.FeedRecords:
+        """Return the stored records of visible repos: see `indexer.store.feed_rows.load_records`."""
         async with self._connection() as connection:
             return await feed_rows.load_records(connection, keys, max_length)
 

@@ -5,12 +5,12 @@ delivered in this session. So a process that lost the session cannot store anyth
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import orjson
 
 from indexer.crash_points import COMMITTED, crash_point
-from indexer.store.columns import Connection, buckets_of, columns_of, of_buckets, unnest
+from indexer.store.columns import Connection, buckets_of, columns_of, of_buckets, unnest, visible
 from indexer.store.database_errors import database_errors
 from indexer.store.feed_page import LogTrimmedError, load_changes, load_latest_seq
 from indexer.store.shard_lock import ShardLock
@@ -20,10 +20,13 @@ from indexer.sync.feed_delivery import (
     DeliveryProgress,
     LoggedChange,
     RefusedEvent,
+    SetAside,
+    SetAsideChanges,
     SnapshotPosition,
     StoredAccount,
     StoredRecord,
 )
+from indexer.sync.shard import bucket_of
 
 FEED_CONSUMER = "tap-feed"
 """The name of the consumer in `atproto.readers`."""
@@ -55,10 +58,10 @@ _LOAD_PROGRESS = """
     where c.name = $1
 """
 
-_FORGET_REMOVED = """
-    delete from indexer.feed_delivery f
-    where not exists (select from indexer.consumer c where c.id = f.consumer_id)
-"""
+_FORGET_REMOVED = tuple(
+    f"delete from indexer.{table} f where not exists (select from indexer.consumer c where c.id = f.consumer_id)"
+    for table in ("feed_delivery", "feed_set_aside")
+)
 
 _SAVE_POSITION = "update indexer.consumer set seq = $2, seen_at = clock_timestamp() where name = $1 returning id"
 
@@ -99,14 +102,16 @@ _RECORD_KEY = {"did": "text", "collection": "text", "rkey": "text"}
 # The first record is returned whatever its size.
 _LOAD_RECORDS = f"""
     with found as materialized (
-        select r.did, r.collection, r.rkey, r.cid, r.rev, r.value::text as value, w.ordinal
+        select r.did, r.collection, r.rkey, r.cid, r.rev, case when {visible("p")} then r.value::text end as value,
+            {visible("p")} as visible, w.ordinal
         from {unnest(_RECORD_KEY, "w", 2)}
         join indexer.record r
             on r.did = w.did and r.collection = w.collection and r.rkey = w.rkey and {of_buckets("r")}
+        join indexer.repo p on p.did = r.did and p.bucket = r.bucket and {of_buckets("p")}
     ), summed as (
         select *, sum(length(value)) over (order by ordinal) - coalesce(length(value), 0) as length_before from found
     )
-    select did, collection, rkey, cid, rev,
+    select did, collection, rkey, cid, rev, visible,
         case when coalesce(length_before, 0) < $5 then value end as value, coalesce(length_before, 0) >= $5 as omitted
     from summed
 """
@@ -116,6 +121,59 @@ _LOAD_ACCOUNTS = f"""
     from indexer.repo r
     left join indexer.identity i on i.did = r.did and i.bucket = r.bucket and {of_buckets("i", 2)}
     where r.did = any($1::text[]) and r.bucket = any($2::smallint[]) and r.tracked
+"""
+
+_RECORDS_FROM_REV = """
+    select collection, rkey from indexer.record
+    where did = $1 and bucket = $2 and rev >= $3 and (collection, rkey) > ($4, $5) order by collection, rkey limit $6
+"""
+
+_SET_ASIDE = {
+    "reason": "text",
+    "did": "text",
+    "collection": "text",
+    "rkey": "text",
+    "rev": "text",
+    "action": "text",
+    "attempts": "integer",
+    "since": "float8",
+    "failure": "text",
+}
+_SET_ASIDE_KEY = {name: _SET_ASIDE[name] for name in ("reason", "did", "collection", "rkey")}
+_ADD_SET_ASIDE = f"""
+    insert into indexer.feed_set_aside as s (consumer_id, {", ".join(_SET_ASIDE)})
+    select $1, w.reason, w.did, w.collection, w.rkey, w.rev, w.action, w.attempts, to_timestamp(w.since), w.failure
+    from {unnest(_SET_ASIDE, "w", 2)}
+    on conflict (consumer_id, reason, did, collection, rkey) do update
+    set rev = least(s.rev, excluded.rev), action = excluded.action, attempts = s.attempts + excluded.attempts,
+        failure = excluded.failure, due = false
+"""
+_SET_VISIBLE = """
+    update indexer.feed_set_aside set due = true
+    where consumer_id = $1 and reason = 'hidden' and did = any($2::text[]) and not due
+"""
+_DELETE_DELIVERED = f"""
+    delete from indexer.feed_set_aside s using {unnest(_SET_ASIDE_KEY, "w", 2)}
+    where s.consumer_id = $1 and s.reason = w.reason and s.did = w.did and s.collection = w.collection
+        and s.rkey = w.rkey
+"""
+_READ_SET_ASIDE = f"""
+    select {", ".join("date_part('epoch', s.since)" if name == "since" else f"s.{name}" for name in _SET_ASIDE)}
+    from indexer.consumer c join indexer.feed_set_aside s on s.consumer_id = c.id
+    where c.name = $1
+"""
+_DUE = f"{_READ_SET_ASIDE} and s.due order by s.reason, s.did, s.collection, s.rkey limit $2"
+_REFUSED = f"""
+    {_READ_SET_ASIDE} and s.reason = 'refused' and ($2::text is null or s.did = $2) order by s.since desc limit $3
+"""
+_COUNT_REFUSED = """
+    select count(*) from indexer.consumer c join indexer.feed_set_aside s on s.consumer_id = c.id
+    where c.name = $1 and s.reason = 'refused'
+"""
+_SEND_AGAIN = """
+    update indexer.feed_set_aside s set due = true from indexer.consumer c
+    where c.name = $1 and s.consumer_id = c.id and s.reason = 'refused' and ($2::text is null or s.did = $2)
+    returning true
 """
 
 _BEHIND = """
@@ -156,6 +214,20 @@ async def changes_behind(connection: Connection) -> int:
     return stored + (row["behind"] if row is not None else 0)
 
 
+class FeedRecords(NamedTuple):
+    """Records that the feed has asked for.
+
+    Attributes:
+        shown: The records by key.
+        omitted: The keys of records whose values would have been too long together.
+        hidden: The keys of records whose repos are hidden.
+    """
+
+    shown: Mapping[RecordKey, StoredRecord]
+    omitted: frozenset[RecordKey]
+    hidden: frozenset[RecordKey]
+
+
 class FeedSession:
     """The session of the process that serves the feed. Every method raises `DatabaseError` for a transient error.
 
@@ -178,7 +250,8 @@ class FeedSession:
         """
         with database_errors():
             async with self._connection.transaction():
-                await self._connection.execute(_FORGET_REMOVED)
+                for statement in _FORGET_REMOVED:
+                    await self._connection.execute(statement)
                 if await is_cut_off(self._connection) is None:
                     await self._register()
                 row = await self._connection.fetchrow(_LOAD_PROGRESS, FEED_CONSUMER)
@@ -217,13 +290,35 @@ class FeedSession:
             rows = await self._connection.fetch(_SNAPSHOT_PAGE, *position, limit)
         return [SnapshotPosition(*row) for row in rows]
 
-    async def save(self, progress: DeliveryProgress, refused: Sequence[RefusedEvent] = ()) -> bool:
+    async def records_from_rev(self, did: str, rev: str, after: tuple[str, str], limit: int) -> list[tuple[str, str]]:
+        """Return collection and record key of the next stored records of a repo that have this rev or a later one."""
+        with database_errors():
+            rows = await self._connection.fetch(_RECORDS_FROM_REV, did, bucket_of(did), rev, *after, limit)
+        return [(collection, rkey) for collection, rkey in rows]
+
+    async def due(self, limit: int) -> list[SetAside]:
+        """Return what is set aside and is to be sent now."""
+        with database_errors():
+            return [SetAside(*row) for row in await self._connection.fetch(_DUE, FEED_CONSUMER, limit)]
+
+    async def count_refused(self) -> int:
+        """Return the number of refused events that are set aside."""
+        with database_errors():
+            return await count_refused(self._connection)
+
+    async def save(
+        self,
+        progress: DeliveryProgress,
+        refused: Sequence[RefusedEvent] = (),
+        set_aside: SetAsideChanges = SetAsideChanges(),  # noqa: B008 - it is immutable
+    ) -> bool:
         """Store what was delivered, so that it is not delivered again; return False if the consumer was removed."""
         with database_errors():
             async with self._connection.transaction():
                 id_ = await self._connection.fetchval(_SAVE_POSITION, FEED_CONSUMER, progress.position)
                 if id_ is not None:
                     await self._save(id_, progress, refused)
+                    await self._save_set_aside(id_, set_aside)
                 crash_point("feed.saved")
             crash_point(COMMITTED)
         return id_ is not None
@@ -238,6 +333,15 @@ class FeedSession:
             orjson.dumps([event._asdict() for event in refused]).decode(),
         )
 
+    async def _save_set_aside(self, id_: int, changes: SetAsideChanges) -> None:
+        """Store the changes in this order: what was delivered may be set aside again, and be visible again."""
+        if changes.delivered:
+            await self._connection.execute(_DELETE_DELIVERED, id_, *columns_of(changes.delivered, _SET_ASIDE_KEY))
+        if changes.added:
+            await self._connection.execute(_ADD_SET_ASIDE, id_, *columns_of(changes.added, _SET_ASIDE))
+        if changes.visible:
+            await self._connection.execute(_SET_VISIBLE, id_, list(changes.visible))
+
 
 async def is_cut_off(connection: Connection) -> bool | None:
     """Return True if the consumer was disconnected; None if it is not registered."""
@@ -251,18 +355,36 @@ async def load_refused(connection: Connection) -> list[RefusedEvent]:
     return [RefusedEvent(**event) for event in orjson.loads(refused or "[]")]
 
 
-async def load_records(
-    connection: Connection, keys: Sequence[RecordKey], max_length: int
-) -> tuple[Mapping[RecordKey, StoredRecord], frozenset[RecordKey]]:
-    """Return the stored records by key, and the keys of those that were left out.
+async def count_refused(connection: Connection) -> int:
+    """Return the number of refused events that are set aside."""
+    count: int = await connection.fetchval(_COUNT_REFUSED, FEED_CONSUMER)
+    return count
 
-    Records are left out from the first one on before which the values have `max_length` characters or more.
+
+async def load_set_aside(connection: Connection, did: str | None, limit: int) -> list[SetAside]:
+    """Return refused events that are set aside, the newest first, only those of the DID if it is given."""
+    return [SetAside(*row) for row in await connection.fetch(_REFUSED, FEED_CONSUMER, did, limit)]
+
+
+async def send_again(connection: Connection, did: str | None) -> int:
+    """Let the feed send refused events again, only those of the DID if it is given; return their number."""
+    return len(await connection.fetch(_SEND_AGAIN, FEED_CONSUMER, did))
+
+
+async def load_records(connection: Connection, keys: Sequence[RecordKey], max_length: int) -> FeedRecords:
+    """Return the stored records of visible repos.
+
+    Records are omitted from the first one on before which the values have `max_length` characters or more.
     """
     rows = await connection.fetch(
         _LOAD_RECORDS, buckets_of(did for did, *_ in keys), *columns_of(keys, _RECORD_KEY), max_length
     )
-    records = {row[:3]: StoredRecord(row["cid"], row["rev"], row["value"]) for row in rows if not row["omitted"]}
-    return records, frozenset([row[:3] for row in rows if row["omitted"]])
+    shown = [row for row in rows if row["visible"]]
+    return FeedRecords(
+        {row[:3]: StoredRecord(row["cid"], row["rev"], row["value"]) for row in shown if not row["omitted"]},
+        frozenset([row[:3] for row in shown if row["omitted"]]),
+        frozenset([row[:3] for row in rows if not row["visible"]]),
+    )
 
 
 async def load_accounts(connection: Connection, dids: Sequence[str]) -> Mapping[str, StoredAccount]:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from indexer.crash_points import crash_point
 from indexer.reasons import Desync
-from indexer.store.columns import Connection, unnest
+from indexer.store.columns import Connection, unnest, visible
 from indexer.store.link_rows import RecordValue, add_missing_links
 from indexer.sync.repo_state import SyncStatus
 from indexer.sync.shard import bucket_of
@@ -53,7 +53,7 @@ _SAVE_POSITION = f"""
 _SAVE_DONE = "update indexer.link_bucket set done_at = now() where bucket = any($1::smallint[]) and done_at is null"
 
 _LOCK_REPO = f"""
-    select active and not takedown as visible from indexer.repo
+    select {visible("r")} as visible from indexer.repo r
     where did = $1 and bucket = $2 and sync_status <> '{SyncStatus.IN_PROGRESS}' for update skip locked
 """
 _REPO_EXISTS = "select exists (select from indexer.repo where did = $1 and bucket = $2)"

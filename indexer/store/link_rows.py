@@ -18,7 +18,7 @@ from asyncpg import UniqueViolationError
 
 from indexer.atproto.links import RecordLink, links_of
 from indexer.crash_points import crash_point
-from indexer.store.columns import Columns, Connection, buckets_of, columns_of, of_buckets, unnest
+from indexer.store.columns import Columns, Connection, buckets_of, columns_of, of_buckets, unnest, visible
 from indexer.sync.changes import RecordKey
 from indexer.sync.plans import RecordChange
 from indexer.sync.shard import bucket_of, bucket_of_target
@@ -78,7 +78,7 @@ _DELETE_EMPTY_COUNTS = f"""
 
 _RECOUNTS_DUE = "select distinct did from indexer.link_recount where bucket = any($1::smallint[]) limit $2"
 _RECOUNT_IDS = "select id from indexer.link_recount where did = $1 and bucket = $2"
-_VISIBLE = "select active and not takedown from indexer.repo where did = $1 and bucket = $2"
+_VISIBLE = f"select {visible('r')} from indexer.repo r where did = $1 and bucket = $2"
 
 # A locked link belongs to a running resync. To wait for it with other links locked could be a deadlock.
 _SET_COUNTED = """

@@ -17,7 +17,7 @@ from indexer.store import process_reports, scope_row
 from indexer.store.change_log_segments import ConsumerState, load_consumers
 from indexer.store.columns import Connection, visible
 from indexer.store.database_errors import DatabaseError
-from indexer.store.feed_rows import load_refused
+from indexer.store.feed_rows import count_refused, load_refused
 from indexer.store.gap_rows import load_open as load_open_gaps
 from indexer.store.host_states import load_paused
 from indexer.store.link_progress import LinkProgress, load_progress
@@ -80,6 +80,7 @@ class Counts:
     failures: dict[str, int] = field(default_factory=dict)
     consumers: list[ConsumerState] = field(default_factory=list)
     refused_events: list[RefusedEvent] = field(default_factory=list)
+    set_aside_events: int = 0
     hosts: list[HostState] = field(default_factory=list)
     ended: int = 0
     unproven: int = 0
@@ -207,6 +208,7 @@ async def counts(connection: Connection, since: float) -> Counts:
         failures=counted.failures,
         consumers=await load_consumers(connection),
         refused_events=await load_refused(connection),
+        set_aside_events=await count_refused(connection),
         hosts=await load_paused(connection),
         ended=counted.ended,
         unproven=counted.unproven,

@@ -307,6 +307,24 @@ feed_delivery = Table(
     Column("refused", JSONB, nullable=False, server_default=text("'[]'")),
 )
 
+feed_set_aside = Table(
+    "feed_set_aside",
+    metadata,
+    Column("consumer_id", BigInteger, primary_key=True, autoincrement=False),
+    Column("reason", Text, primary_key=True),
+    Column("did", Text, primary_key=True),
+    Column("collection", Text, primary_key=True),
+    Column("rkey", Text, primary_key=True),
+    Column("rev", Text, nullable=False),
+    Column("action", Text, nullable=False),
+    Column("attempts", Integer, nullable=False),
+    Column("since", TIME, nullable=False),
+    Column("failure", Text, nullable=False),
+    Column("due", Boolean, nullable=False, server_default=text("false")),
+    CheckConstraint("reason in ('hidden', 'refused')", name="feed_set_aside_reason"),
+    Index("feed_set_aside_due", "consumer_id", postgresql_where=text("due")),
+)
+
 shard_owner = Table(
     "shard_owner",
     metadata,

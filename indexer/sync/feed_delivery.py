@@ -1,6 +1,7 @@
 """The data of a feed: entries of the change log, what is stored about them now, and what was delivered."""
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
 
 class LoggedChange(NamedTuple):
@@ -72,6 +73,56 @@ class RefusedEvent(NamedTuple):
     failure: str
 
 
+SetAsideReason = Literal["hidden", "refused"]
+SetAsideKey = tuple[SetAsideReason, str, str, str]
+"""Reason, DID, collection and record key."""
+
+
+class SetAside(NamedTuple):
+    """What a consumer has not got although its position has passed it.
+
+    Attributes:
+        reason: `hidden`: records of a repo that was hidden when their events were due. `refused`: one event that
+            clients refused for too long.
+        collection: Empty for a whole repo, and for an identity event.
+        rkey: Empty for a whole repo, and for an identity event.
+        rev: The rev of the event, or the lowest rev of the records; empty for all records.
+        action: The action of a refused event.
+        attempts: How often a refused event was sent.
+        since: When it was set aside, or first not acknowledged, in Unix seconds.
+        failure: Why a refused event counts as not acknowledged.
+    """
+
+    reason: SetAsideReason
+    did: str
+    collection: str
+    rkey: str
+    rev: str
+    action: str
+    attempts: int
+    since: float
+    failure: str
+
+    @property
+    def key(self) -> SetAsideKey:
+        """What identifies it."""
+        return self.reason, self.did, self.collection, self.rkey
+
+
+class SetAsideChanges(NamedTuple):
+    """Changes of what is set aside, to be stored with the progress that depends on them.
+
+    Attributes:
+        added: What was set aside.
+        visible: DIDs of repos that are visible again, so that their records are due.
+        delivered: What was set aside before and is delivered now.
+    """
+
+    added: Sequence[SetAside] = ()
+    visible: Sequence[str] = ()
+    delivered: Sequence[SetAsideKey] = ()
+
+
 class StoredRecord(NamedTuple):
     """A record as it is stored now.
 
@@ -97,3 +148,8 @@ class StoredAccount(NamedTuple):
     active: bool
     hosting_status: str | None
     takedown: bool
+
+    @property
+    def visible(self) -> bool:
+        """True if the records may be shown: `Repo.visible`."""
+        return self.active and not self.takedown

@@ -7,6 +7,7 @@ from indexer.atproto.cid import cid_text
 from indexer.localnet.local_relay import message_frame
 from indexer.reasons import Rejection
 from indexer.store import Store
+from indexer.sync.feed_delivery import DeliveryProgress, SetAside, SetAsideChanges
 from indexer.sync.plans import Batch, DeadLetter
 from tests.cli.command_line import Session, error_line
 from tests.cli.stored_account import CID, DID, REV
@@ -49,6 +50,30 @@ def test_list_shows_the_newest_dead_letter_first(session: Session) -> None:
     assert f"  wss://one.example  7  {DID}  commit\n" in by_reason
     assert f"    future-rev: {Rejection.FUTURE_REV.text}\n    {REV}\n" in by_reason
     assert session("rejected", "list", "--did", DID).stdout == by_reason
+
+
+async def test_events_that_clients_of_the_feed_refused_are_listed_and_sent_again(
+    database: str, session: Session
+) -> None:
+    event = SetAside("refused", DID, "app.test", "one", REV, "create", 12, 1_700_000_000.0, "status \x1b422")
+    store = await Store.open(database, connections=2)
+    async with store.feed_session() as feed:
+        await feed.begin()
+        await feed.save(DeliveryProgress(7, 7), set_aside=SetAsideChanges([event]))
+        listed = await session.run("rejected", "list", "--feed")
+        assert f"  create  at://{DID}/app.test/one\n    sent 12 times: 'status \\x1b422'\n" in listed.stdout
+        [line] = (await session.run("rejected", "--feed", "--json")).stdout.splitlines()
+        assert json.loads(line)["uri"] == f"at://{DID}/app.test/one"
+        other = ("--did", "did:plc:" + "z" * 24)
+        nothing = await session.run("rejected", "list", "--feed", *other)
+        assert (nothing.stdout, nothing.stderr) == ("", "No matching event.\n")
+        for arguments, count in ((other, 0), ((), 1)):
+            result = await session.run("rejected", "replay", "--feed", *arguments)
+            assert (result.returncode, result.stdout) == (0, f"Events that are sent again: {count}\n")
+            assert len(await feed.due(10)) == count
+    await store.close()
+    for wrong in (("replay", "7", "--feed"), ("replay", "--did", DID), ("list", "--feed", "--reason", "future-rev")):
+        assert (await session.run("rejected", *wrong)).returncode == 2
 
 
 def test_empty_list_is_reported(session: Session) -> None:

@@ -253,7 +253,9 @@ def test_paused_hosts_consumers_and_refused_events_are_shown() -> None:
     following = ConsumerState("search", 90, 10, NOON - 65, NOON - 5, cut_off=False)
     disconnected = ConsumerState("old", 3, 97, NOON - 90_061, NOON - 90_061, cut_off=True)
     event = RefusedEvent(7, "create", "at://did:plc:a/app.test/one", 5, NOON - 65, "status 422")
-    counts = replace(NOTHING, hosts=[paused], consumers=[following, disconnected], refused_events=[event])
+    counts = replace(
+        NOTHING, hosts=[paused], consumers=[following, disconnected], refused_events=[event], set_aside_events=3
+    )
     result = status(counts)
     assert result.paused_hosts[0].seconds_left == 90
     assert [(consumer.name, consumer.lag_seconds) for consumer in result.consumers] == [("search", 65), ("old", 90_061)]
@@ -261,7 +263,16 @@ def test_paused_hosts_consumers_and_refused_events_are_shown() -> None:
         {"id": 7, "action": "create", "uri": event.uri, "attempts": 5, "seconds": 65, "failure": "status 422"}
     ]
     text = shown(status_tables(result))
-    for part in ("pds.example", "1 min 30 s", "host-paused", "timeout: 5 s", "disconnected", "1 d 1 h ago", event.uri):
+    for part in (
+        "pds.example",
+        "1 min 30 s",
+        "host-paused",
+        "timeout: 5 s",
+        "disconnected",
+        "1 d 1 h ago",
+        event.uri,
+        "3 refused",
+    ):
         assert part in text
     assert "\x1b" not in text
 

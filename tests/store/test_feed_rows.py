@@ -5,7 +5,16 @@ import pytest
 
 from indexer.store import Store
 from indexer.store.feed_rows import FEED_CONSUMER
-from indexer.sync.feed_delivery import SNAPSHOT_BEGIN, DeliveryProgress, RefusedEvent, SnapshotPosition, StoredAccount
+from indexer.sync.feed_delivery import (
+    SNAPSHOT_BEGIN,
+    DeliveryProgress,
+    RefusedEvent,
+    SetAside,
+    SetAsideChanges,
+    SetAsideReason,
+    SnapshotPosition,
+    StoredAccount,
+)
 from tests.store.change_log_helpers import change, log
 from tests.store.repo_rows import did, insert, put, synchronized
 
@@ -102,10 +111,54 @@ async def test_one_session_at_a_time_owns_the_feed_and_no_shard(store: Store) ->
 async def test_records_beyond_the_limit_are_left_out_but_never_the_first(store: Store) -> None:
     await insert(store, synchronized(1), changes=tuple(put(f"app.test/{rkey}") for rkey in ("one", "two", "three")))
     keys = [(did(1), "app.test", rkey) for rkey in ("two", "one", "three", "unknown")]
-    records, omitted = await store.feed_records(keys, 1)
-    assert (list(records), omitted) == ([keys[0]], frozenset(keys[1:3]))
-    records, omitted = await store.feed_records(keys, 1_000_000)
-    assert (set(records), omitted) == (set(keys[:3]), frozenset())
+    records = await store.feed_records(keys, 1)
+    assert (list(records.shown), records.omitted) == ([keys[0]], frozenset(keys[1:3]))
+    records = await store.feed_records(keys, 1_000_000)
+    assert (set(records.shown), records.omitted) == (set(keys[:3]), frozenset())
+
+
+async def test_records_of_hidden_repos_are_not_loaded(store: Store) -> None:
+    await insert(store, synchronized(1), changes=(put("app.test/one"),))
+    await insert(store, synchronized(2)._replace(active=False), changes=(put("app.test/two"),))
+    await insert(store, synchronized(3), changes=(put("app.test/three"),))
+    await store.set_takedown(did(3), on=True)
+    keys = [(did(number), "app.test", rkey) for number, rkey in enumerate(("one", "two", "three"), 1)]
+    records = await store.feed_records(keys, 1_000_000)
+    assert (set(records.shown), records.omitted, records.hidden) == ({keys[0]}, frozenset(), frozenset(keys[1:]))
+
+
+async def test_what_is_set_aside_is_stored_with_the_progress_and_due_when_the_repo_is_visible(store: Store) -> None:
+    def aside(reason: SetAsideReason, number: int, rev: str, rkey: str = "") -> SetAside:
+        refused = reason == "refused"
+        path = ("app.test", rkey) if refused else ("", "")
+        return SetAside(reason, did(number), *path, rev, "create" if refused else "", int(refused), 1_700_000_000.0, "")
+
+    hidden, other, refused = aside("hidden", 1, "2"), aside("hidden", 2, "5"), aside("refused", 1, "3", "one")
+    async with store.feed_session() as session:
+        await session.begin()
+        await session.save(DeliveryProgress(3, 3), set_aside=SetAsideChanges([hidden, other, refused]))
+        assert await session.due(10) == []
+        earlier = aside("hidden", 1, "1")
+        later = aside("hidden", 1, "4")
+        await session.save(DeliveryProgress(4, 4), set_aside=SetAsideChanges([earlier], [did(1)]))
+        await session.save(DeliveryProgress(5, 5), set_aside=SetAsideChanges(visible=[did(3)]))
+        assert await session.due(10) == [earlier], "one row for each repo, with the lowest rev"
+        await session.save(DeliveryProgress(6, 6), set_aside=SetAsideChanges([later]))
+        assert await session.due(10) == [], "it is hidden again"
+        assert (await session.count_refused(), await store.set_aside_events(None, 9)) == (1, [refused])
+        assert await store.send_set_aside_again(did(2)) == 0
+        assert await store.send_set_aside_again(None) == 1
+        assert await session.due(10) == [refused]
+        await session.save(DeliveryProgress(6, 6), set_aside=SetAsideChanges(delivered=[refused.key, hidden.key]))
+        assert await session.due(10) == await store.set_aside_events(None, 9) == []
+
+
+async def test_records_of_a_repo_from_a_rev_on_are_found_in_pages(store: Store) -> None:
+    await insert(store, synchronized(1), changes=tuple(put(f"app.test/{rev}", rev=rev) for rev in ("1", "2", "3")))
+    async with store.feed_session() as session:
+        assert await session.records_from_rev(did(1), "2", ("", ""), 1) == [("app.test", "2")]
+        assert await session.records_from_rev(did(1), "2", ("app.test", "2"), 9) == [("app.test", "3")]
+        assert await session.records_from_rev(did(2), "", ("", ""), 9) == []
 
 
 async def test_accounts_are_loaded_with_what_decides_their_status(store: Store) -> None:

@@ -4,9 +4,9 @@ The changes of one repo are delivered in order. A live change waits until all ea
 and later ones wait for it. Differences that resyncs found at one rev may be delivered at once. But the changes of one
 record, which two such resyncs may have found, are delivered one after another. There is no order between repos.
 
-Besides changes, the window has the repos and records of a snapshot, as changes that have ids instead of numbers of the
-log. A page of the snapshot is read after the changes that are in the window, so a deletion that the page does not show
-follows it.
+Besides changes, the window has the repos and records of a snapshot, and what was set aside and is sent now, as changes
+that have ids instead of numbers of the log. A page of the snapshot is read after the changes that are in the window, so
+a deletion that the page does not show follows it.
 """
 
 from collections import deque
@@ -14,13 +14,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count, takewhile
 
-from indexer.sync.feed_delivery import SNAPSHOT_BEGIN, DeliveryProgress, LoggedChange, SnapshotPosition
+from indexer.sync.feed_delivery import SNAPSHOT_BEGIN, DeliveryProgress, LoggedChange, SetAside, SnapshotPosition
 
 IDENTITY_ACTIONS = frozenset({"identity", "hidden", "visible", "deleted"})
 """Changes of a repo that are delivered as the present state of the account."""
 RECORD_ACTIONS = frozenset({"create", "update", "delete"})
 FIRST_SNAPSHOT_ID = 1 << 52
-"""The id of the first event of a snapshot: above all numbers of changes, and exact in JavaScript."""
+"""The first id of an event of a snapshot, or of one that was set aside.
+
+It is above all numbers of changes, and exact in JavaScript.
+"""
 MAX_TURN = 100
 """Changes of one repo that are taken before it is the turn of the next repo."""
 
@@ -79,7 +82,7 @@ class DeliveryWindow:
 
     @property
     def snapshot_events(self) -> int:
-        """The number of unacknowledged events of the snapshot."""
+        """The number of unacknowledged events of the snapshot, and of those that were set aside."""
         return len(self._snapshot)
 
     @property
@@ -88,19 +91,30 @@ class DeliveryWindow:
         return next(iter(self._changes.values()), None)
 
     def get(self, seq: int) -> LoggedChange | None:
-        """Return an unacknowledged change by its number, or an event of the snapshot by its id."""
+        """Return an unacknowledged change by its number or id."""
         return self._changes.get(seq) or self._snapshot.get(seq)
 
     def add_snapshot(self, positions: Sequence[SnapshotPosition]) -> None:
         """Add the next repos and records of the snapshot. Without any, it is complete."""
         before = self.snapshot_read_to or SNAPSHOT_BEGIN
-        if not positions and not self._snapshot:
+        if not positions and not self._snapshot_before:
             self.snapshot_read_to = None
         for position in positions:
             id_ = next(self._ids)
             self._snapshot_before[id_] = before
             self._add(_snapshot_change(id_, position))
             self.snapshot_read_to = before = position
+
+    def add_set_aside(self, row: SetAside, paths: Iterable[tuple[str, str]]) -> list[int]:
+        """Add events that were set aside, of these collections and record keys; return their ids."""
+        ids = []
+        for collection, rkey in paths:
+            id_ = next(self._ids)
+            path = collection or None, rkey or None
+            action = row.action or "create"
+            self._add(LoggedChange(id_, row.did, *path, action, None, row.rev, live=False, batch_time=0))
+            ids.append(id_)
+        return ids
 
     def add(self, changes: Iterable[LoggedChange]) -> None:
         """Add the next changes of the log. Those that were delivered before, and that no client needs, are skipped."""

@@ -185,7 +185,7 @@ def _event(
         case "visible" | "hidden" | "deleted" | "moved" | "identity":
             state = accounts.get(change.did, _UNKNOWN_ACCOUNT)
             # An entry `identity` of a hidden account says that it has another hosting status.
-            shown = change.action == "moved" or (change.action == "identity" and state.active and not state.takedown)
+            shown = change.action == "moved" or (change.action == "identity" and state.visible)
             event["kind"] = kind = "identity" if shown else "account"
             event[kind] = _identity(change, time_us, state) if shown else _account(change, time_us, state)
         case _:

@@ -4,7 +4,8 @@ It is a consumer of the change log, which is registered when the first client co
 if no client uses the feed. If changes were trimmed before, the first client gets a snapshot of the stored records.
 
 One process serves the feed at a time; the others wait. The clients share the work: see `delivery_window` for the order.
-What a client does not acknowledge is delivered again, to any client.
+What a client does not acknowledge is delivered again, to any client. Records of hidden repos, and events that clients
+refuse for too long, are set aside: see `set_aside`.
 
 The window of unacknowledged changes is bounded. While it is full, nothing more is read, and the change log retains the
 rest.
@@ -14,20 +15,21 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from itertools import islice
-from time import time
+from time import monotonic, time
 from typing import NamedTuple
 
 import structlog
 
 from indexer.concurrency.stage_progress import StageProgress
-from indexer.monitoring.conditions import FEED_CUT_OFF, FEED_EVENT_REFUSED, Conditions
+from indexer.monitoring.conditions import FEED_CUT_OFF, FEED_EVENT_REFUSED, FEED_EVENTS_SET_ASIDE, Conditions
 from indexer.monitoring.metrics import Metrics
-from indexer.service.feed.delivery_window import RECORD_ACTIONS, DeliveryWindow
+from indexer.service.feed.delivery_window import FIRST_SNAPSHOT_ID, RECORD_ACTIONS, DeliveryWindow
+from indexer.service.feed.set_aside import RefusalLimits, Sending, SetAsideEvents
 from indexer.service.feed.tap_events import identity_event, record_event
 from indexer.service.periodic import DatabaseAttempt
 from indexer.store import Store
-from indexer.store.feed_rows import FEED_CONSUMER, FeedSession
-from indexer.sync.feed_delivery import DeliveryProgress, LoggedChange, RefusedEvent, SnapshotPosition
+from indexer.store.feed_rows import FEED_CONSUMER, FeedRecords, FeedSession
+from indexer.sync.feed_delivery import DeliveryProgress, LoggedChange, RefusedEvent, SnapshotPosition, StoredAccount
 
 MAX_UNACKNOWLEDGED = 10_000
 """Changes in the window: some hundred bytes each. As long as there is a snapshot, it may be half of them."""
@@ -40,6 +42,10 @@ STOP_SECONDS = 2.0
 """Time for clients to acknowledge what was delivered before the process stops."""
 MAX_LOAD_LENGTH = 1 << 20
 """Characters of record values that are loaded at a time, for one client."""
+DUE_SECONDS = 1.0
+"""Interval at which the feed looks for events that were set aside and are due."""
+MAX_DUE = 100
+"""Rows of such events that are sent at the same time."""
 REFUSED_ATTEMPTS = 3
 """An event counts as refused after so many attempts, if clients have acknowledged others meanwhile."""
 MAX_REFUSED = 20
@@ -59,14 +65,18 @@ class _Failure(NamedTuple):
     """The attempts to deliver an event that were not acknowledged.
 
     Attributes:
+        refusals: The attempts after the first one before which clients had acknowledged other events.
         since: When it first was, in Unix seconds.
         acknowledged: The number of events that clients had acknowledged by then.
+        last_acknowledged: The same at the last attempt.
         failure: What happened the last time.
     """
 
     attempts: int
+    refusals: int
     since: float
     acknowledged: int
+    last_acknowledged: int
     failure: str
 
 
@@ -76,12 +86,20 @@ class Deliveries:
     Attributes:
         ended: Set when the process no longer owns the feed, or stops.
         paused: True if nothing more is delivered, because the process stops.
+        set_aside: What is passed without its delivery.
+        limits: When a refused event is set aside.
     """
 
-    def __init__(self, store: Store, metrics: Metrics, progress: DeliveryProgress, *, one_per_repo: bool) -> None:
+    def __init__(
+        self, store: Store, metrics: Metrics, progress: DeliveryProgress, limits: RefusalLimits, *, one_per_repo: bool
+    ) -> None:
         self._store = store
         self._metrics = metrics
+        self.limits = limits
         self.window = DeliveryWindow(progress, one_per_repo=one_per_repo)
+        self.set_aside = SetAsideEvents(self.window)
+        self._visible: dict[str, int] = {}  # by DID: the event that says so
+        self._refusing = set[str]()  # repos of which an event was set aside
         self.ended = asyncio.Event()
         self.paused = False
         self._changed = asyncio.Event()
@@ -98,6 +116,11 @@ class Deliveries:
     def add_snapshot(self, positions: Sequence[SnapshotPosition]) -> None:
         """Add the next repos and records of the snapshot. Without any, it is complete."""
         self.window.add_snapshot(positions)
+        self._changed.set()
+
+    def add_set_aside(self, sending: Sending, paths: Sequence[tuple[str, str]], *, last: bool) -> None:
+        """Add the next events that were set aside and are due."""
+        self.set_aside.read(sending, paths, last=last)
         self._changed.set()
 
     async def take(self, limit: int) -> list[LoggedChange]:
@@ -122,8 +145,12 @@ class Deliveries:
     def acknowledge(self, seqs: Iterable[int]) -> None:
         """Record that a client has processed these changes."""
         for seq in seqs:
+            change = self.window.get(seq)
             self._acknowledgements += self.window.acknowledge(seq)
             self._failures.pop(seq, None)
+            if change is not None and self._visible.get(change.did) == seq:
+                del self._visible[change.did]
+                self.set_aside.add_visible(change.did)
         self._notify()
 
     def give_back(self, seqs: Iterable[int]) -> None:
@@ -136,12 +163,44 @@ class Deliveries:
         asyncio.get_running_loop().call_later(seconds, self.give_back, [seq])
 
     def count_failure(self, seq: int, failure: str) -> int:
-        """Count that a change was sent and not acknowledged, and why; return how often it was."""
-        if seq not in self.window:
+        """Count that a change was sent and not acknowledged, and why; return how often it was.
+
+        A change that clients refuse for too long is set aside.
+        """
+        change, acknowledged = self.window.get(seq), self._acknowledgements
+        if change is None:
             return 0
-        before = self._failures.get(seq) or _Failure(0, time(), self._acknowledgements, failure)
-        self._failures[seq] = before._replace(attempts=before.attempts + 1, failure=failure)
-        return before.attempts + 1
+        before = self._failures.get(seq) or _Failure(0, 0, time(), acknowledged, acknowledged, failure)
+        failed = before._replace(
+            attempts=before.attempts + 1,
+            refusals=before.refusals + (acknowledged > before.last_acknowledged),
+            last_acknowledged=acknowledged,
+            failure=failure,
+        )
+        self._failures[seq] = failed
+        limits, refused = self.limits, failed.refusals + 1
+        if (refused >= limits.attempts and time() - failed.since >= limits.seconds) or (
+            refused >= limits.repo_attempts and change.did in self._refusing
+        ):
+            self._set_aside_refused(change, failed)
+        return failed.attempts
+
+    def _set_aside_refused(self, change: LoggedChange, failed: _Failure) -> None:
+        self._refusing.add(change.did)
+        self.set_aside.add_refused(change, failed.attempts, failed.since, failed.failure)
+        self._failures.pop(change.seq, None)
+        self.window.acknowledge(change.seq)
+        self._notify()
+
+    def set_aside_late(self) -> None:
+        """Set changes aside that have waited for too long in a repo of which an event was refused."""
+        max_age = self.limits.max_age
+        while (oldest := self.window.oldest) is not None and oldest.did in self._refusing:
+            since = oldest.batch_time / 1_000_000
+            if time() - since < max_age:
+                return
+            late = _Failure(0, 0, since, 0, 0, f"it waited more than {max_age:g} seconds for refused events")
+            self._set_aside_refused(oldest, self._failures.get(oldest.seq, late))
 
     def refused(self) -> list[RefusedEvent]:
         """Return the events that clients do not acknowledge although they acknowledge others, the first ones."""
@@ -169,32 +228,57 @@ class Deliveries:
     async def events(self, changes: Sequence[LoggedChange]) -> list[Event]:
         """Return the events of changes in flight.
 
-        Changes without an event are acknowledged: a later change says why. Changes whose values would need too much
-        memory now are given back.
+        Changes without an event are acknowledged: a later change says why, or they are set aside. Changes whose values
+        would need too much memory now are given back.
 
         Raises:
             DatabaseError: The values could not be loaded.
         """
-        keys = [_key(change) for change in changes if change.action in RECORD_ACTIONS - {"delete"}]
+        keys = [_key(change) for change in changes if _needs_record(change)]
         dids = [change.did for change in changes if change.action not in RECORD_ACTIONS]
-        records, omitted = await self._store.feed_records(keys, MAX_LOAD_LENGTH) if keys else ({}, frozenset())
+        records = await self._store.feed_records(keys, MAX_LOAD_LENGTH) if keys else _NO_RECORDS
         accounts = await self._store.feed_accounts(dids) if dids else {}
-        later = [change for change in changes if _key(change) in omitted]
+        later = [change for change in changes if _needs_record(change) and _key(change) in records.omitted]
         events = [
             (
                 change.seq,
-                record_event(change, records.get(_key(change)), self._metrics.feed_value_omitted)
+                self._record_event(change, records)
                 if change.action in RECORD_ACTIONS
-                else identity_event(change, accounts.get(change.did)),
+                else self._identity_event(change, accounts.get(change.did)),
             )
             for change in changes
-            if _key(change) not in omitted
+            if change not in later
         ]
         self.give_back([change.seq for change in later])
         for seq in [seq for seq, message in events if message is None]:
             self.window.acknowledge(seq)
         self._notify()
         return [Event(seq, message) for seq, message in events if message is not None]
+
+    def _record_event(self, change: LoggedChange, records: FeedRecords) -> bytes | None:
+        key = _key(change)
+        if change.action == "delete" and (key in records.shown or key in records.hidden):
+            return None  # it was set aside, and the record was written again since
+        if key in records.hidden:
+            self.set_aside.add_hidden(change)
+            return None
+        return record_event(change, records.shown.get(key), self._metrics.feed_value_omitted)
+
+    def _identity_event(self, change: LoggedChange, account: StoredAccount | None) -> bytes | None:
+        if account is not None and account.visible and change.seq < FIRST_SNAPSHOT_ID:
+            self._visible[change.did] = change.seq
+        else:
+            self._visible.pop(change.did, None)
+        return identity_event(change, account)
+
+
+_NO_RECORDS = FeedRecords({}, frozenset(), frozenset())
+
+
+def _needs_record(change: LoggedChange) -> bool:
+    """Return True if the event depends on the stored record: a deletion does if it was set aside."""
+    is_deletion_of_the_log = change.action == "delete" and change.seq < FIRST_SNAPSHOT_ID
+    return change.action in RECORD_ACTIONS and not is_deletion_of_the_log
 
 
 def _key(change: LoggedChange) -> tuple[str, str, str]:
@@ -212,10 +296,19 @@ class TapFeed:
     Attributes:
         stage: Its progress. A read of the log and a write of acknowledgements are work.
         refused: The events that clients do not acknowledge although they acknowledge others.
+        set_aside: The number of events that clients refused for so long that they were set aside.
         max_unacknowledged: The maximum number of changes in the window.
     """
 
-    def __init__(self, store: Store, conditions: Conditions, metrics: Metrics, *, one_per_repo: bool = False) -> None:
+    def __init__(
+        self,
+        store: Store,
+        conditions: Conditions,
+        metrics: Metrics,
+        refusal_limits: RefusalLimits,
+        *,
+        one_per_repo: bool = False,
+    ) -> None:
         """With `one_per_repo`, a repo never has two changes in flight, as webhooks need it."""
         self.stage = StageProgress("tap feed")
         self._store = store
@@ -228,7 +321,10 @@ class TapFeed:
         self._saved: tuple[DeliveryProgress, list[RefusedEvent]] | None = None
         self._waiting = 0
         self._wanted = asyncio.Event()
+        self._look_at = 0.0
         self.refused: list[RefusedEvent] = []
+        self.set_aside = 0
+        self._refusal_limits = refusal_limits
         self.max_unacknowledged = MAX_UNACKNOWLEDGED
 
     async def deliveries(self) -> Deliveries:
@@ -293,7 +389,10 @@ class TapFeed:
             seq=progress.position,
             snapshot=progress.snapshot and progress.snapshot.did,
         )
-        deliveries = Deliveries(self._store, self._metrics, progress, one_per_repo=self._one_per_repo)
+        deliveries = Deliveries(
+            self._store, self._metrics, progress, self._refusal_limits, one_per_repo=self._one_per_repo
+        )
+        self._report_set_aside(await session.count_refused())
         self._deliveries, self._saved = deliveries, None
         self._begun.set()
         try:
@@ -303,6 +402,8 @@ class TapFeed:
                 if not await self._read(session, deliveries):
                     return
                 await self._read_snapshot(session, deliveries)
+                await self._read_set_aside(session, deliveries)
+                deliveries.set_aside_late()
                 if not await self._save(session, deliveries) or last:
                     return
                 self.stage.idle()
@@ -311,12 +412,14 @@ class TapFeed:
             self._begun.clear()
             self._deliveries = None
             self._report_refused([])
+            self._report_set_aside(0)
             deliveries.end()
 
     async def _read(self, session: FeedSession, deliveries: Deliveries) -> bool:
         """Fill the window; return False if changes have been trimmed that were not delivered."""
         window = deliveries.window
-        most = self.max_unacknowledged if window.snapshot_read_to is None else self.max_unacknowledged // 2
+        alone = window.snapshot_read_to is None and not window.snapshot_events
+        most = self.max_unacknowledged if alone else self.max_unacknowledged // 2
         while (room := most - len(window)) > 0:
             limit = min(room, READ_BATCH)
             changes = await session.changes_after(window.read_to, limit)
@@ -343,14 +446,35 @@ class TapFeed:
                     log.info("feed.snapshot-completed", consumer=FEED_CONSUMER)
                 return
 
+    async def _read_set_aside(self, session: FeedSession, deliveries: Deliveries) -> None:
+        """Fill the other half of the window with events that were set aside and are due."""
+        set_aside, window = deliveries.set_aside, deliveries.window
+        if not set_aside.sending and monotonic() >= self._look_at:
+            self._look_at = monotonic() + DUE_SECONDS
+            for row in await session.due(MAX_DUE):
+                set_aside.begin(row)
+        for sending in list(set_aside.sending.values()):
+            room = min(self.max_unacknowledged // 2 - window.snapshot_events, READ_BATCH)
+            if (after := sending.after) is None or room <= 0:
+                continue
+            row = sending.row
+            if row.reason == "refused":
+                deliveries.add_set_aside(sending, [(row.collection, row.rkey)], last=True)
+                continue
+            page = await session.records_from_rev(row.did, row.rev, after, room)
+            deliveries.add_set_aside(sending, page, last=len(page) < room)
+            self.stage.moved()
+
     async def _save(self, session: FeedSession, deliveries: Deliveries) -> bool:
         """Store new acknowledgements; return False if the consumer was removed."""
-        state = deliveries.window.progress(), deliveries.refused()
-        if state == self._saved:
+        state, set_aside = (deliveries.window.progress(), deliveries.refused()), deliveries.set_aside.changes()
+        if state == self._saved and not any(set_aside):
             return True
-        saved = await session.save(*state)
+        saved = await session.save(*state, set_aside)
         self._saved = state
         self._report_refused(state[1])
+        if any(set_aside):
+            self._report_set_aside(await session.count_refused())
         self.stage.moved()
         return saved
 
@@ -368,12 +492,24 @@ class TapFeed:
             if event not in before:
                 message = (
                     f"clients have not acknowledged event {event.id} ({event.action} of {event.uri}), which was sent "
-                    f"{event.attempts} times: {event.failure}; it is sent again, later events of this repo wait, and "
-                    "the change log is retained for it"
+                    f"{event.attempts} times: {event.failure}; it is sent again, and later events of this repo wait, "
+                    "until it is set aside"
                 )
                 self._conditions.report(FEED_EVENT_REFUSED, event.uri, message=message)
         for uri in {event.uri for event in before} - {event.uri for event in refused}:
             self._conditions.end(FEED_EVENT_REFUSED, uri)
+
+    def _report_set_aside(self, count: int) -> None:
+        """Report that events were set aside because clients refused them; end the condition if there are none."""
+        before, self.set_aside = self.set_aside, count
+        if not count:
+            self._conditions.end(FEED_EVENTS_SET_ASIDE)
+        elif count != before:
+            message = (
+                f"clients refused {count} events for so long that they were set aside; `indexer rejected list --feed` "
+                "lists them, and `indexer rejected replay --feed` sends them again"
+            )
+            self._conditions.report(FEED_EVENTS_SET_ASIDE, message=message, value=count)
 
     def _report_cut_off(self) -> None:
         message = (

@@ -102,6 +102,8 @@ class Webhook:
 
     def _postpone(self, deliveries: Deliveries, change: LoggedChange, failure: str) -> None:
         attempts = deliveries.count_failure(change.seq, failure)
+        if change.seq not in deliveries.window:
+            return  # it was set aside
         message = (
             f"the webhook at {host_of(self._url)} did not accept event {change.seq} of {change.did}: {failure}; it is "
             "sent again, and later events of this repo wait"

@@ -1,7 +1,8 @@
 """A daemon that serves the clients of tap, and clients that acknowledge what a test says."""
 
+import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -87,6 +88,29 @@ class Tap(NamedTuple):
 
     def channel(self, path: str = "/channel") -> AbstractAsyncContextManager[TapClient]:
         return channel(self.session, path)
+
+    @asynccontextmanager
+    async def processing(self, refuses: Callable[[Event], bool] = lambda _: False) -> AsyncIterator[list[Event]]:
+        """Let a client acknowledge events during the block, except those that it refuses; yield what it gets.
+
+        It connects again after lost connections.
+        """
+        received: list[Event] = []
+
+        async def process() -> None:
+            while True:
+                async with self.channel() as client:
+                    while (message := await client.websocket.receive()).type is aiohttp.WSMsgType.TEXT:
+                        received.append(json.loads(message.data))
+                        if not refuses(received[-1]):
+                            await client.acknowledge(received[-1])
+
+        task = asyncio.create_task(process())
+        try:
+            yield received
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
     async def consumers(self) -> list[str]:
         return [row["name"] for row in await self.daemon.execute("select name from atproto.readers")]

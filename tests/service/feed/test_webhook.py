@@ -8,6 +8,7 @@ import structlog
 
 from indexer.monitoring.conditions import WEBHOOK_FAILING
 from indexer.outbound import HostPauses
+from indexer.service.feed.set_aside import RefusalLimits
 from tests.daemon.running_daemon import POST, RunningDaemon, post
 from tests.quick_tuning import QUICK
 from tests.service.feed.tap_client import feed_client, tap_daemon, wait_until_delivered
@@ -87,8 +88,18 @@ async def test_event_that_a_webhook_refuses_forever_is_reported_apart_from_a_web
         uri = f"at://{refusing.did}/{POST}/000"
         await until(lambda: [(event.uri, event.failure) for event in feed.refused] == [(uri, "status 422")])
         assert {event["record"]["did"] for event in server.accepted} <= {account.did for account in others}
+        deliveries.limits = RefusalLimits(attempts=2, seconds=0.0)
+        first = refusing.did, "000"
+        server.status_of = lambda event: 422 if (event["record"]["did"], event["record"]["rkey"]) == first else 200
+        await until(lambda: feed.set_aside > 0)
+        await until(lambda: rkeys(server.accepted, refusing.did)[:1] == ["001"])
+        [row] = await daemon.stages.store.set_aside_events(refusing.did, 10)
+        assert (row.rkey, row.failure) == ("000", "status 422")
         server.status_of = lambda _event: 200
+        await daemon.stages.store.send_set_aside_again(None)
         await until(lambda: len(server.accepted) == 40, lambda: len(server.accepted))
         await until(lambda: feed.refused == [])
         for account in (refusing, *others):
-            assert rkeys(server.accepted, account.did) == [f"{number:03}" for number in range(10)]
+            expected = [f"{number:03}" for number in range(10)]
+            assert sorted(rkeys(server.accepted, account.did)) == expected
+            assert [rkey for rkey in rkeys(server.accepted, account.did) if rkey != "000"] == expected[1:]
