@@ -1,13 +1,16 @@
 // Runs the indexer of @atproto/tap, unchanged, against a server, and prints each event as a line of JSON.
-// Usage: node tap_indexer.mjs URL PASSWORD
+// Usage: node tap_indexer.mjs URL PASSWORD [RKEY]: events of records with this key are refused.
 import { SimpleIndexer, Tap } from '@atproto/tap'
 
-const [url, adminPassword] = process.argv.slice(2)
+const [url, adminPassword, refused] = process.argv.slice(2)
 const print = (line) => process.stdout.write(`${JSON.stringify(line)}\n`)
 
 const tap = new Tap(url, adminPassword ? { adminPassword } : {})
 const indexer = new SimpleIndexer()
-indexer.record(async (event) => print(event))
+indexer.record(async (event) => {
+  if (event.rkey === refused) throw new Error('refused')
+  print(event)
+})
 indexer.identity(async (event) => print(event))
 indexer.error((error) => print({ error: `${error.message}: ${error.cause?.message ?? ''}` }))
 

@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 
 from indexer.localnet.local_network import LocalNetwork
+from indexer.service.feed.set_aside import RefusalLimits
 from tests.daemon.running_daemon import POST, RunningDaemon, post, running_daemon
+from tests.feed_clients.link_records import encode, link
 from tests.feed_clients.node_process import Line, needs_clients, node_process
 from tests.service.feed.tap_client import wait_until_delivered
 from tests.waiting import until
 
 pytestmark = [pytest.mark.proof("clients"), needs_clients]
 PASSWORD = "correct-horse"
+THING = "com.example.thing"
 
 
 def events(lines: Iterable[Line], kind: str = "record") -> list[Line]:
@@ -108,6 +111,53 @@ async def test_tap_client_gets_all_events_in_order_through_restarts_of_both_side
         for did in truth:
             firsts = list(dict.fromkeys(event["id"] for event in events(lines) if event["did"] == did))
             assert firsts == sorted(firsts), "repeated events do not count"
+
+
+async def test_event_that_the_client_refuses_never_stops_others(database: str, tmp_path: Path) -> None:
+    """A value with a CID of more than 128 characters is left out; what the handler refuses is set aside."""
+    async with LocalNetwork() as network, served(database, tmp_path, network) as (daemon, url):
+        feed, store = daemon.stages.feeds, daemon.stages.store
+        feed.channel.retry_seconds = 0.5
+        account, other = network.create_account("ada.test"), network.create_account("bob.test")
+        async with node_process("tap_indexer.mjs", url, PASSWORD, "refused") as client:
+            (await feed.tap_feed.deliveries()).limits = RefusalLimits(attempts=3, seconds=0.0)
+            account.create(THING, encode({"$type": THING, "v": link(b"x" * 76, function=0x13)}), rkey="link")
+            account.create(POST, post("refused"), rkey="refused")
+            account.create(POST, post("after"), rkey="after")
+            while not any(event["rkey"] == "after" for event in events(client.lines)):
+                before = len(events(client.lines))
+                other.create(POST, post("other"))
+                await until(lambda: len(events(client.lines)) > before, lambda: client.lines[-3:])  # noqa: B023
+            await wait_until_delivered(daemon)
+            of_account = [event for event in events(client.lines) if event["did"] == account.did]
+            assert [(event["rkey"], "record" in event) for event in of_account] == [("link", False), ("after", True)]
+            assert {line["error"] for line in problems(client.lines)} == {"Failed to process event 2: refused"}
+        assert [event.rkey for event in await store.set_aside_events(None, 10)] == ["refused"]
+        async with node_process("tap_indexer.mjs", url, PASSWORD) as client:
+            await store.send_set_aside_again(None)
+            await until(lambda: [event["rkey"] for event in events(client.lines)] == ["refused"])
+        assert problems(client.lines) == []
+
+
+async def test_client_gets_records_of_a_hidden_account_when_it_is_visible_again(database: str, tmp_path: Path) -> None:
+    async with (
+        LocalNetwork() as network,
+        served(database, tmp_path, network) as (daemon, url),
+        node_process("tap_indexer.mjs", url, PASSWORD) as client,
+    ):
+        account = network.create_account("ada.test")
+        account.create(POST, post("public"), rkey="public")
+        await until(lambda: len(events(client.lines)) == 1)
+        await daemon.execute("select atproto.request_takedown($1, true)", account.did)
+        await until(lambda: [event["status"] for event in events(client.lines, "identity")] == ["takendown"])
+        account.create(POST, post("hidden"), rkey="hidden")
+        account.delete(f"{POST}/public")
+        await until(lambda: events(client.lines)[-1]["action"] == "delete")
+        await daemon.execute("select atproto.request_takedown($1, false)", account.did)
+        await until(lambda: final_texts(client.lines)[account.did] == {"hidden": "hidden"}, lambda: client.lines)
+        known = [line.get("rkey", line.get("status")) for line in client.lines]
+        assert known == ["public", "takendown", "public", "active", "hidden"]
+        assert problems(client.lines) == []
 
 
 async def test_methods_of_the_tap_client_work(database: str, tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ import pytest
 from indexer.atproto.cid import cid_of
 from indexer.atproto.limits import DEFAULT_LIMITS
 from indexer.atproto.record import decode_record
-from indexer.localnet import dag_cbor
 from indexer.reasons import OmittedValue
 from indexer.service.feed.tap_events import record_event
 from indexer.sync.feed_delivery import LoggedChange, StoredRecord
+from tests.feed_clients.link_records import encode, link
 from tests.feed_clients.node_process import needs_clients, node_process
 from tests.waiting import until
 
@@ -20,36 +20,6 @@ pytestmark = [pytest.mark.proof("clients"), needs_clients]
 THING = "com.example.thing"
 RANDOM_VALUES = 300
 PUT = LoggedChange(7, "did:plc:" + "a" * 24, THING, "r", "create", None, "3laaaaaaaaa22", live=True, batch_time=0)
-
-
-class Link(bytes):
-    """A CID of any CIDv1 form."""
-
-
-def encode(value: Any) -> bytes:
-    """Return the DAG-CBOR of a record with links of any form."""
-    links: list[Link] = []
-
-    def marked(item: Any) -> Any:
-        if isinstance(item, Link):
-            links.append(item)
-            return b"link %d." % (len(links) - 1)
-        if isinstance(item, dict):
-            return {key: marked(one) for key, one in item.items()}
-        return [marked(one) for one in item] if isinstance(item, list) else item
-
-    block = dag_cbor.encode(marked(value))
-    for number, link in enumerate(links):
-        block = block.replace(dag_cbor.encode(b"link %d." % number), b"\xd8\x2a" + dag_cbor.encode(b"\0" + link))
-    return block
-
-
-def link(digest: bytes, *, codec: int = 0x55, function: int = 0x12) -> Link:
-    return Link(bytes([1, *_varint(codec), *_varint(function), len(digest)]) + digest)
-
-
-def _varint(number: int) -> list[int]:
-    return [number] if number < 128 else [number & 127 | 128, *_varint(number >> 7)]
 
 
 def nested(levels: int) -> Any:
