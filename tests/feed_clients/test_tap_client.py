@@ -213,8 +213,8 @@ async def test_webhook_handler_of_tap_gets_all_events_in_order_although_it_fails
             rkeys = list(dict.fromkeys(event["rkey"] for event in events(webhook.lines)))
             assert rkeys == expected[: len(rkeys)], "the others are hidden"
             account.activate()
+            await until(lambda: len(events(webhook.lines, "identity")) == 2)
             await until(lambda: {event["rkey"] for event in events(webhook.lines)} == set(expected))
-            await wait_until_delivered(daemon)
         identities = events(webhook.lines, "identity")
         assert [event["did"] for event in identities] == [account.did] * 2
         assert [(event["isActive"], event["status"]) for event in identities] == [

@@ -248,7 +248,9 @@ async def test_records_of_a_hidden_account_come_when_it_is_visible_again_and_not
         await tap.daemon.wait_for_cursor()
         await until(lambda: (other.did, f"{POST}/000") in paths(received))
         await wait_until_delivered(tap.daemon)
+        session = await tap.daemon.stages.feeds.tap_feed.deliveries()
         assert len(await tap.daemon.execute(END_SESSION)) == 1
+        await session.ended.wait()
     assert summaries(received, hidden) <= {
         ("identity", "handle.invalid", False, "takendown"),
         ("delete", "001", True, None),
