@@ -37,6 +37,8 @@ _ERROR_BODY_BYTES = 16_384  # enough for the name and message of an error
 _HTTPS_PORT = 443
 _CONNECTION_CLOSED = "Connection closed."
 """The text of the `RuntimeError` that aiohttp raises if the connection ended before the body did, for some reasons."""
+_INVALID_URL = (ValueError, IndexError)
+"""What `URL` raises for text that is no URL. The second one is for an empty host in brackets."""
 _HOST = re.compile(r"[a-z0-9._:-]{1,253}").fullmatch
 
 
@@ -250,7 +252,7 @@ class OutboundClient:
         """
         try:
             url = _without_trailing_dots(base.join(URL(text)) if base else URL(text))
-        except ValueError as error:
+        except _INVALID_URL as error:
             raise self._refused(f"{text[:200]!r}: {error}") from None
         schemes = {"http", "https"} if self._allow_private_hosts else {"https"}
         if url.scheme not in schemes or url.raw_user is not None or not _HOST(url.raw_host or ""):
@@ -403,7 +405,7 @@ def host_of(url: str) -> str:
     """
     try:
         return _without_trailing_dots(URL(url)).host_port_subcomponent or ""
-    except ValueError:
+    except _INVALID_URL:
         return ""
 
 

@@ -46,6 +46,8 @@ FAILURES = frozenset(
     }
 )
 """The reasons that the answer of a host can be."""
+HIDING_ERRORS = {"RepoTakendown": "takendown", "RepoSuspended": "suspended", "RepoDeactivated": "deactivated"}
+"""The errors that mean a hosting status."""
 CURSOR = "cursor-before"
 MAX_BODY = 1 << 20
 MAX_PIECE = 65_536
@@ -147,7 +149,8 @@ def _rev(fields: dict[str, Any]) -> str | None:
 
 def _listed(entry: dict[str, Any]) -> ListedAccount:
     """Return the account of an entry with a DID."""
-    return ListedAccount(entry["did"], _rev(entry), entry.get("active", True) is not False)
+    active = entry.get("active", True) is not False
+    return ListedAccount(entry["did"], _rev(entry), active, None if active else hosting_status(entry))
 
 
 class RepoStates(HostAnswers):
@@ -186,9 +189,9 @@ class RepoStates(HostAnswers):
             self._count(error, status)
         else:
             body = json.loads(data[1:].decode("utf-8-sig", "replace"))
-            expected = RepoStatus(body["active"], hosting_status(body), _rev(body))
+            expected = _state(body) if status == 200 else RepoStatus(False, HIDING_ERRORS.get(body["error"]), None)
             long = len(state.status or "") > MAX_STATUS_CHARACTERS
-            if status != 200 or state != expected or long:
+            if state != expected or long:
                 raise DifferenceError(f"reference: {expected}\nfound: {state}")
             self.counts.add("states")
         try:
@@ -205,6 +208,10 @@ class RepoStates(HostAnswers):
         _check_failure(error, status)
         known = FAILURES - {FetchFailure.BAD_ANSWER, FetchFailure.HTTP_STATUS}
         self.counts.add("bad answers" if status == 200 else "known errors" if error.reason in known else "errors")
+
+
+def _state(body: dict[str, Any]) -> RepoStatus:
+    return RepoStatus(body["active"], hosting_status(body), _rev(body))
 
 
 def _error(name: str) -> dict[str, str]:
