@@ -141,7 +141,7 @@ async def untrack_command(
 
 @dataclass(frozen=True, slots=True)
 class _Lost:
-    """What a change of the scope deletes.
+    """The records and repos that a change of the scope deletes.
 
     Attributes:
         stored: All collections of stored records.

@@ -38,7 +38,7 @@ _HTTPS_PORT = 443
 _CONNECTION_CLOSED = "Connection closed."
 """The text of the `RuntimeError` that aiohttp raises if the connection ended before the body did, for some reasons."""
 _INVALID_URL = (ValueError, IndexError)
-"""What `URL` raises for text that is no URL. The second one is for an empty host in brackets."""
+"""Errors of `URL` for text that is no URL. It raises the second one for an empty host in brackets."""
 _HOST = re.compile(r"[a-z0-9._:-]{1,253}").fullmatch
 
 

@@ -1,4 +1,4 @@
-"""What each process of the daemon reports about itself, for `indexer status`.
+"""The reports of the processes of the daemon about themselves, for `indexer status`.
 
 A row is valid as long as the session that wrote it exists. So it says at once that a process has ended, however it did.
 """
@@ -62,7 +62,7 @@ async def forget_ended(connection: Connection) -> None:
 
 
 async def save(connection: Connection, report: ProcessReport) -> None:
-    """Store the report of the process that has this session."""
+    """Store the report of the process that owns the connection."""
     positions = report.positions
     reasons = json.dumps([dict(reason) for reason in report.reasons])
     await connection.execute(_SAVE, list(report.roles), positions[0], positions[-1], report.owns, reasons)

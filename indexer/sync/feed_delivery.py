@@ -79,7 +79,7 @@ SetAsideKey = tuple[SetAsideReason, str, str, str]
 
 
 class SetAside(NamedTuple):
-    """What a consumer has not got although its position has passed it.
+    """Events that a consumer has not received, although its position has passed them.
 
     Attributes:
         reason: `hidden`: records of a repo that was hidden when their events were due. `refused`: one event that
@@ -105,17 +105,17 @@ class SetAside(NamedTuple):
 
     @property
     def key(self) -> SetAsideKey:
-        """What identifies it."""
+        """The primary key."""
         return self.reason, self.did, self.collection, self.rkey
 
 
 class SetAsideChanges(NamedTuple):
-    """Changes of what is set aside, to be stored with the progress that depends on them.
+    """Changes of the rows that are set aside, to be stored with the progress that depends on them.
 
     Attributes:
-        added: What was set aside.
+        added: New rows.
         visible: DIDs of repos that are visible again, so that their records are due.
-        delivered: What was set aside before and is delivered now.
+        delivered: The keys of rows whose events are delivered now.
     """
 
     added: Sequence[SetAside] = ()

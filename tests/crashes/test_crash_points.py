@@ -264,13 +264,17 @@ async def points_passed(
     file.write_text("")
     await operation.before(world)
     world.daemon.start(death)
-    async with asyncio.timeout(60), running(*([operation.meanwhile(world)] if operation.meanwhile else [])):
-        size, changed_at = 0, monotonic()
-        while not world.daemon.has_died() and monotonic() < changed_at + QUIET_SECONDS:
-            passed = set(file.read_text().split())
-            if len(passed) > size or not expected <= passed:
-                size, changed_at = len(passed), monotonic()
-            await asyncio.sleep(0.02)
+    size, changed_at = 0, monotonic()
+
+    def has_ended() -> bool:
+        nonlocal size, changed_at
+        passed = set(file.read_text().split())
+        if len(passed) > size or not expected <= passed:
+            size, changed_at = len(passed), monotonic()
+        return world.daemon.has_died() or monotonic() > changed_at + QUIET_SECONDS
+
+    async with running(*([operation.meanwhile(world)] if operation.meanwhile else [])):
+        await until(has_ended, world.daemon.log_tail)
     if world.daemon.has_died():
         await world.count_death(death)
     world.daemon.close()

@@ -56,7 +56,7 @@ async def test_export_from_the_pds_or_by_redirect_of_the_relay(
 async def test_export_of_any_media_type_is_read_if_its_content_proves_itself(
     account: LocalAccount, pds: PdsClient, content_type: str
 ) -> None:
-    """What is no CAR is refused by its content, with the media type in the message."""
+    """A body that is not a CAR is refused by its content, with the media type in the message."""
     whole, headers = b"".join(account.repo.export()), {"Content-Type": content_type}
     account.pds.faults.append(Fault(GET_REPO, status=200, headers=headers, body=whole))
     async with pds.fetch_export(account.did, account.pds.url) as spool:

@@ -1,4 +1,4 @@
-"""What a real relay withholds, and what a real PDS does not offer."""
+"""Accounts that a real relay withholds, and methods that a real PDS does not offer."""
 
 import asyncio
 from dataclasses import replace

@@ -52,7 +52,7 @@ DEFINITIONS = """
     where p.pronamespace in ('atproto'::regnamespace, 'indexer'::regnamespace)
 """
 COLUMN_ITSELF = {"repos", "request_takedown", "adapt_public_schema", "start_tracking", "stop_tracking"}
-"""What shows or writes the column `takedown`."""
+"""The functions that show or write the column `takedown`."""
 IN_PYTHON = re.compile(r"\bactive and not [\w.{}]*takedown")
 
 

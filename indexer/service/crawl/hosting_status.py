@@ -35,7 +35,7 @@ log = structlog.get_logger(__name__)
 
 
 class ListReport(NamedTuple):
-    """What a repo list says about an account.
+    """The entry of an account in a repo list.
 
     Attributes:
         active: None if the list does not contain the account.

@@ -1,4 +1,4 @@
-"""What the feed passes without its delivery, so that the change log waits neither for hidden repos nor for refusals.
+"""Events that the feed sets aside, so that the change log waits neither for hidden repos nor for refused events.
 
 Events of records of a hidden repo are not sent. One row stands for all of them: the repo, with the lowest rev. When
 clients have acknowledged that the repo is visible again, its records of this rev and later ones are due.
@@ -45,7 +45,7 @@ class RefusalLimits(NamedTuple):
 
 @dataclass(slots=True)
 class Sending:
-    """What was set aside and is being sent.
+    """A row of events that were set aside, and are being sent now.
 
     Attributes:
         after: Collection and record key of the last record that was read; None if all of them were.
@@ -101,7 +101,7 @@ class SetAsideEvents:
         sending.after = None if last else paths[-1]
 
     def changes(self) -> SetAsideChanges:
-        """Return what is to be stored, once."""
+        """Return the changes that are not stored yet. The next call does not return them again."""
         delivered = []
         for key, sending in list(self.sending.items()):
             sending.ids = {id_ for id_ in sending.ids if id_ in self._window}
