@@ -52,7 +52,7 @@ DEFINITIONS = """
     where p.pronamespace in ('atproto'::regnamespace, 'indexer'::regnamespace)
 """
 COLUMN_ITSELF = {"repos", "request_takedown", "adapt_public_schema", "start_tracking", "stop_tracking"}
-"""The functions that show or write the column `takedown`."""
+"""The view and the functions that show or write the column `takedown`."""
 IN_PYTHON = re.compile(r"\bactive and not [\w.{}]*takedown")
 
 
