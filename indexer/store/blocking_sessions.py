@@ -34,9 +34,13 @@ _SESSIONS = f"""
     order by a.xact_start
 """
 _OLDEST = f"""
-    {_COLUMNS}
-    where a.pid <> pg_backend_pid() and a.backend_type = 'client backend' and a.xact_start is not null
-    order by a.xact_start limit 1
+    select distinct on (is_consumer) pid, role, seconds, is_consumer
+    from (
+        select s.pid, s.role, s.seconds, s.is_consumer and a.datname = current_database() as is_consumer, a.xact_start
+        from ({_COLUMNS}) s join pg_stat_activity a on a.pid = s.pid
+        where a.pid <> pg_backend_pid() and a.backend_type = 'client backend' and a.xact_start is not null
+    ) session
+    order by is_consumer, xact_start
 """
 _OF_SEGMENTS = """
     select format('indexer.%s_%s', name, segment)::regclass::oid
@@ -97,18 +101,15 @@ async def end_sessions_before_migration(
     return [session for session in sessions if session not in old] + await _end(connection, old)
 
 
-async def end_oldest_transaction(connection: Connection, min_seconds: float) -> BlockingSession | None:
-    """Return the session of the server with the oldest transaction; end it if it is a consumer's and this old.
+async def end_oldest_transaction(connection: Connection, min_seconds: float) -> list[BlockingSession]:
+    """Return the sessions with the oldest transactions: of the consumers of this database, and of all others.
 
-    A session that listens reads no notification during its transaction, and the queue keeps what it has not read.
-    Which sessions listen is not visible to others.
+    The consumer's is ended if it is this old. A session that listens reads no notification during its transaction, and
+    the queue keeps what it has not read. Which sessions listen is not visible to others.
     """
-    row = await connection.fetchrow(_OLDEST)
-    if row is None:
-        return None
-    session = BlockingSession(*row)
-    is_ended = session.is_consumer and session.is_old(min_seconds)
-    return (await _end(connection, [session]))[0] if is_ended else session
+    sessions = [BlockingSession(*row) for row in await connection.fetch(_OLDEST)]
+    old = [session for session in sessions if session.is_consumer and session.is_old(min_seconds)]
+    return [session for session in sessions if session not in old] + await _end(connection, old)
 
 
 async def _load(

@@ -347,8 +347,8 @@ class Store(ResyncMethods, ScopeMethods, AccountMethods, LinkMethods, FeedMethod
         async with self._connection() as connection:
             return await blocking_sessions.end_blocking_sessions(connection, segments, min_seconds)
 
-    async def end_oldest_transaction(self, min_seconds: float) -> BlockingSession | None:
-        """Return the session of the server with the oldest transaction; end it if it is a consumer's and this old."""
+    async def end_oldest_transaction(self, min_seconds: float) -> list[BlockingSession]:
+        """Return the sessions with the oldest transactions, of consumers and of others; end the former if this old."""
         async with self._connection() as connection:
             return await blocking_sessions.end_oldest_transaction(connection, min_seconds)
 

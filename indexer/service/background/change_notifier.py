@@ -16,6 +16,7 @@ from indexer.monitoring.conditions import NOTIFICATION_QUEUE_FILLS, Conditions
 from indexer.monitoring.metrics import Metrics
 from indexer.service.periodic import DatabaseAttempt
 from indexer.store import Store
+from indexer.store.blocking_sessions import BlockingSession
 
 POLL_SECONDS = 1.0
 """Interval at which the log is read even if this process wrote nothing: commands and functions in SQL write, too."""
@@ -77,11 +78,12 @@ class ChangeNotifier:
 
     async def _report(self, usage: float) -> None:
         limit = self._max_transaction_seconds if usage >= END_SHARE else float("inf")
-        oldest = await self._store.end_oldest_transaction(limit)
-        text = "no session with an open transaction is visible"
-        if oldest is not None:
-            age = "of unknown age" if oldest.seconds is None else f"open for {oldest.seconds:.0f} s"
-            text = f"the oldest transaction is that of session {oldest.pid} of role {oldest.role}, {age}"
-            text += "; the session was ended" if oldest.ended else ""
-        message = f"the queue of notifications of the Postgres server is {usage:.0%} full: {text}"
+        sessions = await self._store.end_oldest_transaction(limit)
+        text = "; ".join(map(_describe, sessions)) or "none is visible"
+        message = f"the queue of notifications of the Postgres server is {usage:.0%} full; oldest transactions: {text}"
         self._conditions.report(NOTIFICATION_QUEUE_FILLS, message=message, value=round(usage, 3))
+
+
+def _describe(session: BlockingSession) -> str:
+    age = "of unknown age" if session.seconds is None else f"open for {session.seconds:.0f} s"
+    return f"session {session.pid} of role {session.role}, {age}{', ended' if session.ended else ''}"

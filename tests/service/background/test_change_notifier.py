@@ -32,6 +32,7 @@ async def test_oldest_transaction_is_named_and_that_of_a_consumer_is_ended_when_
     store, conditions, metrics = await QueueOfUsage.open(database), Conditions(), Metrics()
     patient = ChangeNotifier(store, metrics, conditions)
     strict = ChangeNotifier(store, metrics, conditions, max_transaction_seconds=0)
+    await sql.execute("begin; select 1")  # an older transaction, of no consumer
     try:
         async with connected(with_user(database, "hostile_consumer")) as hostile:
             await hostile.execute("listen atproto_changes; begin; select 1")
@@ -52,4 +53,5 @@ async def test_oldest_transaction_is_named_and_that_of_a_consumer_is_ended_when_
             assert conditions.active() == []
     finally:
         await store.close()
+        await sql.execute("rollback")
         await sql.execute("drop role hostile_consumer")
