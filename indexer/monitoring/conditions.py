@@ -102,6 +102,12 @@ HTTP_CONNECTIONS_LIMITED = ConditionKind(
     "The HTTP server has as many connections as it allows. Each new connection closes the oldest one.",
     60.0,
 )
+WEBSOCKETS_LIMITED = ConditionKind(
+    "websockets-limited",
+    "As many websockets are open as the HTTP server allows. A further one is refused with status 503, or displaces one "
+    "of the client network that has the most.",
+    60.0,
+)
 FEED_CUT_OFF = ConditionKind(
     "feed-cut-off",
     "The feed for clients of tap was disconnected from the change log, because its clients were too far behind. "
@@ -159,6 +165,7 @@ CONDITION_KINDS = (
     MESSAGES_REFUSED,
     NEW_ACCOUNTS_LIMITED,
     HTTP_CONNECTIONS_LIMITED,
+    WEBSOCKETS_LIMITED,
     FEED_CUT_OFF,
     FEED_EVENT_REFUSED,
     FEED_EVENTS_SET_ASIDE,

@@ -17,7 +17,9 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 from indexer import __version__
+from indexer.concurrency.turns import Turns
 from indexer.errors import SettingsError
+from indexer.monitoring.client_network import client_network
 from indexer.monitoring.conditions import Conditions
 from indexer.monitoring.connection_limit import WEBSOCKETS, ConnectionLimit, Websockets
 from indexer.monitoring.readiness import ReadinessReason
@@ -49,6 +51,8 @@ class HttpLimits:
             is read before newer ones close it.
         header_timeout: Seconds within which a client must send the headers of its next request.
         scrape_interval: Seconds for which the metrics are not computed again.
+        request_interval: Seconds between the starts of two requests of all clients together. The networks of the
+            clients take turns.
     """
 
     max_connections: int = 128
@@ -56,6 +60,7 @@ class HttpLimits:
     backlog: int = 32
     header_timeout: float = 15.0
     scrape_interval: float = 1.0
+    request_interval: float = 0.002
 
 
 DEFAULT_HTTP_LIMITS = HttpLimits()
@@ -135,9 +140,9 @@ async def serve_health(
         SettingsError: Another process uses the address, this machine does not have it, or this account may not use it.
     """
     listener = bind if isinstance(bind, Listener) else Listener(bind, limits.backlog)
-    app = make_application(probe, MetricsPage(registry, limits.scrape_interval))
+    app = make_application(probe, MetricsPage(registry, limits.scrape_interval), limits.request_interval)
     app.router.add_routes(routes)
-    app[WEBSOCKETS] = websockets = Websockets(limits.max_websockets)
+    app[WEBSOCKETS] = websockets = Websockets(limits.max_websockets, conditions)
     app.on_shutdown.append(_close_websockets)
     runner = web.AppRunner(
         app,
@@ -197,8 +202,15 @@ def _is_not_malformed_request(record: logging.LogRecord) -> bool:
     return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
 
 
-def make_application(probe: Probe, metrics_page: MetricsPage) -> web.Application:
+def make_application(probe: Probe, metrics_page: MetricsPage, request_interval: float) -> web.Application:
     """Return the web application with the routes for programs."""
+    turns = Turns()
+
+    @web.middleware
+    async def in_turn(request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Answer a request, but not without pause: the event loop also processes the stream."""
+        await turns.spend(client_network(request), request_interval)
+        return await handler(request)
 
     async def healthz(_: web.Request) -> web.Response:
         return _check_response(probe.stalled())
@@ -219,7 +231,7 @@ def make_application(probe: Probe, metrics_page: MetricsPage) -> web.Application
         "/metrics": metrics,
         "/xrpc/_health": version,
     }
-    app = web.Application()
+    app = web.Application(middlewares=[in_turn])
     for path, handler in routes.items():
         app.router.add_get(path, handler)
     return app

@@ -264,13 +264,15 @@ LOG_EVENTS: dict[str, LogEvent] = {
     "jetstream.cursor-too-old": LogEvent(
         ("info",),
         ("cursor", "seq"),
-        "The cursor of a subscriber of /subscribe is older than the log: changes up to seq were trimmed.",
+        "The cursor of a subscriber of /subscribe is older than the log: changes up to seq were trimmed. At most 20 "
+        "lines a minute.",
         "It gets the oldest change and everything after it. It may read atproto.records for what is missing.",
     ),
     "jetstream.disconnected": LogEvent(
         ("warning",),
         ("client", "reason"),
-        "The daemon disconnected a subscriber of /subscribe. If the subscriber was too slow, others were not delayed.",
+        "The daemon disconnected a subscriber of /subscribe. If the subscriber was too slow, others were not delayed. "
+        "client is its network. At most 20 lines a minute.",
         "It may connect again with the cursor of its last event.",
     ),
     "jetstream.log-trimmed": LogEvent(

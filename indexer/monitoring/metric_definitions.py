@@ -340,8 +340,10 @@ _FEEDS = (
     MetricDefinition(
         "indexer_feed_disconnections_total",
         "counter",
-        "Connections of clients that ended. `client`: the client ended it, or the network.",
-        "`too-slow` or `not-reading` grows steadily: clients are too slow, or this process is.",
+        "Connections of clients that ended. `client`: the client ended it, or the network. `displaced`, `refused`: all "
+        "websockets were open.",
+        "`too-slow` or `not-reading` grows steadily: clients are too slow, or this process is. `refused` grows: honest "
+        "clients find no free websocket.",
         ("kind", "reason"),
     ),
     MetricDefinition(

@@ -40,7 +40,16 @@ CONSUMER_STATES = ("following", "cut-off")
 FEED_KINDS = ("tap", "jetstream", "webhook")
 DISCONNECTIONS = {
     "tap": ("client", "feed-ended"),
-    "jetstream": ("client", "too-slow", "not-reading", "log-trimmed", "bad-message"),
+    "jetstream": (
+        "client",
+        "too-slow",
+        "not-reading",
+        "log-trimmed",
+        "bad-message",
+        "no-hello",
+        "displaced",
+        "refused",
+    ),
 }
 """Why connections of clients of feeds end, by the kind of the feed."""
 

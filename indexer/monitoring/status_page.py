@@ -5,6 +5,7 @@ style, so that a text from another host cannot become code, even if the page has
 """
 
 import asyncio
+import gzip
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.resources import files
@@ -82,22 +83,23 @@ class _StaticFile:
 
 
 class _Document:
-    """Serves the document, computed at most once per `DOCUMENT_SECONDS`."""
+    """Serves the document, computed and compressed at most once per `DOCUMENT_SECONDS`."""
 
     def __init__(self, source: StatusSource) -> None:
         self._source = source
         self._computed_at = -inf
-        self._body = b""
+        self._body = self._compressed = b""
         self._lock = asyncio.Lock()
 
-    async def respond(self, _: web.Request) -> web.Response:
+    async def respond(self, request: web.Request) -> web.Response:
         async with self._lock:
             if monotonic() - self._computed_at >= DOCUMENT_SECONDS:
                 self._body = orjson.dumps(await self._source.document())
+                self._compressed = gzip.compress(self._body)
                 self._computed_at = monotonic()
-        response = _json_response(self._body)
-        response.enable_compression()
-        return response
+        if "gzip" in request.headers.get(hdrs.ACCEPT_ENCODING, ""):
+            return _json_response(self._compressed, headers={hdrs.CONTENT_ENCODING: "gzip"})
+        return _json_response(self._body)
 
 
 class _Lookups:

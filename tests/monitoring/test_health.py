@@ -15,8 +15,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from indexer import __version__
 from indexer.errors import SettingsError
-from indexer.monitoring.conditions import HTTP_CONNECTIONS_LIMITED, Conditions
-from indexer.monitoring.connection_limit import RESERVED_WEBSOCKETS, WEBSOCKETS
+from indexer.monitoring.client_network import FORWARDED_FOR
+from indexer.monitoring.conditions import HTTP_CONNECTIONS_LIMITED, WEBSOCKETS_LIMITED, Conditions
+from indexer.monitoring.connection_limit import RESERVED_WEBSOCKETS, WEBSOCKETS, HeldWebsocket
 from indexer.monitoring.health import HttpLimits, serve_health
 from indexer.monitoring.metrics import Metrics
 from indexer.monitoring.readiness import ReadinessReason
@@ -130,12 +131,13 @@ async def test_address_of_another_machine_is_a_wrong_setting(serve: Serve, host:
             raise AssertionError("not reached")
 
 
-async def half_send_requests(address: Address, count: int) -> list[socket.socket]:
+async def half_send_requests(address: Address, count: int, source: str = "127.0.0.1") -> list[socket.socket]:
     """Open connections, and send a request without its end on each one."""
     loop, sockets = asyncio.get_running_loop(), []
     for _ in range(count):
         connection = socket.socket()
         connection.setblocking(False)
+        connection.bind((source, 0))
         await loop.sock_connect(connection, tuple(address))
         await loop.sock_sendall(connection, b"GET /healthz HTTP/1.1\r\nHost: x\r\nX-Slow: ")
         sockets.append(connection)
@@ -159,11 +161,18 @@ def is_open(connection: socket.socket) -> bool:
 
 async def echo(request: web.Request) -> web.StreamResponse:
     websocket = web.WebSocketResponse()
-    with request.app[WEBSOCKETS].hold(request, websocket, for_anyone=request.path == "/open"):
+    with request.app[WEBSOCKETS].hold(request, websocket, for_anyone=request.path == "/open") as held:
         await websocket.prepare(request)
+        closing = asyncio.create_task(close_when_displaced(websocket, held))
         async for message in websocket:
             await websocket.send_str(message.data)
+        closing.cancel()
     return websocket
+
+
+async def close_when_displaced(websocket: web.WebSocketResponse, held: HeldWebsocket) -> None:
+    await held.displaced.wait()
+    await websocket.close(message=b"displaced")
 
 
 async def test_new_connections_do_not_close_websockets_which_have_a_limit_of_their_own(serve: Serve) -> None:
@@ -199,6 +208,70 @@ async def test_websockets_of_a_route_without_a_password_leave_some_to_those_with
         async with session.ws_connect("/guarded") as websocket:
             await websocket.send_str("hello")
             assert await websocket.receive_str() == "hello"
+
+
+async def test_networks_share_the_websockets_of_a_route_without_a_password(serve: Serve) -> None:
+    """One network has all of them, until another one wants as many."""
+    limits, conditions = HttpLimits(max_websockets=RESERVED_WEBSOCKETS + 4), Conditions()
+    async with (
+        serve_health(FREE, FakeProbe(), Metrics().registry, conditions, limits, [web.get("/open", echo)]) as address,
+        aiohttp.ClientSession(f"http://{address}") as session,
+        AsyncExitStack() as stack,
+    ):
+
+        async def connect(network: str) -> aiohttp.ClientWebSocketResponse:
+            headers = {FORWARDED_FOR: f"1.1.1.1, {network}"}
+            return await stack.enter_async_context(session.ws_connect("/open", headers=headers))
+
+        many = [await connect("8.8.8.8") for _ in range(4)]
+        assert not conditions.active()
+        with pytest.raises(aiohttp.WSServerHandshakeError, match="503"):
+            await connect("8.8.8.8")
+        others = [await connect("9.9.9.9") for _ in range(2)]
+        assert [(await many[number].receive()).extra for number in (3, 2)] == ["displaced"] * 2
+        for network in ("8.8.8.8", "9.9.9.9"):
+            with pytest.raises(aiohttp.WSServerHandshakeError, match="503"):
+                await connect(network)
+        for websocket in (*many[:2], *others):
+            await websocket.send_str("hello")
+            assert await websocket.receive_str() == "hello"
+        [condition] = conditions.active()
+        assert (condition.kind, condition.count) == (WEBSOCKETS_LIMITED, 5)
+
+
+async def test_requests_of_one_network_delay_those_of_others_by_one_turn(serve: Serve) -> None:
+    answered = list[str]()
+
+    async def note(request: web.Request) -> web.Response:
+        answered.append(request.headers[FORWARDED_FOR])
+        return web.Response()
+
+    async with (
+        serve(routes=[web.get("/note", note)]) as address,
+        aiohttp.ClientSession(f"http://{address}", connector=aiohttp.TCPConnector(limit=0)) as session,
+    ):
+
+        async def get(network: str) -> None:
+            async with session.get("/note", headers={FORWARDED_FOR: network}):
+                pass
+
+        many = [asyncio.create_task(get("8.8.8.8")) for _ in range(20)]
+        await until(lambda: bool(answered))
+        await get("9.9.9.9")
+        before = answered.index("9.9.9.9")
+        await asyncio.gather(*many)
+        assert before < answered.count("8.8.8.8") == 20
+
+
+async def test_network_with_the_most_connections_loses_the_oldest(serve: Serve) -> None:
+    limits = HttpLimits(max_connections=8, backlog=2)
+    async with serve(limits) as address:
+        [oldest] = await half_send_requests(address, 1, source="127.0.0.2")
+        many = await half_send_requests(address, 30)
+        await until(lambda: sum(map(is_open, many)) < limits.max_connections)
+        assert is_open(oldest)
+        for connection in (oldest, *many):
+            connection.close()
 
 
 async def test_websockets_are_closed_with_a_reason_when_the_server_ends(serve: Serve) -> None:
@@ -248,7 +321,7 @@ async def test_repeated_scrapes_compute_the_metrics_once(serve: Serve) -> None:
 
     registry = CountingRegistry()
     async with (
-        serve(HttpLimits(scrape_interval=60.0), registry=registry) as address,
+        serve(HttpLimits(scrape_interval=60.0, request_interval=0.0), registry=registry) as address,
         aiohttp.ClientSession(f"http://{address}") as session,
     ):
         for number in range(100):
