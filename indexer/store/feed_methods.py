@@ -1,6 +1,6 @@
 """The methods of the store for the feeds."""
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 from indexer.store import change_signal, feed_page, feed_rows
@@ -11,7 +11,7 @@ from indexer.store.feed_page import FeedPage, LoggedBatch
 from indexer.store.feed_rows import CountedTable, FeedSession
 from indexer.store.numbering import NumberingSession
 from indexer.store.shard_lock import FEED, open_lock
-from indexer.sync.feed_delivery import RefusedEvent, SetAside, StoredAccount
+from indexer.sync.feed_delivery import LoggedChange, RefusedEvent, SetAside, StoredAccount
 
 
 class FeedMethods(Connections):
@@ -92,14 +92,16 @@ class FeedMethods(Connections):
         async with self._transaction() as connection:
             return await feed_page.find_batch(connection, time)
 
-    async def feed_page(self, after: int, max_changes: int, max_bytes: int) -> FeedPage:
+    async def feed_page(
+        self, after: int, max_changes: int, max_bytes: int, wanted: Callable[[LoggedChange], bool] = lambda _: True
+    ) -> FeedPage:
         """Return the next changes after the number `after` with their records: see `indexer.store.feed_page.load_page`.
 
         Raises:
             LogTrimmedError: Later changes have been trimmed.
         """
         async with self._connection() as connection:
-            return await feed_page.load_page(connection, after, max_changes, max_bytes)
+            return await feed_page.load_page(connection, after, max_changes, max_bytes, wanted)
 
     @asynccontextmanager
     async def change_signal(self) -> AsyncIterator[ChangeSignal]:

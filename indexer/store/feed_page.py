@@ -4,7 +4,7 @@ The records are read after the page. So an entry may come with a newer version o
 entry of the log says why.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from asyncpg.exceptions import ObjectNotInPrerequisiteStateError
@@ -40,11 +40,13 @@ class FeedPage(NamedTuple):
         values: The stored records of the entries, by the index of the entry. Records without a value, and those that
             are not visible, are left out.
         accounts: The accounts of the entries of whole repos, by DID. Unknown accounts are left out.
+        skipped: No entry was wanted, so that neither records nor accounts were read.
     """
 
     changes: Sequence[LoggedChange]
     values: Mapping[int, StoredRecord]
     accounts: Mapping[str, StoredAccount]
+    skipped: bool = False
 
 
 _MICROSECONDS = "(extract(epoch from time) * 1000000)::bigint"
@@ -100,7 +102,9 @@ async def load_changes(connection: Connection, after: int, max_changes: int) -> 
         raise LogTrimmedError(str(error)) from None
 
 
-async def load_page(connection: Connection, after: int, max_changes: int, max_bytes: int) -> FeedPage:
+async def load_page(
+    connection: Connection, after: int, max_changes: int, max_bytes: int, wanted: Callable[[LoggedChange], bool]
+) -> FeedPage:
     """Return the next entries after the number `after`, with their records.
 
     Args:
@@ -108,11 +112,14 @@ async def load_page(connection: Connection, after: int, max_changes: int, max_by
         after: The number of the last entry before the page.
         max_changes: Maximum number of entries.
         max_bytes: The page ends with the first record by which the values have this size.
+        wanted: The page is skipped if this returns False for each of its entries.
 
     Raises:
         LogTrimmedError: Later entries have been trimmed.
     """
     changes = await load_changes(connection, after, max_changes)
+    if not any(map(wanted, changes)):
+        return FeedPage(changes, {}, {}, skipped=True)
     values, is_full = await _load_values(connection, changes, max_bytes)
     if is_full:
         changes = changes[: max(values) + 1]  # the records of later entries may be left out

@@ -124,7 +124,7 @@ class SubscriberMessages(FuzzTarget):
         self.counts.executions += 1
         before = replace(ALL_EVENTS, live_only=len(data) % 2 == 0)
         try:
-            found = parse_message(text_of(data), before)
+            found = parse_message(data, before)
         except BadOptionsError as error:
             _check_message(error)
             self.counts.add("refused")
@@ -138,7 +138,7 @@ class SubscriberMessages(FuzzTarget):
             "wantedDids": sorted(found.dids),
             "maxMessageSizeBytes": found.max_bytes,
         }
-        again = parse_message(json.dumps({"type": "options_update", "payload": payload}), before)
+        again = parse_message(json.dumps({"type": "options_update", "payload": payload}).encode(), before)
         if again is None or _described(again) != _described(found):
             raise DifferenceError(f"{found} becomes {again}")
         self.counts.add("all events" if found == before else "with a filter")

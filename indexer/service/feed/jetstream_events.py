@@ -128,27 +128,22 @@ class EventChunk:
         frames = self._compressed if compress else self._plain
         if events.selects_all and after <= self.before:
             return Payload(frames.data, len(frames.ends))
-        collections, dids, live_only = events.collections, events.dids, events.live_only
         max_bytes = events.max_bytes or len(frames.data)
         parts, start = [], 0
         for key, end, size in zip(self._keys, frames.ends, frames.sizes, strict=True):
-            if (
-                (not dids or key.did in dids)
-                and (collections is None or key.collection is None or collections.matches(key.collection))
-                and size <= max_bytes
-                and key.seq > after
-                and (key.live or not live_only)
-            ):
+            if size <= max_bytes and key.seq > after and events.selects(key.did, key.collection, live=key.live):
                 parts.append(frames.data[start:end])
             start = end
         return Payload(b"".join(parts), len(parts))
 
 
 def encode_page(start: LogPosition, page: FeedPage) -> EventChunk:
-    """Return the events of a page that follows the position `start`."""
+    """Return the events of a page that follows the position `start`; none if the page was skipped."""
     position, keys, messages = start, [], []
     for number, change in enumerate(page.changes):
         position = position.after(change)
+        if page.skipped:
+            continue
         event = _event(change, position.time_us, page.values.get(number), page.accounts)
         if event is not None:
             keys.append(EventKey(change.seq, change.did, change.collection, change.live))

@@ -7,10 +7,13 @@ from urllib.parse import parse_qs
 
 import orjson
 
+from indexer.atproto.json_text import max_items
 from indexer.atproto.syntax import CollectionFilter, is_did
 
 MAX_COLLECTIONS = 100
 MAX_DIDS = 10_000
+MAX_ITEMS = 16_384
+"""Maximum number of items in the JSON of a message. They are counted before it is decoded."""
 _MAX_SIZE = (1 << 32) - 1
 _SHOWN_CHARACTERS = 80
 
@@ -34,6 +37,14 @@ class EventFilter:
     dids: frozenset[str] = frozenset()
     max_bytes: int = 0
     live_only: bool = False
+
+    def selects(self, did: str, collection: str | None, *, live: bool) -> bool:
+        """Return True if an event with these properties is sent, unless it is too long."""
+        return (
+            (not self.dids or did in self.dids)
+            and (self.collections is None or collection is None or self.collections.matches(collection))
+            and (live or not self.live_only)
+        )
 
     @property
     def selects_all(self) -> bool:
@@ -92,7 +103,7 @@ def parse_query(query: str, socket_encoding: str) -> SubscriberOptions:
     )
 
 
-def parse_message(text: str, before: EventFilter) -> EventFilter | None:
+def parse_message(text: bytes, before: EventFilter) -> EventFilter | None:
     """Return the filter that a message of the subscriber asks for; None if the message has another type.
 
     An `options_update` replaces the collections, the DIDs and the size limit, also by their absence.
@@ -102,8 +113,10 @@ def parse_message(text: str, before: EventFilter) -> EventFilter | None:
         before: The present filter.
 
     Raises:
-        BadOptionsError: The message is not JSON, or its options are invalid.
+        BadOptionsError: The message has too many items or is not JSON, or its options are invalid.
     """
+    if max_items(text) > MAX_ITEMS:
+        raise BadOptionsError(f"the message has more than {MAX_ITEMS} items")
     try:
         message = orjson.loads(text)
     except orjson.JSONDecodeError as error:

@@ -1,13 +1,16 @@
 """Load events from the change log: the position of a cursor, and the pages that follow it, for all replays together."""
 
-import asyncio
 from collections import OrderedDict
 from time import monotonic
 
 import structlog
 
+from indexer.concurrency.turns import Turns
 from indexer.service.feed.jetstream_events import EventChunk, LogPosition, encode_page, position_before
+from indexer.service.feed.jetstream_options import ALL_EVENTS, EventFilter
+from indexer.service.feed.log_rate import LogRate
 from indexer.store import Store
+from indexer.sync.feed_delivery import LoggedChange
 
 PAGE_CHANGES = 1_000
 PAGE_BYTES = 4 << 20
@@ -19,19 +22,29 @@ CACHE_SECONDS = 10.0
 log = structlog.get_logger(__name__)
 
 
-async def load_chunk(store: Store, position: LogPosition, max_changes: int = PAGE_CHANGES) -> EventChunk | None:
+async def load_chunk(
+    store: Store, position: LogPosition, max_changes: int = PAGE_CHANGES, events: EventFilter = ALL_EVENTS
+) -> EventChunk | None:
     """Return the events of the next entries of the log; None if there are no entries yet.
+
+    If the filter selects none of them, the chunk has no events, and no records are read.
 
     Raises:
         DatabaseError: The database is unavailable.
         LogTrimmedError: Later entries have been trimmed.
     """
-    page = await store.feed_page(position.seq, max_changes, PAGE_BYTES)
+
+    def wanted(change: LoggedChange) -> bool:
+        return events.selects(change.did, change.collection, live=change.live)
+
+    page = await store.feed_page(position.seq, max_changes, PAGE_BYTES, wanted)
     return encode_page(position, page) if page.changes else None
 
 
 class ReplayPages:
     """Loads the pages of replays, one at a time, so that any number of replays uses one database connection.
+
+    The networks of the clients take turns.
 
     Pages end at multiples of `PAGE_CHANGES`. So subscribers that replay the same part of the log, as all do after a
     restart, soon ask for the same pages.
@@ -39,39 +52,50 @@ class ReplayPages:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._lock = asyncio.Lock()
+        self._turns = Turns()
+        self._log_rate = LogRate()
         self._pages: OrderedDict[int, tuple[float, EventChunk]] = OrderedDict()
 
-    async def start(self, cursor: int) -> LogPosition:
+    async def start(self, network: str, cursor: int) -> LogPosition:
         """Return the position from which a subscriber with this cursor continues: the oldest one if it is before that.
+
+        Args:
+            network: The network of the client.
+            cursor: Microseconds since the Unix epoch.
 
         Raises:
             DatabaseError: The database is unavailable.
         """
-        async with self._lock:
+        async with self._turns.turn(network):
             batch = await self._store.find_change_batch(cursor)
             if batch is None:
                 trimmed = await self._store.trimmed_seq()
-                if trimmed:
+                if trimmed and self._log_rate.allows_line():
                     log.info("jetstream.cursor-too-old", cursor=cursor, seq=trimmed)
                 return LogPosition(trimmed)
         return position_before(cursor, batch)
 
-    async def load(self, position: LogPosition) -> EventChunk | None:
+    async def load(self, network: str, position: LogPosition, events: EventFilter) -> EventChunk | None:
         """Return the events of the next entries of the log; None if there are no entries yet.
+
+        Args:
+            network: The network of the client.
+            position: The position before the entries.
+            events: The chunk may lack the events that this filter does not select.
 
         Raises:
             DatabaseError: The database is unavailable.
             LogTrimmedError: Later entries have been trimmed.
         """
-        async with self._lock:
+        async with self._turns.turn(network):
             while self._pages and monotonic() - next(iter(self._pages.values()))[0] > CACHE_SECONDS:
                 self._pages.popitem(last=False)
             if position.seq in self._pages:
                 return self._pages[position.seq][1]
             max_changes = PAGE_CHANGES - position.seq % PAGE_CHANGES
-            chunk = await load_chunk(self._store, position, max_changes)
-            if chunk is not None and chunk.end.seq % PAGE_CHANGES == 0:  # otherwise, the log may go on here
+            chunk = await load_chunk(self._store, position, max_changes, events)
+            # Otherwise, the log may go on here, or others may want events of the page.
+            if chunk is not None and chunk.size and chunk.end.seq % PAGE_CHANGES == 0:
                 self._pages[position.seq] = monotonic(), chunk
             while len(self._pages) > CACHED_PAGES:
                 self._pages.popitem(last=False)

@@ -1,18 +1,23 @@
 """The path `/subscribe`, as Jetstream serves it."""
 
+import asyncio
 from collections.abc import Sequence
 from functools import partial
 
 import structlog
 from aiohttp import web
 
+from indexer.concurrency.turns import Turns
+from indexer.monitoring.client_network import client_network
 from indexer.monitoring.connection_limit import WEBSOCKETS
 from indexer.monitoring.metrics import Metrics
 from indexer.service.feed.frame_writer import FrameWriter
-from indexer.service.feed.jetstream_options import BadOptionsError, parse_query
+from indexer.service.feed.jetstream_options import BadOptionsError, SubscriberOptions, parse_query
 from indexer.service.feed.jetstream_pages import ReplayPages
 from indexer.service.feed.jetstream_reader import JetstreamReader
 from indexer.service.feed.jetstream_subscriber import CLOSE_SECONDS, Subscriber
+from indexer.service.feed.limited_reading import PIECE_BYTES, LimitedReading, reading_seconds
+from indexer.service.feed.log_rate import LogRate
 from indexer.store import Store
 
 MAX_MESSAGE_BYTES = 1 << 20
@@ -29,6 +34,8 @@ class JetstreamRoutes:
         self._pages = ReplayPages(store)
         self._metrics = metrics
         self._values_stored = values_stored
+        self._reading_turns = Turns()
+        self._log_rate = LogRate()
 
     def routes(self) -> Sequence[web.RouteDef]:
         """Return the routes. Like Jetstream's, they need no password: they only send public records."""
@@ -43,24 +50,41 @@ class JetstreamRoutes:
             return _refusal(400, str(error))
         # Events are sent as complete frames, so the connection must not have a compression of its own.
         websocket = web.WebSocketResponse(
-            compress=False, max_msg_size=MAX_MESSAGE_BYTES, timeout=CLOSE_SECONDS, autoping=False
+            compress=False, max_msg_size=MAX_MESSAGE_BYTES, timeout=CLOSE_SECONDS, autoping=False, decode_text=False
         )
         if not websocket.can_prepare(request):
             return _refusal(400, "connect with a websocket client: ws://HOST:PORT/subscribe")
-        with request.app[WEBSOCKETS].hold(request, websocket, for_anyone=True), self._reader.subscriber():
-            await websocket.prepare(request)
-            if (transport := request.transport) is None:
-                return websocket
-            writer = FrameWriter(transport)
-            subscriber = Subscriber(websocket, writer, options, partial(self._metrics.feed_events, "jetstream"))
-            try:
-                ending = await subscriber.serve(self._reader.window, self._pages)
-            finally:
-                await writer.close()
-            self._metrics.feed_disconnected("jetstream", ending.cause if ending else "client")
-            if ending is not None:
-                log.warning("jetstream.disconnected", client=request.remote, reason=ending.reason)
+        try:
+            with request.app[WEBSOCKETS].hold(request, websocket, for_anyone=True) as held, self._reader.subscriber():
+                await self._serve(request, websocket, options, held.displaced)
+        except web.HTTPServiceUnavailable:
+            self._metrics.feed_disconnected("jetstream", "refused")
+            raise
         return websocket
+
+    async def _serve(
+        self,
+        request: web.Request,
+        websocket: web.WebSocketResponse,
+        options: SubscriberOptions,
+        displaced: asyncio.Event,
+    ) -> None:
+        network = client_network(request)
+        # What arrives with the handshake is parsed before it can be counted, so each connection counts as a piece.
+        await self._reading_turns.spend(network, reading_seconds(PIECE_BYTES))
+        await websocket.prepare(request)
+        if (transport := request.transport) is None:
+            return
+        writer = FrameWriter(transport)
+        LimitedReading(transport, self._reading_turns, network)
+        subscriber = Subscriber(websocket, writer, options, network, partial(self._metrics.feed_events, "jetstream"))
+        try:
+            ending = await subscriber.serve(self._reader.window, self._pages, displaced)
+        finally:
+            await writer.close()
+        self._metrics.feed_disconnected("jetstream", ending.cause if ending else "client")
+        if ending is not None and self._log_rate.allows_line():
+            log.warning("jetstream.disconnected", client=network, reason=ending.reason)
 
 
 def _refusal(status: int, message: str) -> web.Response:

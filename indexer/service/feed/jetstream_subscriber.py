@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
+from time import monotonic
 from typing import NamedTuple
 
 from aiohttp import WSCloseCode, WSMsgType, web
@@ -22,8 +23,10 @@ CLOSE_SECONDS = 5.0
 PING_SECONDS = 30.0
 """Interval of pings while there are no events to send, or the subscriber has not said hello."""
 RETRY_SECONDS = 1.0
+HELLO_SECONDS = 60.0
+"""Time for the first valid `options_update` of a subscriber with `requireHello=true`."""
 MESSAGE_SECONDS = 0.1
-"""Minimum time between two messages of a subscriber: each one may have 10,000 DIDs to check."""
+"""Minimum time between two messages of a subscriber, of any type: each one may have 10,000 DIDs to check."""
 _PING_FRAME = b"\x89\x00"
 
 
@@ -52,6 +55,12 @@ TRIMMED = Ending(
     WSCloseCode.POLICY_VIOLATION,
     "the events after your position were trimmed from the change log; reconnect",
 )
+NO_HELLO = Ending("no-hello", WSCloseCode.POLICY_VIOLATION, "no options_update came in time after requireHello=true")
+DISPLACED = Ending(
+    "displaced",
+    WSCloseCode.TRY_AGAIN_LATER,
+    "your network has the most connections, and another one needs one; reconnect later",
+)
 
 
 class Subscriber:
@@ -62,8 +71,11 @@ class Subscriber:
         websocket: web.WebSocketResponse,
         writer: FrameWriter,
         options: SubscriberOptions,
+        network: str,
         on_sent: Callable[[int], None],
     ) -> None:
+        """Serve the websocket of a client in `network`. `on_sent` gets the numbers of events that were sent."""
+        self._network = network
         self._websocket = websocket
         self._writer = writer
         self._options = options
@@ -73,17 +85,22 @@ class Subscriber:
         if not options.require_hello:
             self._ready.set()
 
-    async def serve(self, window: EventWindow, pages: ReplayPages) -> Ending | None:
+    async def serve(self, window: EventWindow, pages: ReplayPages, displaced: asyncio.Event) -> Ending | None:
         """Send events until the connection ends; return why the daemon ended it, None if the subscriber did."""
-        sending = asyncio.create_task(self._send_events(window, pages))
-        receiving = asyncio.create_task(self._receive_messages())
+
+        async def wait_until_displaced() -> Ending:
+            await displaced.wait()
+            return DISPLACED
+
+        work = (self._send_events(window, pages), self._receive_messages(), wait_until_displaced())
+        tasks = [asyncio.create_task(coroutine) for coroutine in work]
         try:
-            await asyncio.wait([sending, receiving], return_when=asyncio.FIRST_COMPLETED)
-            ending = (sending if sending.done() else receiving).result()
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            ending = next(task for task in tasks if task.done()).result()
         finally:
-            sending.cancel()
-            receiving.cancel()
-            await asyncio.gather(sending, receiving, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
         if ending is not None:
             await self._close(ending)
         return ending
@@ -97,23 +114,25 @@ class Subscriber:
                     return NOT_READING
                 except ConnectionError:
                     return None
-            if message.type is not WSMsgType.TEXT:
-                continue  # Jetstream ignores binary messages, too
-            try:
-                events = parse_message(message.data, self._events)
-            except BadOptionsError as error:
-                return Ending(
-                    "bad-message", WSCloseCode.OK, str(error)
-                )  # the code that Jetstream sends: clients do not reconnect
-            if events is not None:
-                self._events = events
-                self._ready.set()
+            if message.type is WSMsgType.TEXT:  # Jetstream ignores binary messages, too
+                try:
+                    events = parse_message(message.data, self._events)
+                except BadOptionsError as error:
+                    return Ending(
+                        "bad-message", WSCloseCode.OK, str(error)
+                    )  # the code that Jetstream sends: clients do not reconnect
+                if events is not None:
+                    self._events = events
+                    self._ready.set()
             await asyncio.sleep(MESSAGE_SECONDS)
         return None
 
     async def _send_events(self, window: EventWindow, pages: ReplayPages) -> Ending | None:
+        silent_until = monotonic() + HELLO_SECONDS
         try:
-            while not await wait_for_event(self._ready, PING_SECONDS):
+            while not await wait_for_event(self._ready, min(PING_SECONDS, HELLO_SECONDS)):
+                if monotonic() >= silent_until:
+                    return NO_HELLO
                 await self._writer.write(_PING_FRAME)
             return await self._send_from_start(window, pages)
         except TimeoutError:
@@ -133,7 +152,7 @@ class Subscriber:
                 return TOO_SLOW
             else:
                 try:
-                    chunk = await _load(pages, position)
+                    chunk = await self._load(pages, position)
                 except LogTrimmedError:
                     return TRIMMED
             if chunk is not None:
@@ -147,12 +166,20 @@ class Subscriber:
         if self._options.cursor is not None:
             while True:
                 try:
-                    return await pages.start(self._options.cursor)
+                    return await pages.start(self._network, self._options.cursor)
                 except DatabaseError:
                     await asyncio.sleep(RETRY_SECONDS)
         while window.end is None:
             await window.wait(PING_SECONDS)
         return window.end
+
+    async def _load(self, pages: ReplayPages, position: LogPosition) -> EventChunk | None:
+        """Return the next events of a replay; None if there are none yet. Wait while the database is unavailable."""
+        while True:
+            try:
+                return await pages.load(self._network, position, self._events)
+            except DatabaseError:
+                await asyncio.sleep(RETRY_SECONDS)
 
     async def _send(self, chunk: EventChunk, after: int) -> None:
         payload = chunk.select(self._events, after, compress=self._options.compress)
@@ -166,12 +193,3 @@ class Subscriber:
             with suppress(TimeoutError):  # it does not read, so the connection is closed without a reason
                 async with asyncio.timeout(CLOSE_SECONDS):
                     await self._websocket.close(code=ending.code, message=reason)
-
-
-async def _load(pages: ReplayPages, position: LogPosition) -> EventChunk | None:
-    """Return the next events of a replay; None if there are none yet. Wait while the database is unavailable."""
-    while True:
-        try:
-            return await pages.load(position)
-        except DatabaseError:
-            await asyncio.sleep(RETRY_SECONDS)

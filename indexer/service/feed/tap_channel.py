@@ -14,9 +14,12 @@ from typing import Any
 import orjson
 from aiohttp import WSMsgType, web
 
+from indexer.concurrency.turns import Turns
+from indexer.monitoring.client_network import client_network
 from indexer.monitoring.connection_limit import WEBSOCKETS
 from indexer.monitoring.metrics import Metrics
 from indexer.service.feed.answers import problem
+from indexer.service.feed.limited_reading import LimitedReading
 from indexer.service.feed.tap_feed import Deliveries, TapFeed
 from indexer.store import DatabaseError
 
@@ -44,6 +47,7 @@ class Channel:
         self._feed = feed
         self._metrics = metrics
         self.retry_seconds = RETRY_SECONDS
+        self._reading_turns = Turns()
 
     async def connect(self, request: web.Request) -> web.StreamResponse:
         """Serve one client until its connection ends, or until this process no longer owns the feed.
@@ -53,6 +57,8 @@ class Channel:
         websocket = web.WebSocketResponse(heartbeat=HEARTBEAT_SECONDS, max_msg_size=MAX_MESSAGE_BYTES)
         with request.app[WEBSOCKETS].hold(request, None, for_anyone=False):
             await websocket.prepare(request)
+            if request.transport is not None:
+                LimitedReading(request.transport, self._reading_turns, client_network(request))
             self.clients += 1
             try:
                 reason = await self._serve(websocket, acks=request.query.get("acks") != "false")

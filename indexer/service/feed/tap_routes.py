@@ -1,11 +1,13 @@
 """The paths by which clients of tap choose repos and collections, and ask for the state of repos and of the feed."""
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import orjson
 from aiohttp import web
 
+from indexer.atproto.json_text import max_items
 from indexer.atproto.syntax import is_did
 from indexer.errors import InvalidScopeError, UnavailableError
 from indexer.reasons import Desync
@@ -14,6 +16,11 @@ from indexer.service.feed.answers import answer, problem
 from indexer.store import DatabaseError, Store
 from indexer.sync.repo_state import SyncStatus
 from indexer.sync.stored_identity import INVALID_HANDLE, StoredIdentity
+
+MAX_QUERIES = 2
+"""Concurrent questions about repos and tables: each one uses a connection of the database, and may count many rows."""
+MAX_ITEMS = 65_536
+"""Maximum number of items in the JSON of a body. They are counted before it is decoded."""
 
 
 class IdentityLookups(Protocol):
@@ -30,17 +37,20 @@ class TapRoutes:
     def __init__(self, store: Store, identities: IdentityLookups) -> None:
         self._store = store
         self._identities = identities
+        self._queries = asyncio.Semaphore(MAX_QUERIES)
 
     def routes(self, access: Access) -> Sequence[web.RouteDef]:
         """Return the routes, for clients that are admitted."""
-        handlers: dict[str, Handler] = {
+        queries: dict[str, Handler] = {
             "/info/{did}": self._info,
-            "/resolve/{did}": self._resolve,
             "/stats/repo-count": self._repo_count,
             "/stats/record-count": self._record_count,
             "/stats/outbox-buffer": self._outbox_buffer,
             "/stats/resync-buffer": self._resync_buffer,
             "/stats/cursors": self._cursors,
+        }
+        handlers: dict[str, Handler] = {path: self._limited(handler) for path, handler in queries.items()} | {
+            "/resolve/{did}": self._resolve,
             "/collection-filters": self._collections,
             "/signal-collections": self._signal_collections,
         }
@@ -52,6 +62,13 @@ class TapRoutes:
         }
         every = {("GET", path): handler for path, handler in handlers.items()} | changes
         return [web.route(*route, access.guard(_answer_errors(handler))) for route, handler in every.items()]
+
+    def _limited(self, query: Handler) -> Handler:
+        async def limited(request: web.Request) -> web.StreamResponse:
+            async with self._queries:
+                return await query(request)
+
+        return limited
 
     async def _add(self, request: web.Request) -> web.Response:
         await self._store.track(await _texts(request, "dids"))
@@ -168,8 +185,9 @@ async def _texts(request: web.Request, name: str) -> list[str]:
     Raises:
         InvalidScopeError: The body is something else.
     """
+    text = await request.read()
     try:
-        body: Any = orjson.loads(await request.read())
+        body: Any = orjson.loads(text) if max_items(text) <= MAX_ITEMS else None
     except orjson.JSONDecodeError:
         body = None
     texts = body.get(name) if isinstance(body, dict) else None

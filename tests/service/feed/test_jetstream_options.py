@@ -22,8 +22,8 @@ def query(*parameters: tuple[str, str]) -> str:
     return urlencode(parameters)
 
 
-def message(**payload: object) -> str:
-    return orjson.dumps({"type": "options_update", "payload": payload}).decode()
+def message(**payload: object) -> bytes:
+    return orjson.dumps({"type": "options_update", "payload": payload})
 
 
 def test_repeated_parameters_select_collections_and_accounts() -> None:
@@ -101,7 +101,7 @@ def test_filters_are_bounded() -> None:
 
 
 def test_options_update_replaces_the_filter_also_by_what_it_leaves_out() -> None:
-    assert parse_message('{"type": "hello"}', ALL_EVENTS) is None
+    assert parse_message(b'{"type": "hello"}', ALL_EVENTS) is None
     before = EventFilter(dids=frozenset({ADA}), max_bytes=10, live_only=True)
     assert parse_message(message(wantedDids=[BOB]), before) == EventFilter(dids=frozenset({BOB}), live_only=True)
     assert parse_message(message(wantedCollections=None, maxMessageSizeBytes=5), ALL_EVENTS) == EventFilter(max_bytes=5)
@@ -110,17 +110,20 @@ def test_options_update_replaces_the_filter_also_by_what_it_leaves_out() -> None
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("{", "the message is not JSON"),
-        ("[" * 100_000, "the message is not JSON"),
-        ("[]", "the message is not a JSON object"),
-        ('{"type": "options_update"}', "the payload of options_update is not a JSON object"),
+        (b"{", "the message is not JSON"),
+        (b"\xff", "the message is not JSON"),
+        (b"[" * 10_000, "the message is not JSON"),
+        (b"[" * 100_000, "the message has more than 16384 items"),
+        (b"{}," * 10_000, "the message has more than 16384 items"),
+        (b"[]", "the message is not a JSON object"),
+        (b'{"type": "options_update"}', "the payload of options_update is not a JSON object"),
         (message(wantedDids="did:plc:ada"), "wantedDids is not a list of strings"),
         (message(wantedCollections=[1]), "wantedCollections is not a list of strings"),
         (message(maxMessageSizeBytes="5"), "maxMessageSizeBytes is not an integer"),
         (message(wantedDids=["x"]), "invalid DID: 'x'"),
     ],
 )
-def test_bad_message_gives_one_clear_line(text: str, problem: str) -> None:
+def test_bad_message_gives_one_clear_line(text: bytes, problem: str) -> None:
     with pytest.raises(BadOptionsError) as raised:
         parse_message(text, ALL_EVENTS)
     assert str(raised.value).startswith(problem)

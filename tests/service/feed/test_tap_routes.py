@@ -1,12 +1,18 @@
 """The answers to questions of tap's clients, beside those of tap."""
 
+import asyncio
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
+from indexer.service.feed.access import Access
+from indexer.service.feed.tap_routes import MAX_QUERIES, TapRoutes
+from indexer.store import Store
 from tests.service.feed.tap_client import feed_client, tap_daemon
 from tests.waiting import until
 
@@ -56,6 +62,29 @@ async def test_questions_are_answered_as_tap_answers_them(database: str, tmp_pat
                 200,
                 [("firehose", daemon.network.relay.seq), ("list_repos", "")],
             )
+
+
+async def test_questions_use_a_limited_number_of_connections() -> None:
+    """Otherwise, counts of many rows would occupy the connections of the stages."""
+    running, most, release = 0, 0, asyncio.Event()
+
+    class FakeStore:
+        async def count_rows(self, _: str) -> int:
+            nonlocal running, most
+            running += 1
+            most = max(most, running)
+            await release.wait()
+            running -= 1
+            return 7
+
+    application = web.Application()
+    application.router.add_routes(TapRoutes(cast(Store, FakeStore()), cast(Any, None)).routes(Access(None)))
+    async with TestServer(application) as server, aiohttp.ClientSession(server.make_url("/")) as client:
+        asking = [asyncio.create_task(get(client, "/stats/record-count")) for _ in range(10)]
+        await until(lambda: running == MAX_QUERIES)
+        release.set()
+        assert await asyncio.gather(*asking) == [(200, [("record_count", 7)])] * 10
+    assert most == MAX_QUERIES
 
 
 async def put(client: aiohttp.ClientSession, path: str, body: Any, method: str = "PUT") -> tuple[int, Any]:
