@@ -152,6 +152,13 @@ NOTIFICATION_QUEUE_FILLS = ConditionKind(
     "Nothing is lost. If the queue is full, consumers learn of changes only when they poll.",
     math.inf,
 )
+DEAD_ROWS_KEPT = ConditionKind(
+    "dead-rows-kept",
+    "A session, a prepared transaction or a replication slot has kept a snapshot while 200,000 batches were written. "
+    "Each batch reads the old versions of the rows that it updates. The message names the holders. The sessions of "
+    "consumers are ended.",
+    math.inf,
+)
 CONDITION_KINDS = (
     DATABASE_UNAVAILABLE,
     DATABASE_ERRORS,
@@ -173,6 +180,7 @@ CONDITION_KINDS = (
     CLUSTER_NODE_UNAVAILABLE,
     TRANSACTIONS_IN_DOUBT,
     NOTIFICATION_QUEUE_FILLS,
+    DEAD_ROWS_KEPT,
 )
 
 

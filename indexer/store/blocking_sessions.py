@@ -1,6 +1,9 @@
-"""Sessions whose open transactions hold what others need: locks, or the queue of notifications.
+"""Sessions whose open transactions hold what others need: locks, the queue of notifications, or dead rows.
 
 The trimming of the change log and a migration need locks.
+
+Each batch updates the row of its cursor. The former version of the row cannot be removed while a snapshot is open that
+may see it, and each batch reads all versions that are left. The same holds for the rows of repos.
 
 The functions of the public schema keep no lock on segments of the change log. A query of the view `atproto.changes`
 does, until the end of its transaction. A query of any view keeps the view and its tables from being replaced.
@@ -42,6 +45,22 @@ _OLDEST = f"""
     ) session
     order by is_consumer, xact_start
 """
+_DEAD_CURSORS = "select pg_stat_get_dead_tuples('indexer.cursor'::regclass)"
+# The sessions of other databases keep no rows of this one, and a replication slot without a database keeps all.
+_OLD_SNAPSHOTS = f"""
+    select s.pid, s.role, s.seconds, s.is_consumer
+    from ({_COLUMNS}) s join pg_stat_activity a on a.pid = s.pid
+    where a.pid <> pg_backend_pid()
+        and (a.backend_type = 'client backend' and a.datname = current_database() or a.backend_type = 'walsender')
+        and greatest(age(a.backend_xid), age(a.backend_xmin)) >= $1
+    order by a.xact_start
+"""
+_OTHER_OLD_SNAPSHOTS = """
+    select 'prepared transaction ' || gid from pg_prepared_xacts
+    where database = current_database() and age(transaction) >= $1
+    union all
+    select 'replication slot ' || slot_name from pg_replication_slots where age(xmin) >= $1
+"""
 _OF_SEGMENTS = """
     select format('indexer.%s_%s', name, segment)::regclass::oid
     from unnest($1::integer[]) segment cross join unnest(array['change', 'change_batch']) name
@@ -74,6 +93,21 @@ class BlockingSession:
     def is_old(self, min_seconds: float) -> bool:
         """Return True unless its transaction is known to be younger."""
         return self.seconds is None or self.seconds >= min_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class OldSnapshots:
+    """What keeps dead rows.
+
+    Attributes:
+        dead_cursors: Versions of cursors that nothing has removed yet.
+        sessions: The sessions with old snapshots, the oldest transaction first; empty if few versions are left.
+        others: The other holders, each as text: prepared transactions and replication slots.
+    """
+
+    dead_cursors: int
+    sessions: Sequence[BlockingSession] = ()
+    others: Sequence[str] = ()
 
 
 async def end_blocking_sessions(
@@ -110,6 +144,19 @@ async def end_oldest_transaction(connection: Connection, min_seconds: float) -> 
     sessions = [BlockingSession(*row) for row in await connection.fetch(_OLDEST)]
     old = [session for session in sessions if session.is_consumer and session.is_old(min_seconds)]
     return [session for session in sessions if session not in old] + await _end(connection, old)
+
+
+async def end_old_snapshots(connection: Connection, max_dead_cursors: int, min_seconds: float) -> OldSnapshots:
+    """If so many dead cursors are left, return what keeps them, and end the sessions of consumers that are this old."""
+    dead_cursors = await connection.fetchval(_DEAD_CURSORS)
+    if dead_cursors < max_dead_cursors:
+        return OldSnapshots(dead_cursors)
+    # Each dead cursor has been written by a transaction of its own.
+    sessions = [BlockingSession(*row) for row in await connection.fetch(_OLD_SNAPSHOTS, max_dead_cursors)]
+    old = [session for session in sessions if session.is_consumer and session.is_old(min_seconds)]
+    others = [name for (name,) in await connection.fetch(_OTHER_OLD_SNAPSHOTS, max_dead_cursors)]
+    sessions = [session for session in sessions if session not in old]
+    return OldSnapshots(dead_cursors, await _end(connection, old) + sessions, others)
 
 
 async def _load(

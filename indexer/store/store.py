@@ -23,7 +23,7 @@ from indexer.store import (
 from indexer.store.account_methods import AccountMethods
 from indexer.store.apply_batch import AppliedBatch, apply
 from indexer.store.apply_small_batch import NotAsPlannedError, SmallBatch, apply_small, small_batch
-from indexer.store.blocking_sessions import BlockingSession
+from indexer.store.blocking_sessions import BlockingSession, OldSnapshots
 from indexer.store.change_log_segments import ChangeLogState, RetentionPolicy, TrimPlan
 from indexer.store.columns import Connection, buckets_of, repo_columns, repo_of
 from indexer.store.crawl_rows import ListDifferences
@@ -351,6 +351,11 @@ class Store(ResyncMethods, ScopeMethods, AccountMethods, LinkMethods, FeedMethod
         """Return the sessions with the oldest transactions, of consumers and of others; end the former if this old."""
         async with self._connection() as connection:
             return await blocking_sessions.end_oldest_transaction(connection, min_seconds)
+
+    async def end_old_snapshots(self, max_dead_cursors: int, min_seconds: float) -> OldSnapshots:
+        """If so many dead cursors are left, return what keeps them; end the sessions of consumers that are this old."""
+        async with self._connection() as connection:
+            return await blocking_sessions.end_old_snapshots(connection, max_dead_cursors, min_seconds)
 
     # Dead letters.
 

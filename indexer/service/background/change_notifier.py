@@ -1,9 +1,11 @@
-"""Notify the listeners of new changes, outside of the transactions that write them.
+"""Notify the listeners of new changes, outside of the transactions that write them; watch what others hold open.
 
 All databases and roles of a Postgres server share one queue of notifications. A session that listens and leaves a
 transaction open keeps it from being emptied, and any session can fill it. Then each COMMIT fails that has a
 notification. So the commits that store records have none. A listener that misses a notification reads the log when it
 polls.
+
+A session that leaves a snapshot open keeps the old versions of cursors and repos, through which each batch must go.
 """
 
 import asyncio
@@ -12,7 +14,7 @@ from typing import NoReturn
 
 from indexer.concurrency.event_wait import wait_for_event
 from indexer.concurrency.stage_progress import StageProgress
-from indexer.monitoring.conditions import NOTIFICATION_QUEUE_FILLS, Conditions
+from indexer.monitoring.conditions import DEAD_ROWS_KEPT, NOTIFICATION_QUEUE_FILLS, Conditions
 from indexer.monitoring.metrics import Metrics
 from indexer.service.periodic import DatabaseAttempt
 from indexer.store import Store
@@ -26,10 +28,14 @@ FULL_SHARE, END_SHARE = 0.05, 0.5
 """How full the queue is when it is reported, and when the oldest transaction of a consumer is ended."""
 MAX_TRANSACTION_SECONDS = 300.0
 """Age of a transaction of a consumer from which it is ended."""
+SNAPSHOT_CHECK_SECONDS = 10.0
+MAX_DEAD_CURSORS = 200_000
+"""Batches after which a snapshot is reported, and that of a consumer is ended. They take an hour at 50 per second. They
+make the next one about 3 ms slower, and about 8 ms more for a repo that all of them have written."""
 
 
 class ChangeNotifier:
-    """Notifies the channel `atproto_changes`, and watches the queue of notifications.
+    """Notifies the channel `atproto_changes`, and watches the queue of notifications and the dead rows.
 
     Attributes:
         stage: Its progress. Each notification is work.
@@ -42,13 +48,16 @@ class ChangeNotifier:
         conditions: Conditions,
         *,
         max_transaction_seconds: float = MAX_TRANSACTION_SECONDS,
+        max_dead_cursors: int = MAX_DEAD_CURSORS,
     ) -> None:
         self._store = store
         self._max_transaction_seconds = max_transaction_seconds
+        self._max_dead_cursors = max_dead_cursors
         self._metrics = metrics
         self._conditions = conditions
         self._seq = 0
         self._next_check = 0.0
+        self._next_snapshot_check = 0.0
         self.stage = StageProgress("change notifier")
 
     async def run(self) -> NoReturn:
@@ -56,6 +65,9 @@ class ChangeNotifier:
         while True:
             with DatabaseAttempt(self.stage):
                 await self.notify()
+                if monotonic() >= self._next_snapshot_check:
+                    self._next_snapshot_check = monotonic() + SNAPSHOT_CHECK_SECONDS
+                    await self.check_snapshots()
             await asyncio.sleep(SPACING_SECONDS)
             await wait_for_event(self._store.numbered, POLL_SECONDS)
 
@@ -75,6 +87,22 @@ class ChangeNotifier:
             self._next_check = monotonic() + POLL_SECONDS
             await self._report(notified.queue_usage)
         self._metrics.notification_queue(notified.queue_usage)
+
+    async def check_snapshots(self) -> None:
+        """Report the snapshots that keep many dead rows, and end those of consumers.
+
+        Raises:
+            DatabaseError: The database is unavailable.
+        """
+        found = await self._store.end_old_snapshots(self._max_dead_cursors, self._max_transaction_seconds)
+        if found.dead_cursors < self._max_dead_cursors:
+            self._conditions.end(DEAD_ROWS_KEPT)
+            return
+        text = "; ".join([*map(_describe, found.sessions), *found.others]) or "nothing that is visible"
+        message = (
+            f"{found.dead_cursors} old versions of the cursor cannot be removed; their snapshots are kept by {text}"
+        )
+        self._conditions.report(DEAD_ROWS_KEPT, message=message, value=found.dead_cursors)
 
     async def _report(self, usage: float) -> None:
         limit = self._max_transaction_seconds if usage >= END_SHARE else float("inf")
