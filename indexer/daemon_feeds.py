@@ -97,7 +97,7 @@ class DaemonFeeds:
     def clients(self) -> dict[tuple[str, ...], float]:
         """Return the number of clients by the name of the feed."""
         return {
-            ("tap",): self.channel.clients,
+            ("tap",): 0 if self.webhook is not None else self.tap_feed.clients,
             ("jetstream",): self.jetstream_reader.subscribers,
             ("webhook",): float(self.webhook is not None),
         }

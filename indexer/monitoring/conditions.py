@@ -115,6 +115,13 @@ FEED_CUT_OFF = ConditionKind(
     math.inf,
     prevents_readiness=True,
 )
+FEED_STALLED = ConditionKind(
+    "feed-stalled",
+    "Clients of tap, or the webhook, have acknowledged no event for two minutes, although there are events to deliver "
+    "that they do not refuse. While no client is connected, it does not hold.",
+    math.inf,
+    prevents_readiness=True,
+)
 FEED_EVENT_REFUSED = ConditionKind(
     "feed-event-refused",
     "Clients of the feed do not acknowledge an event although they acknowledge others. The subject is the record. The "
@@ -174,6 +181,7 @@ CONDITION_KINDS = (
     HTTP_CONNECTIONS_LIMITED,
     WEBSOCKETS_LIMITED,
     FEED_CUT_OFF,
+    FEED_STALLED,
     FEED_EVENT_REFUSED,
     FEED_EVENTS_SET_ASIDE,
     WEBHOOK_FAILING,

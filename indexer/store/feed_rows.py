@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import orjson
+from asyncpg import Record
 
 from indexer.crash_points import COMMITTED, crash_point
 from indexer.store.columns import Connection, buckets_of, columns_of, of_buckets, unnest, visible
@@ -51,7 +52,7 @@ _REGISTER = "select atproto.register_reader($1, $2)"
 
 _LOAD_PROGRESS = """
     select c.id, c.seq, f.delivered_to, f.undelivered, f.snapshot_did, f.snapshot_collection, f.snapshot_rkey,
-        d.id is not null as cut_off
+        f.behind::text as behind, d.id is not null as cut_off
     from indexer.consumer c
     left join indexer.feed_delivery f on f.consumer_id = c.id
     left join indexer.disconnected_consumer d on d.id = c.id
@@ -67,13 +68,13 @@ _SAVE_POSITION = "update indexer.consumer set seq = $2, seen_at = clock_timestam
 
 _SAVE_DELIVERED = """
     insert into indexer.feed_delivery (
-        consumer_id, delivered_to, undelivered, snapshot_did, snapshot_collection, snapshot_rkey, refused
+        consumer_id, delivered_to, undelivered, snapshot_did, snapshot_collection, snapshot_rkey, refused, behind
     )
-    values ($1, $2, $3, $4, $5, $6, $7::text::jsonb)
+    values ($1, $2, $3, $4, $5, $6, $7::text::jsonb, $8::text::jsonb)
     on conflict (consumer_id) do update
     set delivered_to = excluded.delivered_to, undelivered = excluded.undelivered,
         snapshot_did = excluded.snapshot_did, snapshot_collection = excluded.snapshot_collection,
-        snapshot_rkey = excluded.snapshot_rkey, refused = excluded.refused
+        snapshot_rkey = excluded.snapshot_rkey, refused = excluded.refused, behind = excluded.behind
 """
 
 _LOAD_REFUSED = """
@@ -259,15 +260,7 @@ class FeedSession:
             crash_point(COMMITTED)
         if row is None or row["cut_off"]:
             return None
-        if row["delivered_to"] is None:
-            return DeliveryProgress(row["seq"], row["seq"])
-        snapshot = row["snapshot_did"], row["snapshot_collection"], row["snapshot_rkey"]
-        return DeliveryProgress(
-            row["seq"],
-            row["delivered_to"],
-            tuple(row["undelivered"]),
-            None if row["snapshot_did"] is None else SnapshotPosition(*snapshot),
-        )
+        return _progress_of(row)
 
     async def _register(self) -> None:
         is_trimmed = await self._connection.fetchval(_TRIMMED_SEQ) > 0
@@ -324,13 +317,19 @@ class FeedSession:
         return id_ is not None
 
     async def _save(self, id_: int, progress: DeliveryProgress, refused: Sequence[RefusedEvent] = ()) -> None:
+        delivered_to, undelivered, behind = progress.delivered_to, list(progress.undelivered), None
+        if progress.behind:
+            # The previous release ignores `behind`. So it delivers again what its columns do not name as delivered.
+            stored = {"delivered_to": delivered_to, "undelivered": undelivered, "repos": dict(progress.behind)}
+            delivered_to, undelivered, behind = progress.position, [], orjson.dumps(stored).decode()
         await self._connection.execute(
             _SAVE_DELIVERED,
             id_,
-            progress.delivered_to,
-            list(progress.undelivered),
+            delivered_to,
+            undelivered,
             *(progress.snapshot or (None, None, None)),
             orjson.dumps([event._asdict() for event in refused]).decode(),
+            behind,
         )
 
     async def _save_set_aside(self, id_: int, changes: SetAsideChanges) -> None:
@@ -341,6 +340,22 @@ class FeedSession:
             await self._connection.execute(_ADD_SET_ASIDE, id_, *columns_of(changes.added, _SET_ASIDE))
         if changes.visible:
             await self._connection.execute(_SET_VISIBLE, id_, list(changes.visible))
+
+
+def _progress_of(row: Record) -> DeliveryProgress:
+    """Return what was delivered. A position that the previous release has passed since does not count."""
+    position = row["seq"]
+    if row["delivered_to"] is None:
+        return DeliveryProgress(position, position)
+    snapshot = row["snapshot_did"], row["snapshot_collection"], row["snapshot_rkey"]
+    stored = orjson.loads(row["behind"]) if row["behind"] else {**row, "repos": {}}
+    return DeliveryProgress(
+        position,
+        max(position, stored["delivered_to"]),
+        tuple(seq for seq in stored["undelivered"] if seq > position),
+        None if row["snapshot_did"] is None else SnapshotPosition(*snapshot),
+        tuple((did, max(seq, position + 1)) for did, seq in stored["repos"].items()),
+    )
 
 
 async def is_cut_off(connection: Connection) -> bool | None:

@@ -305,6 +305,7 @@ feed_delivery = Table(
     Column("snapshot_collection", Text),
     Column("snapshot_rkey", Text),
     Column("refused", JSONB, nullable=False, server_default=text("'[]'")),
+    Column("behind", JSONB),
 )
 
 feed_set_aside = Table(

@@ -4,6 +4,10 @@ The changes of one repo are delivered in order. A live change waits until all ea
 and later ones wait for it. Differences that resyncs found at one rev may be delivered at once. But the changes of one
 record, which two such resyncs may have found, are delivered one after another. There is no order between repos.
 
+A repo has a share of the window, so that none fills it. When it has its share, the repo is behind: its further changes
+are left out, and only the number of the first one is kept. They are read again when it has few changes. If the window
+fills all the same, and clients are slow, `make_room` leaves out changes of the repos that have most.
+
 Besides changes, the window has the repos and records of a snapshot, and what was set aside and is sent now, as changes
 that have ids instead of numbers of the log. A page of the snapshot is read after the changes that are in the window, so
 a deletion that the page does not show follows it.
@@ -12,7 +16,8 @@ a deletion that the page does not show follows it.
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import count, takewhile
+from itertools import count
+from math import inf
 
 from indexer.sync.feed_delivery import SNAPSHOT_BEGIN, DeliveryProgress, LoggedChange, SetAside, SnapshotPosition
 
@@ -24,8 +29,16 @@ FIRST_SNAPSHOT_ID = 1 << 52
 
 It is above all numbers of changes, and exact in JavaScript.
 """
-MAX_TURN = 100
-"""Changes of one repo that are taken before it is the turn of the next repo."""
+MAX_UNACKNOWLEDGED = 10_000
+"""Changes in the window: some hundred bytes each. As long as there is a snapshot, it may be half of them."""
+MIN_SHARE = 10
+"""Changes of a repo in the window, however full it is."""
+MAX_SHARE = 1 / 8
+"""The part of the window that one repo may have."""
+MAX_BEHIND = 1_000
+"""Repos that are behind. If there are more, nothing more is read."""
+MAX_IN_FLIGHT = 100
+"""Changes of one repo that are in flight, so that a slow client has those of other repos soon."""
 
 Path = tuple[str | None, str | None]
 """Collection and record key; both are None if the change is not about a record."""
@@ -40,29 +53,41 @@ class _Repo:
         in_flight: Changes that are being delivered: their numbers by path. No two of them have the same path.
         group: What the changes in flight have in common; changes of other groups wait for them.
         queued: The repo is in the queue of repos that may have a deliverable change.
+        taken_to: The highest number of a change of the log that was ever in flight.
     """
 
     waiting: deque[LoggedChange] = field(default_factory=deque)
     in_flight: dict[Path, int] = field(default_factory=dict)
     group: object = None
     queued: bool = False
+    taken_to: int = 0
+
+    def __len__(self) -> int:
+        """Return the number of its changes in the window."""
+        return len(self.waiting) + len(self.in_flight)
 
 
 class DeliveryWindow:
     """The unacknowledged changes after a position.
 
     Attributes:
-        read_to: The number of the newest change that was added.
+        capacity: The maximum number of changes of the log.
+        is_slow: True after `make_room`, until little is in the window: new changes do not fill it again.
+        read_to: The number of the newest change that was read.
         snapshot_read_to: The position of the last repo or record of the snapshot that was added; None if there is no
             snapshot, or if all of it is acknowledged.
     """
 
     def __init__(self, progress: DeliveryProgress, *, one_per_repo: bool = False) -> None:
         """Continue from stored progress. With `one_per_repo`, a repo never has two changes in flight."""
+        self.capacity = MAX_UNACKNOWLEDGED
+        self.is_slow = False
         self.read_to = progress.position
         self.snapshot_read_to = progress.snapshot
         self._stored = progress
         self._undelivered = frozenset(progress.undelivered)
+        self._behind_before = dict(progress.behind)
+        self._behind = dict(progress.behind)  # in the order of their turns
         self._delivered_to = progress.delivered_to
         self._one_per_repo = one_per_repo
         self._changes: dict[int, LoggedChange] = {}
@@ -86,9 +111,22 @@ class DeliveryWindow:
         return len(self._snapshot)
 
     @property
+    def room(self) -> int:
+        """The number of changes of the log that may be added."""
+        return self.capacity - len(self) if len(self._behind) < MAX_BEHIND else 0
+
+    @property
     def oldest(self) -> LoggedChange | None:
         """The oldest unacknowledged change of the log."""
-        return next(iter(self._changes.values()), None)
+        return self._changes[min(self._changes)] if self._changes else None
+
+    def in_order(self) -> list[LoggedChange]:
+        """Return the unacknowledged changes of the log."""
+        return [self._changes[seq] for seq in sorted(self._changes)]
+
+    def is_behind(self, did: str) -> bool:
+        """Return True if changes of the repo are left out."""
+        return did in self._behind
 
     def get(self, seq: int) -> LoggedChange | None:
         """Return an unacknowledged change by its number or id."""
@@ -120,9 +158,74 @@ class DeliveryWindow:
         """Add the next changes of the log. Those that were delivered before, and that no client needs, are skipped."""
         for change in changes:
             self.read_to = change.seq
-            before = change.seq <= self._stored.delivered_to and change.seq not in self._undelivered
-            if not before and change.action in RECORD_ACTIONS | IDENTITY_ACTIONS:
-                self._add(change)
+            if change.seq < self._behind.get(change.did, inf):
+                self._add_logged(change, self._share if self.is_slow else self._max_share)
+
+    def next_behind(self) -> tuple[int, frozenset[str]] | None:
+        """Return the number of the next change of a repo that was left out, and the repos to be read from there.
+
+        Repos take turns.
+        """
+        may_read = [did for did, seq in self._behind.items() if seq <= self.read_to and self._has_room(did)]
+        if not may_read:
+            return None
+        seq = self._behind[may_read[0]]
+        return seq, frozenset(did for did in may_read if self._behind[did] >= seq)
+
+    def _has_room(self, did: str) -> bool:
+        """Return True if half of the share of a repo that is behind is free."""
+        return len(self) < self.capacity and len(self._repos.get(did, ())) <= self._share // 2
+
+    def add_behind(self, dids: Iterable[str], changes: Sequence[LoggedChange]) -> None:
+        """Add changes of repos that `next_behind` returned.
+
+        Args:
+            dids: The repos.
+            changes: All changes of the log from that number on, up to any one.
+        """
+        behind = {did: self._behind.pop(did) for did in dids}
+        for change in changes:
+            is_next = behind.get(change.did, inf) <= change.seq < self._behind.get(change.did, inf)
+            if is_next and change.seq <= self.read_to:
+                self._add_logged(change, self._share)
+        if changes and changes[-1].seq < self.read_to:
+            for did, seq in behind.items():
+                self._behind.setdefault(did, max(seq, changes[-1].seq + 1))
+
+    @property
+    def _share(self) -> int:
+        """The number of changes that each repo may have, so that all of them have half of the window."""
+        return max(MIN_SHARE, min(self._max_share, self.capacity // (2 * max(1, len(self._repos)))))
+
+    @property
+    def _max_share(self) -> int:
+        return max(MIN_SHARE, int(self.capacity * MAX_SHARE))
+
+    def make_room(self) -> None:
+        """Leave out changes that were never in flight, of repos that have more than the share of a repo."""
+        self.is_slow = True
+        share = self._share
+        for did, repo in self._repos.items():
+            after = max(repo.taken_to, self._stored.delivered_to)
+            while len(repo) > share and repo.waiting and after < repo.waiting[-1].seq < FIRST_SNAPSHOT_ID:
+                self._behind[did] = repo.waiting.pop().seq
+                self._changes.pop(self._behind[did], None)
+
+    def _add_logged(self, change: LoggedChange, share: int) -> None:
+        """Add a change of the log that a client needs, or leave it out if its repo has its share.
+
+        Changes that are stored as undelivered were in the window before, and later ones of their repo may be delivered.
+        """
+        before = change.seq <= self._stored.delivered_to and change.seq not in self._undelivered
+        if before and change.seq < self._behind_before.get(change.did, inf):
+            return
+        if change.action not in RECORD_ACTIONS | IDENTITY_ACTIONS:
+            return
+        has_room = len(self) < self.capacity and len(self._repos.get(change.did, ())) < share
+        if has_room or change.seq in self._undelivered:
+            self._add(change)
+        else:
+            self._behind[change.did] = change.seq
 
     def _add(self, change: LoggedChange) -> None:
         repo = self._repos.setdefault(change.did, _Repo())
@@ -145,8 +248,8 @@ class DeliveryWindow:
             if repo is None:
                 continue
             repo.queued = False
-            turn = min(limit - len(taken), MAX_TURN)
-            taken += [change for _, change in zip(range(turn), self._deliverable(repo), strict=False)]
+            room = limit - len(taken)
+            taken += [change for _, change in zip(range(room), self._deliverable(repo), strict=False)]
             self._enqueue(did, repo)
         return taken
 
@@ -155,6 +258,8 @@ class DeliveryWindow:
         while (change := self._first(repo)) is not None and self._may_deliver(change, repo):
             repo.waiting.popleft()
             repo.in_flight[_path(change)] = change.seq
+            if change.seq < FIRST_SNAPSHOT_ID:
+                repo.taken_to = max(repo.taken_to, change.seq)
             repo.group = self._group(change)
             yield change
 
@@ -164,7 +269,11 @@ class DeliveryWindow:
         return repo.waiting[0] if repo.waiting else None
 
     def _may_deliver(self, change: LoggedChange, repo: _Repo) -> bool:
-        return not repo.in_flight or (self._group(change) == repo.group and _path(change) not in repo.in_flight)
+        return not repo.in_flight or (
+            len(repo.in_flight) < MAX_IN_FLIGHT
+            and self._group(change) == repo.group
+            and _path(change) not in repo.in_flight
+        )
 
     def _group(self, change: LoggedChange) -> object:
         """Return what is equal for changes that need no order, unless they are of one record: the rev of the export."""
@@ -200,9 +309,9 @@ class DeliveryWindow:
             self._enqueue(change.did, repo)
 
     @property
-    def in_flight(self) -> int:
-        """The number of changes that are being delivered."""
-        return sum(len(repo.in_flight) for repo in self._repos.values())
+    def in_flight(self) -> Iterator[int]:
+        """The numbers of the changes that are being delivered."""
+        return (seq for repo in self._repos.values() for seq in repo.in_flight.values())
 
     @property
     def is_ready(self) -> bool:
@@ -211,17 +320,14 @@ class DeliveryWindow:
 
     def progress(self) -> DeliveryProgress:
         """Return what has been acknowledged."""
-        oldest = next(iter(self._changes), None)
-        position = self.read_to if oldest is None else oldest - 1
+        oldest = min(self._changes, default=self.read_to + 1)
+        position = min([oldest, *self._behind.values()]) - 1
+        delivered_to = max(position, self._delivered_to)
         snapshot = next(iter(self._snapshot_before.values()), self.snapshot_read_to)
-        if position >= self._delivered_to:
-            return DeliveryProgress(position, position, snapshot=snapshot)
-        return DeliveryProgress(position, self._delivered_to, self._until_delivered(), snapshot)
-
-    def _until_delivered(self) -> tuple[int, ...]:
         # Numbers that are stored as undelivered, but were not read again yet, are still undelivered.
-        unread: Sequence[int] = [seq for seq in self._stored.undelivered if seq > self.read_to]
-        return (*takewhile(lambda seq: seq <= self._delivered_to, self._changes), *unread)
+        unread = (seq for seq in self._stored.undelivered if seq > self.read_to)
+        undelivered = (*sorted(seq for seq in self._changes if seq <= delivered_to), *unread)
+        return DeliveryProgress(position, delivered_to, undelivered, snapshot, tuple(self._behind.items()))
 
 
 def _path(change: LoggedChange) -> Path:

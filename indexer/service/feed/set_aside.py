@@ -91,8 +91,8 @@ class SetAsideEvents:
         self._visible.add(did)
 
     def begin(self, row: SetAside) -> None:
-        """Send what was set aside, unless it was set aside again since it was read."""
-        if row.key not in self._added:
+        """Send what was set aside, unless it is being sent, or was set aside again since it was read."""
+        if row.key not in self._added and row.key not in self.sending:
             self.sending[row.key] = Sending(row)
 
     def read(self, sending: Sending, paths: Sequence[tuple[str, str]], *, last: bool) -> None:

@@ -38,12 +38,10 @@ class Channel:
     """Serves the websockets of clients. It shares the changes among all of them.
 
     Attributes:
-        clients: The number of connected clients.
         retry_seconds: An event is sent again if it is not acknowledged for so long. New connections use it.
     """
 
     def __init__(self, feed: TapFeed, metrics: Metrics) -> None:
-        self.clients = 0
         self._feed = feed
         self._metrics = metrics
         self.retry_seconds = RETRY_SECONDS
@@ -59,12 +57,12 @@ class Channel:
             await websocket.prepare(request)
             if request.transport is not None:
                 LimitedReading(request.transport, self._reading_turns, client_network(request))
-            self.clients += 1
+            self._feed.clients += 1
             try:
                 reason = await self._serve(websocket, acks=request.query.get("acks") != "false")
                 self._metrics.feed_disconnected("tap", reason)
             finally:
-                self.clients -= 1
+                self._feed.clients -= 1
                 if request.transport is not None:
                     request.transport.abort()
         return websocket
@@ -188,9 +186,11 @@ class _Client:
             self._give_back(deliveries, unacknowledged)
 
     def _acknowledge(self, deliveries: Deliveries, seq: int) -> None:
+        if seq in deliveries.window:  # a repeated acknowledgement says nothing about the events that wait
+            self._newest_acknowledged = max(self._newest_acknowledged, self._sent_at.get(seq, -inf))
+            self._acknowledged_at = monotonic()
         deliveries.acknowledge([seq])
-        self._newest_acknowledged = max(self._newest_acknowledged, self._sent_at.pop(seq, -inf))
-        self._acknowledged_at = monotonic()
+        self._sent_at.pop(seq, None)
         self._acknowledged.set()
 
     def _give_back(self, deliveries: Deliveries, seqs: list[int]) -> None:

@@ -8,7 +8,7 @@ What a client does not acknowledge is delivered again, to any client. Records of
 refuse for too long, are set aside: see `set_aside`.
 
 The window of unacknowledged changes is bounded. While it is full, nothing more is read, and the change log retains the
-rest.
+rest. A repo has a share of the window, and is read again from the log beyond it.
 """
 
 import asyncio
@@ -21,9 +21,21 @@ from typing import NamedTuple
 import structlog
 
 from indexer.concurrency.stage_progress import StageProgress
-from indexer.monitoring.conditions import FEED_CUT_OFF, FEED_EVENT_REFUSED, FEED_EVENTS_SET_ASIDE, Conditions
+from indexer.monitoring.conditions import (
+    FEED_CUT_OFF,
+    FEED_EVENT_REFUSED,
+    FEED_EVENTS_SET_ASIDE,
+    FEED_STALLED,
+    Conditions,
+)
 from indexer.monitoring.metrics import Metrics
-from indexer.service.feed.delivery_window import FIRST_SNAPSHOT_ID, RECORD_ACTIONS, DeliveryWindow
+from indexer.service.feed.delivery_window import (
+    FIRST_SNAPSHOT_ID,
+    MAX_IN_FLIGHT,
+    MAX_UNACKNOWLEDGED,
+    RECORD_ACTIONS,
+    DeliveryWindow,
+)
 from indexer.service.feed.set_aside import RefusalLimits, Sending, SetAsideEvents
 from indexer.service.feed.tap_events import identity_event, record_event
 from indexer.service.periodic import DatabaseAttempt
@@ -31,9 +43,16 @@ from indexer.store import Store
 from indexer.store.feed_rows import FEED_CONSUMER, FeedRecords, FeedSession
 from indexer.sync.feed_delivery import DeliveryProgress, LoggedChange, RefusedEvent, SnapshotPosition, StoredAccount
 
-MAX_UNACKNOWLEDGED = 10_000
-"""Changes in the window: some hundred bytes each. As long as there is a snapshot, it may be half of them."""
 READ_BATCH = 1_000
+MAX_PAGES = 10
+"""Pages of the log that are read at a time, both of new changes and of those that were left out."""
+FULL_SECONDS = 1.0
+"""Repos give up changes if the window is three quarters full for so long and clients acknowledge less than a fourth.
+
+So a change waits for few others, or clients are fast.
+"""
+STALL_SECONDS = 120.0
+"""The feed has stalled if clients have acknowledged nothing for so long, although it has something to deliver."""
 POLL_SECONDS = 0.1
 """Interval at which the change log is read and acknowledgements are stored."""
 CLAIM_SECONDS = 1.0
@@ -106,12 +125,33 @@ class Deliveries:
         self._acknowledged = asyncio.Event()  # or given back
         self._failures: dict[int, _Failure] = {}
         self._acknowledgements = 0
+        self._progress = (0, monotonic())  # acknowledgements, and when this number was first seen
+        self._full_since: tuple[int, float] | None = None  # acknowledgements then, and when
         self._turn = asyncio.Lock()  # its waiters come in the order of their calls, so that all clients get a share
 
     def add(self, changes: Iterable[LoggedChange]) -> None:
         """Add the next changes of the log."""
         self.window.add(changes)
         self._changed.set()
+
+    def add_behind(self, dids: Iterable[str], changes: Sequence[LoggedChange]) -> None:
+        """Add changes that were left out: see `DeliveryWindow.add_behind`."""
+        self.window.add_behind(dids, changes)
+        self._changed.set()
+
+    def make_room(self) -> None:
+        """Let repos that have many changes give some of them up if the window is full and clients are slow."""
+        window, quarter, now = self.window, self.window.capacity // 4, monotonic()
+        window.is_slow = window.is_slow and len(window) > quarter
+        if window.capacity - len(window) >= quarter:
+            self._full_since = None
+            return
+        acknowledgements, since = self._full_since or (self._acknowledgements, now)
+        self._full_since = acknowledgements, since
+        if now - since >= FULL_SECONDS or window.is_slow:
+            self._full_since = None
+            if self._acknowledgements - acknowledgements < quarter:
+                window.make_room()
 
     def add_snapshot(self, positions: Sequence[SnapshotPosition]) -> None:
         """Add the next repos and records of the snapshot. Without any, it is complete."""
@@ -193,14 +233,30 @@ class Deliveries:
         self._notify()
 
     def set_aside_late(self) -> None:
-        """Set changes aside that have waited for too long in a repo of which an event was refused."""
-        max_age = self.limits.max_age
-        while (oldest := self.window.oldest) is not None and oldest.did in self._refusing:
-            since = oldest.batch_time / 1_000_000
-            if time() - since < max_age:
+        """Set changes aside that have waited for too long in a repo that is behind, or that had a refused event."""
+        max_age, window = self.limits.max_age, self.window
+        if window.oldest is None or time() - window.oldest.batch_time / 1_000_000 < max_age:
+            return
+        for change in window.in_order():
+            since = change.batch_time / 1_000_000
+            if time() - since < max_age or not (change.did in self._refusing or window.is_behind(change.did)):
                 return
-            late = _Failure(0, 0, since, 0, 0, f"it waited more than {max_age:g} seconds for refused events")
-            self._set_aside_refused(oldest, self._failures.get(oldest.seq, late))
+            late = _Failure(0, 0, since, 0, 0, f"it waited more than {max_age:g} seconds for other events of its repo")
+            self._set_aside_refused(change, self._failures.get(change.seq, late))
+
+    def stalled_seconds(self, *, has_clients: bool) -> float:
+        """Return for how long clients have acknowledged nothing, although there are events that they do not refuse."""
+        window, (acknowledgements, since) = self.window, self._progress
+        has_events = window.room <= 0 or window.is_ready or any(not self._is_refused(seq) for seq in window.in_flight)
+        if acknowledgements != self._acknowledgements or not (has_clients and has_events):
+            since = monotonic()
+        self._progress = self._acknowledgements, since
+        return monotonic() - since
+
+    def _is_refused(self, seq: int) -> bool:
+        """Return True if clients have acknowledged others since they did not acknowledge this event."""
+        failure = self._failures.get(seq)
+        return failure is not None and failure.acknowledged < self._acknowledgements
 
     def refused(self) -> list[RefusedEvent]:
         """Return the events that clients do not acknowledge although they acknowledge others, the first ones."""
@@ -208,7 +264,7 @@ class Deliveries:
             RefusedEvent(seq, change.action, _uri(change), failure.attempts, failure.since, failure.failure)
             for seq, failure in self._failures.items()
             if failure.attempts >= REFUSED_ATTEMPTS
-            and failure.acknowledged < self._acknowledgements
+            and self._is_refused(seq)
             and (change := self.window.get(seq)) is not None
         )
         return list(islice(found, MAX_REFUSED))
@@ -221,7 +277,7 @@ class Deliveries:
         """Wait until no change is in flight, at most `seconds`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while self.window.in_flight:
+                while any(self.window.in_flight):
                     self._acknowledged.clear()
                     await self._acknowledged.wait()
 
@@ -298,6 +354,8 @@ class TapFeed:
         refused: The events that clients do not acknowledge although they acknowledge others.
         set_aside: The number of events that clients refused for so long that they were set aside.
         max_unacknowledged: The maximum number of changes in the window.
+        stall_seconds: See `STALL_SECONDS`.
+        clients: The number of clients: connections, or the webhook.
     """
 
     def __init__(
@@ -326,6 +384,8 @@ class TapFeed:
         self.set_aside = 0
         self._refusal_limits = refusal_limits
         self.max_unacknowledged = MAX_UNACKNOWLEDGED
+        self.stall_seconds = STALL_SECONDS
+        self.clients = 0
 
     async def deliveries(self) -> Deliveries:
         """Wait until this process owns the feed; return its deliveries. The consumer is registered if it is not yet."""
@@ -399,11 +459,12 @@ class TapFeed:
             while not session.lock.lost.is_set():
                 last = self._stopping.is_set()
                 self.stage.begin()
-                if not await self._read(session, deliveries):
+                if not await self._read_behind(session, deliveries) or not await self._read(session, deliveries):
                     return
                 await self._read_snapshot(session, deliveries)
                 await self._read_set_aside(session, deliveries)
                 deliveries.set_aside_late()
+                self._report_stalled(deliveries.stalled_seconds(has_clients=self.clients > 0))
                 if not await self._save(session, deliveries) or last:
                     return
                 self.stage.idle()
@@ -413,15 +474,18 @@ class TapFeed:
             self._deliveries = None
             self._report_refused([])
             self._report_set_aside(0)
+            self._report_stalled(0.0)
             deliveries.end()
 
     async def _read(self, session: FeedSession, deliveries: Deliveries) -> bool:
         """Fill the window; return False if changes have been trimmed that were not delivered."""
         window = deliveries.window
         alone = window.snapshot_read_to is None and not window.snapshot_events
-        most = self.max_unacknowledged if alone else self.max_unacknowledged // 2
-        while (room := most - len(window)) > 0:
-            limit = min(room, READ_BATCH)
+        window.capacity = self.max_unacknowledged if alone else self.max_unacknowledged // 2
+        deliveries.make_room()
+        for _ in range(MAX_PAGES):
+            if (limit := min(window.room, READ_BATCH)) <= 0:
+                break
             changes = await session.changes_after(window.read_to, limit)
             if changes is None:
                 return False
@@ -429,6 +493,19 @@ class TapFeed:
             self.stage.moved()
             if len(changes) < limit:
                 break
+        return True
+
+    async def _read_behind(self, session: FeedSession, deliveries: Deliveries) -> bool:
+        """Read changes that were left out; return False if changes have been trimmed that were not delivered."""
+        for _ in range(MAX_PAGES):
+            if (following := deliveries.window.next_behind()) is None:
+                break
+            seq, dids = following
+            changes = await session.changes_after(seq - 1, READ_BATCH)
+            if changes is None:
+                return False
+            deliveries.add_behind(dids, changes)
+            self.stage.moved()
         return True
 
     async def _read_snapshot(self, session: FeedSession, deliveries: Deliveries) -> None:
@@ -449,12 +526,13 @@ class TapFeed:
     async def _read_set_aside(self, session: FeedSession, deliveries: Deliveries) -> None:
         """Fill the other half of the window with events that were set aside and are due."""
         set_aside, window = deliveries.set_aside, deliveries.window
-        if not set_aside.sending and monotonic() >= self._look_at:
+        half = self.max_unacknowledged // 2
+        if len(set_aside.sending) < MAX_DUE and monotonic() >= self._look_at:
             self._look_at = monotonic() + DUE_SECONDS
             for row in await session.due(MAX_DUE):
                 set_aside.begin(row)
         for sending in list(set_aside.sending.values()):
-            room = min(self.max_unacknowledged // 2 - window.snapshot_events, READ_BATCH)
+            room = min(half - window.snapshot_events, max(1, min(half // 4, MAX_IN_FLIGHT)) - len(sending.ids))
             if (after := sending.after) is None or room <= 0:
                 continue
             row = sending.row
@@ -510,6 +588,17 @@ class TapFeed:
                 "lists them, and `indexer rejected replay --feed` sends them again"
             )
             self._conditions.report(FEED_EVENTS_SET_ASIDE, message=message, value=count)
+
+    def _report_stalled(self, seconds: float) -> None:
+        """Report that the feed delivers nothing to its clients; end the condition if it does."""
+        if seconds < self.stall_seconds:
+            self._conditions.end(FEED_STALLED)
+        elif not self._conditions.is_active(FEED_STALLED):
+            message = (
+                f"clients have acknowledged no event for {seconds:.0f} seconds, although there are events to deliver; "
+                "the change log retains them; restart the clients, or see what they or the webhook report"
+            )
+            self._conditions.report(FEED_STALLED, message=message)
 
     def _report_cut_off(self) -> None:
         message = (

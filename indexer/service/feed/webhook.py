@@ -56,6 +56,7 @@ class Webhook:
 
     async def run(self) -> None:
         """Send events forever. Only an exception that is a bug ends it."""
+        self._feed.clients += 1
         async with asyncio.TaskGroup() as workers:
             for _ in range(CONCURRENCY):
                 workers.create_task(self._send_events(self.stage.add()))

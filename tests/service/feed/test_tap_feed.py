@@ -13,7 +13,8 @@ import pytest
 import structlog
 
 from indexer.localnet.local_account import LocalAccount
-from indexer.monitoring.conditions import FEED_CUT_OFF, FEED_EVENT_REFUSED, FEED_EVENTS_SET_ASIDE
+from indexer.localnet.local_repo import Write
+from indexer.monitoring.conditions import FEED_CUT_OFF, FEED_EVENT_REFUSED, FEED_EVENTS_SET_ASIDE, FEED_STALLED
 from indexer.service.feed.set_aside import RefusalLimits
 from tests.daemon.running_daemon import POST, post
 from tests.service.feed.tap_client import (
@@ -361,6 +362,82 @@ async def test_event_that_is_refused_for_too_long_is_set_aside_and_sent_again_on
         await until(lambda: not conditions.is_active(FEED_EVENTS_SET_ASIDE))
         assert await store.set_aside_events(None, 10) == []
     assert tap.gauge("set_aside_events") == 0
+
+
+async def test_repo_that_fills_its_share_behind_a_refused_event_delays_no_other(tap: Tap) -> None:
+    """The session of the feed is lost. Then each event comes once, in order."""
+    feed = tap.daemon.stages.feeds.tap_feed
+    feed.max_unacknowledged = 100
+    filling = tap.daemon.create_account("filling.test", records=0)
+    other = tap.daemon.create_account("other.test", records=0)
+    keys = ["refused", *(f"{number:03}" for number in range(120))]
+    async with tap.processing(lambda event: event["record"]["rkey"] == "refused") as received:
+        filling.create(POST, post("refused"), rkey="refused")
+        filling.apply_writes([Write.create(f"{POST}/{rkey}", post(rkey)) for rkey in keys[1:]])
+        await tap.daemon.wait_for_cursor()
+        for number in range(3):
+            other.create(POST, post(number), rkey=f"other-{number}")
+            await until(lambda: (other.did, f"{POST}/other-{number}") in paths(received))  # noqa: B023
+        assert paths(received) == {
+            (filling.did, f"{POST}/refused"),
+            *((other.did, f"{POST}/other-{number}") for number in range(3)),
+        }
+        deliveries = await feed.deliveries()
+        assert len(deliveries.window) < 50
+
+        async def stored() -> bool:
+            statement = "select (behind->>'delivered_to')::bigint = atproto.latest_seq() from indexer.feed_delivery"
+            return [tuple(row) for row in await tap.daemon.execute(statement)] == [(True,)]
+
+        await until(stored)
+        assert len(await tap.daemon.execute(END_SESSION)) == 1
+        await deliveries.ended.wait()
+    async with tap.processing() as received:
+        await wait_until_delivered(tap.daemon)
+    assert [event["record"]["rkey"] for event in received] == keys
+
+
+async def test_feed_that_delivers_nothing_to_its_clients_is_not_ready(tap: Tap) -> None:
+    """Repeated acknowledgements do not count, and a client that is gone is not waited for."""
+    tap.daemon.stages.feeds.tap_feed.stall_seconds = 0.5
+    conditions = tap.daemon.stages.conditions
+    account = tap.daemon.create_account("ada.test", records=1)
+    other = tap.daemon.create_account("bob.test", records=0)
+    async with tap.channel() as client:
+        [first] = await client.process(1)
+        account.create(POST, post("new"), rkey="new")
+        event = await client.receive()
+
+        async def stalled() -> bool:
+            await client.acknowledge(first)
+            return conditions.is_active(FEED_STALLED)
+
+        await until(stalled)
+        async with tap.session.get("/readyz") as response:
+            assert (response.status, "feed-stalled" in await response.text()) == (503, True)
+        await client.acknowledge(event)
+        await until(lambda: not conditions.is_active(FEED_STALLED))
+        other.create(POST, post("new"), rkey="new")
+        await client.receive()
+        await until(lambda: conditions.is_active(FEED_STALLED))
+    await until(lambda: not conditions.is_active(FEED_STALLED))
+
+
+async def test_repeated_acknowledgement_lets_no_event_wait_for_ever(tap: Tap) -> None:
+    tap.daemon.stages.feeds.channel.retry_seconds = 0.2
+    account = tap.daemon.create_account("ada.test", records=1)
+    async with tap.channel() as client:
+        [first] = await client.process(1)
+        account.create(POST, post("new"), rkey="new")
+
+        async def sent_again() -> bool:
+            await client.acknowledge(first)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(0.05):
+                    await client.receive()
+            return [summary(event)[1] for event in client.received] == ["000", "new", "new"]
+
+        await until(sent_again)
 
 
 async def test_connection_that_always_ends_at_one_event_is_reported(tap: Tap) -> None:

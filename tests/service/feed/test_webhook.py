@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import structlog
 
+from indexer.localnet.local_repo import Write
 from indexer.monitoring.conditions import WEBHOOK_FAILING
 from indexer.outbound import HostPauses
 from indexer.service.feed.set_aside import RefusalLimits
@@ -64,6 +65,23 @@ async def test_event_is_sent_again_until_it_is_accepted_and_delays_only_its_own_
             ):
                 assert response.status == 400
                 assert "webhook mode" in (await response.json())["message"]
+
+
+async def test_repos_take_turns_at_a_slow_webhook(database: str, tmp_path: Path) -> None:
+    """One repo has more changes than the window, and none of them is refused."""
+    async with WebhookServer() as server, tap_daemon(database, tmp_path, webhook_url=server.url) as daemon:
+        daemon.stages.feeds.tap_feed.max_unacknowledged = 100
+        server.answering.clear()
+        filling = daemon.create_account("filling.test", records=0)
+        other = daemon.create_account("other.test", records=0)
+        filling.apply_writes([Write.create(f"{POST}/{number:03}", post(number)) for number in range(120)])
+        other.create(POST, post("other"), rkey="other")
+        await until(lambda: server.attempts == 2)
+        server.answering.set()
+        await until(lambda: len(server.accepted) == 121, lambda: len(server.accepted))
+        assert rkeys(server.accepted[:2], other.did) == ["other"], "before the second event of the other repo"
+        assert rkeys(server.accepted, filling.did) == [f"{number:03}" for number in range(120)]
+        await wait_until_delivered(daemon)
 
 
 async def test_event_that_a_webhook_refuses_forever_is_reported_apart_from_a_webhook_that_fails(
