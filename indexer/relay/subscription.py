@@ -31,7 +31,8 @@ class ConnectionSettings:
             while reconnections bring nothing new.
         first_delay: Before the first reconnection. The delay doubles each time that all relays have failed.
         max_delay: The upper bound of the delay, before the jitter of 25 %.
-        stable_after: A connection that lasted this long resets the delay.
+        stable_after: A connection that lasted this long resets the delay, and the next one is to the first relay. A
+            second silent connection in a row does neither: the next one is to the next relay.
         max_skips: How many sequence numbers are skipped for a message over the size limit. After that, the relay counts
             as failed.
     """
@@ -143,6 +144,7 @@ class Subscription:
             relay = self.relays[attempt % len(self.relays)]
             started = asyncio.get_running_loop().time()
             self._same_relay_next = False
+            silent = False
             oversized = oversized_by_relay.pop(relay, None)
             try:
                 cursor = await cursor_of(relay)
@@ -156,12 +158,13 @@ class Subscription:
                         yield frame
             except OSError as error:
                 self._log_lost(relay, error)
+                silent = self._is_silent_again(relay, error)
                 if oversized is not None and is_too_large(error):
                     oversized.skips += 1
                     oversized_by_relay[relay] = oversized
             finally:
                 held_back = self._end_connection()
-            stable = asyncio.get_running_loop().time() - started > self.settings.stable_after
+            stable = asyncio.get_running_loop().time() - started > self.settings.stable_after and not silent
             # An oversized message is not a failure of the relay: the next connection is to the same relay.
             skipping = relay in oversized_by_relay and oversized_by_relay[relay].skips < self.settings.max_skips
             if not (skipping or self._same_relay_next or (held_back and not stable)):
@@ -217,6 +220,11 @@ class Subscription:
             timeout = min(2 * last.timeout, self.settings.max_message_timeout)
         self._silences[relay] = _Silence(cursor, timeout)
         return timeout
+
+    def _is_silent_again(self, relay: str, error: OSError) -> bool:
+        """Return True if the connection was closed because of silence, and the one before it brought nothing new."""
+        closed_here = isinstance(error, StreamSocketError) and error.ending is Ending.CLOSED_HERE
+        return closed_here and self._silences[relay].timeout > self.settings.message_timeout
 
     def _open_stream(self, relay: str, cursor: int | None) -> AbstractAsyncContextManager[StreamSocket]:
         return open_stream(relay, cursor, self.max_bytes, self.user_agent, self.settings)

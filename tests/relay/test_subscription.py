@@ -321,6 +321,36 @@ async def test_a_connection_ends_although_the_relay_does_not_answer(settings: Co
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "again"),
+    [
+        pytest.param(b"", b"", id="nothing"),
+        pytest.param(b"", b"\x89\x00", id="pings only"),
+        pytest.param(b"\x82\x7e" + (20_000).to_bytes(2), b"x", id="one byte at a time"),
+        pytest.param(b"\x02\x01x", b"\x00\x00", id="a message without end"),
+    ],
+)
+async def test_relay_that_completes_no_message_is_replaced_by_the_next_one(first: bytes, again: bytes) -> None:
+    """Also if each of its connections lasts long enough to be stable, as with the settings of a daemon."""
+
+    async def send(connection: ServerConnection) -> None:
+        connection.transport.write(first)
+        while not connection.transport.is_closing():
+            connection.transport.write(again)
+            await asyncio.sleep(0.01)
+
+    async def send_message(connection: ServerConnection) -> None:
+        await connection.send(b"honest")
+        await connection.wait_closed()
+
+    cursors, settings = Cursors(5), replace(QUICK, message_timeout=0.1, stable_after=0)
+    async with relay_that(send) as hostile, relay_that(send_message) as honest, asyncio.timeout(20):
+        async with aclosing(subscription(hostile, honest, settings=settings).frames(cursors)) as frames:
+            assert await anext(frames) == b"honest"
+    assert cursors.asked == [hostile, hostile, honest]
+
+
+@pytest.mark.slow
 async def test_a_connection_that_ends_while_its_messages_are_processed_is_no_failure_of_the_relay() -> None:
     """The relay may not have waited, or its answer to a ping was not read in time."""
 
