@@ -344,9 +344,13 @@ async def test_relay_that_completes_no_message_is_replaced_by_the_next_one(first
         await connection.wait_closed()
 
     cursors, settings = Cursors(5), replace(QUICK, message_timeout=0.1, stable_after=0)
-    async with relay_that(send) as hostile, relay_that(send_message) as honest, asyncio.timeout(20):
-        async with aclosing(subscription(hostile, honest, settings=settings).frames(cursors)) as frames:
-            assert await anext(frames) == b"honest"
+    async with (
+        relay_that(send) as hostile,
+        relay_that(send_message) as honest,
+        asyncio.timeout(20),
+        aclosing(subscription(hostile, honest, settings=settings).frames(cursors)) as frames,
+    ):
+        assert await anext(frames) == b"honest"
     assert cursors.asked == [hostile, hostile, honest]
 
 
