@@ -146,6 +146,17 @@ def parse_lexicon(document: Any) -> Lexicon:
     return Lexicon(nsid, _text_of(document), typed, record, tuple(problems))
 
 
+def has_levels(document: Any, levels: int) -> bool:
+    """Return True if a decoded JSON document has this many levels of containers."""
+    containers = [document]
+    for _ in range(levels):
+        inner = [one.values() if isinstance(one, dict) else one for one in containers if isinstance(one, dict | list)]
+        if not inner:
+            return False
+        containers = [value for values in inner for value in values]
+    return True
+
+
 def record_fields(lexicon: Lexicon, known: Mapping[str, Lexicon]) -> tuple[RecordField, ...]:
     """Return the fields of a lexicon with a record type, in the order of the document.
 

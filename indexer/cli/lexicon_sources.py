@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import click
 
 from indexer.atproto.crypto import parse_did_key
-from indexer.atproto.lexicon import Lexicon, parse_lexicon, references
+from indexer.atproto.lexicon import Lexicon, has_levels, parse_lexicon, references
 from indexer.atproto.limits import Limits
 from indexer.atproto.record import decode_record
 from indexer.clients import make_did_resolver, make_pds_client, open_outbound_client
@@ -23,8 +23,14 @@ from indexer.sync.verify import verify_record
 COLLECTION = "com.atproto.lexicon.schema"
 MAX_FILE_BYTES = 1_048_576
 """Maximum size of a lexicon: a published one is a record."""
+MAX_LEVELS = 250
+"""Levels of a lexicon: a published one has no more. One that is read here must never be too deep for a later reader."""
 MAX_DEPENDENCIES = 100
 """Lexicons that one command fetches because others refer to them."""
+MAX_DEPENDENCY_BYTES = 1_048_576
+"""Maximum size of these lexicons together: each record type among them gets a view."""
+DEPENDENCY_SECONDS = 60.0
+"""Time to fetch them, however slowly the hosts of their authorities answer."""
 
 
 class SourcedLexicon(NamedTuple):
@@ -169,16 +175,27 @@ async def resolve_all(
     """
     found = {nsid: await resolver.resolve(nsid) for nsid in nsids}
     problems: dict[str, str] = {}
+    size, ends = 0, asyncio.get_running_loop().time() + DEPENDENCY_SECONDS
     for _ in range(MAX_DEPENDENCIES):
         missing = next(_missing(found, known, problems), None)
         if missing is None:
             break
         try:
-            found[missing] = await resolver.resolve(missing)
+            async with asyncio.timeout_at(ends):
+                one = await resolver.resolve(missing)
         except click.ClickException as error:
             problems[missing] = error.format_message()
         except UnavailableError as error:
             problems[missing] = str(error)
+        except TimeoutError:
+            problems[missing] = f"{missing}: not fetched, because the others took {DEPENDENCY_SECONDS:.0f} s"
+            break
+        else:
+            size += len(one.lexicon.text)
+            if size > MAX_DEPENDENCY_BYTES:
+                problems[missing] = f"{missing}: together with the others, it has over {MAX_DEPENDENCY_BYTES} bytes"
+                break
+            found[missing] = one
     return found, list(problems.values())
 
 
@@ -206,6 +223,8 @@ def _read_json(path: Path) -> Any:
 
 def _parse(document: Any, source: str) -> Lexicon:
     try:
+        if has_levels(document, MAX_LEVELS + 1):
+            raise ValueError(f"it has over {MAX_LEVELS} levels")  # noqa: TRY301
         return parse_lexicon(document)
     except ValueError as error:
         raise click.ClickException(f"{source} is not a lexicon: {error}") from None

@@ -151,8 +151,8 @@ async def _save(connection: Connection, lexicon: Lexicon, source: str, fields: l
         await connection.execute(_UPSERT, lexicon.nsid, lexicon.text, source, None, None)
         return
     text = json.dumps([field.to_json() for field in fields])
-    await connection.execute(_UPSERT, lexicon.nsid, lexicon.text, source, view_name(lexicon.nsid), text)
     with _dependents():
+        await connection.execute(_UPSERT, lexicon.nsid, lexicon.text, source, view_name(lexicon.nsid), text)
         await connection.execute(_CREATE_VIEW, lexicon.nsid)
 
 
@@ -163,13 +163,18 @@ async def _drop(connection: Connection, nsid: str) -> None:
 
 @contextmanager
 def _dependents() -> Iterator[None]:
-    """Raise `ViewInUseError` if objects of users prevent the change of a view."""
+    """Raise `ViewInUseError` if objects of users, or the view of another lexicon, prevent the change of a view.
+
+    Two long NSIDs of one authority may have the same view (`view_name`).
+    """
     try:
         yield
     except asyncpg.DependentObjectsStillExistError as error:
         raise ViewInUseError("; ".join((error.detail or str(error)).splitlines())) from error
     except asyncpg.DuplicateTableError as error:
         raise ViewInUseError(str(error)) from error
+    except asyncpg.UniqueViolationError as error:
+        raise ViewInUseError(f"the view of another lexicon has this name: {error.detail}") from error
 
 
 def _changed(before: StoredLexicon, lexicon: Lexicon, fields: list[ViewField]) -> bool:

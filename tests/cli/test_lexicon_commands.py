@@ -7,6 +7,7 @@ from typing import Any
 import asyncpg
 import pytest
 
+from indexer.atproto.lexicon import MAX_FIELDS, STRONG_REFERENCE
 from indexer.localnet.http_server import Fault
 from indexer.localnet.local_account import LocalAccount
 from indexer.localnet.local_network import LocalNetwork
@@ -120,6 +121,7 @@ BAD_FILES: dict[str, tuple[str | bytes, str]] = {
     "deep.json": ("[" * 100_000, "is not a lexicon: it is not JSON: "),
     "list.json": ("[]", "is not a lexicon: it has no field `lexicon`"),
     "type.json": (json.dumps(LIKE_DOCUMENT | {"lexicon": 3}), "version 3 of the lexicon language is unknown"),
+    "levels.json": ('{"lexicon": ' + 250 * "[" + 250 * "]" + "}", "is not a lexicon: it has over 250 levels"),
     "large.json": (" " * 1_048_577, "is not a lexicon: it has over 1048576 bytes"),
 }
 
@@ -148,7 +150,7 @@ def test_odd_files_of_a_directory_are_named_and_the_others_are_added(session: Se
     added = session("lexicon", "add", str(folder))
     assert (added.returncode, added.stdout) == (1, f'{LIKE}: added, view lexicon."{LIKE}"\n')
     *notices, error = added.stderr.splitlines()
-    assert error.startswith(f"indexer: files that were skipped: 7: {folder}/away.json cannot be read: No such file")
+    assert error.startswith(f"indexer: files that were skipped: 8: {folder}/away.json cannot be read: No such file")
     assert f"{folder}/one.json and {folder}/two.json are different lexicons of {REVIEW}" in error
     skipped = [*(problem for _, problem in BAD_FILES.values() if "`lexicon`" not in problem)]
     assert [problem for problem in skipped if problem not in error] == []
@@ -285,6 +287,23 @@ async def test_nsid_is_resolved_and_verified_with_the_lexicons_that_it_refers_to
     rows = await asyncio.to_thread(stored, session)
     assert rows[REVIEW]["source"] == f"at://{publisher.did}/{SCHEMA}/{REVIEW}"
     assert "kind" in rows[REVIEW]["columns"]
+
+
+async def test_lexicons_that_refer_to_others_without_end_are_bounded_in_bytes(
+    session: Session, publisher: LocalAccount
+) -> None:
+    """Each of them has a record type, and would get a view with a thousand columns."""
+    reference = {"type": "ref", "ref": STRONG_REFERENCE}
+    for number in range(5):
+        document = copy_of(LIKE_DOCUMENT) | {"id": f"com.example.n{number}", "description": 400_000 * "x"}
+        fields = {f"f{field}": reference for field in range(MAX_FIELDS - 1)}
+        properties_of(document).clear()
+        properties_of(document).update(fields | {"next": {"type": "ref", "ref": f"com.example.n{number + 1}"}})
+        publisher.create(SCHEMA, {"$type": SCHEMA} | document, rkey=document["id"])
+    result = await add(session, "com.example.n0")
+    assert result.returncode == 0
+    assert set(await asyncio.to_thread(stored, session)) == {"com.example.n0", "com.example.n1", "com.example.n2"}
+    assert "com.example.n3: together with the others, it has over 1048576 bytes" in result.stderr
 
 
 async def test_nsid_that_nobody_publishes_is_reported_in_one_line(

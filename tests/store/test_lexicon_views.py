@@ -81,6 +81,17 @@ async def test_views_of_users_are_never_dropped(reviews: Store, sql: asyncpg.Con
     assert await sql.fetchval(f"select own from {LIKES}") == 1
 
 
+async def test_two_lexicons_whose_views_would_have_one_name_are_refused(reviews: Store) -> None:
+    """An authority has found two long NSIDs with the same hash."""
+    authority = f"com.example.{50 * 'x'}"
+    first, second = (copy_of(LIKE_DOCUMENT) | {"id": f"{authority}.a{number}"} for number in (128_547, 139_186))
+    await reviews.add_lexicons(sourced(first))
+    before = await reviews.lexicons()
+    with pytest.raises(ViewInUseError, match=r"view of another lexicon has this name: .*_07fdd347\)"):
+        await reviews.add_lexicons(sourced(second, LIKE_DOCUMENT))
+    assert await reviews.lexicons() == before
+
+
 async def test_only_a_change_of_a_view_waits_for_its_readers_and_not_forever(database: str, reviews: Store) -> None:
     changed = copy_of(REVIEW_DOCUMENT)
     properties_of(changed)["new"] = {"type": "integer"}
