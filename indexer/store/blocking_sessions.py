@@ -16,6 +16,11 @@ import asyncpg
 
 from indexer.store.columns import Connection
 
+END_WHEN_STOPPED = "set local idle_in_transaction_session_timeout = '5s'"
+"""For a transaction of this program whose locks all its processes, or all consumers, wait for. Postgres ends it if the
+process is stopped in it, for example with SIGSTOP. The other transactions of a daemon end after a minute
+(`SERVER_SETTINGS`)."""
+
 # Consumers are neither superusers nor the role of the daemon: a backup may take hours. Nor may they create roles: from
 # Postgres 16 on, an administrator who is no superuser is a member of each role that they have created, without its
 # privileges. The age is hidden (null) from a role without the privileges of pg_read_all_stats.

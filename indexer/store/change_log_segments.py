@@ -14,6 +14,7 @@ from typing import Literal
 import asyncpg
 
 from indexer.crash_points import COMMITTED, crash_point
+from indexer.store.blocking_sessions import END_WHEN_STOPPED
 from indexer.store.columns import Connection
 
 SEGMENTS = 8
@@ -284,7 +285,7 @@ async def _truncate(connection: Connection, segment: int) -> Literal["truncated"
     """
     try:
         async with connection.transaction():
-            await connection.execute(f"set local lock_timeout = '{LOCK_TIMEOUT}'")
+            await connection.execute(f"set local lock_timeout = '{LOCK_TIMEOUT}'; {END_WHEN_STOPPED}")
             current = await connection.fetchval("select current_segment from indexer.change_log for update")
             tables = f"indexer.change_batch_{segment}, indexer.change_{segment}"
             await connection.execute(f"lock table {tables} in access exclusive mode")

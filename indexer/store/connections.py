@@ -36,7 +36,7 @@ SERVER_SETTINGS = {
     "application_name": "indexer",
     "jit": "off",  # compiling costs more than executing any of these statements
     "max_parallel_workers_per_gather": "0",  # reports are not urgent, and other processes need the cores
-    "idle_in_transaction_session_timeout": "300s",
+    "idle_in_transaction_session_timeout": "60s",  # a stopped process keeps its locks for so long
 }
 
 SMALL_BATCH_SETTINGS = SERVER_SETTINGS | {"plan_cache_mode": "force_generic_plan"}

@@ -76,10 +76,14 @@ class MigrationLocks:
     async def limited(self, connection: asyncpg.Connection, version: str | None) -> AsyncIterator[None]:
         """Limit the waits of the transaction, and note during the block for which sessions it waits.
 
+        Postgres ends the transaction a minute after this process was stopped, for example with SIGSTOP.
+
         Public views are locked if the upgrade from this version replaces them.
         """
         milliseconds = round(1000 * self._seconds)
-        await connection.execute(f"set local lock_timeout = {milliseconds}")
+        await connection.execute(
+            f"set local lock_timeout = {milliseconds}; set local idle_in_transaction_session_timeout = '60s'"
+        )
         pid = await connection.fetchval("select pg_backend_pid()")
         self._blocking = []
         observer = await connect(self._dsn)  # before the wait, which may be shorter than the time to connect

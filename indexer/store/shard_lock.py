@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import asyncpg
 
 from indexer.errors import PlacementChangedError
+from indexer.store.blocking_sessions import END_WHEN_STOPPED
 from indexer.store.columns import Connection
 from indexer.store.placement import load_placement
 from indexer.sync.shard import BUCKETS, Placement
@@ -26,7 +27,7 @@ SESSION_NAME = "indexer buckets "
 FEED = range(BUCKETS, BUCKETS + 1)
 """A number after all positions. Its owner is the process that serves the feed for clients of tap."""
 
-_ONE_AT_A_TIME = "lock table indexer.shard_owner in share row exclusive mode"
+_ONE_AT_A_TIME = f"{END_WHEN_STOPPED}; lock table indexer.shard_owner in share row exclusive mode"
 
 # A process ID may be used again, but not by a session with the same start. For sessions of other roles the start may be
 # hidden (null).
