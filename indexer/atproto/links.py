@@ -15,6 +15,9 @@ from indexer.atproto.syntax import AtUri, is_did, is_nsid
 
 MAX_LINKS = 100
 """Links of one record. Of more links, the first ones are kept, in the order of paths and targets."""
+MIN_LINKS, BYTES_OF_LINK = 4, 64
+"""Links of a record of any size, and the bytes of its JSON for each further one. A link takes about 500 bytes with its
+count and its index entries: with these limits, links take less than ten times the bytes of large records."""
 MAX_TARGET_CHARACTERS = 800
 """Characters of a target. Longer ones, which the specification allows, do not fit into an index of Postgres."""
 MAX_PATH_BYTES = 256
@@ -46,10 +49,12 @@ def links_of(json: str | None) -> tuple[RecordLink, ...]:
     if json is None or ("at://" not in json and '"did:' not in json):
         return ()
     found: dict[tuple[str, str], LinkKind] = {}
-    _collect("", orjson.loads(json), found)
-    if len(found) > 1:
-        return tuple([RecordLink(*key, found[key]) for key in sorted(found)[:MAX_LINKS]])
-    return tuple([RecordLink(*key, kind) for key, kind in found.items()])
+    value = orjson.loads(json)
+    _collect("", value, found)
+    limit = MIN_LINKS
+    if len(found) > limit:  # not the length of the text, which has spaces and long numbers if Postgres wrote it
+        limit = min(MAX_LINKS, limit + len(orjson.dumps(value)) // BYTES_OF_LINK)
+    return tuple([RecordLink(*key, found[key]) for key in sorted(found)[:limit]])
 
 
 def _collect(path: str, value: Any, found: dict[tuple[str, str], LinkKind]) -> None:

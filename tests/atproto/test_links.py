@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexer.atproto.links import MAX_LINKS, MAX_PATH_BYTES, MAX_TARGET_CHARACTERS, RecordLink, links_of
+from indexer.atproto.links import (
+    BYTES_OF_LINK,
+    MAX_LINKS,
+    MAX_PATH_BYTES,
+    MAX_TARGET_CHARACTERS,
+    MIN_LINKS,
+    RecordLink,
+    links_of,
+)
 from indexer.atproto.syntax import AtUri, is_did
 
 ALICE, BOB = "did:plc:aaaaaaaaaaaaaaaaaaaaaaaa", "did:web:bob.test"
@@ -64,8 +72,18 @@ def test_only_the_member_uri_beside_a_cid_is_a_strong_reference() -> None:
     assert found({"a": "at://alice.test/app.bsky.feed.post/3l"})[0][2] == "at-uri", "the authority may be a handle"
 
 
+def test_number_of_links_grows_with_the_bytes_of_the_record() -> None:
+    """Neither spaces nor long forms of numbers, as Postgres writes them, allow more links."""
+    for count in (MIN_LINKS, 20, 90):
+        value = {"a": [f"did:a:{number:02}" for number in range(count)], "b": [1e20]}
+        allowed = MIN_LINKS + len(orjson.dumps(value)) // BYTES_OF_LINK
+        assert len(found(value)) == min(count, allowed)
+        assert links_of(json.dumps(value, indent=9).replace("1e+20", "1" + "0" * 20)) == links_of(json.dumps(value))
+    assert len(found([f"did:web:{number}{'x' * BYTES_OF_LINK}" for number in range(MAX_LINKS)])) == MAX_LINKS
+
+
 def test_number_and_size_of_links_are_bounded() -> None:
-    assert len(found([f"did:web:{number}.test" for number in range(MAX_LINKS + 9)])) == MAX_LINKS
+    assert len(found([f"{POST}{number:064}" for number in range(MAX_LINKS + 9)])) == MAX_LINKS
     prefix = f"at://{ALICE}/app.test.a/"
     longest = prefix + "x" * (512 - len(prefix))
     assert found([longest]) == [("[]", longest, "at-uri")]

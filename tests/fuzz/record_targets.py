@@ -24,7 +24,15 @@ from indexer.atproto.cbor import (
 from indexer.atproto.cid import MAX_LINK_BYTES, cid_text, is_link, link_size, parse_cid
 from indexer.atproto.commit import decode_commit
 from indexer.atproto.limits import DEFAULT_LIMITS
-from indexer.atproto.links import MAX_LINKS, MAX_PATH_BYTES, MAX_TARGET_CHARACTERS, RecordLink, links_of
+from indexer.atproto.links import (
+    BYTES_OF_LINK,
+    MAX_LINKS,
+    MAX_PATH_BYTES,
+    MAX_TARGET_CHARACTERS,
+    MIN_LINKS,
+    RecordLink,
+    links_of,
+)
 from indexer.atproto.record import decode_record
 from indexer.errors import UnavailableError, UpstreamError
 from indexer.sync.verify import verify_record
@@ -195,7 +203,8 @@ class Links(FuzzTarget):
         value, found = json.loads(text), links_of(text)
         expected = sorted(_links("", value), key=lambda link: (link[:2], link.kind == "strong-ref"))
         by_place = {link[:2]: link for link in expected}  # a strong reference counts more
-        if found != tuple(list(by_place.values())[:MAX_LINKS]):
+        limit = min(MAX_LINKS, MIN_LINKS + len(orjson.dumps(value)) // BYTES_OF_LINK)
+        if found != tuple(list(by_place.values())[:limit]):
             raise DifferenceError(f"reference: {by_place}\nfound: {found}")
         if links_of(orjson.dumps(_reversed(value)).decode()) != found:
             raise DifferenceError(f"other links in another order: {found}")
@@ -203,7 +212,7 @@ class Links(FuzzTarget):
         for link in found:
             self.counts.add(kinds[link.kind])
         self.counts.add("none", not found)
-        self.counts.add("more than the limit", len(by_place) > MAX_LINKS)
+        self.counts.add("more than the limit", len(by_place) > limit)
 
 
 def _stored(data: bytes) -> str | None:
