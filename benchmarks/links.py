@@ -1,4 +1,4 @@
-"""Measure links: the count of a post with many likes, the backfill, and the cost of links when batches are written.
+"""Measure links: the count of a post with many likes, the backfill, and how far counts are behind written batches.
 
     python -m benchmarks.links [--likes 1000000]
 
@@ -21,19 +21,22 @@ import asyncpg
 
 from indexer.atproto.cid import cid_of
 from indexer.atproto.links import links_of
-from indexer.service.background.link_maintenance import FOLDED_DELTAS, LinkMaintenance
+from indexer.monitoring.conditions import Conditions
+from indexer.monitoring.metrics import Metrics
+from indexer.service.background.change_notifier import ChangeNotifier
+from indexer.service.background.link_reader import LinkReader
 from indexer.store import Store, embedded
+from indexer.store.link_session import LinkSession
 from indexer.store.migrate import migrate
 from indexer.sync.plans import Batch, RecordChange, RepoWrite
 from indexer.sync.repo_state import Head, Repo, SyncStatus
-from indexer.sync.shard import Shard
 
 LIKES_PER_REPO = 20
 COMMITS_PER_BATCH = 500
 BATCHES = 60
 QUERIES = 200
+LAG_BATCHES, LAG_COMMITS, COMMITS_PER_SECOND = 400, 25, 1_000
 RECOUNTED_REPOS = 100
-SHARD = Shard(0, 1)
 LIKE, PATH = "app.bsky.feed.like", ".subject.uri"
 AUTHOR = "did:plc:aaaaaaaaaaaaaaaaaaaaaaaa"
 POST = f"at://{AUTHOR}/app.bsky.feed.post/3laaaaaaaaa22"
@@ -60,22 +63,18 @@ LIKERS = """
 """
 PARTS = {
     "the row of the count": """
-        select count from indexer.link_count where target = $1 and collection = $2 and path = $3
+        select count from indexer.target_count where target = $1 and collection = $2 and path = $3
             and bucket = indexer.bucket_of($1)
     """,
-    "the open deltas": """
-        select sum(delta) from indexer.link_delta where bucket = indexer.bucket_of($1) and target = $1
-            and collection = $2 and path = $3
-    """,
     "one repo that was just hidden": """
-        select count(*) from indexer.link l
+        select count(*) from indexer.record_link l
         where target = $1 and collection = $2 and path = $3 and not counted
-            and (did, bucket) = (select did, bucket from indexer.link_recount limit 1)
+            and (did, bucket) = (select did, bucket from indexer.links_to_recount limit 1)
     """,
 }
 """The statements of `atproto.link_count`."""
 VIEWER = "select rkey from atproto.links where target = $1 and collection = $2 and path = $3 and did = $4"
-TABLES = ("record", "link", "link_count", "link_delta")
+TABLES = ("record", "record_link", "target_count")
 
 
 async def main() -> None:
@@ -90,10 +89,13 @@ async def main() -> None:
             store = await Store.open(dsn)
             try:
                 await generate(connection, likes)
-                await measure_batches(store, "off", range(BATCHES))
-                await measure_backfill(store, connection)
-                await measure_queries(connection)
-                await measure_batches(store, "on", range(BATCHES, 2 * BATCHES))
+                await measure_batches(store, range(BATCHES))
+                async with store.link_session() as session:
+                    await session.lock.claim()
+                    await measure_backfill(session, connection)
+                    await measure_queries(connection, session)
+                    await measure_batches(store, range(BATCHES, 2 * BATCHES), session)
+                await measure_lag(store, connection)
                 measure_extraction()
                 await print_sizes(connection)
             finally:
@@ -110,23 +112,21 @@ async def generate(connection: asyncpg.Connection, likes: int) -> None:
     print(f"{likes:,} likes of one post inserted in {perf_counter() - began:.0f} s")
 
 
-async def measure_backfill(store: Store, connection: asyncpg.Connection) -> None:
+async def measure_backfill(session: LinkSession, connection: asyncpg.Connection) -> None:
     """Turn links on, and add those of the stored records."""
-    owned = asyncio.Event()
-    owned.set()
-    maintenance = LinkMaintenance(store, SHARD, owned, wanted=True)
+    await session.begin()
     began, cpu = perf_counter(), process_time()
-    while not (await store.link_state(SHARD.buckets)).done:
-        await maintenance.run_once()
+    while await LinkReader.turn(session):
+        pass
     seconds, used = perf_counter() - began, process_time() - cpu
-    links = await connection.fetchval("select count(*) from indexer.link")
+    links = await connection.fetchval("select count(*) from indexer.record_link")
     rate = f"{links / seconds:,.0f}/s, {1e6 * used / links:.0f} µs of CPU per link in this process"
     print(f"backfill of {links:,} links in {seconds:.0f} s: {rate}")
 
 
-async def measure_queries(connection: asyncpg.Connection) -> None:
-    """Measure the count and two lists, also while deltas are open and repos are recounted."""
-    await connection.execute("vacuum analyze indexer.link, indexer.link_count, indexer.link_delta")
+async def measure_queries(connection: asyncpg.Connection, session: LinkSession) -> None:
+    """Measure the count and two lists, also while repos are recounted."""
+    await connection.execute("vacuum analyze indexer.record_link, indexer.target_count")
     target = (POST, LIKE, PATH)
     viewer = await connection.fetchval("select did from indexer.repo where did <> $1 limit 1", AUTHOR)
     await measure("link_count", lambda: connection.fetchval(COUNT, *target))
@@ -136,6 +136,8 @@ async def measure_queries(connection: asyncpg.Connection) -> None:
     await measure("the likes of one account", lambda: connection.fetch(VIEWER, *target, viewer))
     hidden = await connection.fetch(f"select did from indexer.repo limit {RECOUNTED_REPOS}")
     await connection.executemany("select atproto.request_takedown($1, true)", [tuple(row) for row in hidden])
+    while await session.read_changes():
+        pass
     await measure(f"link_count, {RECOUNTED_REPOS} repos just hidden", lambda: connection.fetchval(COUNT, *target))
     await print_plans(connection, target)
     await measure("without link_count: count(*)", lambda: connection.fetchval(COUNT_ALL, *target), 5)
@@ -162,33 +164,60 @@ async def measure(name: str, query: Callable[[], Awaitable[object]], times: int 
     print(f"{name:44} {1000 / median:8,.0f}/s  median {median:8.2f} ms  maximum {max(durations):8.2f} ms")
 
 
-async def measure_batches(store: Store, name: str, numbers: range) -> None:
-    """Write batches of commits that each like the same post; print the median of µs per commit."""
-    durations, cpu = [], process_time()
+async def measure_batches(store: Store, numbers: range, session: LinkSession | None = None) -> None:
+    """Write batches of commits that each like the same post; then follow them, if links are kept."""
+    durations = []
     for number in numbers:
-        batch = like_batch(number, links=bool(store.keeps_links))
+        batch = like_batch(number)
         began = perf_counter()
         await store.write(batch)
         durations.append(1e6 * (perf_counter() - began) / COMMITS_PER_BATCH)
-        if store.keeps_links and number % 10 == 0:
-            while await store.fold_link_deltas(SHARD.buckets, FOLDED_DELTAS):
-                pass
-    median = statistics.median(durations)
-    used = 1e6 * (process_time() - cpu) / (len(numbers) * COMMITS_PER_BATCH)
-    print(f"batches with links {name}: {median:.0f} µs per commit, {used:.0f} µs of CPU in this process")
+    print(f"batches: {statistics.median(durations):.0f} µs per commit")
+    if session is not None:
+        began, cpu = perf_counter(), process_time()
+        while await LinkReader.turn(session):
+            pass
+        links = len(numbers) * COMMITS_PER_BATCH
+        seconds, used = perf_counter() - began, process_time() - cpu
+        print(f"links of these: {links / seconds:,.0f}/s, {1e6 * used / links:.0f} µs of CPU per link in this process")
 
 
-def like_batch(number: int, *, links: bool) -> Batch:
-    """Return a batch in which each of 500 new repos likes the post."""
+async def measure_lag(store: Store, connection: asyncpg.Connection) -> None:
+    """Write 1,000 likes per second; measure how long after each batch the count contains it."""
+    notifier = ChangeNotifier(store, Metrics(), Conditions())
+    tasks = [asyncio.create_task(run) for run in (LinkReader(store, wanted=True).run(), notifier.run())]
+    lags = []
+    await asyncio.sleep(2)
+    due = perf_counter()
+    for number in range(2 * BATCHES, 2 * BATCHES + LAG_BATCHES):
+        due += LAG_COMMITS / COMMITS_PER_SECOND
+        await asyncio.sleep(due - perf_counter())
+        before = await connection.fetchval("select atproto.latest_seq()")
+        await store.write(like_batch(number, LAG_COMMITS))
+        began = perf_counter()
+        while await connection.fetchval("select seq from atproto.link_progress") < before + LAG_COMMITS:
+            pass
+        lags.append(1000 * (perf_counter() - began))
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    lags.sort()
+    found = (
+        f"median {statistics.median(lags):.0f} ms, p99 {lags[len(lags) * 99 // 100]:.0f} ms, maximum {lags[-1]:.0f} ms"
+    )
+    print(f"counts are behind at {COMMITS_PER_SECOND:,} commits/s: {found}")
+
+
+def like_batch(number: int, commits: int = COMMITS_PER_BATCH) -> Batch:
+    """Return a batch in which each of so many new repos likes the post."""
     writes = []
-    for index in range(COMMITS_PER_BATCH):
+    for index in range(commits):
         head = Head(REV, cid_of(b"data"), cid_of(b"commit"))
         repo = Repo(
             f"did:plc:new{number}x{index}", 1, SyncStatus.SYNCHRONIZED, sync_reason=None, head=head, synchronized_at=1.0
         )
         text = json.dumps({"$type": LIKE, "subject": {"uri": POST, "cid": CID}, "createdAt": "2026-01-01T00:00:00Z"})
-        found = links_of(text) if links else None
-        change = RecordChange("create", LIKE, REV, REV, cid_of(text.encode()), text, links=found)
+        change = RecordChange("create", LIKE, REV, REV, cid_of(text.encode()), text)
         writes.append(RepoWrite(0, repo, (change,)))
     return Batch(tuple(writes))
 
@@ -208,7 +237,7 @@ def measure_extraction() -> None:
 
 async def print_sizes(connection: asyncpg.Connection) -> None:
     """Print the sizes of the tables with their indexes."""
-    links = await connection.fetchval("select count(*) from indexer.link")
+    links = await connection.fetchval("select count(*) from indexer.record_link")
     for table in TABLES:
         [(heap, indexes)] = await connection.fetch(
             f"select pg_table_size('indexer.{table}'), pg_indexes_size('indexer.{table}')"

@@ -45,7 +45,7 @@ from indexer.service.background.change_notifier import ChangeNotifier
 from indexer.service.background.change_numbering import ChangeNumbering
 from indexer.service.background.handle_checks import HandleChecks
 from indexer.service.background.identity_refresh import IdentityRefresh
-from indexer.service.background.link_maintenance import LinkMaintenance
+from indexer.service.background.link_reader import LinkReader
 from indexer.service.background.shard_ownership import ShardOwnership
 from indexer.service.crawl.reconcile import Reconciliation
 from indexer.service.current_scope import CurrentScope
@@ -297,9 +297,7 @@ class Daemon:
         self.scope_stages = DaemonScope(
             shard, self.store, outbound, self.metrics, self.scope, self._repo_list_sources, self._reconciled_at, tuning
         )
-        self.links = LinkMaintenance(
-            self.store, shard, self.shard_ownership.owned, wanted=settings.links, interval=tuning.links_interval
-        )
+        self.links = LinkReader(self.store, wanted=settings.links)
         self.change_log_retention = ChangeLogRetention(
             self.store,
             RetentionPolicy(settings.change_retention, settings.change_bytes, settings.consumer_lag_limit),

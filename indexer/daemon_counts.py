@@ -52,5 +52,4 @@ class DaemonCounts:
         counts = await self._store.counts(since)
         self.newest.set(counts, since, now)
         self._metrics.repos(counts.statuses, counts.reasons, counts.queued, counts.incomplete)
-        links = link_status(counts.links, now)
-        self._metrics.links(links.progress, links.open_deltas)
+        self._metrics.links(link_status(counts.links, now).progress)

@@ -45,7 +45,6 @@ class Tuning:
         untracking_retry: Until repos are looked at again that were not complete.
         erasure_interval: Between two searches for accounts to erase.
         identity_refresh_interval: Between two batches of refreshes.
-        links_interval: Between two looks for work on links.
         count_interval: Between two counts of the repos, at least.
         max_count_share: The share of the time that counting them may take.
         host_save_interval: Between two saves of the states of hosts, so that pauses survive a restart.
@@ -76,7 +75,6 @@ class Tuning:
     untracking_retry: float = scope_untracking.RETRY_SECONDS
     erasure_interval: float = 60.0
     identity_refresh_interval: float = 10.0
-    links_interval: float = 1.0
     count_interval: float = 10.0
     max_count_share: float = 0.01
     host_save_interval: float = 5.0

@@ -370,7 +370,6 @@ class Settings(BaseSettings):
             store_values=self.store_values,
             lenient=self.inversion == "lenient",
             deletion_grace=self.deletion_grace,
-            links=self.links,
         )
 
 

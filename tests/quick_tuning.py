@@ -24,7 +24,6 @@ QUICK = Tuning(
     untracking_batch=3,
     untracking_retry=0.5,
     erasure_interval=0.1,
-    links_interval=0.1,
     count_interval=0.2,
     max_count_share=1.0,
     host_save_interval=0.2,

@@ -127,9 +127,9 @@ export interface LinkProgress {
   /** off: no links are kept, or they are outdated; backfill: links of stored records are added; complete: all
    * links are stored. */
   state: string;
-  /** Buckets whose backfill is complete. */
+  /** 256 if the backfill is complete, otherwise 0. */
   buckets_done: number;
-  /** Buckets whose links are kept: 256 if all processes keep links. */
+  /** 256 if links are kept, otherwise 0. */
   buckets: number;
   /** Repos whose links were added by the backfill. */
   repos_done: Int8;
@@ -137,6 +137,10 @@ export interface LinkProgress {
   enabled_at: Date | null;
   /** When the backfill was completed; null if it is not complete. */
   completed_at: Date | null;
+  /** The number of the last change that atproto.links and atproto.link_count contain. Null if links are off. If
+   * it equals atproto.latest_seq() in the same snapshot, they are exactly those of the records of the snapshot.
+   * Otherwise, a record that has changed again may be shown as it is later. */
+  seq: Int8 | null;
 }
 
 /** The AT-URIs and DIDs in the values of records of visible repos: a row for each record, path and target. Empty

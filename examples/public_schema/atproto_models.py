@@ -159,15 +159,19 @@ class LinkProgress(PublicView):
     """off: no links are kept, or they are outdated; backfill: links of stored records are added; complete: all
     links are stored."""
     buckets_done: Mapped[int] = mapped_column(Integer)
-    """Buckets whose backfill is complete."""
+    """256 if the backfill is complete, otherwise 0."""
     buckets: Mapped[int] = mapped_column(Integer)
-    """Buckets whose links are kept: 256 if all processes keep links."""
+    """256 if links are kept, otherwise 0."""
     repos_done: Mapped[int] = mapped_column(BigInteger)
     """Repos whose links were added by the backfill."""
     enabled_at: Mapped[datetime | None] = mapped_column(DateTime(timezone=True))
     """When INDEXER_LINKS was turned on; null if it is off."""
     completed_at: Mapped[datetime | None] = mapped_column(DateTime(timezone=True))
     """When the backfill was completed; null if it is not complete."""
+    seq: Mapped[int | None] = mapped_column(BigInteger)
+    """The number of the last change that atproto.links and atproto.link_count contain. Null if links are off. If it
+    equals atproto.latest_seq() in the same snapshot, they are exactly those of the records of the snapshot.
+    Otherwise, a record that has changed again may be shown as it is later."""
 
 
 class Link(PublicView):

@@ -144,10 +144,6 @@ def _links(links: LinkStatus) -> str:
     if links.state == "backfill":
         left = "unknown" if links.seconds_left is None else duration_text(links.seconds_left)
         parts = [f"backfill: about {links.progress or 0.0:.1%} of the repos", f"time left: {left}"]
-    if links.state == "outdated":
-        parts = ["outdated: turn INDEXER_LINKS off for all processes, then on again"]
-    if links.open_deltas:
-        parts.append(f"changes of counts not added yet: {links.open_deltas:,}")
     if links.open_recounts:
         parts.append(f"repos to recount: {links.open_recounts:,}")
     return "; ".join(parts)

@@ -290,8 +290,8 @@ LOG_EVENTS: dict[str, LogEvent] = {
     "links.backfilled": LogEvent(
         ("info",),
         ("repos", "links", "seconds"),
-        "The links of all stored records of the shard are stored.",
-        "Nothing; atproto.link_count answers when this holds for all shards.",
+        "The links of all stored records are stored.",
+        "Nothing; atproto.link_count answers from now on.",
     ),
     "links.backfilling": LogEvent(
         ("info",),
@@ -301,15 +301,15 @@ LOG_EVENTS: dict[str, LogEvent] = {
     ),
     "links.off": LogEvent(
         ("warning",),
-        ("removed",),
-        "INDEXER_LINKS was turned off, and links of this shard are not kept any more.",
-        "All links are removed as soon as every process has it off. To turn it on again begins a new backfill.",
-    ),
-    "links.outdated": LogEvent(
-        ("error",),
         (),
-        "Links of this shard are outdated, because INDEXER_LINKS was off for this process and on for others.",
-        "No links are kept for this shard. Turn INDEXER_LINKS off for all processes of the database, then on again.",
+        "INDEXER_LINKS was turned off, and all links were removed.",
+        "Nothing. To turn it on again begins a new backfill.",
+    ),
+    "links.position-lost": LogEvent(
+        ("warning",),
+        ("consumer", "seq", "error"),
+        "The links were too far behind the change log, or their consumer was removed, so changes may be missing.",
+        "All links are removed, and a new backfill begins; until it is complete, atproto.link_count returns null.",
     ),
     "message.refused": LogEvent(
         ("debug",),

@@ -448,12 +448,6 @@ _LINKS = (
         "Estimated share of the repos whose links are stored, 0 to 1; 1 also if no links are kept.",
         "It is below 1 and does not grow for an hour.",
     ),
-    MetricDefinition(
-        "indexer_links_open_deltas",
-        "gauge",
-        "Changes of counts of links that are not added to the counts yet. At most 100,000 are counted.",
-        "It grows for hours: `atproto.link_count` reads all of them.",
-    ),
 )
 
 METRIC_GROUPS = {

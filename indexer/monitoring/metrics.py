@@ -234,7 +234,6 @@ class Metrics:
     def _add_link_metrics(self) -> None:
         self._links_progress = self._gauge("indexer_links_progress_ratio")
         self._links_progress.set(1.0)
-        self._links_open_deltas = self._gauge("indexer_links_open_deltas")
 
     def _definition(self, name: str) -> MetricDefinition:
         self._registered.add(name)
@@ -353,10 +352,9 @@ class Metrics:
         self._resync_queue.set(resync_queue)
         self._scope_incomplete.set(incomplete)
 
-    def links(self, progress: float | None, open_deltas: int) -> None:
-        """Set the progress of the backfill of links, None if none are kept, and the number of open deltas."""
+    def links(self, progress: float | None) -> None:
+        """Set the progress of the backfill of links; None if none are kept."""
         self._links_progress.set(1.0 if progress is None else progress)
-        self._links_open_deltas.set(open_deltas)
 
     def change_log(self, size: int, following: Sequence[ConsumerLag], *, cut_off: int) -> None:
         """Set the state of the change log.

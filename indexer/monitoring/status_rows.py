@@ -49,19 +49,17 @@ class LinkStatus:
     """The links of all shards.
 
     Attributes:
-        state: `off`, `backfill`, `complete`, or `outdated`: some processes keep links and others were turned off.
+        state: `off`, `backfill`, or `complete`.
         progress: Estimated share of the repos whose links are stored; None if no links are kept.
         repos_done: Repos that the backfill has visited.
         seconds_left: Time for the rest of the backfill, at the mean rate since it began; None if it is unknown.
-        open_deltas: Changes of counts that are not added to the counts yet. At most 100,000 are counted.
-        open_recounts: Changes of the visibility of repos whose links are not recounted yet, at most 100,000.
+        open_recounts: Repos whose visibility changed and whose links are not recounted yet, at most 100,000.
     """
 
     state: LinkProgressState
     progress: float | None
     repos_done: int
     seconds_left: float | None
-    open_deltas: int
     open_recounts: int
 
 
@@ -90,9 +88,8 @@ def link_status(links: LinkProgress, now: float) -> LinkStatus:
         left = max(0.0, now - links.enabled_at) * (1 - links.progress) / links.progress
     return LinkStatus(
         state=links.state,
-        progress=links.progress if links.state in {"backfill", "complete"} else None,
+        progress=None if links.state == "off" else links.progress,
         repos_done=links.repos_done,
         seconds_left=left,
-        open_deltas=links.open_deltas,
         open_recounts=links.open_recounts,
     )

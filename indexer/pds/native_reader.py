@@ -176,7 +176,7 @@ class ProvenExport:
         converter = RecordConverter(policy, self._head.rev, source_bytes)
         records = self._proof.records(list(policy.scope.collections.patterns))
         reference = ConvertedRecords(_entries(records), self.block_of, converter)
-        if policy.links or not policy.store_values:
+        if not policy.store_values:
             return reference
         return _NativeNewRecords(records, reference, converter)
 

@@ -11,9 +11,7 @@ from indexer.store.dead_letters import DeadLetterGoneError, StoredDeadLetter
 from indexer.store.erase_records import ErasedBatch
 from indexer.store.lexicon_indexes import LexiconIndex, UnknownColumnError
 from indexer.store.lexicon_rows import AddedLexicon, AddedState, StoredLexicon, ViewInUseError
-from indexer.store.link_backfill import FIRST_PATH, LinkState, RecordPath
 from indexer.store.link_progress import LinkProgress, LinkProgressState
-from indexer.store.link_rows import RecountPosition
 from indexer.store.new_repos_transaction import NewReposTransaction
 from indexer.store.report_queries import Counts
 from indexer.store.resync_transaction import ResyncTransaction
@@ -23,7 +21,6 @@ from indexer.store.status_queries import DeliveryState, RejectionSummary
 from indexer.store.store import Store
 
 __all__ = [
-    "FIRST_PATH",
     "RESERVED_CONNECTIONS",
     "AddedLexicon",
     "AddedState",
@@ -41,14 +38,11 @@ __all__ = [
     "LexiconIndex",
     "LinkProgress",
     "LinkProgressState",
-    "LinkState",
     "NarrowedPage",
     "NewRepoRecords",
     "NewReposTransaction",
-    "RecordPath",
     "RecordRow",
     "RecordsExistError",
-    "RecountPosition",
     "RejectionSummary",
     "ResyncTransaction",
     "RetentionPolicy",

@@ -31,7 +31,6 @@ from indexer.store.columns import (
 )
 from indexer.store.copy_records import create_records, record_rows
 from indexer.store.identities import is_postponed
-from indexer.store.link_rows import keeps_links, replace_links, request_recounts
 from indexer.store.placement import shard_of
 from indexer.sync.changes import (
     RecordKey,
@@ -206,9 +205,7 @@ class WrittenRecords(NamedTuple):
     as_planned: bool
 
 
-async def apply(
-    connection: Connection, batch: Batch, *, links: bool | None = None, shards: int = 1, buffers_empty: bool = False
-) -> AppliedBatch:
+async def apply(connection: Connection, batch: Batch, *, shards: int = 1, buffers_empty: bool = False) -> AppliedBatch:
     """Write the batch within the open transaction.
 
     A write is skipped, together with the dead letters of its DID, if the row of the repo is no longer at the version
@@ -217,7 +214,6 @@ async def apply(
     Args:
         connection: The connection.
         batch: The batch.
-        links: Links are kept. None: ask the database, after the rows are locked and only if links may change.
         shards: The number of shards of each table, if it is a distributed database.
         buffers_empty: No event is buffered for a repo at its expected version.
     """
@@ -227,8 +223,6 @@ async def apply(
     changes = [(write.repo.did, change) for write in writes for change in write.changes]
     unproven = frozenset([write.repo.did for write in writes if write.repo.unproven_since is not None])
     written = await write_records(connection, changes, unproven)
-    if links is not False:
-        await _write_links(connection, writes, before, changes, written.existed, links=links)
     if not written.as_planned:
         writes = [_as_it_happened(write, written.existed) for write in writes]
     await log_changes(
@@ -246,29 +240,6 @@ async def apply(
     if batch.cursor is not None and not skipped:
         await connection.execute(SAVE_CURSOR, *cursor_values(batch.cursor))
     return AppliedBatch(skipped, Counter([change.action for write in writes for change in write.changes]))
-
-
-async def _write_links(
-    connection: Connection,
-    writes: Sequence[RepoWrite],
-    before: Mapping[str, RepoVisibility | None],
-    changes: Sequence[tuple[str, RecordChange]],
-    stored: set[RecordKey],
-    *,
-    links: bool | None,
-) -> None:
-    """Write the links of the records, and let those of repos be recounted whose visibility changed."""
-    changed = [
-        write.repo.did
-        for write in writes
-        if (known := before[write.repo.did]) is not None and write.repo.visible != known.visible
-    ]
-    if not changes and not changed:
-        return
-    if links or await keeps_links(connection, [write.repo.did for write in writes]):
-        is_visible = {write.repo.did: write.repo.visible for write in writes}
-        await replace_links(connection, changes, stored, is_visible.__getitem__)
-        await request_recounts(connection, changed)
 
 
 def _as_it_happened(write: RepoWrite, stored: set[RecordKey]) -> RepoWrite:

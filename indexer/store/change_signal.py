@@ -71,6 +71,13 @@ class ChangeSignal:
         self._changed.set()
 
 
+async def listen_on(connection: asyncpg.Connection) -> ChangeSignal:
+    """Listen for changes on this connection until it is closed."""
+    signal = ChangeSignal(connection)
+    await connection.add_listener(CHANNEL, signal.notify)
+    return signal
+
+
 @asynccontextmanager
 async def listen(dsn: str) -> AsyncIterator[ChangeSignal]:
     """Listen for changes on a connection of its own during the block."""
@@ -78,8 +85,6 @@ async def listen(dsn: str) -> AsyncIterator[ChangeSignal]:
         dsn, timeout=CONNECT_TIMEOUT, server_settings={"application_name": "indexer feed"}
     )
     try:
-        signal = ChangeSignal(connection)
-        await connection.add_listener(CHANNEL, signal.notify)
-        yield signal
+        yield await listen_on(connection)
     finally:
         connection.terminate()

@@ -40,7 +40,7 @@ def record_rows(changes: Iterable[tuple[str, RecordChange]]) -> list[tuple[Any, 
     """Return the rows of records, each given with its DID, in the order of `RECORD_COLUMNS`."""
     return [
         (did, collection, rkey, bucket_of(did), cid, rev, value, problem, original)
-        for did, (_, collection, rkey, rev, cid, value, problem, original, _) in changes
+        for did, (_, collection, rkey, rev, cid, value, problem, original) in changes
     ]
 
 

@@ -25,7 +25,8 @@ FIRST = "resync_queue"
 Its shards are cut while they are small. The other tables are then distributed in the same way, with their rows.
 """
 DISTRIBUTED = (
-    FIRST, "repo", "identity", "buffered_event", "record", "link", "link_count", "link_delta", "link_recount",
+    FIRST, "repo", "identity", "buffered_event", "record", "record_link", "target_count",
+    "links_to_recount", "link", "link_count", "link_delta", "link_recount",
 )  # fmt: skip
 """The distributed tables. Each one has a column `bucket`, by which it is distributed."""
 METADATA = "distribution"

@@ -8,7 +8,6 @@ from indexer.errors import BrokenInvariantError
 from indexer.store.apply_batch import apply
 from indexer.store.change_log import log_changes
 from indexer.store.columns import Connection, repo_columns, repo_of
-from indexer.store.link_rows import delete_links, keeps_links
 from indexer.sync.changes import ChangeLogEntry
 from indexer.sync.plans import Batch, RepoWrite
 from indexer.sync.repo_state import TOMBSTONED
@@ -87,8 +86,6 @@ async def erase_batch(
         return ErasedBatch(did, 0, finished=False)
     repo = repo_of(row)
     erased = await connection.fetch(_ERASE, did, bucket_of(did), BATCH_SIZE)
-    if erased and await keeps_links(connection, [did]):
-        await delete_links(connection, [(did, name, rkey) for name, rkey in erased])
     finished = len(erased) < BATCH_SIZE
     after = erase(repo)._replace(erase_at=None if finished else repo.erase_at)
     if (await apply(connection, Batch((RepoWrite(repo.version, after),)))).skipped:

@@ -3,19 +3,20 @@
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
-from indexer.store import change_signal, feed_page, feed_rows
+from indexer.store import change_signal, feed_page, feed_rows, link_session
 from indexer.store.change_signal import ChangeSignal
 from indexer.store.connections import SERVER_SETTINGS, Connections
 from indexer.store.database_errors import database_errors
 from indexer.store.feed_page import FeedPage, LoggedBatch
 from indexer.store.feed_rows import CountedTable, FeedSession
+from indexer.store.link_session import LinkSession
 from indexer.store.numbering import NumberingSession
-from indexer.store.shard_lock import FEED, open_lock
+from indexer.store.shard_lock import FEED, LINKS, open_lock
 from indexer.sync.feed_delivery import LoggedChange, RefusedEvent, SetAside, StoredAccount
 
 
 class FeedMethods(Connections):
-    """The change log and its records, as the feeds read them, and the numbering of changes after their commit."""
+    """The change log and its records, as the feeds and links read them, and the numbering of changes after commits."""
 
     @asynccontextmanager
     async def numbering_session(self) -> AsyncIterator[NumberingSession]:
@@ -36,6 +37,20 @@ class FeedMethods(Connections):
             open_lock(connection, FEED, self.placement) as lock,
         ):
             yield FeedSession(connection, lock)
+
+    @asynccontextmanager
+    async def link_session(self) -> AsyncIterator[LinkSession]:
+        """Open the session of links, on a connection of its own. It does not own the links yet."""
+        async with (
+            self._own_connection(SERVER_SETTINGS | {"application_name": "indexer links"}) as connection,
+            open_lock(connection, LINKS, self.placement) as lock,
+        ):
+            yield LinkSession(connection, lock, await change_signal.listen_on(connection))
+
+    async def links_are_kept(self) -> bool:
+        """Return True if links are stored, or were turned on."""
+        async with self._connection() as connection:
+            return await link_session.links_are_kept(connection)
 
     async def feed_is_cut_off(self) -> bool | None:
         """Return True if the consumer of the feed was disconnected; None if it is not registered."""

@@ -18,7 +18,7 @@ MAX_LOCK_SECONDS = 64.0
 MAX_PAUSE_SECONDS = 10.0
 """Longest time until a migration that got no lock is repeated."""
 WATCH_SECONDS = 0.5
-LATEST_VIEWS = "0030"
+LATEST_VIEWS = "0042"
 """The last migration that replaces public views."""
 
 # A query has locked its view when it waits for a table. If a migration changes the table first, and replaces the view

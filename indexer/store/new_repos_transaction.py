@@ -12,7 +12,6 @@ from indexer.store.apply_batch import apply
 from indexer.store.columns import Connection, buckets_of, of_buckets, repo_columns, repo_of
 from indexer.store.copy_records import NewRepoRecords, copy_chunks
 from indexer.store.database_errors import database_errors, refused_writes
-from indexer.store.link_rows import keeps_links
 from indexer.sync.plans import Batch
 from indexer.sync.repo_state import Repo, SyncStatus
 
@@ -47,13 +46,11 @@ class NewReposTransaction:
     async def eligible(self, claimed: Sequence[Repo]) -> dict[str, Repo]:
         """Return the present rows of those repos that this transaction can write, by DID.
 
-        A claim of them holds, no record of them is stored, no event is buffered for them, and no links are kept. Of two
-        attempts of one repo, the row has the lease of the one that holds the claim.
+        A claim of them holds, no record of them is stored, and no event is buffered for them. Of two attempts of one
+        repo, the row has the lease of the one that holds the claim.
         """
         dids = sorted(repo.did for repo in claimed)
         with database_errors():
-            if await keeps_links(self._connection, dids):
-                return {}
             rows = await self._connection.fetch(ELIGIBLE, buckets_of(dids), dids)
         claims = {(repo.did, repo.lease) for repo in claimed}
         repos = [repo_of(row) for row in rows if not row["stored"]]
@@ -75,7 +72,7 @@ class NewReposTransaction:
         with refused_writes(), database_errors():
             if await scope_row.holds(self._connection, self._scope_version):
                 # `eligible` returned no repo with buffered events, and each row is written only at that version.
-                applied = await apply(self._connection, batch, links=False, buffers_empty=True)
+                applied = await apply(self._connection, batch, buffers_empty=True)
                 self.finished = not applied.skipped
                 crash_point("new-repos.finished")
         return self.finished

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import AsyncIterable, AsyncIterator, Sequence
-from collections.abc import Set as AbstractSet
 
 from asyncpg import Record as Row
 
@@ -16,8 +15,7 @@ from indexer.store.columns import Connection, repo_columns, repo_of
 from indexer.store.consistent_read import in_chunks
 from indexer.store.copy_records import NewRepoRecords, copy_chunks
 from indexer.store.database_errors import database_errors, refused_writes
-from indexer.store.link_rows import keeps_links, replace_links, request_recounts
-from indexer.sync.changes import RecordKey, effective_changes, record_entries
+from indexer.sync.changes import effective_changes, record_entries
 from indexer.sync.export import RecordChunk
 from indexer.sync.plans import Action, Batch, BufferedEvent, RecordChange
 from indexer.sync.repo_state import Repo, SyncStatus
@@ -78,7 +76,6 @@ class ResyncTransaction:
         self._scope_version = scope_version
         self._key = (claimed.did, bucket_of(claimed.did))
         self._last_buffered = 0
-        self._links: bool | None = None
         self.finished = False
 
     async def stores_records(self) -> bool:
@@ -98,8 +95,6 @@ class ResyncTransaction:
         """
         with refused_writes(), database_errors():
             await copy_chunks(self.connection, [NewRepoRecords(self._claimed.did, chunk)])
-            if await self._keeps_links():
-                await self._write_links(chunk.changes(), frozenset())
         crash_point("resync.copied")
 
     async def stored(self) -> AsyncIterator[list[tuple[bytes, bytes]]]:
@@ -145,22 +140,7 @@ class ResyncTransaction:
         """Write the changes; return them as they happened."""
         did = self._claimed.did
         written = await write_records(self.connection, [(did, change) for change in changes])
-        await self._write_links(changes, written.existed)
         return tuple(changes) if written.as_planned else effective_changes(did, changes, written.existed)
-
-    async def _write_links(self, changes: Sequence[RecordChange], existed: AbstractSet[RecordKey]) -> None:
-        """Write the links of changed records, if links are kept.
-
-        They count as if the visibility of the repo had not changed since the claim; `finish` corrects this.
-        """
-        if changes and await self._keeps_links():
-            keyed = [(self._claimed.did, change) for change in changes]
-            await replace_links(self.connection, keyed, existed, lambda _: self._claimed.visible)
-
-    async def _keeps_links(self) -> bool:
-        if self._links is None:
-            self._links = await keeps_links(self.connection, [self._claimed.did])
-        return self._links
 
     async def lock(self) -> Repo | None:
         """Lock and return the row until the end of the transaction; None if the claim is lost."""
@@ -207,10 +187,7 @@ class ResyncTransaction:
             BrokenInvariantError: The row was not locked.
         """
         with refused_writes(), database_errors():
-            changed = [write.repo.did for write in batch.writes if write.repo.visible != self._claimed.visible]
-            if changed and await self._keeps_links():
-                await request_recounts(self.connection, changed)
-            applied = await apply(self.connection, batch, links=self._links)
+            applied = await apply(self.connection, batch)
         if applied.skipped:
             raise BrokenInvariantError(f"{self._claimed.did}: the row changed while it was locked")
         self.finished = True

@@ -140,6 +140,68 @@ record = Table(
     },
 )
 
+# The index is deduplicated: an entry of six bytes for each further link of a record.
+record_link = Table(
+    "record_link",
+    metadata,
+    Column("did", NAME, nullable=False),
+    Column("collection", NAME, nullable=False),
+    Column("rkey", NAME, nullable=False),
+    Column("bucket", SmallInteger, nullable=False),
+    Column("target", NAME, nullable=False),
+    Column("kind", Text, nullable=False),
+    Column("path", NAME, nullable=False),
+    Column("counted", Boolean, nullable=False),
+    CheckConstraint("kind in ('did', 'at-uri', 'strong-ref')", name="record_link_kind"),
+    Index("record_link_record", "did", "collection", "rkey"),
+    Index("record_link_target", "target", "collection", "path", "did", "rkey"),
+    postgresql_with={
+        "autovacuum_vacuum_scale_factor": "0.02",
+        "autovacuum_vacuum_insert_scale_factor": "0.05",
+        "autovacuum_analyze_scale_factor": "0.02",
+    },
+)
+
+# Do not index `count`: then every update of a count would update every index (no HOT).
+target_count = Table(
+    "target_count",
+    metadata,
+    Column("target", NAME, primary_key=True),
+    Column("collection", NAME, primary_key=True),
+    Column("path", NAME, primary_key=True),
+    Column("bucket", SmallInteger, primary_key=True, autoincrement=False),
+    Column("count", BigInteger, nullable=False),
+    postgresql_with={
+        "fillfactor": "80",
+        "autovacuum_vacuum_scale_factor": "0.02",
+        "autovacuum_analyze_scale_factor": "0.02",
+    },
+)
+
+links_to_recount = Table(
+    "links_to_recount",
+    metadata,
+    Column("did", NAME, primary_key=True),
+    Column("bucket", SmallInteger, primary_key=True, autoincrement=False),
+    Column("seq", BigInteger, nullable=False),
+)
+
+link_reader = Table(
+    "link_reader",
+    metadata,
+    Column("singleton", Boolean, primary_key=True, server_default=text("true")),
+    Column("seq", BigInteger, nullable=False),
+    Column("enabled_at", TIME, nullable=False, server_default=NOW),
+    Column("did", NAME, nullable=False, server_default=text("''")),
+    Column("collection", NAME, nullable=False, server_default=text("''")),
+    Column("rkey", NAME, nullable=False, server_default=text("''")),
+    Column("repos", BigInteger, nullable=False, server_default=text("0")),
+    Column("done_at", TIME),
+    CheckConstraint("singleton", name="link_reader_singleton"),
+    postgresql_with={"fillfactor": "50"},
+)
+
+# The daemon of the previous release writes these five tables. Nothing reads them.
 link = Table(
     "link",
     metadata,
@@ -161,7 +223,6 @@ link = Table(
     },
 )
 
-# Do not index `count`: then every update of a count would update every index (no HOT).
 link_count = Table(
     "link_count",
     metadata,

@@ -26,6 +26,8 @@ SESSION_NAME = "indexer buckets "
 """The application name of a session of a lock, before its positions."""
 FEED = range(BUCKETS, BUCKETS + 1)
 """A number after all positions. Its owner is the process that serves the feed for clients of tap."""
+LINKS = range(BUCKETS + 1, BUCKETS + 2)
+"""The next number. Its owner is the process that keeps links."""
 
 _ONE_AT_A_TIME = f"{END_WHEN_STOPPED}; lock table indexer.shard_owner in share row exclusive mode"
 

@@ -31,7 +31,6 @@ from indexer.store.database_errors import DatabaseError, is_conflict, is_read_on
 from indexer.store.dead_letters import StoredDeadLetter
 from indexer.store.feed_methods import FeedMethods
 from indexer.store.lexicon_methods import LexiconMethods
-from indexer.store.link_methods import LinkMethods
 from indexer.store.placement import divide_by_shard
 from indexer.store.repo_requests import RequestedPage
 from indexer.store.report_methods import ReportMethods
@@ -55,11 +54,10 @@ LOAD_REPOS = f"""
 SMALL_BATCH_PAUSE = 60.0
 
 
-class Store(ResyncMethods, ScopeMethods, AccountMethods, LinkMethods, FeedMethods, ReportMethods, LexiconMethods):
+class Store(ResyncMethods, ScopeMethods, AccountMethods, FeedMethods, ReportMethods, LexiconMethods):
     """All access to Postgres. Every method raises `DatabaseError` for a transient error, and retries nothing itself.
 
     Attributes:
-        keeps_links: Links are kept in batches of this process. None: each batch asks the database.
         small_batch_pause: Seconds in which no batch is written with one statement after one was not as planned. While a
             collection is added to the scope, for example, many commits are about records that are not stored yet, and
             would be written twice.
@@ -67,7 +65,6 @@ class Store(ResyncMethods, ScopeMethods, AccountMethods, LinkMethods, FeedMethod
 
     def __init__(self, pool: asyncpg.Pool, connections: int, dsn: str) -> None:
         super().__init__(pool, connections, dsn)
-        self.keeps_links: bool | None = None
         self.small_batch_pause = SMALL_BATCH_PAUSE
         self._small_batches_from = -inf
 
@@ -90,7 +87,7 @@ class Store(ResyncMethods, ScopeMethods, AccountMethods, LinkMethods, FeedMethod
                 if (applied := await self._write_small(batch)) is not None:
                     return applied
                 async with self._transaction() as connection:
-                    applied = await apply(connection, batch, links=self.keeps_links, shards=self.shards)
+                    applied = await apply(connection, batch, shards=self.shards)
                     crash_point("batch.written")
         return applied
 
@@ -101,7 +98,7 @@ class Store(ResyncMethods, ScopeMethods, AccountMethods, LinkMethods, FeedMethod
         work when the one for small batches cannot be opened, and a batch that the database refuses costs no new one.
         """
         is_possible = self.placement is Placement.PLAIN and monotonic() >= self._small_batches_from
-        small = small_batch(batch) if is_possible and self.keeps_links is False else None
+        small = small_batch(batch) if is_possible else None
         if small is None:
             return None
         self._small_batches_from = monotonic() + self.small_batch_pause  # unless this one is written
@@ -112,10 +109,8 @@ class Store(ResyncMethods, ScopeMethods, AccountMethods, LinkMethods, FeedMethod
         self._small_batches_from = -inf
         return applied
 
-    async def _apply_small(self, batch: SmallBatch) -> AppliedBatch | None:
+    async def _apply_small(self, batch: SmallBatch) -> AppliedBatch:
         async with self._small_batch_connection() as connection:
-            if self.keeps_links is not False:  # another task has changed it during the wait for a connection
-                return None
             applied = await apply_small(connection, batch)
             crash_point("small-batch.committed")
             crash_point(COMMITTED)

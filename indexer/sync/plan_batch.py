@@ -17,8 +17,7 @@ from indexer.sync.repo_transitions import Outcome, Trigger, desynchronize, unpar
 MAX_BATCH_BYTES = 16 << 20
 """Frames and record changes of one batch, in bytes: a batch takes no further message beyond this."""
 MAX_BATCH_CHANGES = 5_000
-"""Record changes of one batch, and their links: a batch takes no further message beyond this. Writing one takes the
-event loop 10 µs."""
+"""Record changes of one batch: a batch takes no further message beyond this. Writing one takes the event loop 10 µs."""
 DEAD_LETTER_BYTES = 100_000
 """The maximum length of a dead letter's frame; longer frames are truncated."""
 
@@ -150,8 +149,6 @@ def plan_batch(
             changes = _plan_one(result, received, event, repos, key_state_of, context)
             size += sum([change.size for change in changes])
             count += len(changes)
-            if context.policy.links:
-                count += sum([len(change.links or ()) for change in changes])
     return result
 
 
@@ -163,10 +160,8 @@ def is_quick(
 ) -> bool:
     """Return True if planning takes some microseconds for each message and for each change of a record, not more.
 
-    Then all signatures have been verified, and all records converted. Links are not looked for.
+    Then all signatures have been verified, and all records converted.
     """
-    if policy.links:
-        return False
     for received in batch:
         match received.event:
             case CommitEvent() as event if not prepared.has_all_of(event, key_state_of(event.did), policy):

@@ -7,7 +7,6 @@ Pure functions make plans from a repo's row and a verified value, so the same in
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from indexer.atproto.links import RecordLink
 from indexer.reasons import Desync, Rejection
 from indexer.sync.repo_state import Repo
 from indexer.sync.repo_transitions import Outcome
@@ -30,7 +29,6 @@ class RecordChange(NamedTuple):
         value: The record as JSON text (docs/protocol.md#record-json).
         problem: Why `value` is None or differs from the original; None if it is complete.
         original: The record as DAG-CBOR, only if `value` does not contain all of it.
-        links: The links in `value`; None if they were not looked for.
     """
 
     action: Action
@@ -41,7 +39,6 @@ class RecordChange(NamedTuple):
     value: str | None = None
     problem: str | None = None
     original: bytes | None = None
-    links: tuple[RecordLink, ...] | None = None
 
     @property
     def size(self) -> int:

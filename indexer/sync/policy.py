@@ -24,7 +24,6 @@ class Policy:
     Attributes:
         lenient: Apply a commit whose inversion is undecidable, if its operations are consistent with the new tree.
         scope: Which repos are tracked and which collections are stored. It changes while the process runs.
-        links: Find the links in the values of records.
         deletion_grace: Seconds between an account's deletion and the erasure of its records.
     """
 
@@ -33,7 +32,6 @@ class Policy:
     store_values: bool = True
     lenient: bool = False
     deletion_grace: float = 604_800.0
-    links: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,5 @@
 """Turn verified changes of a repo's tree into the changes of stored records."""
 
-from indexer.atproto.links import links_of
 from indexer.atproto.record import ConvertedRecord, ItemBudget, Problem, Value, decode_record
 from indexer.atproto.syntax import split_path
 from indexer.errors import UpstreamError
@@ -11,8 +10,6 @@ from indexer.sync.verify import VerifiedChange
 MAX_EXPANSION = 16
 """Bytes of stored values per byte of their commit or export. The most that JSON takes is 14 bytes, for an empty byte
 string, so only blocks that many paths name exceed this."""
-LINK_BYTES = 300
-"""Bytes that a link counts as. Its row and its index entries take more, but it is in the value, too."""
 MIN_VALUE_BYTES = 1 << 20
 """Bytes of values that even a small commit or export may have."""
 
@@ -37,8 +34,7 @@ class RecordConverter:
     of the value, so that a small commit could fill the disk. Beyond `MAX_EXPANSION`, values are omitted.
 
     Attributes:
-        bytes_converted: The sum of the sizes of the changes with values so far, in bytes (see `RecordChange.size`), and
-            of their links.
+        bytes_converted: The sum of the sizes of the changes with values so far, in bytes (see `RecordChange.size`).
     """
 
     def __init__(self, policy: Policy, rev: str, source_bytes: int) -> None:
@@ -84,15 +80,12 @@ class RecordConverter:
         if self.bytes_converted > self._max_bytes:  # without a conversion, whose result would need memory
             return RecordChange(action, collection, rkey, self._rev, change.new, problem=Problem.OMITTED)
         value = self._value(change.new, change.block, collection, change.converted)
-        links = links_of(value.json) if self._policy.links else None
         converted = RecordChange(
-            action, collection, rkey, self._rev, change.new, value.json, value.problem, value.original, links
+            action, collection, rkey, self._rev, change.new, value.json, value.problem, value.original
         )
         self.bytes_converted += converted.size
-        if links:
-            self.bytes_converted += LINK_BYTES * len(links)
         if self.bytes_converted > self._max_bytes:
-            return converted._replace(value=None, problem=Problem.OMITTED, original=None, links=None)
+            return converted._replace(value=None, problem=Problem.OMITTED, original=None)
         return converted
 
     def _value(self, cid: bytes, block: bytes, collection: str, converted: ConvertedRecord | None) -> Value:

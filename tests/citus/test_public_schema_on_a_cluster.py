@@ -16,7 +16,7 @@ from indexer.sync.scope import Scope, Track
 from indexer.sync.shard import bucket_of
 from tests.citus_server import SHARDS
 from tests.lexicons.samples import DEFS_DOCUMENT, REVIEW, REVIEW_DOCUMENT, REVIEW_VALUE, sourced
-from tests.store.link_steps import LIKE, PATH, like, post, turn_on
+from tests.store.link_steps import LIKE, PATH, like, post, settle, turn_on
 from tests.store.repo_rows import did, insert, put, synchronized
 
 pytestmark = pytest.mark.proof("cluster")
@@ -60,6 +60,7 @@ async def filled(store: Store) -> Store:
     async with store.numbering_session() as session:
         queue = await session.queue(0)
         await session.number(queue.batches, await session.prepared(await session.nodes()))
+    await settle(store)
     return store
 
 
@@ -141,7 +142,7 @@ async def test_an_operator_calls_each_function_that_is_for_operators(
 
 
 async def test_a_reader_cannot_name_a_private_table(reader: asyncpg.Connection) -> None:
-    for table in ("repo", "record", "identity", "link", "buffered_event", "change"):
+    for table in ("repo", "record", "identity", "record_link", "buffered_event", "change"):
         with pytest.raises(asyncpg.InsufficientPrivilegeError, match="permission denied for schema indexer"):
             await reader.fetch(f"select * from indexer.{table}")
 

@@ -283,7 +283,6 @@ def test_links_are_shown_with_their_progress_and_prevent_no_readiness() -> None:
         (LinkProgress("complete", 1.0, 7, NOON, open_recounts=2), "complete; repos to recount: 2", 1.0, None),
         (LinkProgress("backfill", 0.25, 1_234, NOON - 600), "about 25.0% of the repos; time left: 30 min", 0.25, 1_800),
         (LinkProgress("backfill", 0.0, 0, NOON), "backfill: about 0.0% of the repos; time left: unknown", 0.0, None),
-        (LinkProgress("outdated", 0.5, 3, NOON), "outdated: turn INDEXER_LINKS off for all processes", None, None),
     ):
         result = status(replace(NOTHING, reports=[report()], links=links))
         assert text in shown(status_tables(result))

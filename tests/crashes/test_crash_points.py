@@ -23,6 +23,7 @@ from indexer.localnet.local_network import LocalNetwork
 from indexer.localnet.local_pds import GET_REPO
 from indexer.localnet.local_repo import Write
 from indexer.localnet.scenario import NOTE
+from indexer.service.resync.attempt import SMALL_BYTES
 from indexer.store import Store
 from indexer.store.schema_version import schema_is_current
 from indexer.sync.scope import Scope, Track
@@ -36,6 +37,7 @@ from tests.database_checks import assert_change_log_consistent, wait_until_equal
 from tests.passed_time import EXPIRE_LEASES
 from tests.quick_tuning import MORTAL
 from tests.service.feed.webhook_server import WebhookServer
+from tests.store.link_steps import turn_on
 from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(300)
@@ -109,6 +111,13 @@ async def create_unseen_account(world: DeathWorld) -> None:
     world.create_unseen_account()
 
 
+async def create_large_account(world: DeathWorld) -> None:
+    """Create an account whose repo is too large to be written with others."""
+    account = world.create_unseen_account()
+    for number in range(3):
+        account.create(NOTE, {"text": f"{number}" * (SMALL_BYTES // 3)})
+
+
 async def skip_messages(world: DeathWorld) -> None:
     """Let the relay forget messages that the daemon has not read."""
     world.network.relay.window = 1
@@ -126,6 +135,12 @@ async def change_visibility(world: DeathWorld) -> None:
     account = world.create_account()
     account.create(NOTE, {"subject": f"at://{account.did}/{NOTE}/any"})
     account.deactivate()
+
+
+async def keep_links(world: DeathWorld) -> None:
+    """Add the links of all stored records, for a daemon that keeps none."""
+    await write(world)
+    await turn_on(world.store)
 
 
 async def stop_when_fetching(world: DeathWorld) -> None:
@@ -203,12 +218,13 @@ OPERATIONS = {
         both("repo.forgotten"), delete_account, settings={"deletion_grace": "0"}, tuning=FORGET_SOON
     ),
     "links": Operation(
-        both("links.visited", "links.folded", "links.recounted"),  # the first one is passed only by the backfill
+        both("links.backfilled", "links.begun", "links.read", "links.recounted"),  # the backfill ends
         change_visibility,
         settings={"links": "true"},
         sampled=(0, 5),
     ),
-    "new repo with links": Operation(both("resync.copied"), create_unseen_account, settings={"links": "true"}),
+    "large new repo": Operation(both("resync.copied"), create_large_account),
+    "links that were turned off": Operation(both("links.removed"), keep_links),
 }
 
 

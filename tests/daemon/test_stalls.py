@@ -206,7 +206,7 @@ STALLS: dict[str, Stall] = {
     "jetstream reader": stalled_reader,
     "key lookups": stalled_lookups,
     "lease expiry": lock_of("repo"),
-    "links": lock_of("link_delta"),
+    "links": lock_of("links_to_recount"),
     "open gaps": lock_of("gap"),
     "parked repos": lock_of("repo"),
     "reconciliation": lock_of("crawl_progress"),

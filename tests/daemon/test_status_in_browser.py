@@ -152,8 +152,7 @@ async def test_links_and_added_collections_are_shown_with_their_progress(databas
         await page.daemon.wait_until_equal()
         await page.open()
         await page.daemon.execute(
-            "insert into indexer.link_bucket (bucket, backfilled_to, enabled_at)"
-            " select n, 'did:plc:j', now() - interval '1 hour' from generate_series(0, 255) n"
+            "insert into indexer.link_reader (seq, did, enabled_at) values (0, 'did:plc:j', now() - interval '1 hour')"
         )
         await page.daemon.store.set_collections([POST, LIKE])
         await page.wait_for_text("46.8")

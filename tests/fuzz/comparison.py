@@ -34,7 +34,7 @@ SMALL_LIMITS = replace(
 )
 CONTEXTS = (
     CONTEXT,
-    replace(CONTEXT, policy=Policy(Scope(collections=CollectionFilter(["app.bsky.*"])), DEFAULT_LIMITS, links=True)),
+    replace(CONTEXT, policy=Policy(Scope(collections=CollectionFilter(["app.bsky.*"])), DEFAULT_LIMITS)),
     replace(CONTEXT, policy=Policy(Scope(), SMALL_LIMITS)),
     replace(CONTEXT, policy=Policy(Scope(), DEFAULT_LIMITS, store_values=False, lenient=True)),
 )

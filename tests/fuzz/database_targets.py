@@ -15,13 +15,13 @@ from indexer.atproto.cbor import encode
 from indexer.atproto.cid import cid_of
 from indexer.atproto.lexicon import Lexicon, parse_lexicon
 from indexer.atproto.limits import DEFAULT_LIMITS
+from indexer.atproto.links import links_of
 from indexer.atproto.record import Problem, decode_record
 from indexer.store import Store
 from indexer.sync.plans import Batch, RecordChange, RepoWrite
 from indexer.sync.policy import Policy
 from indexer.sync.record_change import RecordConverter
 from indexer.sync.scope import Scope
-from indexer.sync.shard import BUCKETS
 from indexer.sync.verify import VerifiedChange
 from tests.atproto.dag_cbor_oracle import Cid, canonical_value
 from tests.atproto.dag_cbor_oracle import encode as reference_encode
@@ -33,10 +33,11 @@ from tests.fuzz.outcome_counts import OutcomeCounts
 from tests.fuzz.seed_files import seed_files
 from tests.fuzz.seeds import LINK, random_record, random_value
 from tests.lexicons.samples import DEFS_DOCUMENT, LIKE_DOCUMENT, QUERY_DOCUMENT, REVIEW_DOCUMENT, REVIEW_VALUE
+from tests.store.link_steps import settle, turn_on
 from tests.store.repo_rows import head, synchronized
 
 COLLECTION = "com.example.record"
-POLICY = Policy(Scope(), DEFAULT_LIMITS, links=True)
+POLICY = Policy(Scope(), DEFAULT_LIMITS)
 STATEMENT_SECONDS = 10.0
 """Time limit of the server for a statement. One of an input takes milliseconds; a busy machine may be much slower."""
 SAME_VALUE = frozenset({None, Problem.NOT_A_MAP, Problem.NO_TYPE, Problem.OTHER_TYPE})
@@ -82,7 +83,7 @@ class Records(FuzzTarget):
 
     def __init__(self) -> None:
         self._database = FuzzDatabase()
-        self._database.run(self._database.store.turn_links_on(range(BUCKETS)))
+        self._database.run(turn_on(self._database.store))
         self._repo = synchronized("records", version=0)
         self.counts = OutcomeCounts("stored whole", "with a problem", "with links")
 
@@ -124,6 +125,7 @@ class Records(FuzzTarget):
         change = converter.convert(VerifiedChange(f"{COLLECTION}/self".encode(), None, cid_of(data), data))
         assert change is not None
         self._database.run(self._store(change))
+        self._database.run(settle(self._database.store))
         complete = change.problem in SAME_VALUE
         expected, found = _loads(change.value), self._database.run(self._load())
         if found != (expected, change.original):
@@ -131,7 +133,7 @@ class Records(FuzzTarget):
         if complete and expected != _json_of(canonical_value(data)):
             raise DifferenceError(f"the value is not that of the record: {change.value}")
         self.counts.add("stored whole" if complete else "with a problem")
-        self.counts.add("with links", bool(change.links))
+        self.counts.add("with links", bool(links_of(change.value)))
 
     async def _store(self, change: RecordChange) -> None:
         repo = self._repo._replace(version=self._repo.version + 1)

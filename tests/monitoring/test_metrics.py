@@ -92,10 +92,9 @@ def test_gauges_show_the_value_that_was_set() -> None:
 def test_progress_of_links_is_complete_while_none_are_kept() -> None:
     metrics = Metrics()
     assert value(metrics, "links_progress_ratio") == 1
-    metrics.links(0.25, 7)
+    metrics.links(0.25)
     assert value(metrics, "links_progress_ratio") == 0.25
-    assert value(metrics, "links_open_deltas") == 7
-    metrics.links(None, 0)
+    metrics.links(None)
     assert value(metrics, "links_progress_ratio") == 1
 
 

@@ -41,14 +41,14 @@ def test_the_file_has_no_name_and_is_freed_although_the_export_is_still_referenc
 
 def test_a_disk_error_is_reported_by_each_read(tmp_path: Path) -> None:
     key = KEYS["k256"].public
-    with_links = replace(STORE_ALL, links=True)
+    without_values = replace(STORE_ALL, store_values=False)
     for read in (
         lambda reader, _export: reader.block(cid_of(post(0))),
         lambda reader, _export: reader.verify(DID, key, DEFAULT_LIMITS),
         lambda _reader, export: export.block_of(cid_of(post(0))),
         lambda _reader, export: list(export.records()),
         lambda _reader, export: export.new_records(STORE_ALL, 0).next_chunk(),
-        lambda _reader, export: export.new_records(with_links, 0).next_chunk(),
+        lambda _reader, export: export.new_records(without_values, 0).next_chunk(),
     ):
         with closing(NativeReader(native_core(), tmp_path, DEFAULT_LIMITS, SMALL_BUFFERS)) as reader:
             reader.write(car(repo(posts(2_000))))

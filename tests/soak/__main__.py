@@ -40,7 +40,7 @@ PATIENCE = 900.0
     help="File to which each sample is added at once.",
 )
 @click.option("--warm-up", type=float, help="Minutes whose samples do not count. Default: half of all, at most 60.")
-@click.option("--links", is_flag=True, help="Keep links. Then no batch is written as a small one, with one statement.")
+@click.option("--links", is_flag=True, help="Keep links.")
 def main(minutes: float, rate: float, seed: int, samples: Path, warm_up: float | None, links: bool) -> None:
     """Run a soak. SIGINT ends it early, with the checks and the figures so far.
 

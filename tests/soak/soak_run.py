@@ -59,7 +59,7 @@ class SoakPlan:
         warm_up: The time at the beginning whose samples do not count.
         rate: Commits per second.
         seed: Of everything that is drawn.
-        links: True to keep links. Then no batch is written as a small one.
+        links: True to keep links.
     """
 
     duration: float

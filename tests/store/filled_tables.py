@@ -29,6 +29,12 @@ _FILL = """
     select did, bucket, 'a' || n || '.test', 'https://pds.test', now(), false, 'a' || n || '.test', 0 from account;
     insert into indexer.buffered_event (did, bucket, relay, seq, frame)
     select did, bucket, 'wss://relay.test', n, 'frame' from account;
+    insert into indexer.record_link (did, collection, rkey, bucket, target, kind, path, counted)
+    select did, 'app.test', '2', bucket, 'did:plc:t', 'did', '.to', true from account;
+    insert into indexer.target_count (target, collection, path, bucket, count)
+    select did, 'app.test', '.to', bucket, n from account;
+    insert into indexer.links_to_recount (did, bucket, seq) select did, bucket, n from account;
+    insert into indexer.link_reader (seq) values (7);
     insert into indexer.link (did, collection, rkey, number, bucket, target, kind, path, counted)
     select did, 'app.test', '2', 0, bucket, 'did:plc:t', 'did', '.to', true from account;
     insert into indexer.link_count (target, collection, path, bucket, count)

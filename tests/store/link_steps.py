@@ -1,21 +1,24 @@
-"""Likes, the background task of links, and their counts, for the tests of links."""
+"""Likes, the reader that keeps links, and their counts, for the tests of links."""
 
-import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import asyncpg
 
-from indexer.service.background.link_maintenance import LinkMaintenance
-from indexer.store import RecountPosition, Store
+from indexer.monitoring.conditions import Conditions
+from indexer.monitoring.metrics import Metrics
+from indexer.service.background.change_numbering import ChangeNumbering
+from indexer.service.background.link_reader import LinkReader
+from indexer.store import Store
+from indexer.store.link_session import LinkSession
 from indexer.sync.plans import Batch, RecordChange, RepoWrite
 from indexer.sync.repo_state import Repo
-from indexer.sync.shard import Shard
+from indexer.sync.shard import Placement
 from tests.store.repo_rows import completed, did, put
 
 ALL = range(256)
-SHARD = Shard(0, 1)
 LIKE, PATH = "app.bsky.feed.like", ".subject.uri"
 CID = "bafkreibme22gw2h7y2h7tg2fhqotaqjucnbc24deqo72b6mkl2egezxhvy"
 
@@ -35,27 +38,33 @@ async def count(sql: asyncpg.Connection, target: object = "one") -> int | None:
     return number
 
 
-def maintenance(store: Store, *, wanted: bool = True) -> LinkMaintenance:
-    owned = asyncio.Event()
-    owned.set()
-    return LinkMaintenance(store, SHARD, owned, wanted=wanted)
+@asynccontextmanager
+async def owned_links(store: Store) -> AsyncIterator[LinkSession]:
+    """Own the links during the block, from the stored position on."""
+    async with store.link_session() as session:
+        assert await session.lock.claim()
+        await session.begin()
+        yield session
 
 
 async def turn_on(store: Store) -> None:
-    """Keep links from now on, with a complete backfill."""
-    task = maintenance(store)
-    while not (await store.link_state(ALL)).done:
-        await task.run_once()
+    """Keep links from now on, with a complete backfill, up to the end of the log."""
+    if store.placement is Placement.DISTRIBUTED:
+        await ChangeNumbering(store, Metrics(), Conditions()).finish()
+    async with owned_links(store) as session:
+        while await LinkReader.turn(session):
+            pass
+        assert session.done
 
 
-async def settle(store: Store) -> None:
-    """Do all work of the background task."""
-    for name in await store.link_recounts_due(ALL, 100):
-        after: RecountPosition | None = RecountPosition()
-        while after is not None:
-            after = await store.recount_links(name, after, 2)
-    while await store.fold_link_deltas(ALL, 3):
-        pass
+settle = turn_on
+"""Follow the change log to its end."""
+
+
+async def turn_off(store: Store) -> None:
+    async with store.link_session() as session:
+        assert await session.lock.claim()
+        await session.remove()
 
 
 async def claim_again(store: Store, claimed: Repo) -> Repo:

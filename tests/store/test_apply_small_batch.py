@@ -99,8 +99,8 @@ def random_batches(seed: int) -> list[Batch]:
 
 
 @pytest.fixture
-def small_writes(store: Store, monkeypatch: pytest.MonkeyPatch) -> list[asyncpg.Connection]:
-    """Let the store keep no links; return a list of the connections of all batches that one statement writes."""
+def small_writes(monkeypatch: pytest.MonkeyPatch) -> list[asyncpg.Connection]:
+    """Return a list of the connections of all batches that one statement writes."""
     used: list[asyncpg.Connection] = []
 
     async def recording_apply_small(connection: asyncpg.Connection, batch: SmallBatch) -> AppliedBatch:
@@ -108,16 +108,15 @@ def small_writes(store: Store, monkeypatch: pytest.MonkeyPatch) -> list[asyncpg.
         return await apply_small(connection, batch)
 
     monkeypatch.setattr("indexer.store.store.apply_small", recording_apply_small)
-    store.keeps_links = False
     return used
 
 
-async def played(store: Store, sql: asyncpg.Connection, batches: list[Batch], *, links: bool | None) -> tuple[Any, ...]:
+async def played(store: Store, sql: asyncpg.Connection, batches: list[Batch], placement: Placement) -> tuple[Any, ...]:
     """Write the batches to the initial rows; return what the store says, and all rows."""
     await sql.execute("truncate indexer.repo, indexer.record, indexer.change, indexer.change_batch, indexer.cursor")
     await insert(store, *[synchronized(owner) for owner in OWNERS])
     await insert(store, synchronized("stored"), changes=(STORED,))
-    store.keeps_links = links
+    store.placement = placement  # on a distributed database, several statements write each batch
     return [await store.write(batch) for batch in batches], await content(sql), await numbered(sql)
 
 
@@ -126,9 +125,9 @@ async def test_one_statement_writes_the_same_rows_as_several(
     store: Store, sql: asyncpg.Connection, small_writes: list[asyncpg.Connection], seed: int
 ) -> None:
     batches = random_batches(seed)
-    by_several = await played(store, sql, batches, links=None)
+    by_several = await played(store, sql, batches, Placement.DISTRIBUTED)
     assert not small_writes
-    assert by_several == await played(store, sql, batches, links=False)
+    assert by_several == await played(store, sql, batches, Placement.PLAIN)
     assert len(small_writes) == len(batches)
 
 
@@ -153,20 +152,19 @@ async def test_a_batch_that_is_not_as_planned_is_written_with_several_statements
     store.small_batch_pause = 0.0
     for name, other in NOT_AS_PLANNED.items():
         batch = Batch((ORDINARY, other), cursor=cursor())
-        by_several = await played(store, sql, [batch], links=None)
-        await played(store, sql, [], links=False)
+        by_several = await played(store, sql, [batch], Placement.DISTRIBUTED)
+        await played(store, sql, [], Placement.PLAIN)
         small, before = small_batch(batch), await content(sql)
         assert small is not None
         with pytest.raises(NotAsPlannedError):
             await apply_small(sql, small)
         assert await content(sql) == before, name
-        assert await played(store, sql, [batch], links=False) == by_several, name
+        assert await played(store, sql, [batch], Placement.PLAIN) == by_several, name
 
 
 async def test_a_repo_that_changes_meanwhile_is_skipped(store: Store, sql: asyncpg.Connection, database: str) -> None:
     """The statement waits for the lock of the repo before it writes a record."""
     await insert(store, synchronized(1), changes=(STORED,))
-    store.keeps_links = False
     async with connected(database) as other, other.transaction():
         await other.execute("update indexer.repo set version = 7")
         update = put("app.test/stored", '"new"', "update")
@@ -188,30 +186,6 @@ async def test_value_that_the_database_cannot_store_is_refused_and_opens_only_on
             await store.write(Batch((advance(synchronized(1), put("app.test/a", '"\\u0000"')),), cursor=cursor()))
     assert await content(sql) == before
     assert len(small_writes) == 1
-
-
-@pytest.mark.slow
-async def test_one_statement_writes_no_links_and_no_distributed_tables(
-    store: Store, sql: asyncpg.Connection, small_writes: list[asyncpg.Connection], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Links may be kept since the wait for a connection."""
-    await insert(store, *[synchronized(number) for number in range(1, 5)])
-    connect, connected = asyncpg.connect, list[asyncpg.Connection]()
-
-    async def connect_meanwhile(*arguments: Any, **named: Any) -> asyncpg.Connection:
-        store.keeps_links = None
-        connected.append(await connect(*arguments, **named))
-        return connected[-1]
-
-    monkeypatch.setattr("indexer.store.connections.asyncpg.connect", connect_meanwhile)
-    cases = ((None, Placement.PLAIN), (True, Placement.PLAIN), (False, Placement.DISTRIBUTED), (False, Placement.PLAIN))
-    for number, (links, placement) in enumerate(cases, 1):
-        assert not connected
-        store.keeps_links, store.placement = links, placement
-        await store.write(Batch((advance(synchronized(number), put("app.test/a")),), cursor=cursor(number)))
-        assert await sql.fetchval("select count(*) from indexer.record") == number
-    assert connected
-    assert not small_writes
 
 
 @pytest.mark.slow
@@ -273,7 +247,6 @@ async def test_other_statements_write_the_batch_if_the_connection_for_small_ones
 ) -> None:
     """Otherwise the batch would be halved, and at last each message rejected, although the pool can write it."""
     await insert(store, synchronized(1))
-    store.keeps_links = False
 
     async def refuse(*_: object, **__: object) -> asyncpg.Connection:
         raise asyncpg.TooManyConnectionsError("too many connections for role")

@@ -1,22 +1,24 @@
 """Links of records and their counts: after every kind of write they are those of the visible records."""
 
 import asyncio
+import json
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from functools import partial
 from time import time
 from typing import Any
 
 import asyncpg
 import pytest
 
-from indexer.atproto.links import links_of
-from indexer.store import Store
+from indexer.service.background.link_reader import LinkReader
+from indexer.store import Store, link_session
 from indexer.sync.plans import Batch, RecordChange, RepoWrite
 from indexer.sync.repo_state import Repo, SyncStatus
-from indexer.sync.shard import bucket_of
+from indexer.sync.shard import Placement, bucket_of
 from tests.store.change_log_helpers import connected
-from tests.store.link_checks import assert_links_exact
+from tests.store.link_checks import assert_links_exact, compare_links, links_at_end
 from tests.store.link_steps import (
     ALL,
     LIKE,
@@ -25,7 +27,7 @@ from tests.store.link_steps import (
     count,
     finish_resync,
     like,
-    maintenance,
+    owned_links,
     post,
     settle,
     turn_on,
@@ -39,29 +41,23 @@ pytestmark = pytest.mark.slow
 async def test_links_follow_creates_updates_and_deletes(store: Store, sql: asyncpg.Connection) -> None:
     await turn_on(store)
     await insert(store, synchronized(1), changes=(like("a"), like("b"), like("c", "two"), put("app.test/d")))
+    await settle(store)
     assert (await count(sql), await count(sql, "two"), await count(sql, "none")) == (2, 1, 0)
     row = await sql.fetchrow("select * from atproto.links where rkey = 'c'")
     assert tuple(row or ()) == (post("two"), "strong-ref", did(1), LIKE, "c", PATH, bucket_of(did(1)))
     changes = (like("a", "two", action="update"), delete(f"{LIKE}/b"), delete(f"{LIKE}/absent"))
     await store.write(Batch((RepoWrite(1, synchronized(1, version=2), changes),)))
+    assert not await links_at_end(sql)
+    assert await count(sql) == 2, "they are those of the position"
+    await settle(store)
     assert (await count(sql), await count(sql, "two")) == (0, 2)
     await assert_links_exact(sql)
-    await settle(store)
-    await assert_links_exact(sql)
-    assert await sql.fetchval("select count(*) from indexer.link_delta") == 0
-    assert await sql.fetchval("select count(*) from indexer.link_count where count = 0") == 0
+    assert await sql.fetchval("select count(*) from indexer.target_count where count = 0") == 0
     repeated = (like("x"), delete(f"{LIKE}/x"), like("x", "four"), like("y", "four"), delete(f"{LIKE}/y"))
     await insert(store, synchronized(2), changes=repeated)
+    await settle(store)
     assert (await count(sql), await count(sql, "four")) == (0, 1), "the last of several changes of a record counts"
     await assert_links_exact(sql)
-
-
-async def test_links_found_while_planning_are_those_of_the_value(store: Store, sql: asyncpg.Connection) -> None:
-    """A process that expects links has found them; in one that does not, the store finds them in the value."""
-    await turn_on(store)
-    for number, links in enumerate((None, links_of(like("x").value))):
-        await insert(store, synchronized(number), changes=(like("a")._replace(links=links),))
-    assert await count(sql) == 2
 
 
 async def test_links_of_a_hidden_repo_are_neither_shown_nor_counted(store: Store, sql: asyncpg.Connection) -> None:
@@ -72,13 +68,15 @@ async def test_links_of_a_hidden_repo_are_neither_shown_nor_counted(store: Store
     for version, (visible, settled) in enumerate(((False, True), (True, True), (False, False), (True, False)), 1):
         write = RepoWrite(version, synchronized(1, version=version + 1, active=visible))
         assert not (await store.write(Batch((write,)))).skipped
-        assert await count(sql) == (10 if visible else 5)
+        assert await sql.fetchval("select count(*) from atproto.links") == (10 if visible else 5)
+        async with owned_links(store) as session:
+            assert await session.read_changes() or store.placement is Placement.DISTRIBUTED
         if settled:
             await settle(store)
-            assert await count(sql) == (10 if visible else 5)
+        assert await count(sql) == (10 if visible else 5)
         await assert_links_exact(sql)
     await settle(store)
-    assert await sql.fetchval("select count(*) from indexer.link_recount") == 0
+    assert await sql.fetchval("select count(*) from indexer.links_to_recount") == 0
     await assert_links_exact(sql)
 
 
@@ -88,15 +86,16 @@ async def test_links_follow_a_resync_in_all_its_ways(store: Store, sql: asyncpg.
     claimed = await in_progress(store, 1)
     async with store.resync(claimed) as transaction:
         await transaction.write((like("a"),))  # and is abandoned
+    await settle(store)
     assert await assert_links_exact(sql) == 0
     await finish_resync(store, claimed, (like("a"), like("b"), like("c")), drained=(like("d"), delete(f"{LIKE}/a")))
+    await settle(store)
     assert await count(sql) == 3
     again = await claim_again(store, claimed)
     changes = (like("b", "two", action="update"), delete(f"{LIKE}/c"), like("e"))
     await finish_resync(store, again, changes)
-    assert (await count(sql), await count(sql, "two")) == (2, 1)
-    await assert_links_exact(sql)
     await settle(store)
+    assert (await count(sql), await count(sql, "two")) == (2, 1)
     await assert_links_exact(sql)
 
 
@@ -111,10 +110,10 @@ async def test_a_takedown_during_a_resync_is_counted(store: Store, sql: asyncpg.
             await settle(store)
 
     await finish_resync(store, claimed, (like("a"), like("b")), before_lock=take_down)
-    assert await count(sql) == 0
     await settle(store)
     assert await count(sql) == 0
     await sql.execute("select atproto.request_takedown($1, false)", did(1))
+    await settle(store)
     assert await count(sql) == 2
     await assert_links_exact(sql)
 
@@ -127,9 +126,9 @@ async def test_an_erasure_removes_links(store: Store, sql: asyncpg.Connection) -
     erased = await store.erase_batch(ALL, 10.0)
     assert erased
     assert erased.records == 2
-    assert await count(sql) == 2
-    assert await sql.fetchval("select count(*) from indexer.link where did = $1", did(1)) == 0
     await settle(store)
+    assert await count(sql) == 2
+    assert await sql.fetchval("select count(*) from indexer.record_link where did = $1", did(1)) == 0
     await assert_links_exact(sql)
 
 
@@ -140,37 +139,37 @@ async def test_links_of_an_untracked_repo_are_not_counted_until_it_is_tracked_ag
     await turn_on(store)
     await insert(store, synchronized(1), synchronized(2), changes=(like("a"),))
     await sql.execute("select atproto.untrack(array[$1])", did(1))
-    assert await count(sql) == 1
     await settle(store)
     assert await count(sql) == 1
-    await assert_links_exact(sql)
     await sql.execute("select atproto.track(array[$1])", did(1))
+    await settle(store)
     await assert_links_exact(sql)
     await sql.execute("select atproto.untrack(array[$1])", did(1))
     assert await store.erase_batch(ALL, time() + 10)
+    await settle(store)
     assert await count(sql) == 1
-    await settle(store)
     assert await assert_links_exact(sql) == 1
-    assert await sql.fetchval("select count(*) from indexer.link_recount") == 0
+    assert await sql.fetchval("select count(*) from indexer.links_to_recount") == 0
 
 
-async def test_two_writers_of_links_to_one_target_do_not_wait_for_each_other(
-    store: Store, sql: asyncpg.Connection
-) -> None:
-    """One transaction with likes of a post is open while another one commits, and the deltas are added."""
+async def test_links_take_less_than_ten_times_the_bytes_of_the_records(store: Store, sql: asyncpg.Connection) -> None:
+    """The worst records have as many short links as their size allows, each to a target of its own."""
     await turn_on(store)
-    await insert(store, synchronized(2), changes=(like("before"),))
+    tables = "pg_total_relation_size('indexer.record_link') + pg_total_relation_size('indexer.target_count')"
+    before, size = await sql.fetchval(f"select {tables}"), 0
+    for commit in range(5):
+        values = [
+            json.dumps({"a": [f"did:a:{commit * 20_000 + record * 100 + number:x}" for number in range(100)]})
+            for record in range(200)
+        ]
+        size += sum(map(len, values))
+        changes = tuple(put(f"app.test/{number}", value) for number, value in enumerate(values))
+        await insert(store, synchronized(commit), changes=changes)
     await settle(store)
-    claimed = await in_progress(store, 1)
-
-    async def write_elsewhere() -> None:
-        async with asyncio.timeout(20):
-            await insert(store, synchronized(3), changes=(like("a"),))
-            await store.fold_link_deltas(ALL, 100)
-        assert await count(sql) == 2
-
-    await finish_resync(store, claimed, (like("b"),), before_lock=write_elsewhere)
-    assert await count(sql) == 3
+    links = await sql.fetchval("select count(*) from atproto.links")
+    assert 4 * 1_000 < links < 100 * 1_000
+    if store.placement is not Placement.DISTRIBUTED:  # the tables are on other nodes
+        assert await sql.fetchval(f"select {tables}") - before < 10 * size
 
 
 class EverythingAtOnce:
@@ -179,15 +178,18 @@ class EverythingAtOnce:
     def __init__(self, store: Store, seed: int) -> None:
         self.store = store
         self.numbers = random.Random(seed)
-        self.done = asyncio.Event()
+        self.done, self.go = asyncio.Event(), asyncio.Event()
+        self.go.set()
         self.writes: Counter[str] = Counter()
 
     async def repeat(self, name: str, action: Callable[[], Awaitable[object]]) -> None:
         """Run an action again and again; count how often it changed something."""
         while not self.done.is_set():
-            if await action():
-                self.writes[name] += 1
-            await asyncio.sleep(0)
+            if name != "links":
+                await self.go.wait()
+            changed = await action()
+            self.writes[name] += bool(changed)
+            await asyncio.sleep(0 if changed else 0.002)
 
     def any_did(self) -> str:
         return did(self.numbers.randrange(8))
@@ -257,34 +259,41 @@ class EverythingAtOnce:
         erased = await self.store.erase_batch(ALL, time() + 10)
         return erased is not None and erased.records > 0
 
-    async def is_complete(self) -> bool:
-        return (await self.store.link_state(ALL)).done
-
     async def check(self, sql: asyncpg.Connection, times: int) -> None:
-        """Compare a number of snapshots with the records, after the backfill is complete."""
+        """Compare a number of snapshots with the records. The writers pause until the links have caught up."""
+
+        async def compared() -> bool:
+            return await count(sql) is not None and await compare_links(sql) is not None
+
         try:
-            await until(self.is_complete)
             for _ in range(times):
-                await assert_links_exact(sql)
+                self.go.clear()
+                await until(compared)
+                self.go.set()
+                await asyncio.sleep(0.05)
         finally:
+            self.go.set()
             self.done.set()
 
 
 @pytest.mark.timeout(300)
 async def test_every_snapshot_is_exact_while_everything_runs_at_once(
-    store: Store, sql: asyncpg.Connection, database: str
+    store: Store, sql: asyncpg.Connection, database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Live writes, resyncs, takedowns, the scope, deletions, erasures, the backfill and the maintenance of counts."""
+    """Live writes, resyncs, takedowns, the scope, deletions, erasures, the backfill and the reader of the log."""
+    monkeypatch.setattr(link_session, "MAX_BYTES", 200)
+    monkeypatch.setattr(link_session, "MAX_CHANGES", 5)
+    monkeypatch.setattr(link_session, "MAX_RECOUNTED", 2)
     for number in range(8):
         await insert(store, synchronized(number), changes=tuple(like(rkey) for rkey in "abcdef"))
     many = await Store.open(database, connections=6)
-    world, task = EverythingAtOnce(many, 11), maintenance(many)
+    world = EverythingAtOnce(many, 11)
     try:
         async with (
-            connected(database) as other, connected(database) as third, asyncio.timeout(240),
-            asyncio.TaskGroup() as tasks,
+            owned_links(many) as session, connected(database) as other, connected(database) as third,
+            asyncio.timeout(240), asyncio.TaskGroup() as tasks,
         ):  # fmt: skip
-            for name, action in {
+            actions: dict[str, Callable[[], Awaitable[object]]] = {
                 "live": world.live,
                 "resync": world.resync,
                 "takedown": lambda: world.take_down(other),
@@ -292,10 +301,11 @@ async def test_every_snapshot_is_exact_while_everything_runs_at_once(
                 "deletion": world.delete_account,
                 "restoration": world.restore_account,
                 "erasure": world.erase,
-                "maintenance": task.run_once,
-            }.items():
+                "links": partial(LinkReader.turn, session),
+            }
+            for name, action in actions.items():
                 tasks.create_task(world.repeat(name, action))
-            tasks.create_task(world.check(sql, 40))
+            tasks.create_task(world.check(sql, 15))
         assert world.writes.keys() >= {"live", "resync", "takedown", "scope", "deletion", "erasure"}
         await settle(store)
         await assert_links_exact(sql)

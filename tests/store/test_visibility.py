@@ -38,7 +38,7 @@ FUNCTIONS = {
     "changes_after": "select f::text from atproto.changes_after(0, 1000) f",
     "next_changes": "select f::text from atproto.next_changes('reader', 1000) f",
     "record_bytes": "select convert_from(atproto.record_bytes(did, collection, rkey), 'UTF8') from indexer.record",
-    "link_count": "select target from indexer.link where atproto.link_count(target, collection, path) > 0",
+    "link_count": "select target from indexer.record_link where atproto.link_count(target, collection, path) > 0",
 }
 RELATIONS = """
     select n.nspname, c.relname from pg_class c join pg_namespace n on n.oid = c.relnamespace

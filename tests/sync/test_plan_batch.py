@@ -298,12 +298,6 @@ def test_batch_takes_no_more_messages_than_its_changes_allow() -> None:
     assert MAX_BATCH_CHANGES < len(write.changes) <= MAX_BATCH_CHANGES + 200
 
 
-def test_batch_takes_no_more_messages_than_its_links_allow() -> None:
-    value = {"a": [f"did:web:{number}.test" for number in range(100)]}
-    write, _ = plan_too_many([[Write.create(f"a.b.c/{m}", value)] for m in range(70)], replace(STORE_ALL, links=True))
-    assert MAX_BATCH_CHANGES < sum(1 + len(change.links or ()) for change in write.changes) <= MAX_BATCH_CHANGES + 101
-
-
 @settings(max_examples=scaled(50))
 @given(STEPS, st.sets(st.sampled_from(NAMES)))
 def test_plan_without_accounts_is_the_plan_of_the_other_messages(steps: list[tuple[str, str]], names: set[str]) -> None:

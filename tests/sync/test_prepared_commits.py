@@ -79,7 +79,6 @@ def test_a_batch_is_quick_if_the_core_has_verified_and_converted_all_of_it() -> 
     assert not quick(unusual), "the reference has to convert it"
     assert quick(unusual, policy=LIKES)
     assert quick(unusual, policy=replace(STORE_ALL, store_values=False))
-    assert not quick(commit, policy=replace(STORE_ALL, links=True))
 
 
 def test_result_of_the_core_is_returned_for_its_commit_and_key_only() -> None:

@@ -8,7 +8,7 @@ from indexer.atproto.record import ConvertedRecord, Problem, decode_record
 from indexer.atproto.syntax import CollectionFilter
 from indexer.localnet import dag_cbor
 from indexer.sync.plans import RecordChange
-from indexer.sync.record_change import LINK_BYTES, MAX_EXPANSION, MIN_VALUE_BYTES, RecordConverter
+from indexer.sync.record_change import MAX_EXPANSION, MIN_VALUE_BYTES, RecordConverter
 from indexer.sync.scope import Scope
 from indexer.sync.verify import VerifiedChange
 from tests.sync.signing_account import POST, STORE_ALL
@@ -91,19 +91,6 @@ def test_size_of_a_change_is_at_least_its_bytes_in_utf_8() -> None:
     assert RecordChange("create", POST, "a", REV, b"cid", original=bytes(100)).size >= 100
 
 
-def test_links_are_those_of_the_stored_value_and_count_against_the_same_limit() -> None:
-    """A block with many short links that many paths name cannot fill the disk with links."""
-    block = dag_cbor.encode({"$type": POST, "a": [f"did:web:{number}.io" for number in range(100)]})
-    policy = replace(STORE_ALL, links=True)
-    converter = RecordConverter(policy, REV, len(block))
-    changes = [converted(converter, create(number, block)) for number in range(200)]
-    assert all(len(change.links or ()) == (0 if change.value is None else 100) for change in changes)
-    links = sum(len(change.links or ()) for change in changes)
-    assert 0 < LINK_BYTES * links <= MIN_VALUE_BYTES + MAX_EXPANSION * len(block)
-    assert changes[-1].problem is Problem.OMITTED
-    assert converted(RecordConverter(STORE_ALL, REV, len(block)), create(0, block)).links is None
-
-
 PATH = f"{POST}/a".encode()
 OLD = cid_of(b"old")
 
@@ -161,15 +148,11 @@ def test_record_that_the_native_core_converted_is_not_converted_again() -> None:
 
 
 def test_values_up_to_the_maximum_of_bytes_are_stored() -> None:
-    block = dag_cbor.encode({"$type": POST, "a": "did:web:a.test", "b": "did:web:b.test"})
-    for policy in (STORE_ALL, replace(STORE_ALL, links=True)):
-        size = converted(RecordConverter(policy, REV, 1_000), create(1, block)).size
-        size += 2 * LINK_BYTES if policy.links else 0
-        for left, stored in ((0, True), (-1, False)):
-            converter = RecordConverter(policy, REV, 1_000)
-            assert converter.bytes_left == MIN_VALUE_BYTES + 1_000 * MAX_EXPANSION
-            converter.count_converted(0, converter.bytes_left - size - left)
-            change = converted(converter, create(1, block))
-            assert (change.value is not None) is stored
-            assert len(change.links or ()) == (2 if policy.links and stored else 0)
-            assert converter.bytes_left == 0
+    block = dag_cbor.encode({"$type": POST, "a": "a"})
+    size = converted(RecordConverter(STORE_ALL, REV, 1_000), create(1, block)).size
+    for left, stored in ((0, True), (-1, False)):
+        converter = RecordConverter(STORE_ALL, REV, 1_000)
+        assert converter.bytes_left == MIN_VALUE_BYTES + 1_000 * MAX_EXPANSION
+        converter.count_converted(0, converter.bytes_left - size - left)
+        assert (converted(converter, create(1, block)).value is not None) is stored
+        assert converter.bytes_left == 0

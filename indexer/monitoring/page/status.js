@@ -100,13 +100,8 @@ function showLinks(links) {
   const shown = links !== null && links.state !== "off";
   element("links-tile").hidden = !shown;
   if (!shown) return;
-  const open = links.open_deltas ? `changes of counts to add: ${count(links.open_deltas)}` : "";
-  const notes = {
-    backfill: `backfill, time left: ${duration(links.seconds_left)}`,
-    outdated: "turn INDEXER_LINKS off for all processes, then on again",
-  };
-  set("links", links.state === "outdated" ? "outdated" : percent(links.progress));
-  set("links-note", [notes[links.state], open].filter(Boolean).join("; ") || "complete");
+  set("links", percent(links.progress));
+  set("links-note", links.state === "backfill" ? `backfill, time left: ${duration(links.seconds_left)}` : "complete");
 }
 
 /** Show how many repos wait for the records of added collections, unless none does. */

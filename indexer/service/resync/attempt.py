@@ -250,7 +250,7 @@ class ResyncAttempts:
         self, policy: Policy, claimed: Repo, export: "_SizedExport", identity: CachedIdentity, slots: ExportSlots
     ) -> str | None:
         """Write a small repo of which nothing is stored together with others; None if it needs its own transaction."""
-        if claimed.head is not None or export.size > SMALL_BYTES or policy.links:
+        if claimed.head is not None or export.size > SMALL_BYTES:
             return None
         with self._metrics.stage("diff"):
             convert = partial(_whole_chunk, export, policy)
