@@ -5,8 +5,8 @@ directory. If it is outdated, a signature fails to verify, and that requests a r
 have changed is looked up first (docs/protocol.md#identity).
 
 Attackers can cause lookups with forged messages and with announced changes. Therefore refreshes of known identities
-have two limits: an interval per DID, and a budget in total, of which the accounts of one host get only a share. The
-rest of the directory's rate limit remains for new DIDs.
+have two limits: an interval per DID, and a budget in total, of which the accounts of one host, and those of one
+registered domain, get only a share. The rest of the directory's rate limit remains for new DIDs.
 """
 
 import asyncio
@@ -356,7 +356,7 @@ class IdentityCache:
         now = self._clock()
         if self._wait(entry):
             result = "too-soon"
-        elif not self._refresh_budget.spend(entry.identity.pds or "", now):
+        elif not _spend(self._refresh_budget, entry.identity, now):
             result = "over-budget"
         else:
             result = "asked"
@@ -368,7 +368,7 @@ class IdentityCache:
         now, in_flight = self._clock(), self._in_flight[method_of(did)]
         if self._wait(entry) or did in in_flight or len(in_flight) >= MAX_LOOKUPS_IN_BACKGROUND:
             return
-        if self._background_budget.spend(entry.identity.pds or "", now):
+        if _spend(self._background_budget, entry.identity, now):
             self._observer.identity_refresh("age", "asked")
             self._start_lookup(did, MAX_LOOKUPS_IN_BACKGROUND)
 
@@ -455,6 +455,10 @@ class IdentityCache:
 
     def _remember(self, did: str, identity: CachedIdentity, next_lookup: float) -> None:
         self._memory[did] = _Entry(identity, next_lookup)
+
+
+def _spend(budget: RefreshBudget, identity: CachedIdentity, now: float) -> bool:
+    return budget.spend(identity.host or "", _domain_of(identity.pds) if identity.pds else "", now)
 
 
 def _usable(identity: CachedIdentity) -> CachedIdentity:

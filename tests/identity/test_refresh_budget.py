@@ -12,7 +12,7 @@ def test_no_interval_exceeds_the_rate_and_the_burst(spent: list[tuple[str, float
     budget, now, allowed = RefreshBudget(rate), 1_000.0, list[tuple[str, float]]()
     for user, pause in spent:
         now += pause
-        if budget.spend(user, now):
+        if budget.spend(user, user, now):
             allowed.append((user, now))
     for limit, times in [
         (rate, [at for _, at in allowed]),
@@ -24,22 +24,29 @@ def test_no_interval_exceeds_the_rate_and_the_burst(spent: list[tuple[str, float
                 assert last - first + 1 <= maximum + 1e-6
 
 
-def test_users_get_only_their_share() -> None:
+def test_hosts_get_only_their_share() -> None:
     budget = RefreshBudget(10.0)
-    assert sum(budget.spend("greedy", 0.0) for _ in range(1_000)) == 20
-    assert sum(budget.spend("modest", 0.0) for _ in range(5)) == 5
+    assert sum(budget.spend("greedy", "greedy", 0.0) for _ in range(1_000)) == 20
+    assert sum(budget.spend("modest", "modest", 0.0) for _ in range(5)) == 5
+
+
+def test_hosts_of_one_domain_leave_a_share_to_those_of_others() -> None:
+    """Its owner may give each account a host of its own, also another one at each lookup."""
+    budget = RefreshBudget(10.0)
+    assert sum(budget.spend(f"host{number}.greedy", "greedy", 0.0) for number in range(1_000)) == 80
+    assert sum(budget.spend("modest", "modest", 0.0) for _ in range(20)) == 20
 
 
 def test_budget_is_complete_when_the_clock_is_set_back() -> None:
     budget = RefreshBudget(10.0)
-    while budget.spend("user", 86_400.0):
+    while budget.spend("user", "user", 86_400.0):
         pass
-    assert budget.spend("user", 0.0)
-    assert budget.spend("another", 0.0)
+    assert budget.spend("user", "user", 0.0)
+    assert budget.spend("another", "another", 0.0)
 
 
 def test_users_without_recent_actions_are_forgotten() -> None:
     budget = RefreshBudget(1e6)
     for number in range(50_000):
-        assert budget.spend(str(number), number * 10.0)
+        assert budget.spend(str(number), str(number), number * 10.0)
     assert len(budget) <= MAX_IDLE_USERS
