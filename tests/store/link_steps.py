@@ -38,9 +38,16 @@ async def count(sql: asyncpg.Connection, target: object = "one") -> int | None:
     return number
 
 
+async def number_changes(store: Store) -> None:
+    """Assign numbers to all committed changes on a cluster, as a daemon does."""
+    if store.placement is Placement.DISTRIBUTED:
+        await ChangeNumbering(store, Metrics(), Conditions()).finish()
+
+
 @asynccontextmanager
 async def owned_links(store: Store) -> AsyncIterator[LinkSession]:
     """Own the links during the block, from the stored position on."""
+    await number_changes(store)
     async with store.link_session() as session:
         assert await session.lock.claim()
         await session.begin()
@@ -49,8 +56,6 @@ async def owned_links(store: Store) -> AsyncIterator[LinkSession]:
 
 async def turn_on(store: Store) -> None:
     """Keep links from now on, with a complete backfill, up to the end of the log."""
-    if store.placement is Placement.DISTRIBUTED:
-        await ChangeNumbering(store, Metrics(), Conditions()).finish()
     async with owned_links(store) as session:
         while await LinkReader.turn(session):
             pass

@@ -10,7 +10,7 @@ from indexer.store.link_session import LINK_CONSUMER, PositionLostError
 from indexer.sync.plans import Batch, RepoWrite
 from tests.background import running
 from tests.store.link_checks import assert_links_exact
-from tests.store.link_steps import LIKE, count, like, owned_links, settle, turn_off, turn_on
+from tests.store.link_steps import LIKE, count, like, number_changes, owned_links, settle, turn_off, turn_on
 from tests.store.repo_rows import delete, did, insert, synchronized
 from tests.waiting import until
 
@@ -97,6 +97,7 @@ async def test_a_reader_that_lost_its_position_begins_again(store: Store, sql: a
     await insert(store, synchronized(1), changes=(like("a"), like("b")))
     await turn_on(store)
     await store.write(Batch((RepoWrite(1, synchronized(1, version=2), (delete(f"{LIKE}/a"),)),)))
+    await number_changes(store)
     await sql.execute(LOSSES[loss])
     async with owned_links(store) as session:
         with pytest.raises(PositionLostError):
