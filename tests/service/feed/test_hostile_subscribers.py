@@ -32,10 +32,11 @@ Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r
 """
 MASK = b"\x00\x00\x00\x00"
 FRAMES = {
-    "fragments without an end": b"\x00\x80" + MASK,
-    "pings": b"\x89\x80" + MASK,
-    "binary messages": b"\x82\xfe\x0f\xff" + MASK + bytes(0x0FFF),
+    "fragments without an end": (b"\x01\x80" + MASK, b"\x00\x80" + MASK),
+    "binary messages": (b"", b"\x82\xfe\x0f\xff" + MASK + bytes(0x0FFF)),
 }
+"""What a client sends first, and then without end."""
+COMMITS = 60
 BUFFER_BYTES = 12 << 20
 """More than the operating system and the daemon buffer of one connection."""
 
@@ -54,32 +55,43 @@ def hostile_sockets(count: int) -> Iterator[list[socket.socket]]:
             opened.close()
 
 
-async def send_without_end(client: socket.socket, address: Address, data: bytes, sent: list[int]) -> None:
+async def send_without_end(client: socket.socket, address: Address, first: bytes, data: bytes, sent: list[int]) -> None:
     """Send the data again and again, and count its bytes in `sent`."""
     loop = asyncio.get_running_loop()
     await loop.sock_connect(client, tuple(address))
-    await loop.sock_sendall(client, HANDSHAKE + b"\x01\x80" + MASK)
+    await loop.sock_sendall(client, HANDSHAKE + first)
     while True:
         await loop.sock_sendall(client, data)
         sent[0] += len(data)
 
 
-@pytest.mark.parametrize("frame", FRAMES.values(), ids=FRAMES)
-async def test_no_client_makes_the_daemon_read_without_end(database: str, tmp_path: Path, frame: bytes) -> None:
+@pytest.mark.parametrize(("first", "frame"), FRAMES.values(), ids=FRAMES)
+async def test_no_client_makes_the_daemon_read_without_end(
+    database: str, tmp_path: Path, first: bytes, frame: bytes
+) -> None:
     async with feed(database, tmp_path) as (daemon, address), subscribed(address) as client:
         account = daemon.create_account("ada.test", records=1)
         await daemon.wait_until_equal()
         assert describe(await client.next()).startswith("create")
         data, sent, began = frame * ((1 << 18) // len(frame)), [0], monotonic()
         with hostile_sockets(1) as [hostile]:
-            sending = asyncio.create_task(send_without_end(hostile, address, data, sent))
+            sending = asyncio.create_task(send_without_end(hostile, address, first, data, sent))
             await until(lambda: sent[0] > 0)
-            for number in range(20):
+            for number in range(COMMITS):
                 account.create(LIKE, post("like"), rkey=f"{number}")
                 assert describe(await client.next()) == f"create {LIKE}/{number}"
+            assert not sending.done()
             sending.cancel()
             await asyncio.gather(sending, return_exceptions=True)
         assert sent[0] < BUFFER_BYTES + BYTES_PER_SECOND * (monotonic() - began)
+
+
+async def test_pings_are_limited_like_messages(database: str, tmp_path: Path) -> None:
+    async with feed(database, tmp_path, roles="feed") as (_, address), subscribed(address) as client:
+        began = monotonic()
+        pongs = [await client.connection.ping() for _ in range(10)]
+        await asyncio.gather(*pongs)
+        assert monotonic() - began > 9 * jetstream_subscriber.MESSAGE_SECONDS
 
 
 async def test_subscriber_that_says_no_hello_is_disconnected(
