@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 import structlog
 
-from indexer.service.feed import jetstream_subscriber, log_rate
+from indexer.service.feed import jetstream_routes, jetstream_subscriber, log_rate
 from indexer.service.feed.limited_reading import BYTES_PER_SECOND
 from indexer.service.feed.log_rate import LINES
 from indexer.setting_types import Address
@@ -108,7 +108,10 @@ async def test_subscriber_that_says_no_hello_is_disconnected(
         assert [line["event"] for line in lines].count("jetstream.disconnected") == LINES
 
 
-async def test_network_that_has_all_websockets_gives_one_to_another(database: str, tmp_path: Path) -> None:
+async def test_network_that_has_all_websockets_gives_one_to_another(
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jetstream_routes, "CLOSE_SECONDS", 0.1)  # the displaced client does not answer
     async with feed(database, tmp_path) as (daemon, address), aiohttp.ClientSession() as session:
         with hostile_sockets(112) as sockets:
             loop = asyncio.get_running_loop()
