@@ -108,11 +108,20 @@ class EventChunk:
         before: The number of the last change before the chunk.
         end: The position after the chunk.
         size: The bytes of all frames.
+        skipped: The entries, if none of them was wanted, so that they were read without their events.
     """
 
-    def __init__(self, before: int, end: LogPosition, keys: Sequence[EventKey], messages: Sequence[bytes]) -> None:
+    def __init__(
+        self,
+        before: int,
+        end: LogPosition,
+        keys: Sequence[EventKey],
+        messages: Sequence[bytes],
+        skipped: Sequence[LoggedChange] = (),
+    ) -> None:
         self.before = before
         self.end = end
+        self.skipped = skipped
         self._keys = keys
         self._plain = _frames(_TEXT_FRAME, messages)
         self.size = len(self._plain.data)
@@ -148,7 +157,7 @@ def encode_page(start: LogPosition, page: FeedPage) -> EventChunk:
         if event is not None:
             keys.append(EventKey(change.seq, change.did, change.collection, change.live))
             messages.append(orjson.dumps(event))
-    return EventChunk(start.seq, position, keys, messages)
+    return EventChunk(start.seq, position, keys, messages, page.changes if page.skipped else ())
 
 
 def _event(

@@ -1,6 +1,7 @@
 """Load events from the change log: the position of a cursor, and the pages that follow it, for all replays together."""
 
 from collections import OrderedDict
+from functools import partial
 from time import monotonic
 
 import structlog
@@ -33,12 +34,12 @@ async def load_chunk(
         DatabaseError: The database is unavailable.
         LogTrimmedError: Later entries have been trimmed.
     """
-
-    def wanted(change: LoggedChange) -> bool:
-        return events.selects(change.did, change.collection, live=change.live)
-
-    page = await store.feed_page(position.seq, max_changes, PAGE_BYTES, wanted)
+    page = await store.feed_page(position.seq, max_changes, PAGE_BYTES, partial(_is_wanted, events))
     return encode_page(position, page) if page.changes else None
+
+
+def _is_wanted(events: EventFilter, change: LoggedChange) -> bool:
+    return events.selects(change.did, change.collection, live=change.live)
 
 
 class ReplayPages:
@@ -91,12 +92,14 @@ class ReplayPages:
             while self._pages and monotonic() - next(iter(self._pages.values()))[0] > CACHE_SECONDS:
                 self._pages.popitem(last=False)
             if position.seq in self._pages:
-                return self._pages[position.seq][1]
+                chunk = self._pages[position.seq][1]
+                if not any(_is_wanted(events, change) for change in chunk.skipped):
+                    return chunk
+                del self._pages[position.seq]
             max_changes = PAGE_CHANGES - position.seq % PAGE_CHANGES
-            chunk = await load_chunk(self._store, position, max_changes, events)
-            # Otherwise, the log may go on here, or others may want events of the page.
-            if chunk is not None and chunk.size and chunk.end.seq % PAGE_CHANGES == 0:
-                self._pages[position.seq] = monotonic(), chunk
+            loaded = await load_chunk(self._store, position, max_changes, events)
+            if loaded is not None and loaded.end.seq % PAGE_CHANGES == 0:  # otherwise, the log may go on here
+                self._pages[position.seq] = monotonic(), loaded
             while len(self._pages) > CACHED_PAGES:
                 self._pages.popitem(last=False)
-        return chunk
+        return loaded
