@@ -21,6 +21,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from time import monotonic
 
 import asyncpg
 from asyncpg import exceptions
@@ -59,6 +60,8 @@ EVERYTHING = range(FEED.stop)
 """The positions of all buckets, and the feed, which belongs to one process, too."""
 PROGRESS_SECONDS = 1.0
 WAIT_SECONDS = 0.5
+MAX_WAIT_SECONDS = 30.0
+"""Time to wait for another call of this command. If it was killed, its sessions end within a few seconds."""
 SETTINGS = {
     "citus.max_adaptive_executor_pool_size": "1",
     "citus.max_cached_conns_per_worker": "4",
@@ -88,14 +91,18 @@ _SESSION = {
     "idle_in_transaction_session_timeout": "0",
     "client_connection_check_interval": "2s",  # a statement ends soon after this process was killed
 }
-_ENDING = [session_name(EVERYTHING), "indexer distribute progress"]
+_OF_COMMAND = [session_name(EVERYTHING), "indexer distribute progress"]
 _PROGRESS_SESSION = _SESSION | {"application_name": "indexer distribute progress"}
 
+# Of two calls of this command, the one that began later waits for the other one.
 _OTHER_SESSIONS = """
-    select format('session %s from %s', pid, coalesce(host(client_addr), 'this machine')) as name,
-        application_name = any($1::text[]) as ends
-    from pg_stat_activity
-    where datname = current_database() and pid <> pg_backend_pid() and application_name ~ '^indexer( |$)'
+    select format('session %s from %s', a.pid, coalesce(host(a.client_addr), 'this machine')) as name,
+        a.application_name = any($1::text[]) as is_command
+    from pg_stat_activity a join pg_stat_activity own on own.pid = pg_backend_pid()
+    where a.datname = current_database() and a.pid <> own.pid and a.application_name ~ '^indexer( |$)' and (
+        a.application_name <> all($1::text[])
+        or coalesce((a.backend_start, a.pid) < (own.backend_start, own.pid), true)
+    )
 """
 _ROW = "select shards, finished_at is not null as finished from indexer.distribution"
 _ADD_ROW = "insert into indexer.distribution (shards) values ($1) returning shards, false as finished"
@@ -230,22 +237,25 @@ async def _owning_everything(connection: asyncpg.Connection) -> AsyncIterator[No
     Raises:
         UnsuitableClusterError: A daemon or another command uses the database.
     """
+    await _wait_until_alone(connection)
     async with open_lock(connection, EVERYTHING, await load_placement(connection)) as lock:
-        while not (await _is_alone(connection) and await lock.claim()):  # noqa: ASYNC110 - asks another process
+        while not await lock.claim():  # noqa: ASYNC110 - asks another process
             await asyncio.sleep(WAIT_SECONDS)
         yield
 
 
-async def _is_alone(connection: Connection) -> bool:
-    """Return False if the sessions of an earlier call of this command, which was killed, still exist for a moment.
+async def _wait_until_alone(connection: Connection) -> None:
+    """Wait until earlier calls of this command have ended.
 
     Raises:
-        UnsuitableClusterError: There is a session of a daemon or of another command.
+        UnsuitableClusterError: There is a session of a daemon or of another command, or an earlier call goes on.
     """
-    others = await connection.fetch(_OTHER_SESSIONS, _ENDING)
-    if running := [session["name"] for session in others if not session["ends"]]:
-        raise UnsuitableClusterError(f"stop the daemons and commands that use it first: {'; '.join(running)}")
-    return not others
+    ends = monotonic() + MAX_WAIT_SECONDS
+    while others := await connection.fetch(_OTHER_SESSIONS, _OF_COMMAND):
+        if monotonic() > ends or not all(session["is_command"] for session in others):
+            names = "; ".join(session["name"] for session in others)
+            raise UnsuitableClusterError(f"stop the daemons and commands that use it first: {names}")
+        await asyncio.sleep(WAIT_SECONDS)
 
 
 async def _join_shards(connection: Connection) -> None:
@@ -306,8 +316,7 @@ class _Command:
         elif row["finished"] and await waiting_tables(self._connection):  # restored from the dump of a cluster
             [row] = await self._connection.fetch(_REOPEN)
         # A process that connected before the row was stored may not have seen it.
-        while not await _is_alone(self._connection):  # noqa: ASYNC110 - asks another process
-            await asyncio.sleep(WAIT_SECONDS)
+        await _wait_until_alone(self._connection)
         result = Distribution(row["shards"], [node.name for node in self._nodes], row["finished"])
         result.settings = await self._set_settings()
         sizes = await self._sizes()

@@ -237,6 +237,16 @@ async def test_killed_in_the_middle_of_a_large_table_it_copies_no_other_table_ag
     assert await contents(plain, without=CHANGED) == before
 
 
+async def test_of_two_calls_at_once_the_later_one_waits_for_the_other(plain: str) -> None:
+    before = await contents(plain, without=CHANGED)
+    results = await asyncio.gather(distributed(plain), distributed(plain), return_exceptions=True)
+    [done] = [one for one in results if isinstance(one, Distribution) and not one.was_complete]
+    [other] = [one for one in results if one is not done]
+    waited_too_long = isinstance(other, SettingsError) and "that use it first: session" in str(other)
+    assert waited_too_long or (isinstance(other, Distribution) and not other.tables)
+    assert await contents(plain, without=CHANGED) == before
+
+
 async def test_one_of_several_databases_by_bucket_is_refused(plain: str) -> None:
     async with connected(plain) as sql:
         await sql.execute(TWO_OF_FOUR_SHARDS)

@@ -13,8 +13,10 @@ import pytest
 from indexer import crash_points
 from indexer.store import DatabaseError, RetentionPolicy, Store
 from indexer.store.shard_lock import ShardLock, open_lock
+from indexer.sync.plans import Batch, RepoWrite
 from indexer.sync.shard import Placement, Shard
 from tests.store.change_log_helpers import connected, fill_segments, rkeys
+from tests.store.repo_rows import insert, put, synchronized
 from tests.waiting import TIMEOUT
 
 pytestmark = pytest.mark.slow
@@ -51,9 +53,12 @@ async def test_process_that_is_stopped_while_it_claims_a_shard_keeps_no_other_fr
         await asyncio.gather(claim, return_exceptions=True)
 
 
-async def test_process_that_is_stopped_while_it_trims_the_change_log_stops_no_consumer(
-    database: str, sql: asyncpg.Connection
+async def test_process_that_is_stopped_while_it_trims_the_change_log_stops_neither_writers_nor_consumers(
+    database: str, store: Store, sql: asyncpg.Connection
 ) -> None:
+    store.keeps_links = False  # so that one statement can write the batch
+    repo = synchronized("bob")
+    await insert(store, repo)
     await fill_segments(sql, 4)
     is_stopped, resumed = threading.Event(), threading.Event()
 
@@ -74,7 +79,10 @@ async def test_process_that_is_stopped_while_it_trims_the_change_log_stops_no_co
     try:
         await asyncio.to_thread(is_stopped.wait, TIMEOUT)
         async with asyncio.timeout(TIMEOUT):
-            assert rkeys(await sql.fetch("select rkey from atproto.changes order by seq")) == ["0", "1", "2", "3"]
+            write = RepoWrite(1, repo._replace(version=2), (put("com.example.note/4"),))
+            assert not (await store.write(Batch((write,)))).skipped
+            rows = await sql.fetch("select rkey from atproto.changes where rkey is not null order by seq")
+            assert rkeys(rows) == ["0", "1", "2", "3", "4"]
     finally:
         crash_points.hooks.remove(stop)
         resumed.set()
