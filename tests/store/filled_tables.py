@@ -57,6 +57,10 @@ _FILL = """
     insert into indexer.disconnected_consumer (id) select id from indexer.consumer where name = 'gone';
     insert into indexer.feed_delivery (consumer_id, delivered_to, undelivered)
     select id, 3, '{4,5}' from indexer.consumer where name = 'feed';
+    insert into indexer.feed_set_aside
+        (consumer_id, reason, did, collection, rkey, rev, action, attempts, since, failure)
+    select id, 'hidden', did, 'app.test', '2', '3laaaaaaaaa22', 'create', 0, now(), '' from indexer.consumer, account
+    where name = 'feed' and n = 1;
     insert into indexer.change_batch (segment, size) select current_segment, $1 from indexer.change_log;
     insert into indexer.change (batch, ordinal, segment, bucket, live, action, did, collection, rkey, rev, cid)
     select b.id, n - 1, b.segment, bucket, true, 'create', did, 'app.test', '2', '3laaaaaaaaa22', 'cid'
