@@ -56,7 +56,6 @@ async def test_process_that_is_stopped_while_it_claims_a_shard_keeps_no_other_fr
 async def test_process_that_is_stopped_while_it_trims_the_change_log_stops_neither_writers_nor_consumers(
     database: str, store: Store, sql: asyncpg.Connection
 ) -> None:
-    store.keeps_links = False  # so that one statement can write the batch
     repo = synchronized("bob")
     await insert(store, repo)
     await fill_segments(sql, 4)
