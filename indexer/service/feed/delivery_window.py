@@ -124,6 +124,11 @@ class DeliveryWindow:
         """Return the unacknowledged changes of the log."""
         return [self._changes[seq] for seq in sorted(self._changes)]
 
+    @property
+    def has_behind(self) -> bool:
+        """True if changes of any repo are left out."""
+        return bool(self._behind)
+
     def is_behind(self, did: str) -> bool:
         """Return True if changes of the repo are left out."""
         return did in self._behind

@@ -51,6 +51,8 @@ FULL_SECONDS = 1.0
 
 So a change waits for few others, or clients are fast.
 """
+READS_BEHIND = 10
+"""Reads of changes that were left out in one interval, so that a fast client does not wait for a large repo."""
 STALL_SECONDS = 120.0
 """The feed has stalled if clients have acknowledged nothing for so long, although it has something to deliver."""
 POLL_SECONDS = 0.1
@@ -459,7 +461,7 @@ class TapFeed:
             while not session.lock.lost.is_set():
                 last = self._stopping.is_set()
                 self.stage.begin()
-                if not await self._read_behind(session, deliveries) or not await self._read(session, deliveries):
+                if not await self._read(session, deliveries):
                     return
                 await self._read_snapshot(session, deliveries)
                 await self._read_set_aside(session, deliveries)
@@ -468,7 +470,11 @@ class TapFeed:
                 if not await self._save(session, deliveries) or last:
                     return
                 self.stage.idle()
-                await self._pause(POLL_SECONDS)
+                reads = READS_BEHIND if deliveries.window.has_behind else 1
+                for _ in range(reads):
+                    await self._pause(POLL_SECONDS / reads)
+                    if not await self._read_behind(session, deliveries):
+                        return
         finally:
             self._begun.clear()
             self._deliveries = None
