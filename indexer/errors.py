@@ -83,10 +83,14 @@ class SchemaVersionError(SettingsError):
         release: The version that this release needs.
     """
 
-    def __init__(self, database: str | None, release: str) -> None:
+    def __init__(self, database: str | None, release: str, first: str) -> None:
+        """Describe the versions; `first` is the oldest one that can be upgraded."""
         found = "has no schema" if database is None else f"schema is version {database}"
-        newer = database is not None and database > release
-        action = "Use the release that upgraded it, or a newer one." if newer else "Run `indexer migrate`."
+        action = "Run `indexer migrate`."
+        if database is not None and database > release:
+            action = "Use the release that upgraded it, or a newer one."
+        elif database is not None and database < first:
+            action = f"Versions before {first} are of unreleased commits: use an empty database."
         super().__init__(f"The database {found}; this release needs {release}. {action}")
         self.database = database
         self.release = release

@@ -9,8 +9,7 @@ from alembic import context
 attributes = context.config.attributes
 context.configure(
     connection=attributes["connection"],
-    target_metadata=attributes["target_metadata"],
-    version_table_schema=attributes["version_table_schema"],
+    version_table_schema="indexer",
     include_schemas=True,
     on_version_apply=attributes["on_version_apply"],
 )

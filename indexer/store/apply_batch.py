@@ -27,7 +27,6 @@ from indexer.store.columns import (
     repo_values,
     storable,
     unnest,
-    visible,
 )
 from indexer.store.copy_records import create_records, record_rows
 from indexer.store.identities import is_postponed
@@ -74,7 +73,7 @@ UPDATE_REPOS = f"""
     join indexer.repo before
         on before.did = w.did and {of_buckets("before")} and before.version = w.expected_version
     where r.did = before.did and r.bucket = before.bucket and {of_buckets("r")} and r.version = w.expected_version
-    returning r.did, {visible("before")} as visible,
+    returning r.did, before.visible,
         not before.active and before.hosting_status is not distinct from '{DELETED}' as deleted,
         before.sync_status = '{SyncStatus.SYNCHRONIZED}' as synchronized,
         case when before.active then 'active' else coalesce(before.hosting_status, 'inactive') end as hosting_status

@@ -78,14 +78,6 @@ def head_arrays(repos: Sequence[Repo]) -> list[list[Any]]:
     return columns_of([(repo.did, repo.version, *(repo.head or no_head)) for repo in repos], HEAD_COLUMNS)
 
 
-def visible(alias: str) -> str:
-    """Return the condition that readers get the repo's records: `Repo.visible` in SQL.
-
-    This is its only definition. The public schema has the same text (`tests/store/test_visibility.py`).
-    """
-    return f"({alias}.active and not {alias}.takedown)"
-
-
 def repo_of(row: asyncpg.Record) -> Repo:
     """Return the repo of a row that was selected with `repo_columns`."""
     return Repo(

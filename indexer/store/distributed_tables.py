@@ -9,8 +9,8 @@ coordinator. Citus commits in two phases only if it knows of writes on two nodes
 plain tables. So each plain table has the statement trigger `use_two_phases`, which updates no row of the table
 `distribution`. That table is in the metadata of Citus, so this counts as a write on the coordinator. It does not matter
 which write comes first. If a process or a node is killed during the commit, the record of the transaction on the
-coordinator decides whether the other nodes commit. The migration 0028 has the function. A test compares the triggers
-with the tables, and another one watches what Citus sends for each kind of transaction.
+coordinator decides whether the other nodes commit. `schema/11_cluster.sql` has the function. A test compares the
+triggers with the tables, and another one watches what Citus sends for each kind of transaction.
 
 **New tables.** `adapt` does for the tables of a later migration what `indexer distribute` does for the present ones.
 `migrate` calls it.
@@ -25,8 +25,7 @@ FIRST = "resync_queue"
 Its shards are cut while they are small. The other tables are then distributed in the same way, with their rows.
 """
 DISTRIBUTED = (
-    FIRST, "repo", "identity", "buffered_event", "record", "record_link", "target_count",
-    "links_to_recount", "link", "link_count", "link_delta", "link_recount",
+    FIRST, "repo", "identity", "buffered_event", "record", "record_link", "target_count", "links_to_recount",
 )  # fmt: skip
 """The distributed tables. Each one has a column `bucket`, by which it is distributed."""
 METADATA = "distribution"

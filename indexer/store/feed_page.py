@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from asyncpg.exceptions import ObjectNotInPrerequisiteStateError
 
-from indexer.store.columns import Connection, columns_of, of_buckets, unnest, visible
+from indexer.store.columns import Connection, columns_of, of_buckets, unnest
 from indexer.sync.feed_delivery import LoggedChange, StoredAccount, StoredRecord
 from indexer.sync.shard import bucket_of
 
@@ -66,7 +66,7 @@ _VALUES = f"""
         join indexer.record r
             on r.did = w.did and r.collection = w.collection and r.rkey = w.rkey and r.bucket = w.bucket
                 and {of_buckets("r", 6)}
-        join indexer.repo p on p.did = r.did and p.bucket = r.bucket and {of_buckets("p", 6)} and {visible("p")}
+        join indexer.repo p on p.did = r.did and p.bucket = r.bucket and {of_buckets("p", 6)} and p.visible
         where r.value is not null
     ), measured as (
         select found.*, sum(octet_length(value)) over (order by number) - octet_length(value) as before from found

@@ -11,7 +11,7 @@ import orjson
 from asyncpg import Record
 
 from indexer.crash_points import COMMITTED, crash_point
-from indexer.store.columns import Connection, buckets_of, columns_of, of_buckets, unnest, visible
+from indexer.store.columns import Connection, buckets_of, columns_of, of_buckets, unnest
 from indexer.store.database_errors import database_errors
 from indexer.store.feed_page import LogTrimmedError, load_changes, load_latest_seq
 from indexer.store.shard_lock import ShardLock
@@ -103,8 +103,8 @@ _RECORD_KEY = {"did": "text", "collection": "text", "rkey": "text"}
 # The first record is returned whatever its size.
 _LOAD_RECORDS = f"""
     with found as materialized (
-        select r.did, r.collection, r.rkey, r.cid, r.rev, case when {visible("p")} then r.value::text end as value,
-            {visible("p")} as visible, w.ordinal
+        select r.did, r.collection, r.rkey, r.cid, r.rev, case when p.visible then r.value::text end as value,
+            p.visible, w.ordinal
         from {unnest(_RECORD_KEY, "w", 2)}
         join indexer.record r
             on r.did = w.did and r.collection = w.collection and r.rkey = w.rkey and {of_buckets("r")}

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from indexer.atproto.links import links_of
 from indexer.crash_points import COMMITTED, crash_point
 from indexer.store.change_signal import ChangeSignal
-from indexer.store.columns import Columns, Connection, buckets_of, columns_of, of_buckets, unnest, visible
+from indexer.store.columns import Columns, Connection, buckets_of, columns_of, of_buckets, unnest
 from indexer.store.database_errors import database_errors
 from indexer.store.feed_page import LogTrimmedError, load_changes
 from indexer.store.shard_lock import ShardLock
@@ -58,7 +58,7 @@ _NUMBERED_KEY = {**_KEY, "number": "integer"}
 # A value beyond the limit is null: its record is read again by the next transaction.
 _VALUES = f"""
     with found as (
-        select w.number, {visible("p")} as visible, r.value::text as value
+        select w.number, p.visible, r.value::text as value
         from {unnest(_NUMBERED_KEY, "w", 3)}
         join indexer.record r
             on r.did = w.did and r.collection = w.collection and r.rkey = w.rkey and {of_buckets("r")}
@@ -103,7 +103,7 @@ _ADD_RECOUNTS = f"""
     on conflict (did, bucket) do update set seq = excluded.seq
 """
 _NEXT_RECOUNT = "select did, seq from indexer.links_to_recount order by seq limit 1"
-_VISIBLE = f"select {visible('r')} from indexer.repo r where did = $1 and bucket = $2"
+_VISIBLE = "select visible from indexer.repo where did = $1 and bucket = $2"
 _SET_COUNTED = """
     with changed as (
         select distinct collection, rkey from indexer.record_link

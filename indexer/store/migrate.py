@@ -1,4 +1,8 @@
-"""Upgrade a database's schema to the latest version in `migrations/`, with Alembic."""
+"""Create the schema of a database, or upgrade it to the latest version in `migrations/`, with Alembic.
+
+The files in `schema/` have every table, index, view and function as it is now. An empty database gets them as they
+stand, and counts as upgraded to the latest version. A database with an older schema gets the versions after it.
+"""
 
 import asyncio
 import threading
@@ -6,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from enum import Enum, auto
 from itertools import count
+from pathlib import Path
 from typing import Any, cast
 
 import asyncpg
@@ -27,13 +32,14 @@ from indexer.store.distributed_tables import adapt, use_sequential_changes
 from indexer.store.migration_locks import LOCK_TIMES, LockTimes, MigrationLocks
 from indexer.store.placement import load_placement
 from indexer.store.requirements import missing_roles, missing_to_migrate
-from indexer.store.schema import metadata
 from indexer.sync.backoff import backoff_seconds
 from indexer.sync.shard import Placement
 
 MAX_ATTEMPTS = 50
 """Attempts to migrate a database while other databases of the same server are migrated."""
 POLL_SECONDS = 0.02
+
+SCHEMA_FOLDER = Path(__file__).parent / "schema"
 
 OnVersion = Callable[[int, int], None]
 """Called with the number of versions that are applied, and of all versions to apply: first with 0, then after each."""
@@ -45,16 +51,16 @@ def _ignore(_applied: int, _total: int) -> None:
 
 _alembic_lock = threading.Lock()
 _HAS_LEXICONS = "select to_regprocedure('indexer.recreate_lexicon_views()') is not null"
-_HAS_PLACEMENT = f"select to_regclass('{metadata.schema}.distribution') is not null"
+_HAS_PLACEMENT = "select to_regclass('indexer.distribution') is not null"
 # `indexer distribute` creates on the other nodes what they need. Citus would copy everything there, which needs the
 # rights of a superuser: for a function that reads pg_roles, Citus replaces this view of Postgres on the nodes. If the
 # nodes know the schema, the tables are distributed, or an earlier release has copied functions, which must stay equal.
-_ONLY_ON_THIS_SERVER = f"""
+_ONLY_ON_THIS_SERVER = """
     do $$ begin
         if exists (select from pg_extension where extname = 'citus') then
             if not exists (
                 select from pg_catalog.pg_dist_object
-                where classid = 'pg_namespace'::regclass and objid = to_regnamespace('{metadata.schema}')
+                where classid = 'pg_namespace'::regclass and objid = to_regnamespace('indexer')
             ) then
                 set local citus.enable_ddl_propagation = off;
             end if;
@@ -67,18 +73,18 @@ _CONFLICT = "tuple concurrently updated"  # asyncpg has no class for this error,
 log = structlog.get_logger(__name__)
 
 # A second process waits here until the first one commits, and then gets a unique violation.
-_CREATE_LOCK = f"""
+_CREATE_LOCK = """
     do $$ begin
         begin
-            if to_regnamespace('{metadata.schema}') is null then
-                create schema {metadata.schema};
+            if to_regnamespace('indexer') is null then
+                create schema indexer;
             end if;
         exception when unique_violation or duplicate_schema then
             null;
         end;
         begin
-            if to_regclass('{metadata.schema}.migration_lock') is null then
-                create table {metadata.schema}.migration_lock ();
+            if to_regclass('indexer.migration_lock') is null then
+                create table indexer.migration_lock ();
             end if;
         exception when unique_violation or duplicate_table then
             null;
@@ -86,25 +92,22 @@ _CREATE_LOCK = f"""
     end $$
 """
 # Not an advisory lock, because any role could take it.
-_LOCK = f"lock table {metadata.schema}.migration_lock in exclusive mode"
+_LOCK = "lock table indexer.migration_lock in exclusive mode"
 
 
-async def migrate(
-    dsn: str, revision: str = "head", on_version: OnVersion = _ignore, times: LockTimes = LOCK_TIMES
-) -> None:
-    """Upgrade the schema in one transaction. Waits for another process that does the same.
+async def migrate(dsn: str, on_version: OnVersion = _ignore, times: LockTimes = LOCK_TIMES) -> None:
+    """Create or upgrade the schema in one transaction. Waits for another process that does the same.
 
     The transaction is repeated if a concurrent migration of another database of the server fails it, because roles
     belong to the whole server, and if another session holds a lock that it needs.
 
     Args:
         dsn: The database.
-        revision: The version to upgrade to; `head` is the latest one.
         on_version: Called when the migration begins, and after each version that is applied.
         times: How long it waits for locks.
 
     Raises:
-        SchemaVersionError: A newer release created the schema, and this release cannot use it.
+        SchemaVersionError: This release can neither use nor upgrade the schema.
         SettingsError: The operator has to correct the URL, the password, a privilege, or the contents of the database.
         DatabaseError: The database is unavailable.
     """
@@ -114,7 +117,7 @@ async def migrate(
     while conflicts < MAX_ATTEMPTS:
         with opening(dsn):
             async with _only_migration_of_this_process():
-                obstacle = await _upgrade(dsn, revision, on_version, locks)
+                obstacle = await _upgrade(dsn, on_version, locks)
             if obstacle is None:
                 return
             if obstacle is _Obstacle.LOCK:
@@ -145,7 +148,7 @@ async def _only_migration_of_this_process() -> AsyncIterator[None]:
         _alembic_lock.release()
 
 
-async def _upgrade(dsn: str, revision: str, on_version: OnVersion, locks: MigrationLocks) -> _Obstacle | None:
+async def _upgrade(dsn: str, on_version: OnVersion, locks: MigrationLocks) -> _Obstacle | None:
     """Upgrade the schema; return why the transaction has to be repeated, or None."""
     try:
         async with _transaction(dsn) as (connection, driver):
@@ -158,7 +161,7 @@ async def _upgrade(dsn: str, revision: str, on_version: OnVersion, locks: Migrat
                 return None
             database = await schema_version.database_version(driver)
             async with _on_all_nodes(driver), locks.limited(driver, database):
-                await connection.run_sync(_apply_versions, database, revision, on_version)
+                await connection.run_sync(_apply_versions, database, on_version)
                 if await driver.fetchval(_HAS_LEXICONS):
                     await driver.execute(_RECREATE_VIEWS)
             if roles := await missing_roles(driver):
@@ -181,10 +184,11 @@ def _driver_error(error: BaseException) -> BaseException:
     return cause or error
 
 
-def _apply_versions(connection: Connection, database: str | None, revision: str, on_version: OnVersion) -> None:
-    """Apply the versions after `database` up to `revision`."""
+def _apply_versions(connection: Connection, database: str | None, on_version: OnVersion) -> None:
+    """Apply the versions after `database`; if it is None, the files of the schema."""
     config = _config(connection)
-    versions = ScriptDirectory.from_config(config).iterate_revisions(revision, database or "base")
+    target = "head" if database else schema_version.FIRST_VERSION
+    versions = ScriptDirectory.from_config(config).iterate_revisions(target, database or "base")
     waiting, applied = len(list(versions)), count(1)
     on_version(0, waiting)
 
@@ -193,7 +197,9 @@ def _apply_versions(connection: Connection, database: str | None, revision: str,
         crash_point("migration.version")
 
     config.attributes["on_version_apply"] = [on_version_apply]
-    command.upgrade(config, revision)
+    command.upgrade(config, target)
+    config.attributes["on_version_apply"] = []
+    command.stamp(config, "head")  # the files have the effects of all later versions
 
 
 @asynccontextmanager
@@ -255,5 +261,5 @@ def _config(connection: Connection) -> Config:
     """Return the configuration, with everything in `attributes` that migrations/env.py needs."""
     config = Config()
     config.set_main_option("script_location", str(schema_version.migrations_folder()).replace("%", "%%"))
-    config.attributes.update(connection=connection, target_metadata=metadata, version_table_schema=metadata.schema)
+    config.attributes.update(connection=connection, schema_folder=SCHEMA_FOLDER)
     return config

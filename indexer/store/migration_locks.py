@@ -10,6 +10,7 @@ import structlog
 
 from indexer.store.blocking_sessions import end_sessions_before_migration
 from indexer.store.database_errors import CONNECT_TIMEOUT, DatabaseError, connect, database_errors
+from indexer.store.schema_version import FIRST_VERSION
 from indexer.sync.backoff import backoff_seconds
 
 MAX_LOCK_SECONDS = 64.0
@@ -18,7 +19,7 @@ MAX_LOCK_SECONDS = 64.0
 MAX_PAUSE_SECONDS = 10.0
 """Longest time until a migration that got no lock is repeated."""
 WATCH_SECONDS = 0.5
-LATEST_VIEWS = "0042"
+LATEST_VIEWS = FIRST_VERSION
 """The last migration that replaces public views."""
 
 # A query has locked its view when it waits for a table. If a migration changes the table first, and replaces the view

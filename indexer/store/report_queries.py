@@ -15,7 +15,7 @@ from indexer.outbound import HostState
 from indexer.reasons import FetchFailure
 from indexer.store import process_reports, scope_row
 from indexer.store.change_log_segments import ConsumerState, load_consumers
-from indexer.store.columns import Connection, visible
+from indexer.store.columns import Connection
 from indexer.store.database_errors import DatabaseError
 from indexer.store.feed_rows import count_refused, load_refused
 from indexer.store.gap_rows import load_open as load_open_gaps
@@ -129,11 +129,11 @@ _CURSORS = """
 """
 
 # Without `atproto.cid_text`: on a cluster, its two calls take 3.5 ms to plan, and each execution is planned.
-REPO = f"""
+REPO = """
     select r.did, i.handle, i.pds, r.sync_status, r.sync_reason,
         r.rev, r.data, r.commit, r.latest_verified_rev,
         coalesce(r.hosting_status, case when r.active then 'active' else 'inactive' end) as hosting_status,
-        r.withheld_since, r.takedown, r.tracked, {visible("r")} as visible, r.attempts as resync_attempts,
+        r.withheld_since, r.takedown, r.tracked, r.visible, r.attempts as resync_attempts,
         nullif(r.next_attempt_at, 'infinity') as next_attempt_at,
         coalesce(r.next_attempt_at = 'infinity', false) as parked,
         r.last_error, r.synchronized_at, r.unproven_since, r.updated_at, r.lease_until, r.buffered_events,
@@ -144,22 +144,22 @@ REPO = f"""
 """
 
 # From the tables, because the view returns the CID as text.
-_RECORD = f"""
+_RECORD = """
     select c.cid, c.rev, c.value,
         coalesce(c.value_problem, case when c.value is null then 'not-stored' end) as value_problem, c.indexed_at
     from indexer.record c
     where c.did = $1 and c.bucket = $2 and c.collection = $3 and c.rkey = $4 and exists (
-        select from indexer.repo r where r.did = c.did and r.bucket = c.bucket and {visible("r")}
+        select from indexer.repo r where r.did = c.did and r.bucket = c.bucket and r.visible
     )
 """
 
 _HAS_RECORDS = "select collection from indexer.record where collection = $1 limit 1"
 
 # From the tables, because the view returns CIDs as text.
-_RECORDS = f"""
+_RECORDS = """
     select c.collection || '/' || c.rkey, c.cid from indexer.record c
     where c.did = $1 and c.bucket = $2 and exists (
-        select from indexer.repo r where r.did = c.did and r.bucket = c.bucket and {visible("r")}
+        select from indexer.repo r where r.did = c.did and r.bucket = c.bucket and r.visible
     )
 """
 

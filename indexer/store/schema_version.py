@@ -18,11 +18,12 @@ from indexer.store.columns import Connection
 from indexer.store.database_errors import CONNECT_TIMEOUT, connect, opening, unusable
 from indexer.store.requirements import missing_to_migrate, missing_to_run, server_version, unsupported_version
 
-FIRST_COMPATIBLE = "0019"
-"""A release that needs this version or a later one can use newer schemas, unless a migration says otherwise.
+FIRST_VERSION = "0100"
+"""The version that `migrations/versions/0100_schema.py` creates. Earlier ones are of unreleased commits.
 
-A migration that removes or renames something that the previous release uses stores its own version as the setting
-`oldest_compatible_schema` (docs/decisions/0011-expand-then-contract.md).
+A release can use newer schemas, unless a migration says otherwise. A migration that removes or renames something that
+the previous release uses stores its own version as the setting `oldest_compatible_schema`
+(docs/decisions/0011-expand-then-contract.md).
 """
 
 _PACKAGE = Path(__file__).parents[1]
@@ -39,7 +40,7 @@ log = structlog.get_logger(__name__)
 
 
 def migrations_folder() -> Path:
-    """Return the folder of the migrations (docs/architecture.md#migrations).
+    """Return the folder of the migrations (docs/architecture.md#schema-and-migrations).
 
     A wheel has it in the package. In the repository, and in an editable installation, it is beside the package.
     """
@@ -127,7 +128,7 @@ async def needs_upgrade(dsn: str) -> bool:
     """Return True if there is no schema, or an older one than this release needs.
 
     Raises:
-        SchemaVersionError: A newer release created the schema, and this release cannot use it.
+        SchemaVersionError: This release can neither use nor upgrade the schema.
         SettingsError: The operator has to correct the URL, the password or a privilege.
         DatabaseError: The database is unavailable.
     """
@@ -138,9 +139,9 @@ async def needs_upgrade(dsn: str) -> bool:
 async def is_old(connection: Connection) -> bool:
     """Return the same as `needs_upgrade`, read over an open connection. Use it in a block of `opening`."""
     database, release = await _versions(connection)
-    if database is None or database < release:
+    if database is None or FIRST_VERSION <= database < release:
         return True
-    if database > release:
+    if database != release:
         await _require_compatible(connection, database, release)
     return False
 
@@ -179,7 +180,7 @@ async def require_ownership(dsn: str) -> None:
 async def _require_compatible(connection: Connection, database: str | None, release: str) -> None:
     """Raise `SchemaVersionError` unless the schema is newer and this release can use it."""
     if not await _is_compatible(connection, database, release):
-        raise SchemaVersionError(database, release)
+        raise SchemaVersionError(database, release, FIRST_VERSION)
     log.warning("database.newer-schema", database=database, release=release)
 
 
@@ -188,7 +189,7 @@ async def _is_compatible(connection: Connection, database: str | None, release: 
     if database is None or database <= release:
         return False
     oldest = await connection.fetchval(_OLDEST_COMPATIBLE)
-    return (oldest or FIRST_COMPATIBLE) <= release
+    return (oldest or FIRST_VERSION) <= release
 
 
 async def _versions(connection: Connection) -> tuple[str | None, str]:

@@ -5,7 +5,7 @@ from typing import Any
 
 from indexer.atproto.syntax import is_did
 from indexer.store.change_log_segments import ConsumerState, load_consumers
-from indexer.store.columns import Connection, visible
+from indexer.store.columns import Connection
 from indexer.store.identities import did_of_handle
 from indexer.sync.shard import bucket_of
 
@@ -61,9 +61,9 @@ REJECTIONS = """
     order by d.time desc, d.reason
 """
 
-ACCOUNT = f"""
+ACCOUNT = """
     select r.did, i.handle, i.pds, r.sync_status, r.sync_reason, r.rev, r.active, r.hosting_status, r.takedown,
-        date_part('epoch', r.withheld_since) as withheld_since, r.tracked, {visible("r")} as visible, r.attempts,
+        date_part('epoch', r.withheld_since) as withheld_since, r.tracked, r.visible, r.attempts,
         r.last_error,
         nullif(date_part('epoch', r.next_attempt_at), 'infinity') as next_attempt_at,
         coalesce(r.next_attempt_at = 'infinity', false) as parked,

@@ -12,6 +12,7 @@ from indexer.store.migrate import migrate
 from tests.cli.command_line import run_indexer
 from tests.store.change_log_helpers import connected
 from tests.store.filled_tables import contents, fill
+from tests.store.later_release import use_later_release
 
 pytestmark = [pytest.mark.proof("cluster"), pytest.mark.timeout(300)]
 
@@ -48,9 +49,12 @@ async def test_a_backup_of_a_cluster_is_restored_and_distributed_again(
     await (await Store.open(empty_database)).close()
 
 
-async def test_a_backup_of_an_earlier_release_is_migrated_before_it_is_distributed_again(empty_database: str) -> None:
+async def test_a_backup_of_an_earlier_release_is_migrated_before_it_is_distributed_again(
+    empty_database: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """After the restore, the database says that it is distributed, and none of its tables is."""
-    await migrate(empty_database, "0032")
+    await migrate(empty_database)
+    use_later_release(monkeypatch, tmp_path, ["alter table indexer.repo add column later integer"])
     async with connected(empty_database) as connection:
         await connection.execute("insert into indexer.distribution (shards, finished_at) values (4, now())")
     await migrate(empty_database)

@@ -13,9 +13,9 @@ import httpx
 import pytest
 
 from indexer.store.embedded import database as embedded_database
-from indexer.store.migrate import migrate
 from tests.cli.command_line import PROJECT, Session, environment_without_settings, error_line, run_indexer
 from tests.cli.stored_account import DID
+from tests.store.change_log_helpers import connected
 
 pytestmark = pytest.mark.slow
 
@@ -39,11 +39,25 @@ def test_other_commands_require_the_schema_that_migrate_creates(
     assert session("repo", DID).returncode == 4
 
 
-def test_error_for_an_old_schema_names_both_versions(session_without_database: Session, empty_database: str) -> None:
-    asyncio.run(migrate(empty_database, "0014"))
-    session_without_database.configure(INDEXER_DATABASE_URL=empty_database)
-    message = r"The database schema is version 0014; this release needs 00\d\d\. Run `indexer migrate`\."
-    for command in (["repo", DID], ["run", "--no-migrate"], ["run", "--no-migrate", "--processes", "2"]):
+async def set_version(dsn: str, version: str) -> None:
+    async with connected(dsn) as sql:
+        await sql.execute("update indexer.alembic_version set version_num = $1", version)
+
+
+def test_error_for_an_old_schema_names_both_versions(session_without_database: Session, database: str) -> None:
+    asyncio.run(set_version(database, "0014"))
+    session_without_database.configure(INDEXER_DATABASE_URL=database)
+    message = (
+        r"The database schema is version 0014; this release needs 0\d\d\d\. "
+        r"Versions before 0100 are of unreleased commits: use an empty database\."
+    )
+    for command in (
+        ["migrate"],
+        ["repo", DID],
+        ["run"],
+        ["run", "--no-migrate"],
+        ["run", "--no-migrate", "--processes", "2"],
+    ):
         result = session_without_database(*command)
         assert result.returncode == 2
         assert re.fullmatch(message, error_line(result))

@@ -1,6 +1,7 @@
 """Any role may take any advisory lock, so none delays a migration or the ownership of a shard."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from indexer.store.schema_version import schema_is_current
 from indexer.sync.shard import Shard
 from tests.background import running
 from tests.store.change_log_helpers import connected
+from tests.store.later_release import use_later_release
 
 pytestmark = pytest.mark.slow
 
@@ -40,15 +42,18 @@ async def test_advisory_locks_of_a_consumer_delay_neither_a_migration_nor_a_rest
         await store.close()
 
 
-async def test_a_migration_waits_for_another_one(empty_database: str) -> None:
+async def test_a_migration_waits_for_another_one(
+    empty_database: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """The first one has created the schema, but has not committed."""
     async with connected(empty_database) as first, connected(empty_database) as other:
         await first.execute("begin; create schema indexer")
-        second = asyncio.create_task(migrate(empty_database, "0017"))
+        second = asyncio.create_task(migrate(empty_database))
         while not await other.fetchval("select count(*) from pg_locks where not granted"):
             assert not second.done()
         await first.execute("commit")
         await second
+        use_later_release(monkeypatch, tmp_path, ["alter table indexer.repo add column later integer"])
         await first.execute("begin; lock table indexer.migration_lock in exclusive mode")
         second = asyncio.create_task(migrate(empty_database))
         while not await other.fetchval("select count(*) from pg_locks where not granted"):

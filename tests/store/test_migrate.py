@@ -25,6 +25,7 @@ from indexer.store.schema_version import (
 from tests.cli.command_line import PROJECT, environment_without_settings
 from tests.database_server import SERVER_SETTINGS, DatabaseServer
 from tests.store.change_log_helpers import connected
+from tests.store.later_release import use_later_release
 
 pytestmark = pytest.mark.slow
 
@@ -99,33 +100,30 @@ async def test_concurrent_migrations_in_one_process_succeed(postgres: DatabaseSe
             postgres.drop(dsn)
 
 
-async def test_missing_privilege_is_named_before_the_migration(empty_database: str) -> None:
-    """CREATE on the database, the ownership of the schemas, and again CREATE: typed views have a schema of their own.
+async def test_missing_privilege_is_named_before_the_migration(
+    empty_database: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """CREATE on the database, and the ownership of the schemas.
 
     The role may not create roles, as on some managed services.
     """
     database = urlsplit(empty_database).path[1:]
     async with role(empty_database) as name, connected(empty_database) as sql:
-        dsn = with_user(empty_database, name)
-        with pytest.raises(SettingsError, match=f"the role {name} needs the privilege CREATE on the database") as error:
+        dsn, lacks = with_user(empty_database, name), f"the role {name} needs the privilege CREATE on the database"
+        with pytest.raises(SettingsError, match=lacks) as error:
             await migrate(dsn)
         assert str(error.value).startswith("INDEXER_DATABASE_URL: cannot use the database postgresql://")
         assert database in str(error.value)
-        assert not await schema_is_current(empty_database)
+        assert (await schema_state(dsn)).missing == f"to create the schema indexer, {lacks}", "indexer doctor shows it"
         await sql.execute(f"grant create on database {database} to {name}")
-        await migrate(dsn, "0023")
-        await sql.execute(f"revoke create on database {database} from {name}")
-        missing = f"to create the schema lexicon, the role {name} needs the privilege CREATE on the database"
-        assert (await schema_state(dsn)).missing == missing, "indexer doctor shows it"
-        with pytest.raises(SettingsError, match=missing):
-            await migrate(dsn)
+        await migrate(dsn)
+        use_later_release(monkeypatch, tmp_path, ["alter table indexer.repo add column later integer"])
         async with role(empty_database, kind="other") as other:
             await sql.execute(GRANTS.format(role=other))
             with pytest.raises(
-                SettingsError, match=f"the role {other} must own the schema (indexer|atproto), which belongs"
+                SettingsError, match=f"the role {other} must own the schema (indexer|atproto|lexicon), which belongs"
             ):
                 await migrate(with_user(empty_database, other))
-        await sql.execute(f"grant create on database {database} to {name}")
         await migrate(dsn)
         await require_privileges(dsn)
         assert await schema_is_current(empty_database)

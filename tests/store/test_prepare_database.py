@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
@@ -10,11 +11,11 @@ from structlog.testing import capture_logs
 
 from indexer.errors import SchemaVersionError, SettingsError
 from indexer.store import prepare_database as prepare_module
-from indexer.store.migrate import migrate
 from indexer.store.prepare_database import prepare_database
 from indexer.store.schema_version import schema_is_current
 from tests.database_proxy import DatabaseProxy
 from tests.store.change_log_helpers import connected
+from tests.store.later_release import use_later_release
 from tests.tcp_proxy import Messages
 from tests.waiting import until
 
@@ -105,21 +106,21 @@ async def test_stop_ends_the_wait_for_a_migration_of_another_process(empty_datab
 
 
 async def test_daemon_says_how_far_a_migration_is_while_it_lasts(
-    empty_database: str, monkeypatch: pytest.MonkeyPatch
+    database: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(prepare_module, "FIRST_LINE_SECONDS", 0.01)
     monkeypatch.setattr(prepare_module, "LINE_SECONDS", 0.01)
-    await migrate(empty_database, "0015")
+    use_later_release(monkeypatch, tmp_path, ["alter table indexer.cursor add column later integer"])
 
     def latest() -> tuple[object, ...]:
         return tuple(lines[-1].get(name) for name in ("event", "applied", "versions")) if lines else ()
 
     # The first version to apply changes the table that the one session has locked.
-    async with connected(empty_database) as other, connected(empty_database) as reader:
+    async with connected(database) as other, connected(database) as reader:
         with capture_logs() as lines:
             await other.execute("begin; lock table indexer.migration_lock in exclusive mode")
             await reader.execute("begin; lock table indexer.cursor in access share mode")
-            preparing = asyncio.create_task(prepare_database(empty_database, asyncio.Event(), migrate_first=True))
+            preparing = asyncio.create_task(prepare_database(database, asyncio.Event(), migrate_first=True))
             await until(lambda: latest() == ("database.migrating", 0, None))
             await other.execute("rollback")
             await until(lambda: latest()[:2] == ("database.migrating", 0) and latest()[2] is not None)
@@ -129,7 +130,7 @@ async def test_daemon_says_how_far_a_migration_is_while_it_lasts(
     assert latest()[0] == "database.migrated"
     assert lines[-1]["versions"] == versions
     with capture_logs() as lines:
-        assert await prepare_database(empty_database, asyncio.Event(), migrate_first=True)
+        assert await prepare_database(database, asyncio.Event(), migrate_first=True)
     assert {line["event"] for line in lines} <= {"database.migrating"}, "nothing was migrated"
 
 

@@ -1,70 +1,100 @@
-"""The schema: migrations and metadata, functions, and the definition of a visible repo."""
+"""The schema: migrations and files, functions, and the definition of a visible repo."""
 
 import random
+import shutil
+import subprocess
+from collections.abc import Sequence
 from itertools import product
+from pathlib import Path
 
 import asyncpg
 import pytest
-from sqlalchemy.ext.asyncio import create_async_engine
-from sqlalchemy.schema import CreateSchema
 
 from indexer.atproto.cid import cid_of, cid_text
 from indexer.store import Store
+from indexer.store import migrate as migrate_module
 from indexer.store.apply_batch import apply
-from indexer.store.columns import storable, visible
-from indexer.store.schema import metadata
+from indexer.store.columns import storable
+from indexer.store.migrate import migrate
+from indexer.store.schema_version import migrations_folder
 from indexer.sync.changes import visibility_of
 from indexer.sync.plans import Batch, RepoWrite
 from indexer.sync.shard import HASH_ORDER, bucket_of
+from tests.cli.command_line import PROJECT
+from tests.store.change_log_helpers import connected
+from tests.store.later_release import use_later_release
 from tests.store.repo_rows import did, head, insert, put, synchronized
 
+SCHEMA = "indexer/store/schema"
+LATER_VERSIONS = sorted((migrations_folder() / "versions").glob("[0-9]*.py"))[1:]
 CATALOG = """
-    select 'column', attrelid::regclass::text, attname, format_type(atttypid, atttypmod),
-        attnotnull::text || attidentity::text
-            || coalesce(pg_get_serial_sequence(attrelid::regclass::text, attname), ''),
-        coalesce(pg_get_expr(adbin, adrelid), ''), coalesce(collname, '')
-    from pg_attribute
-    join pg_class c on c.oid = attrelid left join pg_attrdef d on adrelid = attrelid and adnum = attnum
-    left join pg_collation o on o.oid = attcollation
-    where c.relnamespace = 'indexer'::regnamespace and c.relkind in ('r', 'p') and not relispartition
-        and attnum > 0 and not attisdropped
-        and relname <> 'alembic_version'
+    with of_schema (oid) as (select oid from pg_namespace where nspname in ('indexer', 'atproto', 'lexicon'))
+    select 'column' as kind, c.oid::regclass::text as relation, attname::text as name, concat_ws(
+        ' ', format_type(atttypid, atttypmod), attcollation::regcollation, attnotnull, attidentity, attgenerated,
+        attstorage, pg_get_expr(adbin, adrelid), col_description(c.oid, attnum)
+    ) as definition
+    from pg_attribute join pg_class c on c.oid = attrelid left join pg_attrdef on adrelid = attrelid and adnum = attnum
+    where relnamespace in (select oid from of_schema) and relkind in ('r', 'p', 'v') and attnum > 0 and not attisdropped
     union all
-    select 'constraint', conrelid::regclass::text, conname,
-        replace(pg_get_constraintdef(oid), ' NOT VALID', ''), '', '', ''
-    from pg_constraint where connamespace = 'indexer'::regnamespace and conparentid = 0 and contype not in ('n', 't')
-        and conrelid::regclass::text !~ 'alembic_version|_[0-9]+$'
+    select 'relation', oid::regclass::text, relkind::text, concat_ws(
+        ' ', reloptions, relacl, obj_description(oid, 'pg_class'), case relkind when 'v' then pg_get_viewdef(oid) end
+    )
+    from pg_class where relnamespace in (select oid from of_schema) and relkind in ('r', 'p', 'v', 'S')
     union all
-    select 'index', tablename, indexname, indexdef, '', '', ''
-    from pg_indexes where schemaname = 'indexer' and tablename <> 'alembic_version' and tablename !~ '_[0-9]+$'
+    select 'constraint', conrelid::regclass::text, conname, pg_get_constraintdef(oid)
+    from pg_constraint where connamespace in (select oid from of_schema) and contype not in ('n', 't')
     union all
-    select 'options', oid::regclass::text, '', coalesce(reloptions::text, ''), '', '', ''
-    from pg_class where relnamespace = 'indexer'::regnamespace and relkind in ('r', 'p') and not relispartition
-        and relname <> 'alembic_version'
+    select 'index', tablename, indexname, indexdef from pg_indexes where schemaname = 'indexer'
+    union all
+    select 'trigger', tgrelid::regclass::text, tgname, pg_get_triggerdef(t.oid)
+    from pg_trigger t join pg_class c on c.oid = tgrelid
+    where relnamespace in (select oid from of_schema) and not tgisinternal
+    union all
+    select 'function', oid::regprocedure::text, '', concat_ws(
+        ' ', pg_get_functiondef(oid), proacl, obj_description(oid, 'pg_proc')
+    )
+    from pg_proc where pronamespace in (select oid from of_schema)
     order by 1, 2, 3
 """
 
 
 async def catalog(dsn: str) -> list[tuple[str, ...]]:
-    connection = await asyncpg.connect(dsn)
-    try:
-        return [tuple(row) for row in await connection.fetch(CATALOG)]
-    finally:
-        await connection.close()
+    async with connected(dsn) as sql:
+        return [tuple(row) for row in await sql.fetch(CATALOG)]
 
 
-async def test_the_migrations_give_the_schema_of_the_metadata(database: str, empty_database: str) -> None:
-    async def connect() -> asyncpg.Connection:
-        return await asyncpg.connect(empty_database)
+def files_before(versions: Sequence[Path], directory: Path) -> Path:
+    """Return a folder with the files of the schema as they were before the commit that added these versions."""
+    if not versions:
+        return migrate_module.SCHEMA_FOLDER
+    git = ["git", "-C", str(PROJECT)]
+    added = ["log", "--diff-filter=A", "--format=%H^", "--", str(versions[0])]
+    commit = subprocess.run([*git, *added], capture_output=True, text=True, check=True).stdout.strip() or "HEAD"
+    archive = subprocess.run([*git, "archive", commit, SCHEMA], capture_output=True, check=False)
+    if archive.returncode:
+        pytest.skip(f"this clone does not contain {commit}: git fetch --unshallow")
+    subprocess.run(["tar", "--extract", "--directory", str(directory)], input=archive.stdout, check=True)
+    return directory / SCHEMA
 
-    engine = create_async_engine("postgresql+asyncpg://", async_creator=connect)
-    async with engine.begin() as connection:
-        await connection.execute(CreateSchema("indexer"))
-        await connection.run_sync(metadata.create_all)
-    await engine.dispose()
-    migrated = await catalog(database)
-    assert len(migrated) > 80
-    assert migrated == await catalog(empty_database)
+
+async def test_versions_after_the_first_one_give_the_schema_of_the_files(
+    database: str, empty_database: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A column that a version adds, and the files have not, is the only difference that the comparison finds."""
+    first = tmp_path / "first"
+    shutil.copytree(migrations_folder(), first, ignore=lambda _, names: {p.name for p in LATER_VERSIONS} & {*names})
+    with monkeypatch.context() as before:
+        before.setattr("indexer.store.schema_version.migrations_folder", lambda: first)
+        before.setattr(migrate_module, "SCHEMA_FOLDER", files_before(LATER_VERSIONS, tmp_path))
+        await migrate(empty_database)
+    await migrate(empty_database)
+    expected = await catalog(database)
+    assert len(expected) > 400
+    assert await catalog(empty_database) == expected
+    use_later_release(monkeypatch, tmp_path, ["alter table indexer.repo add column later integer"])
+    await migrate(empty_database)
+    added = {*await catalog(empty_database)} ^ {*expected}
+    assert {row[:3] for row in added} == {("column", "indexer.repo", "later")}
 
 
 async def test_sql_and_python_compute_the_same_cids_and_buckets_and_order_of_hashes(sql: asyncpg.Connection) -> None:
@@ -99,11 +129,10 @@ async def test_python_sql_and_views_agree_on_visible_repos(store: Store, sql: as
     ]
     await insert(store, *repos, changes=(put("app.test/a"),))
     await sql.execute("update indexer.record set original = 'abc'")
-    conditions = f"select {visible('r')}, not {visible('r')} from indexer.repo r where did = $1"  # noqa: S608
     for repo in repos:
         expected = repo.active and not repo.takedown
         assert repo.visible is visibility_of(repo).visible is expected
-        assert tuple(await sql.fetchrow(conditions, repo.did) or ()) == (expected, not expected)
+        assert await sql.fetchval("select visible from indexer.repo where did = $1", repo.did) is expected
         assert await sql.fetchval("select visible from atproto.repos where did = $1", repo.did) is expected
         assert await sql.fetchval("select count(*) from atproto.records where did = $1", repo.did) == expected
         found = await sql.fetchval("select atproto.record_bytes($1, 'app.test', 'a')", repo.did)

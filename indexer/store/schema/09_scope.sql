@@ -1,0 +1,294 @@
+-- The scope: which repos are tracked, and which collections are stored.
+
+-- One row: which repos are tracked, and which collections are stored.
+create table indexer.scope (
+    singleton boolean not null default true,
+    -- Incremented by each change of the scope.
+    version bigint not null,
+    -- all: every repo of the stream and of the repo lists; listed: only repos that were added; signal: repos with a
+    -- record of a signal collection.
+    track text not null,
+    -- Patterns of the collections to store: an NSID, the beginning of one, or *.
+    collections text[] not null,
+    -- For each pattern the version of the scope that added it. A repo with a lower scope_version may lack records.
+    added_in bigint[] not null,
+    -- Patterns of the collections that cause a repo to be tracked.
+    signal_collections text[] not null,
+    changed_at timestamptz not null default now(),
+    -- The version of the scope that last wanted fewer repos. Repos that no later one wants are untracked; 0: none.
+    repos_narrowed_in bigint not null default 0,
+    -- True if the repos that an earlier release added were named by commands: the first scope was listed.
+    earlier_repos_stay boolean not null default false,
+    primary key (singleton),
+    constraint scope_added_in check (cardinality(added_in) = cardinality(collections)),
+    constraint scope_collections check (cardinality(collections) > 0),
+    constraint scope_signal check (track <> 'signal' or cardinality(signal_collections) > 0),
+    constraint scope_singleton check (singleton),
+    constraint scope_track check (track in ('all', 'listed', 'signal'))
+);
+
+-- The patterns, sorted, without duplicates; an error names a bad one.
+create function indexer.checked_patterns(patterns text[]) returns text[]
+language plpgsql immutable strict parallel safe set search_path = pg_catalog, pg_temp as $$
+declare
+    pattern text;
+begin
+    foreach pattern in array patterns loop
+        if pattern is null or length(pattern) > 317
+            or not (
+                pattern = '*'
+                or pattern ~ '^[a-zA-Z]([a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?(\.[a-zA-Z0-9]([a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?)+'
+                    '\.[a-zA-Z][a-zA-Z0-9]{0,62}$'
+                or pattern ~ '^[a-zA-Z]([a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?(\.[a-zA-Z0-9]([a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?)*\.\*$'
+            )
+        then
+            raise exception '% is neither an NSID, nor the beginning of one with .*, nor *',
+                coalesce(quote_literal(left(pattern, 100)), 'null')
+                using errcode = 'invalid_parameter_value';
+        end if;
+    end loop;
+    return array(select distinct p collate "C" from unnest(patterns) p order by 1);
+end $$;
+
+-- The DIDs, sorted and without duplicates; an error names a bad one.
+-- Sorted, so that concurrent calls and batches lock rows in the same order.
+create function indexer.checked_dids(dids text[]) returns text[]
+language plpgsql immutable strict parallel safe set search_path = pg_catalog, pg_temp as $$
+declare
+    did text;
+begin
+    foreach did in array dids loop
+        if did is null or length(did) > 2048 or did !~ '^did:[a-z]+:[a-zA-Z0-9._:%-]*[a-zA-Z0-9._-]$' then
+            raise exception '% is not a DID', coalesce(quote_literal(left(did, 100)), 'null')
+                using errcode = 'invalid_parameter_value';
+        end if;
+    end loop;
+    return array(select distinct d collate "C" from unnest(dids) d order by 1);
+end $$;
+
+-- True if the first pattern matches all collections of the second.
+create function indexer.pattern_covers(outer_pattern text, inner_pattern text) returns boolean
+language sql immutable strict parallel safe
+return outer_pattern = '*' or outer_pattern = inner_pattern
+    or (right(outer_pattern, 2) = '.*' and starts_with(inner_pattern, left(outer_pattern, -1)));
+
+-- Change the parts of the scope that are not null; return the version of the scope.
+create function indexer.change_scope(
+    new_track text, new_collections text[], new_signal_collections text[]
+) returns bigint language plpgsql set search_path = pg_catalog, pg_temp as $$
+declare
+    present indexer.scope;
+    next_track text;
+    next_collections text[];
+    next_signal text[];
+    fewer_repos boolean;
+begin
+    select s.* into present from indexer.scope s for update;
+    if not found then
+        raise exception 'no scope is stored yet; "indexer run" stores the first one, from the settings'
+            using errcode = 'object_not_in_prerequisite_state';
+    end if;
+    next_track := coalesce(new_track, present.track);
+    next_collections := coalesce(indexer.checked_patterns(new_collections), present.collections);
+    next_signal := coalesce(indexer.checked_patterns(new_signal_collections), present.signal_collections);
+    if next_track not in ('all', 'listed', 'signal') then
+        raise exception '% is not a way to track repos; use all, listed or signal', quote_literal(next_track)
+            using errcode = 'invalid_parameter_value';
+    end if;
+    if cardinality(next_collections) = 0 then
+        raise exception 'no collection is named; use * for all collections'
+            using errcode = 'invalid_parameter_value';
+    end if;
+    if next_track = 'signal' and cardinality(next_signal) = 0 then
+        raise exception 'no signal collection is named, and repos are tracked by signal collections'
+            using errcode = 'invalid_parameter_value';
+    end if;
+    if (next_track, next_collections, next_signal)
+        = (present.track, present.collections, present.signal_collections) then
+        return present.version;
+    end if;
+    fewer_repos := case
+        when next_track = 'all' or present.track = 'listed' then false
+        when next_track <> present.track then true
+        else exists (
+            select from unnest(present.signal_collections) o(pattern)
+            where not exists (
+                select from unnest(next_signal) n(pattern) where indexer.pattern_covers(n.pattern, o.pattern)
+            )
+        )
+    end;
+    delete from indexer.crawl_progress where purpose = 'signal' or (fewer_repos and purpose = 'untrack');
+    update indexer.scope
+    set version = present.version + 1, track = next_track, collections = next_collections,
+        signal_collections = next_signal, changed_at = now(),
+        repos_narrowed_in = case
+            when next_track = 'all' then 0 when fewer_repos then present.version + 1 else present.repos_narrowed_in
+        end,
+        added_in = array(
+            select coalesce(
+                (
+                    select min(o.added_in) from unnest(present.collections, present.added_in) o(pattern, added_in)
+                    where indexer.pattern_covers(o.pattern, n.pattern)
+                ),
+                present.version + 1
+            )
+            from unnest(next_collections) with ordinality n(pattern, ordinal) order by n.ordinal
+        );
+    return present.version + 1;
+end $$;
+
+-- Start to track a repo that this version of the scope wants; false if it was tracked.
+create function indexer.start_tracking(one text, version_that_wants bigint) returns boolean
+language plpgsql set search_path = pg_catalog, pg_temp as $$
+declare
+    before indexer.repo;
+begin
+    insert into indexer.repo (did, bucket, version, sync_status, sync_reason, active, hosting_seq, takedown,
+        buffered_events, buffered_bytes, lease, attempts, wanted_in)
+    values ($1, indexer.bucket_of($1), 1, 'desynchronized', 'new', true, 0, false, 0, 0, 0, 0, $2)
+    on conflict (did, bucket) do nothing;
+    if found then
+        return true;
+    end if;
+    select r.* into before from indexer.repo r where r.did = $1 and r.bucket = indexer.bucket_of($1) for update;
+    if not before.tracked then
+        update indexer.repo r
+        set version = r.version + 1, tracked = true, active = true, hosting_status = null, withheld_since = null,
+            erase_at = null,
+            next_attempt_at = null, last_error = null, from_stream = false, wanted_in = $2, updated_at = now()
+        where r.did = $1 and r.bucket = indexer.bucket_of($1);
+        if not before.takedown then
+            perform indexer.change_visibility($1, true, null);
+        end if;
+        return true;
+    end if;
+    if before.from_stream and before.rev is null then
+        update indexer.repo r
+        set version = r.version + 1, from_stream = false, updated_at = now(),
+            next_attempt_at = case when r.last_error like 'new-accounts%' then null else r.next_attempt_at end,
+            last_error = case when r.last_error like 'new-accounts%' then null else r.last_error end
+        where r.did = $1 and r.bucket = indexer.bucket_of($1);
+    end if;
+    if before.wanted_in < $2 then
+        update indexer.repo r set version = r.version + 1, wanted_in = $2
+        where r.did = $1 and r.bucket = indexer.bucket_of($1);
+    end if;
+    return false;
+end $$;
+
+-- Stop to track a repo, with this hosting status; false if it was not tracked.
+create function indexer.stop_tracking(one text, status text) returns boolean
+language plpgsql set search_path = pg_catalog, pg_temp as $$
+declare
+    before indexer.repo;
+begin
+    insert into indexer.repo (did, bucket, version, sync_status, sync_reason, active, hosting_seq, takedown,
+        buffered_events, buffered_bytes, lease, attempts, next_attempt_at, tracked)
+    values ($1, indexer.bucket_of($1), 1, 'desynchronized', 'erased', false, 0, false,
+        0, 0, 0, 0, 'infinity', false)
+    on conflict (did, bucket) do nothing;
+    select r.* into before from indexer.repo r where r.did = $1 and r.bucket = indexer.bucket_of($1) for update;
+    if not before.tracked and not before.active then
+        if before.hosting_status is distinct from $2 then
+            update indexer.repo r set version = r.version + 1, hosting_status = $2, updated_at = now()
+            where r.did = $1 and r.bucket = indexer.bucket_of($1);
+        end if;
+        return false;
+    end if;
+    update indexer.repo r
+    set version = r.version + 1, tracked = false, active = false, hosting_status = $2, erase_at = now(),
+        sync_status = 'desynchronized', sync_reason = 'erased', rev = null, data = null, commit = null,
+        latest_verified_rev = null, latest_unverified_rev = null, unproven_since = null, attempts = 0,
+        next_attempt_at = 'infinity', last_error = null, synchronized_at = null, lease_until = null,
+        buffered_events = 0, buffered_bytes = 0, scope_version = 0, wanted_in = 0, updated_at = now()
+    where r.did = $1 and r.bucket = indexer.bucket_of($1);
+    delete from indexer.buffered_event b where b.did = $1 and b.bucket = indexer.bucket_of($1);
+    if before.visible then
+        perform indexer.change_visibility($1, false, before.rev);
+    end if;
+    return true;
+end $$;
+
+create function atproto.set_track(track text) returns bigint
+language plpgsql strict security definer set search_path = pg_catalog, pg_temp as $$
+begin
+    return indexer.change_scope($1, null, null);
+end $$;
+comment on function atproto.set_track(text) is
+    'Choose which repos are tracked: all, listed or signal. Repos that the new scope does not want are untracked, '
+    'and their records deleted, in the background. Return the version of the scope. Requires role '
+    'atproto_operator.';
+
+create function atproto.set_collections(collections text[]) returns bigint
+language plpgsql strict security definer set search_path = pg_catalog, pg_temp as $$
+begin
+    return indexer.change_scope(null, $1, null);
+end $$;
+comment on function atproto.set_collections(text[]) is
+    'Choose the collections to store. Records of others are deleted, and records of added ones are fetched, in '
+    'the background: see atproto.scope_progress. Return the version of the scope. Requires role atproto_operator.';
+
+create function atproto.set_signal_collections(collections text[]) returns bigint
+language plpgsql strict security definer set search_path = pg_catalog, pg_temp as $$
+begin
+    return indexer.change_scope(null, null, $1);
+end $$;
+comment on function atproto.set_signal_collections(text[]) is
+    'Choose the collections that cause a repo to be tracked if the scope says signal. Repos without a record of '
+    'them are untracked then. Repos of a pattern that ends in .* are found on the stream only, because relays '
+    'list repos by complete NSIDs. Return the version of the scope. Requires role atproto_operator.';
+
+create function atproto.track(dids text[]) returns bigint
+language plpgsql strict security definer set search_path = pg_catalog, pg_temp as $$
+declare
+    one text;
+    changed bigint := 0;
+begin
+    foreach one in array indexer.checked_dids($1) loop
+        if indexer.start_tracking(one, 9223372036854775807) then
+            changed := changed + 1;
+        end if;
+    end loop;
+    return changed;
+end $$;
+comment on function atproto.track(text[]) is
+    'Start tracking repos, also if they were untracked; return how many were not tracked before. Requires role '
+    'atproto_operator.';
+
+create function atproto.untrack(dids text[]) returns bigint
+language plpgsql strict security definer set search_path = pg_catalog, pg_temp as $$
+declare
+    one text;
+    changed bigint := 0;
+begin
+    foreach one in array indexer.checked_dids($1) loop
+        if indexer.stop_tracking(one, null) then
+            changed := changed + 1;
+        end if;
+    end loop;
+    return changed;
+end $$;
+comment on function atproto.untrack(text[]) is
+    'Stop tracking repos, whatever the scope says, until atproto.track; return how many were tracked. Their '
+    'records are hidden at once, and then deleted in batches, with entries in the change log. Requires role '
+    'atproto_operator.';
+
+create view atproto.scope_progress as
+select s.collection, s.added_in, s.added_in = s.version as newest, coalesce(sum(g.repos), 0)::bigint as repos,
+    coalesce(sum(g.repos) filter (where g.fetched and g.scope_version >= s.added_in), 0)::bigint as complete
+from (
+    select unnest(collections) as collection, unnest(added_in) as added_in, version from indexer.scope
+) s left join (
+    select scope_version, priority <> 2 as fetched, count(*) as repos
+    from indexer.repo where tracked and active group by 1, 2
+) g on true
+group by s.collection, s.added_in, s.version;
+comment on view atproto.scope_progress is
+    'The collections that are stored, with the progress of their backfill. Reads the row of every repo.';
+comment on column atproto.scope_progress.collection is 'The pattern: an NSID, the beginning of one with .*, or *.';
+comment on column atproto.scope_progress.added_in is 'The version of the scope that added the collection.';
+comment on column atproto.scope_progress.newest is 'True if the latest change of the scope added the collection.';
+comment on column atproto.scope_progress.repos is 'The number of tracked repos of active accounts.';
+comment on column atproto.scope_progress.complete is
+    'The number of those repos of which all records of the collection are stored. A repo without such records '
+    'counts, too, once this is known.';

@@ -1,0 +1,185 @@
+-- The public views of repos, records, blobs, links and hosts.
+
+-- Create the public views in the form that suits a plain or a distributed database. To be called again after a
+-- database was distributed, and after a node was added.
+-- Citus sends a query to a single shard only if the query compares the bucket of each table with a constant. It
+-- derives no bucket for the inner query of a view if that has a LIMIT. Plain Postgres needs the LIMIT, because the
+-- planner multiplies the selectivities of did and bucket, which depend on each other: without it, it expects a 256th
+-- of the rows, and sorts whole repos and collections for their first page. Workers call the functions in the queries
+-- on their shards. In the view of blobs, a filter of a path returns nothing where a member has another type, so no
+-- cast fails. Without `strict`, a filter looks into arrays, and ** returns their members twice. `true` returns
+-- nothing for a member that does not exist.
+create function indexer.adapt_public_schema() returns void
+language plpgsql set search_path = pg_catalog, pg_temp as $$
+declare
+    distributed constant boolean := indexer.is_distributed('indexer.record');
+    visible constant text :=
+        'select from indexer.repo r where r.did = c.did and r.bucket = c.bucket and r.visible';
+    joined constant text :=
+        case when distributed then '' else format('cross join lateral (%s limit 1) shown', visible) end;
+    condition constant text := case when distributed then format('exists (%s)', visible) else 'true' end;
+begin
+    execute $view$
+        create or replace view atproto.repos as
+        select r.did, i.handle, i.pds, r.sync_status, r.sync_reason, r.rev, atproto.cid_text(r.data) as data,
+            coalesce(r.hosting_status, case when r.active then 'active' else 'inactive' end) as hosting_status,
+            r.takedown, r.visible,
+            r.attempts as resync_attempts, r.next_attempt_at, r.last_error, r.synchronized_at, r.updated_at,
+            r.bucket, r.withheld_since
+        from indexer.repo r left join indexer.identity i using (did, bucket)
+        where r.tracked
+    $view$;
+    execute format($view$
+        create or replace view atproto.records as
+        select c.did, c.collection, c.rkey, 'at://' || c.did || '/' || c.collection || '/' || c.rkey as uri,
+            atproto.cid_text(c.cid) as cid, c.rev, c.value,
+            coalesce(c.value_problem, case when c.value is null then 'not-stored' end) as value_problem,
+            c.indexed_at, c.bucket
+        from indexer.record c %s where %s
+    $view$, joined, condition);
+    execute format($view$
+        create or replace view atproto.blobs as
+        select c.did, blob.object #>> '{ref,$link}' as cid,
+            jsonb_path_query_first(blob.object, 'strict $.mimeType ? (@.type() == "string")', '{}', true) #>> '{}'
+                as mime_type,
+            (
+                jsonb_path_query_first(
+                    blob.object, 'strict $.size ? (@ >= 0 && @ <= 9223372036854775807 && @ == @.floor())', '{}', true
+                ) #>> '{}'
+            )::numeric::bigint as size,
+            c.collection, c.rkey, 'at://' || c.did || '/' || c.collection || '/' || c.rkey as uri, c.bucket
+        from indexer.record c %s
+        cross join lateral jsonb_path_query(c.value, 'strict $.** ? (@."$type" == "blob")') as blob(object)
+        where jsonb_typeof(blob.object #> '{ref,$link}') = 'string' and %s
+    $view$, joined, condition);
+    execute format($view$
+        create or replace view atproto.links as
+        select c.target, c.kind as target_kind, c.did, c.collection, c.rkey, c.path, c.bucket
+        from indexer.record_link c %s where %s
+    $view$, joined, condition);
+    if distributed then
+        perform create_distributed_function(f.oid::regprocedure) from pg_proc f
+        where (
+            f.pronamespace = 'lexicon'::regnamespace
+            or f.oid in ('atproto.cid_text(bytea)'::regprocedure, 'atproto.bucket_of(text)'::regprocedure,
+                'indexer.bucket_of(text)'::regprocedure)
+        ) and not exists (
+            select from pg_dist_object o where o.classid = 'pg_proc'::regclass and o.objid = f.oid
+        );
+        perform indexer.grant_shards_to_readers();
+    end if;
+end $$;
+
+select indexer.adapt_public_schema();
+
+comment on view atproto.repos is
+    'Every tracked repo with its sync status and the reason for it. Indexed by did; any other condition scans the '
+    'whole table.';
+comment on column atproto.repos.did is 'The DID of the account.';
+comment on column atproto.repos.handle is
+    'The verified handle: the DID document claims it and it resolves to the DID. handle.invalid if verification '
+    'failed; null if it has not been checked yet.';
+comment on column atproto.repos.pds is
+    'The base URL of the PDS in the DID document; null if there is none or it was not read.';
+comment on column atproto.repos.sync_status is 'desynchronized, in-progress, or synchronized.';
+comment on column atproto.repos.sync_reason is 'Why the repo is not synchronized (docs/reasons.md); null if it is.';
+comment on column atproto.repos.rev is 'The rev of the stored records; null if no records have been stored yet.';
+comment on column atproto.repos.data is 'The CID of the MST root of the stored records; null if rev is null.';
+comment on column atproto.repos.hosting_status is
+    'The hosting status as sent upstream; active or inactive if upstream sent no status.';
+comment on column atproto.repos.takedown is 'True if the repo is taken down locally.';
+comment on column atproto.repos.visible is
+    'True if atproto.records shows its records: active upstream, no local takedown.';
+comment on column atproto.repos.resync_attempts is
+    'Failed resyncs and repeated desynchronizations since the repo last settled.';
+comment on column atproto.repos.next_attempt_at is
+    'When the next resync may start; null: immediately; infinity: parked until an event unparks the repo.';
+comment on column atproto.repos.last_error is
+    'Why the last fetch failed. The first word is from a closed set (docs/reasons.md). Null if it did not fail.';
+comment on column atproto.repos.synchronized_at is 'When the repo last became synchronized; null if never.';
+comment on column atproto.repos.updated_at is 'When this row was last updated.';
+comment on column atproto.repos.bucket is
+    'The bucket of the DID, as atproto.bucket_of returns it. On a cluster, a query that compares it with a '
+    'constant reads one shard.';
+comment on column atproto.repos.withheld_since is
+    'Since when the relay has said that it does not pass on the account, for a trouble of its own that '
+    'hosting_status names, such as throttled. The records stay visible, and may be outdated. Null: it does not '
+    'say so.';
+
+comment on view atproto.records is
+    'The records of visible repos. Indexed by (did, collection, rkey) and by (collection, indexed_at).';
+comment on column atproto.records.did is 'The DID of the repo that contains the record.';
+comment on column atproto.records.collection is 'The NSID of the collection.';
+comment on column atproto.records.rkey is 'The record key.';
+comment on column atproto.records.uri is 'The AT-URI of the record.';
+comment on column atproto.records.cid is 'The CID of the DAG-CBOR encoding.';
+comment on column atproto.records.rev is
+    'The rev of the commit that wrote the record, or of the export in which it was found.';
+comment on column atproto.records.value is
+    'The record as AT Protocol JSON: links as $link objects, byte strings as $bytes objects. Null if '
+    'value_problem says why.';
+comment on column atproto.records.value_problem is
+    'Why value is null or differs from the original, from a closed set (docs/reasons.md). Null value: missing, '
+    'not-stored, not-dag-cbor, too-large, omitted, too-many-items, too-deep. Nearest JSON value: number, '
+    'nul-character, reserved-key; null in rows of earlier releases. Unchanged value that does not fit its '
+    'collection: not-a-map, no-type, other-type. Null: no problem.';
+comment on column atproto.records.indexed_at is
+    'When the record was last written here, by the clock of this server.';
+comment on column atproto.records.bucket is
+    'The bucket of the DID, as atproto.bucket_of returns it. On a cluster, a query that compares it with a '
+    'constant reads one shard.';
+
+comment on view atproto.blobs is
+    'The blobs that records of visible repos refer to, read from the values of the records: a row for each '
+    'reference. Indexed by did, and by (did, collection, rkey); without did it reads all records. The PDS of the '
+    'account has the bytes.';
+comment on column atproto.blobs.did is
+    'The DID of the repo that contains the record, and of the account that has the blob.';
+comment on column atproto.blobs.cid is 'The CID of the blob.';
+comment on column atproto.blobs.mime_type is 'The MIME type that the record states; null if it states none.';
+comment on column atproto.blobs.size is
+    'The size in bytes that the record states; null if it states no number of bytes.';
+comment on column atproto.blobs.collection is 'The NSID of the collection of the record.';
+comment on column atproto.blobs.rkey is 'The key of the record.';
+comment on column atproto.blobs.uri is 'The AT-URI of the record.';
+comment on column atproto.blobs.bucket is
+    'The bucket of the DID, as atproto.bucket_of returns it. On a cluster, a query that compares it with a '
+    'constant reads one shard.';
+
+comment on view atproto.links is
+    'The AT-URIs and DIDs in the values of records of visible repos: a row for each record, path and target. '
+    'Empty unless INDEXER_LINKS is on, and incomplete until link_progress says complete. Indexed by (target, '
+    'collection, path, did, rkey) and by (did, collection, rkey).';
+comment on column atproto.links.target is 'The AT-URI or the DID, as it is in the record.';
+comment on column atproto.links.target_kind is
+    'strong-ref: an AT-URI as member uri of an object that also has a text cid; at-uri: any other AT-URI; did.';
+comment on column atproto.links.did is 'The DID of the repo that contains the record with the link.';
+comment on column atproto.links.collection is 'The NSID of the collection of the record.';
+comment on column atproto.links.rkey is 'The key of the record.';
+comment on column atproto.links.path is
+    'Where the link is in the value: .name for a member of an object, [] for an element of an array, [type] for '
+    'one that is an object with this $type.';
+comment on column atproto.links.bucket is
+    'The bucket of the DID, as atproto.bucket_of returns it. On a cluster, a query that compares it with a '
+    'constant reads one shard.';
+
+create view atproto.hosts as
+select host, requests, failures, consecutive_failures as failures_in_a_row,
+    case when paused_until > now() then paused_until end as paused_until,
+    case when paused_until > now() then pause_reason end as pause_reason,
+    last_error, last_success as last_success_at, updated_at
+from indexer.host;
+comment on view atproto.hosts is
+    'Hosts that were asked for exports, identities and handles, with request statistics.';
+comment on column atproto.hosts.host is 'The host name, with the port if it is not the default port.';
+comment on column atproto.hosts.requests is 'The number of requests sent.';
+comment on column atproto.hosts.failures is
+    'Requests that the host failed: no connection, no response, or a server error.';
+comment on column atproto.hosts.failures_in_a_row is 'Failures since the last response.';
+comment on column atproto.hosts.paused_until is 'No requests are sent until then; null if the host is not paused.';
+comment on column atproto.hosts.pause_reason is
+    'throttled: the host asked for a pause; host-paused: too many requests failed in a row.';
+comment on column atproto.hosts.last_error is
+    'The latest failure. The first word is from a closed set (docs/reasons.md).';
+comment on column atproto.hosts.last_success_at is 'When a request last succeeded.';
+comment on column atproto.hosts.updated_at is 'When this row was last updated.';
