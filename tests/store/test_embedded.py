@@ -241,7 +241,7 @@ async def test_the_parent_ignores_signals_and_users_restart_the_server_when_it_i
         connection.terminate()
         assert await fetch_eventually(dsn, "select seven from stored") == 7
         after = recorded_pid(data_dir)
-    assert not is_running(after)
+    await until(lambda: not is_running(after))
 
 
 async def test_a_server_without_a_parent_is_stopped_and_replaced(data_dir: Path) -> None:
