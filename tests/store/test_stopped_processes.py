@@ -13,10 +13,10 @@ import pytest
 from indexer import crash_points
 from indexer.store import DatabaseError, RetentionPolicy, Store
 from indexer.store.shard_lock import ShardLock, open_lock
-from indexer.sync.plans import Batch, RepoWrite
+from indexer.sync.plans import Batch, Cursor, RepoWrite
 from indexer.sync.shard import Placement, Shard
 from tests.store.change_log_helpers import connected, fill_segments, rkeys
-from tests.store.repo_rows import insert, put, synchronized
+from tests.store.repo_rows import head, insert, put, synchronized
 from tests.waiting import TIMEOUT
 
 pytestmark = pytest.mark.slow
@@ -78,8 +78,10 @@ async def test_process_that_is_stopped_while_it_trims_the_change_log_stops_neith
     try:
         await asyncio.to_thread(is_stopped.wait, TIMEOUT)
         async with asyncio.timeout(TIMEOUT):
-            write = RepoWrite(1, repo._replace(version=2), (put("com.example.note/4"),))
-            assert not (await store.write(Batch((write,)))).skipped
+            after = repo._replace(version=2, head=head("3lbbbbbbbbb22"))
+            write = RepoWrite(1, after, (put("com.example.note/4"),), advances=True)
+            batch = Batch((write,), cursor=Cursor("wss://relay.test", "0/1", 1))
+            assert not (await store.write(batch)).skipped  # one statement, whose plan locks all segments
             rows = await sql.fetch("select rkey from atproto.changes where rkey is not null order by seq")
             assert rkeys(rows) == ["0", "1", "2", "3", "4"]
     finally:
