@@ -16,6 +16,7 @@ from indexer.localnet.local_account import LocalAccount
 from indexer.localnet.local_repo import Write
 from indexer.monitoring.conditions import FEED_CUT_OFF, FEED_EVENT_REFUSED, FEED_EVENTS_SET_ASIDE, FEED_STALLED
 from indexer.service.feed.set_aside import RefusalLimits
+from tests.background import running
 from tests.daemon.running_daemon import POST, post
 from tests.service.feed.tap_client import (
     Event,
@@ -424,20 +425,20 @@ async def test_feed_that_delivers_nothing_to_its_clients_is_not_ready(tap: Tap) 
 
 
 async def test_repeated_acknowledgement_lets_no_event_wait_for_ever(tap: Tap) -> None:
-    tap.daemon.stages.feeds.channel.retry_seconds = 0.2
+    tap.daemon.stages.feeds.channel.retry_seconds = 0.5
     account = tap.daemon.create_account("ada.test", records=1)
     async with tap.channel() as client:
         [first] = await client.process(1)
-        account.create(POST, post("new"), rkey="new")
 
-        async def sent_again() -> bool:
-            await client.acknowledge(first)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(0.05):
-                    await client.receive()
-            return [summary(event)[1] for event in client.received] == ["000", "new", "new"]
+        async def acknowledge_again() -> None:
+            while True:
+                await client.acknowledge(first)
+                await asyncio.sleep(0.02)
 
-        await until(sent_again)
+        async with running(acknowledge_again()), asyncio.timeout(20):
+            account.create(POST, post("new"), rkey="new")
+            events = [await client.receive(), await client.receive()]
+    assert [summary(event)[1] for event in events] == ["new", "new"]
 
 
 async def test_connection_that_always_ends_at_one_event_is_reported(tap: Tap) -> None:
