@@ -139,6 +139,18 @@ def test_repo_has_a_share_of_the_window_and_its_other_changes_are_read_again_in_
     assert window.progress() == DeliveryProgress(600, 600)
 
 
+def test_position_stays_before_changes_that_were_left_out() -> None:
+    """The log may be trimmed up to the position."""
+    window = DeliveryWindow(START)
+    window.capacity = 100
+    window.add(change(seq) for seq in range(1, 100))
+    share = len(window)
+    for seq in range(1, share + 1):
+        assert seqs(window.take(10)) == [seq]
+        window.acknowledge(seq)
+    assert window.progress().position == share < window.read_to
+
+
 def test_many_repos_that_fill_the_window_make_room_for_one_more() -> None:
     """Nothing of theirs is acknowledged. What was in flight stays."""
     log = [change(number * 500 + copy, f"did:plc:{number}") for number in range(100) for copy in range(1, 501)]
