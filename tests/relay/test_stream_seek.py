@@ -24,13 +24,15 @@ async def net() -> AsyncIterator[LocalNetwork]:
         yield network
 
 
-def stream_seek(*, resolution: int = 10, message_timeout: float = 5.0, connect_timeout: float = 5.0) -> StreamSeek:
+def stream_seek(
+    *, resolution: int = 10, message_timeout: float = 5.0, connect_timeout: float = 5.0, pause_timeout: float = 0.1
+) -> StreamSeek:
     return StreamSeek(
         DEFAULT_LIMITS,
         "tests",
         connect_timeout=connect_timeout,
         message_timeout=message_timeout,
-        pause_timeout=0.1,
+        pause_timeout=pause_timeout,
         resolution=resolution,
     )
 
@@ -50,7 +52,7 @@ async def test_a_stream_is_entered_shortly_before_the_target(
 ) -> None:
     net.relay.inclusive, net.relay.announces, net.relay.window = inclusive, announces, 1_000
     send(net.relay, range(1_500), distance=3)
-    entry = await stream_seek()(net.relay_url, BEGIN + 1_200)
+    entry = await stream_seek(pause_timeout=5.0)(net.relay_url, BEGIN + 1_200)
     assert entry.oldest_time == BEGIN + 501
     assert entry.cursor is not None
     first_wanted = net.relay.log[1_200].seq
