@@ -124,8 +124,7 @@ export interface Host {
 
 /** The state of links, one row: if they are kept, and the progress of the backfill. */
 export interface LinkProgress {
-  /** off: no links are kept, or they are outdated; backfill: links of stored records are added; complete: all
-   * links are stored. */
+  /** off: no links are kept; backfill: links of stored records are added; complete: all links are stored. */
   state: string;
   /** 256 if the backfill is complete, otherwise 0. */
   buckets_done: number;

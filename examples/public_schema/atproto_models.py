@@ -156,8 +156,7 @@ class LinkProgress(PublicView):
     __tablename__ = "link_progress"
 
     state: Mapped[str] = mapped_column(Text, primary_key=True)
-    """off: no links are kept, or they are outdated; backfill: links of stored records are added; complete: all
-    links are stored."""
+    """off: no links are kept; backfill: links of stored records are added; complete: all links are stored."""
     buckets_done: Mapped[int] = mapped_column(Integer)
     """256 if the backfill is complete, otherwise 0."""
     buckets: Mapped[int] = mapped_column(Integer)

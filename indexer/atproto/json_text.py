@@ -1,4 +1,4 @@
-"""JSON texts of others, before they are decoded."""
+"""Bound the number of items in JSON text before it is decoded."""
 
 
 def max_items(text: bytes) -> int:

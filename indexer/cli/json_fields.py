@@ -308,7 +308,7 @@ JSON_LINES: dict[str, dict[str, JsonLine]] = {
             "paused_hosts[].seconds_left": "Seconds until the next request.",
             "paused_hosts[].failures_in_a_row": "Number of failed requests since the last success.",
             "paused_hosts[].last_error": "The last error; null if there was none.",
-            "links": "The links between records (`INDEXER_LINKS`). How far they are behind: the consumer `links`.",
+            "links": "The links between records (`INDEXER_LINKS`). The consumer `links` shows how far they are behind.",
             "links.state": "`off`, `backfill`, or `complete`.",
             "links.progress": "Estimated share of the repos whose links are stored; null if no links are kept.",
             "links.repos_done": "Number of repos that the backfill has visited.",

@@ -24,7 +24,7 @@ COLLECTION = "com.atproto.lexicon.schema"
 MAX_FILE_BYTES = 1_048_576
 """Maximum size of a lexicon: a published one is a record."""
 MAX_LEVELS = 250
-"""Levels of a lexicon: a published one has no more. One that is read here must never be too deep for a later reader."""
+"""Maximum levels of a lexicon. A published one has no more. A stored one must not be too deep to be read again."""
 MAX_DEPENDENCIES = 100
 """Lexicons that one command fetches because others refer to them."""
 MAX_DEPENDENCY_BYTES = 1_048_576

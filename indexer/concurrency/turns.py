@@ -15,7 +15,7 @@ class Turns:
 
     @asynccontextmanager
     async def turn(self, key: Hashable) -> AsyncIterator[None]:
-        """Wait for a turn of the key, and have it during the block."""
+        """Wait for a turn of the key, and hold it during the block."""
         await self._wait(key)
         try:
             yield
@@ -23,7 +23,7 @@ class Turns:
             self._end()
 
     async def spend(self, key: Hashable, seconds: float) -> None:
-        """Have a turn of the key for this time. So all users together do something at a limited rate."""
+        """Hold a turn of the key for this time. This limits the rate of all users together."""
         async with self.turn(key):
             await asyncio.sleep(seconds)
 

@@ -1,4 +1,4 @@
-"""A rate limit with a burst, of which the accounts of a host, and those of a registered domain, get only a share."""
+"""A rate limit with a burst. The accounts of one host, or of one registered domain, get only a share of it."""
 
 from dataclasses import dataclass, field
 

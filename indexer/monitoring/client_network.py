@@ -1,4 +1,4 @@
-"""The network that shares of the HTTP server are for: one client cannot have several shares."""
+"""Determine the network of a client. Each network has a share of the HTTP server, however many clients it has."""
 
 from functools import lru_cache
 

@@ -1,6 +1,6 @@
-"""Limit the open connections of the HTTP server: a new connection closes the oldest one. Websockets are excepted.
+"""Limit the open connections of the HTTP server: a new connection closes an old one. Websockets are excepted.
 
-The networks of the clients share what is limited: who has the most loses first.
+Client networks share the limits: the network that has the most connections loses one first.
 """
 
 import asyncio

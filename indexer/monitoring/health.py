@@ -208,7 +208,7 @@ def make_application(probe: Probe, metrics_page: MetricsPage, request_interval: 
 
     @web.middleware
     async def in_turn(request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Answer a request, but not without pause: the event loop also processes the stream."""
+        """Answer a request after a turn, so that requests leave the event loop time for the stream."""
         await turns.spend(client_network(request), request_interval)
         return await handler(request)
 

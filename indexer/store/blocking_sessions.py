@@ -17,9 +17,9 @@ import asyncpg
 from indexer.store.columns import Connection
 
 END_WHEN_STOPPED = "set local idle_in_transaction_session_timeout = '5s'"
-"""For a transaction of this program whose locks all its processes, or all consumers, wait for. Postgres ends it if the
-process is stopped in it, for example with SIGSTOP. The other transactions of a daemon end after a minute
-(`SERVER_SETTINGS`)."""
+"""A setting for transactions of this program that hold locks for which all its processes, or all consumers, wait.
+Postgres ends the transaction if its process is stopped, for example with SIGSTOP. The other transactions of a daemon
+end after a minute (`SERVER_SETTINGS`)."""
 
 # Consumers are neither superusers nor the role of the daemon: a backup may take hours. Nor may they create roles: from
 # Postgres 16 on, an administrator who is no superuser is a member of each role that they have created, without its
@@ -102,7 +102,7 @@ class BlockingSession:
 
 @dataclass(frozen=True, slots=True)
 class OldSnapshots:
-    """What keeps dead rows.
+    """The holders of old snapshots, which keep dead rows.
 
     Attributes:
         dead_cursors: Versions of cursors that nothing has removed yet.
@@ -143,8 +143,8 @@ async def end_sessions_before_migration(
 async def end_oldest_transaction(connection: Connection, min_seconds: float) -> list[BlockingSession]:
     """Return the sessions with the oldest transactions: of the consumers of this database, and of all others.
 
-    The consumer's is ended if it is this old. A session that listens reads no notification during its transaction, and
-    the queue keeps what it has not read. Which sessions listen is not visible to others.
+    The session of the consumer is ended if its transaction is this old. A session that listens reads no notification
+    during its transaction, and the queue keeps what it has not read. Which sessions listen is not visible to others.
     """
     sessions = [BlockingSession(*row) for row in await connection.fetch(_OLDEST)]
     old = [session for session in sessions if session.is_consumer and session.is_old(min_seconds)]
@@ -152,7 +152,7 @@ async def end_oldest_transaction(connection: Connection, min_seconds: float) -> 
 
 
 async def end_old_snapshots(connection: Connection, max_dead_cursors: int, min_seconds: float) -> OldSnapshots:
-    """If so many dead cursors are left, return what keeps them, and end the sessions of consumers that are this old."""
+    """Return the old snapshots if so many dead cursors are left; end sessions of consumers that are this old."""
     dead_cursors = await connection.fetchval(_DEAD_CURSORS)
     if dead_cursors < max_dead_cursors:
         return OldSnapshots(dead_cursors)

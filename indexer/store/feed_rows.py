@@ -343,7 +343,7 @@ class FeedSession:
 
 
 def _progress_of(row: Record) -> DeliveryProgress:
-    """Return what was delivered. A position that the previous release has passed since does not count."""
+    """Return the stored progress, without the positions that the previous release has passed since."""
     position = row["seq"]
     if row["delivered_to"] is None:
         return DeliveryProgress(position, position)

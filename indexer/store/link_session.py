@@ -122,7 +122,7 @@ class PositionLostError(Exception):
 
 
 class _Target(NamedTuple):
-    """What links are counted by."""
+    """The key of a count of links."""
 
     target: str
     collection: str

@@ -348,7 +348,7 @@ class Store(ResyncMethods, ScopeMethods, AccountMethods, FeedMethods, ReportMeth
             return await blocking_sessions.end_oldest_transaction(connection, min_seconds)
 
     async def end_old_snapshots(self, max_dead_cursors: int, min_seconds: float) -> OldSnapshots:
-        """If so many dead cursors are left, return what keeps them; end the sessions of consumers that are this old."""
+        """Return the old snapshots if so many dead cursors are left; end sessions of consumers that are this old."""
         async with self._connection() as connection:
             return await blocking_sessions.end_old_snapshots(connection, max_dead_cursors, min_seconds)
 

@@ -44,7 +44,7 @@ class DeliveryProgress(NamedTuple):
     Attributes:
         position: All changes up to this number are acknowledged.
         delivered_to: The number of the newest acknowledged change; `position` if there is none after it.
-        undelivered: The numbers of all changes up to `delivered_to` that are not acknowledged, unless `behind` says so.
+        undelivered: The numbers of unacknowledged changes up to `delivered_to`, besides those of `behind`.
         snapshot: The snapshot is acknowledged up to here; None if there is none, or if all of it is acknowledged.
         behind: Repos of which no change from this number on is acknowledged.
     """

@@ -1,11 +1,11 @@
-"""Notify the listeners of new changes, outside of the transactions that write them; watch what others hold open.
+"""Notify the listeners of new changes, outside of the transactions that write them, and report old snapshots.
 
 All databases and roles of a Postgres server share one queue of notifications. A session that listens and leaves a
 transaction open keeps it from being emptied, and any session can fill it. Then each COMMIT fails that has a
 notification. So the commits that store records have none. A listener that misses a notification reads the log when it
 polls.
 
-A session that leaves a snapshot open keeps the old versions of cursors and repos, through which each batch must go.
+A session that leaves a snapshot open keeps the old versions of cursors and repos, which each batch must read.
 """
 
 import asyncio
@@ -99,9 +99,7 @@ class ChangeNotifier:
             self._conditions.end(DEAD_ROWS_KEPT)
             return
         text = "; ".join([*map(_describe, found.sessions), *found.others]) or "nothing that is visible"
-        message = (
-            f"{found.dead_cursors} old versions of the cursor cannot be removed; their snapshots are kept by {text}"
-        )
+        message = f"{found.dead_cursors} old versions of the cursor cannot be removed; they are kept by {text}"
         self._conditions.report(DEAD_ROWS_KEPT, message=message, value=found.dead_cursors)
 
     async def _report(self, usage: float) -> None:

@@ -4,9 +4,9 @@ The changes of one repo are delivered in order. A live change waits until all ea
 and later ones wait for it. Differences that resyncs found at one rev may be delivered at once. But the changes of one
 record, which two such resyncs may have found, are delivered one after another. There is no order between repos.
 
-A repo has a share of the window, so that none fills it. When it has its share, the repo is behind: its further changes
-are left out, and only the number of the first one is kept. They are read again when it has few changes. If the window
-fills all the same, and clients are slow, `make_room` leaves out changes of the repos that have most.
+Each repo has a share of the window, so that no repo fills it. A repo that has used its share is behind: its further
+changes are left out, and only the number of the first one is kept. They are read again when it has few changes. If the
+window fills all the same, and clients are slow, `make_room` leaves out changes of the repos that have most.
 
 Besides changes, the window has the repos and records of a snapshot, and what was set aside and is sent now, as changes
 that have ids instead of numbers of the log. A page of the snapshot is read after the changes that are in the window, so

@@ -49,7 +49,7 @@ MAX_PAGES = 10
 FULL_SECONDS = 1.0
 """Repos give up changes if the window is three quarters full for so long and clients acknowledge less than a fourth.
 
-So a change waits for few others, or clients are fast.
+So a change waits for few others, unless clients are fast.
 """
 READS_BEHIND = 10
 """Reads of changes that were left out in one interval, so that a fast client does not wait for a large repo."""

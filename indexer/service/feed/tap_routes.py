@@ -18,7 +18,7 @@ from indexer.sync.repo_state import SyncStatus
 from indexer.sync.stored_identity import INVALID_HANDLE, StoredIdentity
 
 MAX_QUERIES = 2
-"""Concurrent questions about repos and tables: each one uses a connection of the database, and may count many rows."""
+"""Concurrent requests about repos and tables: each one uses a connection of the database, and may count many rows."""
 MAX_ITEMS = 65_536
 """Maximum number of items in the JSON of a body. They are counted before it is decoded."""
 

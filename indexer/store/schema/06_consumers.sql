@@ -43,9 +43,9 @@ create table indexer.feed_delivery (
     -- Events that clients do not acknowledge although they acknowledge others: objects with id, action, uri,
     -- attempts, since (Unix seconds) and failure.
     refused jsonb not null default '[]'::jsonb,
-    -- Null, or an object, if changes of some repos were left out. repos: by DID, the number from which no change of
-    -- the repo is delivered. delivered_to and undelivered: what the columns of this name say otherwise; these say
-    -- then that nothing after the position is delivered.
+    -- Null if no repo is behind. Otherwise an object. repos: by DID, the number from which no change of the repo is
+    -- delivered. delivered_to and undelivered: the values that the columns of these names have otherwise. Then the
+    -- columns say that nothing after the position is delivered.
     behind jsonb,
     primary key (consumer_id)
 );

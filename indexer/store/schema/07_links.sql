@@ -1,6 +1,6 @@
 -- Links between records. The tables are empty unless INDEXER_LINKS is on (docs/decisions/0012-links.md).
 
--- The links in the values of stored records, if INDEXER_LINKS is on.
+-- The links in the values of stored records.
 create table indexer.record_link (
     did text collate "C" not null,
     collection text collate "C" not null,
@@ -109,8 +109,7 @@ from indexer.link_reader r;
 comment on view atproto.link_progress is
     'The state of links, one row: if they are kept, and the progress of the backfill.';
 comment on column atproto.link_progress.state is
-    'off: no links are kept, or they are outdated; backfill: links of stored records are added; complete: all '
-    'links are stored.';
+    'off: no links are kept; backfill: links of stored records are added; complete: all links are stored.';
 comment on column atproto.link_progress.buckets_done is '256 if the backfill is complete, otherwise 0.';
 comment on column atproto.link_progress.buckets is '256 if links are kept, otherwise 0.';
 comment on column atproto.link_progress.repos_done is 'Repos whose links were added by the backfill.';
