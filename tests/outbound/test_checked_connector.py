@@ -188,7 +188,7 @@ async def test_names_that_do_not_resolve_do_not_delay_others(world: OutboundWorl
     async with NameServer() as silent, NameServer() as server:
         silent.silent = True
         server.addresses["pds.example"] = [PUBLIC]
-        slow, fast = DnsResolver([silent.address]), DnsResolver([server.address])
+        slow, fast = DnsResolver([silent.address], timeout=60), DnsResolver([server.address])
 
         async def resolve(name: str, port: int) -> Sequence[str]:
             return await (fast if name == "pds.example" else slow)(name, port)
