@@ -1,7 +1,7 @@
 """Read the change log for links: keep the links of stored records, and their counts by target.
 
-One process keeps the links of all shards. It owns them by its session, like the feed (`shard_lock`), and writes them
-only in this session. Each transaction reads what follows its position in the change log, replaces the links of the
+One process keeps the links of all shards. It owns them by its connection, like the feed (`shard_lock`), and writes them
+only over this connection. Each transaction reads what follows its position in the change log, replaces the links of the
 changed records by those of their stored values, and stores the new position. So a transaction that is repeated, and a
 value that is newer than the change, do no harm: the change that wrote it follows.
 
@@ -150,7 +150,7 @@ class LinkSession:
         backfilled_to: The record up to which the backfill is done.
         repos: The number of repos up to that record.
         done: The backfill is complete.
-        links: The number of links that this session has added.
+        links: The number of links that were added since it was opened.
     """
 
     connection: Connection

@@ -70,7 +70,7 @@ class JetstreamRoutes:
         displaced: asyncio.Event,
     ) -> None:
         network = client_network(request)
-        # What arrives with the handshake is parsed before it can be counted, so each connection counts as a piece.
+        # The library parses bytes that follow the handshake before they can be counted. So a connection is a piece.
         await self._reading_turns.spend(network, reading_seconds(PIECE_BYTES))
         await websocket.prepare(request)
         if (transport := request.transport) is None:

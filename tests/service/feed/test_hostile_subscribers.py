@@ -35,7 +35,7 @@ FRAMES = {
     "fragments without an end": (b"\x01\x80" + MASK, b"\x00\x80" + MASK),
     "binary messages": (b"", b"\x82\xfe\x0f\xff" + MASK + bytes(0x0FFF)),
 }
-"""What a client sends first, and then without end."""
+"""For each attack: the bytes that a client sends once, and the bytes that it then repeats without end."""
 COMMITS = 60
 BUFFER_BYTES = 12 << 20
 """More than the operating system and the daemon buffer of one connection."""
